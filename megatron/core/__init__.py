@@ -1,0 +1,6 @@
+"""megatron-core with this tree's files laid over it; see `_overlay.py`."""
+
+from megatron.core._overlay import check_version, extend
+
+check_version()
+extend(__name__)

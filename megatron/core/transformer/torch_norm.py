@@ -1,0 +1,38 @@
+"""Norms of the local (non Transformer Engine) implementation that also work under sequence parallelism.
+
+Overlaid because the wheel's `WrappedTorchNorm` refuses sequence parallelism. The refusal is about gradients, not about the
+norm: each rank sees its own slice of the sequence, so the gradient of the norm's weight is a partial sum, and
+`finalize_model_grads` all-reduces it over the tensor-parallel group for every parameter that carries
+`sequence_parallel = True`. Setting the attribute is all that was missing.
+"""
+
+from megatron.core._overlay import shadowed
+
+_upstream = shadowed(__name__)
+
+
+class WrappedTorchNorm(_upstream.WrappedTorchNorm):
+    """See `megatron.core.transformer.torch_norm` in the wheel."""
+
+    def __new__(cls, config, hidden_size, **kwargs):
+        if not config.sequence_parallel:
+            return _upstream.WrappedTorchNorm(config, hidden_size, **kwargs)
+        norm = _upstream.WrappedTorchNorm(_WithoutSequenceParallel(config), hidden_size, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+
+class _WithoutSequenceParallel:
+    """A view of a configuration with sequence parallelism off.
+
+    Not `dataclasses.replace`: that would run the configuration's `__post_init__` a second time.
+    """
+
+    sequence_parallel = False
+
+    def __init__(self, config):
+        self._config = config
+
+    def __getattr__(self, name):
+        return getattr(self._config, name)

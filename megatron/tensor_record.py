@@ -1,0 +1,146 @@
+"""The on-disk contract: what a collected tensor is called and what stands beside it. Standard library only.
+
+One `.pt` file a tensor, `{"tensor": Tensor, "metadata": {...}}`, readable by stock torch with `weights_only=True`; beside the
+tensors a run card `run_<run_id>.json` and one append-only index a rank, `index_<run_id>_rank<NN>.jsonl`, a line a record.
+Writer (`megatron.core.tensor_saver`) and readers (`megatron.analysis`) both import this file and nothing of each other.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+#: Tensor names by layer type; `attention_probs` is written on request only.
+TENSOR_NAMES: dict[str, tuple[str, ...]] = {
+    "attention": (
+        "query", "key", "value", "output", "attention_probs",
+        "grad_output", "grad_query", "grad_key", "grad_value",
+    ),
+    "linear": ("input", "weight", "output", "grad_output", "grad_input", "grad_weight"),
+}  # fmt: skip
+COMPONENTS = {"attention": "FA", "linear": "linear"}  #: file-name component of each layer type
+PARTIAL_SUFFIX = ".partial"  #: ends the name of a file that is still being written; readers skip it
+
+_NAMES = "|".join(sorted({name for names in TENSOR_NAMES.values() for name in names}))
+_FILENAME = re.compile(
+    r"(?P<timestamp>\d{8}_\d{6})_(?P<counter>\d{4,})_(?P<layer_type>attention|linear)"
+    r"_L(?P<layer_idx>-?\d+)_(?P<operation>forward|backward)_(?P<phase>pre|post)"
+    r"_(?P<component>FA|linear)_(?P<quant_type>.+?)(?:_rank(?P<rank>\d{2,}))?"
+    rf"_(?P<tensor_name>{_NAMES})\.pt"
+)
+
+
+def safe_name(quant_type: str) -> str:
+    """A quantization type as it stands in file and folder names: `mx:e3m4:b16:rceil` has colons."""
+    return re.sub(r"[^\w.+-]", "-", quant_type)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRecord:
+    """What is known of one collected tensor. MUST: every field is present; those typed `| None` MAY be null."""
+
+    run_id: str
+    iteration: int  #: as the log prints it: the first is 1
+    micro_batch: int  #: of the forward pass, also for a backward tensor; the first is 0
+    sample_idx: (
+        int | None
+    )  #: position in the run's sample order of the micro-batch's first sequence
+    counter: int  #: of this rank in this run; the first is 1
+    timestamp: str  #: local time of writing, YYYYmmdd_HHMMSS
+    layer_type: str  #: attention | linear
+    layer_idx: (
+        int  #: global over pipeline stages, the first is 0; -1 outside of a transformer layer
+    )
+    module: str  #: dotted name in the model, with the global layer number
+    operation: str  #: forward | backward
+    phase: str  #: pre (enters the matmul) | post (leaves it)
+    component: str  #: FA | linear
+    tensor_name: str  #: see TENSOR_NAMES
+    quant_type: str  #: of the run, e.g. FA_linear_mxfp8
+    format: str | None  #: the number format this operand is quantized to; null if it is not
+    shape: list[int]  #: of this file's tensor
+    dtype: str  #: e.g. "bfloat16"
+    dims: str  #: a letter a dimension and the group that shards it, e.g. "s b h[tp]"
+    global_shape: list[int]  #: of the logical tensor over all shards
+    rank: dict[str, int]  #: world, tp, pp, dp, cp, ep and the size of each (tp_size, ...)
+    recomputed: bool  #: from a forward pass that activation recomputation ran again
+    wall_time: float  #: seconds since the epoch
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def filename(self) -> str:
+        """The file's name; the rank stands in it only where there is more than one."""
+        rank = f"rank{self.rank['world']:02d}_" if self.rank["world_size"] > 1 else ""
+        return (
+            f"{self.timestamp}_{self.counter:04d}_{self.layer_type}_L{self.layer_idx}"
+            f"_{self.operation}_{self.phase}_{self.component}_{safe_name(self.quant_type)}"
+            f"_{rank}{self.tensor_name}.pt"
+        )
+
+    def to_metadata(self) -> dict[str, Any]:
+        """The `metadata` of the `.pt` file: plain values only, so that `weights_only=True` reads it."""
+        return asdict(self)
+
+    @classmethod
+    def from_metadata(cls, metadata: dict[str, Any]) -> "TensorRecord":
+        """Read the metadata of a file or an index line; keys that this version does not know are left out.
+
+        Raises:
+            ValueError: another schema version, or a field is missing.
+        """
+        found = metadata.get("schema_version")
+        if found != SCHEMA_VERSION:
+            raise ValueError(
+                f"schema version {found!r}, but this reader understands {SCHEMA_VERSION}"
+            )
+        names = {field.name for field in fields(cls)}
+        if missing := sorted(names - metadata.keys()):
+            raise ValueError(f"the record lacks {', '.join(missing)}")
+        return cls(**{name: metadata[name] for name in names})
+
+
+def parse_filename(name: str) -> dict[str, Any] | None:
+    """What a tensor file's name says, for files without metadata; None if it is no such name.
+
+    `layer_idx` and `counter` are ints; `rank` is an int, 0 where the name has none.
+    """
+    match = _FILENAME.fullmatch(name)
+    if match is None:
+        return None
+    found: dict[str, Any] = match.groupdict()
+    for key in ("layer_idx", "counter", "rank"):
+        found[key] = int(found[key] or 0)
+    return found
+
+
+def run_card_name(run_id: str) -> str:
+    """File name of the run card: arguments, versions, git, topology, seeds."""
+    return f"run_{run_id}.json"
+
+
+def index_name(run_id: str, rank: int) -> str:
+    """File name of one rank's index: one writer a file, so that lines never interleave."""
+    return f"index_{run_id}_rank{rank:02d}.jsonl"
+
+
+def read_index(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of one index; a last line cut short by a crash is skipped, any other bad line is an error.
+
+    Raises:
+        ValueError: a line that is not JSON although more lines follow it.
+    """
+    bad: str | None = None
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if bad is not None:
+                raise ValueError(bad)
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                bad = f"{path}, line {number}: not JSON ({error})"
+                continue
+            yield record
