@@ -1,0 +1,198 @@
+#!/usr/bin/env bash
+# Find or make the Python environment, and print the path of its interpreter.
+#
+#   py=$(bash script/setup_env.sh)            # what every driver does first
+#   "$py" pretrain_gpt.py --help
+#
+# Standard output is the path alone; everything else goes to standard error. In this order:
+#   1. the python3 in PATH, if it has every requirement at the release that setup.py pins;
+#   2. .venv in the repository's root, if it is complete;
+#   3. .venv is made, or completed, with pip: once, and the only step that needs a network.
+# Several calls at a time are safe: one builds, the others wait. A .venv whose making was interrupted
+# is made anew. One that you made yourself is completed in place.
+#
+# Options
+#   --dev       also ask for the linters that script/check.sh runs (ruff, mypy, shellcheck)
+#   -h, --help  print this
+#
+# Environment
+#   LAB_PYTHON  the interpreter to use in step 1 and to build .venv from (default: python3).
+#               Python 3.10 or newer. To change the Python of a complete .venv, delete .venv.
+#   PIP_*       pip reads its own settings: PIP_INDEX_URL names a mirror, and PIP_FIND_LINKS a folder
+#               of wheels. On Linux the plain torch wheel brings the CUDA libraries with it (several
+#               GB); without a GPU, let PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS name PyTorch's CPU
+#               builds, which are a tenth of the size.
+set -euo pipefail
+
+repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$repo/.venv
+stamp=$venv/.lab-complete     # the pins that were installed; written last
+unfinished=$venv/.lab-making  # there from the first step to the last
+
+usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }
+say() { printf '%s\n' "$*" >&2; }
+die() {
+  say "[ERROR] $*"
+  exit 1
+}
+
+dev=0
+for argument in "$@"; do
+  case "$argument" in
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    --dev) dev=1 ;;
+    *) die "unknown option '$argument'; the options are --dev and --help" ;;
+  esac
+done
+
+exec 3>&1 1>&2 # from here on only `found` writes to the caller's standard output
+found() {
+  printf '%s\n' "$1" >&3
+  exit 0
+}
+
+# Prints version, interpreter, the interpreter below a virtual environment, and what is missing of
+# the pins, a line each. Reads the installed releases without importing them. The first half must
+# also run, and say its version, where Python is too old for the rest.
+probe='
+import sys
+print("%d.%d.%d" % sys.version_info[:3])
+print(sys.executable)
+print(getattr(sys, "_base_executable", None) or sys.executable)
+if sys.version_info >= (3, 10):
+    import importlib.metadata, os, runpy
+    setup, dev, stamp = sys.argv[1:]
+    tree = runpy.run_path(setup)
+    groups = [tree["RUNTIME"], tree["TEST"]] + [tree["LINT"]] * int(dev)
+    missing = []
+    for name, pin in tree["pins"](*groups).items():
+        try:
+            release = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            release = None
+        if (release or "").split("+")[0] != pin:
+            missing.append(name)
+    if stamp:
+        wanted = tree["pins"](tree["RUNTIME"], tree["TEST"], tree["LINT"])
+        wanted = "".join("%s==%s\n" % item for item in wanted.items())
+        if not os.path.exists(stamp) or open(stamp).read() != wanted:
+            missing.append("stamp")
+    print(" ".join(missing))
+'
+
+# look PYTHON [STAMP]: sets version, executable, base and missing; false if PYTHON does not run.
+look() {
+  local output
+  version='' executable='' base='' missing=''
+  output=$("$1" -c "$probe" "$repo/setup.py" "$dev" "${2-}" 2>/dev/null) || return 1
+  {
+    read -r version
+    read -r executable || true
+    read -r base || true
+    read -r missing || true
+  } <<<"$output"
+}
+
+new_enough() { [[ $1 =~ ([0-9]+)\.([0-9]+) ]] && ((BASH_REMATCH[1] * 100 + BASH_REMATCH[2] >= 310)); }
+
+venv_is_complete() {
+  [[ -x $venv/bin/python && -f $stamp && ! -e $unfinished ]] &&
+    look "$venv/bin/python" "$stamp" && new_enough "$version" && [[ -z $missing ]]
+}
+
+python=${LAB_PYTHON:-python3}
+trouble=
+if ! command -v "$python" >/dev/null; then
+  trouble="there is no '$python' in PATH"
+elif ! look "$python"; then
+  trouble="'$python' does not run ($("$python" -c pass 2>&1 | tail -n 1))"
+elif ! new_enough "$version"; then
+  trouble="'$python' is Python ${version#Python } ($(command -v "$python"))"
+elif [[ -z $missing ]]; then
+  found "$executable"
+fi
+builder=$base
+builder_version=$version
+
+if venv_is_complete; then found "$venv/bin/python"; fi
+
+if [[ -n $trouble ]]; then
+  for name in python3.13 python3.12 python3.11 python3.10; do
+    if "$name" -c pass 2>/dev/null; then
+      die "$trouble; Python 3.10 or newer is needed: run it again with LAB_PYTHON=$(command -v $name)"
+    fi
+  done
+  die "$trouble; Python 3.10 or newer is needed: install one, and name it in LAB_PYTHON if it is not" \
+    "called python3"
+fi
+
+"$builder" -c 'import ensurepip, venv' 2>/dev/null ||
+  die "Python $builder_version ($builder) has no venv module; on Debian and Ubuntu run" \
+    "'apt install python${builder_version%.*}-venv', elsewhere set LAB_PYTHON to a complete Python"
+
+# The lock belongs to the open file, which this shell shares with the Python that takes it: it is
+# held until this script ends, however it ends. (macOS has no flock command.)
+{ exec 9>>"$repo/.venv.lock"; } 2>/dev/null ||
+  die "cannot write to $repo, where .venv is made; use a copy of the repository that you may write to"
+take='import fcntl, sys; fcntl.flock(9, fcntl.LOCK_EX | (fcntl.LOCK_NB if sys.argv[1:] else 0))'
+if ! "$builder" -c "$take" now 2>/dev/null; then
+  say "Waiting for another setup_env.sh, which is making $venv ..."
+  "$builder" -c "$take"
+  if venv_is_complete; then found "$venv/bin/python"; fi
+fi
+
+if [[ -e $unfinished ]] || ! look "$venv/bin/python" "$stamp"; then
+  say "Making $venv with Python $builder_version ($builder) ..."
+  "$builder" -m venv --clear --without-pip "$venv" ||
+    die "cannot make $venv (the reason is above); free the space or fix the folder, and run it again"
+  : >"$unfinished"
+elif ! new_enough "$version"; then
+  die "$venv has Python $version, but 3.10 or newer is needed; rename or delete it, and run it again"
+else
+  say "Completing $venv (Python $version) ..."
+  # Only what this script made is made anew after an interruption: never a user's own environment.
+  if [[ -e $stamp ]]; then : >"$unfinished"; fi
+fi
+rm -f "$stamp"
+
+PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0
+export PIP_USER PIP_REQUIRE_VIRTUALENV
+"$venv/bin/python" -c 'import pip' 2>/dev/null || "$venv/bin/python" -m ensurepip >/dev/null ||
+  die "cannot put pip into $venv (the reason is above); free the space or fix it, and run it again"
+
+list='import runpy, sys
+tree = runpy.run_path(sys.argv[1])
+for item in tree["pins"](tree["RUNTIME"], tree["TEST"], tree["LINT"]).items():
+    print("%s==%s" % item)'
+"$venv/bin/python" -c "$list" "$repo/setup.py" >"$venv/requirements.txt"
+
+say "Installing the pinned requirements into $venv (once; later calls need no network) ..."
+log=$venv/pip.log
+rm -f "$log"
+progress=(--quiet --progress-bar off)
+if [[ -t 2 ]]; then progress=(--progress-bar on); fi
+if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile \
+  --prefer-binary "${progress[@]}" --log "$log" -r "$venv/requirements.txt"; then
+  if grep -qs 'No space left on device' "$log"; then
+    die "the disk is full: pip needs about 2 GB for $venv and its cache (more with CUDA); free the" \
+      "space, and run it again"
+  elif grep -qsE 'Max retries|NewConnection|connection broken|timed out|name resolution|SSLError' "$log"; then
+    die "pip cannot reach its package index; check the network and the proxy, or name a mirror in" \
+      "PIP_INDEX_URL or a folder of wheels in PIP_FIND_LINKS, and run it again (log: $log)"
+  fi
+  die "pip cannot install the requirements for Python $builder_version (its message is above, its log" \
+    "is $log); if no release fits, set LAB_PYTHON to Python 3.10 to 3.13, and run it again"
+fi
+
+# pip compiles one file at a time; imports take twice as long where this is left to them and
+# PYTHONDONTWRITEBYTECODE is set. Files that are templates do not compile: no harm.
+"$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages >/dev/null 2>&1 || true
+
+cp "$venv/requirements.txt" "$stamp.partial"
+mv "$stamp.partial" "$stamp"
+rm -f "$unfinished"
+venv_is_complete || die "$venv still lacks: $missing; delete it, and run it again (log: $log)"
+found "$venv/bin/python"

