@@ -1,8 +1,10 @@
-"""The on-disk contract: what a collected tensor is called and what stands beside it. Standard library only.
+"""The on-disk contract: what a collected tensor is called and what stands beside it. Standard
+library only.
 
-One `.pt` file a tensor, `{"tensor": Tensor, "metadata": {...}}`, readable by stock torch with `weights_only=True`; beside the
-tensors a run card `run_<run_id>.json` and one append-only index a rank, `index_<run_id>_rank<NN>.jsonl`, a line a record.
-Writer (`megatron.core.tensor_saver`) and readers (`megatron.analysis`) both import this file and nothing of each other.
+One `.pt` file a tensor, `{"tensor": Tensor, "metadata": {...}}`, readable by stock torch with
+`weights_only=True`; beside the tensors a run card `run_<run_id>.json` and one append-only index a
+rank, `index_<run_id>_rank<NN>.jsonl`, a line a record. Writer (`megatron.core.tensor_saver`) and
+readers (`megatron.analysis`) both import this file and nothing of each other.
 """
 
 import json
@@ -41,7 +43,9 @@ def safe_name(quant_type: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRecord:
-    """What is known of one collected tensor. MUST: every field is present; those typed `| None` MAY be null."""
+    """What is known of one collected tensor. MUST: every field is present; those typed `| None` MAY
+    be null.
+    """
 
     run_id: str
     iteration: int  #: as the log prints it: the first is 1
@@ -82,12 +86,15 @@ class TensorRecord:
         )
 
     def to_metadata(self) -> dict[str, Any]:
-        """The `metadata` of the `.pt` file: plain values only, so that `weights_only=True` reads it."""
+        """The `metadata` of the `.pt` file: plain values only, so that `weights_only=True` reads
+        it.
+        """
         return asdict(self)
 
     @classmethod
     def from_metadata(cls, metadata: dict[str, Any]) -> "TensorRecord":
-        """Read the metadata of a file or an index line; keys that this version does not know are left out.
+        """Read the metadata of a file or an index line; keys that this version does not know are
+        left out.
 
         Raises:
             ValueError: another schema version, or a field is missing.
@@ -128,7 +135,8 @@ def index_name(run_id: str, rank: int) -> str:
 
 
 def read_index(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of one index; a last line cut short by a crash is skipped, any other bad line is an error.
+    """The records of one index; a last line cut short by a crash is skipped, any other bad line is
+    an error.
 
     Raises:
         ValueError: a line that is not JSON although more lines follow it.

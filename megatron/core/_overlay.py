@@ -1,15 +1,17 @@
 """Lay this source tree over the installed megatron-core, one file at a time.
 
-A file here takes the place of the file of the same name in the wheel; every other module comes from the wheel untouched.
-An overlaid module reaches the one it shadows through `shadowed`, so that it subclasses upstream instead of copying it.
+A file here takes the place of the file of the same name in the wheel; every other module comes from
+the wheel untouched. An overlaid module reaches the one it shadows through `shadowed`, so that it
+subclasses upstream instead of copying it.
 
-How it works. `megatron/__init__.py` puts the wheel's folder behind ours on `megatron.__path__`. Each overlaid package has an
-`__init__.py` of three lines that calls `extend`, which does the same for that package and then runs the wheel's own
-`__init__.py` in it. Python's ordinary import then finds our file first wherever we have one. `shadowed` loads the wheel's
-file under a private alias (`megatron.core.tensor_parallel._upstream_layers`) and copies its names into our module.
+How it works. `megatron/__init__.py` puts the wheel's folder behind ours on `megatron.__path__`.
+Each overlaid package has an `__init__.py` of three lines that calls `extend`, which does the same
+for that package and then runs the wheel's own `__init__.py` in it. Python's ordinary import then
+finds our file first wherever we have one. `shadowed` loads the wheel's file under a private alias
+(`megatron.core.tensor_parallel._upstream_layers`) and copies its names into our module.
 
-What it gives up: classes of the wheel's module exist once under the alias, so `repr` shows the alias for those we do not
-replace, and a pickle written by the plain wheel by reference still loads (our module has every name), but not the reverse.
+What it gives up: the `__module__` of a class that we do not replace is the alias, so a pickle of such
+a class cannot be read by the plain wheel. megatron-core's checkpoints hold no such references.
 """
 
 import importlib.metadata
@@ -61,7 +63,8 @@ def extend(package: str) -> None:
 def shadowed(name: str) -> ModuleType:
     """Import the wheel's version of the overlaid module `name` and re-export all that it defines.
 
-    Names are copied, not forwarded by a module `__getattr__`: upstream reads `vars(module)` and imports underscore names.
+    Names are copied, not forwarded by a module `__getattr__`: upstream reads `vars(module)` and
+    imports underscore names.
     """
     package, _, leaf = name.rpartition(".")
     alias = f"{package}._upstream_{leaf}"

@@ -1,9 +1,11 @@
-"""Norms of the local (non Transformer Engine) implementation that also work under sequence parallelism.
+"""Norms of the local (non Transformer Engine) implementation that also work under sequence
+parallelism.
 
-Overlaid because the wheel's `WrappedTorchNorm` refuses sequence parallelism. The refusal is about gradients, not about the
-norm: each rank sees its own slice of the sequence, so the gradient of the norm's weight is a partial sum, and
-`finalize_model_grads` all-reduces it over the tensor-parallel group for every parameter that carries
-`sequence_parallel = True`. Setting the attribute is all that was missing.
+Overlaid because the wheel's `WrappedTorchNorm` refuses sequence parallelism. The refusal is about
+gradients, not about the norm: each rank sees its own slice of the sequence, so the gradient of the
+norm's weight is a partial sum, and `finalize_model_grads` all-reduces it over the tensor-parallel
+group for every parameter that carries `sequence_parallel = True`. Setting the attribute is all that
+was missing.
 """
 
 from megatron.core._overlay import shadowed

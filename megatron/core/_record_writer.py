@@ -1,0 +1,108 @@
+"""Puts records on disk so that neither a crash nor another run can spoil them.
+
+A tensor is written under a temporary name and then linked to its own: a reader never sees half a
+file, and a link, unlike a rename, refuses to replace a file that is already there. The index line
+follows the file: no line without its file. One index a rank, so that lines of different ranks never
+interleave.
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.tensor_record import PARTIAL_SUFFIX, TensorRecord, index_name, run_card_name
+
+
+def check_writable(directory: Path) -> None:
+    """Make `directory` and write one byte to it.
+
+    Raises:
+        ValueError: it cannot be made or written; the message says why and what to do.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to the tensor folder {directory}: {error.strerror or error}; "
+            "name another one with --tensor-save-dir, or change its permissions"
+        ) from None
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU, contiguous, without its autograd history and without the rest of its
+    storage.
+
+    `torch.save` of a view writes the whole storage that it looks at.
+    """
+    tensor = tensor.detach().to("cpu").contiguous()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone()
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace `path` by `content` at once."""
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    partial.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+class RecordWriter:
+    """One rank's writer into one folder."""
+
+    def __init__(self, directory: Path, run_id: str, rank: int):
+        self.directory = directory
+        self.run_id = run_id
+        self.records = 0
+        self.bytes = 0
+        self._index = (directory / index_name(run_id, rank)).open("a", encoding="utf-8")
+
+    def write(self, tensor: torch.Tensor, record: TensorRecord) -> Path:
+        """Store one tensor and its index line.
+
+        Raises:
+            OSError, RuntimeError: the file system or torch's writer failed; no partial file is
+                left.
+        """
+        partial = self.directory / f"{record.filename}.{self.run_id}{PARTIAL_SUFFIX}"
+        try:
+            payload = {"tensor": own_copy(tensor), "metadata": record.to_metadata()}
+            torch.save(payload, partial)
+            path = self._publish(partial, record)
+        finally:
+            partial.unlink(missing_ok=True)
+        size = path.stat().st_size
+        line = record.to_metadata() | {"file": path.name, "bytes": size}
+        self._index.write(json.dumps(line) + "\n")
+        self._index.flush()
+        self.records += 1
+        self.bytes += size
+        return path
+
+    def _publish(self, partial: Path, record: TensorRecord) -> Path:
+        """Give the finished file its name; another run that started within the same second may hold
+        it already.
+        """
+        path = self.directory / record.filename
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links: check, then rename
+            if path.exists():
+                raise FileExistsError(f"{path} exists already") from None
+            partial.rename(path)
+        return path
+
+    def write_run_card(self, card: dict[str, Any]) -> None:
+        """Write or replace this run's card."""
+        write_json(self.directory / run_card_name(self.run_id), card)
+
+    def close(self) -> None:
+        """Close the index."""
+        self._index.close()

@@ -1,0 +1,19 @@
+"""GPTModel that tells its layers what they are called.
+
+Overlaid because a linear layer knows neither its name nor its layer's number, and both decide what
+is quantized and how a collected tensor is recorded. Seam: the end of `__init__`, where the wheel
+too walks over all named modules.
+"""
+
+from megatron.core._overlay import shadowed
+from megatron.core.module_identity import assign_identities
+
+_upstream = shadowed(__name__)
+
+
+class GPTModel(_upstream.GPTModel):
+    """See `megatron.core.models.gpt.gpt_model` in the wheel."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        assign_identities(self)

@@ -1,0 +1,93 @@
+"""The clock of the collection: iteration, micro-batch and recomputation.
+
+Overlaid because only the schedule knows which micro-batch runs. Seams: the function that
+`get_forward_backward_func` returns is called once a training iteration, `forward_step` and
+`backward_step` once a micro-batch; all three pipeline schedules reach the latter through their
+module's globals.
+
+Under 1F1B a backward step belongs to an earlier micro-batch than the last forward step, so the
+micro-batch travels on the output tensor, which the schedule hands to `backward_step`.
+"""
+
+import functools
+
+from megatron.core import tensor_saver
+from megatron.core._overlay import shadowed
+from megatron.core.tensor_saver import MicroBatch, clock
+
+_upstream = shadowed(__name__)
+_upstream_forward_step = _upstream.forward_step
+_upstream_backward_step = _upstream.backward_step
+_upstream_get_forward_backward_func = _upstream.get_forward_backward_func
+
+
+_training = False  #: inside of a forward-backward pass, not of a forward-only one
+_steps = 0  #: forward steps of the training iteration under way
+
+
+def _first(tensors):
+    return tensors[0] if isinstance(tensors, list) else tensors
+
+
+@functools.wraps(_upstream_forward_step)
+def forward_step(*args, current_microbatch=None, **kwargs):
+    """The wheel's forward step, with the micro-batch noted; a forward-only pass (evaluation) is not
+    collected.
+    """
+    global _steps
+    if not _training:
+        return _upstream_forward_step(*args, current_microbatch=current_microbatch, **kwargs)
+    _steps += 1
+    clock.micro_batch = micro_batch = MicroBatch(clock.iteration, current_microbatch or 0)
+    output, num_tokens = _upstream_forward_step(
+        *args, current_microbatch=current_microbatch, **kwargs
+    )
+    if _first(output) is not None:
+        _first(output)._collected_micro_batch = micro_batch
+    return output, num_tokens
+
+
+@functools.wraps(_upstream_backward_step)
+def backward_step(input_tensor, output_tensor, *args, **kwargs):
+    """The wheel's backward step; a forward pass inside of it is a recomputation."""
+    before = clock.micro_batch
+    clock.micro_batch = getattr(_first(output_tensor), "_collected_micro_batch", before)
+    clock.recomputing = True
+    try:
+        return _upstream_backward_step(input_tensor, output_tensor, *args, **kwargs)
+    finally:
+        clock.micro_batch, clock.recomputing = before, False
+
+
+def get_forward_backward_func(*args, **kwargs):
+    """The wheel's schedule, counting training iterations."""
+    schedule = _upstream_get_forward_backward_func(*args, **kwargs)
+
+    @functools.wraps(schedule)
+    def counted(*args, forward_only=False, **kwargs):
+        if forward_only:
+            return schedule(*args, forward_only=True, **kwargs)
+        return _iteration(functools.partial(schedule, *args, forward_only=False, **kwargs))
+
+    return counted
+
+
+def _iteration(run):
+    global _training, _steps
+    tensor_saver.begin_iteration()
+    _training, _steps = True, 0
+    try:
+        result = run()
+    finally:
+        _training = False
+    if _steps == 0 and tensor_saver.enabled():
+        raise ValueError(
+            "this schedule does not call forward_step, so nothing was collected; switch off "
+            "--overlap-moe-expert-parallel-comm, or do not save tensors"
+        )
+    tensor_saver.end_iteration()
+    return result
+
+
+_upstream.forward_step = forward_step
+_upstream.backward_step = backward_step

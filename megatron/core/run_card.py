@@ -1,0 +1,98 @@
+"""The run card: what a reader of a dump needs to know of the run that wrote it."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.fake_quant.policy import Policy
+from megatron.tensor_record import SCHEMA_VERSION
+
+PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
+VARIABLES = ("CUSTOM_QUANT_TYPE", "TENSOR_SAVE", "CUDA", "NCCL", "OMP_NUM_THREADS")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rank_coordinates() -> dict[str, int]:
+    """This process's place in every parallel group and the groups' sizes; one process where none is
+    set up.
+    """
+    world, world_size = 0, 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    place = {"world": world, "world_size": world_size}
+    ready = parallel_state.model_parallel_is_initialized()
+    for axis, prefix in {
+        "tp": "tensor_model_parallel",
+        "pp": "pipeline_model_parallel",
+        "dp": "data_parallel",
+        "cp": "context_parallel",
+        "ep": "expert_model_parallel",
+    }.items():
+        place[axis] = getattr(parallel_state, f"get_{prefix}_rank")() if ready else 0
+        place[f"{axis}_size"] = (
+            getattr(parallel_state, f"get_{prefix}_world_size")() if ready else 1
+        )
+    return place
+
+
+def collect_run_card(run_id: str, args: dict[str, Any], policy: Policy) -> dict[str, Any]:
+    """Arguments, versions, git, topology and seeds of this run, as plain values."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": run_id,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "quant_type": policy.quant_type,
+        "formats": policy.describe(),
+        "arguments": {key: _plain(value) for key, value in sorted(args.items())},
+        "seed": args.get("seed"),
+        "topology": rank_coordinates(),
+        "versions": {"python": platform.python_version()} | _versions(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "git": _git(),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str, list, type(None))) else str(value)
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit and whether the tree differs from it; None outside of a repository or without git."""
+    try:
+        commit, status = (
+            subprocess.run(
+                ["git", "-C", str(ROOT), *command],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=10,
+            ).stdout.strip()
+            for command in (
+                ["rev-parse", "HEAD"],
+                ["status", "--porcelain", "--untracked-files=no"],
+            )
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "modified": bool(status)}

@@ -1,0 +1,134 @@
+"""Parallel linear layers whose GEMM operands can be fake-quantized and collected.
+
+Overlaid because the local layer specification, MLA, MoE and the output layer name these classes
+directly. Seam: `_forward_impl`, which the wheel calls with the operands and the communication flags
+of one matmul.
+
+With no format and nothing to collect that call goes to the wheel unchanged. Otherwise communication
+and matmul are taken apart: gather (sequence parallel) or copy (tensor parallel) first, so that
+blocks along the token axis are formed from, and the collected operands are, what the GEMM sees. An
+unquantized matmul that is collected is still the wheel's own.
+
+Letters of the recorded dims: s sequence, b batch, h input features, o output features.
+"""
+
+from megatron.core import tensor_saver
+from megatron.core._overlay import shadowed
+from megatron.core.module_identity import Identified
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.fake_quant import policy
+from megatron.fake_quant.gemm import GemmFormats, quantized_matmul
+
+_upstream = shadowed(__name__)
+
+
+class _QuantizedLinear(Identified):
+    """What column- and row-parallel linear layers share."""
+
+    #: dims of (input, weight, output, input gradient) as the local GEMM sees them
+    dims: tuple[str, str, str, str]
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        custom_quant_type = policy.current().linear.format
+        self.custom_quant_type = custom_quant_type
+
+    @property
+    def format(self):
+        """The format of this layer's operands, None for high precision: the LM head always is."""
+        if self.identity is not None and self.identity.is_lm_head:
+            return None
+        return self.custom_quant_type
+
+    def _forward_impl(self, input, weight, *args, **kwargs):
+        capture = tensor_saver.capture(self.identity, "linear")
+        if self.format is None and capture is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        return self._observed_matmul(input, weight, capture, *args, **kwargs)
+
+    def _observed_matmul(
+        self,
+        input,
+        weight,
+        capture,
+        bias,
+        gradient_accumulation_fusion,
+        allreduce_dgrad,
+        sequence_parallel,
+        grad_output_buffer=None,
+        wgrad_deferral_limit=None,
+        tp_group=None,
+    ):
+        """Communicate, then multiply the local shards, showing `capture` what enters and leaves."""
+        if gradient_accumulation_fusion or grad_output_buffer is not None:
+            raise ValueError(
+                "gradient-accumulation fusion and deferred embedding weight gradients compute the "
+                "weight gradient outside of the quantized and collected matmul; give "
+                "--no-gradient-accumulation-fusion and leave out --defer-embedding-wgrad-compute"
+            )
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        if capture is not None:
+            input, weight = self._watch_operands(capture, input, weight)
+        if self.format is None:
+            output = super()._forward_impl(
+                input=input,
+                weight=weight,
+                bias=bias,
+                gradient_accumulation_fusion=False,
+                allreduce_dgrad=False,
+                sequence_parallel=False,
+                tp_group=tp_group,
+            )
+        else:
+            output = self._quantized_matmul(input, weight)
+            output = output if bias is None else output + bias
+        return output if capture is None else self._watch_output(capture, output)
+
+    def _quantized_matmul(self, input_sbh, weight_OH):
+        """Tokens are one axis, [s, b, h] -> [s * b, h], before blocks along it are formed."""
+        input_TH = input_sbh.reshape(-1, input_sbh.shape[-1])
+        output_TO = quantized_matmul(input_TH, weight_OH, GemmFormats.uniform(self.format))
+        return output_TO.view(*input_sbh.shape[:-1], -1)
+
+    def _watch_operands(self, capture, input, weight):
+        of_input, of_weight, _, of_grad_input = self._dims_of(input)
+        capture.save("input", input, dims=of_input, format=self.format)
+        capture.save("weight", weight, dims=of_weight, format=self.format)
+        input = capture.watch(input, "grad_input", dims=of_grad_input, phase="post")
+        return input, capture.watch(weight, "grad_weight", dims=of_weight, phase="post")
+
+    def _watch_output(self, capture, output):
+        of_output = self._dims_of(output)[2]
+        capture.save("output", output, dims=of_output, phase="post")
+        of_grad = of_output.partition(" |")[
+            0
+        ]  # the gradient of a partial sum is whole on every rank
+        return capture.watch(output, "grad_output", dims=of_grad, format=self.format)
+
+    def _dims_of(self, activation):
+        """`dims`, with one token axis in place of sequence and batch where an expert was given
+        [tokens, h].
+        """
+        if activation.dim() == 3:
+            return self.dims
+        return tuple(dims.replace("s b ", "t ") for dims in self.dims)
+
+
+class ColumnParallelLinear(_QuantizedLinear, _upstream.ColumnParallelLinear):
+    """See `megatron.core.tensor_parallel.layers` in the wheel. A rank holds rows of the weight."""
+
+    dims = ("s b h", "o[tp] h", "s b o[tp]", "s b h | partial[tp]")
+
+
+class RowParallelLinear(_QuantizedLinear, _upstream.RowParallelLinear):
+    """See `megatron.core.tensor_parallel.layers` in the wheel. Each rank holds columns of the
+    weight.
+    """
+
+    dims = ("s b h[tp]", "o h[tp]", "s b o | partial[tp]", "s b h[tp]")

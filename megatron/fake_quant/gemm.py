@@ -1,0 +1,123 @@
+"""One autograd function for every quantized matmul: linear, QK^T and PV.
+
+All three are C = alpha A B^T, with or without leading batch dimensions:
+
+    linear  y = x W^T        A = x [tokens, in]        B = W [out, in]
+    QK^T    S = scale Q K^T  A = Q [queries, head_dim] B = K [keys, head_dim]
+    PV      O = P V          A = P [queries, keys]     B = V^T [head_dim, keys], a view
+
+and so are their gradients, dA = alpha dC B and dB = alpha dC^T A. Each of the three GEMMs quantizes
+both of its operands along its own reduction axis, and always from the high-precision tensor: a
+tensor that was quantized along K is not one that was quantized along N, and quantizing the
+quantized copy again would add a second error (Transformer Engine's documentation of MXFP8 says the
+same of its row-wise and column-wise copies).
+
+What is simulated: operands carry the values of the low-precision format in the tensors' own dtype,
+products are accumulated as that dtype's matmul does it (bf16 on every device: fp32), and the result
+has that dtype. What is not: the accumulator of a particular tensor core, and its order of
+summation.
+
+Shape suffixes: M rows of A, N rows of B, K the axis they share; leading batch dimensions are not
+written.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.fake_quant.formats import Format
+from megatron.fake_quant.quantize import fake_quantize
+
+
+@dataclass(frozen=True, slots=True)
+class GemmFormats:
+    """The formats of the six operands of one matmul and its gradients; None: left as it is."""
+
+    fprop_a: Format | None = None  #: A along K, for C
+    fprop_b: Format | None = None  #: B along K, for C
+    dgrad_c: Format | None = None  #: dC along N, for dA
+    dgrad_b: Format | None = None  #: B along N, for dA
+    wgrad_c: Format | None = None  #: dC along M, for dB
+    wgrad_a: Format | None = None  #: A along M, for dB
+
+    @classmethod
+    def uniform(cls, fmt: Format) -> "GemmFormats":
+        """All six operands in one format."""
+        return cls(fmt, fmt, fmt, fmt, fmt, fmt)
+
+
+def _quantize(x: Tensor, fmt: Format | None, *, axis: int) -> Tensor:
+    return x if fmt is None else fake_quantize(x, fmt, axis=axis)
+
+
+class _QuantizedMatmul(torch.autograd.Function):
+    """See the module's docstring; `quantized_matmul` is the way in."""
+
+    @staticmethod
+    def forward(ctx: Any, a_MK: Tensor, b_NK: Tensor, formats: GemmFormats, alpha: float) -> Tensor:
+        ctx.save_for_backward(a_MK, b_NK)
+        ctx.formats, ctx.alpha = formats, alpha
+        qa_MK = _quantize(a_MK, formats.fprop_a, axis=-1)
+        qb_NK = _quantize(b_NK, formats.fprop_b, axis=-1)
+        return _matmul(qa_MK, qb_NK.transpose(-2, -1), alpha)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (dc_MN,) = grads
+        a_MK, b_NK = ctx.saved_tensors
+        formats: GemmFormats = ctx.formats
+        da_MK = db_NK = None
+        if ctx.needs_input_grad[0]:
+            qdc_MN = _quantize(dc_MN, formats.dgrad_c, axis=-1)
+            qb_NK = _quantize(b_NK, formats.dgrad_b, axis=-2)
+            da_MK = _scaled(torch.matmul(qdc_MN, qb_NK), ctx.alpha)
+        if ctx.needs_input_grad[1]:
+            qdc_MN = _quantize(dc_MN, formats.wgrad_c, axis=-2)
+            qa_MK = _quantize(a_MK, formats.wgrad_a, axis=-2)
+            db_NK = _scaled(torch.matmul(qdc_MN.transpose(-2, -1), qa_MK), ctx.alpha)
+        return da_MK, db_NK, None, None
+
+
+def _matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:
+    """alpha A B, with alpha applied to the accumulator where the operation allows it, as upstream's
+    attention does.
+    """
+    if alpha == 1.0 or a_MK.dim() != 3:
+        return _scaled(torch.matmul(a_MK, bt_KN), alpha)
+    out = a_MK.new_empty(a_MK.shape[0], a_MK.shape[1], bt_KN.shape[2])
+    return torch.baddbmm(out, a_MK, bt_KN, beta=0.0, alpha=alpha)
+
+
+def _scaled(x: Tensor, alpha: float) -> Tensor:
+    return x if alpha == 1.0 else x * alpha
+
+
+def quantized_matmul(
+    a_MK: Tensor, b_NK: Tensor, formats: GemmFormats, *, alpha: float = 1.0
+) -> Tensor:
+    """`alpha * A @ B^T` with fake-quantized operands, forward and backward.
+
+    Args:
+        a_MK: `[..., M, K]`. Tokens are flattened to one axis first: blocks along M run over `[s,
+            b]` together. b_NK: `[..., N, K]`, the same leading dimensions. formats: one format an
+            operand slot. alpha: applied to the accumulated products.
+
+    Returns:
+        `[..., M, N]` in the operands' dtype.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if a_MK.dim() < 2 or a_MK.dim() != b_NK.dim() or a_MK.shape[-1] != b_NK.shape[-1]:
+        raise ValueError(
+            f"A {tuple(a_MK.shape)} and B {tuple(b_NK.shape)} do not fit; "
+            "A is [..., M, K] and B is [..., N, K] with equal leading dimensions"
+        )
+    if a_MK.shape[:-2] != b_NK.shape[:-2]:
+        raise ValueError(
+            f"leading dimensions differ: A {tuple(a_MK.shape)}, B {tuple(b_NK.shape)}; "
+            "expand the smaller one first, so that its gradient is summed where that was said"
+        )
+    return _QuantizedMatmul.apply(a_MK, b_NK, formats, alpha)  # type: ignore[no-any-return]

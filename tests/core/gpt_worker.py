@@ -1,0 +1,181 @@
+"""One training iteration of a small GPT, run by the tests in a process of its own.
+
+It imports nothing of `megatron.training`, so that it also runs on the plain wheel; prints one JSON
+line a rank: which files were loaded, the losses, and a hash of every gradient.
+
+    torchrun gpt_worker.py --dtype bf16 --tp 2 [--sequence-parallel] [--pp 2] [--micro-batches 2]
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling the fused activations takes minutes
+
+import torch
+
+REPO = Path(__file__).resolve().parents[2]
+VOCAB, SEQ, BATCH = 64, 32, 2
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--vpp", type=int, default=None)
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--attention-dropout", type=float, default=0.0)
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--iterations", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=2)
+    return parser.parse_args()
+
+
+def activate_cpu_backend() -> None:
+    """By path: on the plain wheel there is no `megatron.cpu_backend`."""
+    if torch.cuda.is_available():
+        return
+    path = REPO / "megatron" / "cpu_backend.py"
+    spec = importlib.util.spec_from_file_location("cpu_backend_of_the_test", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    module.activate()
+
+
+def build(options: argparse.Namespace) -> list[torch.nn.Module]:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+    config = TransformerConfig(
+        num_layers=options.layers,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=4,
+        num_query_groups=2,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=options.attention_dropout,
+        attention_softmax_in_fp32=True,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bf16=options.dtype == "bf16",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=options.pp,
+        virtual_pipeline_model_parallel_size=options.vpp,
+        sequence_parallel=options.sequence_parallel,
+        recompute_granularity="full" if options.recompute else None,
+        recompute_method="uniform" if options.recompute else None,
+        recompute_num_layers=1 if options.recompute else None,
+        deterministic_mode=False,
+    )
+    chunks = []
+    for stage in range(options.vpp or 1):
+        vp = {"vp_stage": stage} if options.vpp else {}
+        here = {"ignore_virtual": False, **vp} if options.vpp else {}
+        chunks.append(
+            GPTModel(
+                config,
+                get_gpt_layer_local_spec(normalization="RMSNorm"),
+                vocab_size=VOCAB,
+                max_sequence_length=SEQ,
+                pre_process=parallel_state.is_pipeline_first_stage(**here),
+                post_process=parallel_state.is_pipeline_last_stage(**here),
+                position_embedding_type="rope",
+                **({"vp_stage": stage} if options.vpp else {}),
+            )
+        )
+    return chunks
+
+
+def batches():
+    generator = torch.Generator().manual_seed(7)
+    while True:
+        tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def forward_step(data, model):
+    tokens, labels = next(data)
+    positions = torch.arange(SEQ).expand(BATCH, SEQ)
+    mask = torch.ones(SEQ, SEQ).triu(1).bool().view(1, 1, SEQ, SEQ)
+    return model(tokens, positions, mask, labels=labels), partial(loss_of, len(tokens))
+
+
+def loss_of(_, losses):
+    loss = losses.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def main() -> None:
+    options = parse()
+    activate_cpu_backend()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29611")
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(
+        options.tp, options.pp, virtual_pipeline_model_parallel_size=options.vpp
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    torch.manual_seed(1234)
+    model = build(options)
+    losses, grads = [], {}
+    data = [batches() for _ in model]
+    for _ in range(options.iterations):
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data if options.vpp else data[0],
+            model=model if options.vpp else model[0],
+            num_microbatches=options.micro_batches,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+        )
+        losses += [float(result["loss"]).hex() for result in results]
+    for chunk, module in enumerate(model):
+        for name, parameter in module.named_parameters():
+            grads[f"{chunk}.{name}"] = digest(parameter.grad)
+    layers = sys.modules["megatron.core.tensor_parallel.layers"].__file__
+    report = {
+        "losses": losses,
+        "grads": grads,
+        "layers": layers,
+        "rng": digest(torch.get_rng_state()),
+    }
+    report["tracker"] = {
+        name: digest(state)
+        for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
+    }
+    if out := os.environ.get("REPORT_DIR"):
+        Path(out, f"rank{os.environ['RANK']}.json").write_text(json.dumps(report))
+    else:
+        print(json.dumps(report))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Without a format, and whether or not tensors are collected, training is bit-identical to the
+plain wheel.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.subprocesses import REPO, environment, torchrun
+
+WORKER = Path(__file__).with_name("gpt_worker.py")
+
+
+def reports(folder: Path, env: dict[str, str], ranks: int, *options: str) -> list[dict]:
+    folder.mkdir(parents=True)
+    result = torchrun(
+        WORKER, *options, ranks=ranks, cwd=folder, env=env | {"REPORT_DIR": str(folder)}
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+CASES = [
+    pytest.param("fp32", 1, (), id="fp32"),
+    pytest.param("bf16", 1, ("--attention-dropout", "0.1"), id="bf16-dropout"),
+    pytest.param("fp32", 2, ("--tp", "2"), id="fp32-tp2"),
+    pytest.param("bf16", 2, ("--tp", "2"), id="bf16-tp2"),
+    pytest.param("bf16", 2, ("--pp", "2", "--micro-batches", "3"), id="bf16-pp2"),
+    pytest.param("bf16", 1, ("--recompute",), id="bf16-recompute"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "ranks", "options"), CASES)
+def test_loss_gradients_and_random_state_equal_the_plain_wheel(tmp_path, dtype, ranks, options):
+    options = ("--dtype", dtype, *options)
+    plain = reports(tmp_path / "plain", environment(), ranks, *options)  # finds the wheel alone
+    off = reports(tmp_path / "off", environment(PYTHONPATH=REPO), ranks, *options)
+    dump = tmp_path / "dump"
+    collecting = environment(PYTHONPATH=REPO, TENSOR_SAVE_ENABLED="true", TENSOR_SAVE_DIR=dump)
+    on = reports(tmp_path / "on", collecting, ranks, *options)
+    for a, b, c in zip(plain, off, on, strict=True):
+        assert not a["layers"].startswith(str(REPO) + os.sep)
+        assert b["layers"].startswith(str(REPO) + os.sep)
+        for key in ("losses", "grads", "rng", "tracker"):
+            assert a[key] == b[key], f"{key} differ although nothing is on"
+            assert b[key] == c[key], f"{key} differ when tensors are collected"
+        assert a["grads"]
+    assert list(dump.glob("*.pt")), "the collecting run collected nothing"
+
+
+def test_a_format_changes_the_loss(tmp_path):
+    """The tests above would pass as well if nothing ever reached the layers."""
+    off = reports(tmp_path / "off", environment(PYTHONPATH=REPO), 1)
+    for operation in ("LINEAR", "QK", "PV"):
+        env = environment(PYTHONPATH=REPO, **{f"{operation}_QUANT_TYPE": "mxfp4"})
+        quantized = reports(tmp_path / operation, env, 1)
+        assert quantized[0]["losses"] != off[0]["losses"]

@@ -1,0 +1,63 @@
+"""Runs parts of the project in processes of their own, as a user would start them."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+TIMEOUT = 300  #: seconds; a hanging rank fails the test instead of the whole run
+_OURS = (
+    "PYTHONPATH",
+    "CUSTOM_QUANT_TYPE",
+    "LINEAR_QUANT_TYPE",
+    "QK_QUANT_TYPE",
+    "PV_QUANT_TYPE",
+    "TENSOR_SAVE_ENABLED",
+    "TENSOR_SAVE_DIR",
+)
+
+
+def environment(**changes: str | Path) -> dict[str, str]:
+    """This process's environment without what would steer the project, and with `changes`."""
+    clean = {key: value for key, value in os.environ.items() if key not in _OURS}
+    clean["OMP_NUM_THREADS"] = "1"
+    clean["QUANT_SETTINGS_FILE"] = os.devnull + ".none"  # a developer's own settings are not ours
+    return clean | {key: str(value) for key, value in changes.items()}
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def run(
+    command: Sequence[str | Path], *, cwd: Path = REPO, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, whatever its exit status."""
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment() if env is None else env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+def torchrun(
+    script: Path,
+    *arguments: str | Path,
+    ranks: int = 1,
+    cwd: Path = REPO,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script under torchrun on this machine."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return run([sys.executable, *launcher, *where, script, *arguments], cwd=cwd, env=env)
