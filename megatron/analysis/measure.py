@@ -1,0 +1,135 @@
+"""Computes the statistics of every tensor of a dump: in parallel, each file read once.
+
+Threads, not processes: the time goes into torch's kernels, which release the interpreter, and nothing is
+copied. A worker holds one piece of one tensor; histograms are kept by group, not by tensor (half a megabyte
+each), so memory does not grow with the dump.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+
+from megatron.analysis.statistics import Histogram, Summary, measure, merge
+from megatron.analysis.store import Dump, Entry, Problem, UnreadableTensorError
+
+#: Histograms are kept apart by these columns.
+GROUPING = ("quant_type", "layer_type", "operation")
+#: Columns of the table that come from the record; `rank` is the world rank.
+RECORD_COLUMNS = (
+    "run_id", "iteration", "micro_batch", "rank", "layer_type", "layer_idx", "module", "operation",
+    "phase", "component", "tensor_name", "quant_type", "format", "dtype", "shape",
+)  # fmt: skip
+#: Columns of the table that are computed from the values: fields and properties of `Summary`.
+STATISTICS = ("count", "min", "max", "mean", "std", "rms", "amax", "zeros", "nan", "inf")
+
+
+@dataclass
+class Measurements:
+    """What was computed of a dump."""
+
+    table: pd.DataFrame  #: a row a tensor: RECORD_COLUMNS, STATISTICS, summary, bytes, path
+    histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)  #: by GROUPING
+    problems: list[Problem] = field(default_factory=list)  #: files that could not be read
+
+    def summary(self) -> Summary:
+        """Of all values."""
+        return merge(self.table["summary"])
+
+    def by(self, column: str) -> dict[str, tuple[int, Summary]]:
+        """Number of tensors and their joint summary for each value of a column, most tensors first."""
+        groups = self.table.groupby(column, sort=True)["summary"]
+        found = {str(name): (len(group), merge(group)) for name, group in groups}
+        return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+
+    def histograms_by(self, column: str) -> dict[str, Histogram]:
+        """Joint histogram for each value of one of the GROUPING columns."""
+        position = GROUPING.index(column)
+        joined: dict[str, Histogram] = {}
+        for key, histogram in self.histograms.items():
+            joined[key[position]] = joined.get(key[position], Histogram.empty()) + histogram
+        return joined
+
+    def histogram(self) -> Histogram:
+        """Of all values."""
+        return sum(self.histograms.values(), start=Histogram.empty())
+
+
+def measure_dump(
+    dump: Dump, *, workers: int | None = None, progress: Callable[[Entry], None] | None = None
+) -> Measurements:
+    """Measure every tensor of a dump; `progress` is called after each, from any thread.
+
+    A file that cannot be read is a problem in the result, and all the others are measured.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    problems: dict[int, Problem] = {}
+    histograms: dict[tuple[str, ...], Histogram] = {}
+    lock = threading.Lock()
+
+    def work(position: int, entry: Entry) -> None:
+        row = _row(entry)
+        try:
+            summary, histogram = measure(entry.load())
+        except (UnreadableTensorError, TypeError) as error:
+            problems[position] = Problem(entry.path, str(error))
+        else:
+            row |= {name: getattr(summary, name) for name in STATISTICS} | {"summary": summary}
+            key = tuple(row[name] for name in GROUPING)
+            with lock:
+                rows[position] = row
+                if key in histograms:
+                    histograms[key].counts[:] += histogram.counts
+                else:
+                    histograms[key] = histogram
+        if progress is not None:
+            with lock:
+                progress(entry)
+
+    with _one_torch_thread(), ThreadPoolExecutor(workers or _processors()) as pool:
+        jobs = [pool.submit(work, *item) for item in enumerate(dump)]
+        try:
+            wait(jobs, return_when=FIRST_EXCEPTION)
+        finally:  # an interrupt or our own mistake: do not measure the rest first
+            pool.shutdown(cancel_futures=True)
+    for job in jobs:
+        job.result()
+    columns = [*RECORD_COLUMNS, *STATISTICS, "summary", "path"]
+    table = pd.DataFrame([rows[position] for position in sorted(rows)], columns=columns)
+    return Measurements(table, histograms, [problems[position] for position in sorted(problems)])
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    """The record's part of a row; what groups tensors is never null."""
+    known = entry.metadata
+    row = {name: known[name] for name in RECORD_COLUMNS}
+    row |= {name: str(known[name] or "unknown") for name in GROUPING}
+    row["rank"] = (known["rank"] or {}).get("world", 0)
+    row["path"] = entry.path
+    return row
+
+
+def _processors() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """The pool is the parallelism: a team of torch's own threads in each worker would only be in the way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
