@@ -48,11 +48,20 @@ ON_PYTHON_3_10 = {
     "matplotlib": "3.10.9",
 }
 
+# What has no wheel for Python 3.13 and newer; the tests that need it skip there.
+BEFORE_PYTHON_3_13 = ("en_dtypes",)
+
 
 def pins(*groups: dict[str, str]) -> dict[str, str]:
     """The releases of `groups` for the Python that runs this: {"torch": "2.13.0", ...}."""
     older = ON_PYTHON_3_10 if sys.version_info < (3, 11) else {}
-    return {name: older.get(name, pin) for group in groups for name, pin in group.items()}
+    left_out = BEFORE_PYTHON_3_13 if sys.version_info >= (3, 13) else ()
+    return {
+        name: older.get(name, pin)
+        for group in groups
+        for name, pin in group.items()
+        if name not in left_out
+    }
 
 
 def requirements(group: dict[str, str]) -> list[str]:
@@ -62,6 +71,8 @@ def requirements(group: dict[str, str]) -> list[str]:
         if name in ON_PYTHON_3_10:
             lines.append(f"{name}=={pin}; python_version >= '3.11'")
             lines.append(f"{name}=={ON_PYTHON_3_10[name]}; python_version < '3.11'")
+        elif name in BEFORE_PYTHON_3_13:
+            lines.append(f"{name}=={pin}; python_version < '3.13'")
         else:
             lines.append(f"{name}=={pin}")
     return lines

@@ -87,7 +87,7 @@ def build(text: Path, tokens: list[Path], tokenizer: Path) -> None:
         for path in tokens:
             path.unlink(missing_ok=True)
         write(tokenizer, train_tokenizer(list(pages.values())))
-    print(f"Tokenizing Python's documentation: {tokens[0]}", file=sys.stderr)
+    print(f"Tokenizing Python's documentation: {text}", file=sys.stderr)
     lines = [json.dumps({"topic": name, "text": page}) for name, page in pages.items()]
     write(text, ("\n".join(lines) + "\n").encode())
 

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Run the tests. This is the one command: it finds or makes the Python environment first.
+#
+#   bash tests/run_tests.sh                        # what CI runs: on the CPU, minutes
+#   bash tests/run_tests.sh --slow                 # and the tests that take longer
+#   bash tests/run_tests.sh --gpu                  # and those that need a CUDA device
+#   bash tests/run_tests.sh tests/fake_quant -k mxfp8 -n 0
+#
+# Options
+#   --slow, --gpu  add these tests; the two can be combined
+#   -h, --help     print this; `-- --help` prints pytest's own help
+# Everything else goes to pytest and wins over what is set here. Paths start at the repository's root.
+#
+# Environment
+#   TEST_WORKERS   processes that share the tests, a file at a time (default 2; 0: none besides pytest)
+set -euo pipefail
+
+repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+: "${TEST_WORKERS:=2}"
+
+usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }
+
+left_out=(slow gpu)
+rest=()
+while (($#)); do
+  case "$1" in
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    --slow) left_out=("${left_out[@]/slow/}") ;;
+    --gpu) left_out=("${left_out[@]/gpu/}") ;;
+    --)
+      shift
+      rest+=("$@")
+      break
+      ;;
+    *) rest+=("$1") ;;
+  esac
+  shift
+done
+marks=
+for mark in "${left_out[@]}"; do
+  if [[ -n $mark ]]; then marks+="${marks:+ and }not $mark"; fi
+done
+
+py=$(bash "$repo/script/setup_env.sh")
+cd -- "$repo"
+export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
+# Two test processes with a thread each, not two with as many threads as there are cores.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "$py" -m pytest -n "$TEST_WORKERS" --dist loadfile -m "$marks" ${rest[@]+"${rest[@]}"}
