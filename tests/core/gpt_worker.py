@@ -31,6 +31,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vpp", type=int, default=None)
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--own-attention", action="store_true", help="ours, without formats")
     parser.add_argument("--attention-dropout", type=float, default=0.0)
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=1)
@@ -39,8 +40,10 @@ def parse() -> argparse.Namespace:
 
 
 def activate_cpu_backend() -> None:
-    """By path: on the plain wheel there is no `megatron.cpu_backend`."""
-    if torch.cuda.is_available():
+    """By path: on the plain wheel there is no `megatron.cpu_backend`. Done already by some tests'
+    wrappers.
+    """
+    if torch.cuda.is_available() or torch.cuda.current_device.__module__ != "torch.cuda":
         return
     path = REPO / "megatron" / "cpu_backend.py"
     spec = importlib.util.spec_from_file_location("cpu_backend_of_the_test", path)
@@ -144,6 +147,10 @@ def main() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
     model = build(options)
+    if options.own_attention:
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+        DotProductAttention.forward = DotProductAttention._quantized_forward
     losses, grads = [], {}
     data = [batches() for _ in model]
     for _ in range(options.iterations):

@@ -50,6 +50,17 @@ def test_loss_gradients_and_random_state_equal_the_plain_wheel(tmp_path, dtype, 
     assert list(dump.glob("*.pt")), "the collecting run collected nothing"
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_our_attention_without_formats_equals_the_wheels(tmp_path, dtype):
+    """What allows `DotProductAttention.forward` to be written anew."""
+    options = ("--dtype", dtype, "--attention-dropout", "0.1")
+    (plain,) = reports(tmp_path / "plain", environment(), 1, *options)
+    env = environment(PYTHONPATH=REPO)
+    (ours,) = reports(tmp_path / "ours", env, 1, *options, "--own-attention")
+    for key in ("losses", "grads", "rng", "tracker"):
+        assert plain[key] == ours[key]
+
+
 def test_a_format_changes_the_loss(tmp_path):
     """The tests above would pass as well if nothing ever reached the layers."""
     off = reports(tmp_path / "off", environment(PYTHONPATH=REPO), 1)

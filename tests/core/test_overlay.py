@@ -1,4 +1,4 @@
-"""Which file is loaded, however Python was started; and what happens where the overlay cannot work."""
+"""Which file is loaded, however Python was started; and where the overlay cannot work."""
 
 import json
 import sys
@@ -77,7 +77,8 @@ def test_names_that_the_wheel_defines_are_all_there():
     code = (
         "from megatron.core.tensor_parallel import layers\n"
         "from megatron.core.tensor_parallel import _upstream_layers as upstream\n"
-        "missing = [n for n in vars(upstream) if not n.startswith('__') and not hasattr(layers, n)]\n"
+        "names = [name for name in vars(upstream) if not name.startswith('__')]\n"
+        "missing = [name for name in names if not hasattr(layers, name)]\n"
         "assert not missing, missing\n"
         "assert issubclass(layers.RowParallelLinear, upstream.RowParallelLinear)\n"
     )

@@ -1,0 +1,273 @@
+"""What a run collects: every tensor, the right micro-batch, the right shard. Real runs of a small
+GPT.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.fake_quant import get_format
+from megatron.fake_quant.gemm import GemmFormats, quantized_matmul
+from megatron.tensor_record import TENSOR_NAMES, TensorRecord, parse_filename, read_index
+from tests.subprocesses import REPO, environment, torchrun
+
+WORKER = Path(__file__).with_name("gpt_worker.py")
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+PER_LAYER = 4 * 6 + 8  #: four linear layers of six tensors, attention's eight
+
+
+def collect(dump: Path, *options: str, ranks: int = 1, **variables: str) -> list[dict]:
+    """Run the worker with collection on; the index lines of all ranks, each with its tensor."""
+    script = dump.parent / "collect_all.py"
+    script.write_text(COLLECT_ALL.format(worker=str(WORKER)))
+    env = environment(PYTHONPATH=REPO, TENSOR_SAVE_DIR=dump, **variables)
+    result = torchrun(script, *options, ranks=ranks, cwd=dump.parent, env=env)
+    assert result.returncode == 0, result.stderr[-3000:]
+    records = [r for path in sorted(dump.glob("index_*.jsonl")) for r in read_index(path)]
+    for record in records:
+        payload = torch.load(dump / record["file"], weights_only=True, mmap=True)
+        assert payload.keys() == {"tensor", "metadata"}
+        assert record == payload["metadata"] | {"file": record["file"], "bytes": record["bytes"]}
+        record["tensor"] = payload["tensor"]
+    return records
+
+
+#: The worker under a trainer that configures collection: all iterations and micro-batches.
+COLLECT_ALL = """
+import runpy, sys
+import torch
+if not torch.cuda.is_available():
+    import megatron.cpu_backend
+    megatron.cpu_backend.activate()
+from megatron.core import parallel_state, tensor_saver
+initialize = parallel_state.initialize_model_parallel
+def then_configure(*args, **kwargs):
+    initialize(*args, **kwargs)
+    tensor_saver.configure({{}}, save_tensors=True, control_iter=0, collect_micro_batches=0)
+parallel_state.initialize_model_parallel = then_configure
+sys.argv[0] = {worker!r}
+runpy.run_path({worker!r}, run_name="__main__")
+"""
+
+
+def pick(records, **wanted):
+    return [r for r in records if all(r[key] == value for key, value in wanted.items())]
+
+
+def one(records, **wanted) -> torch.Tensor:
+    (found,) = pick(records, **wanted)
+    return found["tensor"]
+
+
+def by_module(records):
+    """The records of one linear layer in one forward pass: {(module, iteration, micro_batch):
+    {name: tensor}}.
+    """
+    groups: dict[tuple, dict] = {}
+    for r in pick(records, layer_type="linear", recomputed=False):
+        key = (r["module"], r["iteration"], r["micro_batch"], r["rank"]["world"])
+        groups.setdefault(key, {})[r["tensor_name"]] = r["tensor"]
+    return groups
+
+
+def assert_each_gemm_is_reproduced(records, formats: GemmFormats) -> None:
+    """Output and gradients follow bit for bit from the saved operands.
+
+    This is also the proof of identity: a gradient filed under a wrong micro-batch would not fit.
+    """
+    groups = by_module(records)
+    assert groups
+    for key, tensors in groups.items():
+        x = tensors["input"].flatten(0, 1).requires_grad_()
+        w = tensors["weight"].requires_grad_()
+        y = quantized_matmul(x, w, formats)
+        dx, dw = torch.autograd.grad(y, (x, w), tensors["grad_output"].flatten(0, 1))
+        assert torch.equal(y, tensors["output"].flatten(0, 1)), key
+        assert torch.equal(dx, tensors["grad_input"].flatten(0, 1)), key
+        assert torch.equal(dw, tensors["grad_weight"]), key
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    dump = tmp_path_factory.mktemp("single") / "dump"
+    options = ("--micro-batches", "2", "--iterations", "2", "--dtype", "bf16")
+    return dump, collect(dump, *options, CUSTOM_QUANT_TYPE="mxfp8")
+
+
+def test_every_tensor_of_every_layer_and_micro_batch_is_there(single):
+    _, records = single
+    assert len(records) == 2 * PER_LAYER * 2 * 2
+    for layer_type, names in TENSOR_NAMES.items():
+        found = {r["tensor_name"] for r in pick(records, layer_type=layer_type)}
+        assert found == set(names) - {"attention_probs"}
+    counts = Counter((r["iteration"], r["micro_batch"], r["layer_idx"]) for r in records)
+    assert counts == {(i, m, n): PER_LAYER for i in (1, 2) for m in (0, 1) for n in (0, 1)}
+    modules = {r["module"].rpartition(".")[2] for r in pick(records, layer_type="linear")}
+    assert modules == set(LINEARS), "the LM head is not collected"
+
+
+def test_file_names_say_what_the_metadata_says(single):
+    dump, records = single
+    assert len(list(dump.glob("*.pt"))) == len(records) == len({r["file"] for r in records})
+    for r in records:
+        parsed = parse_filename(r["file"])
+        for key in parsed.keys() - {"rank"}:
+            assert parsed[key] == r[key]
+        assert TensorRecord.from_metadata(r).filename == r["file"]
+    assert [r["counter"] for r in records] == list(range(1, len(records) + 1))
+
+
+def test_operations_and_phases(single):
+    _, records = single
+    for r in records:
+        gradient = r["tensor_name"].startswith("grad_")
+        assert r["operation"] == ("backward" if gradient else "forward")
+        enters = r["tensor_name"] in ("input", "weight", "query", "key", "value", "grad_output")
+        assert r["phase"] == ("pre" if enters else "post")
+        assert r["format"] == ("mxfp8" if enters else None)
+        assert r["component"] == ("FA" if r["layer_type"] == "attention" else "linear")
+        assert r["tensor"].dtype == torch.bfloat16
+        assert r["shape"] == list(r["tensor"].shape)
+
+
+def test_only_a_tensors_own_elements_are_stored(single):
+    _, records = single
+    for r in records:
+        own = r["tensor"].numel() * r["tensor"].element_size()
+        assert r["tensor"].untyped_storage().nbytes() == own
+        assert r["bytes"] < own + 8192, "metadata and zip headers only"
+
+
+def test_linear_outputs_and_gradients_follow_from_the_saved_operands(single):
+    assert_each_gemm_is_reproduced(single[1], GemmFormats.uniform(get_format("mxfp8")))
+
+
+def test_attention_follows_from_the_saved_operands(single):
+    """Forward and backward, from the matmuls' definition and autograd's softmax; keys are shared by
+    two heads.
+    """
+    _, records = single
+    where = {"layer_type": "attention", "iteration": 2, "micro_batch": 1, "layer_idx": 1}
+    q, k, v = (
+        one(records, tensor_name=name, **where).requires_grad_()
+        for name in ("query", "key", "value")
+    )
+    out, dout, dq, dk, dv = (
+        one(records, tensor_name=name, **where)
+        for name in ("output", "grad_output", "grad_query", "grad_key", "grad_value")
+    )
+    assert q.shape == (32, 2, 4, 16)
+    assert k.shape == v.shape == (32, 2, 2, 16)
+    formats = GemmFormats.uniform(get_format("mxfp8"))
+    heads = lambda x: x.permute(1, 2, 0, 3)  # noqa: E731  [s, b, a, d] -> [b, a, s, d]
+    keys, values = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    scores = quantized_matmul(heads(q), heads(keys), formats, alpha=0.25)
+    mask = torch.ones(32, 32).triu(1).bool()
+    probs = scores.float().masked_fill(mask, -1e4).softmax(-1).bfloat16()
+    context = quantized_matmul(probs, heads(values).mT, formats).permute(2, 0, 1, 3).flatten(2)
+    # the model multiplies by the scale inside of the matmul, in fp32: one bf16 rounding
+    torch.testing.assert_close(context, out, rtol=2e-2, atol=2e-2)
+    for ours, saved in zip(
+        torch.autograd.grad(context, (q, k, v), dout), (dq, dk, dv), strict=True
+    ):
+        error = (ours - saved).float().norm() / saved.float().norm()
+        assert error < 0.05
+
+
+def test_the_run_card_tells_the_run(single):
+    dump, records = single
+    (path,) = dump.glob("run_*.json")
+    card = json.loads(path.read_text())
+    assert path.name == f"run_{card['run_id']}.json"
+    assert {r["run_id"] for r in records} == {card["run_id"]}
+    assert card["quant_type"] == "mxfp8"
+    assert card["formats"][0] == "linear: mxfp8 (environment variable CUSTOM_QUANT_TYPE)"
+    assert card["versions"]["megatron-core"] == "0.16.1"
+
+
+def test_pipeline_keeps_micro_batches_and_global_layer_numbers(tmp_path):
+    """1F1B with more micro-batches than stages: each backward belongs to an earlier forward."""
+    options = ("--pp", "2", "--micro-batches", "4", "--layers", "4")
+    records = collect(tmp_path / "dump", *options, ranks=2)
+    assert len(records) == 4 * PER_LAYER * 4
+    for rank in (0, 1):
+        mine = [r for r in records if r["rank"]["world"] == rank]
+        assert {r["layer_idx"] for r in mine} == {2 * rank, 2 * rank + 1}
+        assert {r["module"].split(".")[2] for r in mine} == {str(2 * rank), str(2 * rank + 1)}
+        assert {(r["rank"]["pp"], r["rank"]["pp_size"]) for r in mine} == {(rank, 2)}
+        assert all(f"_rank0{rank}_" in r["file"] for r in mine)
+    assert_each_gemm_is_reproduced(records, GemmFormats())
+
+
+def test_interleaved_pipeline(tmp_path):
+    options = ("--pp", "2", "--vpp", "2", "--micro-batches", "4", "--layers", "4")
+    records = collect(tmp_path / "dump", *options, ranks=2)
+    assert len(records) == 4 * PER_LAYER * 4
+    layers = {
+        rank: {r["layer_idx"] for r in records if r["rank"]["world"] == rank} for rank in (0, 1)
+    }
+    assert layers == {0: {0, 2}, 1: {1, 3}}
+    assert_each_gemm_is_reproduced(records, GemmFormats())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_shards_carry_their_coordinates(tmp_path, sequence_parallel):
+    """Put together by `dims`, the shards of TP=2 are the tensors of one rank."""
+    extra = ("--sequence-parallel",) if sequence_parallel else ()
+    records = collect(
+        tmp_path / "dump",
+        "--tp",
+        "2",
+        *extra,
+        "--micro-batches",
+        "1",
+        ranks=2,
+        CUSTOM_QUANT_TYPE="mxfp8",
+    )
+    assert len(records) == 2 * PER_LAYER * 2
+    assert_each_gemm_is_reproduced(records, GemmFormats.uniform(get_format("mxfp8")))
+    for layer_idx, module, name in {
+        (r["layer_idx"], r["module"], r["tensor_name"]) for r in records
+    }:
+        shards = pick(records, layer_idx=layer_idx, module=module, tensor_name=name)
+        shards.sort(key=lambda r: r["rank"]["tp"])
+        assert [r["rank"]["tp"] for r in shards] == [0, 1]
+        letters, _, partial = shards[0]["dims"].partition(" | ")
+        split = [i for i, letter in enumerate(letters.split()) if letter.endswith("[tp]")]
+        if split:
+            whole = torch.cat([r["tensor"] for r in shards], dim=split[0])
+            assert not torch.equal(shards[0]["tensor"], shards[1]["tensor"])
+        elif partial:
+            whole = shards[0]["tensor"] + shards[1]["tensor"]
+        else:
+            whole = shards[0]["tensor"]
+            assert torch.equal(whole, shards[1]["tensor"]), f"{module} {name} are no replicas"
+        assert list(whole.shape) == shards[0]["global_shape"] == shards[1]["global_shape"]
+
+
+def test_recomputed_forwards_are_marked_and_equal_the_first(tmp_path):
+    records = collect(tmp_path / "dump", "--recompute", "--micro-batches", "2", "--dtype", "bf16")
+    again = pick(records, recomputed=True, operation="forward")
+    assert {(r["layer_idx"], r["micro_batch"]) for r in again} == {
+        (i, m) for i in (0, 1) for m in (0, 1)
+    }
+    for r in again:
+        same = {key: r[key] for key in ("module", "micro_batch", "tensor_name", "operation")}
+        assert torch.equal(r["tensor"], one(records, recomputed=False, **same))
+    backward = pick(records, operation="backward")
+    assert len(backward) == 2 * 2 * (4 * 3 + 4), "each gradient once, from the recomputed graph"
+
+
+def test_by_default_one_micro_batch_of_one_iteration(tmp_path):
+    """Under a trainer that never calls `configure`, the environment alone switches it on."""
+    dump = tmp_path / "dump"
+    env = environment(PYTHONPATH=REPO, TENSOR_SAVE_ENABLED="true", TENSOR_SAVE_DIR=dump)
+    options = ("--micro-batches", "3", "--iterations", "3")
+    result = torchrun(WORKER, *options, cwd=tmp_path, env=env)
+    assert result.returncode == 0, result.stderr[-3000:]
+    records = [r for path in dump.glob("index_*.jsonl") for r in read_index(path)]
+    assert len(records) == 2 * PER_LAYER
+    assert {(r["iteration"], r["micro_batch"]) for r in records} == {(1, 0)}

@@ -1,0 +1,298 @@
+"""The collector's own rules: where and when it writes, and what it does when it cannot."""
+
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+
+from megatron.core import tensor_saver
+from megatron.core._record_writer import own_copy
+from megatron.core.layer_selection import LayerSelection
+from megatron.core.module_identity import ModuleIdentity
+from megatron.core.tensor_saver import MicroBatch, clock, global_shape
+from megatron.fake_quant import policy
+from megatron.tensor_record import parse_filename, read_index
+
+LAYER = ModuleIdentity("decoder.layers.0.mlp.linear_fc1", 0)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """No environment of the developer's, and a saver and clock of the test's own."""
+    for variable in ("TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(tmp_path / "none"))
+    monkeypatch.setattr(policy, "_current", None)
+    yield
+    tensor_saver.close()
+    tensor_saver.configure()
+
+
+def save(tensor=None, identity=LAYER, name="input") -> None:
+    if (capture := tensor_saver.capture(identity, "linear")) is not None:
+        capture.save(name, torch.ones(2, 3, 4) if tensor is None else tensor, dims="s b h")
+
+
+def step(*micro_batches: int) -> None:
+    """One iteration, saving one tensor in each micro-batch."""
+    tensor_saver.begin_iteration()
+    for index in micro_batches:
+        clock.micro_batch = MicroBatch(clock.iteration, index)
+        save()
+    tensor_saver.end_iteration()
+
+
+def records(folder):
+    return [r for path in folder.glob("index_*.jsonl") for r in read_index(path)]
+
+
+def test_nothing_is_written_unless_asked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tensor_saver.configure()
+    step(0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_default_folder_is_named_after_the_type(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    policy.configure(custom_quant_type="FA_mxfp4")
+    tensor_saver.configure(save_tensors=True)
+    step(0)
+    (path,) = (tmp_path / "enhanced_tensor_logs" / "FA_mxfp4").glob("*.pt")
+    assert parse_filename(path.name)["quant_type"] == "FA_mxfp4"
+
+
+def test_a_flag_wins_over_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "environment"))
+    monkeypatch.setenv("TENSOR_SAVE_ENABLED", "true")
+    tensor_saver.configure(save_dir=str(tmp_path / "flag"))
+    step(0)
+    assert not (tmp_path / "environment").exists()
+    assert len(records(tmp_path / "flag")) == 1
+
+
+@pytest.mark.parametrize(
+    ("control_iter", "micro_batches", "expected"),
+    [
+        (1, 1, [(1, 0)]),
+        (2, 1, [(1, 0), (2, 0)]),
+        (1, 2, [(1, 0), (1, 1)]),
+        (1, 0, [(1, 0), (1, 1), (1, 2)]),
+        (0, 1, [(1, 0), (2, 0), (3, 0)]),
+    ],
+)
+def test_how_much_is_collected(tmp_path, control_iter, micro_batches, expected):
+    tensor_saver.configure(
+        save_tensors=True,
+        save_dir=str(tmp_path),
+        control_iter=control_iter,
+        collect_micro_batches=micro_batches,
+    )
+    done = []
+    for _ in range(3):
+        step(0, 1, 2)
+        done.append(tensor_saver.finished())
+    assert [(r["iteration"], r["micro_batch"]) for r in records(tmp_path)] == expected
+    assert done == [control_iter and n >= control_iter for n in (1, 2, 3)]
+
+
+def test_a_resumed_run_counts_on(tmp_path):
+    tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path), iteration=40)
+    step(0)
+    assert [r["iteration"] for r in records(tmp_path)] == [41]
+    assert tensor_saver.finished()
+
+
+def test_outside_of_a_training_step_and_in_the_lm_head_nothing_is_collected(tmp_path):
+    tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path))
+    save()
+    clock.micro_batch = MicroBatch(1, 0)
+    save(identity=ModuleIdentity("output_layer", -1))
+    assert records(tmp_path) == []
+
+
+def test_a_layer_that_stands_in_no_model_is_collected_too(tmp_path):
+    tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path))
+    clock.micro_batch = MicroBatch(1, 0)
+    save(identity=None)
+    (record,) = records(tmp_path)
+    assert (record["layer_idx"], record["module"]) == (-1, "")
+    assert parse_filename(record["file"])["layer_idx"] == -1
+
+
+def test_the_sample_is_recorded_where_the_trainer_tells_it(tmp_path):
+    tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path))
+    clock.micro_batch = MicroBatch(1, 0)
+    tensor_saver.set_sample_idx(96)
+    save()
+    assert records(tmp_path)[0]["sample_idx"] == 96
+
+
+def test_a_backward_tensor_keeps_the_micro_batch_of_its_forward(tmp_path):
+    tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path), collect_micro_batches=0)
+    outputs = []
+    for index in (0, 1, 2):
+        clock.micro_batch = MicroBatch(1, index)
+        x = torch.full((1, 1, 2), float(index), requires_grad=True)
+        capture = tensor_saver.capture(LAYER, "linear")
+        outputs.append(capture.watch(x, "grad_input", dims="s b h", phase="post") * index)
+    for output in outputs:
+        output.sum().backward()
+    values = {}
+    for r in records(tmp_path):
+        tensor = torch.load(tmp_path / r["file"], weights_only=True)["tensor"]
+        values[r["micro_batch"]] = tensor.unique().tolist()
+    assert values == {0: [0.0], 1: [1.0], 2: [2.0]}
+
+
+def test_watching_shows_the_gradient_and_changes_nothing(tmp_path):
+    tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path))
+    clock.micro_batch = MicroBatch(1, 0)
+    capture = tensor_saver.capture(LAYER, "linear")
+    x = torch.randn(3, 1, 4, requires_grad=True)
+    y = (capture.watch(x, "grad_input", dims="s b h") * 3 + x * 5).sum()
+    y.backward()
+    assert torch.equal(x.grad, torch.full_like(x, 8.0))
+    saved = torch.load(tmp_path / records(tmp_path)[0]["file"], weights_only=True)["tensor"]
+    assert torch.equal(saved, torch.full_like(x, 3.0)), "what comes from behind this point only"
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.arange(1000.0)[10:20],
+        torch.arange(100.0).view(10, 10).t(),
+        torch.ones(1).expand(50),
+        torch.arange(100.0)[::7],
+        torch.zeros(0, 4),
+        torch.tensor(3.0),
+        torch.nn.Parameter(torch.randn(4)),
+    ],
+    ids=["slice", "transposed", "expanded", "strided", "empty", "scalar", "parameter"],
+)
+def test_a_copy_owns_its_elements_and_nothing_else(view):
+    copy = own_copy(view)
+    assert torch.equal(copy, view.detach())
+    assert copy.is_contiguous()
+    assert not copy.requires_grad
+    assert type(copy) is torch.Tensor
+    assert copy.untyped_storage().nbytes() == copy.numel() * copy.element_size()
+
+
+def test_two_runs_in_one_folder_in_the_same_second_overwrite_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_saver.time, "strftime", lambda *_: "20260101_000000")
+    for value in (1.0, 2.0):
+        tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path))
+        clock.micro_batch = MicroBatch(1, 0)
+        for _ in range(3):
+            save(torch.full((1, 1, 1), value))
+        tensor_saver.close()
+    found = records(tmp_path)
+    assert len({r["file"] for r in found}) == 6
+    assert len({r["run_id"] for r in found}) == 2
+    assert len(list(tmp_path.glob("run_*.json"))) == 2
+    values = [
+        torch.load(tmp_path / r["file"], weights_only=True)["tensor"].item()
+        for r in sorted(found, key=lambda r: r["run_id"])
+    ]
+    assert sorted(values) == [1.0] * 3 + [2.0] * 3
+
+
+def test_without_hard_links_files_are_renamed_and_still_nothing_is_overwritten(
+    tmp_path, monkeypatch
+):
+    def no_link(*_):
+        raise PermissionError("hard links are not supported")
+
+    monkeypatch.setattr(os, "link", no_link)
+    test_two_runs_in_one_folder_in_the_same_second_overwrite_nothing(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one MiB, which needs the right to mount."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"cannot mount a small file system here: {error}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_the_collection_and_not_the_training(small_disk, caplog):
+    tensor_saver.configure(save_tensors=True, save_dir=str(small_disk), control_iter=0)
+    tensor_saver.begin_iteration()
+    clock.micro_batch = MicroBatch(1, 0)
+    for _ in range(8):
+        save(torch.randn(64, 16, 64))  # 256 KiB each
+    tensor_saver.end_iteration()
+    found = records(small_disk)
+    assert 0 < len(found) < 8
+    for record in found:
+        torch.load(small_disk / record["file"], weights_only=True)
+    assert {path.name for path in small_disk.glob("*.pt")} == {r["file"] for r in found}
+    assert not list(small_disk.glob("*.partial"))
+    assert sum("collection stopped" in message for message in caplog.messages) == 1
+    assert f"after {len(found)} tensors" in tensor_saver.close()
+
+
+def test_the_run_card_says_how_the_run_ended(tmp_path):
+    tensor_saver.configure({"seed": 7, "lr": 1e-3}, save_tensors=True, save_dir=str(tmp_path))
+    (path,) = tmp_path.glob("run_*.json")
+    assert json.loads(path.read_text())["status"] == "running"
+    step(0)
+    assert tensor_saver.close() is None
+    card = json.loads(path.read_text())
+    assert (card["status"], card["iterations"], card["seed"]) == ("finished", 1, 7)
+    assert card["arguments"]["lr"] == 1e-3
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot write to the tensor folder .*--tensor-save-dir"):
+        tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path / "file" / "dump"))
+
+
+@pytest.mark.parametrize("option", ["control_iter", "collect_micro_batches"])
+def test_negative_counts_are_refused(tmp_path, option):
+    with pytest.raises(ValueError, match="is -1; give 0 for no limit"):
+        tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path), **{option: -1})
+
+
+def test_an_unreadable_switch_is_refused(monkeypatch):
+    monkeypatch.setenv("TENSOR_SAVE_ENABLED", "perhaps")
+    with pytest.raises(ValueError, match="TENSOR_SAVE_ENABLED is 'perhaps'; use true or false"):
+        tensor_saver.configure()
+    monkeypatch.delenv("TENSOR_SAVE_ENABLED")
+
+
+@pytest.mark.parametrize(
+    ("spec", "layers"),
+    [
+        ("all", {-1, 0, 1, 2, 3, 4, 5}),
+        ("first,last", {0, 5}),
+        ("0,2-4", {0, 2, 3, 4}),
+        ("1", {1}),
+        ("3-3, last", {3, 5}),
+    ],
+)
+def test_layers_are_selected_by_number_range_and_name(spec, layers):
+    selection = LayerSelection.parse(spec, num_layers=6)
+    assert {n for n in range(-1, 6) if n in selection} == layers
+
+
+@pytest.mark.parametrize("spec", ["6", "0-6", "4-2", "", "a", "1,,2", "-1"])
+def test_layers_that_do_not_exist_are_refused(spec):
+    with pytest.raises(ValueError, match=f"--collect-layers {spec}: "):
+        LayerSelection.parse(spec, num_layers=6)
+
+
+def test_the_global_shape_multiplies_what_is_sharded():
+    coordinates = {"tp_size": 4, "cp_size": 2}
+    assert global_shape([8, 2, 16], "s[cp] b h[tp]", coordinates) == [16, 2, 64]
+    assert global_shape([8, 2, 16], "s b h | partial[tp]", coordinates) == [8, 2, 16]

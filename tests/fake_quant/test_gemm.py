@@ -1,0 +1,133 @@
+"""Each of the six operand slots against a float64 product of hand-quantized operands, and who is
+quantized along what.
+"""
+
+import itertools
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from megatron.fake_quant import fake_quantize, gemm, get_format
+from megatron.fake_quant.gemm import GemmFormats, quantized_matmul
+
+M, N, K = 40, 72, 96  # 40 and 72 leave a ragged last block of 32
+SLOTS = [field.name for field in fields(GemmFormats)]
+MXFP8 = get_format("mxfp8")
+
+
+def operands(*batch: int, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    a, b, dc = (
+        torch.randn(*batch, *shape, generator=generator, dtype=dtype)
+        for shape in ((M, K), (N, K), (M, N))
+    )
+    return a.requires_grad_(), b.requires_grad_(), dc
+
+
+def run(a, b, dc, formats, alpha=1.0):
+    c = quantized_matmul(a, b, formats, alpha=alpha)
+    return c.detach(), *torch.autograd.grad(c, (a, b), dc)
+
+
+def by_hand(a, b, dc, formats, alpha=1.0):
+    """C, dA and dB in float64 from operands that are quantized here, one by one."""
+
+    def q(x, slot, axis):
+        fmt = getattr(formats, slot)
+        x = x.detach()
+        return (x if fmt is None else fake_quantize(x, fmt, axis=axis)).double()
+
+    c = alpha * q(a, "fprop_a", -1) @ q(b, "fprop_b", -1).mT
+    da = alpha * q(dc, "dgrad_c", -1) @ q(b, "dgrad_b", -2)
+    db = alpha * q(dc, "wgrad_c", -2).mT @ q(a, "wgrad_a", -2)
+    return c, da, db
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("alpha", [1.0, 0.25, 0.3])
+@pytest.mark.parametrize("slots", [(), *itertools.combinations(SLOTS, 1), tuple(SLOTS)])
+def test_each_slot_alone_and_all_together_equal_the_hand_computed_product(slots, alpha, batch):
+    formats = replace(GemmFormats(), **dict.fromkeys(slots, get_format("mxfp4")))
+    a, b, dc = operands(*batch)
+    for ours, exact in zip(
+        run(a, b, dc, formats, alpha), by_hand(a, b, dc, formats, alpha), strict=True
+    ):
+        # fp32 accumulation over at most 96 terms: 96 * 2^-24 of the sum of magnitudes
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_a_slot_changes_the_one_product_it_belongs_to(slot):
+    a, b, dc = operands()
+    plain = run(a, b, dc, GemmFormats())
+    one = run(a, b, dc, replace(GemmFormats(), **{slot: MXFP8}))
+    changed = [not torch.equal(x, y) for x, y in zip(plain, one, strict=True)]
+    assert changed == [slot.startswith(gemm_) for gemm_ in ("fprop", "dgrad", "wgrad")]
+
+
+def test_every_operand_is_quantized_from_the_high_precision_tensor_along_its_own_axis(monkeypatch):
+    seen = []
+
+    def spy(x, fmt, axis):
+        seen.append((x, axis))
+        return fake_quantize(x, fmt, axis=axis)
+
+    monkeypatch.setattr(gemm, "fake_quantize", spy)
+    a, b, dc = operands()
+    run(a, b, dc, GemmFormats.uniform(MXFP8))
+    expected = [(a, -1), (b, -1), (dc, -1), (b, -2), (dc, -2), (a, -2)]
+    assert [axis for _, axis in seen] == [axis for _, axis in expected]
+    assert all(torch.equal(x, y) for (x, _), (y, _) in zip(seen, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_formats_it_is_the_plain_matmul_bit_for_bit(dtype):
+    a, b, dc = operands(dtype=dtype)
+    plain = torch.matmul(a, b.t())
+    expected = (plain.detach(), *torch.autograd.grad(plain, (a, b), dc))
+    for ours, theirs in zip(run(a, b, dc, GemmFormats()), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_result_keeps_the_dtype_and_a_frozen_operand_gets_no_gradient():
+    a, b, dc = operands(dtype=torch.bfloat16)
+    c = quantized_matmul(a, b.detach(), GemmFormats.uniform(MXFP8))
+    assert c.dtype == torch.bfloat16
+    c.backward(dc)
+    assert a.grad is not None
+
+
+def test_a_transposed_view_is_quantized_like_its_copy():
+    """PV passes V^T as a view."""
+    a, b, dc = operands(2)
+    view = b.detach().mT.contiguous().mT.requires_grad_()
+    formats = GemmFormats.uniform(MXFP8)
+    for x, y in zip(run(a, b, dc, formats), run(a, view, dc, formats), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
+def test_the_gradient_is_right_where_the_format_is_exact():
+    """Small integers are exact in MXFP8, so the quantized gradients are the true ones."""
+    generator = torch.Generator().manual_seed(1)
+    a, b, dc = (
+        torch.randint(-4, 5, shape, generator=generator).float()
+        for shape in ((M, K), (N, K), (M, N))
+    )
+    a, b = a.requires_grad_(), b.requires_grad_()
+    _, da, db = run(a, b, dc, GemmFormats.uniform(MXFP8))
+    assert torch.equal(da, dc @ b)
+    assert torch.equal(db, dc.t() @ a)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ((4, 5), (4, 6), "do not fit"),
+        ((5,), (4, 5), "do not fit"),
+        ((2, 4, 5), (3, 4, 5), "leading dimensions differ"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(a, b, message):
+    with pytest.raises(ValueError, match=message):
+        quantized_matmul(torch.zeros(a), torch.zeros(b), GemmFormats())

@@ -1,0 +1,130 @@
+"""Where a format applies and who wins: flag, environment, settings file, default."""
+
+import json
+
+import pytest
+
+from megatron.fake_quant import policy
+from megatron.fake_quant.policy import OPERATIONS, parse_type, resolve
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """An environment whose settings file is the test's own, and a function that writes it."""
+    path = tmp_path / "settings.json"
+    environ = {"QUANT_SETTINGS_FILE": str(path)}
+    return environ, lambda content: path.write_text(json.dumps(content))
+
+
+def names(resolved):
+    return {op: getattr(resolved, op).name for op in OPERATIONS}
+
+
+@pytest.mark.parametrize(
+    ("name", "linear", "qk", "pv"),
+    [
+        ("mxfp8", "mxfp8", "mxfp8", "mxfp8"),
+        ("linear_mxfp4", "mxfp4", None, None),
+        ("FA_hifp8", None, "hifp8", None),
+        ("FA_linear_mxfp8", "mxfp8", "mxfp8", None),
+        ("bf16", None, None, None),
+        ("none", None, None, None),
+        ("linear_bf16", None, None, None),
+        ("hif8", "hifp8", "hifp8", "hifp8"),
+    ],
+)
+def test_a_type_says_where(name, linear, qk, pv):
+    found = parse_type(name)
+    expected = {"linear": linear, "qk": qk, "pv": pv}
+    assert {op: fmt and fmt.name for op, fmt in found.items()} == expected
+
+
+@pytest.mark.parametrize("name", ["mxfp9", "linear_", "fa_mxfp8", "FA_linear_mx", "", "mx:e3m4"])
+def test_an_unknown_type_is_refused_with_what_there_is(name):
+    with pytest.raises(ValueError, match=r"unknown quantization type.*hifp8.*mxfp4.*mxfp8"):
+        parse_type(name)
+
+
+def test_the_default_quantizes_nothing(settings):
+    environ, _ = settings
+    resolved = resolve({}, environ)
+    assert resolved.quant_type == "bf16"
+    assert {getattr(resolved, op).source for op in OPERATIONS} == {"default"}
+
+
+def test_each_level_wins_over_the_next(settings):
+    environ, write = settings
+    write({"linear": "mxfp8_e5m2", "qk": "mxfp8_e5m2", "pv": "mxfp8_e5m2"})
+    assert names(resolve({}, environ)) == dict.fromkeys(OPERATIONS, "mxfp8_e5m2")
+    environ["CUSTOM_QUANT_TYPE"] = "mxfp4"
+    assert names(resolve({}, environ)) == dict.fromkeys(OPERATIONS, "mxfp4")
+    environ["PV_QUANT_TYPE"] = "fp16"
+    assert names(resolve({}, environ)) == {"linear": "mxfp4", "qk": "mxfp4", "pv": "fp16"}
+    flags = {"custom_quant_type": "linear_mxfp8"}
+    assert names(resolve(flags, environ)) == {"linear": "mxfp8", "qk": "bf16", "pv": "bf16"}
+    flags["qk"] = "hifp8"
+    resolved = resolve(flags, environ)
+    assert names(resolved) == {"linear": "mxfp8", "qk": "hifp8", "pv": "bf16"}
+    assert resolved.describe() == [
+        "linear: mxfp8 (flag --custom-quant-type)",
+        "qk: hifp8 (flag --qk-quant)",
+        "pv: bf16 (flag --custom-quant-type)",
+    ]
+
+
+def test_an_operation_can_be_switched_off_by_a_flag(settings):
+    environ, _ = settings
+    resolved = resolve({"pv": "none"}, environ | {"CUSTOM_QUANT_TYPE": "mxfp8"})
+    assert names(resolved) == {"linear": "mxfp8", "qk": "mxfp8", "pv": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "quant_type"),
+    [
+        ({"custom_quant_type": "FA_linear_mxfp4"}, "FA_linear_mxfp4"),
+        ({"linear": "mxfp8", "qk": "mxfp8", "pv": "mxfp8"}, "mxfp8"),
+        ({"linear": "mxfp8"}, "linear_mxfp8"),
+        ({"qk": "hif8"}, "FA_hifp8"),
+        ({"pv": "mxfp8"}, "linear-bf16_qk-bf16_pv-mxfp8"),
+        ({"linear": "mxfp8", "qk": "mxfp4"}, "linear-mxfp8_qk-mxfp4_pv-bf16"),
+    ],
+)
+def test_the_type_of_a_run_is_the_shortest_that_says_the_same(settings, flags, quant_type):
+    assert resolve(flags, settings[0]).quant_type == quant_type
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "source"),
+    [
+        ({"qk": "fp7"}, {}, "flag --qk-quant: unknown"),
+        ({"custom_quant_type": "fp7"}, {}, "flag --custom-quant-type: unknown"),
+        ({}, {"CUSTOM_QUANT_TYPE": "fp7"}, "environment variable CUSTOM_QUANT_TYPE: unknown"),
+        ({}, {"LINEAR_QUANT_TYPE": "fp7"}, "environment variable LINEAR_QUANT_TYPE: unknown"),
+    ],
+)
+def test_an_error_names_who_said_it(settings, flags, variables, source):
+    with pytest.raises(ValueError, match=source):
+        resolve(flags, settings[0] | variables)
+
+
+@pytest.mark.parametrize("content", ["[", '["mxfp8"]', '{"lin": "mxfp8"}', '{"qk": 8}'])
+def test_a_bad_settings_file_is_an_error_not_a_default(tmp_path, content):
+    path = tmp_path / "settings.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"settings file .*settings\.json.*mend or remove it"):
+        resolve({}, {"QUANT_SETTINGS_FILE": str(path)})
+
+
+def test_without_configure_the_environment_speaks(monkeypatch, tmp_path):
+    monkeypatch.setattr(policy, "_current", None)
+    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("CUSTOM_QUANT_TYPE", "FA_mxfp4")
+    assert policy.current().quant_type == "FA_mxfp4"
+    monkeypatch.setenv("CUSTOM_QUANT_TYPE", "mxfp8")
+    assert policy.current().quant_type == "FA_mxfp4", "a run's policy does not change under way"
+
+
+def test_the_check_for_shell_scripts(capsys):
+    assert policy.main(["--check-type", "FA_mxfp8"]) == 0
+    assert policy.main(["--check-type", "mxfp9"]) == 2
+    assert capsys.readouterr().err.startswith("[ERROR] unknown quantization type 'mxfp9'")
