@@ -120,4 +120,5 @@ def quantized_matmul(
             f"leading dimensions differ: A {tuple(a_MK.shape)}, B {tuple(b_NK.shape)}; "
             "expand the smaller one first, so that its gradient is summed where that was said"
         )
-    return _QuantizedMatmul.apply(a_MK, b_NK, formats, alpha)  # type: ignore[no-any-return]
+    result: Tensor = _QuantizedMatmul.apply(a_MK, b_NK, formats, alpha)  # type: ignore[no-untyped-call]
+    return result

@@ -15,11 +15,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from megatron.fake_quant.formats import FORMATS, Format, get_format
+
+_Parsed = TypeVar("_Parsed")
 
 OPERATIONS = ("linear", "qk", "pv")
 DEFAULT_TYPE = "bf16"
@@ -61,19 +64,23 @@ class Policy:
     @property
     def quant_type(self) -> str:
         """The shortest type that says the same; operations are spelled out where none does."""
-        formats = {op: getattr(self, op).format for op in OPERATIONS}
-        used = {fmt for fmt in formats.values() if fmt is not None}
+        used = {choice.name for choice in self.choices.values() if choice.format is not None}
         if not used:
             return DEFAULT_TYPE
-        where = tuple(op for op in OPERATIONS if formats[op] is not None)
+        where = tuple(op for op, choice in self.choices.items() if choice.format is not None)
         for prefix, operations in _PREFIXES.items():
             if len(used) == 1 and where == operations:
-                return prefix + used.pop().name
-        return "_".join(f"{op}-{getattr(self, op).name}" for op in OPERATIONS)
+                return prefix + used.pop()
+        return "_".join(f"{op}-{choice.name}" for op, choice in self.choices.items())
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """By operation."""
+        return {"linear": self.linear, "qk": self.qk, "pv": self.pv}
 
     def describe(self) -> list[str]:
         """One line an operation: its effective format and the source."""
-        return [f"{op}: {getattr(self, op).name} ({getattr(self, op).source})" for op in OPERATIONS]
+        return [f"{op}: {choice.name} ({choice.source})" for op, choice in self.choices.items()]
 
 
 def parse_format(name: str) -> Format | None:
@@ -122,7 +129,7 @@ def _level(
     return choices
 
 
-def _said(parse, name, source):
+def _said(parse: Callable[[str], _Parsed], name: str, source: str) -> _Parsed:
     """Parse, and let an error say which source was wrong."""
     try:
         return parse(name)
@@ -151,7 +158,7 @@ def read_settings(path: Path) -> dict[str, str]:
             f"settings file {path} holds {settings!r}; it takes an object with any of the keys "
             f"{', '.join(OPERATIONS)} and a format's name each; mend or remove it"
         )
-    return settings
+    return dict(settings)
 
 
 def resolve(

@@ -1,0 +1,74 @@
+"""Imports run one way: tensor_record <- fake_quant <- core <- training; analysis beside them."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.subprocesses import REPO, run
+
+#: What each part may import of this project.
+ALLOWED = {
+    "megatron.tensor_record": set(),
+    "megatron.cpu_backend": set(),
+    "megatron.fake_quant": {"megatron.fake_quant", "megatron.tensor_record"},
+    "megatron.core": {"megatron.core", "megatron.fake_quant", "megatron.tensor_record"},
+    "megatron.training": {
+        "megatron.training",
+        "megatron.core",
+        "megatron.fake_quant",
+        "megatron.tensor_record",
+        "megatron.cpu_backend",
+    },
+    "megatron.analysis": {"megatron.analysis", "megatron.fake_quant", "megatron.tensor_record"},
+}
+#: Third-party packages that a part may import; the standard library always.
+ONLY = {"megatron.tensor_record": set(), "megatron.fake_quant": {"torch"}}
+
+
+def modules() -> list[Path]:
+    return sorted((REPO / "megatron").rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file imports, also inside of functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where a name comes from"
+            found.add(node.module)
+            if node.module == "megatron":
+                found |= {f"megatron.{alias.name}" for alias in node.names}
+    return found
+
+
+def part(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: p.relative_to(REPO).as_posix())
+def test_imports_run_one_way(path):
+    name = path.relative_to(REPO).with_suffix("").as_posix().replace("/", ".")
+    here = part(name.removesuffix(".__init__"))
+    if here == "megatron":
+        return
+    for module in imported(path):
+        if module.split(".")[0] == "megatron" and module != "megatron":
+            assert part(module) in ALLOWED[here], f"{name} imports {module}"
+        elif here in ONLY and module != "megatron":
+            root = module.split(".")[0]
+            assert root in ONLY[here] or root in sys.stdlib_module_names, f"{name} imports {module}"
+
+
+def test_a_dump_is_read_without_the_engine():
+    """Importing core takes seconds, and a laptop needs only the dump."""
+    code = (
+        "import sys, megatron.analysis.quick\n"
+        "print([m for m in sys.modules if m.startswith(('megatron.core', 'megatron.training'))])\n"
+    )
+    result = run([sys.executable, "-c", code])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
