@@ -1,8 +1,8 @@
 """Computes the statistics of every tensor of a dump: in parallel, each file read once.
 
-Threads, not processes: the time goes into torch's kernels, which release the interpreter, and nothing is
-copied. A worker holds one piece of one tensor; histograms are kept by group, not by tensor (half a megabyte
-each), so memory does not grow with the dump.
+Threads, not processes: the time goes into torch's kernels, which release the interpreter, and
+nothing is copied. A worker holds one piece of one tensor; histograms are kept by group, not by
+tensor (half a megabyte each), so memory does not grow with the dump.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ class Measurements:
         return merge(self.table["summary"])
 
     def by(self, column: str) -> dict[str, tuple[int, Summary]]:
-        """Number of tensors and their joint summary for each value of a column, most tensors first."""
-        groups = self.table.groupby(column, sort=True)["summary"]
+        """Number of tensors and their joint summary for each value of a column; most tensors first,
+        then in the order in which they were written.
+        """
+        groups = self.table.groupby(column, sort=False)["summary"]
         found = {str(name): (len(group), merge(group)) for name, group in groups}
         return dict(sorted(found.items(), key=lambda item: -item[1][0]))
 
@@ -126,7 +128,9 @@ def _processors() -> int:
 
 @contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """The pool is the parallelism: a team of torch's own threads in each worker would only be in the way."""
+    """The pool is the parallelism: a team of torch's own threads in each worker would only be in
+    the way.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,13 +1,15 @@
-"""Statistics of a tensor that can be merged: one pass over the values, in bounded memory, in float64.
+"""Statistics of a tensor that can be merged: one pass over the values, in bounded memory, in
+float64.
 
-`Summary` holds counts and moments, `Histogram` counts values in fixed bins. Both of a whole equal the
-merged ones of its parts, so that tensors are read in parallel, in any order, a piece at a time.
+`Summary` holds counts and moments, `Histogram` counts values in fixed bins. Both of a whole equal
+the merged ones of its parts, so that tensors are read in parallel, in any order, a piece at a time.
 
-The bins are the 65,536 bfloat16 bit patterns: a value falls into the bin of its float32 pattern's upper
-half, that is, of itself rounded toward zero to 8 significant bits. bfloat16 data are thus counted value by
-value, and since every bin edge is a multiple of a power of two, the bins can be gathered afterwards into an
-evenly spaced histogram whose counts are exact (`Histogram.rebin`). The range to draw need not be known
-before the values are read. What it gives up: detail below 2^-7 of a value's magnitude.
+The bins are the 65,536 bfloat16 bit patterns: a value falls into the bin of its float32 pattern's
+upper half, that is, of itself rounded toward zero to 8 significant bits. bfloat16 data are thus
+counted value by value, and since every bin edge is a multiple of a power of two, the bins can be
+gathered afterwards into an evenly spaced histogram whose counts are exact (`Histogram.rebin`). The
+range to draw need not be known before the values are read. What it gives up: detail below 2^-7 of a
+value's magnitude.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Counts and moments of a set of values. NaN and Inf are counted and left out of all the rest."""
+    """Counts and moments of a set of values; NaN and Inf are counted and else left out."""
 
     count: int = 0  #: all values, NaN and Inf included
     nan: int = 0
@@ -105,13 +107,15 @@ class Histogram:
         return int(self.counts.sum())
 
     def magnitudes(self) -> NDArray[np.int64]:
-        """[32640] counts by magnitude: element p belongs to pattern p, without regard to the sign."""
+        """[32640] counts by magnitude: element p belongs to pattern p, whatever the sign."""
         half = self.counts.reshape(2, BINS // 2)[:, :_INFINITY]
         summed: NDArray[np.int64] = half.sum(axis=0)
         return summed
 
     def magnitude_quantile(self, share: float) -> float:
-        """The lower edge of the bin that `share` of the magnitudes do not exceed; NaN without values."""
+        """The lower edge of the bin that `share` of the magnitudes do not exceed; NaN without
+        values.
+        """
         counts = self.magnitudes()
         total = int(counts.sum())
         if not total:
@@ -119,11 +123,23 @@ class Histogram:
         pattern = int(np.searchsorted(np.cumsum(counts), math.ceil(share * total)))
         return float(_lower_edges()[min(pattern, _INFINITY - 1)])
 
+    def octaves(self) -> NDArray[np.int64]:
+        """[255] counts by power of two: element e + 127 has the magnitudes from 2**e up to below
+        2**(e+1).
+
+        Element 0 has what is smaller, but not zero: float32's subnormal numbers and what underflows
+        to them.
+        """
+        counts = self.magnitudes()
+        counts[0] = 0
+        summed: NDArray[np.int64] = counts.reshape(-1, 1 << 7).sum(axis=1)
+        return summed
+
     def rebin(self, grid: Grid) -> NDArray[np.int64]:
         """[2 n] counts of the evenly spaced bins of `grid`, exact for dtypes up to float32.
 
-        A positive value is counted where a <= x < b, a negative one mirrored, zeros of either sign in the
-        first bin right of zero. Values outside of the grid are in no bin.
+        A positive value is counted where a <= x < b, a negative one mirrored, zeros of either sign
+        in the first bin right of zero. Values outside of the grid are in no bin.
         """
         positive, negative = self.counts.reshape(2, BINS // 2)[:, :_INFINITY].copy()
         positive[0] += negative[0]
@@ -139,7 +155,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Even bins, symmetric to zero, whose edges are edges of a `Histogram` too: gathering is exact."""
+    """Even bins, symmetric to zero, whose edges are edges of a `Histogram` too."""
 
     width: float  #: a power of two
     bins_a_side: int

@@ -1,8 +1,8 @@
 """Finds the tensors of a dump and reads them, one at a time and memory-mapped.
 
-What is known of a tensor comes from the run's index where there is one, else from the file's own metadata,
-else from its name. Nothing is written, and no file spoils the others: what cannot be read is a `Problem`
-beside the good entries.
+What is known of a tensor comes from the run's index where there is one, else from the file's own
+metadata, else from its name. Nothing is written, and no file spoils the others: what cannot be read
+is a `Problem` beside the good entries.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class Dump:
     folder: Path
     entries: tuple[Entry, ...]
     problems: tuple[Problem, ...] = ()  #: files that are no tensors of ours
-    missing: Mapping[Path, int] = field(default_factory=dict)  #: by index: files that it names in vain
+    missing: Mapping[Path, int] = field(
+        default_factory=dict
+    )  #: by index: files that it names in vain
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -76,7 +78,7 @@ class Dump:
         return iter(self.entries)
 
     def runs(self) -> dict[str, int]:
-        """Number of tensors by run, oldest run first; those of unknown origin under the empty name."""
+        """Number of tensors by run, oldest first; those of unknown origin under the empty name."""
         counts: dict[str, int] = {}
         started: dict[str, str] = {}
         for entry in self.entries:
@@ -102,7 +104,8 @@ class Dump:
 
 
 def open_dump(folder: Path) -> Dump:
-    """Find all tensors below `folder`, in its subfolders too. Reads indexes; opens only files without.
+    """Find all tensors below `folder`, in its subfolders too. Reads indexes; opens only files
+    without.
 
     Raises:
         ValueError: the folder is missing, is no folder, or holds no `.pt` file.
@@ -119,7 +122,9 @@ def open_dump(folder: Path) -> Dump:
         try:
             records = {index.parent / str(line["file"]): line for line in read_index(index)}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            problems.append(Problem(index, f"not read ({_reason(error)}); its files are opened instead"))
+            problems.append(
+                Problem(index, f"not read ({_reason(error)}); its files are opened instead")
+            )
             continue
         if lost := len(records.keys() - present):
             missing[index] = lost
@@ -133,7 +138,8 @@ def open_dump(folder: Path) -> Dump:
     if not files:
         detail = f" ({sum(missing.values())} are in its index)" if missing else ""
         raise ValueError(
-            f"no .pt file in {folder} or below{detail}; collect tensors first, or name another folder"
+            f"no .pt file in {folder} or below{detail}; collect tensors first, or name "
+            "another folder"
         )
     entries.sort(key=_order)
     return Dump(folder, tuple(entries), tuple(problems), missing)
@@ -156,7 +162,9 @@ def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
     if not isinstance(payload, Tensor):
         raise UnreadableTensorError('holds no tensor (expected {"tensor": ..., "metadata": ...})')
     if payload.layout != torch.strided or payload.is_quantized or payload.is_meta:
-        raise UnreadableTensorError(f"holds no plain dense tensor ({payload.layout}, {payload.dtype})")
+        raise UnreadableTensorError(
+            f"holds no plain dense tensor ({payload.layout}, {payload.dtype})"
+        )
     return payload, metadata if isinstance(metadata, dict) and metadata else None
 
 

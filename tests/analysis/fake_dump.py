@@ -1,4 +1,6 @@
-"""Writes a small dump that looks like a real one: every tensor name, real-looking values, an index and a card."""
+"""Writes a small dump that looks like a real one: every tensor name, real-looking values, an index
+and a card.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,24 @@ from torch import Tensor
 
 from megatron.tensor_record import COMPONENTS, TensorRecord, index_name, run_card_name
 
-#: What one layer leaves in one micro-batch: layer type, module, tensor, operation, phase, shape, scale, dims.
+#: What one layer leaves in one micro-batch: layer type, module, tensor, operation, phase, shape,
+#: scale, dims.
+QKV, CORE = "self_attention.linear_qkv", "self_attention.core_attention"
 LAYER = [
-    ("linear", "self_attention.linear_qkv", "input", "forward", "pre", (64, 2, 64), 1.0, "s b h"),
-    ("linear", "self_attention.linear_qkv", "weight", "forward", "pre", (96, 64), 0.02, "n k"),
-    ("linear", "self_attention.linear_qkv", "output", "forward", "post", (64, 2, 96), 0.2, "s b h"),
-    ("attention", "self_attention.core_attention", "query", "forward", "pre", (64, 2, 2, 32), 0.3, "s b n d"),
-    ("attention", "self_attention.core_attention", "key", "forward", "pre", (64, 2, 1, 32), 0.3, "s b g d"),
-    ("attention", "self_attention.core_attention", "value", "forward", "pre", (64, 2, 1, 32), 0.2, "s b g d"),
-    ("attention", "self_attention.core_attention", "output", "forward", "post", (64, 2, 64), 0.1, "s b h"),
-    ("attention", "self_attention.core_attention", "grad_output", "backward", "pre", (64, 2, 64), 2e-4, "s b h"),
-    ("attention", "self_attention.core_attention", "grad_query", "backward", "post", (64, 2, 2, 32), 1e-5, "s b n d"),
-    ("attention", "self_attention.core_attention", "grad_key", "backward", "post", (64, 2, 1, 32), 1e-5, "s b g d"),
-    ("attention", "self_attention.core_attention", "grad_value", "backward", "post", (64, 2, 1, 32), 3e-4, "s b g d"),
-    ("linear", "self_attention.linear_qkv", "grad_output", "backward", "pre", (64, 2, 96), 1e-4, "s b h"),
-    ("linear", "self_attention.linear_qkv", "grad_input", "backward", "post", (64, 2, 64), 2e-5, "s b h"),
-    ("linear", "self_attention.linear_qkv", "grad_weight", "backward", "post", (96, 64), 1e-3, "n k"),
+    ("linear", QKV, "input", "forward", "pre", (64, 2, 64), 1.0, "s b h"),
+    ("linear", QKV, "weight", "forward", "pre", (96, 64), 0.02, "n k"),
+    ("linear", QKV, "output", "forward", "post", (64, 2, 96), 0.2, "s b h"),
+    ("attention", CORE, "query", "forward", "pre", (64, 2, 2, 32), 0.3, "s b n d"),
+    ("attention", CORE, "key", "forward", "pre", (64, 2, 1, 32), 0.3, "s b g d"),
+    ("attention", CORE, "value", "forward", "pre", (64, 2, 1, 32), 0.2, "s b g d"),
+    ("attention", CORE, "output", "forward", "post", (64, 2, 64), 0.1, "s b h"),
+    ("attention", CORE, "grad_output", "backward", "pre", (64, 2, 64), 2e-4, "s b h"),
+    ("attention", CORE, "grad_query", "backward", "post", (64, 2, 2, 32), 1e-5, "s b n d"),
+    ("attention", CORE, "grad_key", "backward", "post", (64, 2, 1, 32), 1e-5, "s b g d"),
+    ("attention", CORE, "grad_value", "backward", "post", (64, 2, 1, 32), 3e-4, "s b g d"),
+    ("linear", QKV, "grad_output", "backward", "pre", (64, 2, 96), 1e-4, "s b h"),
+    ("linear", QKV, "grad_input", "backward", "post", (64, 2, 64), 2e-5, "s b h"),
+    ("linear", QKV, "grad_weight", "backward", "post", (96, 64), 1e-3, "n k"),
 ]  # fmt: skip
 
 
@@ -70,7 +74,12 @@ def records(
                             dtype="bfloat16",
                             dims=dims,
                             global_shape=list(shape),
-                            rank={"world": rank, "world_size": world_size, "tp": rank, "tp_size": world_size},
+                            rank={
+                                "world": rank,
+                                "world_size": world_size,
+                                "tp": rank,
+                                "tp_size": world_size,
+                            },
                             recomputed=False,
                             wall_time=1757325140.0 + counter,
                         ),
@@ -89,7 +98,12 @@ def write_tensor(folder: Path, record: TensorRecord, tensor: Tensor) -> Path:
 
 
 def write_dump(
-    folder: Path, *, quant_type: str = "mxfp8", run_id: str = "20250908_095200_abc123", index: bool = True, **size: int
+    folder: Path,
+    *,
+    quant_type: str = "mxfp8",
+    run_id: str = "20250908_095200_abc123",
+    index: bool = True,
+    **size: int,
 ) -> list[Path]:
     """Write a run into `folder`; returns its files in the order of writing."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +113,10 @@ def write_dump(
         path = write_tensor(folder, record, values(shape, scale, generator))
         paths.append(path)
         if index:
-            line: dict[str, Any] = record.to_metadata() | {"file": path.name, "bytes": path.stat().st_size}
+            line: dict[str, Any] = record.to_metadata() | {
+                "file": path.name,
+                "bytes": path.stat().st_size,
+            }
             with (folder / index_name(run_id, record.rank["world"])).open("a") as lines:
                 lines.write(json.dumps(line) + "\n")
     card = {"run_id": run_id, "quant_type": quant_type, "seed": 1234, "topology": {"world_size": 1}}

@@ -1,0 +1,69 @@
+"""How a dump divides: bars of the share of tensors and of values, labelled with what they count."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+
+from megatron.analysis.plots.style import (
+    FAINT,
+    INK,
+    TRACK,
+    colour_of,
+    lighter,
+    percent,
+    short_count,
+)
+
+MOST = 8  #: rows beyond this many are drawn as one
+HEIGHT = 0.36  #: of a bar; the distance of two rows is 1
+
+
+def plot_shares(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
+    """Draw two bars for each row, the share of all tensors and of all values.
+
+    Bars, not a pie: small parts stay readable, and two quantities can be compared.
+
+    Args:
+        data: columns `name`, `tensors`, `values`; drawn from top to bottom in the given order.
+    """
+    ax = plt.gca() if ax is None else ax
+    rows = _fold(data)
+    for position, row in enumerate(rows.to_dict("records")):
+        colour = colour_of(str(row["name"]))
+        for column, offset, fill, ink in (
+            ("tensors", -HEIGHT / 2, colour, INK),
+            ("values", HEIGHT / 2, lighter(colour, 0.5), FAINT),
+        ):
+            share = int(row[column]) / max(int(data[column].sum()), 1)
+            y, thickness = position + offset, 0.86 * HEIGHT
+            ax.barh(y, 1.0, thickness, color=TRACK)
+            ax.barh(y, share, thickness, color=fill)
+            _label(ax, 1.03, y, percent(share), ink)
+            _label(ax, 1.24, y, f"{short_count(int(row[column]))} {column}", ink)
+    ax.set_yticks(range(len(rows)), [str(name) for name in rows["name"]])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_xlim(0, 1.66)  # the labels stand in two columns right of the bars
+    ax.set_xticks([])
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right", "bottom", "left"]].set_visible(False)
+    ax.set_title(title)
+    return ax
+
+
+def _label(ax: Axes, x: float, y: float, text: str, ink: str) -> None:
+    ax.text(x, y, text, va="center", color=ink, fontsize=9)
+
+
+def _fold(data: pd.DataFrame) -> pd.DataFrame:
+    """The first rows and, where there are too many, one for all the rest."""
+    if len(data) <= MOST:
+        return data
+    head, rest = data.iloc[: MOST - 1], data.iloc[MOST - 1 :]
+    other = {
+        "name": f"{len(rest)} others",
+        "tensors": rest["tensors"].sum(),
+        "values": rest["values"].sum(),
+    }
+    return pd.concat([head, pd.DataFrame([other])], ignore_index=True)

@@ -1,0 +1,112 @@
+"""What all figures share: a fixed colour for each name, short numbers, quiet axes."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+
+#: A format has this colour in every figure.
+FORMAT_COLOURS = {
+    "none": "#9a9a9a",
+    "bf16": "#4c4c4c",
+    "fp16": "#7d7461",
+    "mxfp8": "#2a6f97",
+    "mxfp8_e5m2": "#6ba3c4",
+    "mxfp6_e3m2": "#7a5195",
+    "mxfp6_e2m3": "#a97fbf",
+    "mxfp4": "#e07a5f",
+    "mxint8": "#b5838d",
+    "nvfp4": "#bc4749",
+    "hifp8": "#3d8f63",
+    "fp8_e4m3": "#3a7ca5",
+    "fp8_e5m2": "#81b1cc",
+}
+LAYER_COLOURS = {"attention": "#8e5c8b", "linear": "#b3922e"}
+OPERATION_COLOURS = {"forward": "#1f7a7a", "backward": "#c4587c"}
+INK = "#222222"  #: text
+FAINT = "#6f6f6f"  #: text that explains
+RULE = "#d9d9d9"  #: lines that only guide the eye
+TRACK = "#f1f2f3"  #: what a bar would fill at 100 %
+FILL = 0.12  #: opacity below an outline
+ALARM = "#b3261e"  #: NaN, Inf, files that could not be read
+
+_ALIASES = {"mxfp8_e4m3": "mxfp8", "hif8": "hifp8", "hifloat8": "hifp8"}
+#: How far from its format's colour toward white a type stands that covers only some operations.
+_SCOPES = {"FA_linear_": 0.2, "linear_": 0.4, "FA_": 0.6}
+_SPARE = ("#5f7470", "#8c6d46", "#6d597a", "#557a46", "#94617c", "#4f6d7a")
+
+RC: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}  #: for `matplotlib.rc_context`, by whoever makes the figure
+
+
+def colour_of(name: str) -> str:
+    """The colour of a format, quantization type, layer type or operation; unknown names get a fixed
+    one too.
+    """
+    for table in (LAYER_COLOURS, OPERATION_COLOURS, FORMAT_COLOURS):
+        if name in table:
+            return table[name]
+    if name in _ALIASES:
+        return FORMAT_COLOURS[_ALIASES[name]]
+    for prefix, share in _SCOPES.items():
+        if name.startswith(prefix):
+            return lighter(colour_of(name.removeprefix(prefix)), share)
+    return _SPARE[zlib.crc32(name.encode()) % len(_SPARE)]
+
+
+def lighter(colour: str, share: float) -> str:
+    """`colour` moved toward white by `share`."""
+    red, green, blue = (value + (1.0 - value) * share for value in to_rgb(colour))
+    return str(to_hex((red, green, blue)))
+
+
+def short_count(count: float) -> str:
+    """A count in at most five characters and a unit: 983, 12.4 K, 1.56 M."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
+        # from 999.5 of the smaller unit on, three digits would read 1e+03
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:g}"
+
+
+def percent(share: float) -> str:
+    """A share in three significant digits; never 100 for less than all, never 0 for something."""
+    if math.isnan(share):
+        return "-"
+    text = f"{100 * share:.3g}"
+    if text == "100" and share < 1.0:
+        return ">99.9 %"
+    return f"{text} %"
+
+
+def quiet(ax: Axes) -> Axes:
+    """Take off what carries no information."""
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.tick_params(length=3)
+    return ax
+
+
+def right_of_title(ax: Axes, note: str) -> None:
+    """A remark on the line of the axes' title, at its other end."""
+    ax.set_title(note, loc="right", color=FAINT, fontsize=9, fontweight="normal")

@@ -1,0 +1,50 @@
+"""Histogram of values on a logarithmic count axis, symmetric to zero."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+
+from megatron.analysis.plots.style import FAINT, colour_of, lighter, quiet, right_of_title
+
+ALL = "all values"  #: the group that is drawn filled, behind the others
+
+
+def plot_value_histogram(
+    data: pd.DataFrame, *, title: str = "", note: str = "", ax: Axes | None = None
+) -> Axes:
+    """Draw one outline a group over the filled histogram of all values.
+
+    Args:
+        data: columns `group`, `left`, `right`, `count`, a row a bin, bins in rising order and the
+            same for every group; the group `all values` is filled. `label` is the group's name in
+            the legend.
+        note: one or more lines below the axis, about what the picture does not show.
+    """
+    ax = plt.gca() if ax is None else ax
+    for name, part in data.groupby("group", sort=False):
+        edges = [*part["left"], part["right"].iloc[-1]]
+        label = str(part["label"].iloc[0])
+        if name == ALL:
+            ax.stairs(
+                part["count"], edges, fill=True, color=lighter(FAINT, 0.8), label=label, zorder=1
+            )
+        else:
+            ax.stairs(
+                part["count"],
+                edges,
+                color=colour_of(str(name)),
+                linewidth=1.5,
+                label=label,
+                zorder=3,
+            )
+    ax.set_yscale("log")
+    # from below one value, so that a bin with a single one is seen
+    ax.set_ylim(0.7, 4.0 * max(float(data["count"].max()), 1.0))
+    ax.set_xlim(data["left"].min(), data["right"].max())
+    ax.set(xlabel="value", ylabel="values in a bin", title=title)
+    ax.legend(loc="upper left", handlelength=1.4, borderaxespad=0.2)
+    if note:
+        right_of_title(ax, note)
+    return quiet(ax)

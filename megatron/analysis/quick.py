@@ -1,0 +1,258 @@
+"""The first look at a dump: one picture and one text file. Load -> compute -> draw, nothing of its
+own.
+
+result = quick_analysis(Path("enhanced_tensor_logs/mxfp8"), Path("draw"))
+result.picture, result.text, result.problems
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from megatron.analysis.measure import Measurements, measure_dump
+from megatron.analysis.plots import plot_magnitude_histogram, plot_shares, plot_value_histogram
+from megatron.analysis.plots.shares import MOST
+from megatron.analysis.plots.style import ALARM, FAINT, RC, percent, short_count
+from megatron.analysis.plots.value_histogram import ALL
+from megatron.analysis.statistics import Grid
+from megatron.analysis.stats_text import GROUPS, format_statistics
+from megatron.analysis.store import Dump, Entry, Problem, open_dump
+
+PICTURE = "quick_analysis.png"
+TEXT = "tensor_stats.txt"
+COVERED = 0.9999  #: share of the magnitudes that the histogram must show
+DPI = 150
+
+
+@dataclass(frozen=True)
+class QuickResult:
+    """What was made, and what could not be read."""
+
+    picture: Path
+    text: Path
+    measurements: Measurements
+    problems: list[Problem]
+    kept: list[Path]  #: earlier files of the same name, under the names that they have now
+
+
+def quick_analysis(
+    folder: Path,
+    output: Path,
+    *,
+    run: str | None = None,
+    workers: int | None = None,
+    progress: Callable[[Dump], Callable[[Entry], None]] | None = None,
+) -> QuickResult:
+    """Draw `quick_analysis.png` and write `tensor_stats.txt` into `output`.
+
+    Files that cannot be read are left out and listed in the result.
+
+    Args:
+        run: only the tensors of this run; `latest` for the one that started last.
+        progress: is told the dump when its size is known, and returns what to call after each
+            tensor.
+
+    Raises:
+        ValueError: no tensor to draw, or the output folder cannot be written; the message says what
+            to do.
+    """
+    check_output(output)
+    dump = open_dump(folder)
+    if run is not None:
+        dump = dump.only(run)
+    measured = measure_dump(dump, workers=workers, progress=progress(dump) if progress else None)
+    problems = [*dump.problems, *measured.problems]
+    if measured.table.empty:
+        listed = "".join(f"\n  {problem}" for problem in problems[:10])
+        raise ValueError(f"none of the {len(problems)} .pt files in {folder} can be read:{listed}")
+    text = format_statistics(dump, measured, problems)
+    picture = io.BytesIO()
+    draw(dump, measured, problems).savefig(picture, format="png", dpi=DPI)
+    kept = [
+        *_write(output / PICTURE, picture.getvalue()),
+        *_write(output / TEXT, text.encode()),
+    ]
+    return QuickResult(output / PICTURE, output / TEXT, measured, problems, kept)
+
+
+def check_output(output: Path) -> None:
+    """Make the output folder and try to write to it, before hours are spent on computing.
+
+    Raises:
+        ValueError: it cannot be made or written.
+    """
+    probe = output / f".write_test_{os.getpid()}.partial"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"\0")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to the output folder {output} ({error.strerror or error}); "
+            "name another one with --output_dir, or change its permissions"
+        ) from None
+
+
+def draw(dump: Dump, measured: Measurements, problems: list[Problem]) -> Figure:
+    """The picture: the values on the left, as they are and by magnitude; how the dump divides on
+    the right.
+    """
+    with matplotlib.rc_context(RC):
+        # the axes leave the top of the figure to the headline
+        layout = ConstrainedLayoutEngine(rect=(0.015, 0.02, 0.97, 0.86), hspace=0.1, wspace=0.08)
+        figure = Figure(figsize=(12.5, 7.6), layout=layout)
+        columns = figure.add_gridspec(1, 2, width_ratios=[1.3, 1.0])
+        upper, lower = figure_rows(figure, columns[0], [1.35, 1.0])
+        data, note = histogram_data(measured)
+        plot_value_histogram(data, title="All values", note=note, ax=upper)
+        data, note = magnitude_data(measured)
+        plot_magnitude_histogram(data, title="By magnitude", note=note, ax=lower)
+        shares = {title: share_data(measured, column) for column, title in GROUPS}
+        heights = [min(len(data), MOST) + 0.35 for data in shares.values()]  # bars of one thickness
+        for ax, (title, data) in zip(
+            figure_rows(figure, columns[1], heights), shares.items(), strict=True
+        ):
+            plot_shares(data, title=title, ax=ax)
+        _headline(figure, dump, measured, problems)
+    return figure
+
+
+def figure_rows(figure: Figure, column: SubplotSpec, heights: list[float]) -> list[Axes]:
+    """Axes below each other in one column of the figure."""
+    grid = column.subgridspec(len(heights), 1, height_ratios=heights)
+    return [figure.add_subplot(grid[row, 0]) for row in range(len(heights))]
+
+
+def grouping(measured: Measurements) -> str:
+    """What the outlines tell apart: the quantization types where there are several, else the
+    operations.
+    """
+    return "quant_type" if measured.table["quant_type"].nunique() > 1 else "operation"
+
+
+def histogram_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
+    """Tidy even bins of all values and of their groups, and in words what they leave out."""
+    everything, summary, column = measured.histogram(), measured.summary(), grouping(measured)
+    # a tail of up to three times what 99.99 % need is shown whole; beyond that the bulk would be a
+    # line
+    reach = everything.magnitude_quantile(COVERED)
+    grid = Grid.reaching(summary.amax if summary.amax <= 3.0 * reach else reach)
+    rms = {name: group.rms for name, (_, group) in measured.by(column).items()}
+    histograms = measured.histograms_by(column)
+    parts = [(ALL, ALL, everything)]
+    parts += [(name, f"{name}, rms {rms[name]:.3g}", histograms[name]) for name in rms]
+    edges = grid.edges()
+    bins = [
+        pd.DataFrame(
+            {
+                "group": name,
+                "label": label,
+                "left": edges[:-1],
+                "right": edges[1:],
+                "count": part.rebin(grid),
+            }
+        )
+        for name, label, part in parts
+    ]
+    outside = everything.total - int(bins[0]["count"].sum())
+    lines = (
+        [f"from {summary.min:.4g} to {summary.max:.4g}"] if summary.finite else ["no finite value"]
+    )
+    if outside:
+        lines.append(f"outside: {short_count(outside)}, {percent(outside / everything.total)}")
+    return pd.concat(bins, ignore_index=True), ", ".join(lines)
+
+
+def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
+    """Tidy octaves of each group, without the thin lower tail, and in words what they leave out."""
+    everything, summary, column = (
+        measured.histogram().octaves(),
+        measured.summary(),
+        grouping(measured),
+    )
+    present = np.flatnonzero(everything)
+    below = np.cumsum(everything)
+    first = int(np.searchsorted(below, (1.0 - COVERED) * below[-1])) if len(present) else 126
+    last = int(present[-1]) if len(present) else 126
+    chosen = slice(first, last + 1)
+    histograms = measured.histograms_by(column)
+    bins = [
+        pd.DataFrame(
+            {
+                "group": name,
+                "exponent": np.arange(first, last + 1) - 127,
+                "count": histograms[name].octaves()[chosen],
+            }
+        )
+        for name in measured.by(column)
+    ]
+    lines = []
+    if summary.zeros:
+        lines.append(
+            f"zeros: {short_count(summary.zeros)}, {percent(summary.zeros / summary.count)}"
+        )
+    if smaller := int(everything[:first].sum()):
+        lines.append(f"smaller: {short_count(smaller)}, {percent(smaller / summary.count)}")
+    return pd.concat(bins, ignore_index=True), ", ".join(lines)
+
+
+def share_data(measured: Measurements, column: str) -> pd.DataFrame:
+    """Tensors and values by one column of the table, for `plot_shares`."""
+    return pd.DataFrame(
+        [
+            {"name": name, "tensors": tensors, "values": summary.count}
+            for name, (tensors, summary) in measured.by(column).items()
+        ]
+    )
+
+
+def _headline(figure: Figure, dump: Dump, measured: Measurements, problems: list[Problem]) -> None:
+    """Title, where the data are from, and, in red, what a reader must not miss."""
+    table, summary = measured.table, measured.summary()
+    types = list(measured.by("quant_type"))
+    named = ", ".join(types[:4]) + (f" and {len(types) - 4} more" if len(types) > 4 else "")
+    title = f"{named}: {len(table):,} tensors, {short_count(summary.count)} values"
+    runs = [run for run in table["run_id"].dropna().unique()]
+    facts = [str(dump.folder), f"run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs"]
+    for column, word in (("iteration", "iteration"), ("layer_idx", "layer"), ("rank", "rank")):
+        if known := table[column].dropna().nunique():
+            facts.append(f"{known} {word}{'s' if known > 1 else ''}")
+    figure.text(0.02, 0.975, title, va="top", fontsize=16, fontweight="bold")
+    figure.text(0.02, 0.925, "   ·   ".join(facts), va="top", color=FAINT)
+    alarms = []
+    if summary.nan or summary.inf:
+        alarms.append(f"{summary.nan:,} NaN and {summary.inf:,} Inf values, not drawn")
+    if problems:
+        alarms.append(f"{len(problems)} files could not be read")
+    if alarms:
+        figure.text(0.98, 0.97, "\n".join(alarms), color=ALARM, ha="right", va="top")
+
+
+def _write(path: Path, content: bytes) -> list[Path]:
+    """Write at once, under a temporary name first. An earlier file with another content keeps its
+    content under a name with its time; that name is returned.
+    """
+    kept = []
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(content)
+    if path.exists() and path.read_bytes() != content:
+        written = datetime.fromtimestamp(path.stat().st_mtime)
+        aside = path.with_name(f"{path.stem}_{written:%Y%m%d_%H%M%S}{path.suffix}")
+        if not aside.exists():
+            path.replace(aside)
+            kept.append(aside)
+    partial.replace(path)
+    return kept

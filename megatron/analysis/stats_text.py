@@ -1,0 +1,110 @@
+"""The statistics of a dump as text: aligned columns, nine significant digits, a line a tensor.
+
+Nine digits give back a float32 exactly. Never a fixed number of decimals: gradients of 1e-7 would
+read 0.0000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pandas as pd
+
+from megatron.analysis.measure import STATISTICS, Measurements
+from megatron.analysis.statistics import Summary
+from megatron.analysis.store import Dump, Problem, read_run_card
+
+GROUPS = (
+    ("quant_type", "By quantization type"),
+    ("layer_type", "By layer type"),
+    ("operation", "By operation"),
+)
+TENSOR_COLUMNS = (
+    "iteration", "micro_batch", "rank", "layer_idx", "module", "operation", "phase", "tensor_name",
+    "quant_type", "format", "dtype", "shape",
+)  # fmt: skip
+
+
+def format_statistics(dump: Dump, measured: Measurements, problems: Sequence[Problem]) -> str:
+    """The whole text: overall, by group, tensor by tensor, and what could not be read."""
+    summary = measured.summary()
+    lines = [
+        f"Statistics of the tensors in {dump.folder}",
+        f"{len(measured.table)} tensors, {summary.count} values"
+        + (f"; {len(problems)} files could not be read (listed at the end)" if problems else ""),
+        "NaN and Inf are counted and left out of every other number; std divides by n.",
+        "",
+        "Runs",
+        *(f"  {line}" for line in _runs(dump)),
+        "",
+        "Overall",
+        *_align([("tensors", *STATISTICS), (len(measured.table), *_numbers(summary))], text=0),
+    ]
+    for column, title in GROUPS:
+        rows = [(name, n, *_numbers(group)) for name, (n, group) in measured.by(column).items()]
+        lines += ["", title, *_align([(column, "tensors", *STATISTICS), *rows], text=1)]
+    header = (*TENSOR_COLUMNS, *STATISTICS, "file")
+    lines += ["", "Tensors", *_align([header, *_tensor_rows(dump, measured.table)], text=0)]
+    if problems:
+        lines += ["", "Could not be read", *(f"  {problem}" for problem in problems)]
+    return "\n".join(lines) + "\n"
+
+
+def _runs(dump: Dump) -> list[str]:
+    """A line a run: how many tensors, and what its card says of it."""
+    lines = []
+    for run_id, count in dump.runs().items():
+        card = read_run_card(dump.folder, run_id) if run_id else {}
+        facts = [f"{count} tensors"]
+        for key, word in (("quant_type", ""), ("status", ""), ("device", "on "), ("seed", "seed ")):
+            if card.get(key) is not None:
+                facts.append(f"{word}{card[key]}")
+        lines.append(f"{run_id or '(unknown run)'}: {', '.join(facts)}")
+    return lines
+
+
+def _tensor_rows(dump: Dump, table: pd.DataFrame) -> Iterable[tuple[object, ...]]:
+    """A row a tensor, in the table's order."""
+    for row in table.to_dict("records"):
+        known = [_known(row[name]) for name in TENSOR_COLUMNS]
+        yield (*known, *_numbers(row["summary"]), row["path"].relative_to(dump.folder))
+
+
+def _known(value: object) -> str:
+    """A field of the record in one word."""
+    if isinstance(value, (list, tuple)):
+        return "x".join(str(size) for size in value) or "scalar"
+    if value is None or pd.isna(value):
+        return "-"
+    if isinstance(value, float) and value.is_integer():  # pandas turns ints beside None into floats
+        return str(int(value))
+    return str(value) or "-"
+
+
+def _numbers(summary: Summary) -> list[str]:
+    """The statistics in nine significant digits; counts whole."""
+    values = [getattr(summary, name) for name in STATISTICS]
+    return [str(value) if isinstance(value, int) else f"{value:.9g}" for value in values]
+
+
+def _align(rows: Sequence[tuple[object, ...]], *, text: int) -> list[str]:
+    """Columns two spaces apart: the first `text` and whatever is not a number to the left."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    numeric = [all(_is_number(cell) for cell in column[1:]) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        padded = [
+            cell.rjust(width) if number and position >= text else cell.ljust(width)
+            for position, (cell, width, number) in enumerate(zip(row, widths, numeric, strict=True))
+        ]
+        lines.append(("  " + "  ".join(padded)).rstrip())
+    return lines
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return cell == "-"
+    return True
