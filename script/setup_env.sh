@@ -104,11 +104,11 @@ venv_is_complete() {
 }
 
 python=${LAB_PYTHON:-python3}
-trouble=
+trouble='' version='' base=''
 if ! command -v "$python" >/dev/null; then
   trouble="there is no '$python' in PATH"
 elif ! look "$python"; then
-  trouble="'$python' does not run ($("$python" -c pass 2>&1 | tail -n 1))"
+  trouble="'$python' does not run ($("$python" -c pass 2>&1 | tail -n 1 || true))"
 elif ! new_enough "$version"; then
   trouble="'$python' is Python ${version#Python } ($(command -v "$python"))"
 elif [[ -z $missing ]]; then
