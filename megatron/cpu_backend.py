@@ -1,19 +1,42 @@
-"""Let megatron-core 0.16.1, which calls torch.cuda everywhere, run with CPU tensors and gloo.
+"""Let megatron-core 0.16.1 run where there is no CUDA device: CPU tensors, gloo, no other change.
 
-A prototype: `activate()` points the torch.cuda names that megatron-core uses at the CPU. Same idea as the device plug-ins of
-other accelerators. The product's version should list each name with its reason, refuse to run where CUDA is available,
-and be covered by tests.
+megatron-core names `torch.cuda` everywhere, for memory, streams, random states and `device="cuda"`.
+`activate()` gives each of those names a meaning on the CPU, the way an out-of-tree accelerator
+does: the current device is the CPU, its one stream is the program's own order, its random generator
+is torch's default one. `NAMES` lists every name that is replaced, with the reason; `DYNAMO` is the
+one environment variable. Nothing is replaced where CUDA is available.
+
+What it gives up. The names stay replaced until the process ends, so a program that wants to ask "is
+there a GPU?" must ask `torch.cuda.is_available()`, which is left alone. `Tensor.type()` of a CPU
+tensor says `torch.cuda.FloatTensor`, because the wheel's optimizers accept nothing else. Memory
+figures are 0 and event times are 0.0: nothing here measures a device.
 """
 
 import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.cuda.random
 
+logger = logging.getLogger(__name__)
+
 CPU = torch.device("cpu")
+DYNAMO = "TORCHDYNAMO_DISABLE"  #: the wheel's fused functions go through torch.compile, which
+#: takes longer to start on a CPU than a small model takes to train; set it to 0 to compile anyway
+SEED_TRACKER = "megatron.core.tensor_parallel.random"  #: warns whenever a seeded region draws from
+#: the CPU's generator; here that generator is the device's, so that it would warn once a layer
+_tensor_type = torch.Tensor.type
+_active = False
 
 
 class _Stream:
+    """The only stream of a CPU: work is done when the call returns, so that waiting is a no-op."""
+
     cuda_stream = 0
 
     def __init__(self, *args, **kwargs): ...
@@ -31,6 +54,8 @@ class _Stream:
 
 
 class _Event:
+    """A point in that stream: always reached."""
+
     def __init__(self, *args, **kwargs): ...
     def record(self, *args): ...
     def wait(self, *args): ...
@@ -43,11 +68,28 @@ class _Event:
 
 
 class _Generators:
-    def __getitem__(self, index):  # indexed by a device here, by an int on CUDA
+    """Stands for the tuple of a generator a device; asked for with whatever `current_device`
+    returned.
+    """
+
+    def __getitem__(self, index):
         return torch.default_generator
 
 
-def _on_cpu(factory):
+def _returning(value: Any) -> Callable:
+    """A new function at each call: torch._dynamo refuses one object under two torch names."""
+    return lambda *args, **kwargs: value
+
+
+def _type(self, dtype=None, *args, **kwargs):
+    if dtype is None:
+        return _tensor_type(self).replace("torch.", "torch.cuda.")
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.")
+    return _tensor_type(self, dtype, *args, **kwargs)
+
+
+def _on_cpu(factory: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = CPU
@@ -56,71 +98,126 @@ def _on_cpu(factory):
     return wrapped
 
 
-def _type(self, dtype=None, *args, **kwargs):
-    """Tensor.type(): optimizers compare it with 'torch.cuda.*Tensor'."""
-    if dtype is None:
-        return _tensor_type(self).replace("torch.", "torch.cuda.")
-    if isinstance(dtype, str):
-        dtype = dtype.replace("torch.cuda.", "torch.")
-    return _tensor_type(self, dtype, *args, **kwargs)
+@dataclass(frozen=True)
+class Name:
+    """One name under `torch` that is replaced, by what, and why megatron-core needs it."""
+
+    path: str
+    value: Any
+    reason: str
 
 
-_tensor_type = torch.Tensor.type
+def _names() -> list[Name]:
+    get_rng, set_rng = torch.get_rng_state, torch.set_rng_state
+    device = [
+        Name("cuda.current_device", lambda: CPU, "given as `device=` to every buffer"),
+        Name("cuda.device_count", lambda: 1, "the local rank is taken modulo it"),
+        Name("cuda.set_device", _returning(None), "called once a process"),
+        Name("cuda.synchronize", _returning(None), "timers and p2p; a CPU call has finished"),
+        Name("cuda.get_device_capability", lambda *a: (0, 0), "decides about fused kernels: none"),
+        Name("Tensor.cuda", lambda self, *a, **k: self, "batches, buckets and scales are moved"),
+        Name("nn.Module.cuda", lambda self, *a, **k: self, "models are moved after they are built"),
+        Name("Tensor.type", _type, "optimizers compare it with 'torch.cuda.*Tensor'"),
+    ]
+    tensors = [
+        Name(f"cuda.{kind}", getattr(torch, kind), "built by optimizers and gradient clipping")
+        for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor", "LongTensor")
+    ]
+    factories = [
+        Name(name, _on_cpu(getattr(torch, name)), 'called with a literal device="cuda"')
+        for name in (
+            "tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange",
+            "zeros_like", "ones_like", "empty_like",
+        )
+    ]  # fmt: skip
+    streams = [
+        Name("cuda.Stream", _Stream, "overlap of communication, made at import and in DDP"),
+        Name("cuda.Event", _Event, "overlap of communication"),
+        Name("cuda.stream", lambda s: contextlib.nullcontext(), "gradient buckets"),
+        Name("cuda.current_stream", lambda *a: _Stream(), "gradient buckets, checkpoint writer"),
+        Name("cuda.default_stream", lambda *a: _Stream(), "gradient buckets"),
+    ]
+    memory = [
+        Name("cuda.empty_cache", _returning(None), "after checkpoints"),
+        Name("cuda.reset_peak_memory_stats", _returning(None), "memory reports"),
+        *(
+            Name(f"cuda.{name}", _returning(0), "memory reports")
+            for name in (
+                "memory_allocated",
+                "max_memory_allocated",
+                "memory_reserved",
+                "max_memory_reserved",
+            )
+        ),
+        Name("cuda.nvtx.range_push", _returning(None), "profiler ranges in the schedules"),
+        Name("cuda.nvtx.range_pop", _returning(None), "profiler ranges in the schedules"),
+    ]
+    random = [
+        Name(
+            "cuda.manual_seed",
+            lambda seed: torch.default_generator.manual_seed(int(seed)),
+            "seeds of the tensor-parallel regions",
+        ),
+        Name("cuda.manual_seed_all", _returning(None), "torch.manual_seed would queue it forever"),
+        *(
+            Name(f"{module}.get_rng_state", lambda device=None, **k: get_rng(), reason)
+            for module, reason in _RNG_MODULES
+        ),
+        *(
+            Name(f"{module}.set_rng_state", lambda state, device=None, **k: set_rng(state), reason)
+            for module, reason in _RNG_MODULES
+        ),
+        Name("cuda._lazy_call", lambda call, **k: call(), "the seed tracker queues its work in it"),
+        Name("cuda.default_generators", _Generators(), "the seed tracker, indexed by device"),
+    ]
+    return device + tensors + factories + streams + memory + random
 
 
-def _returning(value):
-    """A new function at each call: torch._dynamo refuses one object under two torch names."""
-    return lambda *args, **kwargs: value
+_RNG_MODULES = (
+    ("cuda", "the seed tracker forks the state; recomputation restores it"),
+    ("cuda.random", "the same functions under their second name"),
+)
+NAMES: tuple[Name, ...] = tuple(_names())  #: every name that `activate` replaces
 
 
-def activate() -> None:
-    cuda = torch.cuda
-    cuda.current_device = lambda: CPU
-    cuda.device_count = lambda: 1
-    cuda.current_stream = lambda *args: _Stream()
-    cuda.default_stream = lambda *args: _Stream()
-    cuda.Stream, cuda.Event = _Stream, _Event
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.get_device_capability = lambda *args: (0, 0)
-    for name in (
-        "set_device",
-        "synchronize",
-        "empty_cache",
-        "reset_peak_memory_stats",
-        "manual_seed_all",
-    ):
-        setattr(cuda, name, _returning(None))
-    for name in (
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_reserved",
-        "max_memory_reserved",
-    ):
-        setattr(cuda, name, _returning(0))
-    cuda.nvtx.range_push = _returning(None)
-    cuda.nvtx.range_pop = _returning(None)
-    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
-    for module in (cuda, torch.cuda.random):  # cuda re-exports both
-        module.get_rng_state = lambda device=None, **kwargs: torch.get_rng_state()
-        module.set_rng_state = lambda state, device=None, **kwargs: torch.set_rng_state(state)
-    cuda._lazy_call = lambda callback, **kwargs: callback()
-    cuda.default_generators = _Generators()
-    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor", "LongTensor"):
-        setattr(cuda, name, getattr(torch, name))
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
-    torch.Tensor.type = _type
-    for name in (
-        "tensor",
-        "zeros",
-        "ones",
-        "empty",
-        "full",
-        "rand",
-        "randn",
-        "arange",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-    ):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+def _is_no_shared_generator_warning(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in str(record.msg)
+
+
+def activate() -> bool:
+    """Point the torch names that megatron-core uses at the CPU; the first call returns True, later
+    ones False.
+
+    Call it before anything of megatron-core is imported: its fused functions are compiled (or not)
+    at import.
+
+    Raises:
+        RuntimeError: CUDA is available; a process that mixed both would silently compute on the
+        wrong device.
+    """
+    global _active
+    if _active:
+        return False
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "the CPU backend replaces torch.cuda, but a CUDA device is available here; "
+            "set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        )
+    for name in NAMES:
+        *parents, leaf = name.path.split(".")
+        owner = torch
+        for parent in parents:
+            owner = getattr(owner, parent)
+        setattr(owner, leaf, name.value)
+    logging.getLogger(SEED_TRACKER).addFilter(_is_no_shared_generator_warning)
+    os.environ.setdefault(DYNAMO, "1")
+    if "torch._dynamo" in sys.modules:  # too late for the variable
+        sys.modules["torch._dynamo"].config.disable = os.environ[DYNAMO] == "1"
+    _active = True
+    logger.info("no CUDA device: megatron-core runs on the CPU (%d torch names)", len(NAMES))
+    return True
+
+
+def is_active() -> bool:
+    """Whether `activate` has replaced the names in this process."""
+    return _active

@@ -1,0 +1,103 @@
+"""The command line of `pretrain_gpt.py`: assembling the parser, and errors that say what to do.
+
+The flags of the model, the optimizer and data-parallel training are generated from megatron-core's
+configuration dataclasses (config_args.py); all others are fields of the dataclasses in options.py.
+What is missing is derived and what contradicts itself is refused in validation.py.
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.training import options
+from megatron.training.config_args import add_config_arguments
+from megatron.training.errors import UserError
+from megatron.training.validation import complete
+
+#: Generated groups. `MLATransformerConfig` has every field of `TransformerConfig`.
+CONFIGS = {
+    MLATransformerConfig: "Transformer (generated from megatron-core's TransformerConfig)",
+    OptimizerConfig: "Optimizer (generated from megatron-core's OptimizerConfig)",
+    DistributedDataParallelConfig: "Data parallelism (generated from megatron-core's "
+    "DistributedDataParallelConfig)",
+}
+
+EXAMPLES = """\
+examples:
+  # a tiny Llama on the CPU, made-up data, MXFP8 matmuls, tensors of the first iteration collected
+  python pretrain_gpt.py --mock-data --tokenizer-type NullTokenizer --vocab-size 255 \\
+      --num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 \\
+      --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --swiglu \\
+      --normalization RMSNorm --position-embedding-type rope --disable-bias-linear \\
+      --custom-quant-type mxfp8 --save-tensors --tensor-save-dir /tmp/tensors
+
+  # real data over two ranks, checkpoints every 100 iterations
+  torchrun --nproc-per-node 2 pretrain_gpt.py --tensor-model-parallel-size 2 --bf16 \\
+      --data-path dataset/default/corpus_text_document --tokenizer-type SentencePieceTokenizer \\
+      --tokenizer-model model/default/tokenizer.model --save checkpoints/run1 \\
+      --load checkpoints/run1 --save-interval 100 ...
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are ours: raised, so that one rank reports them in the usual shape."""
+
+    def error(self, message: str) -> None:
+        raise UserError(f"{message}; `python pretrain_gpt.py --help` lists every option")
+
+
+def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
+    """The parser with every flag.
+
+    Args:
+        documents: read the help texts of generated flags from megatron-core's source; costs a tenth
+        of a second.
+    """
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        description="Pretrain a GPT model on megatron-core, with simulated low-precision matmuls "
+        "and tensor collection. Flags are Megatron-LM's.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    before, after = options.GROUPS[:1], options.GROUPS[1:]
+    for group in before:
+        options.add_options(parser, group)
+    for config, title in CONFIGS.items():
+        add_config_arguments(parser, config, title, documents=documents)
+    for group in after:
+        options.add_options(parser, group)
+    return parser
+
+
+def option_names(parser: argparse.ArgumentParser) -> list[str]:
+    """Every flag that the parser knows, sorted."""
+    return sorted(parser._option_string_actions)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read, complete and check the command line.
+
+    Raises:
+        UserError: with a message that says what was given, what is accepted, and what to do.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = build_parser(documents=bool({"-h", "--help"} & set(argv)))
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise UserError(_about_unknown(unknown[0], option_names(parser)))
+    return complete(args, list(CONFIGS))
+
+
+def _about_unknown(argument: str, known: list[str]) -> str:
+    if not argument.startswith("--"):
+        return f"{argument!r} belongs to no option; put a flag before it or remove it"
+    flag = argument.split("=")[0]
+    close = difflib.get_close_matches(flag.replace("_", "-"), known, n=3)
+    advice = f"did you mean {' or '.join(close)}?" if close else "see --help for all options"
+    return f"unknown option {flag}; {advice}"

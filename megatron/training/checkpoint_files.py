@@ -1,0 +1,123 @@
+"""The folders and names of checkpoints: finding the one to read, and putting a new one in place."""
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.core import dist_checkpointing
+from megatron.training.errors import UserError
+from megatron.training.report import print_rank_0
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def checkpoint_folder(directory: str, iteration: int) -> Path:
+    """Where a checkpoint lies."""
+    return Path(directory, f"iter_{iteration:07d}")
+
+
+def latest_iteration(directory: str) -> int | None:
+    """The iteration that the tracker file names; None if there is no such file.
+
+    Raises:
+        UserError: the file holds something else.
+    """
+    try:
+        text = Path(directory, TRACKER).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    if not text.isdigit():
+        raise UserError(
+            f"{Path(directory, TRACKER)} holds {text!r}, not an iteration; give --ckpt-step "
+            "with one of the folder's iterations"
+        )
+    return int(text)
+
+
+def check_save_directory(args: argparse.Namespace) -> None:
+    """Find out before training whether checkpoints can be written. Collective.
+
+    Raises:
+        UserError: no right to write, or another run's checkpoints are there.
+    """
+    if args.save is None:
+        return
+    problem = [_problem_with(args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise UserError(problem[0])
+
+
+def _problem_with(args: argparse.Namespace) -> str | None:
+    try:
+        Path(args.save).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"--save {args.save} cannot be made: {error.strerror}; choose another folder"
+    if not os.access(args.save, os.W_OK):
+        return f"--save {args.save} cannot be written; choose another folder"
+    resumes = args.load is not None and Path(args.load).resolve() == Path(args.save).resolve()
+    if not resumes and (found := latest_iteration(args.save)) is not None:
+        return (
+            f"--save {args.save} holds a checkpoint of iteration {found}, which this run would "
+            "overwrite; give --load with the same folder to resume it, or another --save"
+        )
+    return None
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Rename the complete folder; one of the same iteration (from before a rewind) is replaced."""
+    if final.exists():
+        outdated = final.with_name(final.name + ".old")
+        shutil.rmtree(outdated, ignore_errors=True)
+        final.rename(outdated)
+        partial.rename(final)
+        shutil.rmtree(outdated)
+    else:
+        partial.rename(final)
+
+
+def write_tracker(directory: Path, iteration: int) -> None:
+    partial = directory / f"{TRACKER}.partial"
+    partial.write_text(str(iteration), encoding="utf-8")
+    partial.replace(directory / TRACKER)
+
+
+def folder_to_load(args: argparse.Namespace) -> Path | None:
+    """The checkpoint to read; None to start anew, as an empty folder allows that is also `--save`.
+
+    Raises:
+        UserError: there is nothing to read in any other folder.
+    """
+    if args.load is None:
+        return None
+    iteration = args.ckpt_step if args.ckpt_step is not None else latest_iteration(args.load)
+    there = sorted(Path(args.load).glob("iter_*[0-9]")) if Path(args.load).is_dir() else []
+    if iteration is None:
+        own = args.save is not None and Path(args.load).resolve() == Path(args.save).resolve()
+        if own and not there and not args.finetune:
+            print_rank_0(f"> no checkpoint in {args.load} yet: starting from scratch")
+            return None
+        if there:
+            raise UserError(
+                f"--load {args.load} has no {TRACKER}; name one of its checkpoints with "
+                f"--ckpt-step ({', '.join(str(int(p.name.removeprefix('iter_'))) for p in there)})"
+            )
+        raise UserError(
+            f"--load {args.load} holds no checkpoint; name the folder that holds {TRACKER}, or "
+            "leave --load out to start from scratch"
+        )
+    folder = checkpoint_folder(args.load, iteration)
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        found = [str(int(p.name.removeprefix("iter_"))) for p in there]
+        raise UserError(
+            f"{folder} is no complete checkpoint in the torch_dist format; "
+            + (
+                f"give --ckpt-step with one of {', '.join(found)}"
+                if found
+                else "name another --load"
+            )
+        )
+    return folder

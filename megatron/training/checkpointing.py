@@ -1,0 +1,220 @@
+"""Checkpoints: megatron-core's distributed format in Megatron-LM's folders.
+
+    DIR/latest_checkpointed_iteration.txt      the iteration to resume from, written last
+    DIR/iter_0000010/                          one checkpoint; iter_0000010.partial while written
+
+Tensors are stored by their global name and position, so that a checkpoint loads into another
+tensor, pipeline or data-parallel size. Random states belong to a rank: they are read only into the
+layout that wrote them, and then a resumed run repeats the losses of an uninterrupted one bit for
+bit.
+"""
+
+import argparse
+import shutil
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.utils import unwrap_model
+from megatron.training import random_state
+from megatron.training.checkpoint_files import (
+    checkpoint_folder,
+    folder_to_load,
+    put_in_place,
+    write_tracker,
+)
+from megatron.training.errors import RunError, UserError
+from megatron.training.logging import Progress
+from megatron.training.report import print_rank_0
+from megatron.training.train_step import Trained
+from megatron.training.validation import Run
+
+VERSION = 3.0  #: Megatron-LM's number of this layout
+
+#: What a checkpoint's weights depend on: a run that differs in any of it cannot load them.
+ARCHITECTURE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "padded_vocab_size", "position_embedding_type", "normalization",
+    "untie_embeddings_and_output_weights", "add_bias_linear", "num_moe_experts",
+    "multi_latent_attention",
+)  # fmt: skip
+#: What the ranks' random states depend on.
+LAYOUT = (
+    "world_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+
+
+def save_checkpoint(run: Run, trained: Trained, progress: Progress) -> None:
+    """Write a checkpoint; it becomes the latest once it is complete. Collective.
+
+    Raises:
+        RunError: the disk refused; the earlier checkpoints are as they were.
+    """
+    args = run.args
+    final = checkpoint_folder(args.save, progress.iteration)
+    partial = final.with_name(final.name + ".partial")
+    print_rank_0(f"saving checkpoint at iteration {progress.iteration:7d} to {args.save}")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    state = _common(args, progress, has_optim=args.save_optim, has_rng=args.save_rng)
+    state |= _model_state(trained)
+    if args.save_optim:
+        state["optimizer"] = trained.optimizer.sharded_state_dict(
+            _model_state(trained), metadata=_metadata()
+        )
+        state["opt_param_scheduler"] = trained.scheduler.state_dict()
+    if args.save_rng:
+        state["rng_state"] = random_state.sharded(random_state.current())
+    strategy = FullyParallelSaveStrategyWrapper(
+        dist_checkpointing.serialization.get_default_save_sharded_strategy(args.ckpt_format),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    try:
+        dist_checkpointing.save(state, str(partial), strategy)
+    except (OSError, CheckpointingException) as error:
+        raise RunError(
+            f"the checkpoint {final} could not be written: {error}; make room or choose another "
+            "--save, then resume with --load"
+        ) from error
+    if dist.get_rank() == 0:
+        put_in_place(partial, final)
+        write_tracker(Path(args.save), progress.iteration)
+    dist.barrier()
+    print_rank_0(f"successfully saved checkpoint at iteration {progress.iteration:7d}")
+
+
+def load_checkpoint(run: Run, trained: Trained) -> Progress:
+    """Continue from `--load`; returns where the run stands. Collective.
+
+    Raises:
+        UserError: there is no checkpoint, or it belongs to another model.
+    """
+    args = run.args
+    folder = folder_to_load(args)
+    if folder is None:
+        return Progress()
+    print_rank_0(f" loading checkpoint from {folder}")
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    _check_architecture(args, common, folder)
+    state: dict[str, Any] = _model_state(trained)
+    with_optim = args.load_optim and not args.finetune
+    with_rng = _wants_rng(args, common)
+    if with_optim:
+        if not common["has_optim"]:
+            raise UserError(
+                f"{folder} was written with --no-save-optim; give --no-load-optim or --finetune"
+            )
+        state["optimizer"] = trained.optimizer.sharded_state_dict(
+            _model_state(trained), is_loading=True, metadata=_metadata()
+        )
+    if with_rng:
+        state["rng_state"] = random_state.sharded(None)
+    try:
+        state = dist_checkpointing.load(state, str(folder))
+    except (CheckpointingException, OSError, KeyError) as error:
+        raise UserError(
+            f"the checkpoint {folder} cannot be read: {error}; give --ckpt-step with an earlier one"
+        ) from error
+    for key, chunk in _chunks(trained).items():
+        chunk.load_state_dict(state[key])
+    if with_optim:
+        trained.optimizer.load_state_dict(state["optimizer"])
+        _load_scheduler(trained, state["opt_param_scheduler"])
+    elif trained.optimizer is not None:
+        trained.optimizer.reload_model_params()
+    if with_rng:
+        random_state.restore(state["rng_state"])
+    if args.finetune:
+        print_rank_0("  weights loaded; starting at iteration 0 (--finetune)")
+        return Progress()
+    known = {f.name for f in fields(Progress)}
+    progress = Progress(**{k: v for k, v in common["progress"].items() if k in known})
+    print_rank_0(f"  successfully loaded checkpoint at iteration {progress.iteration}")
+    return progress
+
+
+def _common(args: argparse.Namespace, progress: Progress, **has: bool) -> dict[str, Any]:
+    """What is the same on every rank."""
+    return {
+        "checkpoint_version": VERSION,
+        "iteration": progress.iteration,
+        "progress": asdict(progress),
+        "args": {name: getattr(args, name) for name in (*ARCHITECTURE, *LAYOUT)},
+        **has,
+    }
+
+
+def _check_architecture(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
+    if "progress" not in common:
+        raise UserError(
+            f"{folder} was not written by this program; only its own checkpoints can be loaded"
+        )
+    differing = [
+        f"{name} is {common['args'][name]} there and {getattr(args, name)} here"
+        for name in ARCHITECTURE
+        if common["args"].get(name, getattr(args, name)) != getattr(args, name)
+    ]
+    if differing:
+        raise UserError(
+            f"{folder} holds another model: {'; '.join(differing)}; give the flags it was trained "
+            "with"
+        )
+
+
+def _load_scheduler(trained: Trained, state: dict[str, Any]) -> None:
+    try:
+        trained.scheduler.load_state_dict(state)
+    except AssertionError as error:
+        raise UserError(
+            f"the checkpoint has another schedule: {' '.join(str(error).split())}; give "
+            "--override-opt_param-scheduler to take the command line's or "
+            "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
+        ) from error
+
+
+def _wants_rng(args: argparse.Namespace, common: dict[str, Any]) -> bool:
+    if not args.load_rng or args.finetune:
+        return False
+    if not common["has_rng"]:
+        raise UserError("the checkpoint was written with --no-save-rng; give --no-load-rng")
+    if all(common["args"][name] == getattr(args, name) for name in LAYOUT):
+        return True
+    print_rank_0("> the checkpoint has another parallel layout: random states start anew")
+    return False
+
+
+def _chunks(trained: Trained) -> dict[str, torch.nn.Module]:
+    chunks = unwrap_model(trained.model)
+    if len(chunks) == 1:
+        return {"model": chunks[0]}
+    return {f"model{index}": chunk for index, chunk in enumerate(chunks)}
+
+
+def _model_state(trained: Trained) -> dict[str, Any]:
+    metadata = _metadata()
+    return {k: c.sharded_state_dict(metadata=metadata) for k, c in _chunks(trained).items()}
+
+
+def _metadata() -> dict[str, Any]:
+    """How megatron-core lays out what it saves: everything by global position, to be resharded."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }

@@ -1,0 +1,269 @@
+"""Command-line flags generated from megatron-core's configuration dataclasses.
+
+Every field that can be written on a command line becomes a flag: `hidden_size` is `--hidden-size`,
+a bool has `--x` and `--no-x`. The wheel's own metadata (`argparse_meta`) names the flags that
+Megatron-LM spells differently; `HISTORICAL` holds the rest of them. A generated flag that was not
+given stays None, so that a default can still be derived from the device and from other flags, and
+the dataclass's own default applies where nothing was derived.
+"""
+
+import argparse
+import ast
+import enum
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any, Literal, Union
+
+import torch
+
+#: Fields without a flag, and why: the text is shown by the test that counts them.
+EXCLUDED: dict[str, str] = {
+    "params_dtype": "follows from --bf16 and --fp16",
+    "pipeline_dtype": "follows from --bf16 and --fp16",
+    "virtual_pipeline_model_parallel_size": "follows from --num-layers-per-virtual-pipeline-stage",
+    "gated_linear_unit": "follows from --swiglu and --quick-geglu",
+    "quant_recipe": "an object; a recipe is read from a file",
+    "mtp_standalone": "set by the pipeline layout",
+    "moe_extended_tp": "deprecated in megatron-core: ignored",
+    "async_tensor_model_parallel_allreduce": "deprecated in megatron-core: ignored",
+    "use_custom_fsdp": "deprecated in megatron-core: --use-megatron-fsdp",
+    "test_mode": "for megatron-core's own tests",
+}
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Another flag for a generated field; `value` is what the flag alone sets, None if it takes the
+    field's value.
+    """
+
+    flag: str
+    field: str
+    value: Any = None
+
+
+#: Megatron-LM's names of fields, where they are not the field's own.
+HISTORICAL = (
+    Spelling("--num-experts", "num_moe_experts"),
+    Spelling("--no-bias-gelu-fusion", "bias_activation_fusion", False),
+    Spelling("--no-bias-swiglu-fusion", "bias_activation_fusion", False),
+    Spelling("--no-rope-fusion", "apply_rope_fusion", False),
+    Spelling("--decoder-first-pipeline-num-layers", "num_layers_in_first_pipeline_stage"),
+    Spelling("--decoder-last-pipeline-num-layers", "num_layers_in_last_pipeline_stage"),
+    Spelling("--no-overlap-p2p-communication", "overlap_p2p_comm", False),
+    Spelling("--recompute-activations", "recompute_granularity", "selective"),
+    Spelling("--accumulate-allreduce-grads-in-fp32", "grad_reduce_in_fp32", True),
+    Spelling("--ddp-bucket-size", "bucket_size"),
+    Spelling("--ddp-average-in-collective", "average_in_collective", True),
+    Spelling("--ddp-pad-buckets-for-high-nccl-busbw", "pad_buckets_for_high_nccl_busbw", True),
+    Spelling("--use-torch-optimizer-for-cpu-offload", "use_torch_optimizer_for_cpu_offload", True),
+    Spelling("--no-initialization", "perform_initialization", False),
+)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """Read `4` or a list built from lists, `+` and `*`, as in `([0]*1+[1]*26)`; Megatron-LM
+    evaluates it, we parse it.
+    """
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int() as number):
+                return number
+            case ast.List(elts=items):
+                return [value(item) for item in items]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return value(left) + value(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return value(left) * value(right)
+        raise ValueError(text)
+
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number nor a list such as [0]+[1]*26"
+        ) from error
+
+
+def int_pair(text: str) -> tuple[int, int]:
+    """Read `128,0` or `(128, 0)`."""
+    try:
+        first, second = (int(part) for part in text.strip("() ").split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a pair such as 128,0") from error
+    return first, second
+
+
+def dtype(text: str) -> torch.dtype:
+    """Read the name of a storage type of the optimizer."""
+    if text not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_DTYPES)}")
+    return _DTYPES[text]
+
+
+class _OneOrMore(argparse.Action):
+    """Store a single value as itself and several as a list: fields typed `str | list[str]`."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
+
+def _enum_member(kind: type[enum.Enum]):
+    def member(text: str) -> enum.Enum:
+        if text not in kind.__members__:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(kind.__members__)}")
+        return kind[text]
+
+    return member
+
+
+def flag_options(field_type: Any) -> dict[str, Any] | None:
+    """How argparse reads a field of this type; None for what no command line can spell (callables,
+    objects).
+    """
+    origin = typing.get_origin(field_type)
+    parts = [p for p in typing.get_args(field_type) if p is not type(None)]
+    if origin in (Union, types.UnionType):
+        if len(parts) == 1:
+            return flag_options(parts[0])
+        if int in parts:
+            return {"type": layer_pattern, "metavar": "N|LIST"}
+        scalar = next((p for p in parts if p in (str, float)), None)
+        as_list = any(typing.get_origin(p) is list for p in parts)
+        if scalar is None:
+            return None
+        return {"type": scalar, "nargs": "+", "action": _OneOrMore} if as_list else {"type": scalar}
+    if origin is Literal:
+        return {"type": type(parts[0]), "choices": parts}
+    if origin is list and parts[0] in (int, str, float):
+        return {"type": parts[0], "nargs": "+"}
+    if origin is tuple and parts == [int, int]:
+        return {"type": int_pair, "metavar": "N,N"}
+    if field_type is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if field_type in (int, float, str):
+        return {"type": field_type}
+    if field_type is torch.dtype:
+        return {"type": dtype, "metavar": "{" + ",".join(_DTYPES) + "}"}
+    if isinstance(field_type, type) and issubclass(field_type, enum.Enum):
+        names = "{" + ",".join(field_type.__members__) + "}"
+        return {"type": _enum_member(field_type), "metavar": names}
+    return None
+
+
+def default_of(field: Field) -> Any:
+    """The dataclass's own default of a field."""
+    if field.default is not MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not MISSING else None
+
+
+def flagged_fields(config: type) -> dict[str, Field]:
+    """The fields of `config` that have a flag."""
+    return {
+        f.name: f
+        for f in fields(config)
+        if f.init
+        and not f.name.startswith("_")
+        and f.name not in EXCLUDED
+        and flag_options(f.type) is not None
+    }
+
+
+def add_config_arguments(
+    parser: argparse.ArgumentParser, config: type, title: str, *, documents: bool
+) -> None:
+    """Add a group with a flag for every field of `config` that does not have one yet."""
+    group = parser.add_argument_group(title)
+    taken = {action.dest for action in parser._actions}
+    help_of = _field_documents(config) if documents else {}
+    for name, field in flagged_fields(config).items():
+        if name in taken:
+            continue
+        options = flag_options(field.type)
+        options.setdefault("metavar", _metavar(options))
+        if options["metavar"] is None:
+            del options["metavar"]
+        text = f"{help_of.get(name, '')} (default: {_shown(default_of(field))})".strip()
+        flag = "--" + name.replace("_", "-")
+        aliases = list(field.metadata.get("argparse_meta", {}).get("arg_names", ()))
+        extra = [] if field.type is bool else [alias for alias in aliases if alias != flag]
+        group.add_argument(flag, *extra, dest=name, default=None, help=text, **options)
+        if field.type is bool:
+            for alias in aliases:
+                _add_spelling(group, Spelling(alias, name, not field.default), parser)
+        for spelling in HISTORICAL:
+            if spelling.field == name:
+                _add_spelling(group, spelling, parser, options)
+
+
+def _add_spelling(group, spelling: Spelling, parser, options: dict | None = None) -> None:
+    if spelling.flag in parser._option_string_actions:
+        return
+    text = f"Megatron-LM's name for --{spelling.field.replace('_', '-')}"
+    if spelling.value is None:
+        group.add_argument(
+            spelling.flag, dest=spelling.field, default=None, help=text, **(options or {})
+        )
+        return
+    group.add_argument(
+        spelling.flag,
+        dest=spelling.field,
+        action="store_const",
+        const=spelling.value,
+        default=None,
+        help=f"{text} ({_shown(spelling.value)})",
+    )
+
+
+def config_kwargs(args: argparse.Namespace, config: type) -> dict[str, Any]:
+    """What was given or derived for the fields of `config`; where nothing was, its own default
+    applies.
+    """
+    return {
+        f.name: value
+        for f in fields(config)
+        if f.init and (value := getattr(args, f.name, None)) is not None
+    }
+
+
+def fill_defaults(args: argparse.Namespace, configs: list[type]) -> None:
+    """Set what is still None to the dataclasses' defaults; the first class with the field wins."""
+    for config in configs:
+        for name, field in flagged_fields(config).items():
+            if getattr(args, name, None) is None:
+                setattr(args, name, default_of(field))
+
+
+def _metavar(options: dict[str, Any]) -> str | None:
+    if "choices" in options or options.get("action") is argparse.BooleanOptionalAction:
+        return None
+    return {int: "N", float: "X"}.get(options.get("type"), "VALUE")
+
+
+def _shown(value: Any) -> str:
+    return value.name if isinstance(value, enum.Enum) else str(value).removeprefix("torch.")
+
+
+def _field_documents(config: type) -> dict[str, str]:
+    """The first sentence of the string that follows each field in the source of `config` and its
+    bases.
+    """
+    documents: dict[str, str] = {}
+    for base in reversed(config.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for field, text in itertools.pairwise(body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
+                sentence = " ".join(str(text.value.value).split()).split(". ")[0].rstrip(".")
+                documents[field.target.id] = sentence.replace("%", "%%")
+    return documents

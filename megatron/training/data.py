@@ -1,0 +1,188 @@
+"""Data sets and the micro-batches made of them.
+
+The data sets are megatron-core's: `.bin/.idx` pairs, blended and split, with their sample indices
+cached on disk. Only the ranks that feed a model read them: the first of each tensor-parallel group,
+on the first and last pipeline stages. Every rank still counts the samples, because a collected
+tensor carries the index of its micro-batch's first one.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.training.errors import RunError, UserError
+from megatron.training.paths import blend_prefixes, default_cache, parse_blend
+from megatron.training.report import print_rank_0
+from megatron.training.samplers import SequentialSampler
+
+SPLITS = ("train", "valid", "test")
+
+
+def stage_needs_data(args: argparse.Namespace) -> bool:
+    """Whether this pipeline rank looks at tokens: the first embeds them, the last compares them.
+
+    A mask that depends on the documents, and multi-token prediction, are needed everywhere.
+    """
+    return (
+        parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        or args.reset_attention_mask
+        or bool(args.mtp_num_layers)
+    )
+
+
+def _is_reader(args: argparse.Namespace) -> bool:
+    return parallel_state.get_tensor_model_parallel_rank() == 0 and stage_needs_data(args)
+
+
+def split_sizes(args: argparse.Namespace) -> dict[str, int]:
+    """How many samples the whole run takes from each split."""
+    per_evaluation = args.eval_iters * args.global_batch_size
+    evaluations = args.train_iters // args.eval_interval + 1
+    return {
+        "train": args.train_samples or args.train_iters * args.global_batch_size,
+        "valid": evaluations * per_evaluation,
+        "test": per_evaluation,
+    }
+
+
+def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils.data.Dataset]:
+    """The splits this run uses; on ranks that read nothing each is None. Collective.
+
+    Raises:
+        UserError: the data is too small for its split or cannot be read.
+    """
+    sizes = split_sizes(args)
+    config = _dataset_config(args, tokenizer)
+    wanted = [sizes[split] > 0 for split in SPLITS]
+    if config.split_matrix is not None:
+        config.split_matrix = [
+            m if w else None for m, w in zip(config.split_matrix, wanted, strict=True)
+        ]
+    elif config.blend_per_split is not None:
+        config.blend_per_split = [
+            blend if w else None for blend, w in zip(config.blend_per_split, wanted, strict=True)
+        ]
+    builder = BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset,
+        [sizes[split] for split in SPLITS],
+        lambda: _is_reader(args),
+        config,
+    )
+    try:
+        datasets = builder.build()
+    except (ValueError, AssertionError, OSError, IndexError) as error:
+        raise UserError(
+            f"the data set cannot be used: {' '.join(str(error).split()) or type(error).__name__}; "
+            f"check that it holds more than --seq-length {args.seq_length} tokens in each part of "
+            f"--split {args.split}, and that {config.path_to_cache} can be written"
+        ) from error
+    return dict(zip(SPLITS, datasets, strict=True))
+
+
+def _dataset_config(args: argparse.Namespace, tokenizer) -> GPTDatasetConfig:
+    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    blends = [None if values is None else parse_blend(values) for values in per_split]
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=None if args.data_path is None else parse_blend(args.data_path),
+        blend_per_split=blends if any(blends) else None,
+        split=args.split if args.data_path is not None else None,
+        path_to_cache=None if args.mock_data else _cache(args, per_split),
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+    )
+
+
+def _cache(args: argparse.Namespace, per_split: list[list[str] | None]) -> str:
+    """The folder of the sample indices. All ranks read what the first one writes, so there always
+    is one.
+    """
+    if args.data_cache_path is not None:
+        return args.data_cache_path
+    first = args.data_path or next(values for values in per_split if values)
+    if (beside := default_cache(blend_prefixes(first))) is not None:
+        return beside
+    temporary = Path(tempfile.gettempdir(), f"megatron_index_cache_{os.getuid()}")
+    print_rank_0(
+        f"> the data folder cannot be written: sample indices go to {temporary}; on several "
+        "machines give --data-cache-path"
+    )
+    return str(temporary)
+
+
+class MicroBatches:
+    """Endless micro-batches for one pipeline stage: `next` gives (index of the first sample, batch
+    or None).
+    """
+
+    def __init__(self, dataset, sampler: SequentialSampler, args: argparse.Namespace):
+        self._indices = iter(sampler)
+        self._batches: Iterator | None = None
+        if dataset is not None:
+            self._batches = iter(
+                torch.utils.data.DataLoader(
+                    dataset,
+                    batch_sampler=sampler,
+                    num_workers=args.num_workers,
+                    pin_memory=torch.cuda.is_available(),
+                    generator=torch.Generator(),  # else it draws from the run's random state
+                )
+            )
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> tuple[int, dict[str, torch.Tensor] | None]:
+        indices = next(self._indices, None)
+        if indices is None:
+            raise RunError(
+                "the data set has no samples left; give more data, fewer iterations, or a blend "
+                "without weights"
+            )
+        return indices[0], None if self._batches is None else next(self._batches)
+
+
+def micro_batches(
+    args: argparse.Namespace, dataset, *, total: int, consumed: int
+) -> list[MicroBatches]:
+    """An independent iterator over the same samples for each pipeline stage on this rank.
+    Collective.
+
+    Args:
+        dataset: None on ranks that read nothing; the first rank always reads.
+        total: samples that the whole run takes, `consumed` of them already taken.
+
+    Raises:
+        UserError: the data set is shorter than that, on all ranks alike.
+    """
+    length = [None if dataset is None else len(dataset)]
+    torch.distributed.broadcast_object_list(length, src=0)
+    if length[0] is not None and length[0] < total:
+        raise UserError(
+            f"the data has {length[0]} samples of {args.seq_length} tokens, but the run takes "
+            f"{total}; lower --train-iters or --eval-iters, or give the blend weights to repeat it"
+        )
+    sampler = SequentialSampler(
+        total_samples=total,
+        consumed_samples=consumed,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=args.data_parallel_size,
+    )
+    stages = args.virtual_pipeline_model_parallel_size or 1
+    return [MicroBatches(dataset, sampler, args) for _ in range(stages)]

@@ -1,0 +1,158 @@
+"""Values that follow from other flags, from the device and from what is installed.
+
+Megatron-LM demands several of these of its user (`--no-masked-softmax-fusion` where apex is
+missing); here a flag is only needed to say something else. What was given on the command line is
+never overwritten, except by its own contradiction.
+"""
+
+import argparse
+import os
+from importlib.util import find_spec
+
+import torch
+
+from megatron.training.errors import UserError
+
+#: Fields of megatron-core's configurations that are read before those are built.
+_BASICS = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "num_distributed_optimizer_instances": 1,
+    "sequence_parallel": False,
+    "fp16": False,
+    "bf16": False,
+    "multi_latent_attention": False,
+    "use_distributed_optimizer": False,
+    "overlap_param_gather": False,
+    "overlap_grad_reduce": False,
+    "overlap_p2p_comm": False,
+    "calculate_per_token_loss": False,
+    "transformer_impl": "local",
+    "weight_decay": 0.01,
+    "clip_grad": 1.0,
+    "min_lr": 0.0,
+}
+
+
+def installed(module: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    return find_spec(module) is not None
+
+
+def derive(args: argparse.Namespace) -> list[str]:
+    """Fill in what was not given; returns notes for the log about what was changed and why."""
+    for name, value in _BASICS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    notes: list[str] = []
+    _derive_ranks(args, notes)
+    _derive_model(args)
+    _derive_precision(args)
+    _derive_fusions(args)
+    _derive_schedule(args)
+    return notes
+
+
+def _default(args: argparse.Namespace, name: str, value) -> None:
+    if getattr(args, name) is None:
+        setattr(args, name, value)
+
+
+def _derive_ranks(args: argparse.Namespace, notes: list[str]) -> None:
+    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    args.rank = int(os.environ.get("RANK", "0"))
+    args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available()
+    _default(args, "distributed_backend", "nccl" if cuda else "gloo")
+    _default(args, "num_workers", 2 if cuda else 0)
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        args.sequence_parallel = False
+        notes.append("sequence parallelism is off: it needs --tensor-model-parallel-size above 1")
+    model = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    args.data_parallel_size = max(args.world_size // model, 1)
+    args.virtual_pipeline_model_parallel_size = _virtual_stages(args)
+
+
+def _virtual_stages(args: argparse.Namespace) -> int | None:
+    """Stages of the interleaved schedule on each pipeline rank; None for the plain schedule."""
+    layers, stages = (
+        args.num_layers_per_virtual_pipeline_stage,
+        args.num_virtual_stages_per_pipeline_rank,
+    )
+    if layers is None and stages is None:
+        return None
+    if layers is not None and stages is not None:
+        raise UserError(
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank "
+            "were both given; they say the same thing, give one"
+        )
+    if args.pipeline_model_parallel_size == 1:
+        raise UserError(
+            "the interleaved schedule needs --pipeline-model-parallel-size above 1; raise it or "
+            "remove --num-layers-per-virtual-pipeline-stage"
+        )
+    if stages is None:
+        per_rank, rest = divmod(args.num_layers or 0, args.pipeline_model_parallel_size)
+        if layers < 1 or rest or per_rank % layers or per_rank == 0:
+            raise UserError(
+                f"--num-layers {args.num_layers} over {args.pipeline_model_parallel_size} pipeline "
+                f"ranks cannot be cut into stages of {layers} layers; choose "
+                "--num-layers-per-virtual-pipeline-stage so that it divides the layers of a rank"
+            )
+        stages = per_rank // layers
+    return None if stages == 1 else stages
+
+
+def _derive_model(args: argparse.Namespace) -> None:
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    if args.group_query_attention and args.num_query_groups is None:
+        args.num_query_groups = 1  # Megatron-LM's default of --num-query-groups
+    _default(args, "max_position_embeddings", args.seq_length)
+    _default(args, "create_attention_mask_in_dataloader", args.reset_attention_mask)
+    if args.split is None and args.data_path is not None:
+        args.split = "969,30,1"
+    if args.recompute_granularity == "full" and args.recompute_method is None:
+        args.recompute_method = "uniform"
+    if args.recompute_method is not None:
+        _default(args, "recompute_num_layers", 1)
+
+
+def _derive_precision(args: argparse.Namespace) -> None:
+    _default(args, "deallocate_pipeline_outputs", True)
+    _default(args, "batch_p2p_comm", not args.overlap_p2p_comm)
+    if args.bf16:
+        _default(args, "grad_reduce_in_fp32", True)
+
+
+def _derive_fusions(args: argparse.Namespace) -> None:
+    """Fused functions where the device has them; on a CPU they would only be compiled, slowly."""
+    cuda = torch.cuda.is_available()
+    _default(args, "bias_dropout_fusion", cuda)
+    biased_gelu = not (args.squared_relu or args.quick_geglu) and args.add_bias_linear is not False
+    _default(args, "bias_activation_fusion", cuda and (args.swiglu or biased_gelu))
+    for name, module, package in (
+        ("masked_softmax_fusion", "scaled_masked_softmax_cuda", "NVIDIA's apex"),
+        ("gradient_accumulation_fusion", "fused_weight_gradient_mlp_cuda", "NVIDIA's apex"),
+        ("apply_rope_fusion", "transformer_engine", "Transformer Engine"),
+        ("persist_layer_norm", "apex", "NVIDIA's apex"),
+    ):
+        if getattr(args, name) and not installed(module):
+            flag = name.replace("_", "-").replace("apply-", "")
+            raise UserError(
+                f"{name} needs {package}, which is not installed; "
+                f"remove its flag or give --no-{flag}"
+            )
+
+
+def _derive_schedule(args: argparse.Namespace) -> None:
+    _default(args, "start_weight_decay", args.weight_decay)
+    _default(args, "end_weight_decay", args.weight_decay)
+    if args.micro_batch_size is not None:
+        _default(args, "global_batch_size", args.micro_batch_size * args.data_parallel_size)

@@ -1,0 +1,49 @@
+"""Errors that are the user's to solve, and how a run ends with one: a line, not a traceback."""
+
+import os
+import signal
+import sys
+
+USAGE_ERROR = 2  #: exit status of a command line that cannot be run, as argparse has it
+RUN_ERROR = 1  #: exit status of a run that started and failed
+
+
+class UserError(ValueError):
+    """The command line or the data cannot be used. The message reads `what; what to do`."""
+
+    status = USAGE_ERROR
+
+
+class RunError(UserError):
+    """The run started and cannot go on (a loss that is not finite, a disk that is full)."""
+
+    status = RUN_ERROR
+
+
+class Interrupted(BaseException):
+    """Ctrl-C or SIGTERM. Not an `Exception`: nothing between the signal and the entry point may
+    swallow it.
+    """
+
+    def __init__(self, number: int):
+        self.signal = signal.Signals(number)
+        super().__init__(self.signal.name)
+
+    @property
+    def status(self) -> int:
+        """The status that a shell reports of a process killed by this signal."""
+        return 128 + self.signal.value
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for the run, also before torch.distributed is initialized."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def report(message: str, *, every_rank: bool = False) -> None:
+    """Write `[ERROR] message` to stderr, from the first rank only unless the error is this rank's
+    alone.
+    """
+    if every_rank or is_first_rank():
+        sys.stderr.write(f"[ERROR] {message}\n")
+        sys.stderr.flush()

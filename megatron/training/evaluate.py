@@ -1,0 +1,44 @@
+"""The loss on held-out data."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from megatron.training.data import MicroBatches
+from megatron.training.report import print_rank_last
+from megatron.training.train_step import run_schedule
+from megatron.training.validation import Run
+
+
+def evaluate(
+    forward_step: Callable, batches: list[MicroBatches], model: list[torch.nn.Module], run: Run
+) -> dict[str, float]:
+    """Mean losses over `--eval-iters` iterations, without dropout and gradients."""
+    for chunk in model:
+        chunk.eval()
+    totals: dict[str, float] = {}
+    with torch.no_grad():
+        for _ in range(run.args.eval_iters):
+            for name, loss in run_schedule(
+                forward_step, batches, model, run, forward_only=True
+            ).items():
+                totals[name] = totals.get(name, 0.0) + loss
+    for chunk in model:
+        chunk.train()
+    return {name: total / run.args.eval_iters for name, total in totals.items()}
+
+
+def perplexity(loss: float) -> float:
+    """e to the loss, cut off at e^20 as in Megatron-LM; NaN stays NaN."""
+    return math.exp(min(20.0, loss)) if not math.isnan(loss) else loss
+
+
+def print_evaluation(losses: dict[str, float], where: str) -> None:
+    """The line Megatron-LM prints, between rules of its own length."""
+    line = f" validation loss at {where} | " + "".join(
+        f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
+        for name, loss in losses.items()
+    )
+    rule = "-" * (len(line) + 1)
+    print_rank_last(f"{rule}\n{line}\n{rule}")

@@ -1,0 +1,101 @@
+"""Processes, groups and seeds of a run."""
+
+import argparse
+import os
+import random
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.timers import Timers
+from megatron.training import device
+from megatron.training.errors import UserError
+from megatron.training.report import print_rank_0
+
+
+def initialize(args: argparse.Namespace) -> Timers:
+    """Start torch.distributed, cut the ranks into megatron-core's groups, seed every generator."""
+    _start_processes(args)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_comm_backend=args.pipeline_model_parallel_comm_backend,
+        context_parallel_size=args.context_parallel_size,
+        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        create_gloo_process_groups=not args.disable_gloo_process_groups,
+    )
+    set_seeds(args)
+    init_num_microbatches_calculator(
+        args.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+    )
+    print_rank_0(f"> device: {device.describe()}; {args.distributed_backend}")
+    print_rank_0(
+        f"> ranks: {args.world_size} = tensor {args.tensor_model_parallel_size} x pipeline "
+        f"{args.pipeline_model_parallel_size} x context {args.context_parallel_size} x data "
+        f"{args.data_parallel_size}"
+        + (", sequence parallel" if args.sequence_parallel else "")
+        + (f", experts {args.expert_model_parallel_size}" if args.num_moe_experts else "")
+    )
+    return Timers(args.timing_log_level, args.timing_log_option)
+
+
+def _start_processes(args: argparse.Namespace) -> None:
+    if args.distributed_backend == "nccl":
+        if not torch.cuda.is_available():
+            raise UserError(
+                "--distributed-backend nccl needs CUDA, which this machine does not have; remove "
+                "the flag or give gloo"
+            )
+        torch.cuda.set_device(args.local_rank)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(
+            args.distributed_backend,
+            rank=args.rank,
+            world_size=args.world_size,
+            timeout=timeout,
+        )
+        return
+    if args.world_size > 1:
+        raise UserError(
+            "WORLD_SIZE is set but MASTER_ADDR is not; start the ranks with "
+            "`torchrun --nproc-per-node N pretrain_gpt.py ...`"
+        )
+    # Started as `python pretrain_gpt.py`: one rank, and no port that another run could hold.
+    dist.init_process_group(
+        args.distributed_backend, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout
+    )
+
+
+def set_seeds(args: argparse.Namespace) -> None:
+    """Seed Python, numpy and torch, alike in all ranks but those of other pipeline stages."""
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed,
+        te_rng_tracker=bool(args.use_te_rng_tracker),
+        inference_rng_tracker=bool(args.inference_rng_tracker),
+    )
+
+
+def finalize() -> None:
+    """Leave the process groups; without it torch warns of leaked ones."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

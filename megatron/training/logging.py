@@ -1,0 +1,159 @@
+"""The log line of an iteration, in the shape that Megatron-LM gives it, and the same numbers for
+TensorBoard.
+"""
+
+import argparse
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.training.report import is_last_rank, print_rank_last, stamp
+from megatron.training.train_step import Step
+
+
+@dataclass
+class Progress:
+    """Where a run stands. All of it is in the checkpoint."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0  #: since the beginning, as in Megatron-LM's checkpoints
+
+
+@dataclass
+class Interval:
+    """What is summed up between two log lines."""
+
+    started: float = field(default_factory=time.perf_counter)
+    iterations: int = 0
+    skipped: int = 0
+    nan: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+
+    def add(self, step: Step) -> None:
+        """Count one iteration. A loss that is not finite goes into the mean like any other: it
+        shows.
+        """
+        self.iterations += 1
+        self.skipped += step.skipped
+        self.nan += any(not math.isfinite(loss) for loss in step.losses.values())
+        for name, loss in step.losses.items():
+            self.losses[name] = self.losses.get(name, 0.0) + loss
+
+    def mean_losses(self) -> dict[str, float]:
+        """The losses, averaged over the iterations."""
+        return {name: loss / self.iterations for name, loss in self.losses.items()}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """One log line's numbers beside those of `Interval`."""
+
+    learning_rate: float
+    loss_scale: float
+    params_norm: float | None
+    seconds: float  #: an iteration
+
+
+def log_line(
+    args: argparse.Namespace, progress: Progress, interval: Interval, step: Step, numbers: Numbers
+) -> str:
+    """The line. People and tools parse it: each part is spelled as Megatron-LM spells it."""
+    parts = [
+        f" [{stamp()}] iteration {progress.iteration:8d}/{args.train_iters:8d}",
+        f" consumed samples: {progress.consumed_train_samples:12d}",
+        f" elapsed time per iteration (ms): {numbers.seconds * 1000:.1f}",
+    ]
+    if args.log_throughput:
+        flops = flops_of_iteration(args) / numbers.seconds / args.world_size / 1e12
+        parts.append(f" throughput per GPU (TFLOP/s/GPU): {flops:.1f}")
+    parts += [
+        f" learning rate: {numbers.learning_rate:.6E}",
+        f" global batch size: {get_current_global_batch_size():5d}",
+        *(f" {name}: {loss:.6E}" for name, loss in interval.mean_losses().items()),
+        f" loss scale: {numbers.loss_scale:.1f}",
+    ]
+    if step.grad_norm is not None:
+        parts.append(f" grad norm: {step.grad_norm:.3f}")
+    if step.num_zeros is not None:
+        parts.append(f" num zeros: {step.num_zeros}")
+    if numbers.params_norm is not None:
+        parts.append(f" params norm: {numbers.params_norm:.3f}")
+    parts += [
+        f" number of skipped iterations: {interval.skipped:3d}",
+        f" number of nan iterations: {interval.nan:3d}",
+    ]
+    return " |".join(parts) + " |"
+
+
+def flops_of_iteration(args: argparse.Namespace) -> float:
+    """Floating-point operations of the matmuls of one iteration: forward once, backward twice that.
+
+    Counted for a dense GPT: projections, Q K^T and P V with a causal mask (half of the square), MLP
+    and output layer.
+    """
+    s, h = args.seq_length, args.hidden_size
+    head = args.num_attention_heads * args.kv_channels
+    keys = args.num_query_groups * args.kv_channels
+    gates = 2 if args.swiglu or args.quick_geglu else 1
+    layer = h * (head + 2 * keys) + head * h + (gates + 1) * h * args.ffn_hidden_size + s * head
+    token = args.num_layers * layer + h * args.padded_vocab_size
+    return 3 * 2 * token * s * get_current_global_batch_size()
+
+
+class TensorBoard:
+    """Scalars by iteration, under Megatron-LM's names; written by the rank that prints the log
+    line.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        self._writer = None
+        self._interval = args.tensorboard_log_interval
+        if args.tensorboard_dir is not None and is_last_rank():
+            from torch.utils.tensorboard import SummaryWriter  # costs a second
+
+            Path(args.tensorboard_dir).mkdir(parents=True, exist_ok=True)
+            self._writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=1000)
+
+    def write(self, iteration: int, scalars: dict[str, float | None]) -> None:
+        """Add the scalars that have a value, on the iterations of `--tensorboard-log-interval`."""
+        if self._writer is None or iteration % self._interval:
+            return
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, iteration)
+
+    def write_evaluation(self, iteration: int, losses: dict[str, float]) -> None:
+        """Add the validation losses, whatever the interval."""
+        if self._writer is not None:
+            for name, loss in losses.items():
+                self._writer.add_scalar(f"{name} validation", loss, iteration)
+
+    def close(self) -> None:
+        """Write out what is queued."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def scalars(progress: Progress, step: Step, numbers: Numbers) -> dict[str, Any]:
+    """What TensorBoard shows of one iteration."""
+    return {
+        "learning-rate": numbers.learning_rate,
+        "batch-size": get_current_global_batch_size(),
+        **step.losses,
+        "loss-scale": numbers.loss_scale,
+        "grad-norm": step.grad_norm,
+        "num-zeros": step.num_zeros,
+        "params-norm": numbers.params_norm,
+        "iteration-time": numbers.seconds,
+        "consumed-samples": progress.consumed_train_samples,
+    }
+
+
+def print_line(line: str) -> None:
+    """Print from the last rank, which has the loss."""
+    print_rank_last(line)

@@ -1,0 +1,167 @@
+"""The model of this rank: its pipeline stages, wrapped for mixed precision and data parallelism."""
+
+import argparse
+
+import torch
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.training import device
+from megatron.training.report import print_rank_0
+from megatron.training.validation import Run
+
+
+def padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
+    """The vocabulary rounded up, so that every tensor-parallel rank gets an equal part of the
+    embedding.
+    """
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    padded = -(-vocab_size // multiple) * multiple
+    print_rank_0(f"> vocabulary: {vocab_size} tokens, padded to {padded}")
+    return padded
+
+
+def _layer_spec(run: Run, vp_stage: int | None):
+    args, config = run.args, run.transformer
+    if config.num_moe_experts:
+        return get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=args.transformer_impl == "transformer_engine",
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
+    common = {
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+        "qk_l2_norm": config.qk_l2_norm,
+    }
+    if args.transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(**common)
+    return get_gpt_layer_local_spec(**common, normalization=config.normalization)
+
+
+def build_stage(run: Run, vocab_size: int, vp_stage: int | None = None) -> GPTModel:
+    """One pipeline stage: the whole model without pipeline parallelism."""
+    args = run.args
+    spec = _layer_spec(run, vp_stage)
+    mtp_spec = None
+    if args.mtp_num_layers:
+        mtp_spec = get_gpt_mtp_block_spec(
+            run.transformer, spec, args.transformer_impl == "transformer_engine", vp_stage=vp_stage
+        )
+    return GPTModel(
+        config=run.transformer,
+        transformer_layer_spec=spec,
+        vocab_size=vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=mtp_spec,
+        vp_stage=vp_stage,
+    )
+
+
+def build_model(run: Run, vocab_size: int) -> list[torch.nn.Module]:
+    """This rank's stages: one, or several with the interleaved schedule."""
+    stages = run.args.virtual_pipeline_model_parallel_size
+    chunks = [
+        build_stage(run, vocab_size, vp_stage)
+        for vp_stage in (range(stages) if stages is not None else (None,))
+    ]
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    _print_size(chunks)
+    chunks = [chunk.to(device.current()) for chunk in chunks]
+    if run.transformer.fp16 or run.transformer.bf16:
+        chunks = [Float16Module(run.transformer, chunk) for chunk in chunks]
+    wrapped = [
+        DistributedDataParallel(
+            config=run.transformer,
+            ddp_config=run.ddp,
+            module=chunk,
+            # Reductions of later stages overlap with the backward pass of earlier ones anyway.
+            disable_bucketing=index > 0 or bool(run.args.overlap_param_gather_with_optimizer_step),
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+    if run.args.data_parallel_size > 1 and not run.args.use_cpu_initialization:
+        for chunk in wrapped:
+            chunk.broadcast_params()
+    return wrapped
+
+
+def _print_size(chunks: list[torch.nn.Module]) -> None:
+    """Say how many parameters each model-parallel rank holds."""
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
+        return
+    count = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+    print(
+        f" > number of parameters on (tensor, pipeline) model parallel rank "
+        f"({parallel_state.get_tensor_model_parallel_rank()}, "
+        f"{parallel_state.get_pipeline_model_parallel_rank()}): {count}\n",
+        end="",
+        flush=True,
+    )
+
+
+def build_optimizer(run: Run, model: list[torch.nn.Module]) -> MegatronOptimizer:
+    """megatron-core's optimizer over this rank's stages, no weight decay on biases and norms."""
+    return get_megatron_optimizer(
+        config=run.optimizer,
+        model_chunks=model,
+        config_overrides=get_standard_config_overrides(run.optimizer),
+        use_gloo_process_groups=not run.args.disable_gloo_process_groups,
+    )
+
+
+def build_scheduler(
+    args: argparse.Namespace, optimizer: MegatronOptimizer
+) -> OptimizerParamScheduler:
+    """Learning rate and weight decay over the run, counted in samples."""
+    batch = args.global_batch_size
+    decay_steps = args.lr_decay_samples or (args.lr_decay_iters or args.train_iters) * batch
+    warmup_steps = args.lr_warmup_samples or args.lr_warmup_iters * batch
+    if args.lr_warmup_fraction is not None:
+        warmup_steps = int(args.lr_warmup_fraction * decay_steps)
+    wsd_steps = args.lr_wsd_decay_samples
+    if wsd_steps is None and args.lr_wsd_decay_iters is not None:
+        wsd_steps = args.lr_wsd_decay_iters * batch
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=max(decay_steps, 1),
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=args.train_iters * batch,
+        wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wsd_decay_steps=wsd_steps,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )

@@ -1,0 +1,295 @@
+"""Flags that are not fields of megatron-core's configurations: one dataclass a group, one field a
+flag.
+
+Names and defaults are Megatron-LM's unless the help text says otherwise. A bool that is on by
+default gets `--no-x` beside `--x`; `flags` gives the spelling where a field's name is not it.
+"""
+
+# ruff: noqa: RUF009  (`option` is a dataclass field)
+
+import argparse
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def option(default: Any, help: str, *, flags: tuple[str, ...] = (), **argparse_options: Any) -> Any:
+    """A field with what argparse needs to know about it."""
+    return field(
+        default=default, metadata={"help": help, "flags": flags, "argparse": argparse_options}
+    )
+
+
+@dataclass(kw_only=True)
+class ModelOptions:
+    """Model"""
+
+    swiglu: bool = option(False, "gated linear units with SiLU instead of GELU")
+    quick_geglu: bool = option(False, "gated linear units with the quick GELU")
+    squared_relu: bool = option(False, "squared ReLU instead of GELU")
+    group_query_attention: bool = option(
+        False, "share keys and values between heads; --num-query-groups alone also turns it on"
+    )
+    position_embedding_type: str = option(
+        "learned_absolute",
+        "how a token knows its position",
+        choices=("learned_absolute", "rope", "none"),
+    )
+    use_rotary_position_embeddings: bool = option(
+        False, "older name of --position-embedding-type rope"
+    )
+    rotary_seq_len_interpolation_factor: float | None = option(
+        None, "linear interpolation of rotary positions for longer sequences", type=float
+    )
+    use_rope_scaling: bool = option(False, "the frequency scaling of Llama 3.1 and later")
+    rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling", type=float)
+    max_position_embeddings: int | None = option(
+        None, "longest sequence the model can take (default: --seq-length)", type=int
+    )
+    untie_embeddings_and_output_weights: bool = option(
+        False, "give the output layer weights of its own"
+    )
+    make_vocab_size_divisible_by: int = option(
+        128, "pad the vocabulary to a multiple of this and of the tensor-parallel size", type=int
+    )
+    fp16_lm_cross_entropy: bool = option(False, "leave the logits in 16 bits for the loss")
+    init_method_xavier_uniform: bool = option(False, "Xavier instead of normal initialization")
+    use_mcore_models: bool = option(False, "accepted for older scripts; there are no other models")
+
+
+@dataclass(kw_only=True)
+class ParallelOptions:
+    """Processes and pipeline"""
+
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, "layers of each stage of the interleaved pipeline schedule", type=int
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None, "stages a rank of the interleaved pipeline schedule", type=int
+    )
+    use_tp_pp_dp_mapping: bool = option(False, "number the ranks tp, pp, dp instead of tp, dp, pp")
+    distributed_backend: str | None = option(
+        None,
+        "default: nccl where CUDA is available, else gloo",
+        choices=("nccl", "gloo"),
+    )
+    distributed_timeout_minutes: int = option(10, "timeout of a collective", type=int)
+    disable_gloo_process_groups: bool = option(False, "make no CPU groups besides the NCCL ones")
+
+
+@dataclass(kw_only=True)
+class TrainingOptions:
+    """Training"""
+
+    micro_batch_size: int | None = option(None, "sequences a micro-batch (required)", type=int)
+    global_batch_size: int | None = option(
+        None, "sequences an iteration (default: micro-batch size x data-parallel size)", type=int
+    )
+    rampup_batch_size: list[int] | None = option(
+        None,
+        "start, increment and samples of a growing global batch",
+        type=int,
+        nargs=3,
+        metavar="N",
+    )
+    train_iters: int | None = option(None, "iterations to train (or --train-samples)", type=int)
+    train_samples: int | None = option(None, "sequences to train on", type=int)
+    exit_interval: int | None = option(
+        None, "stop after an iteration divisible by this, saving if --save is given", type=int
+    )
+    exit_duration_in_mins: int | None = option(None, "stop after so many minutes", type=int)
+    seed: int = option(1234, "seed of Python, numpy, torch and the order of the data", type=int)
+    check_for_nan_in_loss_and_grad: bool = option(
+        True, "stop at a loss that is not finite (it is always reported)"
+    )
+
+
+@dataclass(kw_only=True)
+class SchedulerOptions:
+    """Learning rate and weight decay"""
+
+    lr_decay_style: str = option(
+        "linear", "", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    lr_wsd_decay_style: str = option(
+        "exponential", "", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_decay_iters: int | None = option(None, "default: --train-iters", type=int)
+    lr_decay_samples: int | None = option(None, "default: --train-samples", type=int)
+    lr_wsd_decay_iters: int | None = option(None, "length of the decay of WSD", type=int)
+    lr_wsd_decay_samples: int | None = option(None, "length of the decay of WSD", type=int)
+    lr_warmup_iters: int = option(0, "iterations of linear warm-up", type=int)
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", type=int)
+    lr_warmup_fraction: float | None = option(
+        None, "warm-up as a fraction of the decay", type=float
+    )
+    lr_warmup_init: float = option(0.0, "learning rate at which the warm-up starts", type=float)
+    start_weight_decay: float | None = option(None, "default: --weight-decay", type=float)
+    end_weight_decay: float | None = option(None, "default: --weight-decay", type=float)
+    weight_decay_incr_style: str = option("constant", "", choices=("constant", "linear", "cosine"))
+    override_opt_param_scheduler: bool = option(
+        False,
+        "take the schedule from the command line, not from the checkpoint",
+        flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
+    )
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False,
+        "take the schedule from the checkpoint, not from the command line",
+        flags=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
+    )
+
+
+@dataclass(kw_only=True)
+class DataOptions:
+    """Data and tokenizer"""
+
+    data_path: list[str] | None = option(
+        None,
+        "prefix of a .bin/.idx pair, or weights and prefixes: 0.3 a 0.7 b",
+        nargs="+",
+        metavar="PREFIX",
+    )
+    train_data_path: list[str] | None = option(
+        None, "the same for training only", nargs="+", metavar="PREFIX"
+    )
+    valid_data_path: list[str] | None = option(
+        None, "the same for validation only", nargs="+", metavar="PREFIX"
+    )
+    test_data_path: list[str] | None = option(
+        None, "the same for the test only", nargs="+", metavar="PREFIX"
+    )
+    split: str | None = option(
+        None, "shares of training, validation and test of --data-path (default: 969,30,1)"
+    )
+    mock_data: bool = option(False, "made-up tokens instead of --data-path")
+    data_cache_path: str | None = option(
+        None,
+        "folder of the sample indices (default: beside the data if that can be written)",
+        metavar="DIR",
+    )
+    mmap_bin_files: bool = option(True, "map the .bin files instead of reading them")
+    seq_length: int | None = option(None, "tokens a sequence (required)", type=int)
+    num_workers: int | None = option(
+        None, "data loading processes a rank (default: 2 with CUDA, else 0)", type=int
+    )
+    reset_position_ids: bool = option(False, "count positions from each document's start")
+    reset_attention_mask: bool = option(False, "keep attention within each document")
+    eod_mask_loss: bool = option(False, "no loss on end-of-document tokens")
+    create_attention_mask_in_dataloader: bool | None = option(
+        None,
+        "build the attention mask with each sample (default: only with --reset-attention-mask; the "
+        "layers make a causal mask themselves)",
+    )
+    tokenizer_type: str | None = option(
+        None,
+        "SentencePieceTokenizer, HuggingFaceTokenizer or NullTokenizer",
+        choices=("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
+    )
+    tokenizer_model: str | None = option(None, "a .model file or a folder", metavar="PATH")
+    vocab_size: int | None = option(
+        None, "size of the vocabulary before padding; required by NullTokenizer", type=int
+    )
+    eval_interval: int = option(1000, "iterations between validations", type=int)
+    eval_iters: int = option(100, "iterations of a validation; 0: none", type=int)
+
+
+@dataclass(kw_only=True)
+class CheckpointOptions:
+    """Checkpoints"""
+
+    save: str | None = option(None, "folder to write checkpoints to", metavar="DIR")
+    load: str | None = option(None, "folder to resume from", metavar="DIR")
+    save_interval: int | None = option(
+        None, "iterations between checkpoints; without it only the last one is written", type=int
+    )
+    ckpt_step: int | None = option(None, "iteration to load instead of the latest", type=int)
+    save_optim: bool = option(True, "write the optimizer's state")
+    save_rng: bool = option(True, "write the random states")
+    load_optim: bool = option(True, "read the optimizer's state")
+    load_rng: bool = option(True, "read the random states")
+    finetune: bool = option(False, "load the weights only and start at iteration 0")
+    ckpt_format: str = option("torch_dist", "", choices=("torch_dist",))
+
+
+@dataclass(kw_only=True)
+class LoggingOptions:
+    """Logging"""
+
+    log_interval: int = option(
+        1, "iterations between log lines (Megatron-LM's default is 100)", type=int
+    )
+    log_throughput: bool = option(False, "add TFLOP/s a device to the log line")
+    log_params_norm: bool = option(False, "add the norm of the parameters to the log line")
+    tensorboard_dir: str | None = option(None, "folder of TensorBoard events", metavar="DIR")
+    tensorboard_log_interval: int = option(1, "iterations between TensorBoard points", type=int)
+    timing_log_level: int = option(
+        0, "0: iteration time only; 1, 2: more timers", type=int, choices=(0, 1, 2)
+    )
+    timing_log_option: str = option("minmax", "", choices=("max", "minmax", "all"))
+
+
+@dataclass(kw_only=True)
+class QuantizationOptions:
+    """Simulated number formats (not in Megatron-LM)"""
+
+    custom_quant_type: str | None = option(
+        None,
+        "mxfp8, FA_mxfp8, linear_mxfp4, FA_linear_hifp8, ..., bf16 or none; wins over the "
+        "environment's CUSTOM_QUANT_TYPE",
+        metavar="TYPE",
+    )
+    linear_quant: str | None = option(None, "format of the linear layers", metavar="FORMAT")
+    qk_quant: str | None = option(None, "format of Q K^T", metavar="FORMAT")
+    pv_quant: str | None = option(None, "format of P V", metavar="FORMAT")
+
+
+@dataclass(kw_only=True)
+class CollectionOptions:
+    """Tensor collection (not in Megatron-LM)"""
+
+    save_tensors: bool = option(False, "write the tensors that enter and leave the matmuls")
+    tensor_save_dir: str | None = option(
+        None, "folder to write them to (default: enhanced_tensor_logs/<quant type>)", metavar="DIR"
+    )
+    control_iter: int = option(
+        1, "with --save-tensors: iterations to collect before training stops; 0: never", type=int
+    )
+    collect_micro_batches: int = option(
+        1, "micro-batches to collect of each iteration; 0: all", type=int
+    )
+    collect_layers: str = option(
+        "all", 'layers to collect: "all", "first,last", "0,2-4"', metavar="SPEC"
+    )
+
+
+GROUPS = (
+    ModelOptions,
+    ParallelOptions,
+    TrainingOptions,
+    SchedulerOptions,
+    DataOptions,
+    CheckpointOptions,
+    LoggingOptions,
+    QuantizationOptions,
+    CollectionOptions,
+)  #: in the order of `--help`
+
+
+def add_options(parser: argparse.ArgumentParser, options: type) -> None:
+    """Add a group with one flag for each field of the dataclass; its title is the class's
+    docstring.
+    """
+    group = parser.add_argument_group(options.__doc__)
+    for f in fields(options):
+        how = dict(f.metadata["argparse"])
+        flags = f.metadata["flags"] or ("--" + f.name.replace("_", "-"),)
+        if "choices" not in how and f.type in (bool, bool | None):
+            off_only = f.default is not False and not f.metadata["flags"]
+            how["action"] = argparse.BooleanOptionalAction if off_only else "store_true"
+        elif how.get("type") is int and "choices" not in how:
+            how.setdefault("metavar", "N")
+        elif how.get("type") is float:
+            how.setdefault("metavar", "X")
+        text = f.metadata["help"].replace("%", "%%")
+        if f.default not in (None, False) and "default" not in text:
+            text = f"{text} (default: {f.default})".strip()
+        group.add_argument(*flags, dest=f.name, default=f.default, help=text, **how)

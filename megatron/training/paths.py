@@ -1,0 +1,68 @@
+"""Data set prefixes as the command line gives them, and the folder of the sample indices."""
+
+import os
+from pathlib import Path
+
+from megatron.training.errors import UserError
+
+
+def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
+    """Split `0.3 a 0.7 b` into prefixes and weights, or `a b` into prefixes and None.
+
+    Raises:
+        UserError: weights and prefixes do not alternate.
+    """
+    if len(values) == 1 and len(values[0].split()) > 1:
+        values = values[0].split()  # one quoted argument, as scripts often have it
+    if not _is_number(values[0]):
+        return list(values), None
+    weights, prefixes = values[0::2], values[1::2]
+    if len(weights) != len(prefixes) or not all(map(_is_number, weights)):
+        raise UserError(
+            f"the data blend {' '.join(values)!r} does not alternate weights and prefixes; write "
+            "it as in 0.3 first_prefix 0.7 second_prefix"
+        )
+    numbers = [float(w) for w in weights]
+    if min(numbers) < 0 or sum(numbers) <= 0:
+        raise UserError(
+            f"the weights {numbers} of the data blend do not add up; make them positive"
+        )
+    return prefixes, numbers
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def blend_prefixes(values: list[str]) -> list[str]:
+    """The prefixes of a blend."""
+    return parse_blend(values)[0]
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse a prefix without its two files.
+
+    Raises:
+        UserError: naming the file that is missing and the likeliest mistake.
+    """
+    missing = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
+    if not missing:
+        return
+    stem = prefix.removesuffix(".bin").removesuffix(".idx")
+    if stem != prefix and Path(stem + ".bin").is_file():
+        advice = f"leave the suffix off: {stem}"
+    else:
+        advice = "make it with `python script/data/preprocess.py`, or name another prefix"
+    raise UserError(f"data file {prefix}{missing[0]} does not exist; {advice}")
+
+
+def default_cache(prefixes: list[str]) -> str | None:
+    """Where the sample indices go by default: a hidden folder beside the data if it can be written,
+    else nowhere.
+    """
+    folder = Path(prefixes[0]).resolve().parent
+    return str(folder / ".index_cache") if os.access(folder, os.W_OK) else None

@@ -1,0 +1,34 @@
+"""The random states of a rank, as a checkpoint keeps them."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+
+def current() -> dict[str, Any]:
+    return {
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def sharded(values: dict[str, Any] | None) -> ShardedObject:
+    """This rank's random states, one object a rank."""
+    return ShardedObject("rng_state", values, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def restore(values: dict[str, Any]) -> None:
+    random.setstate(values["random"])
+    np.random.set_state(values["numpy"])
+    torch.set_rng_state(values["torch"])
+    torch.cuda.set_rng_state(values["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(values["tracker"])

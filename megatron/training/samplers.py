@@ -1,0 +1,35 @@
+"""The order of the samples: sequential over the data set, cut over the data-parallel ranks,
+resumable by a count.
+
+The data set shuffles its own index, so that reading it in order is random order; where a run stands
+is then one number, the samples consumed so far, which is the same for every data-parallel size that
+divides the batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequentialSampler:
+    """Yields, for one data-parallel rank, the indices of each micro-batch; an incomplete last one
+    is left out.
+    """
+
+    total_samples: int
+    consumed_samples: int
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def __len__(self) -> int:
+        """Micro-batches left for each rank."""
+        step = self.micro_batch_size * self.data_parallel_size
+        return max(self.total_samples - self.consumed_samples, 0) // step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.micro_batch_size * self.data_parallel_size
+        first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
+        for batch in range(len(self)):
+            start = first + batch * step
+            yield list(range(start, start + self.micro_batch_size))

@@ -1,0 +1,71 @@
+"""One training iteration: forward and backward over the micro-batches, gradient reduction,
+optimizer, schedule.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.training.batch import average_losses
+from megatron.training.data import MicroBatches
+from megatron.training.validation import Run
+
+
+@dataclass
+class Trained:
+    """What this rank trains: its pipeline stages, their optimizer and its schedule."""
+
+    model: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one iteration came to; the same on every rank."""
+
+    losses: dict[str, float]
+    skipped: bool  #: the gradients overflowed (fp16): the weights were left as they were
+    grad_norm: float | None
+    num_zeros: int | None
+
+
+def run_schedule(
+    forward_step: Callable, batches: list[MicroBatches], model, run: Run, *, forward_only: bool
+) -> dict[str, float]:
+    """Run every micro-batch of an iteration through the pipeline; returns the mean losses."""
+    args = run.args
+    per_micro_batch = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=batches if len(model) > 1 else batches[0],
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        decoder_seq_length=args.seq_length,
+        forward_only=forward_only,
+    )
+    return average_losses(per_micro_batch)
+
+
+def train_step(
+    forward_step: Callable, batches: list[MicroBatches], trained: Trained, run: Run
+) -> Step:
+    """One iteration. The weights stay as they were if the gradients overflowed."""
+    for chunk in trained.model:
+        chunk.zero_grad_buffer()
+    trained.optimizer.zero_grad()
+    losses = run_schedule(forward_step, batches, trained.model, run, forward_only=False)
+    updated, grad_norm, num_zeros = trained.optimizer.step()
+    if updated:
+        trained.scheduler.step(
+            increment=get_num_microbatches()
+            * run.args.micro_batch_size
+            * run.args.data_parallel_size
+        )
+    return Step(losses, not updated, None if grad_norm is None else float(grad_norm), num_zeros)
