@@ -93,7 +93,13 @@ def _hugging_face(path: Path) -> MegatronTokenizerText:
             f"{folder} holds no Hugging Face tokenizer; it needs "
             f"{' or '.join(HUGGING_FACE_FILES)}, as save_pretrained writes them"
         )
-    return _from_wheel("huggingface", folder, use_fast=True)
+    try:
+        return _from_wheel("huggingface", folder, use_fast=True)
+    except (ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise ValueError(
+            f"cannot read the tokenizer in {folder} ({reason}); save it again with save_pretrained"
+        ) from error
 
 
 def _from_wheel(library: str, path: Path | None, **options: object) -> MegatronTokenizerText:
