@@ -5,7 +5,7 @@ formats are), then `element.py`, `block.py` and `hifloat8.py` (how values are ro
 `quantize.py` (the one entry point).
 """
 
-from .formats import FORMATS, Format, get_format
-from .quantize import fake_quantize
+from megatron.fake_quant.formats import FORMATS, Format, get_format
+from megatron.fake_quant.quantize import fake_quantize
 
 __all__ = ["FORMATS", "Format", "fake_quantize", "get_format"]

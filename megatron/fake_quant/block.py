@@ -1,5 +1,4 @@
-"""Block scales: E8M0 bytes from the largest magnitude of each block, and the powers of two they
-stand for.
+"""Block scales: an E8M0 byte from each block's largest magnitude, and the number it stands for.
 
 A scale is kept as its byte (exponent + 127, and 255 for NaN), because the byte is what the format
 stores and because its two ends need care in float32. Byte 0 is 2^-127, a subnormal whose reciprocal
@@ -17,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .element import BIAS, MANTISSA_BITS, round_to
-from .formats import BlockScaling, ElementFormat, ScaleRule
+from megatron.fake_quant.element import BIAS, MANTISSA_BITS, round_to
+from megatron.fake_quant.formats import BlockScaling, ElementFormat, ScaleRule
 
 NAN_BYTE = 255
 _MAX_BYTE = 254
@@ -34,8 +33,7 @@ CARRY_FROM: dict[ScaleRule, Callable[[ElementFormat], float]] = {
     "floor": lambda element: 1.0,
     # Anything but a power of two: ceil(log2 amax) - emax.
     "ceil": lambda element: 0.5 + _ULP,
-    # Anything beyond the element's maximum: the smallest scale at which nothing saturates (arXiv
-    # 2506.08027).
+    # Beyond the element's maximum: the smallest scale at which nothing saturates, arXiv 2506.08027.
     "rceil": lambda element: math.frexp(element.max)[0] + _ULP,
     # What rounds, half up, to the next power of two when it keeps the element's significand bits.
     "even": lambda element: 1.0 - math.ldexp(1, -2 - element.mantissa_bits),

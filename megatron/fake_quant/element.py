@@ -7,7 +7,7 @@ machine or other, and a number format is nothing but its behaviour there.
 import torch
 from torch import Tensor
 
-from .formats import ElementFormat
+from megatron.fake_quant.formats import ElementFormat
 
 MANTISSA_BITS = 23
 BIAS = 127
@@ -22,13 +22,13 @@ def power_of_two_bits(exponent: int) -> int:
 
 
 def round_to(x: Tensor, element: ElementFormat) -> Tensor:
-    """Round float32 `x` to the nearest value of `element`: ties to even, overflow and Inf saturate,
-    NaN stays.
+    """Round float32 `x` to the nearest value of `element`: ties to even, NaN stays.
 
-    A new tensor of any shape. Clearing the mantissa of a float leaves the power of two at or below
-    it; held between `emin` and `emax` and divided by 2^mantissa_bits it is the spacing of the
-    element's values there. (A float32 subnormal loses all its bits and is lifted to `emin` like
-    everything small.) Dividing by a power of two is exact, so `round` is the only rounding.
+    A new tensor of any shape; what is beyond the largest number saturates, Inf too. Clearing the
+    mantissa of a float leaves the power of two at or below it; held between `emin` and `emax` and
+    divided by 2^mantissa_bits it is the spacing of the element's values there. (A float32 subnormal
+    loses all its bits and is lifted to `emin` like everything small.) Dividing by a power of two is
+    exact, so `round` is the only rounding.
     """
     ulp_bits = x.view(torch.int32) & INFINITY
     ulp_bits.clamp_(power_of_two_bits(element.emin), power_of_two_bits(element.emax))

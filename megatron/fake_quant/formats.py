@@ -1,6 +1,6 @@
 """The number formats, as data.
 
-A `Format` is an element type and, for block formats, the way its blocks are scaled. Behaviour lives
+A `Format` is an element type and, for block formats, the way its blocks are scaled. Behavior lives
 elsewhere and reads these fields: adding a format adds a constant here and a golden table in the
 tests, no branch.
 
@@ -55,7 +55,7 @@ class ElementFormat:
 class HiFloat8:
     """HiFloat8 with tapered precision; its numbers and rounding are explained in `hifloat8.py`."""
 
-    overflow: Overflow = "saturate"  #: to +-32768; "inf" is the paper's other behaviour
+    overflow: Overflow = "saturate"  #: to +-32768; "inf" is the paper's other behavior
 
     def __post_init__(self) -> None:
         if self.overflow not in get_args(Overflow):
@@ -66,16 +66,14 @@ class HiFloat8:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """An IEEE-like type that torch has: its own cast rounds to nearest even and overflows to
-    Inf."""
+    """A type that torch has, whose cast rounds to nearest even and overflows to Inf."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class BlockScaling:
-    """One E8M0 scale (a power of two from 2^-127 to 2^127, or NaN) for `size` neighbours along an
-    axis."""
+    """One E8M0 scale (a power of two from 2^-127 to 2^127, or NaN) for each `size` neighbors."""
 
     size: int
     rule: ScaleRule
@@ -114,9 +112,11 @@ E5M2 = ElementFormat("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max=5734
 E3M2 = ElementFormat("e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0)
 E2M3 = ElementFormat("e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5)
 E2M1 = ElementFormat("e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
-#: Multiples of 1/64 in two's complement. -2 has a code too, but is left unused, as in microxcaling
-#: and quark.
-INT8 = ElementFormat("int8", 0, mantissa_bits=6, bias=1, max=127 / 64, negative_zero=False)
+#: Multiples of 1/64 in two's complement, which E1M6 with this bias also is: a number below 1 is
+#: subnormal and the spacing is the same on both sides. OCP lets the code of -2 stay unused.
+INT8 = ElementFormat(
+    "int8", exponent_bits=1, mantissa_bits=6, bias=1, max=127 / 64, negative_zero=False
+)
 
 #: Elements that have a name. E4M3 and E5M2 give up codes to NaN and Inf, so their maximum does not
 #: follow from the name.
@@ -124,8 +124,7 @@ ELEMENTS: Mapping[str, ElementFormat] = MappingProxyType(
     {element.name: element for element in (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)}
 )
 
-#: Scales of the OCP specification: 32 values, largest power of two of the block over that of the
-#: element.
+#: The OCP specification's: the block's largest power of two over the element's.
 OCP = BlockScaling(32, "floor")
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
@@ -154,8 +153,10 @@ _ELEMENT_BITS = 8
 
 
 def get_format(name: str) -> Format:
-    """The format of that name, of an alias, or spelled out as `mx:ELEMENT:bSIZE:RULE`
-    (`mx:e3m4:b16:rceil`).
+    """The format of that name or alias, in any case, or spelled out: `mx:e3m4:b16:rceil`.
+
+    Spelled out are the element (see `get_element`), the block size and the scale rule (floor,
+    rceil, ceil, even; see `block.py`). A last block that the size does not fill is a shorter one.
 
     Raises ValueError, naming what is accepted, for anything else.
     """
@@ -178,8 +179,11 @@ def get_format(name: str) -> Format:
 
 
 def get_element(name: str) -> ElementFormat:
-    """The named element, or `eXmY` of at most 8 bits read as the OCP 4- and 6-bit types are: no
-    Inf, no NaN.
+    """The named element, or any `eXmY` of at most 8 bits.
+
+    One without a name is read as the 4- and 6-bit types of OCP are: the bias is 2^(X-1) - 1 and
+    every code is a finite number. With no mantissa bits a tie goes to the larger power of two,
+    except that half of the smallest number goes to zero.
 
     Raises ValueError for anything else.
     """

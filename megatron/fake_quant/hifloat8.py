@@ -44,8 +44,15 @@ subnormals can touch it.
 import torch
 from torch import Tensor
 
-from .element import BIAS, INFINITY, MAGNITUDE, MANTISSA_BITS, SIGN, power_of_two_bits
-from .formats import HiFloat8
+from megatron.fake_quant.element import (
+    BIAS,
+    INFINITY,
+    MAGNITUDE,
+    MANTISSA_BITS,
+    SIGN,
+    power_of_two_bits,
+)
+from megatron.fake_quant.formats import HiFloat8
 
 LARGEST_EXPONENT = 15
 SMALLEST_EXPONENT = -22

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from .block import fake_quantize_blocks
-from .element import round_to
-from .formats import Cast, Format, HiFloat8, get_format
-from .hifloat8 import round_to_hifloat8
+from megatron.fake_quant.block import fake_quantize_blocks
+from megatron.fake_quant.element import round_to
+from megatron.fake_quant.formats import Cast, Format, HiFloat8, get_format
+from megatron.fake_quant.hifloat8 import round_to_hifloat8
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -16,19 +16,23 @@ def fake_quantize(x: Tensor, fmt: Format | str, axis: int = -1) -> Tensor:
     """Quantize `x` to `fmt` and return the dequantized values in a new tensor like `x`.
 
     Args:
-        x: float32, bfloat16 or float16, any shape and strides. Not differentiable: call it inside
-        an autograd function. fmt: a format or its name, see `get_format`. axis: the axis along
-        which blocks are formed, for formats that have them; a GEMM's reduction axis.
+        x: float32, bfloat16 or float16 of any shape and strides. Gradients do not flow through:
+            call it inside an autograd function.
+        fmt: a format or its name, see `get_format`.
+        axis: along which blocks are formed, in formats that have them; a GEMM's reduction axis.
 
-    The arithmetic is exact in float32 whatever the dtype of `x`; the result is rounded to that
-    dtype, to nearest even. For block formats and HiFloat8 this last step changes nothing (their
-    values fit into bfloat16 and float16), except at the very top: with a scale rule other than
-    floor a maximum next to the end of the dtype's range may round up past it, and then is Inf.
+    The arithmetic is exact in float32 whatever the dtype of `x`, and the result is then rounded to
+    that dtype, to nearest even. For block formats and HiFloat8 this last step changes nothing, as
+    what they make of a float16 or bfloat16 is one again. The exception is the top of the range:
+    with a scale rule other than floor a value within half an ulp of it may round up past it, and
+    then is Inf, as it is for a cast.
 
-    A NaN stays NaN; in a block format it, or an Inf, makes its whole block NaN. Without blocks an
-    Inf stays Inf, but saturates in HiFloat8 unless its overflow is "inf". A zero keeps its sign
-    where the format has a negative zero (not in HiFloat8, not in mxint8). If the process flushes
-    subnormals (`torch.set_flush_denormal`), blocks with a maximum under about 2^-90 may flush too.
+    A NaN stays NaN, and in a block format it makes its whole block NaN; so does an Inf. In a cast
+    Inf stays Inf, in HiFloat8 it saturates like any overflow. A zero keeps its sign where the
+    format has a negative zero, which HiFloat8 and mxint8 have not.
+
+    Neither strides nor the number of threads change a bit. Flushing of subnormals does, where it
+    was asked for (`torch.set_flush_denormal`): in blocks whose maximum is below about 2^-90.
 
     Raises ValueError for other dtypes, an unknown format, an axis out of range, and for block
     scales on a tensor without dimensions.

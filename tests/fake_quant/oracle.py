@@ -1,0 +1,123 @@
+"""What the formats should give, written a second time and differently: tables and searches.
+
+Nothing here shares an idea with the package. Elements are tables of their code points, taken from
+ml_dtypes where it has the type; scales are found by searching a table of all of them for the one
+that the rule's definition asks for. Every number involved (a float32 divided by a power of two from
+2^-127 to 2^127, the midpoint of two neighbors) is exact in float64.
+"""
+
+import csv
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+DATA = Path(__file__).parents[1] / "data"
+ML_DTYPES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
+BITS = {"e4m3": 8, "e5m2": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4}
+RULES = ("floor", "rceil", "ceil", "even")
+SCALE_EXPONENTS = np.arange(-127, 128)
+
+
+def to_float64(x: NDArray[np.floating]) -> Array:
+    """Exact; numpy warns of signaling NaNs, which become quiet ones."""
+    with np.errstate(invalid="ignore"):
+        return x.astype(np.float64)
+
+
+def code_points(element: str) -> Array:
+    """The finite numbers >= 0 of an element, ascending, which is also the order of their codes."""
+    if element == "int8":
+        return np.arange(128) / 64
+    if element in ML_DTYPES:
+        codes = np.arange(1 << (BITS[element] - 1), dtype=np.uint8)
+        values = codes.view(ML_DTYPES[element]).astype(np.float64)
+        return values[np.isfinite(values)]
+    exponent_bits, mantissa_bits = int(element[1]), int(element[3])
+    bias = 2 ** (exponent_bits - 1) - 1
+    values = []
+    for field in range(2**exponent_bits):
+        for mantissa in range(2**mantissa_bits):
+            implicit = 1.0 if field > 0 else 0.0
+            fraction = implicit + mantissa / 2**mantissa_bits
+            values.append(fraction * 2.0 ** (max(field, 1) - bias))
+    return np.array(values)
+
+
+def round_to_table(magnitude: Array, table: Array, *, ties: str) -> Array:
+    """The nearest number of an ascending table; half-way cases to the even index, or upwards."""
+    middle = (table[:-1] + table[1:]) / 2
+    below = np.searchsorted(middle, magnitude, side="left")  # half-way cases go down
+    above = np.searchsorted(middle, magnitude, side="right")  # half-way cases go up
+    return table[np.where(below % 2 == 0, below, above) if ties == "even" else above]
+
+
+def round_element(x: Array, element: str) -> Array:
+    """Nearest value of an element, saturating, with the sign of x; finite x."""
+    # Without mantissa bits every significand is 1, and `get_element` says where ties go.
+    ties = "even" if element[-2:] != "m0" else "up"
+    table = code_points(element)
+    rounded = round_to_table(np.abs(x), table, ties=ties)
+    if ties == "up":
+        rounded = np.where(np.abs(x) == table[1] / 2, 0.0, rounded)
+    return rounded * np.where(np.signbit(x), -1.0, 1.0)
+
+
+def scale_exponents(amax: Array, element: str, rule: str) -> NDArray[np.int64]:
+    """The exponent of the scale of blocks with these largest magnitudes, finite and >= 0."""
+    powers = np.ldexp(1.0, SCALE_EXPONENTS)
+    table = code_points(element)
+    largest = table[-1]
+    largest_power = powers[powers <= largest][-1]
+    if rule == "floor":  # the largest scale with scale * largest power of two <= amax
+        index = np.searchsorted(powers * largest_power, amax, side="right") - 1
+    elif rule == "ceil":  # the smallest scale with scale * largest power of two >= amax
+        index = np.searchsorted(powers * largest_power, amax, side="left")
+    elif rule == "rceil":  # the smallest scale at which nothing saturates
+        index = np.searchsorted(powers * largest, amax, side="left")
+    else:  # floor, after rounding amax half up to as many significand bits as the element has
+        bits = 1 + (6 if element == "int8" else int(element[3]))
+        fraction, exponent = np.frexp(amax)
+        rounded = np.ldexp(np.floor(fraction * 2.0**bits + 0.5), exponent - bits)
+        index = np.searchsorted(powers * largest_power, rounded, side="right") - 1
+    return SCALE_EXPONENTS[np.clip(index, 0, len(powers) - 1)]
+
+
+def fake_quantize_mx(blocks: NDArray[np.floating], element: str, rule: str) -> Array:
+    """One block a row, in float64: NaN throughout where a block holds a NaN or an Inf."""
+    x = to_float64(blocks)
+    special = ~np.isfinite(x).all(axis=1, keepdims=True)
+    x = np.where(special, 0.0, x)
+    amax = np.abs(x).max(axis=1, keepdims=True)
+    scale = np.ldexp(1.0, scale_exponents(amax, element, rule))
+    rounded = round_element(x / scale, element) * scale
+    if element == "int8":
+        rounded += 0.0  # two's complement has a single zero
+    return np.where(special, np.nan, rounded)
+
+
+def hifloat8_codes() -> Array:
+    """The values of the 256 codes, by code."""
+    with (DATA / "hif8_codes.csv").open(newline="") as file:
+        return np.array([float(row["value"]) for row in csv.DictReader(file)])
+
+
+def fake_quantize_hifloat8(x: NDArray[np.floating], *, overflow: str) -> Array:
+    """Nearest value of the table of codes, half-way cases away from zero, zero without a sign."""
+    x = to_float64(x)
+    codes = hifloat8_codes()
+    table = np.sort(codes[np.isfinite(codes) & (codes >= 0)])
+    magnitude = round_to_table(np.abs(x), table, ties="up")
+    if overflow == "inf":
+        # Inf has the code of 1.5 * 2^15: half-way to it from 32768 is 1.25 * 2^15.
+        magnitude = np.where(np.abs(x) >= 1.25 * 2**15, np.inf, magnitude)
+    return np.where(np.isnan(x), np.nan, np.copysign(magnitude, x)) + 0.0
