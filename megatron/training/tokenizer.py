@@ -11,6 +11,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.training.errors import UserError
+
 if TYPE_CHECKING:
     from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
@@ -24,7 +26,7 @@ def guess_tokenizer_type(path: str | Path) -> str:
     """The type of the tokenizer at `path`: a `.model` file or a folder as models are shipped."""
     path = Path(path)
     if not path.exists():
-        raise ValueError(
+        raise UserError(
             f"the tokenizer {path} does not exist; give a SentencePiece .model file, "
             "or a folder with a Hugging Face tokenizer (tokenizer.json) or a tokenizer.model"
         )
@@ -36,7 +38,7 @@ def guess_tokenizer_type(path: str | Path) -> str:
         return "HuggingFaceTokenizer"
     if (path / "tokenizer.model").is_file():
         return "SentencePieceTokenizer"
-    raise ValueError(
+    raise UserError(
         f"the folder {path} holds no tokenizer; it needs one of "
         f"{', '.join(HUGGING_FACE_FILES)} (Hugging Face) or tokenizer.model (SentencePiece)"
     )
@@ -56,18 +58,18 @@ def build_tokenizer(
     if tokenizer_type is None and model_path is not None:
         tokenizer_type = guess_tokenizer_type(model_path)
     if tokenizer_type not in TOKENIZER_TYPES:
-        raise ValueError(
+        raise UserError(
             f"unknown tokenizer type {tokenizer_type!r}; choose one of {', '.join(TOKENIZER_TYPES)}"
         )
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None or vocab_size < 1:
-            raise ValueError(
+            raise UserError(
                 f"the NullTokenizer needs a vocabulary size of at least 1, but got {vocab_size}; "
                 "give --vocab-size"
             )
         return _from_wheel("null", None, vocab_size=vocab_size)
     if model_path is None:
-        raise ValueError(f"the {tokenizer_type} needs a file or folder; give --tokenizer-model")
+        raise UserError(f"the {tokenizer_type} needs a file or folder; give --tokenizer-model")
     if tokenizer_type == "SentencePieceTokenizer":
         return _sentencepiece(Path(model_path))
     return _hugging_face(Path(model_path))
@@ -76,11 +78,11 @@ def build_tokenizer(
 def _sentencepiece(path: Path) -> MegatronTokenizerText:
     file = path / "tokenizer.model" if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{file} does not exist; a SentencePieceTokenizer needs a .model file")
+        raise UserError(f"{file} does not exist; a SentencePieceTokenizer needs a .model file")
     try:
         return _from_wheel("sentencepiece", file)
     except (RuntimeError, OSError) as error:  # sentencepiece raises either, by release
-        raise ValueError(
+        raise UserError(
             f"{file} is not a SentencePiece model; if it belongs to Llama 3, give the folder with "
             "its tokenizer.json and the type HuggingFaceTokenizer"
         ) from error
@@ -89,7 +91,7 @@ def _sentencepiece(path: Path) -> MegatronTokenizerText:
 def _hugging_face(path: Path) -> MegatronTokenizerText:
     folder = path.parent if path.is_file() else path
     if not any((folder / name).is_file() for name in HUGGING_FACE_FILES):
-        raise ValueError(
+        raise UserError(
             f"{folder} holds no Hugging Face tokenizer; it needs "
             f"{' or '.join(HUGGING_FACE_FILES)}, as save_pretrained writes them"
         )
@@ -97,7 +99,7 @@ def _hugging_face(path: Path) -> MegatronTokenizerText:
         return _from_wheel("huggingface", folder, use_fast=True)
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[-1]
-        raise ValueError(
+        raise UserError(
             f"cannot read the tokenizer in {folder} ({reason}); save it again with save_pretrained"
         ) from error
 

@@ -187,7 +187,6 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     sys.path.insert(0, str(REPO))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.perf_counter()
     try:
         counts, bad_lines = preprocess(settings)
@@ -223,4 +222,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

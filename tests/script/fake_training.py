@@ -1,0 +1,98 @@
+"""Stands in for a training command: writes index lines and files as the collector does, then
+behaves as told.
+
+    python fake_training.py DIR BEHAVIOUR [ITERATIONS [PID_FILE]]
+
+Standard library only, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HANG = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+NAMES = (
+    ("forward", "pre", "input"),
+    ("forward", "post", "output"),
+    ("backward", "pre", "grad_output"),
+)
+
+
+def collect(folder: Path, iterations: int, *, card: bool = True) -> None:
+    """Three tensors of two layers in every iteration."""
+    run_id = f"20250908_095200_{os.getpid():06x}"
+    if card:
+        token = {"TENSOR_SAVE_LAUNCH": os.environ.get("TENSOR_SAVE_LAUNCH", "")}
+        (folder / f"run_{run_id}.json").write_text(json.dumps({"environment": token}))
+    counter = 0
+    with (folder / f"index_{run_id}_rank00.jsonl").open("a") as index:
+        for iteration in range(1, iterations + 1):
+            for layer in range(2):
+                for operation, phase, name in NAMES:
+                    counter += 1
+                    file = folder / f"{run_id}_{counter:04d}_{name}.pt"
+                    file.write_bytes(b"x" * 1000)
+                    record = {
+                        "run_id": run_id, "iteration": iteration, "layer_idx": layer, "phase": phase,
+                        "operation": operation, "component": "linear", "rank": {"world": 0},
+                        "file": file.name, "bytes": 1000,
+                    }  # fmt: skip
+                    index.write(json.dumps(record) + "\n")
+                    index.flush()
+            print(f" iteration {iteration:8d}/{iterations:8d} | lm loss: 1.0E+01 |", flush=True)
+
+
+def note(pid_file: Path, *pids: int) -> None:
+    """Tell the test which processes there are, all at once."""
+    partial = pid_file.with_suffix(".partial")
+    partial.write_text(" ".join(map(str, pids)))
+    partial.rename(pid_file)
+
+
+def main() -> int:
+    folder, behaviour = Path(sys.argv[1]), sys.argv[2]
+    iterations = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    pid_file = Path(sys.argv[4]) if len(sys.argv) > 4 else folder / "pids"
+    print("building the model", flush=True)
+    if behaviour == "no tensor":
+        return 0
+    if behaviour == "refuse":
+        print("[ERROR] unknown flag --frobnicate; see --help", flush=True)
+        return 2
+    if behaviour == "hang":
+        note(pid_file, os.getpid())
+        time.sleep(600)
+    collect(folder, iterations, card=behaviour != "no card")
+    if behaviour == "crash":
+        raise RuntimeError("the loss is NaN")
+    if behaviour == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "stall":
+        note(pid_file, os.getpid())
+        time.sleep(600)
+    if behaviour == "stubborn":  # ignores TERM, and so does a grandchild in a session of its own
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", HANG], start_new_session=True)
+        note(pid_file, os.getpid(), child.pid)
+        time.sleep(600)
+    if behaviour == "orphan":  # ends well, but leaves a daemon of a daemon behind
+        middle = (
+            "import subprocess, sys\n"
+            f"p = subprocess.Popen([sys.executable, '-c', {HANG!r}], start_new_session=True)\n"
+            "print(p.pid)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", middle], capture_output=True, text=True, check=True
+        )
+        note(pid_file, int(done.stdout))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

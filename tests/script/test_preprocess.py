@@ -1,0 +1,214 @@
+"""script/data/preprocess.py, run as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.subprocesses import REPO, run
+
+SCRIPT = REPO / "script/data/preprocess.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+import preprocess  # noqa: E402
+from documents import Settings, read_batches  # noqa: E402
+
+TEXT = " = Heading = \n\nFirst document,\ntwo lines.\n\n\n \nSecond naïve document.\n"
+DOCUMENTS = [" = Heading = ", "First document,\ntwo lines.", "Second naïve document."]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    """The default tokenizer, small and exact."""
+    import default_corpus
+
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    path.write_bytes(default_corpus.train_tokenizer(list(default_corpus.topics().values())))
+    return path
+
+
+def call(tmp_path: Path, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, SCRIPT, *options], cwd=tmp_path)
+
+
+def read_documents(prefix: Path) -> list[list[int]]:
+    """The token ids of each document, read by megatron-core."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(prefix))
+    assert len(dataset.document_indices) == len(dataset) + 1, "each document is one sequence"
+    return [np.asarray(dataset[i]).tolist() for i in range(len(dataset))]
+
+
+def decoded(prefix: Path, tokenizer: Path) -> list[str]:
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(str(tokenizer))
+    return [model.decode(ids) for ids in read_documents(prefix)]
+
+
+def check_error(result: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("[ERROR] "), result.stderr
+    for part in parts:
+        assert part in last
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if "document" in path.name)
+
+
+def test_text_becomes_documents_that_end_with_eod(tmp_path, tokenizer):
+    (tmp_path / "in.txt").write_text(TEXT)
+    options = ["--input", "in.txt", "--output-prefix", "out/wiki", "--append-eod"]
+    result = call(tmp_path, *options, "--tokenizer-model", tokenizer)
+    assert result.returncode == 0, result.stderr
+    prefix = tmp_path / "out/wiki_text_document"
+    documents = read_documents(prefix)
+    assert [ids[-1] for ids in documents] == [2, 2, 2]
+    assert decoded(prefix, tokenizer) == DOCUMENTS
+    tokens = sum(map(len, documents))
+    size = sum(len(text.encode()) for text in DOCUMENTS)
+    assert f"3 documents, {tokens} tokens (uint16), {size} bytes" in result.stdout
+    assert "--data-path out/wiki_text_document" in result.stdout
+    assert leftovers(tmp_path / "out") == ["wiki_text_document.bin", "wiki_text_document.idx"]
+
+
+def test_another_separator(tmp_path):
+    (tmp_path / "in.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\nstill one\r\n---\r\ntwo")
+    settings = Settings(
+        input=(tmp_path / "in.txt",), output_prefix=tmp_path / "out", document_separator="---"
+    )
+    (batch,) = read_batches(settings)
+    assert [line for line, _ in batch.documents] == [1, 5]
+    assert batch.documents[1][1] == b"two"
+    assert batch.bytes_read == (tmp_path / "in.txt").stat().st_size
+
+
+def test_the_files_do_not_depend_on_the_number_of_workers(tmp_path, tokenizer):
+    """Several batches, so that the workers finish out of order."""
+    with (tmp_path / "in.jsonl").open("w") as file:
+        for number in range(6000):
+            words = " ".join(str(number * k) for k in range(1 + number * 37 % 90))
+            file.write(json.dumps({"text": words}) + "\n")
+    size = (tmp_path / "in.jsonl").stat().st_size
+    batches = list(
+        read_batches(Settings(input=(tmp_path / "in.jsonl",), output_prefix=tmp_path / "x"))
+    )
+    assert len(batches) >= 2
+    assert sum(batch.bytes_read for batch in batches) == size
+
+    contents = []
+    for workers in ("1", "3"):
+        options = ["--input", "in.jsonl", "--output-prefix", f"w{workers}/a"]
+        options += ["--workers", workers, "--tokenizer-model", str(tokenizer)]
+        result = call(tmp_path, *options)
+        assert result.returncode == 0, result.stderr
+        prefix = tmp_path / f"w{workers}/a_text_document"
+        contents.append([Path(f"{prefix}{end}").read_bytes() for end in (".bin", ".idx")])
+    assert contents[0] == contents[1]
+    assert len(read_documents(tmp_path / "w3/a_text_document")) == 6000
+
+
+def test_each_json_key_gets_its_files(tmp_path, tokenizer):
+    rows = [{"title": "A", "body": "aaa", "n": 1}, {"title": "B", "body": ""}]
+    (tmp_path / "in.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    options = ["--input", "in.jsonl", "--output-prefix", "o", "--json-keys", "title", "body"]
+    result = call(tmp_path, *options, "--tokenizer-model", tokenizer)
+    assert result.returncode == 0, result.stderr
+    assert decoded(tmp_path / "o_title_document", tokenizer) == ["A", "B"]
+    assert decoded(tmp_path / "o_body_document", tokenizer) == ["aaa"], "an empty text is left out"
+
+
+BAD = '{"text": "good"}\n{"text": \n[1]\n{"words": "x"}\n{"text": 3}\n'
+
+
+def test_bad_lines_stop_it_or_are_counted(tmp_path, tokenizer):
+    (tmp_path / "in.jsonl").write_text(BAD)
+    options = ["--input", "in.jsonl", "--output-prefix", "o", "--workers", "2"]
+    options += ["--tokenizer-model", str(tokenizer)]
+    check_error(call(tmp_path, *options), "in.jsonl:2: not JSON", "--skip-bad-lines")
+    assert leftovers(tmp_path) == []
+    result = call(tmp_path, *options, "--skip-bad-lines")
+    assert result.returncode == 0, result.stderr
+    assert "skipped 4 bad lines" in result.stdout
+    assert decoded(tmp_path / "o_text_document", tokenizer) == ["good"]
+
+
+def test_an_existing_result_is_kept_unless_told_otherwise(tmp_path, tokenizer):
+    (tmp_path / "in.txt").write_text("new")
+    (tmp_path / "o_text_document.bin").write_bytes(b"old")
+    options = ["--input", "in.txt", "--output-prefix", "o", "--tokenizer-model", str(tokenizer)]
+    check_error(call(tmp_path, *options), "o_text_document.bin exists", "--overwrite")
+    assert (tmp_path / "o_text_document.bin").read_bytes() == b"old"
+    assert call(tmp_path, *options, "--overwrite").returncode == 0
+    assert decoded(tmp_path / "o_text_document", tokenizer) == ["new"]
+
+
+def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
+    (tmp_path / "in.txt").write_text("7 70000")
+    options = ["--input", "in.txt", "--output-prefix", "o", "--tokenizer-type", "NullTokenizer"]
+    result = call(tmp_path, *options, "--vocab-size", "100000", "--append-eod")
+    assert result.returncode == 0, result.stderr
+    assert "(int32)" in result.stdout
+    assert read_documents(tmp_path / "o_text_document") == [[7, 70000, 100000]]
+
+
+# --- errors, in this process: each takes seconds in another ---------------------------------------
+
+
+def fails(tmp_path, capsys, *options: str) -> str:
+    """Run it on in.txt; the line that it prints, having written nothing."""
+    arguments = ["--input", str(tmp_path / "in.txt"), "--output-prefix", str(tmp_path / "o")]
+    assert preprocess.main([*arguments, "--workers", "1", *options]) == 1
+    assert leftovers(tmp_path) == []
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (None, [], "in.txt is not a file; name text or JSONL files in --input"),
+        (b"x", ["--workers", "0"], "--workers 0 is below 1"),
+        (b"x", ["--json-keys", "a", "b"], "text has no keys, but --json-keys names 2"),
+        (b"x", ["--tokenizer-model", "/missing"], "the tokenizer /missing does not exist; give"),
+        (b"x", ["--tokenizer-type", "Mine"], "unknown tokenizer type 'Mine'; choose one of Sent"),
+        (b"x", [], "unknown tokenizer type None; choose one of"),
+        (b" \n\n", ["NULL"], "no text under the key 'text' in"),
+        (b"1\n\n2 x", ["NULL"], "in.txt:3: invalid literal for int()"),
+        (b"1\n\xff", ["NULL"], "in.txt:1: not UTF-8"),
+        (b"[1]", ["NULL", "--input-format", "jsonl"], "in.txt:1: not a JSON object; give one"),
+        (b"{}", ["NULL", "--input-format", "jsonl"], "in.txt:1: no text under the key 'text'"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path, capsys, text, options, message):
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    if text is not None:
+        (tmp_path / "in.txt").write_bytes(text)
+    given = [part for option in options for part in (null if option == "NULL" else [option])]
+    error = fails(tmp_path, capsys, *given)
+    assert error.startswith("[ERROR] ")
+    assert message in error
+
+
+def test_an_output_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("1")
+    (tmp_path / "file").touch()
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    error = fails(tmp_path, capsys, "--output-prefix", str(tmp_path / "file/o"), *null)
+    assert error.startswith("[ERROR] ")
+    assert "check the path" in error
+
+
+def test_help_imports_nothing_slow(tmp_path):
+    code = "import sys, preprocess\ntry: preprocess.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print('torch' in sys.modules, 'numpy' in sys.modules)"
+    result = run([sys.executable, "-c", code], cwd=SCRIPT.parent)
+    assert result.stdout.endswith("False False\n")
