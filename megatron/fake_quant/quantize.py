@@ -31,8 +31,9 @@ def fake_quantize(x: Tensor, fmt: Format | str, axis: int = -1) -> Tensor:
     Inf stays Inf, in HiFloat8 it saturates like any overflow. A zero keeps its sign where the
     format has a negative zero, which HiFloat8 and mxint8 have not.
 
-    Neither strides nor the number of threads change a bit. Flushing of subnormals does, where it
-    was asked for (`torch.set_flush_denormal`): in blocks whose maximum is below about 2^-90.
+    Neither strides nor the number of threads change a bit. Flushing of subnormals, where it was
+    asked for (`torch.set_flush_denormal`), does: in casts to bf16, and in blocks whose maximum is
+    below 2^-90 (or higher up, if a spelled-out element has more than 5 exponent bits).
 
     Raises ValueError for other dtypes, an unknown format, an axis out of range, and for block
     scales on a tensor without dimensions.
