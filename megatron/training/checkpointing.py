@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.utils import unwrap_model
-from megatron.training import random_state
+from megatron.training import optimizer_state, random_state
 from megatron.training.checkpoint_files import (
     checkpoint_folder,
     folder_to_load,
@@ -46,6 +46,7 @@ ARCHITECTURE = (
     "untie_embeddings_and_output_weights", "add_bias_linear", "num_moe_experts",
     "multi_latent_attention",
 )  # fmt: skip
+OPTIMIZER = ("use_distributed_optimizer", "optimizer")  #: what the optimizer's state depends on
 #: What the ranks' random states depend on.
 LAYOUT = (
     "world_size",
@@ -114,10 +115,8 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
     with_optim = args.load_optim and not args.finetune
     with_rng = _wants_rng(args, common)
     if with_optim:
-        if not common["has_optim"]:
-            raise UserError(
-                f"{folder} was written with --no-save-optim; give --no-load-optim or --finetune"
-            )
+        _check_optimizer(args, common, folder)
+        optimizer_state.allocate(trained.optimizer)
         state["optimizer"] = trained.optimizer.sharded_state_dict(
             _model_state(trained), is_loading=True, metadata=_metadata()
         )
@@ -133,6 +132,7 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
         chunk.load_state_dict(state[key])
     if with_optim:
         trained.optimizer.load_state_dict(state["optimizer"])
+        optimizer_state.separate_steps(trained.optimizer)
         _load_scheduler(trained, state["opt_param_scheduler"])
     elif trained.optimizer is not None:
         trained.optimizer.reload_model_params()
@@ -153,7 +153,7 @@ def _common(args: argparse.Namespace, progress: Progress, **has: bool) -> dict[s
         "checkpoint_version": VERSION,
         "iteration": progress.iteration,
         "progress": asdict(progress),
-        "args": {name: getattr(args, name) for name in (*ARCHITECTURE, *LAYOUT)},
+        "args": {name: getattr(args, name) for name in (*ARCHITECTURE, *LAYOUT, *OPTIMIZER)},
         **has,
     }
 
@@ -173,6 +173,23 @@ def _check_architecture(args: argparse.Namespace, common: dict[str, Any], folder
             f"{folder} holds another model: {'; '.join(differing)}; give the flags it was trained "
             "with"
         )
+
+
+def _check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
+    if not common["has_optim"]:
+        raise UserError(
+            f"{folder} was written with --no-save-optim; give --no-load-optim or --finetune"
+        )
+    for name, flag in (
+        ("use_distributed_optimizer", "--use-distributed-optimizer"),
+        ("optimizer", "--optimizer"),
+    ):
+        there, here = common["args"][name], getattr(args, name)
+        if there != here:
+            raise UserError(
+                f"{folder} was written with {flag} {there}, this run has {here}; use the same or "
+                "give --no-load-optim"
+            )
 
 
 def _load_scheduler(trained: Trained, state: dict[str, Any]) -> None:

@@ -42,7 +42,6 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     kwargs |= {
         "params_dtype": params_dtype(args),
         "pipeline_dtype": params_dtype(args),
-        "deallocate_pipeline_outputs": True,
         "gated_linear_unit": args.swiglu or args.quick_geglu,
     }
     if args.swiglu:

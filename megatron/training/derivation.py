@@ -27,7 +27,6 @@ _BASICS = {
     "use_distributed_optimizer": False,
     "overlap_param_gather": False,
     "overlap_grad_reduce": False,
-    "overlap_p2p_comm": False,
     "calculate_per_token_loss": False,
     "transformer_impl": "local",
     "weight_decay": 0.01,
@@ -77,6 +76,32 @@ def _derive_ranks(args: argparse.Namespace, notes: list[str]) -> None:
     )
     args.data_parallel_size = max(args.world_size // model, 1)
     args.virtual_pipeline_model_parallel_size = _virtual_stages(args)
+    _derive_p2p(args)
+
+
+def _derive_p2p(args: argparse.Namespace) -> None:
+    """Overlap the interleaved schedule's messages with computation, as Megatron-LM does.
+
+    Over two ranks it is also the only correct way: both neighbors are the same rank, and batched
+    messages to it are matched by their order, so that activations would arrive as gradients.
+    """
+    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    _default(args, "overlap_p2p_comm", interleaved)
+    if interleaved and not args.overlap_p2p_comm and args.pipeline_model_parallel_size == 2:
+        raise UserError(
+            "the interleaved schedule over 2 pipeline ranks needs overlapped messages; remove "
+            "--no-overlap-p2p-communication or use more pipeline ranks"
+        )
+    _default(args, "batch_p2p_comm", not args.overlap_p2p_comm)
+    # A sent output's memory is freed once the message is posted. NCCL's stream has it by then;
+    # gloo may still be reading it, and would send what was written there next.
+    early = args.overlap_p2p_comm and args.distributed_backend == "gloo"
+    _default(args, "deallocate_pipeline_outputs", not early)
+    if early and args.deallocate_pipeline_outputs:
+        raise UserError(
+            "--deallocate-pipeline-outputs frees what gloo is still sending in the interleaved "
+            "schedule; remove it"
+        )
 
 
 def _virtual_stages(args: argparse.Namespace) -> int | None:
@@ -125,8 +150,6 @@ def _derive_model(args: argparse.Namespace) -> None:
 
 
 def _derive_precision(args: argparse.Namespace) -> None:
-    _default(args, "deallocate_pipeline_outputs", True)
-    _default(args, "batch_p2p_comm", not args.overlap_p2p_comm)
     if args.bf16:
         _default(args, "grad_reduce_in_fp32", True)
 
