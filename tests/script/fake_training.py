@@ -39,10 +39,16 @@ def collect(folder: Path, iterations: int, *, card: bool = True) -> None:
                     file = folder / f"{run_id}_{counter:04d}_{name}.pt"
                     file.write_bytes(b"x" * 1000)
                     record = {
-                        "run_id": run_id, "iteration": iteration, "layer_idx": layer, "phase": phase,
-                        "operation": operation, "component": "linear", "rank": {"world": 0},
-                        "file": file.name, "bytes": 1000,
-                    }  # fmt: skip
+                        "run_id": run_id,
+                        "iteration": iteration,
+                        "layer_idx": layer,
+                        "phase": phase,
+                        "operation": operation,
+                        "component": "linear",
+                        "rank": {"world": 0},
+                        "file": file.name,
+                        "bytes": 1000,
+                    }
                     index.write(json.dumps(record) + "\n")
                     index.flush()
             print(f" iteration {iteration:8d}/{iterations:8d} | lm loss: 1.0E+01 |", flush=True)
@@ -84,7 +90,8 @@ def main() -> int:
     if behaviour == "orphan":  # ends well, but leaves a daemon of a daemon behind
         middle = (
             "import subprocess, sys\n"
-            f"p = subprocess.Popen([sys.executable, '-c', {HANG!r}], start_new_session=True)\n"
+            f"p = subprocess.Popen([sys.executable, '-c', {HANG!r}], start_new_session=True,"
+            " stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
             "print(p.pid)"
         )
         done = subprocess.run(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,8 +67,14 @@ def test_a_good_run_is_reported_by_phase_component_operation_and_layer(tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "mxfp8: 12 tensors, 12 kB, in " in done.stdout
-    for line in ("phase      post 4, pre 8", "component  linear 12", "operation  backward 4, forward 8",
-                 "layer      0-1: 6 each", "iteration  1-2", "bash run_tensor_draw.sh visualize mxfp8"):  # fmt: skip
+    for line in (
+        "phase      post 4, pre 8",
+        "component  linear 12",
+        "operation  backward 4, forward 8",
+        "layer      0-1: 6 each",
+        "iteration  1-2",
+        "next       bash run_tensor_draw.sh visualize mxfp8",
+    ):
         assert line in done.stdout
     [log] = (tmp_path / "logs").iterdir()
     assert "iteration        2/       2" in log.read_text()
@@ -250,13 +260,14 @@ def test_each_run_has_a_log_of_its_own(tmp_path):
 def test_a_terminal_gets_a_bar_and_ctrl_c_reaches_it(tmp_path):
     pytest.importorskip("tqdm")
     parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     collecting = subprocess.Popen(
         command(tmp_path, "stall", "--control-iter", "4"), stdout=subprocess.DEVNULL, stderr=child
     )
     os.close(child)
-    wait_for((tmp_path / "pids").exists)
     shown = b""
     while b"mxfp8: iteration 1 of 4, 6 tensors, 6 kB" not in shown:
+        assert select.select([parent], [], [], LIMIT)[0], f"nothing more after {shown!r}"
         shown += os.read(parent, 4096)
     collecting.send_signal(signal.SIGINT)
     assert collecting.wait(timeout=LIMIT) == 130

@@ -1,0 +1,169 @@
+"""What a person sees of a collection: the live progress, the end of the log, the final report.
+
+A terminal gets one bar that is drawn over itself, a file or a pipe a line every few seconds.
+Standard library, and tqdm for the bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TextIO
+
+from index_follower import Tally
+
+EVERY = 5.0  #: seconds between two lines where there is no terminal
+QUIET = 30.0  #: the same while nothing new arrives
+TAIL = 1 << 16  #: bytes of the log's end that are looked at
+SHOWN = 15  #: lines of the log that are shown after a failure
+
+
+class LogFile:
+    """The log of the command, as it grows."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._offset = 0
+
+    def new_text(self) -> str:
+        """What was appended since the last call, up to the last complete line."""
+        with self.path.open("rb") as log:
+            log.seek(self._offset)
+            text = log.read()
+        complete = text[: text.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return complete.decode(errors="replace")
+
+    def end(self) -> list[str]:
+        """The last lines, without empty ones."""
+        with self.path.open("rb") as log:
+            log.seek(max(log.seek(0, 2) - TAIL, 0))
+            lines = log.read().decode(errors="replace").splitlines()
+        return [line.rstrip() for line in lines if line.strip()]
+
+    def show_end(self, out: TextIO) -> None:
+        """The error lines if the command printed any, each once, else the last lines."""
+        lines = self.end()
+        errors = [line[line.index("[ERROR]") :] for line in lines if "[ERROR]" in line]
+        for line in dict.fromkeys(errors):
+            print(line, file=out)
+        if not errors:
+            print(f"  the last lines of {self.path}:", file=out)
+            for line in lines[-SHOWN:]:
+                print(f"  | {line}", file=out)
+
+
+class Progress:
+    """Shows a tally as it grows; a context manager, so that the bar is closed in any case."""
+
+    def __init__(self, name: str, expected: int, log: LogFile, *, verbose: bool):
+        self.name = name
+        self._expected = expected
+        self._log = log
+        self._verbose = verbose
+        self._started = self._shown = time.monotonic()
+        self._tensors = 0
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty() and not self._verbose:
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return self
+            # some terminals say that they have no columns
+            known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
+            self._bar = tqdm(
+                total=self._expected or None,
+                leave=False,
+                dynamic_ncols=known,
+                ncols=None if known else 80,
+                bar_format="{desc} {bar} {elapsed}" if self._expected else "{desc} {elapsed}",
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, tally: Tally) -> None:
+        """Show what there is now."""
+        if self._verbose:
+            print(self._log.new_text(), end="", flush=True)
+        if self._bar is not None:
+            # an iteration is complete when the next one begins
+            self._bar.n = max(len(tally.iterations) - 1, 0)
+            self._bar.set_description_str(self._line(tally))
+            return
+        now = time.monotonic()
+        if now - self._shown >= (EVERY if tally.tensors > self._tensors else QUIET):
+            print(f"[{now - self._started:4.0f} s] {self._line(tally)}", flush=True)
+            self._shown, self._tensors = now, tally.tensors
+
+    def _line(self, tally: Tally) -> str:
+        if not tally.tensors:
+            said = self._log.end()[-1:] or ["(nothing yet)"]
+            return f"{self.name}: no tensor yet; the log says: {said[0].strip()[:60]}"
+        of = f" of {self._expected}" if self._expected else ""
+        return (
+            f"{self.name}: iteration {len(tally.iterations)}{of}, {tally.tensors} tensors, "
+            f"{size(tally.bytes)}"
+        )
+
+
+def print_report(
+    tally: Tally, args: argparse.Namespace, log: Path, seconds: float, out: TextIO | None = None
+) -> None:
+    """Counts by what a reader asks for first, and where to look next."""
+    lines = [f"{args.name}: {tally.tensors} tensors, {size(tally.bytes)}, in {seconds:.1f} s"]
+    if tally.tensors:
+        lines += [
+            f"  {name:<10} "
+            + ", ".join(f"{key} {n}" for key, n in sorted(tally.counts[name].items()))
+            for name in ("phase", "component", "operation")
+        ]
+        lines.append(f"  {'layer':<10} {layers(tally)}")
+        lines.append(f"  {'iteration':<10} {ranges(tally.iterations)}")
+        if len(tally.ranks) > 1:
+            lines.append(f"  {'rank':<10} {ranges(tally.ranks)}")
+        lines.append(f"  {'run':<10} {', '.join(sorted(tally.runs))}")
+        lines.append(f"  {'folder':<10} {args.tensor_dir}")
+        if args.next:
+            lines.append(f"  {'next':<10} {args.next}")
+    lines.append(f"  {'log':<10} {log}")
+    print("\n".join(lines), file=out, flush=True)
+
+
+def layers(tally: Tally) -> str:
+    """Tensors by layer; neighbours with the same number are written as one."""
+    counts = sorted(tally.counts["layer_idx"].items())
+    parts = []
+    for (number, _), group in groupby(
+        enumerate(counts), key=lambda item: (item[1][1], item[1][0] - item[0])
+    ):
+        members = [layer for _, (layer, _) in group]
+        each = " each" if len(members) > 1 else ""
+        parts.append(f"{ranges(members)}: {number}{each}")
+    return ", ".join(parts)
+
+
+def ranges(numbers: Any) -> str:
+    """Numbers in order, runs of neighbours as `first-last`."""
+    parts = []
+    for _, group in groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0]):
+        members = [number for _, number in group]
+        parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ", ".join(parts)
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units, three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
