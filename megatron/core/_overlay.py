@@ -10,8 +10,8 @@ for that package and then runs the wheel's own `__init__.py` in it. Python's ord
 finds our file first wherever we have one. `shadowed` loads the wheel's file under a private alias
 (`megatron.core.tensor_parallel._upstream_layers`) and copies its names into our module.
 
-What it gives up: the `__module__` of a class that we do not replace is the alias, so a pickle of such
-a class cannot be read by the plain wheel. megatron-core's checkpoints hold no such references.
+What it gives up: the `__module__` of a class that we do not replace is the alias, so the plain
+wheel cannot read a pickle of such a class. megatron-core's checkpoints hold no such references.
 """
 
 import importlib.metadata

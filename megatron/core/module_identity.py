@@ -48,8 +48,8 @@ class Identified:
         if quant_config is not None:
             raise ValueError(
                 f"a quantization recipe gives this layer {quant_config.config_key!r}, but formats "
-                "are taken from --custom-quant-type, --linear-quant, --qk-quant and --pv-quant only; "
-                "remove the recipe"
+                "are taken from --custom-quant-type, --linear-quant, --qk-quant and --pv-quant "
+                "only; remove the recipe"
             )
 
 

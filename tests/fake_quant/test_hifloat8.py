@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import en_dtypes
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,8 @@ from .inputs import (
     next_to,
     random_bit_patterns,
 )
+
+en_dtypes = pytest.importorskip("en_dtypes", reason="en_dtypes has no wheel for Python 3.13")
 
 SATURATING = get_format("hifp8")
 TO_INF = replace(SATURATING, element=HiFloat8(overflow="inf"))

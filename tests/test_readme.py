@@ -1,0 +1,92 @@
+"""What the READMEs say is so: commands run, tables are the generated ones, links lead somewhere."""
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.fake_quant.describe import markdown
+from megatron.fake_quant.formats import FORMATS
+from megatron.tensor_record import TENSOR_NAMES, TensorRecord
+from tests.subprocesses import REPO, environment
+
+READMES = [REPO / "README.md", REPO / "README.zh-CN.md"]
+COMMANDS = re.findall(r"^```bash\n(.*?)^```", READMES[0].read_text(), re.M | re.S)
+both = pytest.mark.parametrize("readme", READMES, ids=lambda p: p.name)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """The tree as git would check it out, so that no run writes into the real one."""
+    folder = tmp_path_factory.mktemp("readme") / "tree"
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.splitlines()):
+        if (source := REPO / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, folder / name)
+    return folder
+
+
+def test_readme_commands_run_in_their_order(copy):
+    assert COMMANDS[0].strip() == "bash run_tensor_draw.sh both mxfp8"
+    env = environment(OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))))
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    for command in COMMANDS:
+        result = subprocess.run(
+            ["bash", "-euc", command],
+            cwd=copy,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert result.returncode == 0, (
+            f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
+        )
+    for result in ("draw/quick_analysis.png", "draw/tensor_stats.txt"):
+        assert (copy / result).stat().st_size > 0
+    for folder in ("mxfp8", "mxfp4", "hifp8"):
+        assert list((copy / "enhanced_tensor_logs" / folder).glob("*.pt"))
+
+
+@both
+def test_the_table_of_formats_is_the_generated_one(readme):
+    assert markdown(FORMATS.values()) in readme.read_text()
+
+
+@both
+def test_the_record_s_table_names_every_field(readme):
+    section = readme.read_text().split("{tensor_name}.pt")[1]
+    table = section[section.index("\n| ") : section.index("`index_<run_id>")]
+    words = set(re.findall(r"\w+", table))
+    assert {field.name for field in dataclasses.fields(TensorRecord)} <= words
+    assert {name for names in TENSOR_NAMES.values() for name in names} - words <= {
+        "attention_probs"
+    }
+
+
+@both
+def test_links_and_files_exist(readme):
+    text = readme.read_text()
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert (REPO / target).exists(), target
+    for name in re.findall(
+        r"\b(?:megatron|script|examples|tests|benchmarks)/[\w./-]+\.(?:py|sh)", text
+    ):
+        assert (REPO / name).exists(), name
+
+
+def test_the_chinese_readme_has_the_same_commands():
+    blocks = [re.findall(r"^```\w+\n.*?^```", path.read_text(), re.M | re.S) for path in READMES]
+    assert blocks[0] == blocks[1]
