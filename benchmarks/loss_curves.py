@@ -1,8 +1,7 @@
 """Train the tiny Llama on the default corpus in several formats and compare the loss curves.
 
-    python benchmarks/loss_curves.py                          # bf16 mxfp8 mxfp4 hifp8, 200
-    iterations each python benchmarks/loss_curves.py --types bf16 linear_mxfp4 --iterations 100
-    --output-dir /tmp/curves
+    python benchmarks/loss_curves.py                      # bf16 mxfp8 mxfp4 hifp8, 200 iterations
+    python benchmarks/loss_curves.py --types bf16 linear_mxfp4 --iterations 100
 
 Same model, seed and data order in every run: what differs is the format. Prints a Markdown table,
 writes it with the command and the versions as `loss_curves.md`, the numbers as `loss_curves.csv`
@@ -15,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import matplotlib
@@ -36,14 +36,9 @@ WINDOW = 10  #: iterations that a figure of the table is the mean of
 def train(quant_type: str, options: argparse.Namespace) -> pd.Series:
     """Loss by iteration of one run."""
     log = options.output_dir / f"loss_curves_{quant_type}.log"
-    command = ["bash", str(TRAIN), "", "", "", "", "bf16", "--preset", "tiny"]
-    command += [
-        "--train-iters",
-        str(options.iterations),
-        "--lr-decay-iters",
-        str(options.iterations),
-    ]
-    command += ["--eval-iters", "0", "--log-interval", "1", "--seed", str(options.seed)]
+    command = ["bash", str(TRAIN), "none", str(options.output_dir / "tensorboard" / quant_type)]
+    command += ["", "", "bf16", "--preset", "tiny", "--train-iters", str(options.iterations)]
+    command += ["--lr-decay-iters", str(options.iterations), "--seed", str(options.seed)]
     environment = os.environ | {"CUSTOM_QUANT_TYPE": quant_type}
     print(f"training {quant_type}, log in {log}", file=sys.stderr)
     with log.open("w") as out:
@@ -108,7 +103,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--types", nargs="+", default=["bf16", "mxfp8", "mxfp4", "hifp8"])
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--output-dir", type=Path, default=REPO / "docs" / "results")
+    parser.add_argument("--output-dir", type=Path, default=REPO / "draw" / "loss_curves")
     return parser.parse_args()
 
 
@@ -122,7 +117,9 @@ def main() -> int:
     text = table(losses)
     print(text)
     command = " ".join(["python", "benchmarks/loss_curves.py", *sys.argv[1:]])
-    (options.output_dir / "loss_curves.md").write_text(f"{text}\n\nMade by `{command}`.\n")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
+    made = f"Made by `{command}` with {versions}."
+    (options.output_dir / "loss_curves.md").write_text(f"{text}\n\n{made}\n")
     found = complaints(losses)
     for complaint in found:
         print(f"[ERROR] {complaint}", file=sys.stderr)
