@@ -17,6 +17,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.errors import RunError, UserError
 from megatron.training.paths import blend_prefixes, default_cache, parse_blend
 from megatron.training.report import print_rank_0
@@ -54,7 +55,7 @@ def split_sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils.data.Dataset]:
-    """The splits this run uses; on ranks that read nothing each is None. Collective.
+    """The splits this run uses; on ranks that read nothing their value is None. Collective.
 
     Raises:
         UserError: the data is too small for its split or cannot be read.
@@ -62,6 +63,7 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
     sizes = split_sizes(args)
     config = _dataset_config(args, tokenizer)
     wanted = [sizes[split] > 0 for split in SPLITS]
+    wanted = _without_empty_parts(config, wanted)
     if config.split_matrix is not None:
         config.split_matrix = [
             m if w else None for m, w in zip(config.split_matrix, wanted, strict=True)
@@ -84,7 +86,43 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
             f"check that it holds more than --seq-length {args.seq_length} tokens in each part of "
             f"--split {args.split}, and that {config.path_to_cache} can be written"
         ) from error
-    return dict(zip(SPLITS, datasets, strict=True))
+    return {s: d for s, d, w in zip(SPLITS, datasets, wanted, strict=True) if w}
+
+
+def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, float] | None]]:
+    """Each (index of the split, prefix, share of its documents); no share where the split has none."""
+    if config.blend is not None:
+        for prefix in config.blend[0]:
+            yield from ((index, prefix, share) for index, share in enumerate(config.split_matrix))
+    for index, blend in enumerate(config.blend_per_split or ()):
+        yield from ((index, prefix, (0.0, 1.0)) for prefix in (blend[0] if blend else ()))
+
+
+def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[bool]:
+    """Leave out the test part if it is empty, and refuse the others: the wheel would loop forever.
+
+    Raises:
+        UserError: a part that the run needs has no token.
+    """
+    wanted = list(wanted)
+    for index, prefix, share in _parts(config):
+        if not wanted[index]:
+            continue
+        indexed = IndexedDataset(prefix, mmap=config.mmap_bin_files)  # owns the lengths' memory
+        lengths = indexed.sequence_lengths
+        first, last = (round(bound * len(lengths)) for bound in share or (0, 0))
+        if lengths[first:last].any():
+            continue
+        name = SPLITS[index]
+        what = f"the {name} part of {prefix} ({len(lengths)} documents, --split {config.split})"
+        if name != "test":
+            raise UserError(
+                f"{what} has no tokens; give it a larger share, as in --split 90,5,5"
+                + (", or --eval-iters 0" if name == "valid" else "")
+            )
+        print_rank_0(f"> {what} is empty: there will be no test at the end")
+        wanted[index] = False
+    return wanted
 
 
 def _dataset_config(args: argparse.Namespace, tokenizer) -> GPTDatasetConfig:

@@ -7,7 +7,7 @@ import torch
 
 from megatron.training.data import MicroBatches
 from megatron.training.report import print_rank_last
-from megatron.training.train_step import run_schedule
+from megatron.training.train_step import run_schedule, whole_weights
 from megatron.training.validation import Run
 
 
@@ -18,7 +18,7 @@ def evaluate(
     for chunk in model:
         chunk.eval()
     totals: dict[str, float] = {}
-    with torch.no_grad():
+    with torch.no_grad(), whole_weights(model, run):
         for _ in range(run.args.eval_iters):
             for name, loss in run_schedule(
                 forward_step, batches, model, run, forward_only=True

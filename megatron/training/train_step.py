@@ -2,7 +2,8 @@
 optimizer, schedule.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,21 @@ class Step:
     skipped: bool  #: the gradients overflowed (fp16): the weights were left as they were
     grad_norm: float | None
     num_zeros: int | None
+
+
+@contextlib.contextmanager
+def whole_weights(model: list[torch.nn.Module], run: Run) -> Iterator[None]:
+    """Every rank has all of its stages' new weights within the block.
+
+    With --overlap-param-gather the distributed optimizer's ranks exchange them as late as the next
+    forward pass; a checkpoint written before that would hold old parts.
+    """
+    late = run.ddp.use_distributed_optimizer and run.ddp.overlap_param_gather
+    for chunk in model if late else ():
+        chunk.disable_forward_pre_hook(param_sync=True)
+    yield
+    for chunk in model if late else ():
+        chunk.enable_forward_pre_hook()
 
 
 def run_schedule(

@@ -35,7 +35,7 @@ from megatron.training.logging import (
 from megatron.training.params_norm import params_norm
 from megatron.training.report import print_rank_0, print_rank_last, stamp
 from megatron.training.tokenizer import build_tokenizer
-from megatron.training.train_step import Step, Trained, train_step
+from megatron.training.train_step import Step, Trained, train_step, whole_weights
 from megatron.training.validation import Run
 
 
@@ -166,7 +166,7 @@ class Loop:
                 run.args, datasets[split], total=total, consumed=consumed[split]
             )
             for split, total in sizes.items()
-            if total > consumed[split]
+            if total > consumed[split] and split in datasets
         }
         self.tensorboard = TensorBoard(run.args)
         self.interval = Interval()
@@ -297,6 +297,7 @@ class Loop:
         if self.args.save is None or self.saved_at == self.progress.iteration:
             return
         paused = time.perf_counter()
-        save_checkpoint(self.run_, self.trained, self.progress)
+        with whole_weights(self.trained.model, self.run_):
+            save_checkpoint(self.run_, self.trained, self.progress)
         self.saved_at = self.progress.iteration
         self.interval.started += time.perf_counter() - paused
