@@ -2,11 +2,7 @@
 
 import sys
 
+from megatron.training.main import main
+
 if __name__ == "__main__":  # the checkpoint writer's manager process imports this file again
-    from megatron.training import device
-
-    device.prepare()
-
-    from megatron.training.main import main
-
     sys.exit(main())

@@ -59,6 +59,7 @@ def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
     """
     parser = _Parser(
         prog="pretrain_gpt.py",
+        usage="python pretrain_gpt.py [options], or torchrun --nproc-per-node N pretrain_gpt.py [options]",
         description="Pretrain a GPT model on megatron-core, with simulated low-precision matmuls "
         "and tensor collection. Flags are Megatron-LM's.",
         epilog=EXAMPLES,

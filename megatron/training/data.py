@@ -90,7 +90,7 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
 
 
 def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, float] | None]]:
-    """Each (index of the split, prefix, share of its documents); no share where the split has none."""
+    """Each (index of a split, prefix, share of its documents or None where it has none)."""
     if config.blend is not None:
         for prefix in config.blend[0]:
             yield from ((index, prefix, share) for index, share in enumerate(config.split_matrix))

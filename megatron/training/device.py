@@ -2,6 +2,7 @@
 `megatron.cpu_backend`.
 """
 
+import os
 import warnings
 
 import torch
@@ -19,6 +20,8 @@ _NOISE = (
 def prepare() -> None:
     """Choose the device; without CUDA, let megatron-core run on the CPU."""
     warnings.filterwarnings("ignore", message=_NOISE)
+    # megatron-core overlaps tensor-parallel messages with GEMMs by the order of their launches.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not torch.cuda.is_available():
         cpu_backend.activate()
 

@@ -1,22 +1,22 @@
-"""The entry point: what a run raises becomes an exit status and one line."""
+"""The entry point: what a run raises becomes an exit status and one line.
+
+megatron-core is imported inside of the guarded block: that takes seconds, and Ctrl-C must leave
+without a traceback then as well.
+"""
 
 import os
 import sys
 from collections.abc import Sequence
 
-from megatron.training.arguments import parse_args
 from megatron.training.errors import Interrupted, UserError, is_first_rank, report
-from megatron.training.initialize import finalize
 from megatron.training.signals import interruptible
-from megatron.training.training import pretrain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `pretrain_gpt.py` with these arguments; returns the exit status."""
     try:
         with interruptible():
-            pretrain(parse_args(argv))
-            finalize()
+            return _run(argv)
     except UserError as error:
         report(str(error))
         return error.status
@@ -26,4 +26,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(interruption.status)  # peers may be gone: no collective, no destructor
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    from megatron.training import device
+
+    device.prepare()
+
+    from megatron.training.arguments import parse_args
+    from megatron.training.initialize import finalize
+    from megatron.training.training import pretrain
+
+    pretrain(parse_args(argv))
+    finalize()
     return 0
