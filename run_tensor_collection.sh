@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# Collect the tensors that enter and leave the matmuls of linear and attention layers.
+#
+#   bash run_tensor_collection.sh single mxfp8     # one type
+#   bash run_tensor_collection.sh batch            # bf16, mxfp8, mxfp4 and hifp8, one after the other
+#   bash run_tensor_collection.sh quick hifp8      # the first and the last layer only
+#   bash run_tensor_collection.sh --mode single --quant-type mxfp8 --control-iter 3 --collect-micro-batches 2
+#   bash run_tensor_collection.sh single FA_linear_mxfp4 -- --seed 7 --lr 1e-3
+#
+# Trains with examples/llama/train_llama32_1b_h100_fp8.sh, shows what arrives, ends when the iterations
+# asked for are there, and reports. The tensors are in enhanced_tensor_logs/TYPE/, training's output in
+# logs/, event files in tensorboard_logs/. Files of earlier runs stay. Ctrl-C ends training as well and
+# keeps what is there. Without a CUDA device the model is small (--preset tiny).
+#
+# Mode and type, in their places or as options
+#   --mode M                   single, batch or quick (single)
+#   --quant-type TYPE          X, linear_X, FA_X, FA_linear_X of a format X; bf16 or none for no
+#                              quantization (CUSTOM_QUANT_TYPE if set, else mxfp8); not with batch
+# What to collect
+#   --control-iter N           iterations, then stop; 0: never stop by itself (1)
+#   --collect-micro-batches M  the first M micro-batches of each iteration; 0: all (1)
+#   --collect-layers SPEC      all, or numbers: first,last or 0,2-4 (all; quick: first,last)
+#   --tensor-path DIR          base folder; the tensors go to DIR/TYPE/ (TENSOR_SAVE_DIR if set, else
+#                              enhanced_tensor_logs); --tensor-dir is the same
+# What to train
+#   --tokenizer-path P         see TOKENIZER of the training script (model/llama3.2-1b)
+#   --data-path P              see DATA of the training script
+#                              (dataset/wikipedia_processed/wikipedia_processed_text_document)
+#   --dtype D                  bf16, fp16, fp32 or fp8 (bf16)
+#   --preset P                 1b or tiny (1b with a CUDA device, else tiny)
+#   --nproc N                  processes, one a GPU (NPROC if set, else 1)
+#   --checkpoint-path DIR      save a checkpoint at the end; resume from the one that is there (none)
+#   --                         all that follows goes to pretrain_gpt.py and wins
+# Watching
+#   --stall-timeout S          stop and fail if no tensor arrives for S seconds; 0: never (600)
+#   --verbose                  show training's output too
+#   -h, --help                 print this
+#
+# DRY_RUN=1 prints the training commands and runs nothing.
+set -euo pipefail
+
+# shellcheck source=script/driver.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
+
+case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
+
+mode='' quant_type='' control_iter=1 collect_micro_batches=1 collect_layers='' tensor_path='' tensor_dir=''
+tokenizer_path='' data_path='' dtype=bf16 preset='' nproc=${NPROC:-1} checkpoint_path=none
+stall_timeout=600 verbose=''
+parse "mode quant-type control-iter collect-micro-batches collect-layers tensor-path tensor-dir tokenizer-path \
+data-path dtype preset nproc checkpoint-path stall-timeout" "$@"
+if ((${#positional[@]} > 2)); then
+  refuse "'${positional[2]}' is one word too many; the places are MODE and TYPE, flags of pretrain_gpt.py" \
+    "go after --"
+fi
+one mode "$mode" "${positional[0]-}" single
+one tensor_path "$tensor_path" "$tensor_dir" "${TENSOR_SAVE_DIR:-${home}enhanced_tensor_logs}"
+case $mode in
+  single) ;;
+  quick) : "${collect_layers:=first,last}" ;;
+  batch)
+    if [[ -n $quant_type || -n ${positional[1]-} ]]; then
+      refuse "batch collects bf16, mxfp8, mxfp4 and hifp8; for '${positional[1]-$quant_type}' alone take single"
+    fi
+    ;;
+  *) refuse "unknown mode '$mode'; it is single, batch or quick; see --help" ;;
+esac
+types=(bf16 mxfp8 mxfp4 hifp8)
+if [[ $mode != batch ]]; then
+  one quant_type "$quant_type" "${positional[1]-}" "${CUSTOM_QUANT_TYPE:-mxfp8}"
+  types=("$quant_type")
+fi
+whole --control-iter "$control_iter" 0 '0: never stop by itself'
+whole --collect-micro-batches "$collect_micro_batches" 0 '0: all'
+whole --stall-timeout "$stall_timeout" 0 'seconds; 0: never'
+whole --nproc "$nproc" 1
+case $dtype in bf16 | fp16 | fp32 | fp8) ;; *) refuse "--dtype is '$dtype'; it is bf16, fp16, fp32 or fp8" ;; esac
+
+find_python
+for quant_type in "${types[@]}"; do check_type "$quant_type"; done
+choose_preset
+tokenizer=$tokenizer_path data=$data_path
+resolve_data --tokenizer-path --data-path
+
+# collect TYPE: one run, watched.
+collect() {
+  local name=${1//[^A-Za-z0-9_.+-]/-} # as megatron.tensor_record names folders
+  local tensors=$tensor_path/$name stamp checkpoint=$checkpoint_path
+  stamp=$(date +%Y%m%d_%H%M%S)
+  if [[ $checkpoint != none ]]; then checkpoint+=/$name; fi
+  local training=(
+    bash "$repo/examples/llama/train_llama32_1b_h100_fp8.sh" "$checkpoint"
+    "${home}tensorboard_logs/llama32_${preset}_${name}_$stamp" "$tokenizer" "$data" "$dtype"
+    --preset "$preset" --custom-quant-type "$1" --save-tensors --tensor-save-dir "$tensors"
+    --control-iter "$control_iter" --collect-micro-batches "$collect_micro_batches"
+    ${collect_layers:+--collect-layers "$collect_layers"} ${training_flags[@]+"${training_flags[@]}"}
+  )
+  export NPROC=$nproc
+  if [[ -n ${DRY_RUN-} ]]; then
+    "${training[@]}"
+    return
+  fi
+  local next="bash ${home}run_tensor_draw.sh visualize"
+  if [[ $tensor_path == "${home}enhanced_tensor_logs" ]]; then next+=" $1"; else next+=" --tensor-dir $tensors"; fi
+  run_child "$py" "$repo/script/collect_run.py" --name "$1" --tensor-dir "$tensors" \
+    --log-dir "${home}logs" --control-iter "$control_iter" --stall-timeout "$stall_timeout" \
+    --next "$next" ${verbose:+--verbose} -- "${training[@]}"
+}
+
+failed=()
+for quant_type in "${types[@]}"; do
+  status=0
+  collect "$quant_type" || status=$?
+  if ((status > 128)); then exit "$status"; fi # interrupted: no further type
+  if ((status)); then failed+=("$quant_type"); fi
+done
+if [[ $mode == batch && -z ${DRY_RUN-} ]]; then
+  say "batch: $((${#types[@]} - ${#failed[@]})) of ${#types[@]} types are in $tensor_path"
+fi
+if ((${#failed[@]})); then die "not collected in full: ${failed[*]}; the reasons are above"; fi

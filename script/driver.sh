@@ -1,0 +1,155 @@
+# shellcheck shell=bash disable=SC2034 # what is set here is used there
+# What the drivers share; sourced, never run. Works with the bash 3.2 of macOS.
+#
+# Sets repo (the tree's root) and home: what stands before a default path, empty if this is the root already.
+# A path that the user names is meant from the current folder, a default path from the root.
+
+repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+home=$repo/
+if [[ $PWD == "$repo" ]]; then home=; fi
+
+default_tokenizer=${home}model/llama3.2-1b
+default_data=${home}dataset/wikipedia_processed/wikipedia_processed_text_document
+
+say() { printf '%s\n' "$*" >&2; }
+die() {
+  say "[ERROR] $*"
+  exit 1
+}
+refuse() { # a wrong command line
+  say "[ERROR] $*"
+  exit 2
+}
+
+# usage FILE: its header comment, which is its manual.
+usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "$1"; }
+
+# parse ACCEPTED WORD...: sets a variable for each option (`--data-path` sets data_path), the array
+# positional for words without dashes, and training_flags for what stands after `--`.
+parse() {
+  local accepted=$1 name
+  shift
+  positional=() training_flags=()
+  while (($#)); do
+    case $1 in
+      --)
+        training_flags=("${@:2}")
+        return
+        ;;
+      --verbose)
+        verbose=--verbose
+        shift
+        ;;
+      --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+      -*)
+        name=${1#--}
+        [[ " $accepted " == *" $name "* ]] ||
+          refuse "unknown option $1; the options are --${accepted// / --} --verbose; flags of pretrain_gpt.py" \
+            "go after --"
+        if (($# < 2)) || [[ $2 == --* || -z $2 ]]; then refuse "$1 needs a value; see --help"; fi
+        printf -v "${name//-/_}" %s "$2"
+        shift 2
+        ;;
+      *)
+        positional+=("$1")
+        shift
+        ;;
+    esac
+  done
+}
+
+# one NAME OPTION POSITIONAL DEFAULT: sets NAME to what the user gave, as an option or in its place.
+one() {
+  if [[ -n $2 && -n $3 && $2 != "$3" ]]; then refuse "two values for ${1//_/-}: '$3' and '$2'; give one"; fi
+  printf -v "$1" %s "${2:-${3:-$4}}"
+}
+
+# whole OPTION VALUE LEAST [HINT]: refuses anything but a whole number of at least LEAST.
+whole() {
+  if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3)); then
+    refuse "$1 is '$2'; give a whole number of at least $3${4:+ ($4)}"
+  fi
+}
+
+# find_python: sets py, and makes the environment if need be; a dry run only looks.
+find_python() {
+  if [[ -n ${DRY_RUN-} ]]; then
+    py=${LAB_PYTHON:-python3}
+    if [[ -x $repo/.venv/bin/python ]]; then py=$repo/.venv/bin/python; fi
+  else
+    py=$(bash "$repo/script/setup_env.sh")
+    export LAB_PYTHON=$py # the scripts that this one starts need not look again
+  fi
+  export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
+}
+
+# check_type TYPE: refuses an unknown quantization type, by the code that training uses.
+check_type() {
+  if [[ -n ${DRY_RUN-} ]]; then return; fi
+  "$py" -m megatron.fake_quant.policy --check-type "$1" || exit 2
+}
+
+# choose_preset: sets preset where the user did not, and says so.
+choose_preset() {
+  if [[ -z $preset ]]; then
+    preset=tiny
+    if [[ -e /dev/nvidia0 ]] || command -v nvidia-smi >/dev/null; then
+      if [[ -n ${DRY_RUN-} ]] ||
+        "$py" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+        preset=1b
+      fi
+    fi
+    if [[ $preset == tiny ]]; then
+      say "No CUDA device: the model is the tiny preset (--preset 1b for the real shape)."
+    fi
+  fi
+  if [[ $preset != tiny && $preset != 1b ]]; then
+    refuse "--preset is '$preset'; it is tiny (4 layers, for any CPU) or 1b (Llama 3.2 1B)"
+  fi
+}
+
+has_data() { [[ -f $1.bin && -f $1.idx ]]; }
+
+# resolve_data TOKENIZER_NAME DATA_NAME: completes the variables tokenizer and data. Where neither was
+# named and a default is missing, the small corpus is made and taken. What was named must be there.
+resolve_data() {
+  if [[ -z $tokenizer && -z $data ]]; then
+    tokenizer=$default_tokenizer data=$default_data
+    if [[ -e $tokenizer ]] && has_data "$data"; then return; fi
+    say "No data named, and none in $default_data: the default corpus is taken."
+    tokenizer=${home}model/default/tokenizer.model data=${home}dataset/default/corpus_text_document
+    if [[ -z ${DRY_RUN-} ]]; then "$py" "$repo/script/data/default_corpus.py" || exit; fi
+    return
+  fi
+  tokenizer=${tokenizer:-$default_tokenizer} data=${data:-$default_data}
+  data=${data%.bin} data=${data%.idx}
+  if [[ ! -e $tokenizer ]]; then
+    die "no tokenizer at $tokenizer; name a SentencePiece .model file, or a folder with tokenizer.json or" \
+      "tokenizer.model, in $1; with neither $1 nor $2 a small corpus and its tokenizer are made"
+  fi
+  if ! has_data "$data"; then
+    die "no data at $data (it takes $data.bin and $data.idx); make them with" \
+      "'$py script/data/preprocess.py --input TEXT --output-prefix ${data%_text_document}" \
+      "--tokenizer-model $tokenizer --append-eod', or name others in $2; with neither $1 nor $2 a small" \
+      "corpus is made"
+  fi
+}
+
+# run_child COMMAND...: waits for a command, and ends it when this script is asked to end. It runs in
+# the background, where bash lets it ignore SIGINT: therefore every signal is passed on as SIGTERM.
+run_child() {
+  local child status=0 caught=0
+  "$@" &
+  child=$!
+  trap 'caught=2; kill -TERM "$child" 2>/dev/null || :' INT
+  trap 'caught=15; kill -TERM "$child" 2>/dev/null || :' TERM
+  trap 'caught=1; kill -TERM "$child" 2>/dev/null || :' HUP
+  wait "$child" || status=$?
+  while kill -0 "$child" 2>/dev/null; do
+    status=0
+    wait "$child" || status=$?
+  done
+  trap - INT TERM HUP
+  if ((caught)); then exit $((128 + caught)); fi
+  return "$status"
+}
