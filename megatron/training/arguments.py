@@ -12,15 +12,17 @@ from collections.abc import Sequence
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training import options
 from megatron.training.config_args import add_config_arguments
 from megatron.training.errors import UserError
 from megatron.training.validation import complete
 
-#: Generated groups. `MLATransformerConfig` has every field of `TransformerConfig`.
+#: Generated groups; of two classes with the same field the first one's type makes the flag.
 CONFIGS = {
-    MLATransformerConfig: "Transformer (generated from megatron-core's TransformerConfig)",
+    TransformerConfig: "Transformer (generated from megatron-core's TransformerConfig)",
+    MLATransformerConfig: "Multi-latent attention (generated from megatron-core's "
+    "MLATransformerConfig)",
     OptimizerConfig: "Optimizer (generated from megatron-core's OptimizerConfig)",
     DistributedDataParallelConfig: "Data parallelism (generated from megatron-core's "
     "DistributedDataParallelConfig)",
@@ -59,7 +61,7 @@ def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
     """
     parser = _Parser(
         prog="pretrain_gpt.py",
-        usage="python pretrain_gpt.py [options], or torchrun --nproc-per-node N pretrain_gpt.py [options]",
+        usage="[torchrun --nproc-per-node N | python] pretrain_gpt.py [options]",
         description="Pretrain a GPT model on megatron-core, with simulated low-precision matmuls "
         "and tensor collection. Flags are Megatron-LM's.",
         epilog=EXAMPLES,

@@ -1,0 +1,68 @@
+"""Starts `pretrain_gpt.py` on a tiny model, as a user does, and reads its log lines."""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.subprocesses import REPO, run, torchrun
+
+ENTRY = REPO / "pretrain_gpt.py"
+
+#: Llama in shape: 4 layers, so that two interleaved stages fit on two pipeline ranks.
+MODEL = (
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--num-query-groups", "2", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
+    *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
+    *("--make-vocab-size-divisible-by", "64", "--use-cpu-initialization"),
+    *("--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8"),
+    *("--lr", "3e-3", "--train-iters", "6", "--eval-iters", "0", "--split", "80,10,10"),
+)
+#: So that the same weights and data give the same loss in every parallel layout.
+NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
+
+_NUMBER = r"[-+0-9.E]+|NAN|INF"
+LINE = re.compile(
+    r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration {1,8}(?P<iteration>\d+)/ {1,7}\d+ \|"
+    r" consumed samples: {1,11}(?P<consumed>\d+) \|"
+    r" elapsed time per iteration \(ms\): \d+\.\d \|"
+    rf" learning rate: (?P<lr>{_NUMBER}) \|"
+    r" global batch size: {1,4}\d+ \|"
+    rf" lm loss: (?P<loss>{_NUMBER}) \|"
+    r" loss scale: (?P<scale>\d+\.\d) \|"
+    r" grad norm: (?P<norm>\d+\.\d{3}|nan|inf) \|"
+    r"( params norm: (?P<params>\d+\.\d{3}) \|)?"
+    r" number of skipped iterations: {1,2}(?P<skipped>\d+) \|"
+    r" number of nan iterations: {1,2}(?P<nan>\d+) \|"
+)
+
+
+@dataclass
+class Training:
+    """What a run left behind."""
+
+    status: int
+    output: str
+    errors: str
+
+    @property
+    def lines(self) -> dict[int, dict[str, str]]:
+        """The parts of each log line by iteration."""
+        matches = [LINE.fullmatch(line) for line in self.output.splitlines()]
+        return {int(m["iteration"]): m.groupdict() for m in matches if m}
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The loss by iteration."""
+        return {iteration: float(line["loss"]) for iteration, line in self.lines.items()}
+
+
+def train(*options: str | Path, ranks: int = 1, model: tuple[str, ...] = MODEL) -> Training:
+    """Run to the end; one rank is started as plain Python, several by torchrun."""
+    arguments = (*model, *options)
+    if ranks == 1:
+        done = run([sys.executable, ENTRY, *arguments])
+    else:
+        done = torchrun(ENTRY, *arguments, ranks=ranks)
+    return Training(done.returncode, done.stdout, done.stderr)
