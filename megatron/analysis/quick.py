@@ -33,7 +33,9 @@ from megatron.analysis.store import Dump, Entry, Problem, open_dump
 
 PICTURE = "quick_analysis.png"
 TEXT = "tensor_stats.txt"
-COVERED = 0.9999  #: share of the magnitudes that the histogram must show
+BULK = 0.999  #: share of the values that the histogram is fitted to
+REACH = 4.0  #: how many times as far as the bulk it reaches, if there is a value that far out
+TAIL = 1e-4  #: share of the smallest magnitudes that may be left out
 DPI = 150
 
 
@@ -146,10 +148,9 @@ def grouping(measured: Measurements) -> str:
 def histogram_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
     """Tidy even bins of all values and of their groups, and in words what they leave out."""
     everything, summary, column = measured.histogram(), measured.summary(), grouping(measured)
-    # a tail of up to three times what 99.99 % need is shown whole; beyond that the bulk would be a
-    # line
-    reach = everything.magnitude_quantile(COVERED)
-    grid = Grid.reaching(summary.amax if summary.amax <= 3.0 * reach else reach)
+    # one outlier far away would squeeze all other values into a line
+    reach = REACH * everything.magnitude_quantile(BULK)
+    grid = Grid.reaching(min(summary.amax, reach))
     rms = {name: group.rms for name, (_, group) in measured.by(column).items()}
     histograms = measured.histograms_by(column)
     parts = [(ALL, ALL, everything)]
@@ -185,7 +186,7 @@ def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
     )
     present = np.flatnonzero(everything)
     below = np.cumsum(everything)
-    first = int(np.searchsorted(below, (1.0 - COVERED) * below[-1])) if len(present) else 126
+    first = int(np.searchsorted(below, TAIL * below[-1])) if len(present) else 126
     last = int(present[-1]) if len(present) else 126
     chosen = slice(first, last + 1)
     histograms = measured.histograms_by(column)

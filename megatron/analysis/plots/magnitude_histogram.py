@@ -40,7 +40,8 @@ def plot_magnitude_histogram(
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short_count(y)))
     ax.grid(axis="y", color=RULE, linewidth=0.8)
     ax.set_axisbelow(True)
-    ax.set(xlabel="magnitude", ylabel="values in an octave", title=title)
+    ax.set(xlabel="magnitude", ylabel="values in an octave")
+    ax.set_title(title, loc="left")
     if note:
         right_of_title(ax, note)
     return quiet(ax)

@@ -48,7 +48,7 @@ def plot_shares(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) 
     ax.set_xticks([])
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "bottom", "left"]].set_visible(False)
-    ax.set_title(title)
+    ax.set_title(title, loc="left")
     return ax
 
 

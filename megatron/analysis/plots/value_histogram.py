@@ -39,11 +39,13 @@ def plot_value_histogram(
                 label=label,
                 zorder=3,
             )
-    ax.set_yscale("log")
-    # from below one value, so that a bin with a single one is seen
+    # from below one value, so that a bin with a single one is seen; fixed before the scale, which
+    # warns where there is nothing to scale to
     ax.set_ylim(0.7, 4.0 * max(float(data["count"].max()), 1.0))
+    ax.set_yscale("log")
     ax.set_xlim(data["left"].min(), data["right"].max())
-    ax.set(xlabel="value", ylabel="values in a bin", title=title)
+    ax.set(xlabel="value", ylabel="values in a bin")
+    ax.set_title(title, loc="left")
     ax.legend(loc="upper left", handlelength=1.4, borderaxespad=0.2)
     if note:
         right_of_title(ax, note)
