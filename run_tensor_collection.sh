@@ -82,6 +82,9 @@ choose_preset
 tokenizer=$tokenizer_path data=$data_path
 resolve_data --tokenizer-path --data-path
 
+draw="bash ${home}run_tensor_draw.sh visualize"
+if [[ $tensor_path != "${home}enhanced_tensor_logs" ]]; then draw+=" --tensor-dir $tensor_path"; fi
+
 # collect TYPE: one run, watched.
 collect() {
   local name=${1//[^A-Za-z0-9_.+-]/-} # as megatron.tensor_record names folders
@@ -100,8 +103,8 @@ collect() {
     "${training[@]}"
     return
   fi
-  local next="bash ${home}run_tensor_draw.sh visualize"
-  if [[ $tensor_path == "${home}enhanced_tensor_logs" ]]; then next+=" $1"; else next+=" --tensor-dir $tensors"; fi
+  local next="$draw $1"
+  if [[ $mode == batch ]]; then next=; fi # drawn together, at the end
   run_child "$py" "$repo/script/collect_run.py" --name "$1" --tensor-dir "$tensors" \
     --log-dir "${home}logs" --control-iter "$control_iter" --stall-timeout "$stall_timeout" \
     --next "$next" ${verbose:+--verbose} -- "${training[@]}"
@@ -115,6 +118,7 @@ for quant_type in "${types[@]}"; do
   if ((status)); then failed+=("$quant_type"); fi
 done
 if [[ $mode == batch && -z ${DRY_RUN-} ]]; then
-  say "batch: $((${#types[@]} - ${#failed[@]})) of ${#types[@]} types are in $tensor_path"
+  printf 'batch: %s of %s types are in %s\n  next       %s\n' "$((${#types[@]} - ${#failed[@]}))" \
+    "${#types[@]}" "$tensor_path" "$draw"
 fi
 if ((${#failed[@]})); then die "not collected in full: ${failed[*]}; the reasons are above"; fi
