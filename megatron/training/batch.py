@@ -14,6 +14,7 @@ from megatron.core import parallel_state, tensor_saver
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import device
 from megatron.training.data import MicroBatches, stage_needs_data
+from megatron.training.signals import raise_if_received
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -51,6 +52,7 @@ def get_batch(batches: MicroBatches, args: argparse.Namespace) -> dict[str, torc
     """The next micro-batch of this stage, cut over the context-parallel ranks; all None where none
     is needed.
     """
+    raise_if_received()
     sample_idx, batch = next(batches)
     tensor_saver.set_sample_idx(sample_idx)
     if not stage_needs_data(args):

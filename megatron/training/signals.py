@@ -3,6 +3,9 @@
 torchrun passes the signal to all ranks, so that nothing has to be agreed on. A rank that waits in a
 collective does not run Python's handler until its peers are gone and the collective fails; then it
 finds the signal waiting and leaves as well.
+
+The handler raises `Interrupted`. Code that Python calls back from C++ (autograd, destructors) may
+lose an exception, so the signal is also remembered, and the loop asks for it at every micro-batch.
 """
 
 import contextlib
@@ -13,21 +16,31 @@ from collections.abc import Iterator
 from megatron.training.errors import Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_received: int | None = None
+
+
+def raise_if_received() -> None:
+    """Leave now if a signal came while its exception could not get through.
+
+    Raises:
+        Interrupted: a signal came.
+    """
+    if _received is not None:
+        raise Interrupted(_received)
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn the signals into `Interrupted` within the block; a second signal ends the process on the
-    spot.
-    """
+    """Turn the signals into `Interrupted` within the block; a second one ends the process."""
+    global _received
+    _received = None
     owner = os.getpid()
-    received = False
 
     def handle(number: int, frame) -> None:
-        nonlocal received
-        if received or os.getpid() != owner:  # a data or checkpoint worker, forked from here
+        global _received
+        if _received is not None or os.getpid() != owner:  # a worker, forked from here
             os._exit(128 + number)
-        received = True
+        _received = number
         raise Interrupted(number)
 
     previous = {number: signal.signal(number, handle) for number in _SIGNALS}

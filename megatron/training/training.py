@@ -171,6 +171,7 @@ class Loop:
         self.tensorboard = TensorBoard(run.args)
         self.interval = Interval()
         self.started = time.monotonic()
+        self.plotted_at: int | None = None
         self.saved_at: int | None = progress.iteration or None
 
     def run(self) -> None:
@@ -282,7 +283,9 @@ class Loop:
             self.progress.consumed_valid_samples += (
                 self.args.eval_iters * get_current_global_batch_size()
             )
-            self.tensorboard.write_evaluation(self.progress.iteration, losses)
+            if self.plotted_at != self.progress.iteration:  # the last one may be done twice
+                self.tensorboard.write_evaluation(self.progress.iteration, losses)
+            self.plotted_at = self.progress.iteration
         print_evaluation(losses, where)
         self.interval.started += time.perf_counter() - paused
 

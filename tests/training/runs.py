@@ -25,16 +25,16 @@ NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
 _NUMBER = r"[-+0-9.E]+|NAN|INF"
 LINE = re.compile(
     r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration {1,8}(?P<iteration>\d+)/ {1,7}\d+ \|"
-    r" consumed samples: {1,11}(?P<consumed>\d+) \|"
+    r" consumed samples: {1,12}(?P<consumed>\d+) \|"
     r" elapsed time per iteration \(ms\): \d+\.\d \|"
     rf" learning rate: (?P<lr>{_NUMBER}) \|"
-    r" global batch size: {1,4}\d+ \|"
+    r" global batch size: {1,5}\d+ \|"
     rf" lm loss: (?P<loss>{_NUMBER}) \|"
     r" loss scale: (?P<scale>\d+\.\d) \|"
     r" grad norm: (?P<norm>\d+\.\d{3}|nan|inf) \|"
     r"( params norm: (?P<params>\d+\.\d{3}) \|)?"
-    r" number of skipped iterations: {1,2}(?P<skipped>\d+) \|"
-    r" number of nan iterations: {1,2}(?P<nan>\d+) \|"
+    r" number of skipped iterations: {1,3}(?P<skipped>\d+) \|"
+    r" number of nan iterations: {1,3}(?P<nan>\d+) \|"
 )
 
 

@@ -1,0 +1,91 @@
+"""megatron-core runs without CUDA, and nothing is replaced where there is a device."""
+
+import sys
+
+from tests.subprocesses import environment, run
+
+PREAMBLE = "import torch\nfrom megatron import cpu_backend\n"
+
+
+def python(code: str, **env: str):
+    return run([sys.executable, "-c", PREAMBLE + code], env=environment(**env))
+
+
+def test_every_name_has_a_reason_and_exists_in_torch():
+    result = python(
+        "from operator import attrgetter\n"
+        "for name in cpu_backend.NAMES:\n"
+        "    assert len(name.reason) > 10, name\n"
+        "    assert attrgetter(name.path)(torch) is not None, name\n"
+        "paths = [name.path for name in cpu_backend.NAMES]\n"
+        "assert len(paths) == len(set(paths))\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_it_changes_nothing_and_activating_changes_what_it_lists():
+    result = python(
+        "from operator import attrgetter\n"
+        "before = {n.path: attrgetter(n.path)(torch) for n in cpu_backend.NAMES}\n"
+        "assert not cpu_backend.is_active()\n"
+        "assert all(before[n.path] is not n.value for n in cpu_backend.NAMES)\n"
+        "assert cpu_backend.activate() is True\n"
+        "assert cpu_backend.activate() is False, 'the second call does nothing'\n"
+        "assert cpu_backend.is_active()\n"
+        "assert all(attrgetter(n.path)(torch) is n.value for n in cpu_backend.NAMES)\n"
+        "assert not torch.cuda.is_available(), 'a program may still ask'\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_tensors_stay_on_the_cpu():
+    result = python(
+        "cpu_backend.activate()\n"
+        "here = torch.device('cpu')\n"
+        "made = [torch.zeros(2, device='cuda'), torch.ones(2).cuda(),"
+        " torch.tensor(1, device='cuda'),"
+        " torch.empty(2, device=torch.cuda.current_device()), torch.cuda.FloatTensor([1.0]),"
+        " torch.nn.Linear(2, 2).cuda().weight]\n"
+        "assert all(t.device == here for t in made)\n"
+        "assert torch.ones(1).type() == 'torch.cuda.FloatTensor'\n"
+        "assert torch.ones(1).type('torch.cuda.HalfTensor').dtype == torch.float16\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_random_state_is_the_cpus():
+    result = python(
+        "cpu_backend.activate()\n"
+        "torch.cuda.manual_seed(7)\n"
+        "state = torch.cuda.get_rng_state()\n"
+        "first = torch.rand(3)\n"
+        "torch.cuda.set_rng_state(state)\n"
+        "assert torch.equal(first, torch.rand(3))\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_it_refuses_where_cuda_is_available():
+    result = python("torch.cuda.is_available = lambda: True\ncpu_backend.activate()\n")
+    assert result.returncode != 0
+    assert "a CUDA device is available here; set CUDA_VISIBLE_DEVICES= (empty)" in result.stderr
+
+
+def test_it_says_that_it_is_active():
+    result = python(
+        "import logging\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        "cpu_backend.activate()\ncpu_backend.activate()\n"
+    )
+    assert result.stderr.count("no CUDA device: megatron-core runs on the CPU") == 1
+
+
+def test_nothing_is_compiled_unless_asked_for():
+    """Compiling megatron-core's fused functions takes longer than training a small model."""
+    code = (
+        "cpu_backend.activate()\n"
+        "from megatron.core.fusions.fused_bias_swiglu import swiglu\n"
+        "print(hasattr(swiglu, '_torchdynamo_orig_callable'))\n"
+    )
+    assert python(code).stdout.strip() == "False"
+    assert python(code, TORCHDYNAMO_DISABLE="0").stdout.strip() == "True"

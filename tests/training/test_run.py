@@ -1,0 +1,180 @@
+"""Single-rank runs of `pretrain_gpt.py`: what it prints, writes, and says when it cannot go on."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.subprocesses import REPO, environment, run
+from tests.training.runs import ENTRY, LINE, MODEL, NO_DROPOUT, train
+
+DATA_FREE = (*MODEL, "--mock-data")
+SHORT = [word for word in DATA_FREE if word not in ("--split", "80,10,10")]
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """Six iterations with everything on, and a checkpoint after the third."""
+    folder = tmp_path_factory.mktemp("whole")
+    training = train(
+        *("--data-path", corpus, "--bf16", "--save", folder / "ck", "--save-interval", "3"),
+        *("--tensorboard-dir", folder / "tb", "--eval-iters", "1", "--eval-interval", "2"),
+        *("--log-params-norm", "--lr-warmup-iters", "1"),
+    )
+    assert training.status == 0, training.errors
+    return training, folder
+
+
+def test_the_log_lines_are_megatron_lms(whole):
+    training, _ = whole
+    lines = [line for line in training.output.splitlines() if line.startswith(" [")]
+    assert len(lines) == 6
+    assert all(LINE.fullmatch(line) for line in lines), lines
+    assert [line["consumed"] for line in training.lines.values()] == [
+        str(8 * i) for i in range(1, 7)
+    ]
+
+
+def test_the_loss_falls(whole):
+    losses = whole[0].losses
+    assert losses[6] < losses[1] - 0.1
+
+
+def test_it_says_what_it_runs_on_once(whole):
+    assert whole[0].output.count("> device: CPU") == 1
+    assert "megatron.cpu_backend" in whole[0].output
+    assert "Warning" not in whole[0].errors
+
+
+def test_validation_and_test_losses_are_printed(whole):
+    output = whole[0].output
+    for iteration in (2, 4, 6):
+        assert f" validation loss at iteration {iteration} | lm loss value: " in output
+    assert " validation loss at iteration 6 on validation set | lm loss value: " in output
+    assert " validation loss at iteration 6 on test set | lm loss value: " in output
+
+
+def test_tensorboard_has_the_same_losses(whole):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    training, folder = whole
+    events = EventAccumulator(str(folder / "tb")).Reload()
+    shown = {event.step: f"{event.value:.6E}" for event in events.Scalars("lm loss")}
+    assert shown == {i: line["loss"] for i, line in training.lines.items()}
+    assert [event.step for event in events.Scalars("lm loss validation")] == [2, 4, 6]
+
+
+def test_checkpoints_lie_where_megatron_lm_puts_them(whole):
+    folder = whole[1] / "ck"
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "iter_0000003",
+        "iter_0000006",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def test_a_resumed_run_repeats_every_digit(whole, corpus):
+    training, folder = whole
+    resumed = train(
+        *("--data-path", corpus, "--bf16", "--load", folder / "ck", "--ckpt-step", "3"),
+        *("--eval-iters", "1", "--eval-interval", "2", "--log-params-norm"),
+        *("--lr-warmup-iters", "1"),
+    )
+    assert resumed.status == 0, resumed.errors
+    assert list(resumed.lines) == [4, 5, 6]
+    for iteration, line in resumed.lines.items():
+        assert line == training.lines[iteration]
+    assert _final_losses(resumed.output) == _final_losses(training.output)
+    assert len(_final_losses(resumed.output)) == 2
+
+
+def _final_losses(output: str) -> list[str]:
+    return [line for line in output.splitlines() if "validation loss at iteration 6 on" in line]
+
+
+def test_collection_stops_training_after_control_iter(tmp_path):
+    training = train(
+        *("--custom-quant-type", "mxfp8", "--save-tensors", "--tensor-save-dir", tmp_path / "t"),
+        *("--control-iter", "2", "--collect-layers", "first"),
+        model=(*SHORT, "--num-layers", "2"),
+    )
+    assert training.status == 0, training.errors
+    assert list(training.lines) == [1, 2]
+    assert "the tensors of 2 iteration(s) are collected" in training.output
+    assert list((tmp_path / "t").glob("*_linear_mxfp8_input.pt"))
+
+
+def test_a_loss_that_is_not_finite_is_shown_and_stops_the_run():
+    training = train("--lr", "1e30", "--clip-grad", "0", model=(*SHORT, *NO_DROPOUT))
+    assert training.status == 1
+    assert "[ERROR] " in training.errors
+    assert "at iteration" in training.errors
+    assert "--no-check-for-nan-in-loss-and-grad" in training.errors
+    assert "Traceback" not in training.errors
+    assert training.lines
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--custom-quant-type", "mxfp9"), "unknown quantization type 'mxfp9'"),
+        (("--load", "nowhere/at/all"), "--load nowhere/at/all holds no checkpoint"),
+        (("--save", "/proc/checkpoints"), "--save /proc/checkpoints cannot be made"),
+    ],
+    ids=["type", "load", "save"],
+)
+def test_mistakes_found_later_are_one_line(options, message):
+    training = train(*options, model=(*SHORT, "--num-layers", "1"))
+    assert training.status == 2
+    (line,) = [line for line in training.errors.splitlines() if line.strip()]
+    assert line.startswith("[ERROR] ")
+    assert message in line
+
+
+def test_a_split_without_documents_is_refused(corpus):
+    training = train("--data-path", corpus, "--split", "1000,1,0", "--eval-iters", "1")
+    assert training.status == 2
+    assert "the valid part of" in training.errors
+    assert "--eval-iters 0" in training.errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_signal_ends_the_run_without_a_traceback(number):
+    command = [sys.executable, ENTRY, *SHORT, "--num-layers", "1", "--train-iters", "1000000"]
+    with subprocess.Popen(
+        [str(word) for word in command],
+        cwd=REPO,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            if LINE.fullmatch(line.rstrip("\n")):
+                break
+        process.send_signal(number)
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + number
+    assert errors.endswith(f"[INTERRUPTED] {number.name}: training stopped\n")
+    assert "Traceback" not in errors
+
+
+def test_the_overlay_must_be_in_place(tmp_path):
+    """Another `megatron` in front would train without formats; it is refused, not used."""
+    code = (
+        "import sys; sys.path.append(sys.argv[1]); import megatron.core; import megatron.training"
+    )
+    other = tmp_path / "megatron"
+    (other / "core").mkdir(parents=True)
+    for file in (other / "__init__.py", other / "core" / "__init__.py"):
+        file.write_text(
+            "from pkgutil import extend_path\n__path__ = extend_path(__path__, __name__)\n"
+        )
+    result = run([sys.executable, "-c", code, REPO], cwd=tmp_path)
+    assert result.returncode != 0
+    assert f"start Python in {REPO}" in result.stderr

@@ -1,0 +1,114 @@
+"""Parts of training that need no process of their own."""
+
+import argparse
+import math
+
+import pytest
+
+from megatron.training import checkpoint_files, paths
+from megatron.training.errors import UserError
+from megatron.training.evaluate import perplexity
+from megatron.training.logging import Interval
+from megatron.training.samplers import SequentialSampler
+from megatron.training.train_step import Step
+
+
+def sampler(**changes) -> SequentialSampler:
+    values = {
+        "total_samples": 20,
+        "consumed_samples": 0,
+        "micro_batch_size": 2,
+        "data_parallel_rank": 0,
+        "data_parallel_size": 1,
+    }
+    return SequentialSampler(**values | changes)
+
+
+def test_samples_come_in_order():
+    assert list(sampler(total_samples=7)) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_resumed_run_goes_on_where_it_stopped():
+    whole = list(sampler())
+    assert list(sampler(consumed_samples=8)) == whole[4:]
+    assert len(sampler(consumed_samples=8)) == 6
+    assert list(sampler(consumed_samples=20)) == []
+
+
+def test_data_parallel_ranks_share_the_samples_of_one():
+    """Micro-batch i of all ranks together is what one rank of that many micro-batches reads."""
+    ranks = [list(sampler(data_parallel_rank=r, data_parallel_size=2)) for r in range(2)]
+    together = [batch for pair in zip(*ranks, strict=True) for batch in pair]
+    assert together == list(sampler())
+
+
+@pytest.mark.parametrize(
+    ("values", "prefixes", "weights"),
+    [
+        (["a"], ["a"], None),
+        (["a", "b"], ["a", "b"], None),
+        (["0.3", "a", "7", "b"], ["a", "b"], [0.3, 7.0]),
+        (["0.3 a 0.7 b"], ["a", "b"], [0.3, 0.7]),
+    ],
+)
+def test_blends(values, prefixes, weights):
+    assert paths.parse_blend(values) == (prefixes, weights)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [(["0.3", "a", "b"], "does not alternate"), (["-1", "a", "2", "b"], "make them positive")],
+)
+def test_bad_blends_are_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        paths.parse_blend(values)
+
+
+def test_perplexity_shows_a_loss_that_is_not_a_number():
+    assert perplexity(2.0) == pytest.approx(math.e**2)
+    assert perplexity(1e3) == math.exp(20)
+    assert math.isnan(perplexity(math.nan))
+
+
+def test_a_loss_that_is_not_finite_shows_in_the_interval():
+    interval = Interval()
+    for loss in (1.0, math.nan, 3.0):
+        interval.add(Step({"lm loss": loss}, skipped=False, grad_norm=1.0, num_zeros=None))
+    assert (interval.iterations, interval.nan, interval.skipped) == (3, 1, 0)
+    assert math.isnan(interval.mean_losses()["lm loss"])
+
+
+def arguments(**values) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{"load": None, "save": None, "ckpt_step": None, "finetune": False} | values
+    )
+
+
+def test_an_empty_folder_to_save_to_may_be_loaded(tmp_path, capsys):
+    own = str(tmp_path / "new")
+    assert checkpoint_files.folder_to_load(arguments(load=own, save=own)) is None
+    assert "starting from scratch" in capsys.readouterr().out
+
+
+def test_any_other_missing_checkpoint_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="holds no checkpoint; name the folder"):
+        checkpoint_files.folder_to_load(arguments(load=str(tmp_path)))
+    (tmp_path / "iter_0000010").mkdir()
+    with pytest.raises(UserError, match=r"name one of its checkpoints with --ckpt-step \(10\)"):
+        checkpoint_files.folder_to_load(arguments(load=str(tmp_path), save=str(tmp_path)))
+    (tmp_path / checkpoint_files.TRACKER).write_text("10")
+    with pytest.raises(UserError, match="is no complete checkpoint"):
+        checkpoint_files.folder_to_load(arguments(load=str(tmp_path)))
+    (tmp_path / checkpoint_files.TRACKER).write_text("release")
+    with pytest.raises(UserError, match="holds 'release', not an iteration"):
+        checkpoint_files.folder_to_load(arguments(load=str(tmp_path)))
+
+
+def test_a_checkpoint_is_replaced_only_by_a_complete_one(tmp_path):
+    final, partial = tmp_path / "iter_0000010", tmp_path / "iter_0000010.partial"
+    for folder in (final, partial):
+        folder.mkdir()
+        (folder / "name").write_text(folder.name)
+    checkpoint_files.put_in_place(partial, final)
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000010"]
+    assert (final / "name").read_text() == "iter_0000010.partial"
