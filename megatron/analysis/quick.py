@@ -47,6 +47,7 @@ class QuickResult:
     text: Path
     measurements: Measurements
     problems: list[Problem]
+    missing: int  #: files that an index names and that are not there
     kept: list[Path]  #: earlier files of the same name, under the names that they have now
 
 
@@ -87,7 +88,8 @@ def quick_analysis(
         *_write(output / PICTURE, picture.getvalue()),
         *_write(output / TEXT, text.encode()),
     ]
-    return QuickResult(output / PICTURE, output / TEXT, measured, problems, kept)
+    missing = sum(dump.missing.values())
+    return QuickResult(output / PICTURE, output / TEXT, measured, problems, missing, kept)
 
 
 def check_output(output: Path) -> None:

@@ -33,6 +33,7 @@ def format_statistics(dump: Dump, measured: Measurements, problems: Sequence[Pro
         f"{len(measured.table)} tensors, {summary.count} values"
         + (f"; {len(problems)} files could not be read (listed at the end)" if problems else ""),
         "NaN and Inf are counted and left out of every other number; std divides by n.",
+        *(f"{lost} files that {index} names are not there" for index, lost in dump.missing.items()),
         "",
         "Runs",
         *(f"  {line}" for line in _runs(dump)),

@@ -110,6 +110,8 @@ def report(result: object, folder: Path) -> int:
         )
         for row in rows.head(5).to_dict("records"):
             print(f"    {row['path'].name}: {row['nan']} NaN, {row['inf']} Inf")
+    if result.missing:
+        print(f"  {result.missing} files that an index names are not there (removed or moved?)")
     for kept in result.kept:
         print(f"Kept the earlier file as {kept}")
     print(f"Wrote {result.picture}")

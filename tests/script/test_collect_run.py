@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -272,3 +273,23 @@ def test_a_terminal_gets_a_bar_and_ctrl_c_reaches_it(tmp_path):
     collecting.send_signal(signal.SIGINT)
     assert collecting.wait(timeout=LIMIT) == 130
     os.close(parent)
+
+
+def test_ps_sees_what_proc_sees(monkeypatch):
+    """The table of a system without /proc, where there is a `ps` to compare with."""
+    if not Path("/proc/self/stat").exists() or shutil.which("ps") is None:
+        pytest.skip("needs both")
+    monkeypatch.syspath_prepend(REPO / "script")
+    import process_tree
+
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        known, asked = process_tree._process_table(), process_tree._ask_ps()
+        for pid in (os.getpid(), sleeper.pid):
+            assert asked[pid].parent == known[pid].parent
+            assert not asked[pid].dead
+            assert asked[pid].started == process_tree._ask_ps()[pid].started
+    finally:
+        sleeper.kill()
+    wait_for(lambda: process_tree._ask_ps()[sleeper.pid].dead)
+    sleeper.wait()

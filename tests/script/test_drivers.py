@@ -196,6 +196,7 @@ def test_a_checkpoint_is_resumed_from_if_it_is_there(tmp_path):
 def test_no_fewer_iterations_are_trained_than_collected():
     assert value(dry(TRAIN, "--preset", "tiny", "--control-iter", "3")[0], "--train-iters") == "50"
     assert value(dry(TRAIN, "--preset", "tiny", "--control-iter", "70")[0], "--train-iters") == "70"
+    assert value(dry(TRAIN, "--preset", "tiny", "--control-iter=70")[0], "--train-iters") == "70"
 
 
 def test_tokenizers_are_told_apart_by_what_is_there(tmp_path, corpus):

@@ -58,6 +58,16 @@ def test_nan_and_inf_are_reported(tmp_path):
     assert f"{path.name}: 1 NaN, 2 Inf" in done.stdout
 
 
+def test_files_that_were_removed_are_mentioned(tmp_path):
+    for path in write_dump(tmp_path / "logs", layers=1)[:2]:
+        path.unlink()
+    done = visualize("--tensor_dir", tmp_path / "logs", "--output_dir", tmp_path / "draw")
+    assert done.returncode == 0
+    assert "2 files that an index names are not there" in done.stdout
+    text = (tmp_path / "draw" / "tensor_stats.txt").read_text()
+    assert "2 files that " in text
+
+
 def test_one_run_can_be_chosen(tmp_path):
     write_dump(tmp_path, layers=1, run_id="20250908_000000_a")
     write_dump(tmp_path / "b", layers=2, run_id="20250908_000001_b")
