@@ -2,15 +2,16 @@
 # Collect the tensors that enter and leave the matmuls of linear and attention layers.
 #
 #   bash run_tensor_collection.sh single mxfp8     # one type
-#   bash run_tensor_collection.sh batch            # bf16, mxfp8, mxfp4 and hifp8, one after the other
+#   bash run_tensor_collection.sh batch            # bf16, mxfp8, mxfp4 and hifp8 in turn
 #   bash run_tensor_collection.sh quick hifp8      # the first and the last layer only
-#   bash run_tensor_collection.sh --mode single --quant-type mxfp8 --control-iter 3 --collect-micro-batches 2
+#   bash run_tensor_collection.sh --mode single --quant-type mxfp8 --control-iter 3
 #   bash run_tensor_collection.sh single FA_linear_mxfp4 -- --seed 7 --lr 1e-3
 #
-# Trains with examples/llama/train_llama32_1b_h100_fp8.sh, shows what arrives, ends when the iterations
-# asked for are there, and reports. The tensors are in enhanced_tensor_logs/TYPE/, training's output in
-# logs/, event files in tensorboard_logs/. Files of earlier runs stay. Ctrl-C ends training as well and
-# keeps what is there. Without a CUDA device the model is small (--preset tiny).
+# Trains with examples/llama/train_llama32_1b_h100_fp8.sh, shows what arrives, ends when the
+# iterations asked for are there, and reports. The tensors are in enhanced_tensor_logs/TYPE/,
+# training's output in logs/, event files in tensorboard_logs/. Files of earlier runs stay. Ctrl-C
+# ends training as well and keeps what is there. Without a CUDA device the model is small (--preset
+# tiny).
 #
 # Mode and type, in their places or as options
 #   --mode M                   single, batch or quick (single)
@@ -20,8 +21,8 @@
 #   --control-iter N           iterations, then stop; 0: never stop by itself (1)
 #   --collect-micro-batches M  the first M micro-batches of each iteration; 0: all (1)
 #   --collect-layers SPEC      all, or numbers: first,last or 0,2-4 (all; quick: first,last)
-#   --tensor-path DIR          base folder; the tensors go to DIR/TYPE/ (TENSOR_SAVE_DIR if set, else
-#                              enhanced_tensor_logs); --tensor-dir is the same
+#   --tensor-path DIR          base folder; the tensors go to DIR/TYPE/ (TENSOR_SAVE_DIR if set,
+#                              else enhanced_tensor_logs); --tensor-dir is the same
 # What to train
 #   --tokenizer-path P         see TOKENIZER of the training script (model/llama3.2-1b)
 #   --data-path P              see DATA of the training script
@@ -29,7 +30,8 @@
 #   --dtype D                  bf16, fp16, fp32 or fp8 (bf16)
 #   --preset P                 1b or tiny (1b with a CUDA device, else tiny)
 #   --nproc N                  processes, one a GPU (NPROC if set, else 1)
-#   --checkpoint-path DIR      save a checkpoint at the end; resume from the one that is there (none)
+#   --checkpoint-path DIR      save a checkpoint in DIR/TYPE, and resume from it if it is there
+#                              (none: nothing is saved)
 #   --                         all that follows goes to pretrain_gpt.py and wins
 # Watching
 #   --stall-timeout S          stop and fail if no tensor arrives for S seconds; 0: never (600)
@@ -44,14 +46,14 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
 
 case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
 
-mode='' quant_type='' control_iter=1 collect_micro_batches=1 collect_layers='' tensor_path='' tensor_dir=''
-tokenizer_path='' data_path='' dtype=bf16 preset='' nproc=${NPROC:-1} checkpoint_path=none
-stall_timeout=600 verbose=''
-parse "mode quant-type control-iter collect-micro-batches collect-layers tensor-path tensor-dir tokenizer-path \
-data-path dtype preset nproc checkpoint-path stall-timeout" "$@"
+mode='' quant_type='' control_iter=1 collect_micro_batches=1 collect_layers=''
+tensor_path='' tensor_dir='' tokenizer_path='' data_path='' dtype=bf16 preset='' nproc=${NPROC:-1}
+checkpoint_path=none stall_timeout=600 verbose=''
+parse "mode quant-type control-iter collect-micro-batches collect-layers tensor-path tensor-dir \
+tokenizer-path data-path dtype preset nproc checkpoint-path stall-timeout" "$@"
 if ((${#positional[@]} > 2)); then
-  refuse "'${positional[2]}' is one word too many; the places are MODE and TYPE, flags of pretrain_gpt.py" \
-    "go after --"
+  refuse "'${positional[2]}' is one word too many; the places are MODE and TYPE, flags of" \
+    "pretrain_gpt.py go after --"
 fi
 one mode "$mode" "${positional[0]-}" single
 one tensor_path "$tensor_path" "$tensor_dir" "${TENSOR_SAVE_DIR:-${home}enhanced_tensor_logs}"
@@ -60,7 +62,8 @@ case $mode in
   quick) : "${collect_layers:=first,last}" ;;
   batch)
     if [[ -n $quant_type || -n ${positional[1]-} ]]; then
-      refuse "batch collects bf16, mxfp8, mxfp4 and hifp8; for '${positional[1]-$quant_type}' alone take single"
+      refuse "batch collects bf16, mxfp8, mxfp4 and hifp8; for '${positional[1]-$quant_type}'" \
+        "alone take single"
     fi
     ;;
   *) refuse "unknown mode '$mode'; it is single, batch or quick; see --help" ;;
@@ -74,7 +77,10 @@ whole --control-iter "$control_iter" 0 '0: never stop by itself'
 whole --collect-micro-batches "$collect_micro_batches" 0 '0: all'
 whole --stall-timeout "$stall_timeout" 0 'seconds; 0: never'
 whole --nproc "$nproc" 1
-case $dtype in bf16 | fp16 | fp32 | fp8) ;; *) refuse "--dtype is '$dtype'; it is bf16, fp16, fp32 or fp8" ;; esac
+case $dtype in
+  bf16 | fp16 | fp32 | fp8) ;;
+  *) refuse "--dtype is '$dtype'; it is bf16, fp16, fp32 or fp8" ;;
+esac
 
 find_python
 for quant_type in "${types[@]}"; do check_type "$quant_type"; done
@@ -96,7 +102,8 @@ collect() {
     "${home}tensorboard_logs/llama32_${preset}_${name}_$stamp" "$tokenizer" "$data" "$dtype"
     --preset "$preset" --custom-quant-type "$1" --save-tensors --tensor-save-dir "$tensors"
     --control-iter "$control_iter" --collect-micro-batches "$collect_micro_batches"
-    ${collect_layers:+--collect-layers "$collect_layers"} ${training_flags[@]+"${training_flags[@]}"}
+    ${collect_layers:+--collect-layers "$collect_layers"}
+    ${training_flags[@]+"${training_flags[@]}"}
   )
   export NPROC=$nproc
   if [[ -n ${DRY_RUN-} ]]; then

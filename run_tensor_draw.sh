@@ -6,7 +6,7 @@
 #   bash run_tensor_draw.sh visualize mxfp8    # draw enhanced_tensor_logs/mxfp8
 #   bash run_tensor_draw.sh collect hifp8      # as run_tensor_collection.sh single hifp8
 #   bash run_tensor_draw.sh --mode visualize --tensor-dir ./enhanced_tensor_logs --output-dir ./draw
-#   bash run_tensor_draw.sh --mode both --quant-type mxfp8 --control-iter 3 --collect-micro-batches 2
+#   bash run_tensor_draw.sh --mode both --quant-type mxfp8 --control-iter 3
 #
 # Leaves draw/quick_analysis.png and draw/tensor_stats.txt; earlier ones are kept under a name with
 # their time.
@@ -15,11 +15,12 @@
 #   --mode M           collect, visualize or both (visualize)
 #   --quant-type TYPE  what to collect (mxfp8); visualize: draw only the folder of this type (all)
 # Drawing
-#   --tensor-dir DIR   base folder: tensors are collected in DIR/TYPE/, and drawn from there; visualize
-#                      without a type draws all that is below DIR (enhanced_tensor_logs);
-#                      --tensor-path is the same
+#   --tensor-dir DIR   base folder: tensors are collected in DIR/TYPE/, and drawn from there;
+#                      visualize without a type draws all that is below DIR
+#                      (TENSOR_SAVE_DIR if set, else enhanced_tensor_logs); --tensor-path is
+#                      the same
 #   --output-dir DIR   where the picture and the text go (draw)
-#   --run ID           visualize: only this run; latest: the newest (all; both: the one just collected)
+#   --run ID           visualize: only this run; latest: the newest (all; both: its own)
 # Collecting
 #   any other option, and flags after --, as in run_tensor_collection.sh; see its --help
 #
@@ -31,15 +32,15 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
 
 case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
 
-collection="control-iter collect-micro-batches collect-layers tokenizer-path data-path dtype preset nproc \
-checkpoint-path stall-timeout"
+collection="control-iter collect-micro-batches collect-layers tokenizer-path data-path dtype \
+preset nproc checkpoint-path stall-timeout"
 mode='' quant_type='' tensor_path='' tensor_dir='' output_dir=${home}draw run='' verbose=''
 # those of the collection are passed on as they are; it has the defaults and checks the values
 for name in $collection; do printf -v "${name//-/_}" %s ''; done
 parse "mode quant-type tensor-dir tensor-path output-dir run $collection" "$@"
 if ((${#positional[@]} > 2)); then
-  refuse "'${positional[2]}' is one word too many; the places are MODE and TYPE, flags of pretrain_gpt.py" \
-    "go after --"
+  refuse "'${positional[2]}' is one word too many; the places are MODE and TYPE, flags of" \
+    "pretrain_gpt.py go after --"
 fi
 one mode "$mode" "${positional[0]-}" visualize
 one quant_type "$quant_type" "${positional[1]-}" ''
@@ -52,11 +53,14 @@ done
 case $mode in
   visualize)
     if ((${#given[@]} + ${#training_flags[@]})); then
-      refuse "visualize trains nothing: '${given[0]-${training_flags[0]-}}' belongs to collect or both"
+      refuse "visualize trains nothing: '${given[0]-${training_flags[0]-}}' belongs to collect or" \
+        "both"
     fi
     ;;
   collect | both)
-    if [[ -n $run ]]; then refuse "--run belongs to visualize: both draws the run that it has collected"; fi
+    if [[ -n $run ]]; then
+      refuse "--run belongs to visualize: both draws the run that it has collected"
+    fi
     : "${quant_type:=${CUSTOM_QUANT_TYPE:-mxfp8}}"
     ;;
   *) refuse "unknown mode '$mode'; it is collect, visualize or both; see --help" ;;
@@ -64,11 +68,13 @@ esac
 folder=$tensor_dir
 if [[ -n $quant_type ]]; then folder+=/${quant_type//[^A-Za-z0-9_.+-]/-}; fi
 if [[ $mode == visualize && ! -d $folder && -z ${DRY_RUN-} ]]; then
-  die "no folder $folder; collect first with 'bash ${home}run_tensor_collection.sh single ${quant_type:-mxfp8}'," \
-    "or name another folder in --tensor-dir"
+  die "no folder $folder; collect first with" \
+    "'bash ${home}run_tensor_collection.sh single ${quant_type:-mxfp8}', or name another folder" \
+    "in --tensor-dir"
 fi
 
-# the collection checks its options first, and only then makes an environment: so it goes before ours
+# the collection checks its options first, and only then makes an environment: so it goes before
+# ours
 if [[ $mode != visualize ]]; then
   run_child bash "$repo/run_tensor_collection.sh" single "$quant_type" --tensor-path "$tensor_dir" \
     ${given[@]+"${given[@]}"} ${verbose:+--verbose} -- ${training_flags[@]+"${training_flags[@]}"}

@@ -1,8 +1,9 @@
 # shellcheck shell=bash disable=SC2034 # what is set here is used there
 # What the drivers share; sourced, never run. Works with the bash 3.2 of macOS.
 #
-# Sets repo (the tree's root) and home: what stands before a default path, empty if this is the root already.
-# A path that the user names is meant from the current folder, a default path from the root.
+# Sets repo (the tree's root) and home: what stands before a default path, empty if this is the root
+# already. A path that the user names is meant from the current folder, a default path from the
+# root.
 
 repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 home=$repo/
@@ -44,8 +45,8 @@ parse() {
       -*)
         name=${1#--}
         [[ " $accepted " == *" $name "* ]] ||
-          refuse "unknown option $1; the options are --${accepted// / --} --verbose; flags of pretrain_gpt.py" \
-            "go after --"
+          refuse "unknown option $1; the options are --${accepted// / --} --verbose; flags of" \
+            "pretrain_gpt.py go after --"
         if (($# < 2)) || [[ $2 == --* || -z $2 ]]; then refuse "$1 needs a value; see --help"; fi
         printf -v "${name//-/_}" %s "$2"
         shift 2
@@ -60,7 +61,9 @@ parse() {
 
 # one NAME OPTION POSITIONAL DEFAULT: sets NAME to what the user gave, as an option or in its place.
 one() {
-  if [[ -n $2 && -n $3 && $2 != "$3" ]]; then refuse "two values for ${1//_/-}: '$3' and '$2'; give one"; fi
+  if [[ -n $2 && -n $3 && $2 != "$3" ]]; then
+    refuse "two values for ${1//_/-}: '$3' and '$2'; give one"
+  fi
   printf -v "$1" %s "${2:-${3:-$4}}"
 }
 
@@ -110,33 +113,37 @@ choose_preset() {
 
 has_data() { [[ -f $1.bin && -f $1.idx ]]; }
 
-# resolve_data TOKENIZER_NAME DATA_NAME: completes the variables tokenizer and data. Where neither was
-# named and a default is missing, the small corpus is made and taken. What was named must be there.
+# resolve_data TOKENIZER_NAME DATA_NAME: completes the variables tokenizer and data. Where neither
+# was named and a default is missing, the small corpus is made and taken. What was named must be
+# there.
 resolve_data() {
   if [[ -z $tokenizer && -z $data ]]; then
     tokenizer=$default_tokenizer data=$default_data
     if [[ -e $tokenizer ]] && has_data "$data"; then return; fi
     say "No data named, and none in $default_data: the default corpus is taken."
-    tokenizer=${home}model/default/tokenizer.model data=${home}dataset/default/corpus_text_document
+    tokenizer=${home}model/default/tokenizer.model
+    data=${home}dataset/default/corpus_text_document
     if [[ -z ${DRY_RUN-} ]]; then "$py" "$repo/script/data/default_corpus.py" || exit; fi
     return
   fi
   tokenizer=${tokenizer:-$default_tokenizer} data=${data:-$default_data}
   data=${data%.bin} data=${data%.idx}
   if [[ ! -e $tokenizer ]]; then
-    die "no tokenizer at $tokenizer; name a SentencePiece .model file, or a folder with tokenizer.json or" \
-      "tokenizer.model, in $1; with neither $1 nor $2 a small corpus and its tokenizer are made"
+    die "no tokenizer at $tokenizer; name a SentencePiece .model file, or a folder with" \
+      "tokenizer.json or tokenizer.model, in $1; with neither $1 nor $2 a small" \
+      "corpus and its tokenizer are made"
   fi
   if ! has_data "$data"; then
     die "no data at $data (it takes $data.bin and $data.idx); make them with" \
       "'$py script/data/preprocess.py --input TEXT --output-prefix ${data%_text_document}" \
-      "--tokenizer-model $tokenizer --append-eod', or name others in $2; with neither $1 nor $2 a small" \
-      "corpus is made"
+      "--tokenizer-model $tokenizer --append-eod', or name others in $2; with neither $1 nor $2" \
+      "a small corpus is made"
   fi
 }
 
-# run_child COMMAND...: waits for a command, and ends it when this script is asked to end. It runs in
-# the background, where bash lets it ignore SIGINT: therefore every signal is passed on as SIGTERM.
+# run_child COMMAND...: waits for a command, and ends it when this script is asked to end. It runs
+# in the background, where bash lets it ignore SIGINT: therefore every signal is passed on as
+# SIGTERM.
 run_child() {
   local child status=0 caught=0
   "$@" &

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Train Llama 3.2 1B, or a small model of the same architecture, with simulated low precision.
 #
-#   bash examples/llama/train_llama32_1b_h100_fp8.sh [CHECKPOINT [TENSORBOARD [TOKENIZER [DATA [DTYPE]]]]] [flags]
+#   bash examples/llama/train_llama32_1b_h100_fp8.sh \
+#       [CHECKPOINT [TENSORBOARD [TOKENIZER [DATA [DTYPE]]]]] [flags]
 #
 #   CUSTOM_QUANT_TYPE=mxfp8 bash examples/llama/train_llama32_1b_h100_fp8.sh \
 #       checkpoints/llama32_1b_mxfp8 tensorboard_logs/llama32_1b_mxfp8 model/llama3.2-1b \
 #       dataset/wikipedia_processed/wikipedia_processed_text_document bf16
-#   NPROC=2 bash examples/llama/train_llama32_1b_h100_fp8.sh --preset tiny --tensor-model-parallel-size 2
+#   NPROC=2 bash examples/llama/train_llama32_1b_h100_fp8.sh --tensor-model-parallel-size 2
 #
 # Arguments, each with a default; an empty one ("") means the default too
 #   CHECKPOINT   folder to save to, and to resume from if it holds a checkpoint; none: save nothing
@@ -27,7 +28,7 @@
 #
 # Environment
 #   NPROC     processes (GPUs) of this machine (1)
-#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several machines, as torchrun has them (1, 0, -, 6000)
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several machines, as for torchrun (1, 0, -, 6000)
 #   TRAIN_ITERS, MICRO_BATCH, GLOBAL_BATCH, SEQ_LENGTH, LR   change the preset's values
 #   DRY_RUN=1 prints the command, and neither makes an environment nor a corpus
 set -euo pipefail
@@ -57,7 +58,8 @@ while (($#)); do
   if (($#)); then shift; fi
 done
 if ((${#arguments[@]} > 5)); then
-  refuse "${#arguments[@]} arguments, but there are five: CHECKPOINT TENSORBOARD TOKENIZER DATA DTYPE; see --help"
+  refuse "${#arguments[@]} arguments, but there are five: CHECKPOINT TENSORBOARD TOKENIZER DATA" \
+    "DTYPE; see --help"
 fi
 
 dtype=${arguments[4]-}
@@ -80,12 +82,14 @@ choose_preset
 tokenizer=${arguments[2]-} data=${arguments[3]-}
 resolve_data TOKENIZER DATA
 
-if [[ -f $tokenizer/tokenizer.json || -f $tokenizer/tokenizer_config.json || $tokenizer == *.json ]]; then
+if [[ $tokenizer == *.json || -f $tokenizer/tokenizer.json || -f $tokenizer/tokenizer_config.json ]]
+then
   tokenizer_type=HuggingFaceTokenizer
 elif [[ -f $tokenizer || $tokenizer == *.model || -f $tokenizer/tokenizer.model ]]; then
   tokenizer_type=SentencePieceTokenizer
 else
-  die "no tokenizer in the folder $tokenizer; it needs tokenizer.json (Hugging Face) or tokenizer.model"
+  die "no tokenizer in the folder $tokenizer; it needs tokenizer.json (Hugging Face) or" \
+    "tokenizer.model"
 fi
 
 # Llama 3.2 1B as its authors describe it; the vocabulary's size is the tokenizer's.
@@ -159,9 +163,10 @@ if [[ -n ${DRY_RUN-} ]]; then
   echo
   exit
 fi
-# By default OpenMP's threads spin while they wait for each other. Where anything else runs on the same processors
-# that is fatal: on 2 cores beside one busy process an iteration of the tiny preset took 25 to 49 s; with a short
-# spin it takes 1.5 s there, and 0.66 s instead of 0.47 s on an idle machine.
+# By default OpenMP's threads spin while they wait for each other. Where anything else runs on the
+# same processors that is fatal: on 2 cores beside one busy process an iteration of the tiny preset
+# took 25 to 49 s; with a short spin it takes 1.5 s there, and 0.66 s instead of 0.47 s on an idle
+# machine.
 if [[ -z ${OMP_WAIT_POLICY-} ]]; then export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}; fi
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 exec "${command[@]}"
