@@ -2,5 +2,5 @@
 
 from megatron.core._overlay import check_version, extend
 
-check_version()
 extend(__name__)
+check_version()

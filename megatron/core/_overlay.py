@@ -14,7 +14,6 @@ What it gives up: the `__module__` of a class that we do not replace is the alia
 wheel cannot read a pickle of such a class. megatron-core's checkpoints hold no such references.
 """
 
-import importlib.metadata
 import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -37,19 +36,17 @@ def _installed(package: str, filename: str) -> Path:
 
 
 def check_version() -> None:
-    """Refuse a megatron-core that the overlaid files were not written for.
+    """Refuse a megatron-core that the overlaid files were not written for; call it after `extend`.
 
     Raises:
-        ImportError: the installed version is not `SUPPORTED`.
+        ImportError: the version behind this tree is not `SUPPORTED`.
     """
-    try:
-        found = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return  # a source checkout on the path; `_installed` complains where a file is missing
-    if found != SUPPORTED:
+    package = sys.modules["megatron.core"]
+    if package.__version__ != SUPPORTED:
         raise ImportError(
-            f"megatron-core {found} is installed, but this tree overlays {SUPPORTED}; "
-            f"run `pip install megatron-core=={SUPPORTED}`"
+            f"megatron-core {package.__version__} is behind this tree, in {package.__path__[1]}, "
+            f"but its files overlay {SUPPORTED}; run `pip install megatron-core=={SUPPORTED}`, "
+            "and take other copies of Megatron out of PYTHONPATH"
         )
 
 

@@ -48,8 +48,11 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Replace `path` by `content` at once."""
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    partial.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class RecordWriter:
@@ -63,7 +66,7 @@ class RecordWriter:
         self._index = (directory / index_name(run_id, rank)).open("a", encoding="utf-8")
 
     def write(self, tensor: torch.Tensor, record: TensorRecord) -> Path:
-        """Store one tensor and its index line.
+        """Store one tensor, which owns its elements (`own_copy`), and its index line.
 
         Raises:
             OSError, RuntimeError: the file system or torch's writer failed; no partial file is
@@ -71,8 +74,7 @@ class RecordWriter:
         """
         partial = self.directory / f"{record.filename}.{self.run_id}{PARTIAL_SUFFIX}"
         try:
-            payload = {"tensor": own_copy(tensor), "metadata": record.to_metadata()}
-            torch.save(payload, partial)
+            torch.save({"tensor": tensor, "metadata": record.to_metadata()}, partial)
             path = self._publish(partial, record)
         finally:
             partial.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ with its name, assigns both once.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,42 +16,31 @@ LM_HEAD = "output_layer"
 
 @dataclass(frozen=True, slots=True)
 class ModuleIdentity:
-    """Where a module stands in the whole model."""
+    """Where a module stands in the whole model.
+
+    The number of a local expert is the one thing in the name that stays local to its rank.
+    """
 
     name: str  #: dotted, with the global layer number: decoder.layers.5.self_attention.linear_qkv
-    layer_idx: (
-        int  #: global over pipeline stages, the first is 0; -1 outside of a transformer layer
-    )
+    layer_idx: int  #: global over pipeline stages, from 0; -1 outside of a transformer layer
 
     @property
     def is_lm_head(self) -> bool:
-        """The projection onto the vocabulary, which stays in high precision unless a recipe names
-        it.
-        """
+        """The projection onto the vocabulary, which stays in high precision."""
         return self.name.rpartition(".")[2] == LM_HEAD
 
 
 class Identified:
-    """A module that `assign_identities` gives its `identity`; None if it is built outside of a
-    model.
-    """
+    """A module that `assign_identities` gives its name; outside of a model it has none."""
 
     identity: ModuleIdentity | None = None
 
-    def finish_init(self, quant_config):
-        """Called by GPTModel with what `TransformerConfig.quant_recipe` matches to this layer's
-        name.
 
-        Raises:
-            ValueError: a recipe matched; it would be ignored, and so train in full precision
-                unnoticed.
-        """
-        if quant_config is not None:
-            raise ValueError(
-                f"a quantization recipe gives this layer {quant_config.config_key!r}, but formats "
-                "are taken from --custom-quant-type, --linear-quant, --qk-quant and --pv-quant "
-                "only; remove the recipe"
-            )
+def transformer_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The transformer (and multi-token-prediction) layers of this rank, with their local names."""
+    for name, module in model.named_modules():
+        if re.search(r"(^|\.)layers\.\d+$", name) and hasattr(module, "layer_number"):
+            yield name, module
 
 
 def assign_identities(model: torch.nn.Module) -> None:
@@ -60,23 +50,14 @@ def assign_identities(model: torch.nn.Module) -> None:
     globally from 1. Multi-token-prediction layers count from 1 too; they keep their own name and
     follow the decoder's layers.
     """
-    layers: list[tuple[str, str, int]] = []
-    for name, module in model.named_modules():
-        if re.search(r"(^|\.)layers\.\d+$", name) and hasattr(module, "layer_number"):
-            layers.append((name, *_global(name, module.layer_number - 1, model)))
     for name, module in model.named_modules():
         if isinstance(module, Identified):
             module.identity = ModuleIdentity(name, -1)
-            for local, renamed, layer_idx in layers:
-                if name.startswith(local + "."):
-                    module.identity = ModuleIdentity(renamed + name.removeprefix(local), layer_idx)
-
-
-def _global(name: str, index: int, model: torch.nn.Module) -> tuple[str, int]:
-    """The name with the layer's own global number, and the layer's index over decoder and MTP
-    layers.
-    """
-    renamed = re.sub(r"\d+$", str(index), name)
-    if name.startswith("mtp."):
-        index += model.config.num_layers
-    return renamed, index
+    for local_name, layer in transformer_layers(model):
+        index = layer.layer_number - 1
+        global_name = re.sub(r"\d+$", str(index), local_name)
+        if local_name.startswith("mtp."):
+            index += model.config.num_layers
+        for name, module in layer.named_modules(prefix=global_name):
+            if isinstance(module, Identified):
+                module.identity = ModuleIdentity(name, index)

@@ -12,11 +12,19 @@ from typing import Any
 import torch
 
 from megatron.core import parallel_state
-from megatron.fake_quant.policy import Policy
+from megatron.fake_quant import policy
 from megatron.tensor_record import SCHEMA_VERSION
 
 PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
-VARIABLES = ("CUSTOM_QUANT_TYPE", "TENSOR_SAVE", "CUDA", "NCCL", "OMP_NUM_THREADS")
+VARIABLES = (  #: environment variables that start so
+    policy.TYPE_VARIABLE,
+    *policy.OPERATION_VARIABLES.values(),
+    policy.SETTINGS_VARIABLE,
+    "TENSOR_SAVE",
+    "CUDA",
+    "NCCL",
+    "OMP_NUM_THREADS",
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -35,6 +43,7 @@ def rank_coordinates() -> dict[str, int]:
         "dp": "data_parallel",
         "cp": "context_parallel",
         "ep": "expert_model_parallel",
+        "etp": "expert_tensor_parallel",
     }.items():
         place[axis] = getattr(parallel_state, f"get_{prefix}_rank")() if ready else 0
         place[f"{axis}_size"] = (
@@ -43,15 +52,16 @@ def rank_coordinates() -> dict[str, int]:
     return place
 
 
-def collect_run_card(run_id: str, args: dict[str, Any], policy: Policy) -> dict[str, Any]:
-    """Arguments, versions, git, topology and seeds of this run, as plain values."""
+def collect_run_card(run_id: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Arguments, formats, versions, git, topology and seeds of this run, as plain values."""
+    current = policy.current()
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run_id,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
-        "quant_type": policy.quant_type,
-        "formats": policy.describe(),
+        "quant_type": current.quant_type,
+        "formats": current.describe(),
         "arguments": {key: _plain(value) for key, value in sorted(args.items())},
         "seed": args.get("seed"),
         "topology": rank_coordinates(),
@@ -64,7 +74,8 @@ def collect_run_card(run_id: str, args: dict[str, Any], policy: Policy) -> dict[
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, (bool, int, float, str, list, type(None))) else str(value)
+    plain = (bool, int, float, str, list, tuple, type(None))
+    return value if isinstance(value, plain) else str(value)
 
 
 def _versions() -> dict[str, str]:

@@ -53,9 +53,14 @@ def _quantize(x: Tensor, fmt: Format | None, *, axis: int) -> Tensor:
 
 
 class _QuantizedMatmul(torch.autograd.Function):
-    """See the module's docstring; `quantized_matmul` is the way in."""
+    """See the module's docstring; `quantized_matmul` is the way in.
+
+    The decorators give the backward pass the autocast state of the forward pass, as the wheel's
+    linear function has it.
+    """
 
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
     def forward(ctx: Any, a_MK: Tensor, b_NK: Tensor, formats: GemmFormats, alpha: float) -> Tensor:
         ctx.save_for_backward(a_MK, b_NK)
         ctx.formats, ctx.alpha = formats, alpha
@@ -64,6 +69,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         return _matmul(qa_MK, qb_NK.transpose(-2, -1), alpha)
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (dc_MN,) = grads
         a_MK, b_NK = ctx.saved_tensors
@@ -100,9 +106,10 @@ def quantized_matmul(
     """`alpha * A @ B^T` with fake-quantized operands, forward and backward.
 
     Args:
-        a_MK: `[..., M, K]`. Tokens are flattened to one axis first: blocks along M run over `[s,
-            b]` together. b_NK: `[..., N, K]`, the same leading dimensions. formats: one format an
-            operand slot. alpha: applied to the accumulated products.
+        a_MK: `[..., M, K]`. Tokens are one axis: blocks along M run over `[s, b]` together.
+        b_NK: `[..., N, K]`, with the same leading dimensions.
+        formats: one format an operand slot.
+        alpha: applied to the accumulated products.
 
     Returns:
         `[..., M, N]` in the operands' dtype.

@@ -23,7 +23,7 @@ REPO = Path(__file__).resolve().parents[2]
 VOCAB, SEQ, BATCH = 64, 32, 2
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--tp", type=int, default=1)
@@ -36,7 +36,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=1)
     parser.add_argument("--layers", type=int, default=2)
-    return parser.parse_args()
+    parser.add_argument("--bias", action="store_true", help="of the linear layers")
+    return parser.parse_args(arguments)
 
 
 def activate_cpu_backend() -> None:
@@ -69,7 +70,7 @@ def build(options: argparse.Namespace) -> list[torch.nn.Module]:
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
+        add_bias_linear=options.bias,
         hidden_dropout=0.0,
         attention_dropout=options.attention_dropout,
         attention_softmax_in_fp32=True,
@@ -130,22 +131,30 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def main() -> None:
-    options = parse()
+def start(options: argparse.Namespace) -> None:
+    """Device, process groups and seeds."""
     activate_cpu_backend()
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29611")
-    torch.distributed.init_process_group("gloo")
+    if "WORLD_SIZE" in os.environ:
+        torch.distributed.init_process_group("gloo")
+    else:  # without torchrun; no port that a process beside this one could have taken
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
         options.tp, options.pp, virtual_pipeline_model_parallel_size=options.vpp
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
+
+
+def main() -> None:
+    options = parse()
+    start(options)
+    from megatron.core import tensor_parallel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
     model = build(options)
     if options.own_attention:
         from megatron.core.transformer.dot_product_attention import DotProductAttention

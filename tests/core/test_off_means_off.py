@@ -27,7 +27,9 @@ CASES = [
     pytest.param("fp32", 2, ("--tp", "2"), id="fp32-tp2"),
     pytest.param("bf16", 2, ("--tp", "2"), id="bf16-tp2"),
     pytest.param("bf16", 2, ("--pp", "2", "--micro-batches", "3"), id="bf16-pp2"),
-    pytest.param("bf16", 1, ("--recompute",), id="bf16-recompute"),
+    pytest.param("bf16", 1, ("--recompute", "--bias"), id="bf16-recompute-bias"),
+    pytest.param("fp32", 1, ("--bias",), id="fp32-bias"),
+    pytest.param("fp32", 2, ("--pp", "2", "--vpp", "2", "--layers", "4"), id="fp32-interleaved"),
 ]
 
 

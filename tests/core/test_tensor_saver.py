@@ -9,9 +9,10 @@ import torch
 
 from megatron.core import tensor_saver
 from megatron.core._record_writer import own_copy
+from megatron.core.capture import global_shape
+from megatron.core.collection_clock import MicroBatch, clock
 from megatron.core.layer_selection import LayerSelection
 from megatron.core.module_identity import ModuleIdentity
-from megatron.core.tensor_saver import MicroBatch, clock, global_shape
 from megatron.fake_quant import policy
 from megatron.tensor_record import parse_filename, read_index
 
@@ -137,7 +138,7 @@ def test_a_backward_tensor_keeps_the_micro_batch_of_its_forward(tmp_path):
         clock.micro_batch = MicroBatch(1, index)
         x = torch.full((1, 1, 2), float(index), requires_grad=True)
         capture = tensor_saver.capture(LAYER, "linear")
-        outputs.append(capture.watch(x, "grad_input", dims="s b h", phase="post") * index)
+        outputs.append(capture.watch_operand(x, "grad_input", dims="s b h", phase="post") * index)
     for output in outputs:
         output.sum().backward()
     values = {}
@@ -152,7 +153,7 @@ def test_watching_shows_the_gradient_and_changes_nothing(tmp_path):
     clock.micro_batch = MicroBatch(1, 0)
     capture = tensor_saver.capture(LAYER, "linear")
     x = torch.randn(3, 1, 4, requires_grad=True)
-    y = (capture.watch(x, "grad_input", dims="s b h") * 3 + x * 5).sum()
+    y = (capture.watch_operand(x, "grad_input", dims="s b h") * 3 + x * 5).sum()
     y.backward()
     assert torch.equal(x.grad, torch.full_like(x, 8.0))
     saved = torch.load(tmp_path / records(tmp_path)[0]["file"], weights_only=True)["tensor"]

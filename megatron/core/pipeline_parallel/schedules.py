@@ -1,9 +1,9 @@
-"""The clock of the collection: iteration, micro-batch and recomputation.
+"""Moves the clock of the collection: iteration, micro-batch and recomputation.
 
-Overlaid because only the schedule knows which micro-batch runs. Seams: the function that
-`get_forward_backward_func` returns is called once a training iteration, `forward_step` and
-`backward_step` once a micro-batch; all three pipeline schedules reach the latter through their
-module's globals.
+Overlaid because only the schedule knows which micro-batch runs. Seams: each of the three pipeline
+schedules is called once a training iteration, `forward_step` and `backward_step` once a
+micro-batch; the schedules reach these, and `get_forward_backward_func` reaches the schedules,
+through their module's globals.
 
 Under 1F1B a backward step belongs to an earlier micro-batch than the last forward step, so the
 micro-batch travels on the output tensor, which the schedule hands to `backward_step`.
@@ -13,12 +13,11 @@ import functools
 
 from megatron.core import tensor_saver
 from megatron.core._overlay import shadowed
-from megatron.core.tensor_saver import MicroBatch, clock
+from megatron.core.collection_clock import MicroBatch, clock
 
 _upstream = shadowed(__name__)
 _upstream_forward_step = _upstream.forward_step
 _upstream_backward_step = _upstream.backward_step
-_upstream_get_forward_backward_func = _upstream.get_forward_backward_func
 
 
 _training = False  #: inside of a forward-backward pass, not of a forward-only one
@@ -59,9 +58,8 @@ def backward_step(input_tensor, output_tensor, *args, **kwargs):
         clock.micro_batch, clock.recomputing = before, False
 
 
-def get_forward_backward_func(*args, **kwargs):
-    """The wheel's schedule, counting training iterations."""
-    schedule = _upstream_get_forward_backward_func(*args, **kwargs)
+def _counted(schedule):
+    """The wheel's schedule, which moves the clock on where it trains."""
 
     @functools.wraps(schedule)
     def counted(*args, forward_only=False, **kwargs):
@@ -89,5 +87,18 @@ def _iteration(run):
     return result
 
 
-_upstream.forward_step = forward_step
-_upstream.backward_step = backward_step
+forward_backward_no_pipelining = _counted(_upstream.forward_backward_no_pipelining)
+forward_backward_pipelining_with_interleaving = _counted(
+    _upstream.forward_backward_pipelining_with_interleaving
+)
+forward_backward_pipelining_without_interleaving = _counted(
+    _upstream.forward_backward_pipelining_without_interleaving
+)
+for _replaced in (
+    forward_step,
+    backward_step,
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+):
+    setattr(_upstream, _replaced.__name__, _replaced)

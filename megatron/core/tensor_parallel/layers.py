@@ -9,7 +9,10 @@ and matmul are taken apart: gather (sequence parallel) or copy (tensor parallel)
 blocks along the token axis are formed from, and the collected operands are, what the GEMM sees. An
 unquantized matmul that is collected is still the wheel's own.
 
-Letters of the recorded dims: s sequence, b batch, h input features, o output features.
+What it costs: under sequence parallelism the gathered input is kept for the backward pass, where
+the wheel keeps this rank's slice and gathers it again.
+
+Letters of the recorded dims: s sequence, b batch, t tokens, h input features, o output features.
 """
 
 from megatron.core import tensor_saver
@@ -79,7 +82,7 @@ class _QuantizedLinear(Identified):
             output = super()._forward_impl(
                 input=input,
                 weight=weight,
-                bias=bias,
+                bias=None,
                 gradient_accumulation_fusion=False,
                 allreduce_dgrad=False,
                 sequence_parallel=False,
@@ -87,21 +90,32 @@ class _QuantizedLinear(Identified):
             )
         else:
             output = self._quantized_matmul(input, weight)
-            output = output if bias is None else output + bias
-        return output if capture is None else self._watch_output(capture, output)
+        if capture is not None:
+            self._watch_output(capture, output)
+        return output if bias is None else self._add_bias(output, bias)
+
+    @staticmethod
+    def _add_bias(output_sbo, bias_O):
+        """After the output was collected, which so is the matmul's own with and without a bias.
+
+        On flat tokens: the gradient is then summed over one axis, in the wheel's order.
+        """
+        return (output_sbo.flatten(0, -2) + bias_O).view(output_sbo.shape)
 
     def _quantized_matmul(self, input_sbh, weight_OH):
         """Tokens are one axis, [s, b, h] -> [s * b, h], before blocks along it are formed."""
         input_TH = input_sbh.reshape(-1, input_sbh.shape[-1])
         output_TO = quantized_matmul(input_TH, weight_OH, GemmFormats.uniform(self.format))
-        return output_TO.view(*input_sbh.shape[:-1], -1)
+        return output_TO.view(*input_sbh.shape[:-1], output_TO.shape[-1])
 
     def _watch_operands(self, capture, input, weight):
         of_input, of_weight, _, of_grad_input = self._dims_of(input)
         capture.save("input", input, dims=of_input, format=self.format)
         capture.save("weight", weight, dims=of_weight, format=self.format)
-        input = capture.watch(input, "grad_input", dims=of_grad_input, phase="post")
-        return input, capture.watch(weight, "grad_weight", dims=of_weight, phase="post")
+        return (
+            capture.watch_operand(input, "grad_input", dims=of_grad_input, phase="post"),
+            capture.watch_operand(weight, "grad_weight", dims=of_weight, phase="post"),
+        )
 
     def _watch_output(self, capture, output):
         of_output = self._dims_of(output)[2]
@@ -109,15 +123,16 @@ class _QuantizedLinear(Identified):
         of_grad = of_output.partition(" |")[
             0
         ]  # the gradient of a partial sum is whole on every rank
-        return capture.watch(output, "grad_output", dims=of_grad, format=self.format)
+        capture.watch_result(output, "grad_output", dims=of_grad, format=self.format)
 
     def _dims_of(self, activation):
-        """`dims`, with one token axis in place of sequence and batch where an expert was given
-        [tokens, h].
-        """
-        if activation.dim() == 3:
-            return self.dims
-        return tuple(dims.replace("s b ", "t ") for dims in self.dims)
+        """`dims`; an expert has [tokens, h] activations and a tensor-parallel group of its own."""
+        dims = self.dims
+        if activation.dim() == 2:
+            dims = [of.replace("s b ", "t ") for of in dims]
+        if self.is_expert:
+            dims = [of.replace("[tp]", "[etp]") for of in dims]
+        return dims
 
 
 class ColumnParallelLinear(_QuantizedLinear, _upstream.ColumnParallelLinear):

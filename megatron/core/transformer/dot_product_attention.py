@@ -44,7 +44,7 @@ class DotProductAttention(Identified, _upstream.DotProductAttention):
             context = self._quantized_forward(query, key, value, attention_mask, *args, **kwargs)
         if capture is not None:
             capture.save("output", context, dims="s b h[tp]", phase="post")
-            context = capture.watch(context, "grad_output", dims="s b h[tp]", format=self.pv_format)
+            capture.watch_result(context, "grad_output", dims="s b h[tp]", format=self.pv_format)
         return context
 
     def _watch_operands(self, capture, query, key, value):
@@ -56,7 +56,7 @@ class DotProductAttention(Identified, _upstream.DotProductAttention):
         ):
             dims = f"s b {heads}[tp] d"
             capture.save(name, tensor, dims=dims, format=format)
-            watched.append(capture.watch(tensor, f"grad_{name}", dims=dims, phase="post"))
+            watched.append(capture.watch_operand(tensor, f"grad_{name}", dims=dims, phase="post"))
         return watched
 
     def _quantized_forward(

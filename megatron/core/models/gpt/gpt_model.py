@@ -1,4 +1,4 @@
-"""GPTModel that tells its layers what they are called.
+"""GPTModel that tells its layers what they are called, and refuses layers that are not ours.
 
 Overlaid because a linear layer knows neither its name nor its layer's number, and both decide what
 is quantized and how a collected tensor is recorded. Seam: the end of `__init__`, where the wheel
@@ -7,6 +7,7 @@ too walks over all named modules.
 
 from megatron.core._overlay import shadowed
 from megatron.core.module_identity import assign_identities
+from megatron.core.reach import check_reach
 
 _upstream = shadowed(__name__)
 
@@ -17,3 +18,4 @@ class GPTModel(_upstream.GPTModel):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         assign_identities(self)
+        check_reach(self)

@@ -1,0 +1,131 @@
+"""What one layer shows of one micro-batch.
+
+A `Capture` is made in the forward pass and remembers its micro-batch; the autograd graph keeps it
+until the matching backward pass, which under 1F1B runs while the schedule is already at a later
+micro-batch.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from megatron.core.collection_clock import clock
+from megatron.core.module_identity import ModuleIdentity
+from megatron.fake_quant.formats import Format
+from megatron.tensor_record import COMPONENTS
+
+
+class Saver(Protocol):
+    """Who numbers and writes what a capture shows."""
+
+    coordinates: dict[str, int]
+
+    def save(self, tensor: torch.Tensor, **fields: Any) -> None:
+        """Write one tensor with the fields of its record that only the layer knows."""
+
+
+class Capture:
+    """Saves tensors at once in the forward pass, and by hooks in the backward pass."""
+
+    def __init__(self, saver: Saver, identity: ModuleIdentity, layer_type: str):
+        assert clock.micro_batch is not None, "a capture exists within a training step only"
+        self._saver = saver
+        self._micro_batch = clock.micro_batch
+        self._fields = {
+            "layer_type": layer_type,
+            "component": COMPONENTS[layer_type],
+            "layer_idx": identity.layer_idx,
+            "module": identity.name,
+            "recomputed": clock.recomputing,
+        }
+
+    def save(
+        self,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        *,
+        dims: str,
+        operation: str = "forward",
+        phase: str = "pre",
+        format: Format | None = None,
+    ) -> None:
+        """Save one tensor of this layer and micro-batch.
+
+        Args:
+            tensor_name: one of `megatron.tensor_record.TENSOR_NAMES`.
+            tensor: as it was before quantization.
+            dims: a letter a dimension and the group that shards it, `s b h[tp]`; after a bar the
+                groups over which the tensor is a partial sum, `s b h | partial[tp]`.
+            operation: forward or backward.
+            phase: pre (enters the matmul) or post (leaves it).
+            format: what this operand is quantized to.
+        """
+        self._saver.save(
+            tensor,
+            tensor_name=tensor_name,
+            operation=operation,
+            phase=phase,
+            format=None if format is None else format.name,
+            iteration=self._micro_batch.iteration,
+            micro_batch=self._micro_batch.index,
+            sample_idx=self._micro_batch.sample_idx,
+            dims=dims,
+            global_shape=global_shape(list(tensor.shape), dims, self._saver.coordinates),
+            **self._fields,
+        )
+
+    def watch_operand(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> torch.Tensor:
+        """The same tensor; its gradient is saved when the backward pass has reached this point."""
+        if not _has_gradient(tensor):
+            return tensor
+        return _Watch.apply(tensor, self._hook(tensor_name, how))
+
+    def watch_result(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> None:
+        """Save the gradient of `tensor`, which all of its users together give.
+
+        A hook, not a node: what follows may change a result in place, which a view would forbid.
+        """
+        if _has_gradient(tensor):
+            tensor.register_hook(self._hook(tensor_name, how))
+
+    def _hook(self, tensor_name: str, how: dict[str, Any]) -> Callable[[torch.Tensor], None]:
+        def save(grad: torch.Tensor) -> None:
+            self.save(tensor_name, grad, operation="backward", **how)
+
+        return save
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+class _Watch(torch.autograd.Function):
+    """Identity that shows the gradient passing through.
+
+    Not `Tensor.register_hook`: that sees the sum over all users of an operand, this only what comes
+    from behind this point.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, save: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        ctx.save = save
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.save(grads[0])
+        return grads[0], None
+
+
+def global_shape(shape: list[int], dims: str, coordinates: dict[str, int]) -> list[int]:
+    """The shape over all shards: a dimension marked `[tp]` is that much larger."""
+    letters = dims.partition("|")[0].split()
+    assert len(letters) == len(shape), f"dims {dims!r} do not describe a tensor of shape {shape}"
+    sizes = []
+    for size, letter in zip(shape, letters, strict=True):
+        group = letter.partition("[")[2].rstrip("]")
+        sizes.append(size * coordinates[f"{group}_size"] if group else size)
+    return sizes
