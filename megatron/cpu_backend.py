@@ -1,15 +1,16 @@
 """Let megatron-core 0.16.1 run where there is no CUDA device: CPU tensors, gloo, no other change.
 
-megatron-core names `torch.cuda` everywhere, for memory, streams, random states and `device="cuda"`.
-`activate()` gives each of those names a meaning on the CPU, the way an out-of-tree accelerator
-does: the current device is the CPU, its one stream is the program's own order, its random generator
-is torch's default one. `NAMES` lists every name that is replaced, with the reason; `DYNAMO` is the
-one environment variable. Nothing is replaced where CUDA is available.
+megatron-core names `torch.cuda` everywhere: as its device, for streams and random states, and in
+`device="cuda"`. `activate()` gives each of those names a meaning on the CPU, the way an out-of-tree
+accelerator does: the current device is the CPU, its one stream is the program's own order, its
+random generator is torch's default one. `NAMES` lists every name that is replaced, with the reason;
+what works without CUDA as it is (memory figures, `empty_cache`) is left alone, and so is everything
+where CUDA is available.
 
 What it gives up. The names stay replaced until the process ends, so a program that wants to ask "is
-there a GPU?" must ask `torch.cuda.is_available()`, which is left alone. `Tensor.type()` of a CPU
-tensor says `torch.cuda.FloatTensor`, because the wheel's optimizers accept nothing else. Memory
-figures are 0 and event times are 0.0: nothing here measures a device.
+there a GPU?" must ask `torch.cuda.is_available()`. `Tensor.type()` of a CPU tensor says
+`torch.cuda.FloatTensor`, because the wheel's optimizers accept nothing else. Times between events
+are 0.0: nothing here measures a device.
 """
 
 import contextlib
@@ -111,46 +112,25 @@ def _names() -> list[Name]:
     get_rng, set_rng = torch.get_rng_state, torch.set_rng_state
     device = [
         Name("cuda.current_device", lambda: CPU, "given as `device=` to every buffer"),
-        Name("cuda.device_count", lambda: 1, "the local rank is taken modulo it"),
-        Name("cuda.set_device", _returning(None), "called once a process"),
         Name("cuda.synchronize", _returning(None), "timers and p2p; a CPU call has finished"),
-        Name("cuda.get_device_capability", lambda *a: (0, 0), "decides about fused kernels: none"),
         Name("Tensor.cuda", lambda self, *a, **k: self, "batches, buckets and scales are moved"),
         Name("nn.Module.cuda", lambda self, *a, **k: self, "models are moved after they are built"),
         Name("Tensor.type", _type, "optimizers compare it with 'torch.cuda.*Tensor'"),
     ]
     tensors = [
-        Name(f"cuda.{kind}", getattr(torch, kind), "built by optimizers and gradient clipping")
-        for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor", "LongTensor")
+        Name(f"cuda.{kind}", getattr(torch, kind), "optimizers compare types with it")
+        for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor")
     ]
     factories = [
         Name(name, _on_cpu(getattr(torch, name)), 'called with a literal device="cuda"')
-        for name in (
-            "tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange",
-            "zeros_like", "ones_like", "empty_like",
-        )
-    ]  # fmt: skip
+        for name in ("tensor", "zeros", "ones", "empty")
+    ]
     streams = [
-        Name("cuda.Stream", _Stream, "overlap of communication, made at import and in DDP"),
+        Name("cuda.Stream", _Stream, "overlap of communication"),
         Name("cuda.Event", _Event, "overlap of communication"),
         Name("cuda.stream", lambda s: contextlib.nullcontext(), "gradient buckets"),
-        Name("cuda.current_stream", lambda *a: _Stream(), "gradient buckets, checkpoint writer"),
+        Name("cuda.current_stream", lambda *a: _Stream(), "gradient buckets, experts"),
         Name("cuda.default_stream", lambda *a: _Stream(), "gradient buckets"),
-    ]
-    memory = [
-        Name("cuda.empty_cache", _returning(None), "after checkpoints"),
-        Name("cuda.reset_peak_memory_stats", _returning(None), "memory reports"),
-        *(
-            Name(f"cuda.{name}", _returning(0), "memory reports")
-            for name in (
-                "memory_allocated",
-                "max_memory_allocated",
-                "memory_reserved",
-                "max_memory_reserved",
-            )
-        ),
-        Name("cuda.nvtx.range_push", _returning(None), "profiler ranges in the schedules"),
-        Name("cuda.nvtx.range_pop", _returning(None), "profiler ranges in the schedules"),
     ]
     random = [
         Name(
@@ -170,7 +150,7 @@ def _names() -> list[Name]:
         Name("cuda._lazy_call", lambda call, **k: call(), "the seed tracker queues its work in it"),
         Name("cuda.default_generators", _Generators(), "the seed tracker, indexed by device"),
     ]
-    return device + tensors + factories + streams + memory + random
+    return device + tensors + factories + streams + random
 
 
 _RNG_MODULES = (
@@ -185,8 +165,7 @@ def _is_no_shared_generator_warning(record: logging.LogRecord) -> bool:
 
 
 def activate() -> bool:
-    """Point the torch names that megatron-core uses at the CPU; the first call returns True, later
-    ones False.
+    """Point the torch names that megatron-core uses at the CPU. True if this call did it.
 
     Call it before anything of megatron-core is imported: its fused functions are compiled (or not)
     at import.
