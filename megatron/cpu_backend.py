@@ -171,8 +171,8 @@ def activate() -> bool:
     at import.
 
     Raises:
-        RuntimeError: CUDA is available; a process that mixed both would silently compute on the
-        wrong device.
+        RuntimeError: megatron-core was imported before and holds torch's own names; or CUDA is
+            available, and a process that mixed both would silently compute on the wrong device.
     """
     global _active
     if _active:
@@ -181,6 +181,12 @@ def activate() -> bool:
         raise RuntimeError(
             "the CPU backend replaces torch.cuda, but a CUDA device is available here; "
             "set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        )
+    if SEED_TRACKER in sys.modules:
+        raise RuntimeError(
+            f"{SEED_TRACKER} was imported before the CPU backend was activated and holds torch's "
+            "own names: every tensor-parallel rank would start from the same weights; import "
+            "megatron.cpu_backend and call activate() first"
         )
     for name in NAMES:
         *parents, leaf = name.path.split(".")

@@ -71,6 +71,13 @@ def test_it_refuses_where_cuda_is_available():
     assert "a CUDA device is available here; set CUDA_VISIBLE_DEVICES= (empty)" in result.stderr
 
 
+def test_it_refuses_to_come_too_late():
+    """The seed tracker would hold torch's own `_lazy_call`, and all ranks equal weights."""
+    result = python("import megatron.core\ncpu_backend.activate()\n")
+    assert result.returncode != 0
+    assert "was imported before the CPU backend was activated" in result.stderr
+
+
 def test_it_says_that_it_is_active():
     result = python(
         "import logging\n"

@@ -4,6 +4,7 @@ megatron-core is imported inside of the guarded block: that takes seconds, and C
 without a traceback then as well.
 """
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"[INTERRUPTED] {interruption}: training stopped\n")
         sys.stdout.flush()
         sys.stderr.flush()
+        for child in multiprocessing.active_children():  # a checkpoint's writers would outlive us
+            child.kill()
         os._exit(interruption.status)  # peers may be gone: no collective, no destructor
 
 

@@ -1,10 +1,8 @@
 """A run: build everything, iterate, evaluate, save, and leave in order."""
 
-import argparse
 import math
 import time
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,7 @@ from megatron.training import data, model
 from megatron.training.batch import forward_step
 from megatron.training.checkpoint_files import check_save_directory
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
-from megatron.training.errors import RunError, UserError
+from megatron.training.errors import RunError
 from megatron.training.evaluate import evaluate, print_evaluation
 from megatron.training.initialize import initialize
 from megatron.training.logging import (
@@ -32,6 +30,7 @@ from megatron.training.logging import (
     log_line,
     scalars,
 )
+from megatron.training.low_precision import configure_collection, configure_formats
 from megatron.training.params_norm import params_norm
 from megatron.training.report import print_rank_0, print_rank_last, stamp
 from megatron.training.tokenizer import build_tokenizer
@@ -46,7 +45,7 @@ def pretrain(run: Run) -> None:
         UserError: what the user can mend, on all ranks alike.
     """
     args = run.args
-    _configure_formats(run)
+    configure_formats(args)
     timers = initialize(args)
     for note in run.notes:
         print_rank_0(f"> {note}")
@@ -64,61 +63,13 @@ def pretrain(run: Run) -> None:
     progress = load_checkpoint(run, trained)
     update_num_microbatches(progress.consumed_train_samples, consistency_check=False)
     datasets = data.build_datasets(args, tokenizer)
-    _configure_collection(args, progress)
+    configure_collection(args, progress.iteration)
     try:
         Loop(run, trained, progress, datasets, timers).run()
     finally:
         failure = tensor_saver.close()
     if failure is not None:
         raise RunError(failure)
-
-
-def _configure_formats(run: Run) -> None:
-    args = run.args
-    try:
-        chosen = policy.configure(
-            custom_quant_type=args.custom_quant_type,
-            linear=args.linear_quant,
-            qk=args.qk_quant,
-            pv=args.pv_quant,
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    if args.transformer_impl == "local":
-        return
-    for given, what in (
-        (chosen.quant_type not in policy.UNQUANTIZED, f"the format {chosen.quant_type}"),
-        (args.save_tensors, "--save-tensors"),
-    ):
-        if given:
-            raise UserError(
-                f"{what} reaches the local layers only, not those of --transformer-impl "
-                f"{args.transformer_impl}; give --transformer-impl local"
-            )
-
-
-def _configure_collection(args: argparse.Namespace, progress: Progress) -> None:
-    try:
-        tensor_saver.configure(
-            plain_values(args),
-            save_tensors=args.save_tensors,
-            save_dir=args.tensor_save_dir,
-            control_iter=args.control_iter,
-            collect_micro_batches=args.collect_micro_batches,
-            collect_layers=args.collect_layers,
-            iteration=progress.iteration,
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def plain_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments as JSON can hold them."""
-    plain = (str, int, float, bool, type(None), list, tuple)
-    return {
-        name: value if isinstance(value, plain) else str(value)
-        for name, value in sorted(vars(args).items())
-    }
 
 
 def _connect(run: Run, trained: Trained) -> None:

@@ -1,0 +1,78 @@
+"""What would bypass a format or the collection is refused before anything is built."""
+
+import argparse
+import sys
+
+import pytest
+
+from megatron.fake_quant import policy
+from megatron.training.errors import UserError
+from megatron.training.low_precision import configure_formats
+from tests.subprocesses import REPO, environment, run
+
+
+def arguments(**values) -> argparse.Namespace:
+    given = {
+        "custom_quant_type": None,
+        "linear_quant": None,
+        "qk_quant": None,
+        "pv_quant": None,
+        "save_tensors": False,
+        "transformer_impl": "local",
+    }
+    return argparse.Namespace(**given | values)
+
+
+@pytest.fixture(autouse=True)
+def own_policy(monkeypatch, tmp_path):
+    monkeypatch.setattr(policy, "_current", None)
+    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(tmp_path / "none"))
+    for variable in ("CUSTOM_QUANT_TYPE", "TENSOR_SAVE_ENABLED"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+BYPASSES = [
+    ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine"),
+    ({"gradient_accumulation_fusion": True}, "--gradient-accumulation-fusion"),
+    ({"moe_grouped_gemm": True}, "--moe-grouped-gemm"),
+    ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
+    ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
+]
+
+
+@pytest.mark.parametrize(("flag", "named"), BYPASSES, ids=[named for _, named in BYPASSES])
+def test_a_bypass_is_refused_with_a_format_or_a_collection_only(flag, named, monkeypatch):
+    with pytest.raises(UserError, match=f"the format mxfp8 does not reach {named}: "):
+        configure_formats(arguments(custom_quant_type="mxfp8", **flag))
+    with pytest.raises(UserError, match=f"tensor collection does not reach {named}: "):
+        configure_formats(arguments(save_tensors=True, **flag))
+    configure_formats(arguments(**flag))
+    monkeypatch.setenv("TENSOR_SAVE_ENABLED", "true")
+    with pytest.raises(UserError, match="tensor collection does not reach"):
+        configure_formats(arguments(**flag))
+
+
+def test_a_wrong_type_is_a_users_mistake():
+    with pytest.raises(UserError, match="flag --qk-quant: unknown format 'fp3'"):
+        configure_formats(arguments(qk_quant="fp3"))
+
+
+def test_an_interrupted_run_leaves_no_child_behind():
+    """A checkpoint is written by processes of its own, which `os._exit` would leave running."""
+    code = (
+        "import multiprocessing, time\n"
+        "from megatron.training import main\n"
+        "from megatron.training.errors import Interrupted\n"
+        "def writing(argv):\n"
+        "    child = multiprocessing.Process(target=time.sleep, args=(60,))\n"
+        "    child.start()\n"
+        "    print(child.pid, flush=True)\n"
+        "    raise Interrupted(15)\n"
+        "if __name__ == '__main__':\n"
+        "    main._run = writing\n"
+        "    main.main([])\n"
+    )
+    result = run([sys.executable, "-c", code], env=environment(PYTHONPATH=REPO))
+    assert result.returncode == 143
+    status = run(["ps", "-o", "stat=", "-p", result.stdout.strip()])
+    assert status.stdout.strip() in ("", "Z", "Zs"), "the child is still running"
