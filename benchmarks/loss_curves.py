@@ -1,19 +1,23 @@
 """Train the tiny Llama on the default corpus in several formats and compare the loss curves.
 
-    python benchmarks/loss_curves.py                      # bf16 mxfp8 mxfp4 hifp8, 200 iterations
-    python benchmarks/loss_curves.py --types bf16 linear_mxfp4 --iterations 100
+    python benchmarks/loss_curves.py     # bf16 mxfp8 mxfp4 hifp8, 200 iterations, three seeds
+    python benchmarks/loss_curves.py --types bf16 linear_mxfp4 --seeds 1 --iterations 100
 
-Same model, seed and data order in every run: what differs is the format. Prints a Markdown table,
-writes it with the command and the versions as `loss_curves.md`, the numbers as `loss_curves.csv`
-and the picture as `loss_curves.png`. Exits 1 if a loss did not fall or if two formats gave the same
-curve (then one of them was not applied).
+Runs of one seed start from the same weights and see the same data: what differs is the format. One
+seed proves little, as a small change grows along a trajectory; therefore the difference to the
+first type is taken seed by seed and its spread is shown. Prints a Markdown table, writes it with
+the command and the versions as `loss_curves.md`, the numbers as `loss_curves.csv` and the picture
+as `loss_curves.png`. Exits 1 if a loss did not fall or if two types gave the same curve (then one
+of them was not applied).
 """
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,36 +37,58 @@ LINE = re.compile(r"iteration +(\d+)/.*?lm loss: ([\d.E+-]+|nan|inf)", re.IGNORE
 WINDOW = 10  #: iterations that a figure of the table is the mean of
 
 
-def train(quant_type: str, options: argparse.Namespace) -> pd.Series:
+def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
     """Loss by iteration of one run."""
-    log = options.output_dir / f"loss_curves_{quant_type}.log"
-    command = ["bash", str(TRAIN), "none", str(options.output_dir / "tensorboard" / quant_type)]
+    name = f"{quant_type}_seed{seed}"
+    log = options.output_dir / f"{name}.log"
+    command = ["bash", str(TRAIN), "none", str(options.output_dir / "tensorboard" / name)]
     command += ["", "", "bf16", "--preset", "tiny", "--train-iters", str(options.iterations)]
-    command += ["--lr-decay-iters", str(options.iterations), "--seed", str(options.seed)]
+    command += ["--lr-decay-iters", str(options.iterations), "--seed", str(seed)]
     environment = os.environ | {"CUSTOM_QUANT_TYPE": quant_type}
-    print(f"training {quant_type}, log in {log}", file=sys.stderr)
+    print(f"training {quant_type}, seed {seed}, log in {log}", file=sys.stderr)
     with log.open("w") as out:
         status = subprocess.run(command, env=environment, stdout=out, stderr=out, check=False)
     if status.returncode != 0:
-        raise SystemExit(f"[ERROR] {quant_type} ended with status {status.returncode}; see {log}")
+        raise SystemExit(f"[ERROR] {name} ended with status {status.returncode}; see {log}")
     found = {int(i): float(loss) for i, loss in LINE.findall(log.read_text())}
     if len(found) != options.iterations:
         raise SystemExit(f"[ERROR] {log} has {len(found)} of {options.iterations} iterations")
-    return pd.Series(found, name=quant_type)
+    return pd.Series(found)
+
+
+def train_all(options: argparse.Namespace) -> pd.DataFrame:
+    """All runs: a row an iteration, a column a (type, seed)."""
+    runs = list(itertools.product(options.types, options.seeds))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        series = pool.map(lambda run: train(*run, options), runs)
+        losses = pd.concat(dict(zip(runs, series, strict=True)), axis=1, names=["type", "seed"])
+    return losses.rename_axis("iteration")
+
+
+def differences(losses: pd.DataFrame) -> pd.DataFrame:
+    """Each run minus the first type's run of the same seed."""
+    first = losses[losses.columns[0][0]]
+    return pd.concat({t: losses[t] - first for t in types_of(losses)}, axis=1)
+
+
+def types_of(losses: pd.DataFrame) -> list[str]:
+    """The types in the order they were given."""
+    return list(dict.fromkeys(losses.columns.get_level_values(0)))
 
 
 def table(losses: pd.DataFrame) -> str:
-    """Means over a few windows and the difference to the first type, as Markdown."""
-    last = len(losses)
-    ends = sorted({WINDOW, *(round(last * part / 4) for part in (1, 2, 3)), last})
-    rows = [["iterations", *losses.columns]]
-    for end in ends:
-        means = losses.loc[max(1, end - WINDOW + 1) : end].mean()
-        rows.append([f"{max(1, end - WINDOW + 1)} to {end}", *(f"{x:.4f}" for x in means)])
-    final = losses.loc[last - WINDOW + 1 :].mean()
-    reference = losses.columns[0]
+    """Means over a few windows and seeds, and the difference to the first type, as Markdown."""
+    last, types = len(losses), types_of(losses)
+    rows = [["mean loss, iterations", *types]]
+    for end in sorted({WINDOW, *(round(last * part / 4) for part in (1, 2, 3)), last}):
+        start = max(1, end - WINDOW + 1)
+        means = [losses.loc[start:end, t].to_numpy().mean() for t in types]
+        rows.append([f"{start} to {end}", *(f"{mean:.4f}" for mean in means)])
+    final = differences(losses).iloc[-WINDOW:].mean()
+    spread = [f"{x.mean():+.4f} ({x.min():+.4f} to {x.max():+.4f})" for x in map(final.get, types)]
+    seeds = losses.columns.get_level_values(1).nunique()
     rows.append(
-        [f"last {WINDOW}, minus {reference}", *(f"{x - final.iloc[0]:+.4f}" for x in final)]
+        [f"last {WINDOW}, minus {types[0]}: mean (least to most) of {seeds} seeds", *spread]
     )
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
@@ -70,29 +96,33 @@ def table(losses: pd.DataFrame) -> str:
 
 def complaints(losses: pd.DataFrame) -> list[str]:
     """What must not be: a loss that does not fall, or a format that changes nothing."""
-    found = []
     start, end = losses.iloc[:WINDOW].mean(), losses.iloc[-WINDOW:].mean()
-    found += [f"{name}: the loss did not fall" for name in losses if not end[name] < start[name]]
-    for i, a in enumerate(losses):
-        same = [b for b in losses.columns[i + 1 :] if losses[a].equals(losses[b])]
-        found += [f"{a} and {b} have the same curve: one was not applied" for b in same]
+    found = [f"{run}: the loss did not fall" for run in losses if not end[run] < start[run]]
+    for a, b in itertools.combinations(losses.columns, 2):
+        if a[1] == b[1] and losses[a].equals(losses[b]):
+            found.append(f"{a} and {b} have the same curve: one type was not applied")
     return found
 
 
 def draw(losses: pd.DataFrame, path: Path) -> None:
-    """One line a type, and below it the difference to the first."""
+    """One line a type, the mean over seeds; below it the difference to the first type."""
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
     smooth = losses.rolling(WINDOW, min_periods=1).mean()
-    for name in losses:
-        colour = colour_of(name)
-        top.plot(losses.index, losses[name], color=colour, alpha=0.25, linewidth=0.8)
-        top.plot(smooth.index, smooth[name], color=colour, label=name)
-        bottom.plot(smooth.index, smooth[name] - smooth.iloc[:, 0], color=colour)
+    apart = differences(smooth)
+    for name in types_of(losses):
+        colour, index = colour_of(name), losses.index
+        top.plot(index, losses[name].mean(axis=1), color=colour, alpha=0.25, linewidth=0.8)
+        top.plot(index, smooth[name].mean(axis=1), color=colour, label=name)
+        bottom.plot(index, apart[name].mean(axis=1), color=colour)
+        band = apart[name].min(axis=1), apart[name].max(axis=1)
+        bottom.fill_between(index, *band, color=colour, alpha=0.15, linewidth=0)
+    seeds = losses.columns.get_level_values(1).nunique()
     top.set(ylabel="Language-model loss (nats a token)")
-    top.legend(frameon=False, title=f"Thick: mean of {WINDOW} iterations")
-    bottom.set(xlabel="Iteration", ylabel=f"Difference to {losses.columns[0]}")
+    top.legend(frameon=False, title=f"Mean of {seeds} seeds; thick: of {WINDOW} iterations")
+    bottom.set(xlabel="Iteration", ylabel=f"Difference to {types_of(losses)[0]}")
+    bottom.set_title("Mean, and least to most over the seeds", fontsize="small", loc="left")
     figure.savefig(path, dpi=150)
 
 
@@ -101,8 +131,9 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--types", nargs="+", default=["bf16", "mxfp8", "mxfp4", "hifp8"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1234, 1235, 1236])
     parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--output-dir", type=Path, default=REPO / "draw" / "loss_curves")
     return parser.parse_args()
 
@@ -110,8 +141,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options = parse()
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    losses = pd.concat([train(name, options) for name in options.types], axis=1)
-    losses.index.name = "iteration"
+    losses = train_all(options)
     losses.to_csv(options.output_dir / "loss_curves.csv")
     draw(losses, options.output_dir / "loss_curves.png")
     text = table(losses)
