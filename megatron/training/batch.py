@@ -29,6 +29,7 @@ def _share(batch: dict[str, torch.Tensor] | None, args: argparse.Namespace) -> d
         # The loss mask holds zeros and ones only, so that it survives the trip as an integer.
         packed = torch.stack([batch[name].to(torch.int64) for name in FIELDS]).to(where)
     else:
+        assert parallel_state.get_tensor_model_parallel_rank() > 0, "the first rank reads the data"
         packed = torch.empty(shape, dtype=torch.int64, device=where)
     mask = None
     if args.create_attention_mask_in_dataloader:

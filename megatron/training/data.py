@@ -7,6 +7,7 @@ tensor carries the index of its micro-batch's first one.
 """
 
 import argparse
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.training.errors import RunError, UserError
+from megatron.training.errors import RankError, RunError, UserError
 from megatron.training.paths import blend_prefixes, default_cache, parse_blend
 from megatron.training.report import print_rank_0
 from megatron.training.samplers import SequentialSampler
@@ -60,6 +61,8 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
     Raises:
         UserError: the data is too small for its split or cannot be read.
     """
+    if args.mock_data:  # or it warns that it keeps no indices, which are not worth keeping
+        logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
     sizes = split_sizes(args)
     config = _dataset_config(args, tokenizer)
     wanted = [sizes[split] > 0 for split in SPLITS]
@@ -105,6 +108,8 @@ def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[b
         UserError: a part that the run needs has no token.
     """
     wanted = list(wanted)
+    if config.blend_per_split is not None:
+        wanted = [w and b is not None for w, b in zip(wanted, config.blend_per_split, strict=True)]
     for index, prefix, share in _parts(config):
         if not wanted[index]:
             continue
@@ -170,6 +175,7 @@ class MicroBatches:
 
     def __init__(self, dataset, sampler: SequentialSampler, args: argparse.Namespace):
         self._indices = iter(sampler)
+        self._vocab_size = args.padded_vocab_size
         self._batches: Iterator | None = None
         if dataset is not None:
             self._batches = iter(
@@ -192,7 +198,21 @@ class MicroBatches:
                 "the data set has no samples left; give more data, fewer iterations, or a blend "
                 "without weights"
             )
-        return indices[0], None if self._batches is None else next(self._batches)
+        return indices[0], None if self._batches is None else self._checked(next(self._batches))
+
+    def _checked(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Refuse token ids that the embedding does not have: on a GPU they end in a device assert.
+
+        Raises:
+            RankError: the data was made with another tokenizer.
+        """
+        largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
+        if largest >= self._vocab_size:
+            raise RankError(
+                f"the data holds token id {largest}, but the vocabulary has {self._vocab_size}; "
+                "give the --tokenizer-model (or --vocab-size) that the data was made with"
+            )
+        return batch
 
 
 def micro_batches(

@@ -13,7 +13,7 @@ from megatron import cpu_backend
 #: here needs, and what it and torch say of a default of its own.
 _NOISE = (
     r".*(Apex (is|are) not installed|full scope is deprecated|use DTensor instead|"
-    r"`load_state_dict` is deprecated).*"
+    r"`(load_state_dict|torch.distributed.\w+)` is deprecated).*"
 )
 
 

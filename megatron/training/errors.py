@@ -20,6 +20,10 @@ class RunError(UserError):
     status = RUN_ERROR
 
 
+class RankError(RunError):
+    """A `RunError` that this rank alone has found, so that this rank must report it."""
+
+
 class Interrupted(BaseException):
     """Ctrl-C or SIGTERM. Not an `Exception`: nothing between the signal and the entry point may
     swallow it.

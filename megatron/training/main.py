@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron.training.errors import Interrupted, UserError, is_first_rank, report
+from megatron.training.errors import Interrupted, RankError, UserError, is_first_rank, report
 from megatron.training.signals import interruptible
 
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with interruptible():
             return _run(argv)
     except UserError as error:
-        report(str(error))
+        report(str(error), every_rank=isinstance(error, RankError))
         return error.status
     except Interrupted as interruption:
         if is_first_rank():

@@ -140,6 +140,25 @@ def test_a_split_without_documents_is_refused(corpus):
     assert "--eval-iters 0" in training.errors
 
 
+def test_data_of_another_tokenizer_is_refused(corpus):
+    training = train("--data-path", corpus, "--vocab-size", "50")
+    assert training.status == 1
+    assert "the data holds token id" in training.errors
+    assert "Traceback" not in training.errors
+
+
+def test_a_data_set_for_each_split(corpus):
+    """Without a test set there is no test at the end."""
+    training = train(
+        *("--train-data-path", "0.4", corpus, "0.6", corpus, "--valid-data-path", corpus),
+        *("--eval-iters", "1"),
+        model=tuple(word for word in MODEL if word not in ("--split", "80,10,10")),
+    )
+    assert training.status == 0, training.errors
+    assert "iteration 6 on validation set" in training.output
+    assert "on test set" not in training.output
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_signal_ends_the_run_without_a_traceback(number):
     command = [sys.executable, ENTRY, *SHORT, "--num-layers", "1", "--train-iters", "1000000"]
