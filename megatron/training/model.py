@@ -18,8 +18,30 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.training import device
+from megatron.training.errors import UserError
 from megatron.training.report import print_rank_0
 from megatron.training.validation import Run
+
+
+def check_buildable(args: argparse.Namespace) -> None:
+    """Refuse what the wheel's local layers cannot build or run without Transformer Engine.
+
+    Raises:
+        UserError: names the flag.
+    """
+    if args.transformer_impl != "local":
+        return
+    for flag, given in (
+        ("--multi-latent-attention", args.multi_latent_attention),
+        ("--num-experts", args.num_moe_experts),
+        ("--context-parallel-size above 1", args.context_parallel_size > 1),
+    ):
+        if given:
+            raise UserError(
+                f"{flag} does not run on the local layers of megatron-core 0.16.1; leave it out "
+                "(with Transformer Engine installed: --transformer-impl transformer_engine, which "
+                "takes neither a format nor --save-tensors)"
+            )
 
 
 def padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:

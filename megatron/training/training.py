@@ -45,6 +45,7 @@ def pretrain(run: Run) -> None:
         UserError: what the user can mend, on all ranks alike.
     """
     args = run.args
+    model.check_buildable(args)
     configure_formats(args)
     timers = initialize(args)
     for note in run.notes:

@@ -8,6 +8,7 @@ import pytest
 from megatron.fake_quant import policy
 from megatron.training.errors import UserError
 from megatron.training.low_precision import configure_formats
+from megatron.training.model import check_buildable
 from tests.subprocesses import REPO, environment, run
 
 
@@ -50,6 +51,25 @@ def test_a_bypass_is_refused_with_a_format_or_a_collection_only(flag, named, mon
     monkeypatch.setenv("TENSOR_SAVE_ENABLED", "true")
     with pytest.raises(UserError, match="tensor collection does not reach"):
         configure_formats(arguments(**flag))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"multi_latent_attention": True}, "--multi-latent-attention"),
+        ({"num_moe_experts": 4}, "--num-experts"),
+        ({"context_parallel_size": 2}, "--context-parallel-size above 1"),
+    ],
+)
+def test_what_the_local_layers_cannot_run_is_refused(given, named):
+    plain = {
+        "multi_latent_attention": False,
+        "num_moe_experts": None,
+        "context_parallel_size": 1,
+    }
+    check_buildable(arguments(**plain))
+    with pytest.raises(UserError, match=f"{named} does not run on the local layers"):
+        check_buildable(arguments(**plain | given))
 
 
 def test_a_wrong_type_is_a_users_mistake():
