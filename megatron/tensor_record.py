@@ -70,7 +70,7 @@ class TensorRecord:
     dtype: str  #: e.g. "bfloat16"
     dims: str  #: a letter a dimension and the group that shards it, e.g. "s b h[tp]"
     global_shape: list[int]  #: of the logical tensor over all shards
-    rank: dict[str, int]  #: world, tp, pp, dp, cp, ep and the size of each (tp_size, ...)
+    rank: dict[str, int]  #: world, tp, pp, dp, cp, ep, etp and their sizes (tp_size, ...)
     recomputed: bool  #: from a forward pass that activation recomputation ran again
     wall_time: float  #: seconds since the epoch
     schema_version: int = SCHEMA_VERSION

@@ -11,6 +11,8 @@ if [[ $PWD == "$repo" ]]; then home=; fi
 
 default_tokenizer=${home}model/llama3.2-1b
 default_data=${home}dataset/wikipedia_processed/wikipedia_processed_text_document
+corpus_tokenizer=${home}model/default/tokenizer.model
+corpus_data=${home}dataset/default/corpus_text_document
 
 say() { printf '%s\n' "$*" >&2; }
 die() {
@@ -121,11 +123,12 @@ resolve_data() {
     tokenizer=$default_tokenizer data=$default_data
     if [[ -e $tokenizer ]] && has_data "$data"; then return; fi
     say "No data named, and none in $default_data: the default corpus is taken."
-    tokenizer=${home}model/default/tokenizer.model
-    data=${home}dataset/default/corpus_text_document
+    tokenizer=$corpus_tokenizer data=$corpus_data
     if [[ -z ${DRY_RUN-} ]]; then "$py" "$repo/script/data/default_corpus.py" || exit; fi
     return
   fi
+  # a driver's dry run names the corpus that it would have made
+  if [[ -n ${DRY_RUN-} && $tokenizer == "$corpus_tokenizer" && $data == "$corpus_data" ]]; then return; fi
   tokenizer=${tokenizer:-$default_tokenizer} data=${data:-$default_data}
   data=${data%.bin} data=${data%.idx}
   if [[ ! -e $tokenizer ]]; then

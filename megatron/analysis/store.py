@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -233,6 +234,8 @@ def _reason(error: Exception, path: Path | None = None) -> str:
         return error.strerror or str(error)
     if path is not None and not path.stat().st_size:
         return "the file is empty"
+    if path is not None and not zipfile.is_zipfile(path):
+        return "corrupt or cut short: no archive of torch.save"
     text = str(error).strip()
     if "eights only" in text or "weights_only" in text:
         return "it holds other things than tensors and plain values; loading it could run code"
