@@ -119,7 +119,8 @@ def report(result: object, folder: Path) -> int:
     for problem in result.problems:
         print(f"[ERROR] {problem}", file=sys.stderr)
     if result.problems:
-        return fail(f"{len(result.problems)} file(s) are not in the picture; replace or remove them")
+        left_out = len(result.problems)
+        return fail(f"{left_out} file(s) are not in the picture; replace or remove them")
     return 0
 
 
