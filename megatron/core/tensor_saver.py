@@ -16,13 +16,13 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from megatron.core._ranks import from_all_ranks, from_first_rank, together
 from megatron.core._record_writer import RecordWriter, check_writable, own_copy
 from megatron.core.capture import Capture
 from megatron.core.collection_clock import clock
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_DIRECTORY = "enhanced_tensor_logs"
 UNNAMED = ModuleIdentity("", -1)  #: of a layer that stands in no model
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -185,12 +184,12 @@ def configure(
         check_writable(found.directory)
         return found
 
-    wanted = _together(settings)
+    wanted = together(settings)
     _check_alike(wanted is not None)
     if wanted is None:
         return
-    run_id = _from_first_rank(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(3)}")
-    _saver = _together(lambda: TensorSaver(wanted, run_id, args))
+    run_id = from_first_rank(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(3)}")
+    _saver = together(lambda: TensorSaver(wanted, run_id, args))
     if _saver.is_first:
         logger.info("saving tensors to %s (run %s)", wanted.directory, run_id)
 
@@ -215,48 +214,14 @@ def _not_negative(flag: str, value: int) -> int:
     return value
 
 
-def _together(action: Callable[[], _Result]) -> _Result:
-    """Do `action` on every rank, and raise on every rank what failed on any.
-
-    A rank that went on alone would hang in its next collective.
-    """
-    result, failure = None, None
-    try:
-        result = action()
-    except (ValueError, OSError) as error:
-        failure = str(error)
-    if first := next((found for found in _from_all_ranks(failure) if found is not None), None):
-        raise ValueError(first)
-    return result  # type: ignore[return-value]  # None only where the action gave it
-
-
 def _check_alike(enabled: bool) -> None:
-    answers = _from_all_ranks(enabled)
+    answers = from_all_ranks(enabled)
     if len(set(answers)) > 1:
         ranks = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer)
         raise ValueError(
             f"saving tensors is switched on on rank(s) {ranks} of {len(answers)} only; give "
             "--save-tensors, or set TENSOR_SAVE_ENABLED alike on every machine"
         )
-
-
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _from_all_ranks(value: Any) -> list[Any]:
-    values = [value]
-    if _distributed():
-        values = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def _from_first_rank(value: str) -> str:
-    values = [value]
-    if _distributed():
-        torch.distributed.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def begin_iteration() -> None:
