@@ -147,6 +147,8 @@ try:
     tensor_saver.configure(save_tensors=True, save_dir=sys.argv[1])
 except ValueError as error:
     open(sys.argv[2] + str(rank), "w").write(str(error))
+torch.distributed.barrier()  # a rank that left first would tear down the other's connections
+torch.distributed.destroy_process_group()
 """
 )
 
