@@ -190,6 +190,7 @@ def main() -> None:
         Path(out, f"rank{os.environ['RANK']}.json").write_text(json.dumps(report))
     else:
         print(json.dumps(report))
+    torch.distributed.barrier()  # a rank that left first could abort the other
     torch.distributed.destroy_process_group()
 
 
