@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         for child in multiprocessing.active_children():  # a checkpoint's writers would outlive us
             child.kill()
+            child.join(timeout=5)
         os._exit(interruption.status)  # peers may be gone: no collective, no destructor
 
 
