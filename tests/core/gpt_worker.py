@@ -7,6 +7,7 @@ line a rank: which files were loaded, the losses, and a hash of every gradient.
 """
 
 import argparse
+import atexit
 import hashlib
 import importlib.util
 import json
@@ -142,11 +143,18 @@ def start(options: argparse.Namespace) -> None:
     else:  # without torchrun; no port that a process beside this one could have taken
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    atexit.register(leave)
     parallel_state.initialize_model_parallel(
         options.tp, options.pp, virtual_pipeline_model_parallel_size=options.vpp
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
+
+
+def leave() -> None:
+    """Also after an exception: gloo may abort a process that ends with its groups alive."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def main() -> None:
