@@ -1,0 +1,230 @@
+"""The peers of the format benchmark: what other public packages call the same formats.
+
+Each function imports one package and returns a finder. `find(fmt)` is the call that quantizes and
+dequantizes a contiguous matrix to our format `fmt` along the last axis and gives the input's dtype
+back; None says that the package has no such format. Only calls of theirs are here, none of their
+code. A package that is not installed raises on import, which the caller reports.
+
+Three of them quantize single elements only: block scales for ml_dtypes are computed here, in numpy.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.fake_quant import Format
+
+Call = Callable[[Tensor], Tensor]
+Finder = Callable[[Format], Call | None]
+
+
+def mx_of(fmt: Format) -> tuple[str, int, str] | None:
+    """Element, block size and scale rule of an MX format as OCP has it, None for anything else."""
+    scaling, rounding = fmt.scaling, getattr(fmt, "rounding", "nearest")
+    if not hasattr(scaling, "rule") or getattr(scaling, "square", False) or rounding != "nearest":
+        return None
+    return fmt.element.name, scaling.size, scaling.rule
+
+
+def torchao() -> Finder:
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+    from torchao.prototype.mx_formats import mx_tensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    elements = {
+        "e4m3": torch.float8_e4m3fn,
+        "e5m2": torch.float8_e5m2,
+        "e3m2": mx_tensor.DTYPE_FP6_E3M2,
+        "e2m3": mx_tensor.DTYPE_FP6_E2M3,
+        "e2m1": torch.float4_e2m1fn_x2,
+    }
+
+    def nvfp4(x: Tensor) -> Tensor:
+        scale = per_tensor_amax_to_scale(x.abs().amax())
+        return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize(x.dtype)
+
+    def tensorwise(dtype: torch.dtype) -> Call:
+        return lambda x: hp_tensor_to_float8_dynamic(
+            x, dtype, LinearMMConfig()
+        ).to_original_precision()
+
+    def mx(element: object, size: int, rule: str) -> Call:
+        mode = mx_tensor.ScaleCalculationMode[rule.upper()]
+
+        def call(x: Tensor) -> Tensor:
+            scale, codes = mx_tensor.to_mx(x, element, size, mode)
+            return mx_tensor.to_dtype(codes, scale, element, size, x.dtype)
+
+        return call
+
+    named = {
+        "nvfp4": nvfp4,
+        "fp8_e4m3": tensorwise(torch.float8_e4m3fn),
+        "fp8_e5m2": tensorwise(torch.float8_e5m2),
+    }
+
+    def find(fmt: Format) -> Call | None:
+        element, size, rule = mx_of(fmt) or (None, 0, "")
+        return mx(elements[element], size, rule) if element in elements else named.get(fmt.name)
+
+    return find
+
+
+def torchao_compiled() -> Finder:
+    eager = torchao()
+
+    def find(fmt: Format) -> Call | None:
+        call = eager(fmt)
+        torch._dynamo.reset()  # else the ninth format would silently run uncompiled
+        return None if call is None else torch.compile(call)
+
+    return find
+
+
+def quark() -> Finder:
+    from quark.torch.kernel.hw_emulation.hw_emulation_interface import fake_quantize_mx
+
+    elements = {
+        "e4m3": "fp8_e4m3",
+        "e5m2": "fp8_e5m2",
+        "e3m2": "fp6_e3m2",
+        "e2m3": "fp6_e2m3",
+        "e2m1": "fp4",
+        "int8": "int8",
+    }
+
+    def find(fmt: Format) -> Call | None:
+        element, size, rule = mx_of(fmt) or (None, 0, "")
+        if element not in elements or rule not in ("floor", "ceil", "even"):
+            return None
+        name = elements[element]
+        return lambda x: fake_quantize_mx(x, -1, size, rule, mx_element_dtype=name)
+
+    return find
+
+
+def modelopt() -> Finder:
+    from modelopt.torch.quantization.qtensor import MXFP4QTensor, MXFP8QTensor, NVFP4QTensor
+
+    def mxfp8(x: Tensor) -> Tensor:
+        codes, scale = MXFP8QTensor.quantize(x)
+        return codes.dequantize(scale=scale)
+
+    def mxfp4(x: Tensor) -> Tensor:
+        codes, scale = MXFP4QTensor.quantize(x, 32)
+        return codes.dequantize(scale=scale, block_sizes=[32])
+
+    def nvfp4(x: Tensor) -> Tensor:
+        codes, scale, tensor_scale = NVFP4QTensor.quantize(x, 16)
+        return codes.dequantize(scale=scale, double_scale=tensor_scale, block_sizes=[16])
+
+    calls = {("e4m3", 32, "rceil"): mxfp8, ("e2m1", 32, "rceil"): mxfp4, "nvfp4": nvfp4}
+    return lambda fmt: calls.get(mx_of(fmt) or fmt.name)
+
+
+def ml_dtypes() -> Finder:
+    import ml_dtypes
+
+    elements = {
+        "e4m3": ml_dtypes.float8_e4m3fn,
+        "e5m2": ml_dtypes.float8_e5m2,
+        "e3m2": ml_dtypes.float6_e3m2fn,
+        "e2m3": ml_dtypes.float6_e2m3fn,
+        "e2m1": ml_dtypes.float4_e2m1fn,
+    }
+
+    def find(fmt: Format) -> Call | None:
+        element, size, rule = mx_of(fmt) or (None, 0, "")
+        if element not in elements or rule != "floor":
+            return None
+        dtype = elements[element]
+        largest = float(ml_dtypes.finfo(dtype).max)
+        emax = np.frexp(largest)[1]
+
+        def call(x: Tensor) -> Tensor:
+            blocks = x.float().numpy().reshape(x.shape[0], -1, size)
+            exponent = np.frexp(np.abs(blocks).max(-1, keepdims=True))[1] - emax
+            exponent = np.maximum(exponent, -127)
+            scaled = np.ldexp(blocks, -exponent).clip(
+                -largest, largest
+            )  # the casts do not saturate
+            values = np.ldexp(scaled.astype(dtype).astype(np.float32), exponent)
+            return torch.from_numpy(values.reshape(x.shape)).to(x.dtype)
+
+        return call
+
+    return find
+
+
+def en_dtypes() -> Finder:
+    from en_dtypes import hifloat8
+
+    def call(x: Tensor) -> Tensor:
+        values = x.float().numpy().astype(hifloat8).astype(np.float32)
+        return torch.from_numpy(values).to(x.dtype)
+
+    return lambda fmt: call if fmt.name in ("hifp8", "hifp8:inf") else None
+
+
+def torch_cast() -> Finder:
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+    def find(fmt: Format) -> Call | None:
+        dtype = dtypes.get(fmt.name)
+        return dtype and (lambda x: x.to(dtype, copy=True).to(x.dtype))
+
+    return find
+
+
+#: By the name in the tables: how to load it, and the distribution whose release is reported.
+PEERS: dict[str, tuple[Callable[[], Finder], str]] = {
+    "torch": (torch_cast, "torch"),
+    "torchao": (torchao, "torchao"),
+    "torchao compiled": (torchao_compiled, "torchao"),
+    "quark": (quark, "amd-quark"),
+    "modelopt": (modelopt, "nvidia-modelopt"),
+    "ml_dtypes": (ml_dtypes, "ml_dtypes"),
+    "en_dtypes": (en_dtypes, "en_dtypes"),
+}
+#: numpy cannot see a GPU's memory.
+ONLY_ON_CPU = ("ml_dtypes", "en_dtypes")
+#: torch.compile's code for CPUs lacks the E8M0 dtype, and is slower than eager where it works.
+ONLY_ON_CUDA = ("torchao compiled",)
+
+
+def along(call: Call, axis: str) -> Call:
+    """The call along the axis "last" or "first" of a matrix; what turning it costs is the peer's.
+
+    quark has an axis argument of its own, which takes longer than this.
+    """
+    return call if axis == "last" else lambda x: call(x.t().contiguous()).t().contiguous()
+
+
+#: Why a peer's values differ from ours, where they do: by its name and ours of the format, or "mx".
+WHY: dict[tuple[str, str], str] = {
+    ("quark", "mx"): (
+        "quark takes log2 of a block's maximum in the input's dtype; close to a power of two it "
+        "rounds to a whole number, and the scale is one power of two off"
+    ),
+    ("modelopt", "mx"): (
+        "modelopt rounds the E2M1 ties at 0.75, 1.75 and 3.5 toward zero, not to even"
+    ),
+    ("modelopt", "nvfp4"): (
+        "modelopt multiplies the scales in another order (last bit); a block scale that rounds to "
+        "0 becomes 2^-9"
+    ),
+    ("torchao", "nvfp4"): (
+        "torchao multiplies the scales in another order (last bit); it raises block scales below "
+        "2^-6 to that, so blocks of small values lose their range"
+    ),
+    ("en_dtypes", "hifp8"): "en_dtypes gives Inf from 40960 on, where ours saturates to 32768",
+}
+
+
+def why(peer: str, fmt: Format) -> str:
+    """The known reason for a difference between a peer's values and ours."""
+    family = "mx" if mx_of(fmt) else fmt.name
+    return WHY.get((peer.removesuffix(" compiled"), family), "the reason is not known")

@@ -1,0 +1,94 @@
+"""Finds or makes the Python that has the peers: `.venv-peers` in the tree's root.
+
+Apart from the project's own environment, because the peers ask for much that training does not.
+"""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+VENV = REPO / ".venv-peers"
+REQUIREMENTS = Path(__file__).with_name("peers_requirements.txt")
+#: Taken from setup.py: what the library runs on, and the peers that the tests use as well.
+ESSENTIAL = ("torch", "numpy", "numba")
+SHARED = ("transformers", "ml_dtypes", "en_dtypes")  # quark imports transformers
+PROBE = """
+import importlib.metadata, json
+found = importlib.metadata.distributions()
+print(json.dumps({d.metadata["Name"].lower().replace("_", "-"): d.version for d in found}))
+"""
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def pins() -> dict[str, str]:
+    """Every distribution to install and its release."""
+    setup = runpy.run_path(str(REPO / "setup.py"))
+    shared = setup["pins"](setup["RUNTIME"], setup["TEST"])
+    lines = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
+    own = dict(line.split("==") for line in lines if line)
+    return {name: shared[name] for name in (*ESSENTIAL, *SHARED) if name in shared} | own
+
+
+def installed(python: Path) -> dict[str, str]:
+    """The releases that a Python has, by lower-case name with hyphens.
+
+    Raises OSError or subprocess.CalledProcessError if it does not run.
+    """
+    found = subprocess.run([python, "-c", PROBE], check=True, capture_output=True, text=True)
+    return json.loads(found.stdout)
+
+
+def given(python: Path) -> Path:
+    """The user's own Python, which is left as it is."""
+    python = python.expanduser().absolute()  # not resolved: a venv's python is a link
+    try:
+        missing = {"torch", "numpy"} - installed(python).keys()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(
+            f"[ERROR] --peers-python {python} does not run: {error}; give the path of a Python "
+            "interpreter, or leave the option out"
+        ) from None
+    if missing:
+        raise SystemExit(
+            f"[ERROR] {python} has no {' and no '.join(sorted(missing))}; install it there, or "
+            "leave --peers-python out"
+        )
+    return python
+
+
+def made() -> Path:
+    """The Python of `.venv-peers`, completed with pip where something is missing.
+
+    A peer that cannot be installed is left out; so it is asked for again the next time.
+    """
+    python = VENV / "bin" / "python"
+    try:
+        found = installed(python)
+    except (OSError, subprocess.CalledProcessError):
+        say(f"making {VENV}")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
+        found = installed(python)
+    wanted = pins()
+    constraints = VENV / "constraints.txt"
+    constraints.write_text("".join(f"{name}=={pin}\n" for name, pin in wanted.items()))
+    for name, pin in wanted.items():
+        if found.get(name.lower().replace("_", "-"), "").partition("+")[0] == pin:
+            continue
+        say(f"installing {name} {pin} into {VENV.name}")
+        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        command += ["--constraint", constraints, f"{name}=={pin}"]
+        if subprocess.run(command, stdout=sys.stderr, check=False).returncode == 0:
+            continue
+        if name in ESSENTIAL:
+            raise SystemExit(
+                f"[ERROR] pip could not install {name} {pin} into {VENV}; its own message is "
+                "above. Check the network or PIP_INDEX_URL, or name a Python by --peers-python"
+            )
+        say(f"pip could not install {name} {pin}: going on without it")
+    return python
