@@ -1,0 +1,198 @@
+"""Time and compare every number format beside the public packages that have it.
+
+    python benchmarks/formats.py                     # all formats, 4096 x 4096: many minutes
+    python benchmarks/formats.py --quick             # a small matrix, shown and not written
+    python benchmarks/formats.py --formats mxfp8 mxfp4 --dtypes bf16 --axes last
+    python benchmarks/formats.py --device cuda --output docs/results/formats_gpu.md
+
+For each format, input dtype and block axis: a copy of the matrix (`clone`), our `fake_quantize`,
+and each peer that has the format, quantizing and dequantizing to the input's dtype. All run in one
+process, with the same threads, in rounds that give each a turn; numpy's (ml_dtypes, en_dtypes) use
+one thread. Peers work along the last axis: along the first one they get the transposed matrix, and
+turning it there and back is part of their time. What each gives is compared with ours element by
+element, on normal data and on wide data (rows times 2^-16 to 2^16); zeros of either sign are equal.
+
+The peers have an environment of their own, .venv-peers in the tree's root, which the first run
+makes with pip from the releases in benchmarks/peers_requirements.txt and setup.py; pip's own
+settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) apply. A peer that cannot be installed or imported is
+left out, and the table says why. `--peers-python PATH` uses that Python and installs nothing.
+
+Writes a Markdown file and a CSV file beside it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+import formats_report
+import peers_env
+from tqdm import tqdm
+
+REPO = Path(__file__).resolve().parents[1]
+WORKER = Path(__file__).with_name("formats_worker.py")
+LOG_LINES = 20  #: of the worker's errors, shown if it fails
+FORMATS = (
+    "bf16", "fp16", "mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8",
+    "mx:e4m3:b32:rceil", "mx:e2m1:b32:rceil", "nvfp4", "hifp8", "hifp4", "fp8_e4m3", "fp8_e5m2",
+)  # fmt: skip
+SEED = 1234
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"[ERROR] {message}; see --help\n")
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shape", nargs=2, type=positive, metavar=("ROWS", "COLUMNS"), help="default: 4096 4096")
+    add("--formats", nargs="+", metavar="FORMAT", help=f"default: {' '.join(FORMATS)}")
+    add("--dtypes", nargs="+", choices=("fp32", "bf16", "fp16"), default=["fp32", "bf16"])
+    add("--axes", nargs="+", choices=("last", "first"), default=["last", "first"])
+    add("--repeats", type=positive, metavar="N", help="rounds; default: 10")
+    add("--threads", type=positive, metavar="N", help="default: all cores", default=cores())
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--quick", action="store_true", help="shape 128 256, 2 rounds, no file unless named")
+    add("--output", type=Path, metavar="FILE.md", help="default: docs/results/formats.md")
+    add("--csv", type=Path, metavar="FILE.csv", help="default: beside --output")
+    add("--peers-python", type=Path, metavar="PATH", help="default: .venv-peers/bin/python")
+    options = parser.parse_args(arguments)
+    options.shape = options.shape or ([128, 256] if options.quick else [4096, 4096])
+    options.repeats = options.repeats or (2 if options.quick else 10)
+    if options.output is None and not options.quick:
+        options.output = REPO / "docs" / "results" / "formats.md"
+    if options.csv is None and options.output is not None:
+        options.csv = options.output.with_suffix(".csv")
+    return options
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def measure(python: Path, options: argparse.Namespace) -> list[formats_report.Event]:
+    """Run the worker, show how far it is, and give back all that it reported."""
+    names = ("shape", "dtypes", "axes", "repeats", "threads", "device")
+    asked: dict[str, Any] = {name: getattr(options, name) for name in names} | {"seed": SEED}
+    asked |= {"formats": options.formats or FORMATS, "required": options.formats is not None}
+    threads = str(options.threads)
+    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": threads}
+    environment |= {"MKL_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
+    events = []
+    peers_env.say(f"measuring with {python}")
+    with (
+        tempfile.TemporaryDirectory() as elsewhere,  # some peers write where they are started
+        tempfile.TemporaryFile("w+") as log,
+        tqdm(unit="case", disable=None, dynamic_ncols=True) as bar,
+    ):
+        with subprocess.Popen(
+            [python, WORKER, json.dumps(asked)],
+            env=environment,
+            cwd=elsewhere,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as worker:
+            for line in worker.stdout or ():
+                events.append(json.loads(line))
+                show(events[-1], bar)
+        if worker.returncode != 0:
+            log.seek(0)
+            peers_env.say("".join(log.readlines()[-LOG_LINES:]))
+            raise SystemExit(
+                f"[ERROR] the measuring process ended with status {worker.returncode}; "
+                "what it wrote last is above"
+            )
+    return events
+
+
+def show(event: formats_report.Event, bar: tqdm) -> None:
+    """Tell the user about one report of the worker; a refusal ends the run."""
+    match event["kind"]:
+        case "refused" if event["format"] is None:
+            raise SystemExit(f"[ERROR] {event['reason']}; choose --device cpu or another Python")
+        case "refused":
+            raise SystemExit(f"[ERROR] --formats: {event['reason']}")
+        case "skipped":
+            bar.write(f"skipped {event['format']}: this library does not know it", sys.stderr)
+        case "peer" if event["missing"]:
+            bar.write(f"without {event['name']}: {event['missing']}", sys.stderr)
+        case "plan":
+            bar.reset(event["cases"])
+        case "case":
+            bar.set_postfix_str(f"{event['format']} {event['dtype']} {event['axis']}", False)
+            bar.update()
+
+
+def machine(options: argparse.Namespace, plan: formats_report.Event) -> str:
+    """What the numbers depend on."""
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        cpuinfo = ""
+    named = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    cpu = named.group(1) if named else platform.processor() or platform.machine()
+    device = f"{plan['device_name']}, beside a {cpu}" if plan["device_name"] else cpu
+    releases = ", ".join(f"{name} {release or '-'}" for name, release in plan["releases"].items())
+    rows, columns = options.shape
+    command = shlex.join(["python", "benchmarks/formats.py", *sys.argv[1:]])
+    return (
+        f"{device}; {options.threads} threads; {releases}. "
+        f"Matrix {rows} x {columns}, best of {options.repeats} rounds, in milliseconds. "
+        f"Made by `{command}` on {tree()}."
+    )
+
+
+def tree() -> str:
+    """The state of this tree, if git knows it."""
+    command = ["git", "-C", REPO, "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "a tree without history"
+    return f"commit {found.stdout.strip()}"
+
+
+def main() -> int:
+    options = parse()
+    python = options.peers_python
+    python = peers_env.made() if python is None else peers_env.given(python)
+    events = measure(python, options)
+    of_kind = {kind: [e for e in events if e["kind"] == kind] for kind in ("peer", "plan", "case")}
+    cases, cuda = of_kind["case"], options.device == "cuda"
+    elements = options.shape[0] * options.shape[1]
+    parts = ["# Formats beside their peers", machine(options, of_kind["plan"][0])]
+    parts += [formats_report.summary(cases, elements, cuda), "## Every peer"]
+    parts += [formats_report.packages(of_kind["peer"]), formats_report.every_peer(cases)]
+    text = "\n\n".join(parts) + "\n"
+    print(text)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text)
+    if options.csv is not None:
+        formats_report.write_csv(options.csv, cases, elements)
+    unlike = [case for case in cases if case["unlike_cpu"]]
+    for case in unlike:
+        where = f"{case['format']} {case['dtype']} {case['axis']}"
+        peers_env.say(f"[ERROR] {where}: {case['unlike_cpu']} elements have other bits on the CPU")
+    return 1 if unlike else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

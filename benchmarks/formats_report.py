@@ -1,0 +1,123 @@
+"""The tables of benchmarks/formats.py, from the events that its worker reported."""
+
+import csv
+import statistics
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+COLUMNS = (
+    "format", "dtype", "axis", "who", "best_ms", "median_ms", "elements",
+    "differ_randn", "far_randn", "differ_wide", "far_wide", "note",
+)  # fmt: skip
+DATA = {"randn": "normal data", "wide": "wide data"}
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in [header, *rows]]
+    return "\n".join([lines[0], "|" + " --- |" * len(header), *lines[1:]])
+
+
+def count(elements: int) -> str:
+    """16777216 as 16.8M."""
+    return f"{elements / 1e6:.1f}M" if elements >= 1e6 else f"{elements:,}"
+
+
+def best(case: Event, who: str) -> float:
+    return min(case["times"][who])
+
+
+def peers_of(case: Event) -> list[str]:
+    """The peers that ran, the fastest one first."""
+    return sorted(case["differ"], key=lambda name: best(case, name))
+
+
+def agreement(case: Event, data: str, elements: int) -> str:
+    """Elements that differ from ours: one number if all peers agree, else peer by peer."""
+    found = {name: case["differ"][name][data] for name in peers_of(case)}
+    if not found:
+        return "-"
+    if not any(differ for differ, _ in found.values()):
+        peers = "1 peer" if len(found) == 1 else f"{len(found)} peers"
+        return f"= 0 of {count(elements)}, {peers}"
+    return "; ".join(f"{name} {apart(*numbers)}" for name, numbers in found.items())
+
+
+def apart(differ: int, far: int) -> str:
+    """A count of differing elements, and whether they differ by more than a few last bits."""
+    if differ == 0 or differ == far:
+        return f"{differ:,}"
+    return f"{differ:,} ({far or 'none'} by more than 4 ulp)"
+
+
+def summary(cases: list[Event], elements: int, cuda: bool) -> str:
+    """The table of one row a case: ours, the copy and the fastest peer."""
+    header = ["format", "input", "axis", "clone ms", "ours ms", "ours / clone"]
+    header += ["of copy bandwidth", "bits unlike the CPU's"] if cuda else []
+    header += ["fastest peer", "its ms", "speed-up"]
+    header += [f"differ, {data}" for data in DATA.values()]
+    rows = []
+    for case in cases:
+        clone, ours = best(case, "clone"), best(case, "ours")
+        row = [f"`{case['format']}`", case["dtype"], case["axis"], f"{clone:.4g}", f"{ours:.4g}"]
+        row.append(f"{ours / clone:.2f}")
+        row += [f"{clone / ours:.0%}", f"{case['unlike_cpu']:,}"] if cuda else []
+        names = peers_of(case)
+        if names:
+            theirs = best(case, names[0])
+            row += [names[0], f"{theirs:.4g}", f"{theirs / ours:.1f}"]
+        else:
+            row += ["-"] * 3
+        rows.append(row + [agreement(case, data, elements) for data in DATA])
+    return markdown(header, rows)
+
+
+def every_peer(cases: list[Event]) -> str:
+    """The table of one row a measurement, and below it why some values differ."""
+    header = ["format", "input", "axis", "who", "best ms", "median ms", "times ours"]
+    header += [f"differ, {data}" for data in DATA.values()] + ["note"]
+    rows, notes = [], list(dict.fromkeys(text for case in cases for text in case["why"].values()))
+    for case in cases:
+        where = [f"`{case['format']}`", case["dtype"], case["axis"]]
+        ours = best(case, "ours")
+        for name in ["clone", "ours", *peers_of(case)]:
+            times = case["times"][name]
+            row = [name, f"{min(times):.4g}", f"{statistics.median(times):.4g}"]
+            row.append(f"{min(times) / ours:.2f}")
+            differ = case["differ"].get(name)
+            row += [apart(*differ[data]) if differ else "" for data in DATA]
+            why = case["why"].get(name)
+            rows.append([*where, *row, f"({notes.index(why) + 1})" if why else ""])
+        for name, reason in case["failed"].items():
+            rows.append([*where, name, *[""] * 5, "failed: " + reason.replace("|", "\\|")])
+    explained = [f"({number}) {text}." for number, text in enumerate(notes, 1)]
+    return "\n\n".join([markdown(header, rows), *explained])
+
+
+def packages(found: list[Event]) -> str:
+    """The table of the peers and whether they could be imported."""
+    rows = []
+    for peer in found:
+        missing = peer["missing"]
+        state = f"not installed: {missing}" if missing else "measured"
+        rows.append([peer["name"], peer["release"] or "-", state.replace("|", "\\|")])
+    return markdown(["peer", "release", "state"], rows)
+
+
+def write_csv(path: Path, cases: list[Event], elements: int) -> None:
+    """The same numbers, a line a measurement."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for case in cases:
+            same = {key: case[key] for key in ("format", "dtype", "axis")} | {"elements": elements}
+            for name, times in case["times"].items():
+                row = same | {"who": name, "note": case["why"].get(name, "")}
+                row["best_ms"] = f"{min(times):.4f}"
+                row["median_ms"] = f"{statistics.median(times):.4f}"
+                for data, numbers in case["differ"].get(name, {}).items():
+                    row[f"differ_{data}"], row[f"far_{data}"] = numbers
+                writer.writerow(row)
+            for name, reason in case["failed"].items():
+                writer.writerow(same | {"who": name, "note": f"failed: {reason}"})

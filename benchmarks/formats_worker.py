@@ -1,0 +1,206 @@
+"""What benchmarks/formats.py runs under the peers' Python: measures, and reports as JSON lines.
+
+Everything is timed in this one process, in rounds in which the copy, our function and every peer
+have one turn each, in an order that changes from round to round. What shares the machine then
+disturbs all of them alike. Peers print when they are imported: standard output is kept for the
+reports and theirs goes to standard error.
+"""
+
+import gc
+import json
+import os
+import platform
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+reports = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
+warnings.simplefilter("ignore")
+
+import peers  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from megatron.fake_quant import Format, fake_quantize, get_format  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INDEX = {"last": -1, "first": 0}
+LAUNCHES = 10  #: calls between two CUDA events, so that launching the first does not count
+
+
+def report(kind: str, **fields: Any) -> None:
+    reports.write(json.dumps({"kind": kind} | fields) + "\n")
+
+
+def release(distribution: str) -> str | None:
+    """The installed release, None if there is none."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def reason(error: Exception) -> str:
+    """An error in one line of a table."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:160]
+
+
+def load_peers(device: str) -> dict[str, peers.Finder]:
+    """Import every peer that runs on the device, and report which are there."""
+    finders = {}
+    elsewhere = peers.ONLY_ON_CUDA if device == "cpu" else peers.ONLY_ON_CPU
+    for name, (load, distribution) in peers.PEERS.items():
+        if name in elsewhere:
+            continue
+        missing = None
+        try:
+            finders[name] = load()
+        except Exception as error:  # an import runs anything: other peers must not suffer
+            missing = reason(error)
+        report("peer", name=name, release=release(distribution), missing=missing)
+    return finders
+
+
+def known_formats(names: list[str], required: bool) -> list[Format]:
+    """The formats that this version of the library has."""
+    formats = []
+    for name in names:
+        try:
+            formats.append(get_format(name))
+        except ValueError as error:
+            report("refused" if required else "skipped", format=name, reason=str(error))
+            if required:
+                sys.exit(2)
+    return formats
+
+
+def data(asked: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The matrices to compare on; the first one is also timed."""
+    generator = torch.Generator().manual_seed(asked["seed"])
+    rows, columns = asked["shape"]
+    normal = torch.randn(rows, columns, generator=generator)
+    exponents = torch.rand(rows, 1, generator=generator) * 32 - 16
+    wide = normal * torch.exp2(exponents)
+    return {name: x.to(asked["device"], dtype) for name, x in (("randn", normal), ("wide", wide))}
+
+
+def differences(theirs: Tensor, ours: Tensor) -> tuple[int, int]:
+    """How many elements differ, and how many by more than 4 units in the last place."""
+    if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
+        raise ValueError(f"gave {theirs.dtype} of shape {tuple(theirs.shape)}")
+    differ = (theirs != ours) & ~(theirs.isnan() & ours.isnan())
+    a, b = theirs[differ].double(), ours[differ].double()
+    near = (a - b).abs() <= 4 * torch.finfo(ours.dtype).eps * b.abs()
+    return len(a), len(a) - int(near.sum())
+
+
+def other_bits(a: Tensor, b: Tensor) -> int:
+    """How many elements have other bits, NaN of any kind being one."""
+    integers = torch.int32 if a.dtype == torch.float32 else torch.int16
+    a, b = (t.cpu().masked_fill(t.cpu().isnan(), torch.nan).view(integers) for t in (a, b))
+    return int((a != b).sum())
+
+
+def milliseconds(call: Callable[[], Tensor], device: str) -> float:
+    """The duration of one call."""
+    if device == "cpu":
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1000
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(LAUNCHES):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / LAUNCHES
+
+
+def run_case(
+    fmt: Format, axis: str, tensors: dict[str, Tensor], calls: dict[str, peers.Call], repeats: int
+) -> dict[str, Any]:
+    """Compare and time one format, dtype and axis; the comparison is the warm-up."""
+    randn, device = tensors["randn"], tensors["randn"].device.type
+
+    def ours(x: Tensor) -> Tensor:
+        return fake_quantize(x, fmt, INDEX[axis])
+
+    expected = {name: ours(x) for name, x in tensors.items()}
+    compared, failed = {}, {}
+    for name, call in calls.items():
+        try:
+            compared[name] = {on: differences(call(x), expected[on]) for on, x in tensors.items()}
+        except Exception as error:  # theirs may raise anything; the others go on
+            failed[name] = reason(error)
+    unlike_cpu = None
+    if device != "cpu":
+        unlike_cpu = sum(other_bits(ours(x.cpu()), expected[on]) for on, x in tensors.items())
+    del expected
+
+    turns = {"clone": torch.clone, "ours": ours} | {n: calls[n] for n in compared}
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    shuffle = random.Random(0).shuffle
+    gc.collect()
+    for _ in range(repeats):
+        order = list(turns)
+        shuffle(order)
+        for name in order:
+            times[name].append(milliseconds(lambda call=turns[name]: call(randn), device))
+    reasons = {
+        n: peers.why(n, fmt) for n, found in compared.items() if any(map(any, found.values()))
+    }
+    return {
+        "times": times,
+        "differ": compared,
+        "why": reasons,
+        "failed": failed,
+        "unlike_cpu": unlike_cpu,
+    }
+
+
+def set_threads(threads: int) -> None:
+    torch.set_num_threads(threads)
+    try:
+        import numba
+    except ImportError:  # then the library runs without it too
+        return
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    set_threads(asked["threads"])
+    if asked["device"] == "cuda" and not torch.cuda.is_available():
+        report("refused", format=None, reason="this Python's torch sees no CUDA device")
+        sys.exit(2)
+    formats = known_formats(asked["formats"], asked["required"])
+    finders = load_peers(asked["device"])
+    device_name = torch.cuda.get_device_name() if asked["device"] == "cuda" else None
+    releases = {"Python": platform.python_version()}
+    releases |= {name: release(name) for name in ("torch", "numpy", "numba")}
+    cases = [
+        (fmt, dtype, axis)
+        for fmt in formats
+        for dtype in asked["dtypes"]
+        # Without blocks there is no axis to speak of: measured once.
+        for axis in (asked["axes"] if fmt.block_size else ["last"])
+    ]
+    report("plan", cases=len(cases), releases=releases, device_name=device_name)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for fmt, dtype, axis in cases:
+        tensors[dtype] = tensors.get(dtype) or data(asked, DTYPES[dtype])
+        found = {name: call for name, find in finders.items() if (call := find(fmt))}
+        calls = {name: peers.along(call, axis) for name, call in found.items()}
+        result = run_case(fmt, axis, tensors[dtype], calls, asked["repeats"])
+        shown = axis if fmt.block_size else "-"
+        report("case", format=fmt.name, dtype=dtype, axis=shown, **result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""benchmarks/formats.py with the peers that the test environment has, and its tables."""
+
+import csv
+import re
+import sys
+
+import pytest
+
+from tests.subprocesses import REPO, run
+
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+import formats_report
+import peers_env
+
+sys.path.remove(str(REPO / "benchmarks"))
+
+SCRIPT = REPO / "benchmarks" / "formats.py"
+
+
+def benchmark(*options):
+    here = ("--peers-python", sys.executable)
+    return run([sys.executable, SCRIPT, "--quick", "--threads", "1", *here, *options])
+
+
+def test_quick_run_agrees_with_the_peers_that_are_here(tmp_path):
+    page = tmp_path / "formats.md"
+    found = benchmark(
+        *("--formats", "mxfp8", "mxfp4", "hifp8", "bf16"),
+        *("--dtypes", "fp32", "bf16", "--output", page),
+    )
+    assert found.returncode == 0, found.stderr
+    text = page.read_text()
+    assert text in found.stdout
+    assert "mxfp8 mxfp4 hifp8 bf16" in text  # the command
+    assert re.search(r"\| quark \| - \| not installed: ModuleNotFoundError", text)
+
+    with (tmp_path / "formats.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert all(float(row["best_ms"]) > 0 for row in rows)
+    by_peer = {peer: [r for r in rows if r["who"] == peer] for peer in ("ml_dtypes", "en_dtypes")}
+    cases = {(row["format"], row["dtype"], row["axis"]) for row in by_peer["ml_dtypes"]}
+    assert cases == {
+        (fmt, dtype, axis)
+        for fmt in ("mxfp8", "mxfp4")
+        for dtype in ("fp32", "bf16")
+        for axis in ("last", "first")
+    }
+    assert all(row["differ_randn"] == row["differ_wide"] == "0" for row in by_peer["ml_dtypes"])
+    if sys.version_info < (3, 13):  # setup.py says why
+        assert [row["differ_randn"] for row in by_peer["en_dtypes"]] == ["0", "0"]
+        assert all("Inf from 40960 on" in row["note"] for row in by_peer["en_dtypes"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--formats", "mxfp9"), "--formats: unknown format 'mxfp9'; choose one of"),
+        (("--shape", "0", "8"), "'0' is not a whole number of 1 or more; see --help"),
+        (("--axes", "middle"), "invalid choice: 'middle'"),
+        (("--peers-python", "nowhere/python"), "nowhere/python does not run"),
+    ],
+)
+def test_mistakes_are_one_line(options, said):
+    found = benchmark(*options)
+    assert found.returncode != 0
+    assert "Traceback" not in found.stderr
+    assert re.search(rf"^\[ERROR\] .*{re.escape(said)}", found.stderr, re.MULTILINE)
+
+
+def test_help_shows_commands():
+    assert "python benchmarks/formats.py --quick" in run([sys.executable, SCRIPT, "--help"]).stdout
+
+
+def case(differ, **more):
+    times = {"clone": [1.0, 2.0], "ours": [2.0, 3.0]} | {key: [8.0, 6.0] for key in differ}
+    same = {"format": "mxfp8", "dtype": "fp32", "axis": "last", "failed": {}, "why": {}}
+    return same | {"times": times, "differ": differ, "unlike_cpu": 3} | more
+
+
+def cells(table, row):
+    return [cell.strip() for cell in table.splitlines()[2 + row].strip("|").split("|")]
+
+
+def test_a_row_has_the_ratios_of_the_best_times():
+    agreeing = case({"a": {"randn": (0, 0), "wide": (0, 0)}})
+    row = cells(formats_report.summary([agreeing], 16777216, cuda=False), 0)
+    assert row[3:9] == ["1", "2", "2.00", "a", "6", "3.0"]
+    assert row[9:] == ["= 0 of 16.8M, 1 peer"] * 2
+
+
+def test_on_a_gpu_the_row_has_the_bandwidth_and_the_bits():
+    row = cells(formats_report.summary([case({})], 4096, cuda=True), 0)
+    assert row[5:] == ["2.00", "50%", "3", "-", "-", "-", "-", "-"]
+
+
+def test_peers_that_differ_are_named_and_explained():
+    differ = {"a": {"randn": (0, 0), "wide": (5, 5)}, "b": {"randn": (1234, 0), "wide": (7, 2)}}
+    differing = case(differ, why={"a": "rounds down", "b": "last bit"}, failed={"c": "x|y"})
+    row = cells(formats_report.summary([differing], 4096, cuda=False), 0)
+    assert row[-2:] == ["a 0; b 1,234 (none by more than 4 ulp)", "a 5; b 7 (2 by more than 4 ulp)"]
+    table = formats_report.every_peer([differing])
+    assert cells(table, 2)[3:] == ["a", "6", "7", "3.00", "0", "5", "(1)"]
+    assert table.endswith("(1) rounds down.\n\n(2) last bit.")
+    assert "failed: x\\|y" in table
+
+
+def test_every_peer_has_a_pin():
+    pins = peers_env.pins()
+    assert {"torch", "numpy", "torchao", "amd-quark", "nvidia-modelopt", "ml_dtypes"} <= set(pins)
+    assert all(re.fullmatch(r"[\d.]+", pin) for pin in pins.values())
