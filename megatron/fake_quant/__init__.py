@@ -1,11 +1,25 @@
 """Simulated low-precision number formats: `fake_quantize(x, "mxfp8")` and the table of formats.
 
 The core knows numbers only, no model and no layer. To read it, start with `formats.py` (what the
-formats are), then `element.py`, `block.py` and `hifloat8.py` (how values are rounded), then
-`quantize.py` (the one entry point).
+formats are) and `names.py` (what users call them), then `reference.py` (how a tensor is taken apart
+into elements and scales, in plain torch operations) with `element.py`, `block.py`, `nvfp4.py`,
+`hifloat8.py` and `hifloat4.py`, then `quantize.py` (the entry point). `fused/` does the same
+faster; `packing.py` gives the codes and scales themselves.
 """
 
-from megatron.fake_quant.formats import FORMATS, Format, get_format
+from megatron.fake_quant.formats import FORMATS, Format
+from megatron.fake_quant.hadamard import Hadamard
+from megatron.fake_quant.names import get_format
+from megatron.fake_quant.packing import QuantizedTensor, dequantize, quantize
 from megatron.fake_quant.quantize import fake_quantize
 
-__all__ = ["FORMATS", "Format", "fake_quantize", "get_format"]
+__all__ = [
+    "FORMATS",
+    "Format",
+    "Hadamard",
+    "QuantizedTensor",
+    "dequantize",
+    "fake_quantize",
+    "get_format",
+    "quantize",
+]

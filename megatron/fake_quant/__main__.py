@@ -8,7 +8,8 @@ import argparse
 import sys
 
 from megatron.fake_quant.describe import markdown
-from megatron.fake_quant.formats import FORMATS, get_format
+from megatron.fake_quant.formats import FORMATS
+from megatron.fake_quant.names import get_format
 
 
 def main(arguments: list[str] | None = None) -> int:

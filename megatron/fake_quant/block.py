@@ -16,8 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.element import BIAS, MANTISSA_BITS, round_to
+from megatron.fake_quant.element import BIAS, MANTISSA_BITS
 from megatron.fake_quant.formats import BlockScaling, ElementFormat, ScaleRule
+from megatron.fake_quant.scales import Scales
 
 NAN_BYTE = 255
 _MAX_BYTE = 254
@@ -63,29 +64,14 @@ def scale_reciprocals(byte: Tensor) -> Tensor:
     return scale_values((_MAX_BYTE - byte).masked_fill(byte == NAN_BYTE, NAN_BYTE))
 
 
-def fake_quantize_blocks(
-    x: Tensor, element: ElementFormat, scaling: BlockScaling, *, axis: int
-) -> Tensor:
-    """Quantize and dequantize float32 `x` in blocks along the nonnegative `axis`.
-
-    Where the block size does not divide the axis, the last block is a shorter one.
-    """
-    size = scaling.size
-    whole = x.shape[axis] - x.shape[axis] % size
-    if whole < x.shape[axis]:
-        pieces = [(x.narrow(axis, 0, whole), size)] if whole else []
-        pieces.append((x.narrow(axis, whole, x.shape[axis] - whole), x.shape[axis] - whole))
-        return torch.cat(
-            [_whole_blocks(piece, element, scaling.rule, axis, n) for piece, n in pieces], axis
-        )
-    return _whole_blocks(x, element, scaling.rule, axis, size)
+def scale_down(
+    blocks: Tensor, element: ElementFormat, scaling: BlockScaling
+) -> tuple[Tensor, Scales]:
+    """Blocks in the range of their elements, and a byte a block."""
+    byte = scale_bytes(blocks.abs().amax(-1), element, scaling.rule)
+    return blocks * scale_reciprocals(byte).unsqueeze(-1), Scales(byte.to(torch.uint8))
 
 
-def _whole_blocks(
-    x: Tensor, element: ElementFormat, rule: ScaleRule, axis: int, size: int
-) -> Tensor:
-    """Blocks get a dimension of their own behind `axis`: a view whatever the strides."""
-    blocks = torch.unflatten(x, axis, (x.shape[axis] // size, size))
-    byte = scale_bytes(blocks.abs().amax(axis + 1, keepdim=True), element, rule)
-    scaled = round_to(blocks * scale_reciprocals(byte), element)
-    return scaled.mul_(scale_values(byte)).flatten(axis, axis + 1)
+def scale_up(elements: Tensor, scales: Scales) -> Tensor:
+    """Undo `scale_down`."""
+    return elements * scale_values(scales.block().int()).unsqueeze(-1)

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatron.fake_quant.formats import ALIASES, Cast, ElementFormat, Format, HiFloat8
+from megatron.fake_quant.formats import Cast, ElementFormat, Format, HiFloat8
 from megatron.fake_quant.hifloat8 import LARGEST_EXPONENT, SMALLEST_EXPONENT
+from megatron.fake_quant.names import ALIASES
 
 SCALE_BITS = 8  #: of an E8M0 block scale
 HEADER = (

@@ -1,13 +1,14 @@
 """Rounding to an element format, and powers of two that are exact.
 
 Everything works on the bits of float32: `log2` and `pow` are off by one near powers of two on some
-machine or other, and a number format is nothing but its behaviour there.
+machine or other, and a number format is nothing but its behavior there.
 """
 
 import torch
 from torch import Tensor
 
 from megatron.fake_quant.formats import ElementFormat
+from megatron.fake_quant.random_bits import RANDOM_BITS
 
 MANTISSA_BITS = 23
 BIAS = 127
@@ -21,18 +22,44 @@ def power_of_two_bits(exponent: int) -> int:
     return (exponent + BIAS) << MANTISSA_BITS
 
 
-def round_to(x: Tensor, element: ElementFormat) -> Tensor:
-    """Round float32 `x` to the nearest value of `element`: ties to even, NaN stays.
+def round_to(x: Tensor, element: ElementFormat, random: Tensor | None = None) -> Tensor:
+    """Round float32 `x` to a value of `element`; NaN stays, what is beyond the largest saturates.
 
-    A new tensor of any shape; what is beyond the largest number saturates, Inf too. Clearing the
-    mantissa of a float leaves the power of two at or below it; held between `emin` and `emax` and
-    divided by 2^mantissa_bits it is the spacing of the element's values there. (A float32 subnormal
-    loses all its bits and is lifted to `emin` like everything small.) Dividing by a power of two is
-    exact, so `round` is the only rounding.
+    Args:
+        x: of any shape; the result is a new tensor.
+        element: says where half-way goes.
+        random: None rounds to nearest. Integers from 0 to 2^24 - 1, of the shape of `x`, round up
+            in magnitude with the probability of the distance from the value below, in steps of
+            2^-24: exact, unless `x` is so small that it needs more bits, then less by under a step.
+
+    Clearing the mantissa of a float leaves the power of two at or below it; held between `emin` and
+    `emax` and divided by 2^mantissa_bits it is the spacing of the element's values there. (A
+    float32 subnormal loses all its bits and is lifted to `emin` like everything small.) Dividing by
+    a power of two is exact, so the rounding to an integer is the only one.
     """
     ulp_bits = x.view(torch.int32) & INFINITY
     ulp_bits.clamp_(power_of_two_bits(element.emin), power_of_two_bits(element.emax))
     ulp_bits.sub_(element.mantissa_bits << MANTISSA_BITS)
     ulp = ulp_bits.view(torch.float32)
-    rounded = torch.div(x, ulp).round_().mul_(ulp).clamp_(-element.max, element.max)
-    return rounded if element.negative_zero else rounded.masked_fill_(rounded == 0, 0.0)
+    steps = torch.div(x, ulp)
+    if random is not None:
+        steps = _round_stochastically(steps, random)
+    elif element.ties == "even":
+        steps.round_()
+    else:
+        steps = _round_ties_away(steps)
+    rounded = steps.mul_(ulp).clamp_(-element.max, element.max)
+    return rounded.masked_fill_(rounded == 0, 0.0) if element.twos_complement else rounded
+
+
+def _round_ties_away(steps: Tensor) -> Tensor:
+    whole = steps.trunc()
+    # The difference is exact; adding 1/2 and truncating would not be, just below 1/2.
+    up = (steps - whole).abs_() >= 0.5
+    return torch.where(up, whole + steps.sign(), whole)
+
+
+def _round_stochastically(steps: Tensor, random: Tensor) -> Tensor:
+    whole = steps.trunc()
+    up = (steps - whole).abs_().mul_(1 << RANDOM_BITS) >= random + 1
+    return torch.where(up, whole + steps.sign(), whole)

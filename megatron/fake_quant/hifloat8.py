@@ -35,11 +35,25 @@ binade is always a HiFloat8 value. Three places differ:
     gives Inf, the paper's other option and what its public simulators do.
  *  NaN stays NaN in both. (Ascend's saturating cast makes it 0, which would hide a diverged run.)
 
-The stochastic and hybrid roundings of the paper (SR, HR) are not here: the paper trains language
-models with TA alone. Nor is a tensor scale: the paper casts activations, weights and gradients
-directly. The work is done on integers, so neither the rounding mode of the machine nor flushing of
-subnormals can touch it.
+The paper's hybrid rounding HR is TA below |E| = 4 and SR, "stochastic rounding", from there on,
+where E is the exponent of x. SR draws nothing: it reads its random number off the low bits of x.
+It carries when F >= T, where
+
+    float32          F the upper 14 of the discarded bits, T the lower 14 bits of the mantissa
+    float16, bf16    F the upper 2 of the discarded bits, T = 2 t + 1 (t: the mantissa's last bit)
+
+(SR14 and SR2; the mantissa is that of x in its own type, so T needs to know where x came from.)
+For E = -23 the only neighbors are 0 and 2^-22, and the discarded bits begin with the implicit one.
+The paper's rule has a consequence that is easily taken for a mistake: under SR14 an x that *is* a
+HiFloat8 value has F = T = 0 and moves on to the next one, 16 to 20; and so does all that float32
+holds of bf16 data. Round bf16 tensors as such. Besides, `stochastic` is rounding with real random
+numbers, as for every other format.
+
+The work is done on integers, so neither the rounding mode of the machine nor flushing of subnormals
+can touch it.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -52,31 +66,85 @@ from megatron.fake_quant.element import (
     SIGN,
     power_of_two_bits,
 )
-from megatron.fake_quant.formats import HiFloat8
+from megatron.fake_quant.formats import HiFloat8, Rounding
+from megatron.fake_quant.random_bits import RANDOM_BITS
 
 LARGEST_EXPONENT = 15
 SMALLEST_EXPONENT = -22
+HYBRID_FROM = 4  #: |E| from which on HR is SR
 _LARGEST = power_of_two_bits(LARGEST_EXPONENT)
+_OVERFLOW = _LARGEST | 1 << (MANTISSA_BITS - 2)  #: 1.25 * 2^15
+_BEYOND = power_of_two_bits(LARGEST_EXPONENT + 1)  #: Inf in every rounding, as is all above it
 _SMALLEST = power_of_two_bits(SMALLEST_EXPONENT)
-_HALF_SMALLEST = power_of_two_bits(SMALLEST_EXPONENT - 1)
+_UNITS = 1 << RANDOM_BITS
+_UNITS_BELOW_SMALLEST = math.ldexp(_UNITS, -SMALLEST_EXPONENT)
+_SMALLEST_NORMAL_FLOAT16 = power_of_two_bits(-14)
 
 
-def round_to_hifloat8(x: Tensor, element: HiFloat8) -> Tensor:
-    """Round float32 `x` of any shape to HiFloat8 values, in a new float32 tensor."""
+def round_to_hifloat8(
+    x: Tensor,
+    element: HiFloat8,
+    rounding: Rounding = "nearest",
+    *,
+    source: torch.dtype = torch.float32,
+    random: Tensor | None = None,
+) -> Tensor:
+    """Round float32 `x` of any shape to HiFloat8 values, in a new float32 tensor.
+
+    Args:
+        x: what to round.
+        element: says what becomes of overflow.
+        rounding: nearest is TA.
+        source: the type that `x` came from, for hybrid.
+        random: for stochastic, integers from 0 to 2^24 - 1 of the shape of `x`.
+    """
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
     is_nan = magnitude > INFINITY
-    is_zero = magnitude < _HALF_SMALLEST
-    largest = _LARGEST if element.overflow == "saturate" else INFINITY
-    magnitude.clamp_(_SMALLEST, largest)
+    overflow = _LARGEST if element.overflow == "saturate" else INFINITY
+    magnitude.clamp_(max=min(overflow, _BEYOND))
 
-    steps = _steps(magnitude)
-    magnitude.add_(steps >> 1).bitwise_and_(steps.neg_())
-    if element.overflow == "inf":
-        magnitude.masked_fill_(magnitude > _LARGEST, INFINITY)
+    steps = _steps(magnitude.clamp(min=_SMALLEST))
+    small = magnitude < _SMALLEST
+    below = magnitude.bitwise_and(steps.neg()).masked_fill_(small, 0)
+    above = (below + steps).masked_fill_(small, _SMALLEST)
+    # How far x is on the way from one to the other, in units of 2^-24.
+    way = ((magnitude - below) * (_UNITS // steps)).masked_fill_(small, 0)
+    way += torch.where(small, magnitude, 0).view(torch.float32).mul_(_UNITS_BELOW_SMALLEST).int()
 
-    magnitude.bitwise_or_(bits & SIGN).masked_fill_(is_zero, 0)
-    return magnitude.view(torch.float32).masked_fill_(is_nan, torch.nan)
+    if rounding == "stochastic":
+        assert random is not None
+        up = way > random
+    else:
+        up = way >= _UNITS // 2
+    if rounding == "hybrid":
+        # The ends are TA's: zero below 2^-23, Inf from 40960 on.
+        by_low_bits = _hybrid_up(magnitude, way, source) & (up | ~small)
+        by_low_bits |= magnitude >= _OVERFLOW
+        up = torch.where(_is_hybrid(magnitude), by_low_bits, up)
+    rounded = torch.where(up, above, below)
+    rounded.masked_fill_(rounded > _LARGEST, overflow)
+
+    sign = (bits & SIGN).masked_fill_(rounded == 0, 0)
+    return rounded.bitwise_or_(sign).view(torch.float32).masked_fill_(is_nan, torch.nan)
+
+
+def _is_hybrid(magnitude: Tensor) -> Tensor:
+    return ((magnitude >> MANTISSA_BITS) - BIAS).abs_() >= HYBRID_FROM
+
+
+def _hybrid_up(magnitude: Tensor, way: Tensor, source: torch.dtype) -> Tensor:
+    """Whether SR14 (float32) or SR2 (other sources) carries."""
+    if source == torch.float32:
+        threshold = magnitude & ((1 << 14) - 1)
+        return way >> (RANDOM_BITS - 14) >= threshold
+    last = magnitude >> (16 if source == torch.bfloat16 else 13) & 1
+    if source == torch.float16:
+        # A subnormal has its last bit at 2^-24 whatever its exponent.
+        small = magnitude < _SMALLEST_NORMAL_FLOAT16
+        subnormals = torch.where(small, magnitude, 0).view(torch.float32)
+        last = torch.where(small, subnormals.mul_(1 << 24).int() & 1, last)
+    return way >> (RANDOM_BITS - 2) >= 2 * last + 1
 
 
 def _steps(magnitude: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.fake_quant.formats import FORMATS, Format, get_format
+from megatron.fake_quant.formats import FORMATS, Format
+from megatron.fake_quant.names import get_format
 
 _Parsed = TypeVar("_Parsed")
 

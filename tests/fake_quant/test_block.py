@@ -8,7 +8,8 @@ import torch
 
 from megatron.fake_quant import fake_quantize, get_format
 from megatron.fake_quant.block import NAN_BYTE, scale_bytes, scale_reciprocals, scale_values
-from megatron.fake_quant.formats import ELEMENTS, get_element
+from megatron.fake_quant.formats import ELEMENTS
+from megatron.fake_quant.names import get_element
 
 from . import oracle
 from .inputs import (

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from megatron.fake_quant.element import round_to
-from megatron.fake_quant.formats import ELEMENTS, ElementFormat, get_element
+from megatron.fake_quant.formats import ELEMENTS, ElementFormat
+from megatron.fake_quant.names import get_element
 
 from . import oracle
 from .inputs import assert_same, every_bfloat16, random_bit_patterns

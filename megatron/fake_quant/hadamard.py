@@ -1,0 +1,100 @@
+"""Hadamard transforms along a matmul's reduction axis.
+
+Multiplying both operands by the same orthogonal matrix along the axis that they share leaves their
+product as it is, and spreads an outlier over its neighbors, so that a block's scale serves the
+others better. The matrix is block diagonal, with d x d blocks diag(s) H / sqrt(d), where H is
+Sylvester's (its entry i, j is -1 to the number of common one bits of i and j) and s are signs:
+
+    y_j = sum_i x_i s_i H_ij / sqrt(d)
+
+The signs are all +1 ("deterministic"), or random and fixed for a run: drawn from a seed, or the 16
+that Transformer Engine has for NVFP4 (arXiv 2509.25149 applies it to both operands of wgrad).
+
+The sum is taken in float32 from i = 0 upwards, one rounding an addition, on every device, and is
+then multiplied by 1 / sqrt(d) and rounded to the tensor's dtype.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+#: Of TransformerEngine's NVFP4 recipe.
+NVFP4_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Hadamard:
+    """A block-diagonal Hadamard transform.
+
+    size: d, a power of two from 2 to 256; the axis must be a multiple of it.
+    signs: "none", "nvfp4" (size 16 only), or a seed from which they are drawn.
+    """
+
+    size: int = 16
+    signs: Literal["none", "nvfp4"] | int = "none"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.size <= 256 or self.size & (self.size - 1):
+            raise ValueError(
+                f"a Hadamard transform of size {self.size}; choose a power of two from 2 to 256"
+            )
+        if self.signs == "nvfp4" and self.size != len(NVFP4_SIGNS):
+            raise ValueError(
+                f"the signs 'nvfp4' are for size {len(NVFP4_SIGNS)}, not {self.size}; "
+                "give a seed instead"
+            )
+        if not isinstance(self.signs, int) and self.signs not in ("none", "nvfp4"):
+            raise ValueError(f"unknown signs {self.signs!r}; choose none, nvfp4 or a seed")
+
+    def matrix(self) -> Tensor:
+        """diag(s) H, float32 `[d, d]` of +-1, without the factor 1 / sqrt(d)."""
+        index = torch.arange(self.size)
+        common = index.unsqueeze(1) & index
+        odd = torch.zeros_like(common)
+        for bit in range(self.size.bit_length()):
+            odd ^= common >> bit & 1
+        return self._signs().unsqueeze(1) * (1 - 2 * odd).float()
+
+    def _signs(self) -> Tensor:
+        if self.signs == "none":
+            return torch.ones(self.size)
+        if self.signs == "nvfp4":
+            return torch.tensor(NVFP4_SIGNS, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(self.signs)
+        return (1 - 2 * torch.randint(0, 2, (self.size,), generator=generator)).float()
+
+    @torch.no_grad()
+    def apply(self, x: Tensor, axis: int = -1) -> Tensor:
+        """Transform `x` (float32, bfloat16 or float16) along `axis`, in a new tensor like it.
+
+        Raises:
+            ValueError: the size does not divide the axis, or the axis is out of range.
+        """
+        return self._times(x, axis, self.matrix())
+
+    @torch.no_grad()
+    def invert(self, x: Tensor, axis: int = -1) -> Tensor:
+        """Undo `apply`, up to rounding."""
+        return self._times(x, axis, self.matrix().t())
+
+    def _times(self, x: Tensor, axis: int, matrix: Tensor) -> Tensor:
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(
+                f"axis {axis} is out of range for a tensor of shape {tuple(x.shape)}; "
+                f"choose one from {-x.ndim} to {x.ndim - 1}"
+            )
+        if x.shape[axis] % self.size:
+            raise ValueError(
+                f"a Hadamard transform of size {self.size} does not divide axis {axis} of a tensor "
+                f"of shape {tuple(x.shape)}; choose a size that does, or another axis"
+            )
+        blocks = torch.unflatten(x.float().movedim(axis, -1), -1, (-1, self.size))
+        matrix = matrix.to(x.device)
+        total = blocks[..., :1] * matrix[0]
+        for i in range(1, self.size):
+            total += blocks[..., i : i + 1] * matrix[i]  # the product is exact
+        total *= 1 / math.sqrt(self.size)
+        return total.flatten(-2).movedim(-1, axis).to(x.dtype).contiguous()

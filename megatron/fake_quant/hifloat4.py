@@ -1,0 +1,107 @@
+"""HiFloat4's three levels of scales for 64 values (HiF4, arXiv 2602.11287, algorithm 1).
+
+    value = E6M2 * 2^(e8 + e16) * element
+
+E6M2 is an unsigned scale 2^(e - 48) * (1 + m / 4) from 2^-48 to 1.5 * 2^15; e8 is one bit for each
+8 neighbors, e16 one for each 4; an element is a sign and a multiple of 1/4 up to 1.75. With a the
+largest magnitude of the group, a8 and a4 those of 8 and 4 neighbors:
+
+    E6M2 = a / 7, computed as bf16(a * bf16(1/7)) and rounded to E6M2, to nearest even
+    R    = bf16(1 / E6M2)
+    e8   = 1 if a8 * R >= 4
+    e16  = 1 if a4 * R / 2^e8 >= 2
+    element: |x| * R / 2^(e8 + e16), rounded to nearest, ties away from zero, at most 1.75
+
+The products are exact here (in float64), as in the authors' numpy script. Their torch version
+rounds them to float32, which on float32 data can decide a tie the other way; on bf16 data both
+agree.
+
+Stored are four bytes a group: E6M2 (e * 4 + m; 255 is NaN), e8 and two bytes of e16, the first
+neighbors in the highest bit. A NaN or an Inf makes its group NaN; a group of zeros has the smallest
+scale. Beyond 7 * 49152 the group's largest values saturate.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron.fake_quant.element import BIAS, MANTISSA_BITS, power_of_two_bits
+from megatron.fake_quant.formats import ElementFormat, GroupScaling
+from megatron.fake_quant.scales import Scales
+
+NAN_BYTE = 255
+_BIAS = 48
+_LARGEST_BYTE = 254
+_SEVENTH = float(torch.tensor(1 / 7).bfloat16())
+#: bf16(1 / (1 + m / 4)) for m = 0 .. 3; halving is exact.
+_RECIPROCALS = (1 / (1 + torch.arange(4) / 4)).bfloat16().double()
+_BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
+
+
+def _e6m2_bytes(amax: Tensor) -> Tensor:
+    """The byte of E6M2 (int32) for the largest magnitudes of groups, float32."""
+    # float64 holds the product, which is rounded to the 8 bits of bf16 and then to 3.
+    significand, exponent = torch.frexp(amax.double() * _SEVENTH)
+    eight_bits = (significand * 256).round_()
+    quarters = (eight_bits / 32).round_().int()  # 4 .. 8
+    byte = (exponent - 1 + _BIAS) * 4 + quarters - 4
+    byte = byte.clamp_(0, _LARGEST_BYTE).masked_fill_(amax == 0, 0)
+    return byte.masked_fill_(~amax.isfinite(), NAN_BYTE)
+
+
+def _e6m2_values(byte: Tensor) -> Tensor:
+    """The float32 that E6M2 bytes (int32) stand for."""
+    bits = power_of_two_bits(-_BIAS) + (byte << (MANTISSA_BITS - 2))
+    return bits.view(torch.float32).masked_fill(byte == NAN_BYTE, torch.nan)
+
+
+def _e6m2_reciprocals(byte: Tensor) -> Tensor:
+    """R, as float64; finite also for NaN, whose group becomes NaN when it is scaled up."""
+    mantissa = _RECIPROCALS.to(byte.device)[(byte & 3).long()]
+    power = ((_BIAS - (byte >> 2) + BIAS) << MANTISSA_BITS).view(torch.float32)
+    return mantissa * power
+
+
+def _group_scales(blocks: Tensor) -> Tensor:
+    """Four bytes a group."""
+    amax = blocks.abs().amax(-1)
+    e6m2 = _e6m2_bytes(amax)
+    finite = blocks.abs().masked_fill(~amax.isfinite().unsqueeze(-1), 0).double()
+    scaled = finite * _e6m2_reciprocals(e6m2).unsqueeze(-1)
+    fours = torch.unflatten(scaled, -1, (16, 4)).amax(-1)
+    e8 = torch.unflatten(fours, -1, (8, 2)).amax(-1) >= 4
+    e16 = torch.where(e8.repeat_interleave(2, -1), fours / 2, fours) >= 2
+    bits = torch.unflatten(torch.cat([e8, e16], dim=-1), -1, (3, 8)).to(torch.uint8)
+    packed = (bits * _BITS.to(bits.device)).sum(-1, dtype=torch.uint8)
+    return torch.cat([e6m2.to(torch.uint8).unsqueeze(-1), packed], dim=-1)
+
+
+def _exponents(scales: Tensor) -> Tensor:
+    """e8 + e16 of each of the 64 values, int32."""
+    bits = (scales[..., 1:].unsqueeze(-1) & _BITS.to(scales.device)) > 0
+    e8, e16 = bits.flatten(-2).int().tensor_split([8], dim=-1)
+    return (e8.repeat_interleave(2, -1) + e16).repeat_interleave(4, -1)
+
+
+def scale_down(
+    blocks: Tensor, element: ElementFormat, scaling: GroupScaling
+) -> tuple[Tensor, Scales]:
+    """Groups in the range of their elements, and four bytes a group.
+
+    The exact products have more bits than float32. They are cut off, not rounded: a half-way case
+    stays one, and what lies below it stays below.
+    """
+    stored = _group_scales(blocks)
+    reciprocal = _e6m2_reciprocals(stored[..., 0].int()).unsqueeze(-1)
+    exact = blocks.double() * reciprocal / (1 << _exponents(stored))
+    rounded = exact.float()
+    beyond = rounded.double().abs() > exact.abs()
+    cut = (rounded.view(torch.int32) - beyond.int()).view(torch.float32)
+    return cut, Scales(stored)
+
+
+def scale_up(elements: Tensor, scales: Scales) -> Tensor:
+    """Undo `scale_down`; exact."""
+    stored = scales.block()
+    e6m2 = _e6m2_values(stored[..., 0].int()).unsqueeze(-1)
+    powers = (1 << _exponents(stored)).float()
+    return elements * (e6m2 * powers)

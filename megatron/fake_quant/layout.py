@@ -1,0 +1,90 @@
+"""Blocks of a tensor: `[..., blocks, values]`, whatever the axis, the shape and the strides.
+
+Scaling and rounding see blocks only. Two other orders of the same values meet here: that of the
+tensor, and *rows*, in which codes are stored: the axis along which blocks run is the last one, as
+tensor cores read it (for a matmul operand: the reduction axis is contiguous).
+
+A block that the axis does not fill ends in zeros, which change no maximum.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron.fake_quant.formats import Format
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the blocks of a tensor of this shape lie."""
+
+    shape: tuple[int, ...]  #: of the tensor
+    axis: int  #: along which blocks run, counted from the front
+    size: int | None  #: of a block; None: the tensor is one block
+    square: bool  #: blocks of size x size over the last two axes
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], fmt: Format, axis: int) -> "Layout":
+        """The layout of `fmt`, for an axis counted from either end.
+
+        Raises:
+            ValueError: the axis is out of range, or the format's blocks need other dimensions.
+        """
+        dims = len(shape)
+        if dims == 0:
+            if fmt.block_size is not None:
+                raise ValueError(
+                    f"format {fmt.name!r} scales blocks along an axis, but the tensor has no "
+                    "dimensions; give it one, for instance by x.reshape(1)"
+                )
+            return cls(shape, 0, None, square=False)
+        if not -dims <= axis < dims:
+            raise ValueError(
+                f"axis {axis} is out of range for a tensor of shape {shape}; "
+                f"choose one from {-dims} to {dims - 1}"
+            )
+        if fmt.square and (dims < 2 or axis % dims < dims - 2):
+            raise ValueError(
+                f"format {fmt.name!r} has square blocks over the last two axes; a tensor of shape "
+                f"{shape} and axis {axis} will not do: give a matrix and one of its two axes"
+            )
+        return cls(shape, axis % dims, fmt.block_size, fmt.square)
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """The tensor with the axis last: a view."""
+        return x.movedim(self.axis, -1) if self.shape else x
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """Undo `to_rows`."""
+        return rows.movedim(-1, self.axis) if self.shape else rows
+
+    def to_blocks(self, x: Tensor) -> Tensor:
+        """`[..., blocks, values]`; of square blocks each is one row of `values`."""
+        if self.size is None:
+            return x.reshape(1, -1)
+        rows = self.to_rows(x)
+        columns = -rows.shape[-1] % self.size
+        if not self.square:
+            return torch.unflatten(pad(rows, (0, columns)), -1, (-1, self.size))
+        rows = pad(rows, (0, columns, 0, -rows.shape[-2] % self.size))
+        tiles = torch.unflatten(torch.unflatten(rows, -1, (-1, self.size)), -3, (-1, self.size))
+        return tiles.transpose(-3, -2).flatten(-2)
+
+    def from_blocks(self, blocks: Tensor) -> Tensor:
+        """Undo `to_blocks`, in rows: see `from_rows` for the tensor's own order."""
+        if self.size is None:
+            return self.to_rows(blocks.reshape(self.shape))
+        rows = blocks.flatten(-2)
+        if self.square:
+            tiles = torch.unflatten(blocks, -1, (self.size, self.size)).transpose(-3, -2)
+            rows = tiles.flatten(-2).flatten(-3, -2)
+            rows = rows.narrow(-2, 0, self.rows_shape[-2])
+        return rows.narrow(-1, 0, self.rows_shape[-1])
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """The shape of `to_rows`."""
+        front, back = self.shape[: self.axis], self.shape[self.axis + 1 :]
+        return (*front, *back, *self.shape[self.axis : self.axis + 1])

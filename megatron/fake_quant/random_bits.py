@@ -1,0 +1,55 @@
+"""Random bits that depend on a seed and on a value's place, and on nothing else.
+
+Stochastic rounding needs the same bits on every device, for every memory layout and number of
+threads. A counter-based generator gives them: Philox4x32-10 (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", SC 2011) turns the number of a value in the tensor's row-major order,
+and a key, into bits. Value i gets word i % 4 of the block with counter i // 4.
+"""
+
+import torch
+from torch import Tensor
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+WORD = 0xFFFFFFFF
+RANDOM_BITS = 24  #: how many of a word's bits rounding uses: what a float32 holds exactly
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """A key for one tensor, from `generator` (None: torch's default one for the CPU).
+
+    A generator on a CUDA device has to be waited for.
+    """
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(0, 1 << 62, (), generator=generator, device=device))
+
+
+def philox(counter: Words, key: tuple[int, int]) -> Words:
+    """The four 32-bit words for each counter; int64 tensors with values below 2^32."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high0, low0 = _product(c0, MULTIPLIERS[0])
+        high1, low1 = _product(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low word of a 64-bit product; int64 wraps around, its bits are right."""
+    product = a * b
+    return (product >> 32) & WORD, product & WORD
+
+
+def random_bits(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
+    """An integer from 0 to 2^24 - 1 for each value of a tensor, uniform; int32."""
+    count = torch.Size(shape).numel()
+    index = torch.arange(-(-count // 4), dtype=torch.int64, device=device)
+    zero = torch.zeros_like(index)
+    words = philox((index & WORD, index >> 32, zero, zero), (seed & WORD, seed >> 32))
+    bits = torch.stack(words, dim=1).flatten()[:count]
+    return (bits >> (32 - RANDOM_BITS)).int().view(shape)

@@ -1,0 +1,76 @@
+"""Every format in plain torch operations: the definition that the fused kernels are held to.
+
+A tensor is taken apart into element values and scales (`split`) and put together again (`join`).
+`fake_quantize` does both; what is stored in between is in `packing.py`. Everything is computed in
+float32, each step is either exact or one correctly rounded operation, and none depends on an order
+of summation: the result is the same on every device.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron.fake_quant import block, hifloat4, nvfp4, tensor_scale
+from megatron.fake_quant.element import round_to
+from megatron.fake_quant.formats import (
+    BlockScaling,
+    Cast,
+    Format,
+    GroupScaling,
+    HiFloat8,
+    TensorScaling,
+    TwoLevelScaling,
+)
+from megatron.fake_quant.hifloat8 import round_to_hifloat8
+from megatron.fake_quant.layout import Layout
+from megatron.fake_quant.random_bits import random_bits
+from megatron.fake_quant.scales import Scales
+
+#: Each scaling has a module with `scale_down` and `scale_up`.
+_SCALINGS = {
+    BlockScaling: block,
+    TwoLevelScaling: nvfp4,
+    GroupScaling: hifloat4,
+    TensorScaling: tensor_scale,
+}
+
+
+def split(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> tuple[Tensor, Scales]:
+    """Element values (float32, in blocks, see `Layout`) and scales of a tensor that is not empty.
+
+    Args:
+        x: of a dtype that `fake_quantize` takes.
+        fmt: not a cast.
+        layout: of `x`.
+        seed: for stochastic rounding, else None.
+    """
+    blocks = layout.to_blocks(x.float())
+    random = None
+    if seed is not None:
+        random = layout.to_blocks(random_bits(tuple(x.shape), seed, x.device))
+    scales = Scales()
+    if fmt.scaling is not None:
+        scaling = _SCALINGS[type(fmt.scaling)]
+        blocks, scales = scaling.scale_down(blocks, fmt.element, fmt.scaling)
+    if isinstance(fmt.element, HiFloat8):
+        source = x.dtype if fmt.scaling is None else torch.float32
+        return (
+            round_to_hifloat8(blocks, fmt.element, fmt.rounding, source=source, random=random),
+            scales,
+        )
+    assert not isinstance(fmt.element, Cast)
+    return round_to(blocks, fmt.element, random), scales
+
+
+def join(elements: Tensor, scales: Scales, fmt: Format, layout: Layout) -> Tensor:
+    """The float32 tensor, in its own order, that `split` took apart."""
+    if fmt.scaling is not None:
+        elements = _SCALINGS[type(fmt.scaling)].scale_up(elements, scales)
+    x = layout.from_rows(layout.from_blocks(elements))
+    return x.masked_fill(x.isnan(), torch.nan)  # one NaN, whatever the path that led to it
+
+
+def fake_quantize(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Tensor:
+    """See `megatron.fake_quant.fake_quantize`; `x` is not empty."""
+    if isinstance(fmt.element, Cast):
+        return x.to(fmt.element.dtype, copy=True).to(x.dtype)
+    return join(*split(x, fmt, layout, seed), fmt, layout).to(x.dtype)
