@@ -44,10 +44,10 @@ def agreement(case: Event, data: str, elements: int) -> str:
 
 
 def apart(differ: int, far: int) -> str:
-    """A count of differing elements, and whether they differ by more than a few last bits."""
+    """A count of differing elements, and of those by more than a few last bits if not all are."""
     if differ == 0 or differ == far:
         return f"{differ:,}"
-    return f"{differ:,} ({far or 'none'} by more than 4 ulp)"
+    return f"{differ:,} ({far:,} by > 4 ulp)"
 
 
 def summary(cases: list[Event], elements: int, cuda: bool) -> str:

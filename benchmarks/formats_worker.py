@@ -28,7 +28,7 @@ from torch import Tensor  # noqa: E402
 
 from megatron.fake_quant import Format, fake_quantize, get_format  # noqa: E402
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INDEX = {"last": -1, "first": 0}
 LAUNCHES = 10  #: calls between two CUDA events, so that launching the first does not count
 

@@ -203,6 +203,14 @@ def along(call: Call, axis: str) -> Call:
     return call if axis == "last" else lambda x: call(x.t().contiguous()).t().contiguous()
 
 
+TENSORWISE = (
+    "torchao divides by the scale where ours multiplies by its reciprocal: last bits differ, and a "
+    "value half-way between two codes can go to the other one"
+)
+OTHER_ORDER = (
+    "multiplies the scales in another order: last bits differ, and a value or a block's scale "
+    "half-way between two codes can go to the other one"
+)
 #: Why a peer's values differ from ours, where they do: by its name and ours of the format, or "mx".
 WHY: dict[tuple[str, str], str] = {
     ("quark", "mx"): (
@@ -212,14 +220,13 @@ WHY: dict[tuple[str, str], str] = {
     ("modelopt", "mx"): (
         "modelopt rounds the E2M1 ties at 0.75, 1.75 and 3.5 toward zero, not to even"
     ),
-    ("modelopt", "nvfp4"): (
-        "modelopt multiplies the scales in another order (last bit); a block scale that rounds to "
-        "0 becomes 2^-9"
-    ),
+    ("modelopt", "nvfp4"): f"modelopt {OTHER_ORDER}; a block scale that rounds to 0 becomes 2^-9",
     ("torchao", "nvfp4"): (
-        "torchao multiplies the scales in another order (last bit); it raises block scales below "
-        "2^-6 to that, so blocks of small values lose their range"
+        f"torchao {OTHER_ORDER}; block scales below 2^-6 are raised to that, so blocks of small "
+        "values lose their range"
     ),
+    ("torchao", "fp8_e4m3"): TENSORWISE,
+    ("torchao", "fp8_e5m2"): TENSORWISE,
     ("en_dtypes", "hifp8"): "en_dtypes gives Inf from 40960 on, where ours saturates to 32768",
 }
 
