@@ -33,14 +33,17 @@ def peers_of(case: Event) -> list[str]:
 
 
 def agreement(case: Event, data: str, elements: int) -> str:
-    """Elements that differ from ours: one number if all peers agree, else peer by peer."""
+    """Elements that differ from ours: one number if all peers agree, else which have how many."""
     found = {name: case["differ"][name][data] for name in peers_of(case)}
     if not found:
         return "-"
     if not any(differ for differ, _ in found.values()):
         peers = "1 peer" if len(found) == 1 else f"{len(found)} peers"
         return f"= 0 of {count(elements)}, {peers}"
-    return "; ".join(f"{name} {apart(*numbers)}" for name, numbers in found.items())
+    alike: dict[str, list[str]] = {}
+    for name, numbers in found.items():
+        alike.setdefault(apart(*numbers), []).append(name)
+    return "; ".join(f"{', '.join(names)}: {numbers}" for numbers, names in alike.items())
 
 
 def apart(differ: int, far: int) -> str:
@@ -76,7 +79,12 @@ def every_peer(cases: list[Event]) -> str:
     """The table of one row a measurement, and below it why some values differ."""
     header = ["format", "input", "axis", "who", "best ms", "median ms", "times ours"]
     header += [f"differ, {data}" for data in DATA.values()] + ["note"]
-    rows, notes = [], list(dict.fromkeys(text for case in cases for text in case["why"].values()))
+    rows = []
+    notes: dict[str, int] = {}
+
+    def note(text: str) -> str:
+        return f"({notes.setdefault(text, len(notes) + 1)})"
+
     for case in cases:
         where = [f"`{case['format']}`", case["dtype"], case["axis"]]
         ours = best(case, "ours")
@@ -87,10 +95,10 @@ def every_peer(cases: list[Event]) -> str:
             differ = case["differ"].get(name)
             row += [apart(*differ[data]) if differ else "" for data in DATA]
             why = case["why"].get(name)
-            rows.append([*where, *row, f"({notes.index(why) + 1})" if why else ""])
+            rows.append([*where, *row, note(why) if why else ""])
         for name, reason in case["failed"].items():
-            rows.append([*where, name, *[""] * 5, "failed: " + reason.replace("|", "\\|")])
-    explained = [f"({number}) {text}." for number, text in enumerate(notes, 1)]
+            rows.append([*where, name, *[""] * 5, "failed " + note(f"{name}: {reason}")])
+    explained = [f"({number}) {text}." for text, number in notes.items()]
     return "\n\n".join([markdown(header, rows), *explained])
 
 

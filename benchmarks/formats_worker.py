@@ -53,9 +53,8 @@ def reason(error: Exception) -> str:
 def load_peers(device: str) -> dict[str, peers.Finder]:
     """Import every peer that runs on the device, and report which are there."""
     finders = {}
-    elsewhere = peers.ONLY_ON_CUDA if device == "cpu" else peers.ONLY_ON_CPU
     for name, (load, distribution) in peers.PEERS.items():
-        if name in elsewhere:
+        if device != "cpu" and name in peers.ONLY_ON_CPU:
             continue
         missing = None
         try:

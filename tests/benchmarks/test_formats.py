@@ -95,14 +95,19 @@ def test_on_a_gpu_the_row_has_the_bandwidth_and_the_bits():
 
 
 def test_peers_that_differ_are_named_and_explained():
-    differ = {"a": {"randn": (0, 0), "wide": (5, 5)}, "b": {"randn": (1234, 0), "wide": (7, 2)}}
-    differing = case(differ, why={"a": "rounds down", "b": "last bit"}, failed={"c": "x|y"})
+    differ = {
+        "a": {"randn": (0, 0), "wide": (5, 5)},
+        "b": {"randn": (1234, 0), "wide": (7, 2)},
+        "c": {"randn": (0, 0), "wide": (5, 5)},
+    }
+    why = {"a": "rounds down", "b": "last bit", "c": "rounds down"}
+    differing = case(differ, why=why, failed={"d": "broken"})
     row = cells(formats_report.summary([differing], 4096, cuda=False), 0)
-    assert row[-2:] == ["a 0; b 1,234 (0 by > 4 ulp)", "a 5; b 7 (2 by > 4 ulp)"]
+    assert row[-2:] == ["a, c: 0; b: 1,234 (0 by > 4 ulp)", "a, c: 5; b: 7 (2 by > 4 ulp)"]
     table = formats_report.every_peer([differing])
     assert cells(table, 2)[3:] == ["a", "6", "7", "3.00", "0", "5", "(1)"]
-    assert table.endswith("(1) rounds down.\n\n(2) last bit.")
-    assert "failed: x\\|y" in table
+    assert [cells(table, row)[-1] for row in (3, 4, 5)] == ["(2)", "(1)", "failed (3)"]
+    assert table.endswith("(1) rounds down.\n\n(2) last bit.\n\n(3) d: broken.")
 
 
 def test_every_peer_has_a_pin():
