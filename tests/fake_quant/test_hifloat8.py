@@ -164,5 +164,5 @@ def test_it_does_not_scale_with_powers_of_two():
 
 
 def test_an_unknown_overflow_is_refused():
-    with pytest.raises(ValueError, match=r"overflow 'wrap'; choose 'saturate' or 'inf'"):
+    with pytest.raises(ValueError, match=r"overflow 'wrap'; choose one of saturate, inf"):
         HiFloat8(overflow="wrap")
