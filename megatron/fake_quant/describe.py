@@ -1,60 +1,99 @@
-"""The formats as a table, from the same data that quantizes."""
+"""The formats in words: the table of all of them, and everything about one.
+
+The numbers come from `grid.py`, that is from the code that quantizes; written down here are only
+names, sources and how scales are found.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
 
-import torch
-
-from megatron.fake_quant.formats import Cast, ElementFormat, Format, HiFloat8
-from megatron.fake_quant.hifloat8 import LARGEST_EXPONENT, SMALLEST_EXPONENT
+from megatron.fake_quant import grid
+from megatron.fake_quant.formats import (
+    Format,
+    GroupScaling,
+    ScaleRule,
+    TensorScaling,
+    TwoLevelScaling,
+)
 from megatron.fake_quant.names import ALIASES
 
-SCALE_BITS = 8  #: of an E8M0 block scale
 HEADER = (
-    "format", "also", "bits a value", "largest", "smallest normal", "smallest", "block",
-    "ties, overflow",
+    "format", "also", "bits a value", "largest", "smallest normal", "smallest", "scale",
+    "rounding, overflow",
 )  # fmt: skip
+#: How the scale of a block with the largest magnitude amax is found.
+RULE_TEXT: dict[ScaleRule, str] = {
+    "floor": "2^(floor(log2 amax) - {emax}), as OCP has it",
+    "rceil": "the smallest power of two at which nothing saturates",
+    "ceil": "2^(ceil(log2 amax) - {emax})",
+    "even": "floor, of amax rounded half up to the element's {significand} significand bits",
+}
+STOCHASTIC = "up in magnitude with the probability of the distance, by random bits"
+HYBRID = "nearest for |E| < 4, from there on by the low bits of the value itself (HR)"
 
 
-def _power(x: float) -> str:
-    """A power of two as one; anything else as it is."""
+def number(x: float) -> str:
+    """A power of two as one where that is shorter; anything else as it is."""
     mantissa, exponent = math.frexp(x)
     return f"2^{exponent - 1}" if mantissa == 0.5 and not 1 <= x <= 1024 else f"{x:.9g}"
 
 
-def _element(element: ElementFormat | HiFloat8 | Cast) -> tuple[int, float, float, float, str]:
-    """Bits, largest, smallest normal and smallest positive value, and how it rounds."""
-    if isinstance(element, HiFloat8):
-        overflow = "to ±32768" if element.overflow == "saturate" else "to Inf"
-        largest, smallest = math.ldexp(1, LARGEST_EXPONENT), math.ldexp(1, SMALLEST_EXPONENT)
-        return 8, largest, math.ldexp(1, -LARGEST_EXPONENT), smallest, f"away from zero, {overflow}"
-    if isinstance(element, Cast):
-        info = torch.finfo(element.dtype)
-        return info.bits, info.max, info.tiny, info.smallest_normal * info.eps, "even, to Inf"
-    normal = math.ldexp(1, element.emin)
-    subnormal = math.ldexp(1, element.emin - element.mantissa_bits)
-    return element.bits, element.max, normal, subnormal, "even, saturates"
+def scientific(x: float) -> str:
+    """A number above zero, and as a significand times a power of two if it is not written so."""
+    mantissa, exponent = math.frexp(x)
+    text = number(x)
+    if "^" in text or exponent == 1:
+        return text
+    return f"{text} = {2 * mantissa:.12g} x 2^{exponent - 1}"
+
+
+def rounding(fmt: Format) -> str:
+    """In a word or two."""
+    return f"ties {grid.ties(fmt.element)}" if fmt.rounding == "nearest" else fmt.rounding
+
+
+def scale(fmt: Format) -> str:
+    """What scales there are, in short."""
+    scaling = fmt.scaling
+    if scaling is None:
+        return "none"
+    if isinstance(scaling, TensorScaling):
+        power = ", a power of two" if scaling.power_of_two else ""
+        return f"float32 for all, to {scaling.target:g}{power}"
+    size = f"{scaling.size} x {scaling.size}" if scaling.square else f"{scaling.size}"
+    if isinstance(scaling, TwoLevelScaling):
+        return f"E4M3 for {size}, float32 for all"
+    if isinstance(scaling, GroupScaling):
+        return f"E6M2 for {size}, a bit for 8, a bit for 4"
+    return f"E8M0 for {size} by {scaling.rule}"
 
 
 def row(fmt: Format) -> tuple[str, ...]:
     """One format's cells, in the order of `HEADER`."""
-    bits, largest, normal, smallest, rounding = _element(fmt.element)
-    block = "none"
-    stored = float(bits)
-    if fmt.scaling is not None:
-        block = f"{fmt.scaling.size}, E8M0 scale, {fmt.scaling.rule}"
-        stored += SCALE_BITS / fmt.scaling.size
-    aliases = ", ".join(alias for alias, name in ALIASES.items() if name == fmt.name)
-    numbers = (f"{stored:g}", _power(largest), _power(normal), _power(smallest))
-    return (fmt.name, aliases, *numbers, block, rounding)
+    values = grid.positive_values(fmt.element)
+    numbers = (float(values[-1]), grid.smallest_normal(fmt.element), float(values[0]))
+    overflow = "saturates" if grid.saturates(fmt.element) else "to Inf"
+    return (
+        fmt.name,
+        ", ".join(aliases(fmt)),
+        f"{grid.bits_a_value(fmt):.9g}",
+        *map(number, numbers),
+        scale(fmt),
+        f"{rounding(fmt)}, {overflow}",
+    )
+
+
+def aliases(fmt: Format) -> list[str]:
+    """Other names of a named format."""
+    return [alias for alias, name in ALIASES.items() if name == fmt.name]
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """As Markdown has it, not aligned."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def markdown(formats: Iterable[Format]) -> str:
     """A Markdown table of the formats."""
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cells) + " |"
-
-    return "\n".join(
-        [line(HEADER), "|" + " --- |" * len(HEADER), *(line(row(fmt)) for fmt in formats)]
-    )
+    return markdown_table(HEADER, map(row, formats))
