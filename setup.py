@@ -13,6 +13,7 @@ RUNTIME = {
     "torch": "2.13.0",  # tensors, autograd, torchrun
     "megatron-core": "0.16.1",  # the engine that megatron/core overlays: no other release fits
     "numpy": "2.4.6",  # megatron-core's datasets, statistics of the tensors
+    "numba": "0.68.1",  # the fused quantization kernels for the CPU; needs no compiler
     "einops": "0.8.2",  # megatron-core's multi-latent attention and hybrid data parallelism
     "psutil": "7.2.2",  # without it megatron-core's checkpoint writer hangs
     "sentencepiece": "0.2.3",  # tokenizers of the default corpus and of the Llama 2 family

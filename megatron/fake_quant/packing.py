@@ -21,7 +21,7 @@ from megatron.fake_quant.codes import decode, encode, pack_nibbles, unpack_nibbl
 from megatron.fake_quant.formats import Cast, Format
 from megatron.fake_quant.layout import Layout
 from megatron.fake_quant.quantize import checked, seed_for
-from megatron.fake_quant.reference import join, split
+from megatron.fake_quant.reference import join, split, store
 from megatron.fake_quant.scales import Scales
 
 _NIBBLE = 4
@@ -82,9 +82,10 @@ def dequantize(quantized: QuantizedTensor) -> Tensor:
     fmt, codes, shape = quantized.format, quantized.codes, quantized.shape
     layout = Layout.of(shape, fmt, quantized.axis)
     if isinstance(fmt.element, Cast):
-        return layout.from_rows(codes).contiguous().to(quantized.dtype)
-    if fmt.element.bits <= _NIBBLE:
-        codes = unpack_nibbles(codes, shape[quantized.axis])
-    values = layout.from_rows(decode(codes, fmt.element))
-    x = join(layout.to_blocks(values), quantized.scales, fmt, layout)
-    return x.contiguous().to(quantized.dtype)
+        values = layout.from_rows(codes)
+    else:
+        if fmt.element.bits <= _NIBBLE:
+            codes = unpack_nibbles(codes, shape[quantized.axis])
+        elements = layout.to_blocks(layout.from_rows(decode(codes, fmt.element)))
+        values = join(elements, quantized.scales, fmt, layout)
+    return store(values, torch.empty(shape, dtype=quantized.dtype, device=codes.device))

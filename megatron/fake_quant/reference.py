@@ -65,12 +65,21 @@ def join(elements: Tensor, scales: Scales, fmt: Format, layout: Layout) -> Tenso
     """The float32 tensor, in its own order, that `split` took apart."""
     if fmt.scaling is not None:
         elements = _SCALINGS[type(fmt.scaling)].scale_up(elements, scales)
-    x = layout.from_rows(layout.from_blocks(elements))
-    return x.masked_fill(x.isnan(), torch.nan)  # one NaN, whatever the path that led to it
+    return layout.from_rows(layout.from_blocks(elements))
+
+
+def store(values: Tensor, out: Tensor) -> Tensor:
+    """Round `values` to the dtype of `out`, into it. Every NaN becomes the same one: torch's own
+    conversions give one or another, by the length of the tensor.
+    """
+    out.copy_(values)
+    return out.masked_fill_(out.isnan(), torch.nan)
 
 
 def fake_quantize(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Tensor:
     """See `megatron.fake_quant.fake_quantize`; `x` is not empty."""
     if isinstance(fmt.element, Cast):
-        return x.to(fmt.element.dtype, copy=True).to(x.dtype)
-    return join(*split(x, fmt, layout, seed), fmt, layout).to(x.dtype)
+        values = x.to(fmt.element.dtype)
+    else:
+        values = join(*split(x, fmt, layout, seed), fmt, layout)
+    return store(values, torch.empty_like(x))

@@ -1,0 +1,158 @@
+"""Pieces of the CPU kernels, which numba compiles: numbers as their bits, one at a time.
+
+The kernels do what `reference.py` does, operation by operation, so that the bits are the same;
+tests hold them to it. Arrays hold int32 for float32 and int16 for bfloat16. numba's arithmetic on
+two int32 gives an int64, which would halve what a vector register holds: results are cast back.
+"""
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from megatron.fake_quant.random_bits import KEY_STEPS, MULTIPLIERS, RANDOM_BITS, ROUNDS
+
+SIGN = np.int32(-(1 << 31))
+MAGNITUDE = np.int32(0x7FFFFFFF)
+INFINITY = np.int32(0x7F800000)
+NAN = np.int32(0x7FC00000)
+POWER_254 = np.int32(254 << 23)  #: minus the bits of a power of two: the bits of its reciprocal
+ZERO, ONE = np.int32(0), np.float32(1)
+UNITS = np.float32(1 << RANDOM_BITS)
+UNUSED = np.uint32(32 - RANDOM_BITS)  #: bits of a random word
+
+
+class Element(NamedTuple):
+    """An `ElementFormat` in bits."""
+
+    lowest: np.int32  #: 2^emin
+    top: np.int32  #: the largest number
+    mantissa: np.int32  #: mantissa bits, as an exponent in place
+    emax: np.int32  #: as a number
+    zero_sign: np.int32  #: the sign bit, or 0 where there is a single zero
+
+
+class Random(NamedTuple):
+    """The key of stochastic rounding."""
+
+    on: bool
+    key0: np.uint32
+    key1: np.uint32
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    return numba.njit(inline="always", error_model="numpy")(function)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compiled without the interpreter's lock, and cached on disk where that can be written."""
+    config: Any = numba.config
+    before, config.CACHE_DIR = config.CACHE_DIR, str(_cache())
+    try:
+        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+    except RuntimeError:  # no place for a cache
+        return numba.njit(nogil=True, error_model="numpy")(function)
+    finally:
+        config.CACHE_DIR = before
+
+
+@functools.cache
+def _cache() -> Path:
+    """A folder for these very sources. By itself numba looks at the file of a kernel only, and
+    would go on using what an edited helper in another file had been compiled to.
+    """
+    here = Path(__file__).parent
+    sources = [*sorted(here.glob("*.py")), here.parent / "random_bits.py"]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    return Path(chosen or here / "__pycache__") / f"fused-{digest}"
+
+
+@inlined
+def as_float(bits: Any) -> Any:
+    return np.int32(bits).view(np.float32)
+
+
+@inlined
+def as_bits(x: Any) -> Any:
+    return np.float32(x).view(np.int32)
+
+
+def widen(stored: Any) -> Any:
+    """Bits of the float32 that an array's float32 or bfloat16 stands for."""
+    raise NotImplementedError("only in compiled code")
+
+
+def narrow(bits: Any, like: Any) -> Any:
+    """Undo `widen`, rounding to nearest even; a NaN must be the canonical one."""
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(widen, inline="always", strict=False)
+def _widen(stored: Any) -> Any:
+    if stored == types.int16:
+        return lambda stored: np.int32(np.int32(stored) << 16)
+    return lambda stored: stored
+
+
+@overload(narrow, inline="always", strict=False)
+def _narrow(bits: Any, like: Any) -> Any:
+    if like == types.int16:
+        return lambda bits, like: np.int16(np.int32(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+    return lambda bits, like: bits
+
+
+@inlined
+def nearest_even(magnitude: Any, element: Any) -> Any:
+    """Round a finite magnitude. A power of two that is 23 minus mantissa bits larger than the
+    binade has the binade's spacing for its own: adding and subtracting it rounds.
+    """
+    binade = max(np.int32(magnitude & INFINITY), element.lowest)
+    shifter = as_float(np.int32(binade + (np.int32(23 << 23) - element.mantissa)))
+    return as_bits(np.float32(as_float(magnitude) + shifter) - shifter)
+
+
+@inlined
+def stochastic(magnitude: Any, element: Any, random: Any) -> Any:
+    """See `element.round_to`."""
+    spacing = np.int32(max(np.int32(magnitude & INFINITY), element.lowest) - element.mantissa)
+    steps = np.float32(as_float(magnitude) * as_float(np.int32(POWER_254 - spacing)))
+    whole = np.float32(np.int32(steps))
+    up = np.float32(np.float32(steps - whole) * UNITS) >= np.float32(np.int32(random + 1))
+    return as_bits((whole + ONE if up else whole) * as_float(spacing))
+
+
+@inlined
+def fill_random(buffer: Any, index: Any, count: Any, random: Any) -> Any:
+    """Put the random bits of the values from number `index` (int64) on into `buffer`.
+
+    Returns where in it they begin: it is filled by fours, see `random_bits.py`, and must have room
+    for 7 more than count.
+    """
+    first = index >> 2
+    skipped = index & 3
+    for group in range((skipped + count + 3) >> 2):
+        number = first + group
+        c0, c1 = np.uint32(number), np.uint32(number >> 32)
+        c2, c3 = np.uint32(0), np.uint32(0)
+        k0, k1 = random.key0, random.key1
+        for _ in range(ROUNDS):
+            p0 = np.uint64(MULTIPLIERS[0]) * np.uint64(c0)
+            p1 = np.uint64(MULTIPLIERS[1]) * np.uint64(c2)
+            c0 = np.uint32(np.uint32(p1 >> np.uint64(32)) ^ c1 ^ k0)
+            c2 = np.uint32(np.uint32(p0 >> np.uint64(32)) ^ c3 ^ k1)
+            c1, c3 = np.uint32(p1), np.uint32(p0)
+            k0 = np.uint32(k0 + np.uint32(KEY_STEPS[0]))
+            k1 = np.uint32(k1 + np.uint32(KEY_STEPS[1]))
+        buffer[4 * group] = np.int32(c0 >> UNUSED)
+        buffer[4 * group + 1] = np.int32(c1 >> UNUSED)
+        buffer[4 * group + 2] = np.int32(c2 >> UNUSED)
+        buffer[4 * group + 3] = np.int32(c3 >> UNUSED)
+    return skipped

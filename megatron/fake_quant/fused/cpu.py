@@ -1,0 +1,189 @@
+"""Fused quantization on the CPU: which kernel, with which numbers, in how many threads."""
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.fake_quant.block import CARRY_FROM
+from megatron.fake_quant.formats import (
+    BlockScaling,
+    ElementFormat,
+    Format,
+    HiFloat8,
+    TensorScaling,
+    TwoLevelScaling,
+)
+from megatron.fake_quant.fused import bits, blocks, elementwise
+from megatron.fake_quant.layout import Layout
+from megatron.fake_quant.nvfp4 import LARGEST, SIXTH
+from megatron.fake_quant.random_bits import WORD
+from megatron.fake_quant.tensor_scale import divide_by, encode_scale
+
+_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+_SOURCES = {
+    torch.float32: elementwise.FROM_FLOAT32,
+    torch.bfloat16: elementwise.FROM_BFLOAT16,
+    torch.float16: elementwise.FROM_FLOAT16,
+}
+_ROUNDINGS = {
+    "nearest": elementwise.NEAREST,
+    "stochastic": elementwise.STOCHASTIC,
+    "hybrid": elementwise.HYBRID,
+}
+_LEAST = 1 << 15  #: values that are worth a thread
+
+Flat = NDArray[np.integer[Any]]  #: the bits of a tensor in the order of memory
+
+
+def _element(element: ElementFormat) -> bits.Element:
+    def of(x: float) -> Any:
+        return np.float32(x).view(np.int32)
+
+    return bits.Element(
+        lowest=of(math.ldexp(1, element.emin)),
+        top=of(element.max),
+        mantissa=np.int32(element.mantissa_bits << 23),
+        emax=np.int32(element.emax),
+        zero_sign=np.int32(0) if element.twos_complement else bits.SIGN,
+    )
+
+
+def _rule(
+    scaling: BlockScaling | TwoLevelScaling, element: ElementFormat, src: Flat
+) -> blocks.Rule:
+    if isinstance(scaling, BlockScaling):
+        significand = CARRY_FROM[scaling.rule](element)  # in [0.5, 1]
+        carry_from = int(math.ldexp(significand, 24)) - (1 << 23)
+        return blocks.Rule(np.int32(carry_from), np.float32(0), np.float32(1))
+    whole = divide_by(_finite_amax(src), LARGEST)
+    sixth, decode = (whole * SIXTH).item(), whole.reciprocal().item()
+    return blocks.Rule(np.int32(0), np.float32(sixth), np.float32(decode))
+
+
+def _finite_amax(src: Flat) -> Tensor:
+    parts = _threads.run(functools.partial(elementwise.finite_amax, src), len(src), _LEAST)
+    return torch.tensor(max(parts), dtype=torch.int32).view(torch.float32)
+
+
+def _random(seed: int | None) -> bits.Random:
+    key = 0 if seed is None else seed
+    return bits.Random(seed is not None, np.uint32(key & WORD), np.uint32(key >> 32))
+
+
+# Threads.
+
+
+class _Threads:
+    """As many threads as torch may use, made when first needed and again after a fork."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._count = 0
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._pool, self._count = None, 0
+
+    def run(self, work: Callable[[int, int], Any], count: int, least: int = 1) -> list[Any]:
+        """Call `work(start, stop)` on parts of `range(count)` that are at least `least` long."""
+        threads = max(1, min(torch.get_num_threads(), count // least))
+        if threads == 1:
+            return [work(0, count)]
+        if self._pool is None or self._count < threads:
+            self._pool, self._count = ThreadPoolExecutor(threads - 1, "fake_quant"), threads
+        edges = [count * i // threads for i in range(threads + 1)]
+        first, *parts = itertools.pairwise(edges)
+        others = [self._pool.submit(work, *part) for part in parts]
+        return [work(*first), *(future.result() for future in others)]
+
+
+_threads = _Threads()
+
+
+# A tensor's memory.
+
+
+def _dense(x: Tensor, *, in_order: bool) -> tuple[Tensor, list[int]]:
+    """`x`, or a copy without gaps, and the order of its dimensions in memory.
+
+    in_order: the first to the last, because the place of a value counts (random bits, tiles).
+    """
+    order = list(range(x.ndim))
+    if in_order:
+        return x.contiguous(), order
+    order.sort(key=lambda dim: x.stride(dim), reverse=True)
+    if x.permute(order).is_contiguous():
+        return x, order
+    return x.contiguous(), list(range(x.ndim))
+
+
+def _blocks(
+    src: Flat, dst: Flat, fmt: Format, shape: list[int], axis: int, seed: int | None
+) -> None:
+    """Quantize memory of this shape in blocks along `axis`, or in square ones of the last two."""
+    assert isinstance(fmt.element, ElementFormat)
+    assert isinstance(fmt.scaling, (BlockScaling, TwoLevelScaling))
+    size = fmt.scaling.size
+    element, rule = _element(fmt.element), _rule(fmt.scaling, fmt.element, src)
+    if fmt.square:
+        axis = len(shape) - 2
+    outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+    if inner == 1 and not fmt.square:
+        width = size if n % size == 0 else n
+        matrices = (array.reshape(-1, width) for array in (src, dst))
+        work = functools.partial(blocks.rows, *matrices, size, element, rule, _random(seed))
+        _threads.run(work, len(src) // width, -(-_LEAST // width))
+    else:
+        tensors = (array.reshape(outer, n, inner) for array in (src, dst))
+        work = functools.partial(
+            blocks.columns, *tensors, size, fmt.square, element, rule, _random(seed)
+        )
+        _threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
+
+
+def _elements(src: Flat, dst: Flat, fmt: Format, source: int, seed: int | None) -> None:
+    """Quantize memory value by value."""
+    down = up = np.float32(1)
+    if isinstance(fmt.scaling, TensorScaling):
+        encode = encode_scale(_finite_amax(src), fmt.scaling)
+        down, up = np.float32(encode.item()), np.float32(encode.reciprocal().item())
+        source = elementwise.FROM_FLOAT32
+    if isinstance(fmt.element, HiFloat8):
+        beyond = elementwise.LARGEST if fmt.element.overflow == "saturate" else bits.INFINITY
+        rounding = _ROUNDINGS[fmt.rounding]
+        work = functools.partial(
+            elementwise.hifloat8, src, dst, down, up, beyond, rounding, source, _random(seed)
+        )
+    else:
+        assert isinstance(fmt.element, ElementFormat)
+        element = _element(fmt.element)
+        work = functools.partial(elementwise.elements, src, dst, down, up, element, _random(seed))
+    _threads.run(work, len(src), _LEAST)
+
+
+def fake_quantize(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Tensor:
+    """See `reference.fake_quantize`; of formats for which `fused.find` names this one."""
+    out = torch.empty_like(x)
+    source = _SOURCES[x.dtype]
+    if x.dtype == torch.float16:
+        x = x.float()
+    dense, order = _dense(x, in_order=seed is not None or fmt.square)
+    result = torch.empty_like(dense)
+    src, dst = (t.permute(order).view(-1).view(_INTEGERS[t.dtype]).numpy() for t in (dense, result))
+    if fmt.block_size is None:
+        _elements(src, dst, fmt, source, seed)
+    else:
+        shape = [dense.shape[dim] for dim in order]
+        _blocks(src, dst, fmt, shape, order.index(layout.axis), seed)
+    same = result.dtype == out.dtype and result.stride() == out.stride()
+    return result if same else out.copy_(result)

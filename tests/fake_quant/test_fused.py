@@ -1,0 +1,210 @@
+"""The fused kernels give the reference's bits."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.fake_quant import fake_quantize, fused, get_format, reference
+from megatron.fake_quant.fused import cpu
+from megatron.fake_quant.quantize import checked
+
+from .inputs import random_bit_patterns
+
+REPO = Path(__file__).parents[2]
+SEED = (1 << 61) + 12345678901
+NAMES = [
+    "mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "hifp8",
+    "fp8_e4m3", "fp8_e5m2", "mxfp8:rceil", "mxfp4:ceil", "mxfp4:even", "mxint8:rceil", "mxfp8:2d",
+    "nvfp4:2d", "mxfp4:sr", "mxint8:sr", "mxfp8:2d:sr", "nvfp4:sr", "nvfp4:2d:sr", "fp8_e5m2:sr",
+    "hifp8:hr", "hifp8:hr:inf", "hifp8:inf", "hifp8:sr", "hifp8:sr:inf", "hifp8:t15",
+    "hifp8:t224:pow2", "hifp8:hr:t15", "fp8_e4m3:pow2", "mx:e6m1:b16:rceil", "mx:e7m0:b7:floor",
+    "mx:e3m4:b16:even:2d", "mx:e1m6:b32:ceil", "mx:e2m1:b600:floor",
+]  # fmt: skip
+names = pytest.mark.parametrize("name", NAMES)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+def every_scale() -> Tensor:
+    """Rows from below the subnormals to overflow, with blocks of zeros along both axes."""
+    generator = torch.Generator().manual_seed(1)
+    exponents = torch.randint(-150, 128, (256, 1), generator=generator)
+    x = torch.ldexp(torch.randn(256, 300, generator=generator).double(), exponents).float()
+    x[3:70] = 0.0
+    x[:, 40:80] = -0.0
+    return x
+
+
+def specials() -> Tensor:
+    x = torch.randn(256, 300, generator=torch.Generator().manual_seed(2))
+    x[5, 7], x[100, 33], x[255, 299] = torch.nan, torch.inf, -torch.inf
+    x[200] = -0.0
+    return x
+
+
+def zeros() -> Tensor:
+    return torch.zeros(256, 300)
+
+
+INPUTS = {
+    "bit patterns": lambda: random_bit_patterns(256 * 300).view(256, 300),
+    "every scale": every_scale,
+    "specials": specials,
+    "zeros": zeros,
+}
+
+
+def layouts(x: Tensor) -> dict[str, Tensor]:
+    """Ways to lie in memory: 300 columns end in a ragged block of 12."""
+    return {
+        "contiguous": x,
+        "transposed": x.t(),
+        "three axes": x.view(4, 64, 300),
+        "every second": x[:, ::2],
+        "permuted": x.view(4, 64, 300).permute(2, 0, 1),
+        "expanded": x[:1].expand(256, 300),
+        "a row": x[10:11],
+        "a vector": x.reshape(-1)[:70000],
+    }
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+@names
+@dtypes
+def test_the_bits_are_the_reference_s(name, dtype):
+    fmt = get_format(name)
+    seed = SEED if fmt.rounding == "stochastic" else None
+    for kind, make in INPUTS.items():
+        for layout_name, x in layouts(make().to(dtype)).items():
+            for axis in range(-x.ndim, 0):
+                if fmt.square and (x.ndim < 2 or axis < -2):
+                    continue
+                _, layout = checked(x, fmt, axis)
+                expected = reference.fake_quantize(x, fmt, layout, seed)
+                found = cpu.fake_quantize(x, fmt, layout, seed)
+                assert torch.equal(bits(found), bits(expected)), (kind, layout_name, axis)
+                assert found.stride() == expected.stride(), (kind, layout_name, axis)
+                assert found.dtype == dtype
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4:sr", "mxfp4:2d", "hifp8:sr", "fp8_e4m3"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_number_of_threads_does_not_matter(name, axis, threads):
+    x = torch.randn(700, 513)
+    fmt, layout = checked(x, name, axis)
+    seed = SEED if fmt.rounding == "stochastic" else None
+    results = []
+    for count in (1, 2, 5):
+        threads(count)
+        results.append(cpu.fake_quantize(x, fmt, layout, seed))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_several_threads_may_call_at_once(threads):
+    threads(2)
+    tensors = [torch.randn(512, 512) for _ in range(8)]
+    expected = [fake_quantize(x, "mxfp8") for x in tensors]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda x: fake_quantize(x, "mxfp8"), tensors))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_it_is_what_large_tensors_get():
+    large, small = torch.randn(256, 256), torch.randn(255, 256)
+    for name in ("mxfp8", "nvfp4:2d", "hifp8:hr", "fp8_e5m2:sr"):
+        assert fused.find(large, get_format(name)) is cpu.fake_quantize
+        assert fused.find(small, get_format(name)) is None
+    for name in ("bf16", "fp16", "hifp4"):
+        assert fused.find(large, get_format(name)) is None
+
+
+def test_it_can_be_switched_off(monkeypatch):
+    monkeypatch.setenv(fused.VARIABLE, "0")
+    assert fused.find(torch.randn(256, 256), get_format("mxfp8")) is None
+
+
+def run(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(REPO), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_numba_the_reference_does_the_work():
+    code = """
+import sys
+sys.modules["numba"] = None
+import torch
+from megatron.fake_quant import fake_quantize, fused, get_format
+x = torch.arange(1 << 16, dtype=torch.float32).view(256, 256)
+assert fused.find(x, get_format("mxfp8")) is None
+print(fake_quantize(x, "mxfp8").sum().item())
+"""
+    x = torch.arange(1 << 16, dtype=torch.float32).view(256, 256)
+    assert float(run(code)) == fake_quantize(x, "mxfp8").sum().item()
+
+
+def test_no_compiler_is_needed(tmp_path):
+    """With an empty PATH and an empty cache: nothing is compiled but by numba itself."""
+    code = """
+import torch
+from megatron.fake_quant import fake_quantize, fused, get_format
+x = torch.ones(256, 256)
+assert fused.find(x, get_format("mxfp8")) is not None
+print(fake_quantize(x, "mxfp8").sum().item())
+"""
+    out = run(code, PATH=str(tmp_path), NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+    assert float(out) == 1 << 16
+    assert list((tmp_path / "cache").rglob("*.nbi")), "the kernels were not cached"
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
+    not_a_folder = tmp_path / "file"
+    not_a_folder.write_text("")
+    code = """
+import torch
+from megatron.fake_quant import fake_quantize, fused, get_format
+x = torch.ones(256, 256)
+assert fused.find(x, get_format("hifp8")) is not None
+print(fake_quantize(x, "hifp8").sum().item())
+"""
+    assert float(run(code, NUMBA_CACHE_DIR=str(not_a_folder), HOME=str(not_a_folder))) == 1 << 16
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_makes_threads_of_its_own():
+    """A data loader's worker is forked from a process whose threads it does not inherit."""
+    code = """
+import os, torch
+from megatron.fake_quant import fake_quantize
+torch.set_num_threads(2)
+x = torch.randn(512, 512)
+expected = fake_quantize(x, "mxfp8")
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(fake_quantize(x, "mxfp8"), expected) else 3)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status))
+"""
+    assert run(code).strip() == "0"
