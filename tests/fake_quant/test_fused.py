@@ -22,7 +22,7 @@ NAMES = [
     "mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "hifp8",
     "fp8_e4m3", "fp8_e5m2", "mxfp8:rceil", "mxfp4:ceil", "mxfp4:even", "mxint8:rceil", "mxfp8:2d",
     "nvfp4:2d", "mxfp4:sr", "mxint8:sr", "mxfp8:2d:sr", "nvfp4:sr", "nvfp4:2d:sr", "fp8_e5m2:sr",
-    "hifp8:hr", "hifp8:hr:inf", "hifp8:inf", "hifp8:sr", "hifp8:sr:inf", "hifp8:t15",
+    "hifp4", "hifp8:hr", "hifp8:hr:inf", "hifp8:inf", "hifp8:sr", "hifp8:sr:inf", "hifp8:t15",
     "hifp8:t224:pow2", "hifp8:hr:t15", "fp8_e4m3:pow2", "mx:e6m1:b16:rceil", "mx:e7m0:b7:floor",
     "mx:e3m4:b16:even:2d", "mx:e1m6:b32:ceil", "mx:e2m1:b600:floor",
 ]  # fmt: skip
@@ -129,7 +129,7 @@ def test_it_is_what_large_tensors_get():
     for name in ("mxfp8", "nvfp4:2d", "hifp8:hr", "fp8_e5m2:sr"):
         assert fused.find(large, get_format(name)) is cpu.fake_quantize
         assert fused.find(small, get_format(name)) is None
-    for name in ("bf16", "fp16", "hifp4"):
+    for name in ("bf16", "fp16", "hifp4:sr"):
         assert fused.find(large, get_format(name)) is None
 
 

@@ -23,9 +23,12 @@ SMALLEST = 1 << 16
 
 def find(x: Tensor, fmt: Format) -> Kernel | None:
     """A kernel that does for `x` what `reference.fake_quantize` does, None if there is none."""
-    if isinstance(fmt.element, Cast) or isinstance(fmt.scaling, GroupScaling):
+    if isinstance(fmt.element, Cast):
         return None
-    if isinstance(fmt.element, ElementFormat) and fmt.element.ties != "even":
+    if isinstance(fmt.scaling, GroupScaling):
+        if fmt.rounding != "nearest":
+            return None
+    elif isinstance(fmt.element, ElementFormat) and fmt.element.ties != "even":
         return None
     if x.device.type != "cpu" or x.numel() < SMALLEST or os.environ.get(VARIABLE) == "0":
         return None

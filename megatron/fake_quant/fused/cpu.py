@@ -18,11 +18,12 @@ from megatron.fake_quant.formats import (
     BlockScaling,
     ElementFormat,
     Format,
+    GroupScaling,
     HiFloat8,
     TensorScaling,
     TwoLevelScaling,
 )
-from megatron.fake_quant.fused import bits, blocks, elementwise
+from megatron.fake_quant.fused import bits, blocks, elementwise, groups
 from megatron.fake_quant.layout import Layout
 from megatron.fake_quant.nvfp4 import LARGEST, SIXTH
 from megatron.fake_quant.random_bits import WORD
@@ -132,12 +133,19 @@ def _blocks(
 ) -> None:
     """Quantize memory of this shape in blocks along `axis`, or in square ones of the last two."""
     assert isinstance(fmt.element, ElementFormat)
-    assert isinstance(fmt.scaling, (BlockScaling, TwoLevelScaling))
-    size = fmt.scaling.size
-    element, rule = _element(fmt.element), _rule(fmt.scaling, fmt.element, src)
+    assert fmt.block_size is not None
+    size = fmt.block_size
     if fmt.square:
         axis = len(shape) - 2
     outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+    work: Callable[[int, int], Any]
+    if isinstance(fmt.scaling, GroupScaling):
+        tensors = (array.reshape(outer, n, inner) for array in (src, dst))
+        work = functools.partial(groups.hifloat4, *tensors)
+        _threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
+        return
+    assert isinstance(fmt.scaling, (BlockScaling, TwoLevelScaling))
+    element, rule = _element(fmt.element), _rule(fmt.scaling, fmt.element, src)
     if inner == 1 and not fmt.square:
         width = size if n % size == 0 else n
         matrices = (array.reshape(-1, width) for array in (src, dst))
