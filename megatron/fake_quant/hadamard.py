@@ -21,6 +21,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron.fake_quant import fused
+from megatron.fake_quant.reference import store
+
 #: Of TransformerEngine's NVFP4 recipe.
 NVFP4_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
@@ -91,10 +94,13 @@ class Hadamard:
                 f"a Hadamard transform of size {self.size} does not divide axis {axis} of a tensor "
                 f"of shape {tuple(x.shape)}; choose a size that does, or another axis"
             )
+        factor = float(torch.tensor(1 / math.sqrt(self.size)))  # rounded to float32
+        if (kernel := fused.find_rotation(x)) is not None:
+            return kernel(x, matrix, factor, axis % x.ndim)
         blocks = torch.unflatten(x.float().movedim(axis, -1), -1, (-1, self.size))
         matrix = matrix.to(x.device)
         total = blocks[..., :1] * matrix[0]
         for i in range(1, self.size):
             total += blocks[..., i : i + 1] * matrix[i]  # the product is exact
-        total *= 1 / math.sqrt(self.size)
-        return total.flatten(-2).movedim(-1, axis).to(x.dtype).contiguous()
+        total *= factor
+        return store(total.flatten(-2).movedim(-1, axis), torch.empty_like(x))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import fake_quantize, fused, get_format, reference
+from megatron.fake_quant import Hadamard, fake_quantize, fused, get_format, reference
 from megatron.fake_quant.fused import cpu
 from megatron.fake_quant.quantize import checked
 
@@ -93,6 +93,24 @@ def test_the_bits_are_the_reference_s(name, dtype):
                 assert torch.equal(bits(found), bits(expected)), (kind, layout_name, axis)
                 assert found.stride() == expected.stride(), (kind, layout_name, axis)
                 assert found.dtype == dtype
+
+
+@dtypes
+@pytest.mark.parametrize("hadamard", [Hadamard(16, "nvfp4"), Hadamard(64, 5), Hadamard(2)])
+def test_rotations_have_the_reference_s_bits(hadamard, dtype, monkeypatch):
+    x = torch.randn(256, 320).to(dtype)
+    x[3, 4], x[9, 9], x[100] = torch.nan, -torch.inf, -0.0
+    for y in (x, x.t(), x.view(4, 64, 320).permute(1, 2, 0), x[:, 64:]):
+        for axis in range(y.ndim):
+            if y.shape[axis] % hadamard.size:
+                continue
+            for transform in (hadamard.apply, hadamard.invert):
+                monkeypatch.setenv(fused.VARIABLE, "1")
+                found = transform(y, axis)
+                monkeypatch.setenv(fused.VARIABLE, "0")
+                expected = transform(y, axis)
+                assert torch.equal(bits(found), bits(expected))
+                assert found.stride() == expected.stride()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from megatron.fake_quant.formats import Cast, ElementFormat, Format, GroupScalin
 from megatron.fake_quant.layout import Layout
 
 Kernel = Callable[[Tensor, Format, Layout, int | None], Tensor]
+Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
 
 VARIABLE = "LAB_FUSED"
 #: Below so many values compiled code gains less than its loading costs.
@@ -42,3 +43,16 @@ def _cpu() -> Kernel | None:
     except ImportError:
         return None
     return cpu.fake_quantize
+
+
+def find_rotation(x: Tensor) -> Rotation | None:
+    """A kernel for `Hadamard` of `x`, None if there is none."""
+    if x.device.type != "cpu" or x.numel() < SMALLEST or os.environ.get(VARIABLE) == "0":
+        return None
+    return None if _cpu() is None else _cpu_rotation()
+
+
+def _cpu_rotation() -> Rotation:
+    from megatron.fake_quant.fused import cpu
+
+    return cpu.rotate

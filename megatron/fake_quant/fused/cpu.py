@@ -23,7 +23,7 @@ from megatron.fake_quant.formats import (
     TensorScaling,
     TwoLevelScaling,
 )
-from megatron.fake_quant.fused import bits, blocks, elementwise, groups
+from megatron.fake_quant.fused import bits, blocks, elementwise, groups, rotation
 from megatron.fake_quant.layout import Layout
 from megatron.fake_quant.nvfp4 import LARGEST, SIXTH
 from megatron.fake_quant.random_bits import WORD
@@ -177,6 +177,30 @@ def _elements(src: Flat, dst: Flat, fmt: Format, source: int, seed: int | None) 
         element = _element(fmt.element)
         work = functools.partial(elementwise.elements, src, dst, down, up, element, _random(seed))
     _threads.run(work, len(src), _LEAST)
+
+
+def _memory(dense: Tensor, order: list[int]) -> Flat:
+    array: Flat = dense.permute(order).view(-1).view(_INTEGERS[dense.dtype]).numpy()
+    return array
+
+
+def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
+    """`x` times a block-diagonal matrix along `axis`, see `hadamard.py`."""
+    out, size = torch.empty_like(x), matrix.shape[0]
+    if x.dtype == torch.float16:
+        x = x.float()
+    dense, order = _dense(x, in_order=False)
+    result = torch.empty_like(dense)
+    src, dst = _memory(dense, order), _memory(result, order)
+    position = order.index(axis)
+    inner = math.prod(dense.shape[dim] for dim in order[position + 1 :])
+    shape = (-1, size) if inner == 1 else (-1, size, inner)
+    kernel = rotation.rows if inner == 1 else rotation.columns
+    arguments = (matrix.contiguous().numpy(), np.float32(factor))
+    work = functools.partial(kernel, src.reshape(shape), dst.reshape(shape), *arguments)
+    _threads.run(work, len(src) // (size * inner), -(-_LEAST // (size * inner)))
+    same = result.dtype == out.dtype and result.stride() == out.stride()
+    return result if same else out.copy_(result)
 
 
 def fake_quantize(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Tensor:
