@@ -1,31 +1,111 @@
 """Show the number formats.
 
-python -m megatron.fake_quant list
-python -m megatron.fake_quant list mx:e3m4:b16:rceil
+python -m megatron.fake_quant list                            every named format, a Markdown table
+python -m megatron.fake_quant list mxfp8:2d mx:e3m4:b16:rceil
+python -m megatron.fake_quant describe nvfp4                  range, precision, scales, specials
+python -m megatron.fake_quant table hifp8 --csv               each code and what it means
+python -m megatron.fake_quant picture mxfp8 hifp8 --output values.png
 """
 
 import argparse
+import os
 import sys
+from pathlib import Path
+from typing import NoReturn
 
-from megatron.fake_quant.describe import markdown
-from megatron.fake_quant.formats import FORMATS
+from megatron.fake_quant import about, code_table, describe, names
+from megatron.fake_quant.formats import FORMATS, Cast
 from megatron.fake_quant.names import get_format
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the table; returns the exit status."""
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong as the rest of the project does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"[ERROR] {message}; see {self.prog} --help\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
         prog="python -m megatron.fake_quant",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"FORMAT: {names.__doc__}",
+        formatter_class=raw,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    listing = commands.add_parser("list", help="a Markdown table of formats")
-    listing.add_argument("format", nargs="*", help="default: every named one")
-    names = parser.parse_args(arguments).format or list(FORMATS)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    started = "example: python -m megatron.fake_quant"
+    listing = commands.add_parser(
+        "list",
+        help="formats as a Markdown table, one a line",
+        epilog=f"{started} list mxfp8:2d mx:e3m4:b16:rceil",
+    )
+    listing.add_argument("format", nargs="*", metavar="FORMAT", help="default: every named one")
+    described = commands.add_parser(
+        "describe", help="all about one format", epilog=f"{started} describe nvfp4"
+    )
+    described.add_argument("format", metavar="FORMAT", help="for instance nvfp4 or mxfp8:2d")
+    table = commands.add_parser(
+        "table",
+        help="every code of a format's element and its value",
+        epilog=f"{started} table hifp8 --csv",
+    )
+    table.add_argument("format", metavar="FORMAT", help="with an element of at most 8 bits")
+    table.add_argument("--csv", action="store_true", help="code,bits,value instead of Markdown")
+    picture = commands.add_parser(
+        "picture",
+        help="draw the values of formats (needs matplotlib)",
+        epilog=f"{started} picture mxfp8 hifp8 --output values.png",
+    )
+    picture.add_argument(
+        "format", nargs="*", metavar="FORMAT", help="default: every named one of at most 8 bits"
+    )
+    picture.add_argument(
+        "--output",
+        type=Path,
+        default=Path("value_grids.png"),
+        metavar="FILE",
+        help="png, pdf or svg (default: %(default)s)",
+    )
+    return parser
+
+
+def _draw(chosen: list[str], output: Path) -> str:
+    """Write the picture; returns what to tell."""
     try:
-        print(markdown(map(get_format, names)))
-    except ValueError as error:
+        from megatron.fake_quant.plots.value_grids import picture
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"picture needs {error.name}, which is not installed; pip install matplotlib"
+        ) from None
+    small = [name for name, fmt in FORMATS.items() if not isinstance(fmt.element, Cast)]
+    formats = list(dict.fromkeys(map(get_format, chosen or small)))
+    if not output.parent.is_dir():
+        raise ValueError(f"no folder {output.parent} for --output {output}; make it first")
+    picture(formats).savefig(output)
+    return f"wrote {output}"
+
+
+def _answer(arguments: argparse.Namespace) -> str:
+    """What the command prints."""
+    if arguments.command == "list":
+        return describe.markdown(map(get_format, arguments.format or FORMATS))
+    if arguments.command == "picture":
+        return _draw(arguments.format, arguments.output)
+    fmt = get_format(arguments.format)
+    if arguments.command == "describe":
+        return about.describe(fmt)
+    return code_table.as_csv(fmt) if arguments.csv else code_table.markdown(fmt)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    try:
+        print(_answer(_parser().parse_args(arguments)), flush=True)
+    except BrokenPipeError:
+        # Whoever read this has had enough; the interpreter must not try again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 2
     return 0

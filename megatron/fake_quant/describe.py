@@ -1,7 +1,6 @@
-"""The formats in words: the table of all of them, and everything about one.
+"""The formats as a table, and in few words each; `profile.py` says all about one.
 
-The numbers come from `grid.py`, that is from the code that quantizes; written down here are only
-names, sources and how scales are found.
+The numbers come from `grid.py`, that is from the code that quantizes.
 """
 
 import math
@@ -11,7 +10,6 @@ from megatron.fake_quant import grid
 from megatron.fake_quant.formats import (
     Format,
     GroupScaling,
-    ScaleRule,
     TensorScaling,
     TwoLevelScaling,
 )
@@ -21,30 +19,12 @@ HEADER = (
     "format", "also", "bits a value", "largest", "smallest normal", "smallest", "scale",
     "rounding, overflow",
 )  # fmt: skip
-#: How the scale of a block with the largest magnitude amax is found.
-RULE_TEXT: dict[ScaleRule, str] = {
-    "floor": "2^(floor(log2 amax) - {emax}), as OCP has it",
-    "rceil": "the smallest power of two at which nothing saturates",
-    "ceil": "2^(ceil(log2 amax) - {emax})",
-    "even": "floor, of amax rounded half up to the element's {significand} significand bits",
-}
-STOCHASTIC = "up in magnitude with the probability of the distance, by random bits"
-HYBRID = "nearest for |E| < 4, from there on by the low bits of the value itself (HR)"
 
 
 def number(x: float) -> str:
     """A power of two as one where that is shorter; anything else as it is."""
     mantissa, exponent = math.frexp(x)
     return f"2^{exponent - 1}" if mantissa == 0.5 and not 1 <= x <= 1024 else f"{x:.9g}"
-
-
-def scientific(x: float) -> str:
-    """A number above zero, and as a significand times a power of two if it is not written so."""
-    mantissa, exponent = math.frexp(x)
-    text = number(x)
-    if "^" in text or exponent == 1:
-        return text
-    return f"{text} = {2 * mantissa:.12g} x 2^{exponent - 1}"
 
 
 def rounding(fmt: Format) -> str:

@@ -20,7 +20,6 @@ from megatron.fake_quant.formats import (
     BlockScaling,
     Cast,
     Element,
-    ElementFormat,
     Format,
     GroupScaling,
     HiFloat8,
@@ -225,8 +224,3 @@ def _nearest(fmt: Format) -> Format:
 def has_tensor_scale(scaling: Scaling | None) -> bool:
     """Whether a float32 for the whole tensor belongs to the format."""
     return isinstance(scaling, (TensorScaling, TwoLevelScaling))
-
-
-def fields(element: ElementFormat) -> tuple[int, int, int]:
-    """Widths of sign, exponent and mantissa."""
-    return 1, element.exponent_bits, element.mantissa_bits
