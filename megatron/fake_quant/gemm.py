@@ -28,28 +28,57 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant.formats import Format
+from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.quantize import fake_quantize
 
 
 @dataclass(frozen=True, slots=True)
-class GemmFormats:
-    """The formats of the six operands of one matmul and its gradients; None: left as it is."""
+class Operand:
+    """What one operand of one GEMM goes through; the default is nothing."""
 
-    fprop_a: Format | None = None  #: A along K, for C
-    fprop_b: Format | None = None  #: B along K, for C
-    dgrad_c: Format | None = None  #: dC along N, for dA
-    dgrad_b: Format | None = None  #: B along N, for dA
-    wgrad_c: Format | None = None  #: dC along M, for dB
-    wgrad_a: Format | None = None  #: A along M, for dB
+    format: Format | None = None  #: None: it stays as it is
+    hadamard: Hadamard | None = None  #: along the reduction axis, before quantization
+
+    def quantized(self, x: Tensor, *, axis: int) -> Tensor:
+        """`x` as the GEMM sees it."""
+        if self.hadamard is not None:
+            x = self.hadamard.apply(x, axis)
+        return x if self.format is None else fake_quantize(x, self.format, axis=axis)
+
+
+AS_IT_IS = Operand()
+
+
+@dataclass(frozen=True, slots=True)
+class GemmFormats:
+    """The six operand slots of one matmul and its gradients.
+
+    Raises:
+        ValueError: the two operands of a GEMM are transformed differently, which would change the
+            product.
+    """
+
+    fprop_a: Operand = AS_IT_IS  #: A along K, for C
+    fprop_b: Operand = AS_IT_IS  #: B along K, for C
+    dgrad_c: Operand = AS_IT_IS  #: dC along N, for dA
+    dgrad_b: Operand = AS_IT_IS  #: B along N, for dA
+    wgrad_c: Operand = AS_IT_IS  #: dC along M, for dB
+    wgrad_a: Operand = AS_IT_IS  #: A along M, for dB
+
+    def __post_init__(self) -> None:
+        for one, other in (("fprop_a", "fprop_b"), ("dgrad_c", "dgrad_b"), ("wgrad_c", "wgrad_a")):
+            transforms = [getattr(self, slot).hadamard for slot in (one, other)]
+            if transforms[0] != transforms[1]:
+                raise ValueError(
+                    f"{one} has the Hadamard transform {transforms[0]} and {other} "
+                    f"{transforms[1]}; the two operands of a matmul need the same one, or their "
+                    "product changes"
+                )
 
     @classmethod
     def uniform(cls, fmt: Format) -> "GemmFormats":
         """All six operands in one format."""
-        return cls(fmt, fmt, fmt, fmt, fmt, fmt)
-
-
-def _quantize(x: Tensor, fmt: Format | None, *, axis: int) -> Tensor:
-    return x if fmt is None else fake_quantize(x, fmt, axis=axis)
+        return cls(*[Operand(fmt)] * 6)
 
 
 class _QuantizedMatmul(torch.autograd.Function):
@@ -64,8 +93,8 @@ class _QuantizedMatmul(torch.autograd.Function):
     def forward(ctx: Any, a_MK: Tensor, b_NK: Tensor, formats: GemmFormats, alpha: float) -> Tensor:
         ctx.save_for_backward(a_MK, b_NK)
         ctx.formats, ctx.alpha = formats, alpha
-        qa_MK = _quantize(a_MK, formats.fprop_a, axis=-1)
-        qb_NK = _quantize(b_NK, formats.fprop_b, axis=-1)
+        qa_MK = formats.fprop_a.quantized(a_MK, axis=-1)
+        qb_NK = formats.fprop_b.quantized(b_NK, axis=-1)
         return _matmul(qa_MK, qb_NK.transpose(-2, -1), alpha)
 
     @staticmethod
@@ -76,12 +105,12 @@ class _QuantizedMatmul(torch.autograd.Function):
         formats: GemmFormats = ctx.formats
         da_MK = db_NK = None
         if ctx.needs_input_grad[0]:
-            qdc_MN = _quantize(dc_MN, formats.dgrad_c, axis=-1)
-            qb_NK = _quantize(b_NK, formats.dgrad_b, axis=-2)
+            qdc_MN = formats.dgrad_c.quantized(dc_MN, axis=-1)
+            qb_NK = formats.dgrad_b.quantized(b_NK, axis=-2)
             da_MK = _scaled(torch.matmul(qdc_MN, qb_NK), ctx.alpha)
         if ctx.needs_input_grad[1]:
-            qdc_MN = _quantize(dc_MN, formats.wgrad_c, axis=-2)
-            qa_MK = _quantize(a_MK, formats.wgrad_a, axis=-2)
+            qdc_MN = formats.wgrad_c.quantized(dc_MN, axis=-2)
+            qa_MK = formats.wgrad_a.quantized(a_MK, axis=-2)
             db_NK = _scaled(torch.matmul(qdc_MN.transpose(-2, -1), qa_MK), ctx.alpha)
         return da_MK, db_NK, None, None
 
@@ -108,7 +137,7 @@ def quantized_matmul(
     Args:
         a_MK: `[..., M, K]`. Tokens are one axis: blocks along M run over `[s, b]` together.
         b_NK: `[..., N, K]`, with the same leading dimensions.
-        formats: one format an operand slot.
+        formats: what each operand goes through.
         alpha: applied to the accumulated products.
 
     Returns:

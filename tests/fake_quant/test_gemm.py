@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from megatron.fake_quant import fake_quantize, gemm, get_format
-from megatron.fake_quant.gemm import GemmFormats, quantized_matmul
+from megatron.fake_quant import Hadamard, fake_quantize, gemm, get_format
+from megatron.fake_quant.gemm import GemmFormats, Operand, quantized_matmul
 
 M, N, K = 40, 72, 96  # 40 and 72 leave a ragged last block of 32
 SLOTS = [field.name for field in fields(GemmFormats)]
@@ -34,7 +34,7 @@ def by_hand(a, b, dc, formats, alpha=1.0):
     """C, dA and dB in float64 from operands that are quantized here, one by one."""
 
     def q(x, slot, axis):
-        fmt = getattr(formats, slot)
+        fmt = getattr(formats, slot).format
         x = x.detach()
         return (x if fmt is None else fake_quantize(x, fmt, axis=axis)).double()
 
@@ -48,7 +48,7 @@ def by_hand(a, b, dc, formats, alpha=1.0):
 @pytest.mark.parametrize("alpha", [1.0, 0.25, 0.3])
 @pytest.mark.parametrize("slots", [(), *itertools.combinations(SLOTS, 1), tuple(SLOTS)])
 def test_each_slot_alone_and_all_together_equal_the_hand_computed_product(slots, alpha, batch):
-    formats = replace(GemmFormats(), **dict.fromkeys(slots, get_format("mxfp4")))
+    formats = replace(GemmFormats(), **dict.fromkeys(slots, Operand(get_format("mxfp4"))))
     a, b, dc = operands(*batch)
     for ours, exact in zip(
         run(a, b, dc, formats, alpha), by_hand(a, b, dc, formats, alpha), strict=True
@@ -61,7 +61,7 @@ def test_each_slot_alone_and_all_together_equal_the_hand_computed_product(slots,
 def test_a_slot_changes_the_one_product_it_belongs_to(slot):
     a, b, dc = operands()
     plain = run(a, b, dc, GemmFormats())
-    one = run(a, b, dc, replace(GemmFormats(), **{slot: MXFP8}))
+    one = run(a, b, dc, replace(GemmFormats(), **{slot: Operand(MXFP8)}))
     changed = [not torch.equal(x, y) for x, y in zip(plain, one, strict=True)]
     assert changed == [slot.startswith(gemm_) for gemm_ in ("fprop", "dgrad", "wgrad")]
 
@@ -131,3 +131,66 @@ def test_the_gradient_is_right_where_the_format_is_exact():
 def test_shapes_that_do_not_fit_are_refused(a, b, message):
     with pytest.raises(ValueError, match=message):
         quantized_matmul(torch.zeros(a), torch.zeros(b), GemmFormats())
+
+
+# Hadamard transforms.
+
+
+H16 = Hadamard(16, "nvfp4")
+
+
+def rotated_by_hand(x, axis):
+    """In float64, with the matrix built from its definition: H_ij = (-1)^(common one bits)."""
+    signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
+    h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)])
+    matrix = (signs.unsqueeze(1) * h).double() / 4
+    blocks = x.detach().double().movedim(axis, -1).unflatten(-1, (-1, 16))
+    return (blocks @ matrix).flatten(-2).movedim(-1, axis)
+
+
+def test_a_transform_of_both_operands_leaves_the_product():
+    a, b, dc = torch.randn(32, 48), torch.randn(64, 48), torch.randn(32, 64)
+    a.requires_grad_(), b.requires_grad_()
+    plain = run(a, b, dc, GemmFormats())
+    rotated = run(a, b, dc, GemmFormats(*[Operand(None, H16)] * 6))
+    for x, y in zip(plain, rotated, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+        assert not torch.equal(x, y)
+
+
+def test_transformed_operands_are_quantized_along_the_reduction_axis():
+    """NVFP4's wgrad: dy and x along tokens, transformed and then quantized."""
+    a, b, dc = torch.randn(32, 48), torch.randn(64, 48), torch.randn(32, 64)
+    a.requires_grad_(), b.requires_grad_()
+    fmt = get_format("mxfp4")
+    formats = GemmFormats(wgrad_c=Operand(fmt, H16), wgrad_a=Operand(fmt, H16))
+    _, _, db = run(a, b, dc, formats)
+    qdc = fake_quantize(rotated_by_hand(dc, 0).float(), fmt, 0).double()
+    qa = fake_quantize(rotated_by_hand(a, 0).float(), fmt, 0).double()
+    # A sum that rounds to the other side of a tie may change an element: few do.
+    close = torch.isclose(db.double(), qdc.mT @ qa, rtol=1e-4, atol=1e-4)
+    assert close.float().mean() > 0.95
+
+
+def test_a_transform_of_one_operand_alone_is_refused():
+    message = r"wgrad_c has the Hadamard transform Hadamard\(.*\) and wgrad_a None; .* the same one"
+    with pytest.raises(ValueError, match=message):
+        GemmFormats(wgrad_c=Operand(None, H16))
+
+
+def test_a_transform_that_does_not_divide_the_axis_is_refused():
+    a, b, dc = operands()
+    formats = GemmFormats(wgrad_c=Operand(MXFP8, H16), wgrad_a=Operand(MXFP8, H16))
+    with pytest.raises(ValueError, match=r"size 16 does not divide axis -2 .*40"):
+        run(a, b, dc, formats)
+
+
+def test_stochastic_rounding_follows_torch_s_seed():
+    a, b, dc = operands()
+    formats = GemmFormats.uniform(get_format("mxfp4:sr"))
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results.append(run(a, b, dc, formats))
+    assert all(map(torch.equal, results[0], results[1]))
+    assert not any(map(torch.equal, results[0], results[2]))
