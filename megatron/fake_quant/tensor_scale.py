@@ -1,6 +1,6 @@
 """One float32 scale for a whole tensor, from its own largest magnitude ("current scaling").
 
-    encode = target / a, at most the largest float32; 1 where a is 0
+    encode = target / a, held to normal float32 numbers; 1 where a is 0
     decode = 1 / encode
     value  = round(x * encode) * decode
 
@@ -20,7 +20,7 @@ from megatron.fake_quant.element import INFINITY, MAGNITUDE
 from megatron.fake_quant.formats import Element, TensorScaling
 from megatron.fake_quant.scales import Scales
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
+SMALLEST_NORMAL, FLOAT32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def finite_amax(x: Tensor) -> Tensor:
@@ -30,12 +30,13 @@ def finite_amax(x: Tensor) -> Tensor:
 
 
 def divide_by(amax: Tensor, target: float) -> Tensor:
-    """target / amax, at most the largest float32; 1 where amax is 0.
+    """target / amax, 2^-126 at least and the largest float32 at most; 1 where amax is 0.
 
+    A subnormal quotient (of a target below 4) might have no finite reciprocal.
     Not the operator: torch has a number over a tensor as a multiplication by the reciprocal, which
     rounds twice.
     """
-    quotient = torch.div(torch.full_like(amax, target), amax).clamp_(max=FLOAT32_MAX)
+    quotient = torch.div(torch.full_like(amax, target), amax).clamp_(SMALLEST_NORMAL, FLOAT32_MAX)
     return torch.where(amax == 0, torch.ones_like(quotient), quotient)
 
 
