@@ -5,6 +5,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron.fake_quant import get_format, reference
+from megatron.fake_quant.layout import Layout
+
 
 def every_bfloat16() -> Tensor:
     """All 65,536 of them, NaN and Inf among them, as bfloat16."""
@@ -29,6 +32,36 @@ def rows_at_every_scale(width: int = 32) -> Tensor:
     rows = generator.standard_normal((len(exponents), width))
     with np.errstate(over="ignore"):
         return torch.from_numpy(np.ldexp(rows, exponents[:, None]).astype(np.float32))
+
+
+def random_bits_at_every_scale(width: int, count: int = 1 << 22, spread: int = 8) -> Tensor:
+    """Random mantissas and signs; a row's exponents lie within `spread` below one of its own.
+
+    The rows' exponents cover float32, with its subnormals.
+    """
+    generator = np.random.default_rng(20260731)
+    rows = count // width
+    top = np.arange(rows) % (254 + spread)
+    exponents = top[:, None] - generator.integers(0, spread, (rows, width))
+    bits = generator.integers(0, 1 << 23, (rows, width)) | exponents.clip(0, 254) << 23
+    bits |= generator.integers(0, 2, (rows, width)) << 31
+    return torch.from_numpy(bits.astype(np.uint32).view(np.float32))
+
+
+def with_special_blocks(x: Tensor) -> Tensor:
+    """Some values of a matrix replaced by NaN and Inf, some runs of 64 by zeros."""
+    x = x.clone()
+    for row, special in enumerate((torch.nan, torch.inf, -torch.inf)):
+        x[row, 5::192] = special
+    x[3:6, :64] = torch.tensor([0.0, -0.0]).repeat(32)
+    x[6] = 0.0
+    return x
+
+
+def by_definition(x: Tensor, name: str, axis: int = -1, seed: int | None = None) -> Tensor:
+    """`fake_quantize` by the plain torch operations that define it, not by a fused kernel."""
+    fmt = get_format(name)
+    return reference.fake_quantize(x, fmt, Layout.of(tuple(x.shape), fmt, axis), seed)
 
 
 def next_to(values: NDArray[np.float64]) -> NDArray[np.float32]:

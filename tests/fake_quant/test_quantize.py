@@ -1,6 +1,5 @@
 """`fake_quantize` itself: axes, layouts, dtypes, casts and errors."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -158,6 +157,18 @@ def test_the_result_is_new_memory_and_the_input_stays(name, dtype):
 
 
 @names
+@dtypes
+def test_there_is_one_nan(name, dtype):
+    """0x7fc00000 and its like, whatever sign and payload went in and whatever was at work."""
+    x = random_bit_patterns(1 << 12).to(dtype)
+    assert x.isnan().any()
+    y = fake_quantize(x, name)
+    word = torch.int32 if dtype == torch.float32 else torch.int16
+    found = y[y.isnan()].view(word).unique()
+    assert found.tolist() == torch.tensor([torch.nan], dtype=dtype).view(word).tolist()
+
+
+@names
 def test_no_gradient_flows(name):
     x = normal(4, 32).requires_grad_()
     y = fake_quantize(x, name)
@@ -198,52 +209,6 @@ def test_what_rounds_up_past_the_end_of_float16_is_inf():
     assert fake_quantize(x, "mx:e4m3:b32:rceil").tolist() == [torch.inf, 1.0]
     assert fake_quantize(x.float(), "mx:e4m3:b32:rceil").tolist() == [65536.0, 1.0]
     assert fake_quantize(x, "mxfp8").tolist() == [448 * 2.0**7, 1.0]
-
-
-# Casts.
-
-
-@pytest.mark.parametrize(
-    ("name", "x", "expected"),
-    [
-        ("bf16", 1 + 2**-8, 1.0),  # half-way from 1 to 1 + 2^-7, to even
-        ("bf16", 1 + 3 * 2**-8, 1 + 2**-6),
-        ("bf16", 3.4e38, torch.inf),  # past 2^128 - 2^119, the last that rounds down
-        ("bf16", 2**-134, 0.0),  # half of the smallest subnormal
-        ("bf16", 3 * 2**-134, 2**-132),
-        ("fp16", 1 + 2**-11, 1.0),
-        ("fp16", 65519.0, 65504.0),
-        ("fp16", 65520.0, torch.inf),
-        ("fp16", 2**-25, 0.0),
-        ("fp16", 3 * 2**-25, 2**-23),
-    ],
-)
-def test_named_casts(name, x, expected):
-    assert fake_quantize(torch.tensor([x, -x]), name).tolist() == [expected, -expected]
-
-
-@pytest.mark.parametrize(
-    ("name", "numpy_type"), [("bf16", ml_dtypes.bfloat16), ("fp16", np.float16)]
-)
-def test_casts_match_numpy(name, numpy_type):
-    x = torch.cat([random_bit_patterns(), every_bfloat16().float(), every_float16().float()])
-    with np.errstate(over="ignore", invalid="ignore"):
-        expected = x.numpy().astype(numpy_type).astype(np.float32)
-    assert_same(fake_quantize(x, name), expected)
-
-
-def test_a_cast_to_the_own_type_changes_nothing():
-    for name, x in (("bf16", every_bfloat16()), ("fp16", every_float16())):
-        assert torch.equal(fake_quantize(x, name).view(torch.int16), x.view(torch.int16))
-
-
-def test_a_cast_is_rounded_to_the_dtype_of_the_tensor():
-    assert fake_quantize(torch.tensor([65504.0], dtype=torch.float16), "bf16").tolist() == [
-        torch.inf
-    ]
-    assert fake_quantize(torch.tensor([65536.0], dtype=torch.bfloat16), "fp16").tolist() == [
-        torch.inf
-    ]
 
 
 # Formats without a name, and errors.

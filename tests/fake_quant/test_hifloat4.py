@@ -1,0 +1,200 @@
+"""HiFloat4: the authors' script, exact arithmetic, cases by hand."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.fake_quant import fake_quantize, quantize
+from megatron.fake_quant.hifloat4 import NAN_BYTE
+
+from . import references
+from .inputs import (
+    assert_same,
+    by_definition,
+    every_bfloat16,
+    every_float16,
+    next_to,
+    random_bit_patterns,
+    random_bits_at_every_scale,
+    rows_at_every_scale,
+    with_special_blocks,
+)
+from .oracle_scaled import E6M2, fake_quantize_hifloat4
+
+kinds = pytest.mark.parametrize("kind", references.KINDS)
+dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def scale_byte(amax: float) -> int:
+    return int(quantize(torch.tensor([amax]), "hifp4").scales.block()[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("amax", "exponent", "mantissa"),
+    [
+        # bf16(1/7) = 146 / 1024 = 0.142578125, just below 1/7 = 0.142857...
+        (7.0, 0, 0),  # 0.998 has 8 bits 0.99609375 or 1: 1022 / 1024 is half-way, to even: 1
+        (1.0, -3, 1),  # 146 / 1024 is 1.140625 * 2^-3, above the half-way 1.125
+        (8.0, 0, 1),
+        (7.75, 0, 0),  # 1.10498 in 8 bits 1.1015625, below it
+        (7.9, 0, 0),  # 1.12637 rounds to 1.125 in 8 bits first, half-way, to even: 1
+        (7.94, 0, 1),  # 1.13207 is 1.1328125 in 8 bits
+        (9.7, 0, 2),  # 1.38301 becomes 1.3828125, above 1.375, half-way from 1.25 to 1.5
+        (13.2, 1, 0),  # 1.88203 is 1.8828125, above 1.875, half-way from 1.75 to 2
+        (7 * 2.0**-48, -48, 0),
+        (1e-30, -48, 0),  # nothing is smaller
+        (0.0, -48, 0),
+        (7 * 1.5 * 2.0**15, 15, 2),
+        (1e30, 15, 2),  # nothing is larger: 1.75 * 2^15 is the code of NaN
+    ],
+)
+def test_named_scales(amax, exponent, mantissa):
+    assert scale_byte(amax) == (exponent + 48) * 4 + mantissa
+
+
+@pytest.mark.parametrize(
+    ("values", "e8", "e16", "expected"),
+    [
+        # E6M2 is 1 for a largest magnitude of 7, R = 1. Four neighbors have e16 where their
+        # largest is >= 2 (>= 4 with e8), eight have e8 where it is >= 4.
+        ([7.0] * 4 + [3.9] * 4, [1] + [0] * 7, [1, 0], [7.0] * 4 + [3.5] * 4),
+        ([7.0] + [0] * 3 + [4.1] * 4, [1] + [0] * 7, [1, 1], [7.0] + [0] * 3 + [4.0] * 4),
+        # Elements are quarters up to 1.75, ties away from zero: 1/8 goes to 1/4, 1.875 saturates.
+        (
+            [7.0] + [0.0] * 7 + [1.9, 1.875, 0.125, 0.12, -0.125, -0.12, 0.375, 1.7],
+            [1] + [0] * 7,
+            [1, 0, 0, 0],
+            [7.0] + [0.0] * 7 + [1.75, 1.75, 0.25, 0.0, -0.25, -0.0, 0.5, 1.75],
+        ),
+        # e16 without e8, and the next one below 2.
+        (
+            [7.0] + [0.0] * 7 + [2.0, 0.25, 0.24, -1.25, 1.0, 0.125, 0.12, 0.0],
+            [1, 0],
+            [1, 0, 1, 0],
+            [7.0] + [0.0] * 7 + [2.0, 0.5, 0.0, -1.5, 1.0, 0.25, 0.0, 0.0],
+        ),
+    ],
+)
+def test_named_groups(values, e8, e16, expected):
+    scales = quantize(torch.tensor(values), "hifp4").scales.block()[0].numpy()
+    assert scales[0] == 48 * 4
+    assert np.unpackbits(scales[1:2])[: len(e8)].tolist() == e8
+    assert np.unpackbits(scales[2:])[: len(e16)].tolist() == e16
+    assert_same(fake_quantize(torch.tensor(values), "hifp4"), np.array(expected))
+
+
+def exact_group(group: list[float]) -> list[Fraction]:
+    """Algorithm 1 of arXiv 2602.11287 as FORMATS has it, in rational numbers; not all zero."""
+
+    def rounded(x: Fraction, bits: int) -> Fraction:
+        unit = Fraction(1)
+        while x >= unit * 2**bits:
+            unit *= 2
+        while x < unit * 2 ** (bits - 1):
+            unit /= 2
+        return round(x / unit) * unit  # Python's goes to even
+
+    magnitude = [Fraction(abs(x)) for x in group]
+    seventh = rounded(Fraction(1, 7), 8)
+    e6m2 = rounded(rounded(max(magnitude) * seventh, 8), 3)
+    e6m2 = min(max(e6m2, Fraction(1, 2**48)), Fraction(3 * 2**14))
+    scaled = [x * rounded(1 / e6m2, 8) for x in magnitude]
+    values = []
+    for i, x in enumerate(scaled):
+        power = 2 if max(scaled[i // 8 * 8 : i // 8 * 8 + 8]) >= 4 else 1
+        power *= 2 if max(scaled[i // 4 * 4 : i // 4 * 4 + 4]) / power >= 2 else 1
+        element = min(Fraction((x / power * 4 + Fraction(1, 2)).__floor__(), 4), Fraction(7, 4))
+        values.append(element * power * e6m2 * (-1 if group[i] < 0 else 1))
+    return values
+
+
+def test_it_matches_rational_numbers():
+    x = rows_at_every_scale(64)[::9]
+    x = x[x.isfinite().all(1) & (x != 0).any(1)]
+    assert len(x) > 200
+    assert [[Fraction(value) for value in row] for row in fake_quantize(x, "hifp4").tolist()] == [
+        exact_group(row) for row in x.tolist()
+    ]
+
+
+@kinds
+@dtypes
+def test_elements_and_scales_are_those_of_the_authors(kind, dtype):
+    found = quantize(references.tensor(kind, dtype), "hifp4")
+    np.testing.assert_array_equal(
+        references.nibbles(found.codes), references.expected_nibbles(kind, dtype, "hifp4")
+    )
+    np.testing.assert_array_equal(
+        found.scales.block().numpy(), references.expected(kind, dtype, "hifp4/scales")
+    )
+
+
+def check(x: torch.Tensor) -> None:
+    expected = fake_quantize_hifloat4(x.float().numpy())
+    for found in (fake_quantize(x, "hifp4"), by_definition(x, "hifp4")):
+        assert found.dtype == x.dtype
+        assert_same(found.float(), expected)
+
+
+@pytest.mark.parametrize("make", [every_bfloat16, every_float16], ids=["bfloat16", "float16"])
+def test_every_half_precision_value_matches_exact_arithmetic(make):
+    """Groups of neighbors and, shuffled, of everything; the result is of the dtype again."""
+    x = make()
+    check(x.view(-1, 64))
+    finite = x[x.isfinite()]
+    shuffled = finite[torch.randperm(len(finite), generator=torch.Generator().manual_seed(8))]
+    check(shuffled[: len(finite) // 64 * 64].view(-1, 64))
+
+
+INPUTS = {
+    "four million bit patterns": lambda: random_bit_patterns(1 << 22).view(-1, 64),
+    "four million values over every binade": lambda: random_bits_at_every_scale(64),
+    "rows at every scale": lambda: with_special_blocks(rows_at_every_scale(64)),
+}
+
+
+@pytest.mark.parametrize("make", INPUTS.values(), ids=INPUTS)
+def test_it_matches_exact_arithmetic(make):
+    check(make())
+
+
+def test_largest_magnitudes_next_to_every_tie_match_exact_arithmetic():
+    """One and two ulps around 7 times each scale, the half-way cases, and powers of two."""
+    scales = np.concatenate([E6M2, (E6M2[1:] + E6M2[:-1]) / 2])
+    seventh = 146 / 1024
+    amax = next_to(
+        np.concatenate([7 * scales, scales / seventh, np.ldexp(1.0, np.arange(-60, 30))])
+    )
+    x = np.linspace(-1, 1, 64, dtype=np.float32) * amax[:, None]
+    check(torch.from_numpy(x))
+
+
+def test_values_next_to_every_tie_of_elements_match_exact_arithmetic():
+    """One and two ulps around the eighths of every R, in groups of every mantissa."""
+    rows = []
+    for top in (7.0, 8.0, 10.5, 12.5):
+        ties = next_to(np.arange(1, 64) / 8 * E6M2[scale_byte(top)])
+        ties = np.resize(ties[ties < top], (-(-len(ties) // 63), 63))
+        rows.append(np.concatenate([np.full((len(ties), 1), top, np.float32), ties], axis=1))
+    assert {scale_byte(top) & 3 for top in (7.0, 8.0, 10.5, 12.5)} == {0, 1, 2, 3}
+    check(torch.from_numpy(np.concatenate(rows)))
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
+def test_a_special_value_makes_its_group_nan_and_no_other(special):
+    x = torch.ones(3, 64)
+    x[1, 17] = special
+    y = fake_quantize(x.flatten(), "hifp4").view(3, 64)
+    assert y[1].isnan().all()
+    assert (y[0] == y[2]).all()
+    assert y[0].isfinite().all()
+    scales = quantize(x, "hifp4").scales.block()
+    assert (scales[..., 0, 0] == NAN_BYTE).tolist() == [False, True, False]
+
+
+def test_zeros_keep_their_signs():
+    x = torch.tensor([0.0, -0.0] * 40)
+    assert_same(fake_quantize(x, "hifp4"), x.numpy())
+    assert scale_byte(0.0) == 0
