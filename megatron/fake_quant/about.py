@@ -28,7 +28,7 @@ from megatron.fake_quant.formats import (
     TensorScaling,
     TwoLevelScaling,
 )
-from megatron.fake_quant.names import RULES, _variants_of
+from megatron.fake_quant.names import RULES, variants_of
 from megatron.fake_quant.tensor_scale import FLOAT32_MAX
 
 Line = tuple[str, str]
@@ -85,7 +85,7 @@ def _summary(fmt: Format) -> list[Line]:
     if grid.has_tensor_scale(fmt.scaling):
         stored += "; and 32 for the tensor"
     ties = grid.ties(fmt.element)
-    variants = _variants_of(fmt)
+    variants = variants_of(fmt)
     more = "  ".join(f":{variant}" for variant in variants) or "nothing"
     also = ", ".join(aliases(fmt))
     return [

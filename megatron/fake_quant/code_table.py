@@ -5,7 +5,7 @@ import io
 import math
 from dataclasses import dataclass
 
-from megatron.fake_quant.codes import _HIFLOAT8_DOTS, code_values
+from megatron.fake_quant.codes import HIFLOAT8_DOTS, code_values
 from megatron.fake_quant.describe import markdown_table
 from megatron.fake_quant.formats import Cast, Element, ElementFormat, Format, HiFloat8
 
@@ -76,7 +76,7 @@ def _widths(code: int, element: ElementFormat | HiFloat8) -> tuple[int, ...]:
     if isinstance(element, ElementFormat):
         return 1, element.exponent_bits, element.mantissa_bits
     magnitude = code & 0x7F
-    for first, exponent, mantissa in _HIFLOAT8_DOTS:
+    for first, exponent, mantissa in HIFLOAT8_DOTS:
         if magnitude >= first:
             return 1, 7 - exponent - mantissa, exponent, mantissa
     return 1, _DENORMAL_DOT, 0, 7 - _DENORMAL_DOT

@@ -10,7 +10,7 @@ from megatron.fake_quant.formats import Cast, Element, ElementFormat, HiFloat8
 
 HIFLOAT8_NAN, HIFLOAT8_INF = 0x80, 0x6F
 #: First code, bits of the exponent, bits of the mantissa.
-_HIFLOAT8_DOTS = ((0x60, 4, 1), (0x40, 3, 2), (0x20, 2, 3), (0x10, 1, 3))
+HIFLOAT8_DOTS = ((0x60, 4, 1), (0x40, 3, 2), (0x20, 2, 3), (0x10, 1, 3))
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def _hifloat8_value(code: int) -> float:
         width, exponent, bits = 0, 0, 3
     else:
         # The dots 11, 10, 01 and 001 stand for exponents of 4 to 1 bits, the first their sign.
-        _, width, bits = next(dot for dot in _HIFLOAT8_DOTS if magnitude >= dot[0])
+        _, width, bits = next(dot for dot in HIFLOAT8_DOTS if magnitude >= dot[0])
         field = magnitude >> bits & ((1 << width) - 1)
         leading = 1 << (width - 1)
         exponent = (leading | field & (leading - 1)) * (-1 if field & leading else 1)

@@ -115,14 +115,14 @@ def _changed(fmt: Format, variant: str) -> Format:
         return replace(fmt, scaling=TensorScaling(float(target["number"]), power))
     if variant == "pow2" and isinstance(scaling, TensorScaling):
         return replace(fmt, scaling=replace(scaling, power_of_two=True))
-    accepted = _variants_of(fmt)
+    accepted = variants_of(fmt)
     raise ValueError(
         f"{variant!r} cannot be said of {fmt.name}; "
         + (f"accepted are {', '.join(accepted)}" if accepted else "it has no variants")
     )
 
 
-def _variants_of(fmt: Format) -> list[str]:
+def variants_of(fmt: Format) -> list[str]:
     """What may follow the format's name, for help and error messages."""
     if isinstance(fmt.element, Cast):
         return []
