@@ -24,6 +24,7 @@ from megatron.fake_quant.formats import (
     TwoLevelScaling,
 )
 from megatron.fake_quant.fused import bits, blocks, elementwise, groups, rotation
+from megatron.fake_quant.fused.memory import without_gaps
 from megatron.fake_quant.layout import Layout
 from megatron.fake_quant.nvfp4 import LARGEST, SIXTH
 from megatron.fake_quant.random_bits import WORD
@@ -111,23 +112,6 @@ class _Threads:
 _threads = _Threads()
 
 
-# A tensor's memory.
-
-
-def _dense(x: Tensor, *, in_order: bool) -> tuple[Tensor, list[int]]:
-    """`x`, or a copy without gaps, and the order of its dimensions in memory.
-
-    in_order: the first to the last, because the place of a value counts (random bits, tiles).
-    """
-    order = list(range(x.ndim))
-    if in_order:
-        return x.contiguous(), order
-    order.sort(key=lambda dim: x.stride(dim), reverse=True)
-    if x.permute(order).is_contiguous():
-        return x, order
-    return x.contiguous(), list(range(x.ndim))
-
-
 def _blocks(
     src: Flat, dst: Flat, fmt: Format, shape: list[int], axis: int, seed: int | None
 ) -> None:
@@ -189,7 +173,7 @@ def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
     out, size = torch.empty_like(x), matrix.shape[0]
     if x.dtype == torch.float16:
         x = x.float()
-    dense, order = _dense(x, in_order=False)
+    dense, order = without_gaps(x, in_order=False)
     result = torch.empty_like(dense)
     src, dst = _memory(dense, order), _memory(result, order)
     position = order.index(axis)
@@ -209,7 +193,7 @@ def fake_quantize(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> T
     source = _SOURCES[x.dtype]
     if x.dtype == torch.float16:
         x = x.float()
-    dense, order = _dense(x, in_order=seed is not None or fmt.square)
+    dense, order = without_gaps(x, in_order=seed is not None or fmt.square)
     result = torch.empty_like(dense)
     src, dst = (t.permute(order).view(-1).view(_INTEGERS[t.dtype]).numpy() for t in (dense, result))
     if fmt.block_size is None:
