@@ -109,8 +109,8 @@ def build(options: argparse.Namespace) -> list[torch.nn.Module]:
     return chunks
 
 
-def batches():
-    generator = torch.Generator().manual_seed(7)
+def batches(seed: int = 7):
+    generator = torch.Generator().manual_seed(seed)
     while True:
         tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
         yield tokens[:, :-1], tokens[:, 1:]
@@ -132,11 +132,9 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def start(options: argparse.Namespace) -> None:
-    """Device, process groups and seeds."""
+def start_processes() -> None:
+    """Device and torch.distributed."""
     activate_cpu_backend()
-    from megatron.core import parallel_state, tensor_parallel
-
     os.environ.setdefault("RANK", "0")
     if "WORLD_SIZE" in os.environ:
         torch.distributed.init_process_group("gloo")
@@ -144,6 +142,13 @@ def start(options: argparse.Namespace) -> None:
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     atexit.register(leave)
+
+
+def start(options: argparse.Namespace) -> None:
+    """Device, process groups and seeds."""
+    start_processes()
+    from megatron.core import parallel_state, tensor_parallel
+
     parallel_state.initialize_model_parallel(
         options.tp, options.pp, virtual_pipeline_model_parallel_size=options.vpp
     )

@@ -17,45 +17,49 @@ import torch
 
 from megatron.core import tensor_parallel, tensor_saver
 from megatron.core._overlay import shadowed
-from megatron.core.module_identity import Identified
-from megatron.fake_quant import policy
-from megatron.fake_quant.gemm import GemmFormats, quantized_matmul
+from megatron.core.quantized_module import Quantized, operand_names
+from megatron.fake_quant.gemm import quantized_matmul
 
 _upstream = shadowed(__name__)
 
 
-class DotProductAttention(Identified, _upstream.DotProductAttention):
+class DotProductAttention(Quantized, _upstream.DotProductAttention):
     """See `megatron.core.transformer.dot_product_attention` in the wheel."""
 
-    def __init__(self, *args, **kwargs):
+    operations = ("qk", "pv")
+
+    def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
         super().__init__(*args, **kwargs)
-        custom_quant_type = policy.current()
-        self.qk_format = custom_quant_type.qk.format
-        self.pv_format = custom_quant_type.pv.format
+        if v_channels is not None:  # by which the wheel's `forward` shapes the context
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     def forward(self, query, key, value, attention_mask, *args, **kwargs):
         """Query [sq, b, np, hn], key and value [sk, b, ng, hn] to context [sq, b, np * hn]."""
+        custom_quant_type = (self.formats_of("qk"), self.formats_of("pv"))
         capture = tensor_saver.capture(self.identity, "attention")
         if capture is not None:
-            query, key, value = self._watch_operands(capture, query, key, value)
-        if self.qk_format is None and self.pv_format is None:
+            query, key, value = self._watch_operands(capture, query, key, value, *custom_quant_type)
+        if custom_quant_type == (None, None):
             context = super().forward(query, key, value, attention_mask, *args, **kwargs)
         else:
-            context = self._quantized_forward(query, key, value, attention_mask, *args, **kwargs)
+            context = self._quantized_forward(
+                query, key, value, attention_mask, custom_quant_type, *args, **kwargs
+            )
         if capture is not None:
             capture.save("output", context, dims="s b h[tp]", phase="post")
-            capture.watch_result(context, "grad_output", dims="s b h[tp]", format=self.pv_format)
+            format_names = operand_names(custom_quant_type[1], "dgrad_c", "wgrad_c")
+            capture.watch_result(context, "grad_output", dims="s b h[tp]", format=format_names)
         return context
 
-    def _watch_operands(self, capture, query, key, value):
+    def _watch_operands(self, capture, query, key, value, qk, pv):
         watched = []
-        for name, tensor, heads, format in (
-            ("query", query, "a", self.qk_format),
-            ("key", key, "g", self.qk_format),
-            ("value", value, "g", self.pv_format),
+        for name, tensor, heads, format_names in (
+            ("query", query, "a", operand_names(qk, "fprop_a", "wgrad_a")),
+            ("key", key, "g", operand_names(qk, "fprop_b", "dgrad_b")),
+            ("value", value, "g", operand_names(pv, "fprop_b", "dgrad_b")),
         ):
             dims = f"s b {heads}[tp] d"
-            capture.save(name, tensor, dims=dims, format=format)
+            capture.save(name, tensor, dims=dims, format=format_names)
             watched.append(capture.watch_operand(tensor, f"grad_{name}", dims=dims, phase="post"))
         return watched
 
@@ -65,6 +69,7 @@ class DotProductAttention(Identified, _upstream.DotProductAttention):
         key,
         value,
         attention_mask,
+        formats,
         attn_mask_type=None,
         attention_bias=None,
         packed_seq_params=None,
@@ -74,12 +79,17 @@ class DotProductAttention(Identified, _upstream.DotProductAttention):
                 "quantized attention takes neither an attention bias nor packed sequences; "
                 "leave them out, or quantize the linear layers only (linear_<format>)"
             )
+        qk, pv = formats
         batch, heads = query.shape[1], query.shape[2]
         query_BMD, key_BND, value_BND = (self._by_head(x, heads) for x in (query, key, value))
-        scores_BMN = self._matmul(query_BMD, key_BND, self.qk_format, alpha=self.softmax_scale)
-        probs = self._softmax(scores_BMN.view(batch, heads, *scores_BMN.shape[1:]), attention_mask)
-        probs_BMN = probs.view(scores_BMN.shape)
-        context_BMD = self._matmul(probs_BMN, value_BND.transpose(1, 2), self.pv_format)
+        scores_BMN = self._matmul(query_BMD, key_BND, "qk", qk, alpha=self.softmax_scale)
+        scores = scores_BMN.view(batch, heads, *scores_BMN.shape[1:])
+        probs_BMN = self._softmax(scores, attention_mask).view(scores_BMN.shape)
+        whole = None
+        if pv is not None and pv.unnormalized:
+            whole = self._unnormalized(scores, attention_mask)
+        value_BDN = value_BND.transpose(1, 2)
+        context_BMD = self._matmul(probs_BMN, value_BDN, "pv", pv, unnormalized=whole)
         context = context_BMD.view(batch, heads, *context_BMD.shape[1:])
         return context.permute(2, 0, 1, 3).reshape(query.shape[0], batch, -1)
 
@@ -90,16 +100,33 @@ class DotProductAttention(Identified, _upstream.DotProductAttention):
             x = x.repeat_interleave(heads // x.shape[2], dim=2)
         return x.reshape(x.shape[0], -1, x.shape[3]).transpose(0, 1)
 
-    @staticmethod
-    def _matmul(a_BMK, b_BNK, format, alpha=1.0):
-        """A B^T in `format`, or as the wheel does it."""
-        if format is not None:
-            return quantized_matmul(a_BMK, b_BNK, GemmFormats.uniform(format), alpha=alpha)
+    def _matmul(self, a_BMK, b_BNK, operation, formats, alpha=1.0, unnormalized=None):
+        """A B^T with quantized operands, or as the wheel does it."""
+        if formats is not None:
+            seed = self.rounding_seed(formats, operation)
+            return quantized_matmul(
+                a_BMK, b_BNK, formats, alpha=alpha, seed=seed, unnormalized=unnormalized
+            )
         bt_BKN = b_BNK.transpose(1, 2)
         if alpha == 1.0:
             return torch.bmm(a_BMK, bt_BKN)
         out = a_BMK.new_empty(*a_BMK.shape[:2], bt_BKN.shape[2])
         return torch.baddbmm(out, a_BMK, bt_BKN, beta=0.0, alpha=alpha)
+
+    @torch.no_grad()
+    def _unnormalized(self, scores, attention_mask):
+        """e = exp(s - rowmax) and its row sums, [b * np, sq, sk] and [b * np, sq, 1]: what a
+        flash-attention kernel multiplies V by, and what it divides by afterwards.
+        """
+        if self.softmax_offset is not None or (self.training and self.attention_dropout.p > 0):
+            raise ValueError(
+                "unnormalized probabilities are for attention without a softmax offset and without "
+                "dropout; give --attention-dropout 0, or leave out probabilities: unnormalized"
+            )
+        probs = self.scale_mask_softmax(scores, attention_mask, None).float().flatten(0, 1)
+        # The largest probability of a row belongs to exp(0) = 1.
+        largest = probs.amax(-1, keepdim=True)
+        return (probs / largest).to(scores.dtype), largest.reciprocal().to(scores.dtype)
 
     def _softmax(self, scores, attention_mask):
         """Scale, mask, softmax and dropout, [b, np, sq, sk]; with the wheel's choice of random
