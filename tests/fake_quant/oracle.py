@@ -61,8 +61,23 @@ def round_to_table(magnitude: Array, table: Array, *, ties: str) -> Array:
     return table[np.where(below % 2 == 0, below, above) if ties == "even" else above]
 
 
-def round_element(x: Array, element: str) -> Array:
-    """Nearest value of an element, saturating, with the sign of x; finite x."""
+def round_stochastically(magnitude: Array, table: Array, random: NDArray[np.int64]) -> Array:
+    """One of the two neighbors in the table: up where the way is more than `random` / 2^24."""
+    index = np.clip(np.searchsorted(table, magnitude, side="right") - 1, 0, len(table) - 2)
+    below, above = table[index], table[index + 1]
+    way = np.minimum((magnitude - below) / (above - below), 1)
+    rounded = np.where(np.floor(way * 2**24) > random, above, below)
+    return np.where(np.isnan(magnitude), np.nan, rounded)
+
+
+def round_element(x: Array, element: str, random: NDArray[np.int64] | None = None) -> Array:
+    """Nearest value of an element, saturating, with the sign of x; finite x.
+
+    With `random` integers from 0 to 2^24 - 1 one of the two neighbors instead.
+    """
+    if random is not None:
+        rounded = round_stochastically(np.abs(x), code_points(element), random)
+        return np.copysign(rounded, x)
     # Without mantissa bits every significand is 1, and `get_element` says where ties go.
     ties = "even" if element[-2:] != "m0" else "up"
     table = code_points(element)
@@ -92,14 +107,19 @@ def scale_exponents(amax: Array, element: str, rule: str) -> NDArray[np.int64]:
     return SCALE_EXPONENTS[np.clip(index, 0, len(powers) - 1)]
 
 
-def fake_quantize_mx(blocks: NDArray[np.floating], element: str, rule: str) -> Array:
+def fake_quantize_mx(
+    blocks: NDArray[np.floating],
+    element: str,
+    rule: str,
+    random: NDArray[np.int64] | None = None,
+) -> Array:
     """One block a row, in float64: NaN throughout where a block holds a NaN or an Inf."""
     x = to_float64(blocks)
     special = ~np.isfinite(x).all(axis=1, keepdims=True)
     x = np.where(special, 0.0, x)
     amax = np.abs(x).max(axis=1, keepdims=True)
     scale = np.ldexp(1.0, scale_exponents(amax, element, rule))
-    rounded = round_element(x / scale, element) * scale
+    rounded = round_element(x / scale, element, random) * scale
     if element == "int8":
         rounded += 0.0  # two's complement has a single zero
     return np.where(special, np.nan, rounded)
@@ -111,15 +131,19 @@ def hifloat8_codes() -> Array:
         return np.array([float(row["value"]) for row in csv.DictReader(file)])
 
 
-def fake_quantize_hifloat8(x: NDArray[np.floating], *, overflow: str) -> Array:
+def fake_quantize_hifloat8(
+    x: NDArray[np.floating], *, overflow: str, random: NDArray[np.int64] | None = None
+) -> Array:
     """Nearest value of the table of codes, half-way cases away from zero, zero without a sign."""
     x = to_float64(x)
     codes = hifloat8_codes()
-    table = np.sort(codes[np.isfinite(codes) & (codes >= 0)])
-    magnitude = round_to_table(np.abs(x), table, ties="up")
-    if overflow == "inf":
-        # Inf has the code of 1.5 * 2^15: half-way to it from 32768 is 1.25 * 2^15.
-        magnitude = np.where(np.abs(x) >= 1.25 * 2**15, np.inf, magnitude)
+    # Inf has the code of 1.5 * 2^15: half-way to it from 32768 is 1.25 * 2^15.
+    table = np.append(np.sort(codes[np.isfinite(codes) & (codes >= 0)]), 1.5 * 2**15)
+    if random is None:
+        magnitude = round_to_table(np.abs(x), table, ties="up")
+    else:
+        magnitude = round_stochastically(np.abs(x), table, random)
+    magnitude = np.where(magnitude > 2**15, np.inf if overflow == "inf" else 2**15, magnitude)
     return np.where(np.isnan(x), np.nan, np.copysign(magnitude, x)) + 0.0
 
 

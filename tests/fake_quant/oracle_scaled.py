@@ -14,6 +14,7 @@ from .oracle import (
     code_points,
     fake_quantize_hifloat8,
     round_element,
+    round_stochastically,
     round_to_table,
     to_float64,
 )
@@ -61,7 +62,9 @@ def tensor_scale(x: NDArray[np.floating], target: float) -> np.float32:
         return np.float32(1) if amax == 0 else min(np.float32(target) / amax, LARGEST_FLOAT32)
 
 
-def nvfp4_blocks(blocks: Float32) -> tuple[Array, Array, np.float32]:
+def nvfp4_blocks(
+    blocks: Float32, random: NDArray[np.int64] | None = None
+) -> tuple[Array, Array, np.float32]:
     """E2M1 elements, E4M3 scales (NaN for a block with a NaN or Inf), float32 tensor scale."""
     encode = tensor_scale(blocks, 6 * 448)
     decode = np.float32(1) / encode
@@ -74,17 +77,27 @@ def nvfp4_blocks(blocks: Float32) -> tuple[Array, Array, np.float32]:
             np.float32(1) / (scale.astype(np.float32) * decode), LARGEST_FLOAT32
         )
         scaled = finite * multiplier[:, None]
-    return round_element(to_float64(scaled), "e2m1"), np.where(special, np.nan, scale), decode
+    return (
+        round_element(to_float64(scaled), "e2m1", random),
+        np.where(special, np.nan, scale),
+        decode,
+    )
 
 
-def fake_quantize_nvfp4(x: Float32, *, square: bool = False) -> Float32:
+def fake_quantize_nvfp4(
+    x: Float32, *, square: bool = False, random: NDArray[np.int64] | None = None
+) -> Float32:
     """Of a matrix, blocks along the last axis."""
-    elements, scales, decode = nvfp4_blocks(to_blocks(x, 16, square=square))
+    if random is not None:
+        random = to_blocks(random, 16, square=square)
+    elements, scales, decode = nvfp4_blocks(to_blocks(x, 16, square=square), random)
     values = (elements * scales[:, None]).astype(np.float32) * decode
     return from_blocks(values, x.shape, 16, square=square)
 
 
-def fake_quantize_hifloat4(groups: NDArray[np.floating]) -> Array:
+def fake_quantize_hifloat4(
+    groups: NDArray[np.floating], random: NDArray[np.int64] | None = None
+) -> Array:
     """One group of 64 a row: NaN throughout where it holds a NaN or an Inf.
 
     Exact: the products of float32 and bfloat16 have 32 bits.
@@ -99,8 +112,11 @@ def fake_quantize_hifloat4(groups: NDArray[np.floating]) -> Array:
     scaled = np.abs(x) * reciprocal[:, None]
     power = np.where(_maxima(scaled, 8) >= 4, 2.0, 1.0)
     power *= np.where(_maxima(scaled, 4) / power >= 2, 2.0, 1.0)
-    quarters = np.minimum(np.floor(scaled / power * 4 + 0.5), 7)  # half-way cases go up
-    value = e6m2[:, None] * power * quarters / 4
+    if random is None:
+        elements = np.minimum(np.floor(scaled / power * 4 + 0.5), 7) / 4  # half-way cases go up
+    else:
+        elements = round_stochastically(scaled / power, np.arange(8) / 4, random)
+    value = e6m2[:, None] * power * elements
     return np.where(special, np.nan, np.copysign(value, x))
 
 
@@ -109,7 +125,9 @@ def _maxima(x: Array, size: int) -> Array:
     return np.repeat(x.reshape(len(x), -1, size).max(axis=2), size, axis=1)
 
 
-def fake_quantize_per_tensor(x: Float32, element: str, target: float, *, pow2: bool) -> Float32:
+def fake_quantize_per_tensor(
+    x: Float32, element: str, target: float, *, pow2: bool, random: NDArray[np.int64] | None = None
+) -> Float32:
     """One float32 scale; elements by ml_dtypes, or HiFloat8 by its table of codes."""
     encode = tensor_scale(x, target)
     if pow2:
@@ -118,7 +136,9 @@ def fake_quantize_per_tensor(x: Float32, element: str, target: float, *, pow2: b
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = x * encode
         if element == "hif8":
-            elements = fake_quantize_hifloat8(scaled, overflow="saturate")
+            elements = fake_quantize_hifloat8(scaled, overflow="saturate", random=random)
+        elif random is not None:
+            elements = round_element(to_float64(scaled), element, random)
         else:
             largest = np.float32(code_points(element)[-1])
             elements = scaled.clip(-largest, largest).astype(ML_DTYPES[element])

@@ -116,8 +116,8 @@ def test_four_million_bit_patterns_match_float32_arithmetic(name):
 
 @variants
 def test_random_mantissas_over_every_binade_match_float32_arithmetic(name):
-    """3930 tensors of 16 rows of eight binades: four million values, many tensor scales."""
-    x = random_bits_at_every_scale(64)[: 262 * 240].view(240, 262, 64).transpose(0, 1)
+    """786 tensors of 16 rows of eight binades, each with a tensor scale of its own."""
+    x = random_bits_at_every_scale(64)[: 262 * 48].view(48, 262, 64).transpose(0, 1)
     for tensor in x.reshape(-1, 16, 64):
         check(tensor, name)
 
