@@ -28,6 +28,7 @@ ALLOWED = {
 ONLY = {
     "megatron.tensor_record": set(),
     "megatron.fake_quant": {"torch"},
+    "megatron.fake_quant.recipe_yaml": {"yaml"},
     "megatron.fake_quant.fused": {"torch", "numpy", "numba", "triton"},
     "megatron.fake_quant.plots": {"torch", "numpy", "matplotlib"},
 }

@@ -12,7 +12,6 @@ import torch
 
 from megatron.core.collection_clock import clock
 from megatron.core.module_identity import ModuleIdentity
-from megatron.fake_quant.formats import Format
 from megatron.tensor_record import COMPONENTS
 
 
@@ -48,7 +47,7 @@ class Capture:
         dims: str,
         operation: str = "forward",
         phase: str = "pre",
-        format: Format | None = None,
+        format: str | None = None,
     ) -> None:
         """Save one tensor of this layer and micro-batch.
 
@@ -59,14 +58,14 @@ class Capture:
                 groups over which the tensor is a partial sum, `s b h | partial[tp]`.
             operation: forward or backward.
             phase: pre (enters the matmul) or post (leaves it).
-            format: what this operand is quantized to.
+            format: what this operand is quantized to, by name.
         """
         self._saver.save(
             tensor,
             tensor_name=tensor_name,
             operation=operation,
             phase=phase,
-            format=None if format is None else format.name,
+            format=format,
             iteration=self._micro_batch.iteration,
             micro_batch=self._micro_batch.index,
             sample_idx=self._micro_batch.sample_idx,

@@ -21,7 +21,7 @@ Shape suffixes: M rows of A, N rows of B, K the axis they share; leading batch d
 written.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.quantize import fake_quantize
+from megatron.fake_quant.random_bits import derive_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,23 @@ class Operand:
     format: Format | None = None  #: None: it stays as it is
     hadamard: Hadamard | None = None  #: along the reduction axis, before quantization
 
-    def quantized(self, x: Tensor, *, axis: int) -> Tensor:
-        """`x` as the GEMM sees it."""
+    def quantized(self, x: Tensor, *, axis: int, seed: int | None = None) -> Tensor:
+        """`x` as the GEMM sees it; `seed` is that of stochastic rounding."""
         if self.hadamard is not None:
             x = self.hadamard.apply(x, axis)
-        return x if self.format is None else fake_quantize(x, self.format, axis=axis)
+        return x if self.format is None else fake_quantize(x, self.format, axis=axis, seed=seed)
+
+    def __str__(self) -> str:
+        name = "bf16" if self.format is None else self.format.name
+        if self.hadamard is None:
+            return name
+        return f"{name} after Hadamard {self.hadamard.size} ({self.hadamard.signs})"
 
 
 AS_IT_IS = Operand()
+
+
+SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +74,11 @@ class GemmFormats:
     dgrad_b: Operand = AS_IT_IS  #: B along N, for dA
     wgrad_c: Operand = AS_IT_IS  #: dC along M, for dB
     wgrad_a: Operand = AS_IT_IS  #: A along M, for dB
+    #: The backward pass takes the forward pass's quantized operands, as the gradient of a
+    #: quantizer that is passed straight through; its own slots then stay as they are.
+    straight_through: bool = False
+    #: A = P is quantized for C before its rows are divided by their sums, see `quantized_matmul`.
+    unnormalized: bool = False
 
     def __post_init__(self) -> None:
         for one, other in (("fprop_a", "fprop_b"), ("dgrad_c", "dgrad_b"), ("wgrad_c", "wgrad_a")):
@@ -75,10 +90,24 @@ class GemmFormats:
                     "product changes"
                 )
 
+        if self.straight_through and any(
+            getattr(self, slot) != AS_IT_IS for slot in SLOTS if not slot.startswith("fprop")
+        ):
+            raise ValueError(
+                "the backward pass is straight-through and some of its operands have a format; "
+                "choose one of the two"
+            )
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether an operand is rounded stochastically."""
+        formats = (getattr(self, slot).format for slot in SLOTS)
+        return any(fmt is not None and fmt.rounding == "stochastic" for fmt in formats)
+
     @classmethod
     def uniform(cls, fmt: Format) -> "GemmFormats":
         """All six operands in one format."""
-        return cls(*[Operand(fmt)] * 6)
+        return cls(**dict.fromkeys(SLOTS, Operand(fmt)))  # type: ignore[arg-type]
 
 
 class _QuantizedMatmul(torch.autograd.Function):
@@ -90,29 +119,58 @@ class _QuantizedMatmul(torch.autograd.Function):
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
-    def forward(ctx: Any, a_MK: Tensor, b_NK: Tensor, formats: GemmFormats, alpha: float) -> Tensor:
-        ctx.save_for_backward(a_MK, b_NK)
-        ctx.formats, ctx.alpha = formats, alpha
-        qa_MK = formats.fprop_a.quantized(a_MK, axis=-1)
-        qb_NK = formats.fprop_b.quantized(b_NK, axis=-1)
-        return _matmul(qa_MK, qb_NK.transpose(-2, -1), alpha)
+    def forward(ctx: Any, a_MK: Tensor, b_NK: Tensor, call: "_Call") -> Tensor:
+        formats = call.formats
+        ctx.call = replace(call, whole_MK=None, sums_M1=None)  # not kept until the backward pass
+        qa_MK = call.quantized("fprop_a", a_MK if call.whole_MK is None else call.whole_MK, axis=-1)
+        qb_NK = call.quantized("fprop_b", b_NK, axis=-1)
+        c_MN = _matmul(qa_MK, qb_NK.transpose(-2, -1), call.alpha)
+        if call.sums_M1 is not None:
+            c_MN = (c_MN / call.sums_M1).to(c_MN.dtype)
+            qa_MK = (qa_MK / call.sums_M1).to(qa_MK.dtype)
+        ctx.save_for_backward(*(qa_MK, qb_NK) if formats.straight_through else (a_MK, b_NK))
+        return c_MN
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (dc_MN,) = grads
         a_MK, b_NK = ctx.saved_tensors
-        formats: GemmFormats = ctx.formats
+        call: _Call = ctx.call
         da_MK = db_NK = None
         if ctx.needs_input_grad[0]:
-            qdc_MN = formats.dgrad_c.quantized(dc_MN, axis=-1)
-            qb_NK = formats.dgrad_b.quantized(b_NK, axis=-2)
-            da_MK = _scaled(torch.matmul(qdc_MN, qb_NK), ctx.alpha)
+            qdc_MN = call.quantized("dgrad_c", dc_MN, axis=-1)
+            qb_NK = call.quantized("dgrad_b", b_NK, axis=-2)
+            da_MK = call.rotated_back(_scaled(torch.matmul(qdc_MN, qb_NK), call.alpha))
         if ctx.needs_input_grad[1]:
-            qdc_MN = formats.wgrad_c.quantized(dc_MN, axis=-2)
-            qa_MK = formats.wgrad_a.quantized(a_MK, axis=-2)
-            db_NK = _scaled(torch.matmul(qdc_MN.transpose(-2, -1), qa_MK), ctx.alpha)
-        return da_MK, db_NK, None, None
+            qdc_MN = call.quantized("wgrad_c", dc_MN, axis=-2)
+            qa_MK = call.quantized("wgrad_a", a_MK, axis=-2)
+            db_NK = torch.matmul(qdc_MN.transpose(-2, -1), qa_MK)
+            db_NK = call.rotated_back(_scaled(db_NK, call.alpha))
+        return da_MK, db_NK, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What the two passes of one matmul share."""
+
+    formats: GemmFormats
+    alpha: float
+    seed: int | None
+    whole_MK: Tensor | None = None  #: A before its rows were divided by their sums
+    sums_M1: Tensor | None = None  #: these sums
+
+    def quantized(self, slot: str, x: Tensor, *, axis: int) -> Tensor:
+        operand: Operand = getattr(self.formats, slot)
+        seed = None if self.seed is None else derive_seed(self.seed, slot)
+        return operand.quantized(x, axis=axis, seed=seed)
+
+    def rotated_back(self, grad: Tensor) -> Tensor:
+        """A gradient by way of the forward pass's operands, which were rotated along K."""
+        hadamard = self.formats.fprop_a.hadamard
+        if not self.formats.straight_through or hadamard is None:
+            return grad
+        return hadamard.invert(grad, -1)
 
 
 def _matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:
@@ -130,7 +188,13 @@ def _scaled(x: Tensor, alpha: float) -> Tensor:
 
 
 def quantized_matmul(
-    a_MK: Tensor, b_NK: Tensor, formats: GemmFormats, *, alpha: float = 1.0
+    a_MK: Tensor,
+    b_NK: Tensor,
+    formats: GemmFormats,
+    *,
+    alpha: float = 1.0,
+    seed: int | None = None,
+    unnormalized: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`alpha * A @ B^T` with fake-quantized operands, forward and backward.
 
@@ -139,6 +203,12 @@ def quantized_matmul(
         b_NK: `[..., N, K]`, with the same leading dimensions.
         formats: what each operand goes through.
         alpha: applied to the accumulated products.
+        seed: of stochastic rounding, each slot derives its own; None: drawn from torch's default
+            generator.
+        unnormalized: for attention's P V as flash-attention kernels do it. `[..., M, K]` and
+            `[..., M, 1]` (float32): e = exp(s - rowmax) and its row sums, with A = e / sums. C is
+            then Q(e) Q(B)^T / sums; the backward pass has A, as in those kernels, which recompute
+            it.
 
     Returns:
         `[..., M, N]` in the operands' dtype.
@@ -156,5 +226,7 @@ def quantized_matmul(
             f"leading dimensions differ: A {tuple(a_MK.shape)}, B {tuple(b_NK.shape)}; "
             "expand the smaller one first, so that its gradient is summed where that was said"
         )
-    result: Tensor = _QuantizedMatmul.apply(a_MK, b_NK, formats, alpha)  # type: ignore[no-untyped-call]
+    whole_MK, sums_M1 = (None, None) if unnormalized is None else unnormalized
+    call = _Call(formats, alpha, seed, whole_MK, sums_M1)
+    result: Tensor = _QuantizedMatmul.apply(a_MK, b_NK, call)  # type: ignore[no-untyped-call]
     return result

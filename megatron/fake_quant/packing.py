@@ -71,7 +71,7 @@ def quantize(
         raise ValueError(
             f"a tensor of shape {layout.shape} has no values to store; keep its shape instead"
         )
-    elements, scales = split(x, fmt, layout, seed_for(fmt, generator))
+    elements, scales = split(x, fmt, layout, seed_for(fmt, generator, None))
     codes = encode(layout.from_blocks(elements), fmt.element)
     return quantized(pack_nibbles(codes) if fmt.element.bits <= _NIBBLE else codes, scales)
 

@@ -1,18 +1,19 @@
 """Which number format each matmul runs in, and who said so.
 
-A quantization *type* says where a format applies: `mxfp8` everywhere (linear, QK^T and PV),
-`linear_mxfp8` in the linear layers, `FA_mxfp8` in QK^T, `FA_linear_mxfp8` in both; `bf16` and
-`none` nowhere. The three operations can also be set apart. One function, `resolve`, decides;
-whoever asks later (`current`) gets the same answer, with the source of each value.
+A quantization type (see `quant_type.py`) says it for all layers alike, a recipe (`recipe.py`) layer
+by layer and operand by operand. One function, `resolve`, decides; whoever asks later (`current`)
+gets the same answer, with the source of each value.
 
-Precedence, the first that speaks wins: a flag for the operation, the flag for all; the environment
-variable for the operation, then `CUSTOM_QUANT_TYPE`; the local settings file; the default, `bf16`.
-A type speaks for all three operations: `FA_mxfp8` on the command line switches off what the
-environment says of the linear layers.
+Precedence, the first that speaks wins: a flag for the operation, the flag for all; the recipe file;
+the environment variable for the operation, then `CUSTOM_QUANT_TYPE`; the local settings file; the
+default, `bf16`. A type speaks for all three operations: `FA_mxfp8` on the command line switches off
+what the environment says of the linear layers. The flag for all would leave nothing to a recipe:
+the two together are refused.
+
+The LM head stays in high precision unless a recipe says otherwise.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -20,25 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.fake_quant.formats import FORMATS, Format
-from megatron.fake_quant.names import get_format
+from megatron.fake_quant.formats import Format
+from megatron.fake_quant.gemm import GemmFormats
+from megatron.fake_quant.quant_type import (
+    DEFAULT_TYPE,
+    OPERATIONS,
+    PREFIXES,
+    parse_format,
+    parse_type,
+)
+from megatron.fake_quant.recipe import Recipe, Rule, load_recipe
+from megatron.fake_quant.settings import SETTINGS_FILE, SETTINGS_VARIABLE, read_settings
 
 _Parsed = TypeVar("_Parsed")
 
-OPERATIONS = ("linear", "qk", "pv")
-DEFAULT_TYPE = "bf16"
-UNQUANTIZED = ("bf16", "none")  #: types that quantize nothing
 TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
 OPERATION_VARIABLES = {op: f"{op.upper()}_QUANT_TYPE" for op in OPERATIONS}
-SETTINGS_VARIABLE = "QUANT_SETTINGS_FILE"
-SETTINGS_FILE = Path(__file__).resolve().parents[2] / ".quant_settings.json"
-
-_PREFIXES = {  # longest first: `FA_linear_` also starts with `FA_`
-    "FA_linear_": ("linear", "qk"),
-    "FA_": ("qk",),
-    "linear_": ("linear",),
-    "": OPERATIONS,
-}
+RECIPE_VARIABLE = "QUANT_RECIPE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,60 +54,106 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """What one operation of one module goes through, over the iterations of a run."""
+
+    operation: str
+    fixed: GemmFormats | None  #: in every iteration; without meaning where there are rules
+    source: str
+    rules: tuple[Rule, ...] | None = None  #: of a recipe: the first that holds is in force
+
+    @property
+    def always_off(self) -> bool:
+        """Whether the operation stays in high precision throughout."""
+        if self.rules is None:
+            return self.fixed is None
+        return all(rule.config[self.operation] is None for rule in self.rules)
+
+    def _rule(self, iteration: int) -> Rule | None:
+        return next((rule for rule in self.rules or () if rule.holds_at(iteration)), None)
+
+    def at(self, iteration: int) -> GemmFormats | None:
+        """In force in an iteration, which counts from 1; None: high precision."""
+        if self.rules is None:
+            return self.fixed
+        rule = self._rule(iteration)
+        return None if rule is None else rule.config[self.operation]
+
+    def source_at(self, iteration: int) -> str:
+        """Who said so."""
+        if self.rules is None:
+            return self.source
+        rule = self._rule(iteration)
+        if rule is None:
+            return f"{self.source}, no matcher"
+        return f"{self.source}, matcher {rule.name!r} (line {rule.line})"
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """What is quantized in this process."""
 
     linear: Choice
     qk: Choice
     pv: Choice
+    recipe: Recipe | None = None
+    by_recipe: frozenset[str] = frozenset()  #: operations that the recipe decides
 
     @property
     def quant_type(self) -> str:
-        """The shortest type that says the same; operations are spelled out where none does."""
+        """The shortest type that says the same; operations are spelled out where none does. Of a
+        recipe its name.
+        """
+        if self.recipe is not None:
+            by_flag = [op for op in OPERATIONS if op not in self.by_recipe]
+            flags = [f"{op}-{self.choices[op].name}" for op in by_flag]
+            return "_".join([f"recipe_{self.recipe.name}", *flags])
         used = {choice.name for choice in self.choices.values() if choice.format is not None}
         if not used:
             return DEFAULT_TYPE
         where = tuple(op for op, choice in self.choices.items() if choice.format is not None)
-        for prefix, operations in _PREFIXES.items():
+        for prefix, operations in PREFIXES.items():
             if len(used) == 1 and where == operations:
                 return prefix + used.pop()
         return "_".join(f"{op}-{choice.name}" for op, choice in self.choices.items())
 
     @property
     def choices(self) -> dict[str, Choice]:
-        """By operation."""
+        """By operation; without meaning for those that a recipe decides."""
         return {"linear": self.linear, "qk": self.qk, "pv": self.pv}
 
     def describe(self) -> list[str]:
         """One line an operation: its effective format and the source."""
-        return [f"{op}: {choice.name} ({choice.source})" for op, choice in self.choices.items()]
+        lines = []
+        for op, choice in self.choices.items():
+            if op in self.by_recipe:
+                assert self.recipe is not None
+                lines.append(f"{op}: layer by layer (recipe {self.recipe.path})")
+            else:
+                lines.append(f"{op}: {choice.name} ({choice.source})")
+        return lines
 
+    def plan(
+        self, operation: str, module: str, layer: int, num_layers: int, *, is_lm_head: bool = False
+    ) -> Plan:
+        """What an operation of a module goes through.
 
-def parse_format(name: str) -> Format | None:
-    """A format's name, or one of `UNQUANTIZED`.
-
-    Raises:
-        ValueError: no such format; the message lists the known ones.
-    """
-    return None if name.lower() in UNQUANTIZED else get_format(name)
-
-
-def parse_type(name: str) -> dict[str, Format | None]:
-    """The format of each operation that the quantization type `name` asks for.
-
-    Raises:
-        ValueError: no such type.
-    """
-    prefix = next(prefix for prefix in _PREFIXES if name.startswith(prefix))
-    try:
-        fmt = parse_format(name.removeprefix(prefix))
-    except ValueError:
-        raise ValueError(
-            f"unknown quantization type {name!r}; give a format, or linear_, FA_ or FA_linear_ "
-            f"before a format; formats: none, {', '.join(sorted(FORMATS))}, or spelled out as in "
-            "mx:e3m4:b16:rceil"
-        ) from None
-    return {op: fmt if op in _PREFIXES[prefix] else None for op in OPERATIONS}
+        Args:
+            operation: one of `OPERATIONS`.
+            module: its name in the whole model.
+            layer: its transformer layer's number, from 0; -1 outside of the layers.
+            num_layers: of the whole model.
+            is_lm_head: only a recipe quantizes that.
+        """
+        if operation in self.by_recipe:
+            assert self.recipe is not None
+            rules = self.recipe.rules_for(module, layer, num_layers)
+            return Plan(operation, None, f"recipe {self.recipe.path.name}", rules)
+        choice = self.choices[operation]
+        if is_lm_head:
+            return Plan(operation, None, "the LM head stays in high precision")
+        fixed = None if choice.format is None else GemmFormats.uniform(choice.format)
+        return Plan(operation, fixed, choice.source)
 
 
 def _level(
@@ -138,53 +183,31 @@ def _said(parse: Callable[[str], _Parsed], name: str, source: str) -> _Parsed:
         raise ValueError(f"{source}: {error}") from None
 
 
-def read_settings(path: Path) -> dict[str, str]:
-    """The local settings file: a JSON object with any of the keys linear, qk, pv. No file: nothing
-    is set.
-
-    Raises:
-        ValueError: the file is not such an object.
-    """
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"settings file {path} cannot be read: {error}; mend or remove it"
-        ) from None
-    known = isinstance(settings, dict) and settings.keys() <= set(OPERATIONS)
-    if not known or not all(isinstance(value, str) for value in settings.values()):
-        raise ValueError(
-            f"settings file {path} holds {settings!r}; it takes an object with any of the keys "
-            f"{', '.join(OPERATIONS)} and a format's name each; mend or remove it"
-        )
-    return dict(settings)
-
-
 def resolve(
     flags: Mapping[str, str | None] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Policy:
-    """Decide the format of each operation from flags, environment, settings file and default.
+    """Decide what each operation goes through, from flags, recipe, environment and settings file.
 
     Args:
-        flags: any of the keys `custom_quant_type`, `linear`, `qk`, `pv`; None: not given.
+        flags: any of the keys `custom_quant_type`, `linear`, `qk`, `pv`, `recipe`; None: not given.
         environ: the environment, the process's own by default.
 
     Raises:
-        ValueError: a value is no type or format; the message names its source.
+        ValueError: a value is no type, format or recipe; the message names its source.
     """
     flags = {} if flags is None else flags
     environ = os.environ if environ is None else environ
+    by_flags = _level(
+        flags.get("custom_quant_type"),
+        flags,
+        "flag --custom-quant-type",
+        {op: f"flag --{op}-quant" for op in OPERATIONS},
+    )
+    recipe = _recipe(flags, environ)
     settings_file = Path(environ.get(SETTINGS_VARIABLE) or SETTINGS_FILE)
     levels = [
-        _level(
-            flags.get("custom_quant_type"),
-            flags,
-            "flag --custom-quant-type",
-            {op: f"flag --{op}-quant" for op in OPERATIONS},
-        ),
+        by_flags,
         _level(
             environ.get(TYPE_VARIABLE),
             {op: environ.get(variable) for op, variable in OPERATION_VARIABLES.items()},
@@ -199,7 +222,22 @@ def resolve(
         ),
         _level(DEFAULT_TYPE, {}, "default", {}),
     ]
-    return Policy(**{op: next(level[op] for level in levels if op in level) for op in OPERATIONS})
+    choices = {op: next(level[op] for level in levels if op in level) for op in OPERATIONS}
+    by_recipe = frozenset(op for op in OPERATIONS if recipe is not None and op not in by_flags)
+    return Policy(**choices, recipe=recipe, by_recipe=by_recipe)
+
+
+def _recipe(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Recipe | None:
+    """The recipe that a flag or the environment names."""
+    path = flags.get("recipe") or environ.get(RECIPE_VARIABLE)
+    if not path:
+        return None
+    if flags.get("custom_quant_type") or all(flags.get(op) for op in OPERATIONS):
+        raise ValueError(
+            f"the recipe {path} would be overruled by flags in every layer; give the recipe, or "
+            "--custom-quant-type, or flags for some of the operations only"
+        )
+    return load_recipe(Path(path))
 
 
 _current: Policy | None = None
@@ -211,6 +249,7 @@ def configure(
     linear: str | None = None,
     qk: str | None = None,
     pv: str | None = None,
+    recipe: str | None = None,
 ) -> Policy:
     """Fix this process's policy from a trainer's flags; call it before the model is built.
 
@@ -218,9 +257,8 @@ def configure(
         ValueError: see `resolve`.
     """
     global _current
-    _current = resolve(
-        {"custom_quant_type": custom_quant_type, "linear": linear, "qk": qk, "pv": pv}
-    )
+    flags = {"custom_quant_type": custom_quant_type, "linear": linear, "qk": qk, "pv": pv}
+    _current = resolve({**flags, "recipe": recipe})
     return _current
 
 

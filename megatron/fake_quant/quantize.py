@@ -14,7 +14,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @torch.no_grad()
 def fake_quantize(
-    x: Tensor, fmt: Format | str, axis: int = -1, *, generator: torch.Generator | None = None
+    x: Tensor,
+    fmt: Format | str,
+    axis: int = -1,
+    *,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
 ) -> Tensor:
     """Quantize `x` to `fmt` and return the dequantized values in a new tensor like `x`.
 
@@ -26,6 +31,7 @@ def fake_quantize(
         generator: of the random numbers of stochastic rounding; torch's default one for the CPU if
             None. One number is drawn a call, and each value's random bits follow from that and its
             place in `x`.
+        seed: that number, from 0 to 2^62 - 1, where nothing shall be drawn.
 
     The arithmetic is done in float32 whatever the dtype of `x`, and the result is then rounded to
     that dtype, to nearest even. For MX formats, HiFloat4 and HiFloat8 without a scale this last
@@ -48,7 +54,7 @@ def fake_quantize(
     fmt, layout = checked(x, fmt, axis)
     if x.numel() == 0:
         return x.clone()
-    seed = seed_for(fmt, generator)
+    seed = seed_for(fmt, generator, seed)
     kernel = fused.find(x, fmt)
     return (kernel or reference.fake_quantize)(x, fmt, layout, seed)
 
@@ -65,6 +71,8 @@ def checked(x: Tensor, fmt: Format | str, axis: int) -> tuple[Format, Layout]:
     return fmt, Layout.of(tuple(x.shape), fmt, axis)
 
 
-def seed_for(fmt: Format, generator: torch.Generator | None) -> int | None:
-    """A new seed where the format rounds stochastically; else nothing is drawn."""
-    return draw_seed(generator) if fmt.rounding == "stochastic" else None
+def seed_for(fmt: Format, generator: torch.Generator | None, seed: int | None) -> int | None:
+    """The seed where the format rounds stochastically, else None; nothing is drawn in vain."""
+    if fmt.rounding != "stochastic":
+        return None
+    return draw_seed(generator) if seed is None else seed

@@ -6,6 +6,8 @@ numbers: as easy as 1, 2, 3", SC 2011) turns the number of a value in the tensor
 and a key, into bits. Value i gets word i % 4 of the block with counter i // 4.
 """
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,12 @@ def draw_seed(generator: torch.Generator | None) -> int:
     """
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(0, 1 << 62, (), generator=generator, device=device))
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A key that depends on all of `parts` and is the same in every process and release."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:

@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import sys
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling the fused activations takes minutes
@@ -172,7 +172,9 @@ def main() -> None:
     if options.own_attention:
         from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-        DotProductAttention.forward = DotProductAttention._quantized_forward
+        DotProductAttention.forward = partialmethod(
+            DotProductAttention._quantized_forward, formats=(None, None)
+        )
     losses, grads = [], {}
     data = [batches() for _ in model]
     for _ in range(options.iterations):

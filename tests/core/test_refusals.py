@@ -82,9 +82,10 @@ def test_a_recipe_next_to_a_format_is_refused():
 
 def test_the_lm_head_stays_in_high_precision():
     code = BUILD + (
-        "assert model.output_layer.format is None\n"
+        "assert model.output_layer.formats_of('linear') is None\n"
         "assert model.output_layer.identity.is_lm_head\n"
-        "assert model.decoder.layers[1].mlp.linear_fc2.format.name == 'mxfp8'\n"
+        "formats = model.decoder.layers[1].mlp.linear_fc2.formats_of('linear')\n"
+        "assert formats.wgrad_c.format.name == 'mxfp8'\n"
     )
     result = snippet(code, CUSTOM_QUANT_TYPE="mxfp8")
     assert result.returncode == 0, result.stderr

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from megatron.fake_quant import policy
-from megatron.fake_quant.policy import OPERATIONS, parse_type, resolve
+from megatron.fake_quant.policy import resolve
+from megatron.fake_quant.quant_type import OPERATIONS, parse_type
 
 
 @pytest.fixture

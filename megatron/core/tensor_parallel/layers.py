@@ -17,45 +17,35 @@ Letters of the recorded dims: s sequence, b batch, t tokens, h input features, o
 
 from megatron.core import tensor_saver
 from megatron.core._overlay import shadowed
-from megatron.core.module_identity import Identified
+from megatron.core.quantized_module import Quantized, operand_names
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.fake_quant import policy
-from megatron.fake_quant.gemm import GemmFormats, quantized_matmul
+from megatron.fake_quant.gemm import quantized_matmul
 
 _upstream = shadowed(__name__)
 
 
-class _QuantizedLinear(Identified):
+class _QuantizedLinear(Quantized):
     """What column- and row-parallel linear layers share."""
 
+    operations = ("linear",)
     #: dims of (input, weight, output, input gradient) as the local GEMM sees them
     dims: tuple[str, str, str, str]
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        custom_quant_type = policy.current().linear.format
-        self.custom_quant_type = custom_quant_type
-
-    @property
-    def format(self):
-        """The format of this layer's operands, None for high precision: the LM head always is."""
-        if self.identity is not None and self.identity.is_lm_head:
-            return None
-        return self.custom_quant_type
-
     def _forward_impl(self, input, weight, *args, **kwargs):
+        custom_quant_type = self.formats_of("linear")
         capture = tensor_saver.capture(self.identity, "linear")
-        if self.format is None and capture is None:
+        if custom_quant_type is None and capture is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
-        return self._observed_matmul(input, weight, capture, *args, **kwargs)
+        return self._observed_matmul(input, weight, custom_quant_type, capture, *args, **kwargs)
 
     def _observed_matmul(
         self,
         input,
         weight,
+        formats,
         capture,
         bias,
         gradient_accumulation_fusion,
@@ -77,8 +67,8 @@ class _QuantizedLinear(Identified):
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         if capture is not None:
-            input, weight = self._watch_operands(capture, input, weight)
-        if self.format is None:
+            input, weight = self._watch_operands(capture, input, weight, formats)
+        if formats is None:
             output = super()._forward_impl(
                 input=input,
                 weight=weight,
@@ -89,9 +79,9 @@ class _QuantizedLinear(Identified):
                 tp_group=tp_group,
             )
         else:
-            output = self._quantized_matmul(input, weight)
+            output = self._quantized_matmul(input, weight, formats)
         if capture is not None:
-            self._watch_output(capture, output)
+            self._watch_output(capture, output, formats)
         return output if bias is None else self._add_bias(output, bias)
 
     @staticmethod
@@ -102,28 +92,30 @@ class _QuantizedLinear(Identified):
         """
         return (output_sbo.flatten(0, -2) + bias_O).view(output_sbo.shape)
 
-    def _quantized_matmul(self, input_sbh, weight_OH):
+    def _quantized_matmul(self, input_sbh, weight_OH, formats):
         """Tokens are one axis, [s, b, h] -> [s * b, h], before blocks along it are formed."""
         input_TH = input_sbh.reshape(-1, input_sbh.shape[-1])
-        output_TO = quantized_matmul(input_TH, weight_OH, GemmFormats.uniform(self.format))
+        seed = self.rounding_seed(formats)
+        output_TO = quantized_matmul(input_TH, weight_OH, formats, seed=seed)
         return output_TO.view(*input_sbh.shape[:-1], output_TO.shape[-1])
 
-    def _watch_operands(self, capture, input, weight):
+    def _watch_operands(self, capture, input, weight, formats):
         of_input, of_weight, _, of_grad_input = self._dims_of(input)
-        capture.save("input", input, dims=of_input, format=self.format)
-        capture.save("weight", weight, dims=of_weight, format=self.format)
+        format_names = operand_names(formats, "fprop_a", "wgrad_a")
+        capture.save("input", input, dims=of_input, format=format_names)
+        format_names = operand_names(formats, "fprop_b", "dgrad_b")
+        capture.save("weight", weight, dims=of_weight, format=format_names)
         return (
             capture.watch_operand(input, "grad_input", dims=of_grad_input, phase="post"),
             capture.watch_operand(weight, "grad_weight", dims=of_weight, phase="post"),
         )
 
-    def _watch_output(self, capture, output):
+    def _watch_output(self, capture, output, formats):
         of_output = self._dims_of(output)[2]
         capture.save("output", output, dims=of_output, phase="post")
-        of_grad = of_output.partition(" |")[
-            0
-        ]  # the gradient of a partial sum is whole on every rank
-        capture.watch_result(output, "grad_output", dims=of_grad, format=self.format)
+        of_grad = of_output.partition(" |")[0]  # of a partial sum it is whole on every rank
+        format_names = operand_names(formats, "dgrad_c", "wgrad_c")
+        capture.watch_result(output, "grad_output", dims=of_grad, format=format_names)
 
     def _dims_of(self, activation):
         """`dims`; an expert has [tokens, h] activations and a tensor-parallel group of its own."""

@@ -17,7 +17,12 @@ import torch
 
 from megatron.core import tensor_parallel, tensor_saver
 from megatron.core._overlay import shadowed
+from megatron.core.fusions.fused_softmax import (
+    get_default_causal_mask,
+    get_sliding_window_causal_mask,
+)
 from megatron.core.quantized_module import Quantized, operand_names
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.fake_quant.gemm import quantized_matmul
 
 _upstream = shadowed(__name__)
@@ -43,7 +48,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
             context = super().forward(query, key, value, attention_mask, *args, **kwargs)
         else:
             context = self._quantized_forward(
-                query, key, value, attention_mask, custom_quant_type, *args, **kwargs
+                query, key, value, attention_mask, *args, formats=custom_quant_type, **kwargs
             )
         if capture is not None:
             capture.save("output", context, dims="s b h[tp]", phase="post")
@@ -69,10 +74,11 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         key,
         value,
         attention_mask,
-        formats,
         attn_mask_type=None,
         attention_bias=None,
         packed_seq_params=None,
+        *,
+        formats,
     ):
         if attention_bias is not None or packed_seq_params is not None:
             raise ValueError(
@@ -115,23 +121,35 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
 
     @torch.no_grad()
     def _unnormalized(self, scores, attention_mask):
-        """e = exp(s - rowmax) and its row sums, [b * np, sq, sk] and [b * np, sq, 1]: what a
+        """e = exp(s - rowmax) and its row sums (fp32), [b * np, sq, sk] and [b * np, sq, 1]: what a
         flash-attention kernel multiplies V by, and what it divides by afterwards.
         """
+        softmax = self.scale_mask_softmax
         if self.softmax_offset is not None or (self.training and self.attention_dropout.p > 0):
             raise ValueError(
                 "unnormalized probabilities are for attention without a softmax offset and without "
                 "dropout; give --attention-dropout 0, or leave out probabilities: unnormalized"
             )
-        probs = self.scale_mask_softmax(scores, attention_mask, None).float().flatten(0, 1)
-        # The largest probability of a row belongs to exp(0) = 1.
-        largest = probs.amax(-1, keepdim=True)
-        return (probs / largest).to(scores.dtype), largest.reciprocal().to(scores.dtype)
+        scaled = scores.float() if softmax.scale is None else scores.float() * softmax.scale
+        queries, keys = scores.shape[-2:]
+        if softmax.window_size is not None:
+            attention_mask = get_sliding_window_causal_mask(queries, keys, softmax.window_size)
+        elif softmax.attn_mask_type == AttnMaskType.causal and attention_mask is None:
+            attention_mask = get_default_causal_mask(queries)
+        if attention_mask is not None:
+            scaled = softmax.mask_func(scaled, attention_mask)
+        e = (scaled - scaled.amax(-1, keepdim=True)).exp_().flatten(0, 1)
+        return e.to(scores.dtype), e.sum(-1, keepdim=True)
 
     def _softmax(self, scores, attention_mask):
         """Scale, mask, softmax and dropout, [b, np, sq, sk]; with the wheel's choice of random
         state.
         """
+        if self.scale_mask_softmax.is_kernel_available(attention_mask, *scores.shape):
+            raise ValueError(
+                "a fused softmax kernel is in the way of quantized attention; give "
+                "--no-masked-softmax-fusion"
+            )
         probs = self.scale_mask_softmax(scores, attention_mask, self.softmax_offset)
         if self.config.sequence_parallel:
             return self.attention_dropout(probs)

@@ -1,0 +1,199 @@
+"""Quantization recipes: which operand of which matmul of which layer has which format, and when.
+
+A recipe is a YAML file of the kind that megatron-core reads, `configs` and `matchers`; what stands
+in a config is ours:
+
+    configs:
+      nvfp4:
+        linear:
+          fprop: {input: nvfp4, weight: "nvfp4:2d"}
+          dgrad: {grad_output: "nvfp4:sr", weight: "nvfp4:2d"}
+          wgrad: {grad_output: "nvfp4:sr", input: nvfp4, hadamard: {size: 16, signs: nvfp4}}
+      attention:
+        qk: mxfp8                                       # all six operands
+        pv: {format: mxfp8, backward: bf16, probabilities: unnormalized}
+    matchers:                                           # the first that fits counts
+      head: {config: bf16, type: glob, pattern: "output_layer", enabled: true}
+      end: {config: bf16, type: glob, pattern: "*", layers: last 4, enabled: true}
+      warm: {config: bf16, type: glob, pattern: "*", iterations: 1-100, enabled: true}
+      mlp: {config: nvfp4, type: glob, pattern: "*.mlp.*", enabled: true}
+      core: {config: attention, type: glob, pattern: "*.core_attention", enabled: true}
+
+A pattern is matched against a module's name in the whole model (`decoder.layers.5.mlp.linear_fc1`).
+`config` names one of the configs, or a quantization type (`mxfp8`, `linear_mxfp4`, `bf16`).
+`layers` takes numbers and ranges from 0 (`0-3,8`), `first 2` or `last 4`; `iterations` counts from
+1 (`1-100`, `101-`). What no matcher fits stays in high precision.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from megatron.fake_quant.gemm import GemmFormats
+from megatron.fake_quant.recipe_config import Config, parse_config
+from megatron.fake_quant.recipe_yaml import Node, RecipeError, load_yaml
+
+_MATCHER_KEYS = ("config", "type", "pattern", "enabled", "layers", "iterations")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_ENDS = re.compile(r"(first|last) (\d+)")
+_ITERATIONS = re.compile(r"(\d+)-(\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A choice of transformer layers, by global number from 0."""
+
+    text: str
+    ranges: tuple[tuple[int, int], ...] = ()
+    first: int = 0
+    last: int = 0
+
+    def __contains__(self, place: tuple[int, int]) -> bool:
+        """Whether (layer, number of layers) is chosen; -1, outside of the layers, never is."""
+        layer, count = place
+        if layer < 0:
+            return False
+        in_range = any(low <= layer <= high for low, high in self.ranges)
+        return in_range or layer < self.first or layer >= count - self.last
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One matcher of a recipe."""
+
+    name: str
+    line: int
+    pattern: str
+    config_name: str
+    config: Config
+    layers: Layers | None
+    first_iteration: int
+    last_iteration: int | None  #: None: without end
+
+    def fits(self, module: str, layer: int, num_layers: int) -> bool:
+        """Whether the rule is for this module, in whatever iteration."""
+        chosen = self.layers is None or (layer, num_layers) in self.layers
+        return chosen and fnmatchcase(module, self.pattern)
+
+    def holds_at(self, iteration: int) -> bool:
+        """Whether the rule is for this iteration, which counts from 1."""
+        last = self.last_iteration
+        return self.first_iteration <= iteration and (last is None or iteration <= last)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A recipe file."""
+
+    path: Path
+    rules: tuple[Rule, ...]
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending."""
+        return self.path.stem
+
+    def rules_for(self, module: str, layer: int, num_layers: int) -> tuple[Rule, ...]:
+        """The rules that ever count for a module, in order; the first that holds is in force."""
+        fitting = []
+        for rule in self.rules:
+            if rule.fits(module, layer, num_layers):
+                fitting.append(rule)
+                if rule.first_iteration <= 1 and rule.last_iteration is None:
+                    break  # nothing behind it is ever reached
+        return tuple(fitting)
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a recipe.
+
+    Raises:
+        ValueError: names the file, the line, what was found and what is accepted.
+    """
+    try:
+        root = load_yaml(path)
+        root.only_keys("recipe", ("configs", "matchers", "description"))
+        configs = {
+            name: parse_config(node, f"config {name!r}")
+            for name, node in root.mapping("configs", "recipe").items()
+        }
+        matchers = root.mapping("matchers", "recipe").items()
+        rules = [_rule(name, node, configs) for name, node in matchers]
+        used = {rule.config_name for rule in rules if rule is not None}
+        for name, node in root.mapping("configs", "recipe").items():
+            if name not in used:
+                raise node.error(f"config {name!r} is used by no enabled matcher; remove it")
+    except RecipeError as error:
+        raise ValueError(f"recipe {path}: {error}") from None
+    return Recipe(path, tuple(rule for rule in rules if rule is not None))
+
+
+def _rule(name: str, node: Node, configs: Mapping[str, Config]) -> Rule | None:
+    """A matcher; None if it is switched off."""
+    what = f"matcher {name!r}"
+    node.only_keys(what, _MATCHER_KEYS)
+    enabled = node.scalar("enabled", what)
+    if not isinstance(enabled, bool):
+        raise node.error(
+            f"{what} has enabled: {enabled!r}; say true or false (megatron-core takes a missing "
+            "one for false)"
+        )
+    kind = node.scalar("type", what)
+    if kind != "glob":
+        raise node.error(f"{what} has type {kind!r}; the only one there is is glob")
+    config_name, pattern = node.scalar("config", what), node.scalar("pattern", what)
+    if not isinstance(pattern, str) or not pattern:
+        raise node.error(f"{what} has the pattern {pattern!r}; give a glob, as in '*.linear_fc1'")
+    config = configs.get(str(config_name))
+    if config is None:
+        try:
+            config = parse_config(Node(config_name, node.line), what)
+        except RecipeError:
+            known = ", ".join(configs) or "none"
+            raise node.error(
+                f"{what} names the config {config_name!r}; the configs are {known}, and a "
+                "quantization type such as mxfp8, linear_mxfp4 or bf16 will do"
+            ) from None
+    layers = _layers(node, what) if "layers" in node else None
+    first, last = _iterations(node, what) if "iterations" in node else (0, None)
+    if not enabled:
+        return None
+    return Rule(name, node.line, pattern, str(config_name), config, layers, first, last)
+
+
+def _layers(node: Node, what: str) -> Layers:
+    text = str(node.scalar("layers", what))
+    if ends := _ENDS.fullmatch(text):
+        count = int(ends[2])
+        return Layers(text, first=count) if ends[1] == "first" else Layers(text, last=count)
+    ranges = []
+    for part in text.replace(" ", "").split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise node.error(
+                f"{what} has layers: {text}; give numbers and ranges from 0 as in '0-3,8', "
+                "'first 2' or 'last 4'"
+            )
+        ranges.append((int(match[1]), int(match[2] or match[1])))
+    return Layers(text, tuple(ranges))
+
+
+def _iterations(node: Node, what: str) -> tuple[int, int | None]:
+    text = str(node.scalar("iterations", what))
+    match = _ITERATIONS.fullmatch(text.replace(" ", ""))
+    last = int(match[2]) if match and match[2] else None
+    if match is None or int(match[1]) < 1 or (last is not None and last < int(match[1])):
+        raise node.error(
+            f"{what} has iterations: {text}; they count from 1, as in '1-100' or '101-'"
+        )
+    return (0 if match[1] == "1" else int(match[1])), last
+
+
+def formats_of(rules: tuple[Rule, ...], operation: str, iteration: int) -> GemmFormats | None:
+    """What is in force for one operation of a module; None: high precision."""
+    for rule in rules:
+        if rule.holds_at(iteration):
+            return rule.config[operation]
+    return None

@@ -1,0 +1,148 @@
+"""A config of a recipe: from names of operands to what each of them goes through.
+
+An operation (`linear`, `qk`, `pv`) is a format for all six operands, or a mapping with
+
+    format         of all operands that nothing else is said of
+    backward       of those of the backward pass; bf16: it is straight-through
+    probabilities  of pv: normalized (default) or unnormalized, as in a flash-attention kernel
+    a GEMM's name  a format, or a mapping of its two operands, `format` and `hadamard`
+
+The GEMMs and their operands, in the order of `GemmFormats`, are in `GEMMS`.
+"""
+
+import difflib
+from collections.abc import Mapping
+
+from megatron.fake_quant.formats import Format
+from megatron.fake_quant.gemm import SLOTS, GemmFormats, Operand
+from megatron.fake_quant.hadamard import Hadamard
+from megatron.fake_quant.quant_type import OPERATIONS, parse_format, parse_type
+from megatron.fake_quant.recipe_yaml import Node
+
+#: What each operation of a layer goes through; None: high precision.
+Config = Mapping[str, GemmFormats | None]
+
+GEMMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "linear": {
+        "fprop": ("input", "weight"),
+        "dgrad": ("grad_output", "weight"),
+        "wgrad": ("grad_output", "input"),
+    },
+    "qk": {
+        "fprop": ("query", "key"),
+        "grad_query": ("grad_scores", "key"),
+        "grad_key": ("grad_scores", "query"),
+    },
+    "pv": {
+        "fprop": ("probs", "value"),
+        "grad_probs": ("grad_output", "value"),
+        "grad_value": ("grad_output", "probs"),
+    },
+}
+_PROBABILITIES = ("normalized", "unnormalized")
+
+
+def parse_config(node: Node, what: str) -> Config:
+    """The operations of a config, or of a quantization type.
+
+    Raises:
+        RecipeError: an unknown key or format; says the line and what is accepted.
+    """
+    if not isinstance(node.value, dict):
+        try:
+            of_type = parse_type(str(node.value))
+        except ValueError as error:
+            raise node.error(f"{what}: {error}") from None
+        return {
+            operation: None if fmt is None else GemmFormats.uniform(fmt)
+            for operation, fmt in of_type.items()
+        }
+    node.only_keys(what, OPERATIONS)
+    return {
+        operation: (
+            _operation(node.value[operation], operation, f"{operation} of {what}")
+            if operation in node
+            else None
+        )
+        for operation in OPERATIONS
+    }
+
+
+def _format(node: Node, what: str) -> Format | None:
+    try:
+        return parse_format(str(node.value))
+    except ValueError as error:
+        raise node.error(f"{what}: {error}") from None
+
+
+def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
+    if not isinstance(node.value, dict):
+        fmt = _format(node, what)
+        return None if fmt is None else GemmFormats.uniform(fmt)
+    gemms = GEMMS[operation]
+    own = ("probabilities",) if operation == "pv" else ()
+    node.only_keys(what, ("format", "backward", *own, *gemms))
+    default = _format(node.value["format"], what) if "format" in node else None
+    backward, straight_through = default, False
+    if "backward" in node:
+        backward = _format(node.value["backward"], what)
+        straight_through = backward is None
+    operands: dict[str, Operand] = {}
+    for index, (gemm, names) in enumerate(gemms.items()):
+        fallback = default if index == 0 else backward
+        pair = _gemm(node.value.get(gemm), names, fallback, f"{gemm} of {what}")
+        operands.update(zip(SLOTS[2 * index : 2 * index + 2], pair, strict=True))
+    unnormalized = False
+    if "probabilities" in node:
+        chosen = node.scalar("probabilities", what)
+        if chosen not in _PROBABILITIES:
+            raise node.value["probabilities"].error(
+                f"probabilities of {what} is {chosen!r}; choose {' or '.join(_PROBABILITIES)}"
+            )
+        unnormalized = chosen == "unnormalized"
+    try:
+        return GemmFormats(**operands, straight_through=straight_through, unnormalized=unnormalized)
+    except ValueError as error:
+        raise node.error(f"{what}: {error}") from None
+
+
+def _gemm(
+    node: Node | None, names: tuple[str, str], default: Format | None, what: str
+) -> tuple[Operand, Operand]:
+    if node is None:
+        return Operand(default), Operand(default)
+    if not isinstance(node.value, dict):
+        fmt = _format(node, what)
+        return Operand(fmt), Operand(fmt)
+    accepted = (*names, "format", "hadamard")
+    for key, child in node.items():
+        if key not in accepted:
+            near = difflib.get_close_matches(key, accepted, n=1)
+            meant = f", did you mean {near[0]}?" if near else ";"
+            raise child.error(
+                f"{what} has no operand {key!r}{meant} it takes {', '.join(accepted)}"
+            )
+    if "format" in node:
+        default = _format(node.value["format"], what)
+    hadamard = _hadamard(node.value["hadamard"], what) if "hadamard" in node else None
+    formats = [
+        _format(node.value[name], f"{name} of {what}") if name in node else default
+        for name in names
+    ]
+    return Operand(formats[0], hadamard), Operand(formats[1], hadamard)
+
+
+def _hadamard(node: Node, what: str) -> Hadamard:
+    """`hadamard: 16` or `hadamard: {size: 16, signs: nvfp4}`."""
+    what = f"hadamard of {what}"
+    size, signs = node.value, "none"
+    if isinstance(node.value, dict):
+        node.only_keys(what, ("size", "signs"))
+        size = node.scalar("size", what)
+        signs = node.scalar("signs", what) if "signs" in node else "none"
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise node.error(f"{what} has the size {size!r}; give a power of two, as in 16")
+    try:
+        return Hadamard(size, signs)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise node.error(f"{what}: {error}") from None
