@@ -1,0 +1,40 @@
+"""Communication within autograd, where the wheel's gives a wrong sum or gloo refuses.
+
+Overlaid for two functions, which the wheel's autograd functions call in the forward and the
+backward pass. `_reduce` sums a copy of a tensor that is not contiguous, and returns the tensor,
+unsummed: MLA's gradients are such tensors. `_gather_along_first_dim` gathers parts of unequal size,
+which NCCL takes and gloo does not: with expert and tensor parallelism together, the ranks of an
+expert's tensor-parallel group hold different numbers of tokens. Every other case is the wheel's.
+"""
+
+import torch
+
+from megatron.core._overlay import shadowed
+
+_upstream = shadowed(__name__)
+_wheels_reduce = _upstream._reduce
+_wheels_gather = _upstream._gather_along_first_dim
+
+
+def _reduce(input_, group):
+    """The sum over `group`, whatever the layout of `input_`."""
+    return _wheels_reduce(input_.contiguous(), group)
+
+
+def _gather_along_first_dim(input_, group, output_split_sizes=None, use_global_buffer=False):
+    """See the wheel's. Unequal parts are padded to the largest, gathered, and cut again."""
+    sizes = output_split_sizes
+    if sizes is None or len(set(sizes)) == 1 or not _is_gloo(group):
+        return _wheels_gather(input_, group, output_split_sizes, use_global_buffer)
+    padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+    padded[: input_.shape[0]] = input_
+    parts = _wheels_gather(padded, group).split(max(sizes))
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _is_gloo(group) -> bool:
+    return torch.distributed.get_backend(group) == "gloo"
+
+
+_upstream._reduce = _reduce
+_upstream._gather_along_first_dim = _gather_along_first_dim
