@@ -1,0 +1,179 @@
+"""Names with variants, what they mean, and what is refused."""
+
+import contextlib
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.fake_quant import FORMATS, Format, fake_quantize, get_format
+from megatron.fake_quant.formats import (
+    E2M1,
+    E4M3,
+    S1P2,
+    BlockScaling,
+    Cast,
+    GroupScaling,
+    HiFloat8,
+    TensorScaling,
+    TwoLevelScaling,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mxfp8:rceil", {"scaling": BlockScaling(32, "rceil")}),
+        ("mxfp4:2d", {"scaling": BlockScaling(32, "floor", square=True)}),
+        ("mxfp4:ceil:2d:sr", {
+            "scaling": BlockScaling(32, "ceil", square=True), "rounding": "stochastic"}),
+        ("mxint8:sr", {"rounding": "stochastic"}),
+        ("nvfp4:2d", {"scaling": TwoLevelScaling(square=True)}),
+        ("nvfp4:sr", {"rounding": "stochastic"}),
+        ("hifp8:hr", {"rounding": "hybrid"}),
+        ("hifp8:inf", {"element": HiFloat8("inf")}),
+        ("hifp8:t15", {"scaling": TensorScaling(15.0)}),
+        ("hifp8:t0.5:pow2", {"scaling": TensorScaling(0.5, power_of_two=True)}),
+        ("hifp8:sr:inf:t224", {"element": HiFloat8("inf"), "scaling": TensorScaling(224.0),
+                               "rounding": "stochastic"}),
+        ("hifp4:sr", {"rounding": "stochastic"}),
+        ("fp8_e4m3:pow2", {"scaling": TensorScaling(448.0, power_of_two=True)}),
+        ("fp8_e5m2:sr", {"rounding": "stochastic"}),
+    ],
+)  # fmt: skip
+def test_a_variant_changes_one_thing(name, changes):
+    base = FORMATS[name.partition(":")[0]]
+    assert get_format(name) == replace(base, name=name, **changes)
+
+
+def test_formats_without_variants():
+    assert FORMATS["nvfp4"] == Format("nvfp4", E2M1, TwoLevelScaling(16))
+    assert FORMATS["hifp4"] == Format("hifp4", S1P2, GroupScaling())
+    assert FORMATS["fp8_e4m3"] == Format("fp8_e4m3", E4M3, TensorScaling(448.0))
+    assert FORMATS["fp8_e5m2"].scaling == TensorScaling(57344.0)
+    blocks = {name: fmt.block_size for name, fmt in FORMATS.items() if fmt.block_size != 32}
+    assert {name for name, size in blocks.items() if size is None} == {
+        "bf16", "fp16", "hifp8", "fp8_e4m3", "fp8_e5m2"}  # fmt: skip
+    assert (blocks["nvfp4"], blocks["hifp4"]) == (16, 64)
+    assert not any(fmt.square for fmt in FORMATS.values())
+    assert get_format("nvfp4:2d").square
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("HiF8:INF:hr", "hifp8:hr:inf"),
+        ("hif4:sr", "hifp4:sr"),
+        ("mxfp8:sr:2d:rceil", "mxfp8:rceil:2d:sr"),
+        ("hifp8:pow2:t15", None),  # there is no scale yet
+        ("hifp8:t15.0:pow2", "hifp8:t15:pow2"),
+        ("mxfp8:floor", "mxfp8"),
+        ("mx:e3m4:b16:rceil:sr", "mx:e3m4:b16:rceil:sr"),
+    ],
+)
+def test_a_format_has_one_name(name, canonical):
+    if canonical is None:
+        with pytest.raises(ValueError, match="'pow2' cannot be said of hifp8"):
+            get_format(name)
+    else:
+        assert get_format(name).name == canonical
+        assert get_format(canonical) == get_format(name)
+
+
+ACCEPTED = {
+    "mxfp8": ["floor", "rceil", "ceil", "even", "2d", "sr"],
+    "nvfp4": ["2d", "sr"],
+    "hifp4": ["sr"],
+    "hifp8": ["sr", "hr", "inf", "t15"],
+    "fp8_e5m2": ["sr", "pow2"],
+    "bf16": [],
+}
+EVERY = ["floor", "rceil", "ceil", "even", "2d", "sr", "hr", "inf", "t15", "pow2"]
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("variant", [*EVERY, "3d", "up", "tx", "t", "t-1", ""])
+def test_a_variant_applies_or_is_refused(name, variant):
+    """Where it applies the numbers change; where it does not, the error says what would."""
+    if variant in ACCEPTED[name]:
+        fmt = get_format(f"{name}:{variant}")
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(23)) * 2.0**14
+        changed = not torch.equal(fake_quantize(x, fmt), fake_quantize(x, name))
+        assert changed == (variant != "floor")
+    elif variant:
+        accepted = ", ".join(ACCEPTED[name]).replace("t15", r"t<number> \(as in t15\)")
+        said = f"accepted are {accepted}$" if accepted else "it has no variants$"
+        message = rf"format '{name}:{variant}': '{variant}' cannot be said of {name}; {said}"
+        with pytest.raises(ValueError, match=message):
+            get_format(f"{name}:{variant}")
+
+
+def names_with_two_variants() -> list[str]:
+    """All that are accepted, in both orders."""
+    accepted = []
+    for name, count in itertools.product(FORMATS, (0, 1, 2)):
+        for variants in itertools.permutations(EVERY, count):
+            spelled = ":".join([name, *variants])
+            with contextlib.suppress(ValueError):
+                accepted.append(get_format(spelled) and spelled)
+    return accepted
+
+
+def test_every_name_that_is_made_can_be_read():
+    names = names_with_two_variants()
+    assert len(names) > 200
+    for name in names:
+        fmt = get_format(name)
+        assert get_format(fmt.name) == fmt
+        assert fake_quantize(torch.ones(4, 4), fmt).shape == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("mxfp5", "mxfp8"),
+        ("nvfp", "nvfp4"),
+        ("hif16", "hif8"),
+        ("hifloat", "hifloat8"),
+        ("fp8_e4m2", "fp8_e4m3"),
+        ("NVFP8", "nvfp4"),
+        ("mxfp9:sr", "mxfp8"),
+        ("bfloat16", "hifloat8"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=f"unknown format '{name}', did you mean .*{nearest}.*[?]"):
+        get_format(name)
+
+
+def test_a_name_like_no_other_gets_the_list():
+    with pytest.raises(ValueError, match=r"unknown format 'xyz'; choose one of bf16, fp16, fp8_e4"):
+        get_format("xyz")
+
+
+@pytest.mark.parametrize("target", ["t0", "t0.0"])
+def test_a_target_of_zero_is_refused(target):
+    with pytest.raises(ValueError, match=rf"'hifp8:{target}': a scale to 0; choose a target above"):
+        get_format(f"hifp8:{target}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((E2M1, BlockScaling(32, "floor"), "hybrid"), "hybrid rounding is HiFloat8's own"),
+        ((HiFloat8(), BlockScaling(32, "floor")), "puts block scales on HiFloat8"),
+        ((HiFloat8(), GroupScaling()), "puts block scales on HiFloat8"),
+        ((HiFloat8(), TwoLevelScaling()), "puts block scales on HiFloat8"),
+        ((Cast(torch.bfloat16), TensorScaling(1.0)), "a cast of torch's: it has no scale"),
+        ((Cast(torch.float16), None, "stochastic"), "and rounds to nearest"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=f"format 'x'.*{message}"):
+        Format("x", *arguments)
+
+
+def test_unknown_ways_to_round_are_refused():
+    with pytest.raises(ValueError, match="unknown rounding 'up'; choose one of nearest, stoch"):
+        Format("x", E2M1, rounding="up")
