@@ -32,6 +32,7 @@ TEST = {
     "pytest-xdist": "3.8.0",  # -n 2: most tests wait for a subprocess that imports megatron-core
     "ml_dtypes": "0.6.0",  # an independent implementation of the FP8, FP6 and FP4 formats
     "en_dtypes": "0.0.4",  # an independent implementation of HiFloat8
+    "hypothesis": "6.170.15",  # looks for tensors that break a property of the formats
 }
 
 # What script/check.sh needs besides.
@@ -47,6 +48,7 @@ ON_PYTHON_3_10 = {
     "transformers": "5.20.2",
     "pandas": "2.3.3",
     "matplotlib": "3.10.9",
+    "hypothesis": "6.168.5",
 }
 
 # What has no wheel for Python 3.13 and newer; the tests that need it skip there.
