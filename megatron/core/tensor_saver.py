@@ -52,13 +52,21 @@ class Settings:
 class TensorSaver:
     """Decides what is collected, numbers it and hands it to the writer."""
 
-    def __init__(self, settings: Settings, run_id: str, args: dict[str, Any]):
+    def __init__(
+        self,
+        settings: Settings,
+        run_id: str,
+        args: dict[str, Any],
+        quantization: dict[str, Any] | None = None,
+    ):
         self.settings = settings
         self.error: str | None = None
         self.coordinates = rank_coordinates()
         self.run_id = run_id
         self._counter = 0
-        self._card = collect_run_card(run_id, args) if self.is_first else {}
+        self._card = (
+            collect_run_card(run_id, args) | {"quantization": quantization} if self.is_first else {}
+        )
         self._writer = RecordWriter(settings.directory, run_id, self.coordinates["world"])
         self.write_card("running")
 
@@ -147,6 +155,7 @@ def configure(
     collect_micro_batches: int = 1,
     collect_layers: str = "all",
     iteration: int = 0,
+    quantization: dict[str, Any] | None = None,
 ) -> None:
     """Fix what this run collects; collective over all ranks once the process groups exist.
 
@@ -159,6 +168,7 @@ def configure(
         collect_micro_batches: of each iteration the first so many, 0 for all.
         collect_layers: `all`, or e.g. `first,last` or `0,2-4`.
         iteration: iterations done before this run (it resumes a checkpoint).
+        quantization: what each matmul goes through, for the run card.
 
     Raises:
         ValueError: what the user can mend, on all ranks alike whichever rank met it.
@@ -189,7 +199,7 @@ def configure(
     if wanted is None:
         return
     run_id = from_first_rank(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(3)}")
-    _saver = together(lambda: TensorSaver(wanted, run_id, args))
+    _saver = together(lambda: TensorSaver(wanted, run_id, args, quantization))
     if _saver.is_first:
         logger.info("saving tensors to %s (run %s)", wanted.directory, run_id)
 

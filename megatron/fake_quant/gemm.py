@@ -47,10 +47,10 @@ class Operand:
         return x if self.format is None else fake_quantize(x, self.format, axis=axis, seed=seed)
 
     def __str__(self) -> str:
-        name = "bf16" if self.format is None else self.format.name
-        if self.hadamard is None:
-            return name
-        return f"{name} after Hadamard {self.hadamard.size} ({self.hadamard.signs})"
+        """As audits and records have it: `nvfp4:sr+H16:nvfp4`, `none`."""
+        name = "none" if self.format is None else self.format.name
+        transform = self.hadamard
+        return name if transform is None else f"{name}+H{transform.size}:{transform.signs}"
 
 
 AS_IT_IS = Operand()

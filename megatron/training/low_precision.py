@@ -5,8 +5,12 @@ refusals again, for trainers that do not pass through here.
 """
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
-from megatron.core import tensor_saver
+import torch
+
+from megatron.core import audit, tensor_saver
 from megatron.fake_quant import policy
 from megatron.training.errors import UserError
 
@@ -41,6 +45,7 @@ def configure_formats(args: argparse.Namespace) -> None:
             linear=args.linear_quant,
             qk=args.qk_quant,
             pv=args.pv_quant,
+            recipe=args.quant_recipe,
         )
         collecting = args.save_tensors or tensor_saver.enabled_by_environment()
     except ValueError as error:
@@ -58,8 +63,15 @@ def configure_formats(args: argparse.Namespace) -> None:
             raise UserError(f"{asked} does not reach {given}: {why}")
 
 
-def configure_collection(args: argparse.Namespace, iteration: int) -> None:
+def configure_collection(
+    args: argparse.Namespace, iteration: int, quantization: dict[str, Any]
+) -> None:
     """Fix what is collected; on all ranks, once the process groups exist.
+
+    Args:
+        args: the run's arguments.
+        iteration: the last one done.
+        quantization: the audit, for the run card.
 
     Raises:
         UserError: on all ranks alike.
@@ -73,6 +85,29 @@ def configure_collection(args: argparse.Namespace, iteration: int) -> None:
             collect_micro_batches=args.collect_micro_batches,
             collect_layers=args.collect_layers,
             iteration=iteration,
+            quantization=quantization,
         )
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def audit_model(
+    args: argparse.Namespace, chunks: Sequence[torch.nn.Module], iteration: int
+) -> tuple[list[str], dict[str, Any]]:
+    """What each matmul of the whole model goes through in the iteration to come; on all ranks.
+
+    Returns:
+        Lines of text, and the same as plain values for the run card.
+
+    Raises:
+        UserError: a rule of the recipe is never in force.
+    """
+    try:
+        audit.check(chunks)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    found = audit.of_whole_model(chunks, args.seq_length, iteration + 1)
+    share, table = audit.share(found), audit.table(found)
+    head = f"matmuls in low precision: {100 * share:.4g}% of the FLOPs of all matmuls"
+    card = {"iteration": iteration + 1, "share_of_matmul_flops": share, "matmuls": table}
+    return [head, *(f"  {line}" for line in table)], card

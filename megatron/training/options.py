@@ -240,6 +240,15 @@ class QuantizationOptions:
     linear_quant: str | None = option(None, "format of the linear layers", metavar="FORMAT")
     qk_quant: str | None = option(None, "format of Q K^T", metavar="FORMAT")
     pv_quant: str | None = option(None, "format of P V", metavar="FORMAT")
+    quant_recipe: str | None = option(
+        None,
+        "YAML file that sets formats layer by layer and operand by operand; see examples/recipes. "
+        "Wins over the environment's QUANT_RECIPE",
+        metavar="FILE",
+    )
+    quant_audit: bool = option(
+        False, "print what each matmul of the model goes through, and stop before training"
+    )
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,7 @@ from megatron.training.logging import (
     log_line,
     scalars,
 )
-from megatron.training.low_precision import configure_collection, configure_formats
+from megatron.training.low_precision import audit_model, configure_collection, configure_formats
 from megatron.training.params_norm import params_norm
 from megatron.training.report import print_rank_0, print_rank_last, stamp
 from megatron.training.tokenizer import build_tokenizer
@@ -63,8 +63,14 @@ def pretrain(run: Run) -> None:
     _connect(run, trained)
     progress = load_checkpoint(run, trained)
     update_num_microbatches(progress.consumed_train_samples, consistency_check=False)
+    lines, quantization = audit_model(args, chunks, progress.iteration)
+    for line in lines:
+        print_rank_0(f"> {line}")
+    if args.quant_audit:
+        print_rank_0("> stopping before training (--quant-audit)")
+        return
     datasets = data.build_datasets(args, tokenizer)
-    configure_collection(args, progress.iteration)
+    configure_collection(args, progress.iteration, quantization)
     try:
         Loop(run, trained, progress, datasets, timers).run()
     finally:

@@ -11,7 +11,7 @@ micro-batch travels on the output tensor, which the schedule hands to `backward_
 
 import functools
 
-from megatron.core import tensor_saver
+from megatron.core import audit, tensor_saver
 from megatron.core._overlay import shadowed
 from megatron.core.collection_clock import MicroBatch, clock
 
@@ -21,6 +21,7 @@ _upstream_backward_step = _upstream.backward_step
 
 
 _training = False  #: inside of a forward-backward pass, not of a forward-only one
+_checked = False  #: whether each rule of the recipe was found to apply
 _steps = 0  #: forward steps of the training iteration under way
 
 
@@ -65,13 +66,18 @@ def _counted(schedule):
     def counted(*args, forward_only=False, **kwargs):
         if forward_only:
             return schedule(*args, forward_only=True, **kwargs)
-        return _iteration(functools.partial(schedule, *args, forward_only=False, **kwargs))
+        return _iteration(
+            functools.partial(schedule, *args, forward_only=False, **kwargs), kwargs["model"]
+        )
 
     return counted
 
 
-def _iteration(run):
-    global _training, _steps
+def _iteration(run, model):
+    global _training, _steps, _checked
+    if not _checked:
+        audit.check(model if isinstance(model, list) else [model])
+        _checked = True
     tensor_saver.begin_iteration()
     _training, _steps = True, 0
     try:

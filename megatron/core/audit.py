@@ -1,0 +1,217 @@
+"""What is quantized, matmul by matmul, read off the model that was built.
+
+A recipe says what should be; this says what is: every module that multiplies matrices, what the
+operands of its three GEMMs go through and who said so, and which share of the floating-point
+operations of all matmuls that is. A GEMM counts as quantized when both of its operands are. And a
+rule of a recipe that reaches no module is an error: the run would train in high precision where the
+user believes that it does not.
+
+Operations are those that are carried out for one token: attention multiplies whole matrices, causal
+or not, and each expert gets its share of the tokens. Embedding, norms and softmax have no matmul.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.module_identity import transformer_layers
+from megatron.core.quantized_module import Quantized
+from megatron.fake_quant import policy
+from megatron.fake_quant.gemm import AS_IT_IS, SLOTS, GemmFormats
+from megatron.fake_quant.recipe import Recipe
+from megatron.fake_quant.recipe_config import GEMMS
+
+_LAYER = re.compile(r"(?<=layers\.)\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """One operation of one module, forward and backward."""
+
+    module: str  #: name in the whole model
+    operation: str  #: linear, qk or pv
+    flops: float  #: of one of its three GEMMs, per token
+    gemms: tuple[str, ...]  #: what the operands of each go through
+    quantized: int  #: how many of the three have both operands quantized
+    source: str
+
+    @property
+    def summary(self) -> str:
+        """The three GEMMs in one line, or what they share."""
+        if len(set(self.gemms)) == 1 and len(set(self.gemms[0].split(" x "))) == 1:
+            alike = self.gemms[0].split(" x ")[0]
+            return "high precision" if alike == str(AS_IT_IS) else alike
+        named = zip(GEMMS[self.operation], self.gemms, strict=True)
+        return ", ".join(f"{gemm} {operands}" for gemm, operands in named)
+
+
+def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) -> list[Matmul]:
+    """Those of this rank's stages, in an iteration (from 1)."""
+    found = []
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Quantized) and module.identity is not None:
+                for operation in module.operations:
+                    plan = module.plan_of(operation)
+                    found.append(
+                        _matmul(
+                            module.identity.name,
+                            operation,
+                            _flops(module, operation, seq_length),
+                            plan.at(iteration),
+                            plan.source_at(iteration),
+                        )
+                    )
+        for local_name, layer in transformer_layers(chunk):
+            name = re.sub(r"\d+$", str(layer.layer_number - 1), local_name)
+            router = getattr(getattr(layer, "mlp", None), "router", None)
+            if router is not None:
+                flops = 2.0 * router.weight.numel()
+                why = "routers stay in high precision"
+                found.append(_matmul(f"{name}.mlp.router", "linear", flops, None, why))
+    return found
+
+
+def _matmul(
+    module: str, operation: str, flops: float, formats: GemmFormats | None, source: str
+) -> Matmul:
+    formats = GemmFormats() if formats is None else formats
+    operands = [getattr(formats, slot) for slot in SLOTS]
+    if formats.straight_through:  # the forward pass's operands, and the gradient as it is
+        operands[2:] = [AS_IT_IS, operands[1], AS_IT_IS, operands[0]]
+    pairs = [operands[index : index + 2] for index in (0, 2, 4)]
+    return Matmul(
+        module,
+        operation,
+        flops,
+        gemms=tuple(" x ".join(map(str, pair)) for pair in pairs),
+        quantized=sum(all(each.format is not None for each in pair) for pair in pairs),
+        source=source,
+    )
+
+
+def _flops(module: Quantized, operation: str, seq_length: int) -> float:
+    """Of one GEMM for one token of the whole model."""
+    config = module.config
+    if operation == "linear":
+        flops = 2.0 * module.input_size * module.output_size
+        if module.is_expert:
+            flops *= config.moe_router_topk / config.num_moe_experts
+        return flops
+    head_dim = config.kv_channels
+    if getattr(config, "multi_latent_attention", False):
+        of_scores = config.qk_head_dim + config.qk_pos_emb_head_dim
+        head_dim = of_scores if operation == "qk" else config.v_head_dim
+    return 2.0 * seq_length * head_dim * config.num_attention_heads
+
+
+def of_whole_model(
+    chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int = 1
+) -> list[Matmul]:
+    """The matmuls of all ranks, each once, by name; to be called on all of them."""
+    own = matmuls(chunks, seq_length, iteration)
+    parts = [own]
+    if torch.distributed.is_initialized():
+        parts = [[] for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather_object(parts, own)
+    whole = {(each.module, each.operation): each for part in parts for each in part}
+    return sorted(whole.values(), key=lambda each: _natural(each.module))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layers.10 behind layers.9."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+def share(found: Iterable[Matmul]) -> float:
+    """The share of the FLOPs of all matmuls, forward and backward, that low precision has."""
+    found = list(found)
+    total = sum(3 * each.flops for each in found)
+    return sum(each.quantized * each.flops for each in found) / total if total else 0.0
+
+
+def table(found: Sequence[Matmul]) -> list[str]:
+    """A line for each group of consecutive layers whose matmul of that name is treated alike."""
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for each in found:
+        name = _LAYER.sub("*", each.module, count=1)
+        key = (name, each.operation, each.summary, each.source)
+        layer = _LAYER.search(each.module)
+        groups.setdefault(key, []).append(layer[0] if layer else "")
+    rows = [
+        (name.replace("*", _ranges(layers), 1), operation, summary, source)
+        for (name, operation, summary, source), layers in groups.items()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1, 2)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
+        for row in rows
+    ]
+
+
+def _ranges(layers: Sequence[str]) -> str:
+    """0,1,2,5 as 0-2,5."""
+    numbers = sorted({int(layer) for layer in layers if layer})
+    runs = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        runs.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0]))
+    return ",".join(runs)
+
+
+def check_recipe(recipe: Recipe, modules: Sequence[tuple[str, int]], num_layers: int) -> None:
+    """Refuse a recipe with a rule that is never in force.
+
+    Args:
+        recipe: what was read.
+        modules: name and layer of every module of the whole model with a matmul of ours.
+        num_layers: of the whole model.
+
+    Raises:
+        ValueError: names the first such rule.
+    """
+    reached = {
+        rule.name for name, layer in modules for rule in recipe.rules_for(name, layer, num_layers)
+    }
+    for rule in recipe.rules:
+        if rule.name in reached:
+            continue
+        fitting = [name for name, layer in modules if rule.fits(name, layer, num_layers)]
+        where = f"recipe {recipe.path}: line {rule.line}: matcher {rule.name!r}"
+        if fitting:
+            raise ValueError(
+                f"{where} is never reached: the matchers before it already decide for "
+                f"{fitting[0]} and whatever else it fits; move it up or remove it"
+            )
+        chosen = f" and layers {rule.layers.text!r}" if rule.layers else ""
+        raise ValueError(
+            f"{where} with the pattern {rule.pattern!r}{chosen} fits none of the "
+            f"{len(modules)} modules with a matmul; among them are "
+            f"{', '.join(name for name, _ in modules[:4])}"
+        )
+
+
+def check(chunks: Sequence[torch.nn.Module]) -> None:
+    """Refuse a recipe with a rule that is never in force; to be called on all ranks.
+
+    Raises:
+        ValueError: on all ranks alike.
+    """
+    recipe = policy.current().recipe
+    if recipe is None:
+        return
+    own, num_layers = [], 0
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Quantized) and module.identity is not None:
+                own.append((module.identity.name, module.identity.layer_idx))
+                num_layers = module.config.num_layers
+    parts = [(own, num_layers)]
+    if torch.distributed.is_initialized():
+        parts = [([], 0)] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(parts, (own, num_layers))
+    modules = sorted({each for part, _ in parts for each in part}, key=lambda m: _natural(m[0]))
+    check_recipe(recipe, modules, max(count for _, count in parts))
