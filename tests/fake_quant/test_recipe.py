@@ -1,0 +1,307 @@
+"""Recipes: what they say of each operand, and what is said to a user who got one wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.fake_quant import Hadamard, get_format
+from megatron.fake_quant.gemm import SLOTS, GemmFormats, Operand
+from megatron.fake_quant.policy import resolve
+from megatron.fake_quant.recipe import formats_of, load_recipe
+
+RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
+MATCHER = "matchers:\n  all: {config: %s, type: glob, pattern: '*', enabled: true}\n"
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text):
+        path = tmp_path / "mine.yaml"
+        path.write_text(text)
+        return load_recipe(path)
+
+    return load
+
+
+def in_force(recipe, operation="linear", module="decoder.layers.1.mlp.linear_fc1", layer=1, at=1):
+    return formats_of(recipe.rules_for(module, layer, 4), operation, at)
+
+
+def names(formats):
+    return {slot: str(getattr(formats, slot)) for slot in SLOTS}
+
+
+# What is in force.
+
+
+def test_a_format_for_all_operands(load):
+    recipe = load("configs:\n  c:\n    linear: mxfp4\n" + MATCHER % "c")
+    assert in_force(recipe) == GemmFormats.uniform(get_format("mxfp4"))
+    assert in_force(recipe, "qk") is None
+
+
+SLOT_NAMES = {
+    "linear": {
+        "fprop_a": ("fprop", "input"),
+        "fprop_b": ("fprop", "weight"),
+        "dgrad_c": ("dgrad", "grad_output"),
+        "dgrad_b": ("dgrad", "weight"),
+        "wgrad_c": ("wgrad", "grad_output"),
+        "wgrad_a": ("wgrad", "input"),
+    },
+    "qk": {
+        "fprop_a": ("fprop", "query"),
+        "fprop_b": ("fprop", "key"),
+        "dgrad_c": ("grad_query", "grad_scores"),
+        "dgrad_b": ("grad_query", "key"),
+        "wgrad_c": ("grad_key", "grad_scores"),
+        "wgrad_a": ("grad_key", "query"),
+    },
+    "pv": {
+        "fprop_a": ("fprop", "probs"),
+        "fprop_b": ("fprop", "value"),
+        "dgrad_c": ("grad_probs", "grad_output"),
+        "dgrad_b": ("grad_probs", "value"),
+        "wgrad_c": ("grad_value", "grad_output"),
+        "wgrad_a": ("grad_value", "probs"),
+    },
+}
+EIGHTEEN = [(op, slot) for op, slots in SLOT_NAMES.items() for slot in slots]
+
+
+@pytest.mark.parametrize(("operation", "slot"), EIGHTEEN)
+def test_each_of_the_eighteen_slots_has_a_name_of_its_own(load, operation, slot):
+    gemm, operand = SLOT_NAMES[operation][slot]
+    text = f"configs:\n  c:\n    {operation}:\n      {gemm}: {{{operand}: hifp8}}\n"
+    found = names(in_force(load(text + MATCHER % "c"), operation))
+    assert found == {each: "hifp8" if each == slot else "none" for each in SLOTS}
+
+
+def test_defaults_go_from_the_operation_to_the_gemm_to_the_operand(load):
+    recipe = load(
+        "configs:\n  c:\n    linear:\n      format: mxfp8\n      backward: mxfp4\n"
+        "      wgrad: {format: mxfp6_e2m3, input: none}\n" + MATCHER % "c"
+    )
+    assert names(in_force(recipe)) == {
+        "fprop_a": "mxfp8",
+        "fprop_b": "mxfp8",
+        "dgrad_c": "mxfp4",
+        "dgrad_b": "mxfp4",
+        "wgrad_c": "mxfp6_e2m3",
+        "wgrad_a": "none",
+    }
+
+
+def test_a_bf16_backward_pass_is_straight_through(load):
+    recipe = load("configs:\n  c:\n    pv: {format: mxfp4, backward: bf16}\n" + MATCHER % "c")
+    assert in_force(recipe, "pv") == GemmFormats(
+        fprop_a=Operand(get_format("mxfp4")),
+        fprop_b=Operand(get_format("mxfp4")),
+        straight_through=True,
+    )
+
+
+def test_transforms_are_of_both_operands(load):
+    recipe = load(
+        "configs:\n  c:\n    linear:\n      wgrad: {hadamard: {size: 16, signs: nvfp4}}\n"
+        "      dgrad: {format: mxfp4, hadamard: 32}\n" + MATCHER % "c"
+    )
+    formats = in_force(recipe)
+    assert formats.wgrad_c == formats.wgrad_a == Operand(None, Hadamard(16, "nvfp4"))
+    assert formats.dgrad_c == formats.dgrad_b == Operand(get_format("mxfp4"), Hadamard(32))
+
+
+def test_probabilities_can_be_unnormalized(load):
+    text = "configs:\n  c:\n    pv: {format: mxfp8, probabilities: %s}\n" + MATCHER % "c"
+    assert in_force(load(text % "unnormalized"), "pv").unnormalized
+    assert not in_force(load(text % "normalized"), "pv").unnormalized
+
+
+def test_the_first_matcher_that_fits_counts_and_a_type_will_do_for_a_config(load):
+    recipe = load(
+        "matchers:\n"
+        "  head: {config: bf16, type: glob, pattern: 'output_layer', enabled: true}\n"
+        "  off: {config: mxfp4, type: glob, pattern: '*', enabled: false}\n"
+        "  fc1: {config: 'linear_mxfp8:rceil', type: glob, pattern: '*fc1', enabled: true}\n"
+        "  rest: {config: hifp8, type: glob, pattern: '*', enabled: true}\n"
+    )
+    assert in_force(recipe, module="output_layer", layer=-1) is None
+    assert names(in_force(recipe))["wgrad_a"] == "mxfp8:rceil"
+    assert in_force(recipe, "qk") is None  # linear_ says it of the linear layers only
+    other = "decoder.layers.1.mlp.linear_fc2"
+    assert names(in_force(recipe, module=other))["fprop_a"] == "hifp8"
+
+
+@pytest.mark.parametrize(
+    ("layers", "chosen"),
+    [
+        ("first 2", [0, 1]),
+        ("last 1", [3]),
+        ("0-1,3", [0, 1, 3]),
+        ("2", [2]),
+        ("first 9", [0, 1, 2, 3]),
+    ],
+)
+def test_layers_are_chosen_by_number_or_from_either_end(load, layers, chosen):
+    recipe = load(
+        "matchers:\n  m: {config: mxfp8, type: glob, pattern: '*', enabled: true, "
+        f"layers: '{layers}'}}\n"
+    )
+    assert [n for n in range(4) if in_force(recipe, layer=n) is not None] == chosen
+    assert in_force(recipe, layer=-1) is None  # outside of the layers
+
+
+def test_a_schedule_over_iterations(load):
+    recipe = load(
+        "matchers:\n"
+        "  warm: {config: bf16, type: glob, pattern: '*', enabled: true, iterations: 1-10}\n"
+        "  cool: {config: hifp8, type: glob, pattern: '*', enabled: true, iterations: 91-}\n"
+        "  rest: {config: mxfp4, type: glob, pattern: '*', enabled: true}\n"
+    )
+    found = {at: in_force(recipe, at=at) for at in (1, 10, 11, 90, 91, 10**9)}
+    short = {at: None if f is None else str(f.fprop_a) for at, f in found.items()}
+    assert short == {1: None, 10: None, 11: "mxfp4", 90: "mxfp4", 91: "hifp8", 10**9: "hifp8"}
+
+
+# Precedence.
+
+
+def test_a_recipe_beats_the_environment_and_a_flag_beats_a_recipe(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(MATCHER % "mxfp4")
+    policy = resolve({"recipe": str(path), "qk": "hifp8"}, {"CUSTOM_QUANT_TYPE": "mxfp8"})
+    assert policy.quant_type == "recipe_mine_qk-hifp8"
+    plans = {op: policy.plan(op, "decoder.layers.0.x", 0, 2) for op in ("linear", "qk", "pv")}
+    assert {op: str(plan.at(1).fprop_a) for op, plan in plans.items()} == {
+        "linear": "mxfp4",
+        "qk": "hifp8",
+        "pv": "mxfp4",
+    }
+    assert plans["linear"].source_at(1) == "recipe mine.yaml, matcher 'all' (line 2)"
+    assert plans["qk"].source_at(1) == "flag --qk-quant"
+    by_environment = resolve({}, {"QUANT_RECIPE": str(path)})
+    assert by_environment.quant_type == "recipe_mine"
+
+
+@pytest.mark.parametrize(
+    "flags", [{"custom_quant_type": "mxfp8"}, {"linear": "mxfp8", "qk": "mxfp8", "pv": "bf16"}]
+)
+def test_a_recipe_that_flags_would_overrule_everywhere_is_refused(tmp_path, flags):
+    path = tmp_path / "mine.yaml"
+    path.write_text(MATCHER % "mxfp4")
+    with pytest.raises(ValueError, match="would be overruled by flags in every layer"):
+        resolve({"recipe": str(path), **flags}, {})
+
+
+def test_the_lm_head_needs_a_recipe():
+    policy = resolve({"custom_quant_type": "mxfp8"}, {})
+    assert policy.plan("linear", "output_layer", -1, 2, is_lm_head=True).always_off
+
+
+# Errors, each with the line.
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("config:\n  a: 1\n", "line 1: recipe has the key 'config'; it takes configs, matchers"),
+        ("- 1\n", "line 1: it takes configs: and matchers:"),
+        ("a: [\n", "it is not YAML"),
+        ("matchers:\n  m: 1\n", "line 2: matcher 'm' is 1; it takes config, type, pattern"),
+        ("matchers:\n  m: {}\n  m: {}\n", "line 3: the key 'm' is there twice"),
+        (
+            "matchers:\n  m: {config: mxfp8, type: glob, patern: '*', enabled: true}\n",
+            "line 2: matcher 'm' has the key 'patern'; it takes config, type, pattern, enabled",
+        ),
+        (
+            "matchers:\n  m: {config: mxfp8, type: glob, pattern: '*'}\n",
+            "line 2: matcher 'm' has no enabled; add it",
+        ),
+        (
+            "matchers:\n  m: {config: mxfp8, type: regex, pattern: '*', enabled: true}\n",
+            "line 2: matcher 'm' has type 'regex'; the only one there is is glob",
+        ),
+        (
+            MATCHER % "mxfp5",
+            r"line 2: matcher 'all' names the config 'mxfp5'; the configs are none",
+        ),
+        (
+            "configs:\n  c:\n    linaer: mxfp8\n" + MATCHER % "c",
+            "line 3: config 'c' has the key 'linaer'; it takes linear, qk, pv",
+        ),
+        (
+            "configs:\n  c:\n    linear: mxfp9\n" + MATCHER % "c",
+            "line 3: linear of config 'c': unknown format 'mxfp9', did you mean mxfp",
+        ),
+        (
+            "configs:\n  c:\n    linear:\n      fprop: {inptu: mxfp8}\n" + MATCHER % "c",
+            "line 4: fprop of linear of config 'c' has no operand 'inptu', did you mean input?",
+        ),
+        (
+            "configs:\n  c:\n    qk:\n      dgrad: mxfp8\n" + MATCHER % "c",
+            "line 4: qk of config 'c' has the key 'dgrad'; it takes .*grad_query, grad_key",
+        ),
+        (
+            "configs:\n  c:\n    linear: {format: mxfp8, backward: bf16, wgrad: mxfp4}\n"
+            + MATCHER % "c",
+            "line 3: linear of config 'c': the backward pass is straight-through and some",
+        ),
+        (
+            "configs:\n  c:\n    linear:\n      wgrad: {hadamard: 24}\n" + MATCHER % "c",
+            "line 4: hadamard of wgrad .* size 24; choose a power of two",
+        ),
+        (
+            "configs:\n  c:\n    linear:\n      wgrad: {hadamard: {sise: 16}}\n" + MATCHER % "c",
+            "line 4: hadamard of wgrad of linear of config 'c' has the key 'sise'",
+        ),
+        (
+            "configs:\n  c:\n    pv: {probabilities: raw}\n" + MATCHER % "c",
+            "line 3: probabilities of pv of config 'c' is 'raw'; choose normalized or unnorm",
+        ),
+        (
+            "configs:\n  c:\n    linear: mxfp8\n" + MATCHER % "bf16",
+            "line 2: config 'c' is used by no enabled matcher; remove it",
+        ),
+        (
+            "matchers:\n  m: {config: mxfp8, type: glob, pattern: '*', enabled: true, layers: x}\n",
+            "line 2: matcher 'm' has layers: x; give numbers and ranges",
+        ),
+        (
+            "matchers:\n  m: {config: mxfp8, type: glob, pattern: '*', enabled: true, "
+            "iterations: 9-3}\n",
+            "line 2: matcher 'm' has iterations: 9-3; they count from 1",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(load, text, message):
+    with pytest.raises(ValueError, match=rf"recipe .*mine\.yaml: .*{message}"):
+        load(text)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"absent\.yaml: it cannot be read: No such file"):
+        load_recipe(tmp_path / "absent.yaml")
+
+
+# The ready ones.
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_ready_recipes_load_and_say_whom_they_follow(path):
+    recipe = load_recipe(path)
+    assert recipe.rules
+    assert path.read_text().startswith("description: >\n")
+
+
+def test_there_are_as_many_ready_recipes_as_the_readme_says():
+    assert [path.stem for path in RECIPES] == [
+        "fa_only",
+        "hif8",
+        "hif8_per_tensor",
+        "linear_only",
+        "mxfp4_stochastic",
+        "nvfp4_pretraining",
+        "nvidia_mxfp8",
+        "ocp_mxfp8",
+        "precision_schedule",
+    ]
