@@ -1,0 +1,152 @@
+"""Quantizes one operand slot of one layer at a time and compares with float64; run by the tests in
+a process of its own. Prints a JSON object: for each slot the largest relative error of every
+result, and which results it changed.
+
+The float64 chain has no quantizer of its own: where the layer quantized an operand, the chain
+checks that this operand is its own up to rounding, and goes on with the operand's quantized values.
+So a value that float32 and float64 round to different sides of a tie does not matter.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import gpt_worker
+import torch
+
+FORMATS = ("mxfp4", "hifp8")
+SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+class Chain:
+    """Float64, with the quantized values of an operand in its place."""
+
+    def __init__(self, operation: str, slot: str | None, seen: list):
+        self.at = None if slot is None else (operation, slot)
+        self.seen = list(seen)
+        self.off = 0.0  #: how far the layer's operand was from the chain's
+
+    def __call__(self, operation: str, slot: str, x: torch.Tensor) -> torch.Tensor:
+        if (operation, slot) != self.at:
+            return x
+        operand, quantized = self.seen.pop(0)
+        self.off = max(self.off, relative(operand, x))
+        return quantized.double()
+
+
+def attention_chain(q, k, v, do, scale, at: Chain):
+    """O, dQ, dK, dV of causal attention, [b * heads, s, d] in float64."""
+    s = scale * at("qk", "fprop_a", q) @ at("qk", "fprop_b", k).mT
+    hidden = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
+    p = s.masked_fill(hidden, -10000.0).softmax(-1)
+    # V is the operand B^T of P V: blocks of it run over keys in the forward pass.
+    o = at("pv", "fprop_a", p) @ at("pv", "fprop_b", v.mT).mT
+    dp = at("pv", "dgrad_c", do) @ at("pv", "dgrad_b", v.mT)
+    dv = (at("pv", "wgrad_c", do).mT @ at("pv", "wgrad_a", p)).mT
+    ds = (p * (dp - (dp * p).sum(-1, keepdim=True))).masked_fill(hidden, 0.0)
+    dq = scale * at("qk", "dgrad_c", ds) @ at("qk", "dgrad_b", k)
+    dk = scale * at("qk", "wgrad_c", ds).mT @ at("qk", "wgrad_a", q)
+    return o, dq, dk, dv
+
+
+def linear_chain(x, w, dy, at: Chain):
+    """Y, dX, dW, [tokens, features] in float64."""
+    y = at("linear", "fprop_a", x) @ at("linear", "fprop_b", w).mT
+    dx = at("linear", "dgrad_c", dy) @ at("linear", "dgrad_b", w)
+    dw = at("linear", "wgrad_c", dy).mT @ at("linear", "wgrad_a", x)
+    return y, dx, dw
+
+
+def set_slot(module, operation: str, slot: str | None, name: str) -> None:
+    from megatron.fake_quant import get_format
+    from megatron.fake_quant.gemm import GemmFormats, Operand
+    from megatron.fake_quant.policy import Plan
+
+    formats = GemmFormats(**({} if slot is None else {slot: Operand(get_format(name))}))
+    module._plans = {each: Plan(each, None, "test") for each in module.operations}
+    module._plans[operation] = Plan(operation, formats, "test")
+
+
+def by_head(x):
+    """[s, b, heads, d] -> [b * heads, s, d]."""
+    return x.permute(1, 2, 0, 3).flatten(0, 1)
+
+
+def run_attention(module, operation, slot, name, seen):
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(40, 2, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2)
+    )
+    do = torch.randn(40, 2, 64, generator=generator)
+    set_slot(module, operation, slot, name)
+    seen.clear()
+    o = module(q, k, v, None)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do)
+    chain = Chain(operation, slot, seen)
+    wide = [by_head(x.detach().double().repeat_interleave(4 // x.shape[2], 2)) for x in (q, k, v)]
+    wide_do = by_head(do.double().view(40, 2, 4, 16))
+    exact = attention_chain(*wide, wide_do, 0.25, chain)
+    found = (by_head(o.detach().view(40, 2, 4, 16)), by_head(dq), by_head(dk), by_head(dv))
+    results = {}
+    for result, ours, value in zip(("o", "dq", "dk", "dv"), found, exact, strict=True):
+        if value.shape != ours.shape:  # two heads share a key: their gradients add up
+            value = value.view(4, 2, 40, 16).sum(1)
+        results[result] = (ours, value)
+    return results, chain.off
+
+
+def run_linear(module, operation, slot, name, seen):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(20, 2, 64, generator=generator).requires_grad_()
+    set_slot(module, operation, slot, name)
+    seen.clear()
+    y, _ = module(x)
+    dy = torch.randn(y.shape, generator=generator)
+    dx, dw = torch.autograd.grad(y, (x, module.weight), dy)
+    chain = Chain(operation, slot, seen)
+    flat = (x.detach().flatten(0, 1).double(), module.weight.detach().double())
+    exact = linear_chain(*flat, dy.flatten(0, 1).double(), chain)
+    found = (y.detach().flatten(0, 1), dx.flatten(0, 1), dw)
+    return dict(zip(("y", "dx", "dw"), zip(found, exact, strict=True), strict=True)), chain.off
+
+
+def main() -> None:
+    options = gpt_worker.parse([])
+    gpt_worker.start(options)
+    from megatron.fake_quant import fake_quantize, gemm
+
+    seen: list = []
+
+    def spy(x, fmt, axis, seed=None):
+        quantized = fake_quantize(x, fmt, axis=axis, seed=seed)
+        seen.append((x.detach().clone(), quantized))
+        return quantized
+
+    gemm.fake_quantize = spy
+    layer = gpt_worker.build(options)[0].decoder.layers[0]
+    cases = [("linear", layer.mlp.linear_fc1, run_linear)]
+    attention = layer.self_attention.core_attention
+    cases += [("qk", attention, run_attention), ("pv", attention, run_attention)]
+    report = {}
+    for operation, module, run in cases:
+        plain, _ = run(module, operation, None, FORMATS[0], seen)
+        for slot in SLOTS:
+            for name in FORMATS:
+                results, off = run(module, operation, slot, name, seen)
+                report[f"{operation} {slot} {name}"] = {
+                    "operand": off,
+                    "errors": {r: relative(*pair) for r, pair in results.items()},
+                    "changed": [r for r in results if not torch.equal(results[r][0], plain[r][0])],
+                    "quantized": len(seen),
+                }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Each of the 18 operand slots of a transformer layer, as the layers of the model use it, against
+float64.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.subprocesses import REPO, environment, run
+
+WORKER = Path(__file__).with_name("slots_worker.py")
+#: What each slot may change, and nothing else: everything downstream of its GEMM.
+DOWNSTREAM = {
+    "linear": {"fprop": ["y"], "dgrad": ["dx"], "wgrad": ["dw"]},
+    # S makes P, which is an operand of everything but itself; dQ and dK are ends.
+    "qk": {"fprop": ["o", "dq", "dk", "dv"], "dgrad": ["dq"], "wgrad": ["dk"]},
+    "pv": {"fprop": ["o"], "dgrad": ["dq", "dk"], "wgrad": ["dv"]},
+}
+
+
+@pytest.fixture(scope="module")
+def report():
+    done = run([sys.executable, WORKER], env=environment(PYTHONPATH=REPO))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "hifp8"])
+@pytest.mark.parametrize("slot", ["fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a"])
+@pytest.mark.parametrize("operation", ["linear", "qk", "pv"])
+def test_a_slot_s_gemm_is_that_of_the_quantized_operand(report, operation, slot, name):
+    found = report[f"{operation} {slot} {name}"]
+    assert found["quantized"] == 1, "one operand, and only that"
+    assert found["operand"] < 1e-6, "it is not the operand that the float64 chain has there"
+    # float32 sums of at most 64 terms, through a softmax
+    assert all(error < 2e-6 for error in found["errors"].values()), found["errors"]
+    assert found["changed"] == DOWNSTREAM[operation][slot.partition("_")[0]]

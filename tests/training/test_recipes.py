@@ -1,0 +1,131 @@
+"""Each ready recipe trains; the audit tells what is quantized; a rule for nothing is refused."""
+
+import re
+
+import pytest
+
+from tests.subprocesses import REPO
+from tests.training.runs import NO_DROPOUT, train
+
+RECIPES = sorted((REPO / "examples" / "recipes").glob("*.yaml"))
+#: Of the FLOPs of all matmuls of the test's model, by hand. Per token and layer: linear_qkv
+#: 64 x 128, linear_proj 64 x 64, linear_fc1 64 x 512 (gated: twice 256), linear_fc2 256 x 64, QK^T
+#: and PV 64 x 64 each (64 keys, 4 heads of 16); the LM head 64 x 128.
+LINEAR, QK, PV = 64 * 128 + 64 * 64 + 64 * 512 + 256 * 64, 64 * 64, 64 * 64
+TOTAL = 4 * (LINEAR + QK + PV) + 64 * 128
+SHARES = {
+    "ocp_mxfp8": (TOTAL - 64 * 128) / TOTAL,
+    "nvidia_mxfp8": 4 * LINEAR / TOTAL,
+    "nvfp4_pretraining": 3 * LINEAR / TOTAL,
+    "mxfp4_stochastic": 4 * LINEAR / TOTAL,
+    "hif8": 4 * LINEAR / TOTAL,
+    "hif8_per_tensor": 4 * LINEAR / TOTAL,
+    "fa_only": 4 * (QK + PV) / TOTAL,
+    "linear_only": 4 * LINEAR / TOTAL,
+    "precision_schedule": 0.0,  # at first
+}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return train("--mock-data", *NO_DROPOUT)
+
+
+def audited_share(output: str) -> float:
+    return float(re.search(r"in low precision: ([\d.e+-]+)% of the FLOPs", output)[1]) / 100
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_ready_recipe_trains(path, plain):
+    done = train("--mock-data", *NO_DROPOUT, "--quant-recipe", path)
+    assert done.status == 0, done.errors
+    assert audited_share(done.output) == pytest.approx(SHARES[path.stem], rel=1e-3)
+    assert done.losses[6] < done.losses[1] - 0.5
+    assert done.losses != plain.losses
+
+
+def test_a_schedule_switches_at_its_iteration(plain, tmp_path):
+    path = tmp_path / "late.yaml"
+    path.write_text(
+        "matchers:\n  late: {config: mxfp4, type: glob, pattern: '*', enabled: true, "
+        "iterations: 3-}\n"
+    )
+    done = train("--mock-data", *NO_DROPOUT, "--quant-recipe", path)
+    assert [done.losses[i] == plain.losses[i] for i in range(1, 5)] == [True, True, False, False]
+
+
+def test_the_audit_lists_and_stops(tmp_path):
+    done = train("--mock-data", "--quant-audit", "--custom-quant-type", "FA_linear_mxfp8:rceil")
+    assert done.status == 0, done.errors
+    assert not done.lines, "it trained"
+    lines = [line.removeprefix(">").split() for line in done.output.splitlines()]
+    table = {(line[0], line[1]): line[2:] for line in lines if "--custom-quant-type" in line}
+    source = ["flag", "--custom-quant-type"]
+    assert table == {
+        ("decoder.layers.0-3.mlp.linear_fc1", "linear"): ["mxfp8:rceil", *source],
+        ("decoder.layers.0-3.mlp.linear_fc2", "linear"): ["mxfp8:rceil", *source],
+        ("decoder.layers.0-3.self_attention.core_attention", "qk"): ["mxfp8:rceil", *source],
+        ("decoder.layers.0-3.self_attention.core_attention", "pv"): [
+            "high",
+            "precision",
+            *source,
+        ],
+        ("decoder.layers.0-3.self_attention.linear_proj", "linear"): ["mxfp8:rceil", *source],
+        ("decoder.layers.0-3.self_attention.linear_qkv", "linear"): ["mxfp8:rceil", *source],
+    }
+    assert audited_share(done.output) == pytest.approx(4 * (LINEAR + QK) / TOTAL, rel=1e-3)
+    assert "output_layer" in done.output
+
+
+def test_the_audit_is_the_same_from_every_pipeline_stage():
+    one = train("--mock-data", "--quant-audit", "--custom-quant-type", "mxfp8")
+    two = train(
+        *("--mock-data", "--quant-audit", "--custom-quant-type", "mxfp8"),
+        *("--pipeline-model-parallel-size", "2"),
+        ranks=2,
+    )
+
+    def table(done):
+        return [line for line in done.output.splitlines() if line.startswith(">   ")]
+
+    assert len(table(one)) == 7
+    assert table(one) == table(two)
+
+
+@pytest.mark.parametrize(
+    ("matchers", "message"),
+    [
+        (
+            "  typo: {config: mxfp8, type: glob, pattern: '*.linear_fc3', enabled: true}\n",
+            r"line 2: matcher 'typo' with the pattern '\*.linear_fc3' fits none of the 21 modules",
+        ),
+        (
+            "  deep: {config: mxfp8, type: glob, pattern: '*', layers: '9', enabled: true}\n",
+            r"line 2: matcher 'deep' with the pattern '\*' and layers '9' fits none",
+        ),
+        (
+            "  all: {config: mxfp8, type: glob, pattern: '*', enabled: true}\n"
+            "  more: {config: bf16, type: glob, pattern: '*.linear_fc1', enabled: true}\n",
+            r"line 3: matcher 'more' is never reached: the matchers before it already decide for "
+            r"decoder.layers.0.mlp.linear_fc1",
+        ),
+    ],
+    ids=["typo", "layer", "shadowed"],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rule_for_nothing_is_refused(tmp_path, matchers, message, ranks):
+    path = tmp_path / "mine.yaml"
+    path.write_text("matchers:\n" + matchers)
+    layout = ("--pipeline-model-parallel-size", str(ranks))
+    done = train("--mock-data", "--quant-recipe", path, *layout, ranks=ranks)
+    assert done.status != 0
+    assert re.search(rf"\[ERROR\] recipe {path}: {message}", done.errors), done.errors
+    ours = done.errors.partition("torch.distributed.elastic")[0]  # torchrun has a traceback
+    assert "Traceback" not in ours
+
+
+def test_a_recipe_that_is_not_there_is_an_error_of_one_line(tmp_path):
+    done = train("--mock-data", "--quant-recipe", tmp_path / "absent.yaml")
+    assert done.status != 0
+    assert "absent.yaml: it cannot be read: No such file" in done.errors
+    assert "Traceback" not in done.errors
