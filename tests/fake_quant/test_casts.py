@@ -33,7 +33,7 @@ def test_named_casts(name, x, expected):
     ("name", "numpy_type"), [("bf16", ml_dtypes.bfloat16), ("fp16", np.float16)]
 )
 def test_casts_match_numpy(name, numpy_type):
-    x = torch.cat([random_bit_patterns(), every_bfloat16().float(), every_float16().float()])
+    x = torch.cat([random_bit_patterns(1 << 22), every_bfloat16().float(), every_float16().float()])
     with np.errstate(over="ignore", invalid="ignore"):
         expected = x.numpy().astype(numpy_type).astype(np.float32)
     assert_same(fake_quantize(x, name), expected)

@@ -133,13 +133,17 @@ def test_rows_at_every_scale_match_float32_arithmetic(name):
 
 @variants
 def test_block_maxima_next_to_the_ties_of_scales_match_float32_arithmetic(name):
-    """One and two ulps around 6 times each number of E4M3 and each half-way case."""
+    """One and two ulps around what leads to each number of E4M3 and to each half-way case.
+
+    Under many tensor scales: fl(encode * fl(1/6)) and fl(encode / 6) differ in some.
+    """
     scales = oracle.code_points("e4m3")
-    amax = next_to(6 * np.concatenate([scales, (scales[1:] + scales[:-1]) / 2]))
-    amax = amax[amax <= 2688]
-    blocks = np.linspace(-1, 1, 16, dtype=np.float32) * amax[:, None]
-    for largest in (2688.0, 2689.3, 4000.0):
-        x = np.concatenate([blocks, np.full((1, 16), largest, np.float32)])
+    scales = np.concatenate([scales, (scales[1:] + scales[:-1]) / 2])
+    for largest in np.linspace(2688, 5376, 60, dtype=np.float32):
+        encode = np.float32(2688) / largest
+        amax = next_to(scales / (np.float64(encode) / 6))
+        amax = np.append(amax[amax < largest], largest)
+        x = np.linspace(-1, 1, 16, dtype=np.float32) * amax[:, None]
         x = np.repeat(x, 16, axis=0) if name.endswith("2d") else x
         check(torch.from_numpy(x), name)
 
