@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import fused
+from megatron.fake_quant.dtypes import check_dtype
 from megatron.fake_quant.reference import store
 
 #: Of TransformerEngine's NVFP4 recipe.
@@ -74,7 +75,7 @@ class Hadamard:
         """Transform `x` (float32, bfloat16 or float16) along `axis`, in a new tensor like it.
 
         Raises:
-            ValueError: the size does not divide the axis, or the axis is out of range.
+            ValueError: another dtype, the size does not divide the axis, or it is out of range.
         """
         return self._times(x, axis, self.matrix())
 
@@ -84,6 +85,9 @@ class Hadamard:
         return self._times(x, axis, self.matrix().t())
 
     def _times(self, x: Tensor, axis: int, matrix: Tensor) -> Tensor:
+        check_dtype(x, "transform")
+        if x.ndim == 0:
+            raise ValueError("a Hadamard transform runs along an axis, and the tensor has none")
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(
                 f"axis {axis} is out of range for a tensor of shape {tuple(x.shape)}; "

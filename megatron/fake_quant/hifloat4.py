@@ -16,6 +16,10 @@ The products are exact here (in float64), as in the authors' numpy script. Their
 rounds them to float32, which on float32 data can decide a tie the other way; on bf16 data both
 agree.
 
+R is not the exact inverse of E6M2 (unless that is a power of two), so a value that the format holds
+may become its neighbor when it is quantized again, and stochastic rounding is unbiased about
+x * R * E6M2, which is up to 2^-9 away from x: both are the algorithm's.
+
 Stored are four bytes a group: E6M2 (e * 4 + m; 255 is NaN), e8 and two bytes of e16, the first
 neighbors in the highest bit. A NaN or an Inf makes its group NaN; a group of zeros has the smallest
 scale. Beyond 7 * 49152 the group's largest values saturate.

@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from decimal import Decimal
 from types import MappingProxyType
 from typing import cast, get_args
 
@@ -63,16 +64,22 @@ def get_format(name: str) -> Format:
     """
     key = name.lower()
     spelled_out = _SPELLED_OUT.fullmatch(key)
-    first, _, variants = key.partition(":")
+    first, colon, variants = key.partition(":")
+    varied = bool(colon)
     base = FORMATS.get(ALIASES.get(first, first))
     if spelled_out is None and base is None:
         raise _unknown(name)
     try:
         if spelled_out is not None:
             base, variants = _spelled_out(spelled_out), spelled_out["variants"]
+            varied = variants is not None
         assert base is not None
         fmt = base
-        for variant in variants.split(":") if variants else ():
+        said = {"rule"} if spelled_out is not None else set()
+        for variant in variants.split(":") if varied else ():
+            if (kind := _kind(variant)) in said:
+                raise ValueError(f"{variant!r} says the {kind} a second time; say it once")
+            said.add(kind)
             fmt = _changed(fmt, variant)
     except ValueError as error:
         raise ValueError(f"format {name!r}: {error}") from None
@@ -94,6 +101,15 @@ def _spelled_out(match: re.Match[str]) -> Format:
     # BlockScaling checks that the rule is one.
     scaling = BlockScaling(int(match["size"]), cast(ScaleRule, match["rule"]))
     return Format(f"mx:{element.name}:b{scaling.size}:{scaling.rule}", element, scaling)
+
+
+def _kind(variant: str) -> str:
+    """What a variant is about: of each kind there can be one."""
+    if variant in RULES:
+        return "rule"
+    if variant in ("sr", "hr"):
+        return "rounding"
+    return "target" if _TARGET.fullmatch(variant) else variant
 
 
 def _changed(fmt: Format, variant: str) -> Format:
@@ -149,10 +165,15 @@ def _canonical(base: Format, fmt: Format) -> str:
         changes.append("sr" if fmt.rounding == "stochastic" else "hr")
     if isinstance(fmt.element, HiFloat8):
         changes += ["inf"] if fmt.element.overflow == "inf" else []
-        changes += [f"t{new.target:g}"] if isinstance(new, TensorScaling) else []
+        changes += [f"t{_plain(new.target)}"] if isinstance(new, TensorScaling) else []
     if isinstance(new, TensorScaling) and new.power_of_two:
         changes.append("pow2")
     return ":".join([base.name, *changes])
+
+
+def _plain(x: float) -> str:
+    """All digits of a number, without an exponent: 15, 0.0625."""
+    return f"{Decimal(repr(x)).normalize():f}"
 
 
 def get_element(name: str) -> ElementFormat:

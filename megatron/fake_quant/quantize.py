@@ -4,12 +4,11 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import fused, reference
+from megatron.fake_quant.dtypes import check_dtype
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.layout import Layout
 from megatron.fake_quant.names import get_format
 from megatron.fake_quant.random_bits import draw_seed
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
@@ -63,11 +62,7 @@ def checked(x: Tensor, fmt: Format | str, axis: int) -> tuple[Format, Layout]:
     """The format and the layout of its blocks; errors as `fake_quantize` says."""
     if isinstance(fmt, str):
         fmt = get_format(fmt)
-    if x.dtype not in DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ValueError(
-            f"cannot quantize a tensor of {x.dtype}; give one of {names}, for instance by x.float()"
-        )
+    check_dtype(x, "quantize")
     return fmt, Layout.of(tuple(x.shape), fmt, axis)
 
 

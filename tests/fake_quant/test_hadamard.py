@@ -208,3 +208,14 @@ def test_an_axis_out_of_range_is_refused(axis):
     message = rf"axis {axis} is out of range for a tensor of shape \(16, 16\); choose one from -2"
     with pytest.raises(ValueError, match=message):
         Hadamard(16).apply(torch.ones(16, 16), axis)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.complex64])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match=f"cannot transform a tensor of {dtype}; give one of"):
+        Hadamard(16).apply(torch.ones(16, dtype=dtype))
+
+
+def test_a_number_without_dimensions_is_refused():
+    with pytest.raises(ValueError, match="runs along an axis, and the tensor has none"):
+        Hadamard(16).apply(torch.tensor(1.0))

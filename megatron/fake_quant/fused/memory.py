@@ -9,7 +9,7 @@ def without_gaps(x: Tensor, *, in_order: bool) -> tuple[Tensor, list[int]]:
     in_order: the first to the last, because the place of a value counts (random bits, tiles).
     """
     order = list(range(x.ndim))
-    if in_order:
+    if in_order or x.is_contiguous():
         return x.contiguous(), order
     order.sort(key=lambda dim: x.stride(dim), reverse=True)
     if x.permute(order).is_contiguous():
