@@ -1,0 +1,184 @@
+"""Step time and memory of training in each quantization type, over bf16 in the same run.
+
+    python benchmarks/training.py                       # the tiny Llama at hidden size 1024
+    python benchmarks/training.py --types mxfp8 hifp8 recipe:examples/recipes/ocp_mxfp8.yaml
+    python benchmarks/training.py --quick               # a small shape, seconds: does it run?
+
+Each type has a process of its own; the processes take turns, one step each a round, so that what
+else the machine does meets all of them alike. A ratio is that of a round's two times; shown are its
+median and its quartiles over the rounds. `wheel` is megatron-core as it comes from the package
+index, without this tree: bf16 through the overlay should cost what it costs. Memory is the
+process's peak (on CUDA: what was allocated), which on the CPU contains about 0.6 GiB of libraries.
+Prints a Markdown table and writes it to `docs/results/training.md`, with the command.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from tqdm import tqdm
+
+REPO = Path(__file__).resolve().parents[1]
+WORKER = Path(__file__).with_name("training_worker.py")
+TYPES = (
+    "wheel", "bf16", "mxfp8", "mxfp4", "hifp8", "nvfp4", "linear_mxfp8", "FA_mxfp8",
+    "recipe:examples/recipes/mxfp4_stochastic.yaml",
+)  # fmt: skip
+BASE = "bf16"
+HEAD = ("type", "step s", "over bf16", "quartiles", "peak MiB", "over bf16")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--types", nargs="+", default=list(TYPES), metavar="TYPE",
+        help="wheel, quantization types, or recipe:FILE (default: %(default)s)")  # fmt: skip
+    add("--hidden-size", type=int, default=1024, metavar="N")
+    add("--layers", type=int, default=4, metavar="N")
+    add("--seq-length", type=int, default=256, metavar="N")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16")
+    add("--rounds", type=int, default=15, metavar="N", help="after 2 that do not count")
+    add("--threads", type=int, default=os.cpu_count(), metavar="N")
+    add("--quick", action="store_true", help="hidden size 64, 1 layer, 3 rounds; writes no file")
+    add("--output", type=Path, default=None, metavar="FILE",
+        help="default: docs/results/training.md; none with --quick")  # fmt: skip
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.hidden_size, options.layers, options.seq_length, options.rounds = 64, 1, 64, 3
+    elif options.output is None:
+        options.output = REPO / "docs" / "results" / "training.md"
+    if options.rounds < 3:
+        parser.error(f"--rounds is {options.rounds}; give 3 or more, or there are no quartiles")
+    if BASE not in options.types:
+        options.types.insert(0, BASE)
+    return options
+
+
+class Worker:
+    """A process that trains in one type, a step at a time."""
+
+    def __init__(self, name: str, options: argparse.Namespace):
+        self.name = name
+        command = [sys.executable, str(WORKER), "--hidden-size", str(options.hidden_size)]
+        command += ["--layers", str(options.layers), "--seq-length", str(options.seq_length)]
+        command += ["--dtype", options.dtype, *(["--plain"] if name == "wheel" else [])]
+        environment = {k: v for k, v in os.environ.items() if "QUANT" not in k}
+        environment |= {"OMP_NUM_THREADS": str(options.threads), "GOMP_SPINCOUNT": "1000"}
+        environment.pop("PYTHONPATH", None)
+        if name.startswith("recipe:"):
+            environment["QUANT_RECIPE"] = str(REPO / name.removeprefix("recipe:"))
+        elif name != "wheel":
+            environment["CUSTOM_QUANT_TYPE"] = name
+        self.process = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, cwd=REPO.parent,
+        )  # fmt: skip
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.peak = 0.0
+
+    def answer(self) -> str:
+        """The next line that it prints of its own."""
+        while line := self.process.stdout.readline():
+            if line.startswith("ready") or line[0].isdigit():
+                return line
+        message = self.process.stderr.read().strip().splitlines()
+        raise SystemExit(f"[ERROR] {self.name} ended: {message[-1] if message else 'no message'}")
+
+    def step(self) -> None:
+        """Train one step."""
+        try:
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `answer` says why
+        seconds, self.peak, loss = map(float, self.answer().split())
+        self.seconds.append(seconds)
+        self.losses.append(loss)
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def measure(options: argparse.Namespace) -> dict[str, Worker]:
+    """Let all workers take turns; the first two rounds do not count."""
+    workers = [Worker(name, options) for name in options.types]
+    try:
+        for worker in tqdm(workers, desc="starting"):
+            worker.answer()
+        for _ in tqdm(range(options.rounds + 2), desc="rounds"):
+            for worker in workers:
+                worker.step()
+    finally:
+        for worker in workers:
+            worker.process.stdin.close()
+            worker.process.kill()
+            worker.process.wait()
+    for worker in workers:
+        worker.seconds = worker.seconds[2:]
+    return {worker.name: worker for worker in workers}
+
+
+def rows(workers: dict[str, Worker]) -> list[tuple[str, ...]]:
+    """The cells of the table."""
+    base = workers[BASE]
+    found = []
+    for worker in workers.values():
+        ratios = [a / b for a, b in zip(worker.seconds, base.seconds, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        found.append(
+            (
+                worker.name.removeprefix("recipe:"),
+                f"{statistics.median(worker.seconds):.4g}",
+                f"{middle:.4g}",
+                f"{low:.4g} to {high:.4g}",
+                f"{worker.peak:.0f}",
+                f"{worker.peak / base.peak:.3g}",
+            )
+        )
+    return found
+
+
+def page(options: argparse.Namespace, table: list[tuple[str, ...]]) -> str:
+    """The table as Markdown, with what it was measured on."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, ("---",) * len(HEAD), *table)]
+    facts = (
+        f"{options.layers} layers of {options.hidden_size}, sequences of {options.seq_length}, "
+        f"micro-batches of 2, 2 of them a step, {options.dtype}; {options.rounds} rounds, "
+        f"{options.threads} threads, {platform.processor() or platform.machine()}, Python "
+        f"{platform.python_version()}, torch {version('torch')}, megatron-core "
+        f"{version('megatron-core')}."
+    )
+    command = " ".join(["python benchmarks/training.py", *sys.argv[1:]])
+    return "\n".join(["# Training step", "", f"`{command}`", "", facts, "", *lines, ""])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    workers = measure(options)
+    text = page(options, rows(workers))
+    print(text)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text)
+    unquantized = [w.losses for w in workers.values() if w.name in (BASE, "wheel")]
+    for name, worker in workers.items():
+        if name not in (BASE, "wheel") and worker.losses in unquantized:
+            print(f"[ERROR] {name} gives the losses of {BASE}: not applied", file=sys.stderr)
+            return 1
+    if len({tuple(losses) for losses in unquantized}) > 1:
+        print(f"[ERROR] {BASE} does not give the losses of the wheel", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""One process of `training.py`: trains the tiny Llama's shape step by step on command.
+
+Reads lines from standard input; for each it runs one step (forward and backward pass of two
+micro-batches, Adam) and answers with the seconds it took and the process's peak memory in MiB. It
+imports nothing of `megatron.training`, so that it also runs on the plain wheel: with `--plain` the
+tree is not on the path, and only the CPU backend is loaded, by file.
+"""
+
+import argparse
+import importlib.util
+import os
+import resource
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+VOCAB, BATCH, MICRO_BATCHES = 4096, 2, 2
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--hidden-size", type=int, required=True)
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--seq-length", type=int, required=True)
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), required=True)
+    return parser.parse_args()
+
+
+def load_cpu_backend() -> None:
+    """By file: under `--plain` there is no `megatron.cpu_backend`."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    path = REPO / "megatron" / "cpu_backend.py"
+    spec = importlib.util.spec_from_file_location("cpu_backend_of_the_benchmark", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    module.activate()
+
+
+def build(options: argparse.Namespace):
+    import torch
+
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    torch.manual_seed(1234)
+    torch.distributed.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo", world_size=1, rank=0,
+        store=torch.distributed.HashStore(),
+    )  # fmt: skip
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
+    config = TransformerConfig(
+        num_layers=options.layers, hidden_size=options.hidden_size,
+        ffn_hidden_size=4 * options.hidden_size, num_attention_heads=8, num_query_groups=2,
+        normalization="RMSNorm", gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu, add_bias_linear=False, hidden_dropout=0.0,
+        attention_dropout=0.0, attention_softmax_in_fp32=True, masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False, persist_layer_norm=False,
+        bf16=options.dtype == "bf16", params_dtype=dtype, pipeline_dtype=dtype,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    model = GPTModel(
+        config, spec, vocab_size=VOCAB, max_sequence_length=options.seq_length,
+        position_embedding_type="rope",
+    )  # fmt: skip
+    return model.to(torch.cuda.current_device()) if torch.cuda.is_available() else model
+
+
+def batches(options: argparse.Namespace):
+    """Token ids, drawn anew for each micro-batch: a step's cost does not depend on them."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        shape = (BATCH, options.seq_length + 1)
+        tokens = torch.randint(0, VOCAB, shape, generator=generator)
+        yield tokens.cuda() if torch.cuda.is_available() else tokens
+
+
+def forward_step(iterator, model):
+    import torch
+
+    tokens = next(iterator)
+    positions = torch.arange(tokens.shape[1] - 1, device=tokens.device).expand(BATCH, -1)
+    loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+    return loss, partial(lambda output: (output.mean(), {"loss": output.detach().mean()}))
+
+
+def main() -> None:
+    options = parse()
+    if not options.plain:
+        sys.path.insert(0, str(REPO))
+    sys.path[:] = [p for p in sys.path if not options.plain or Path(p or ".").resolve() != REPO]
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    load_cpu_backend()
+    import torch
+
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    model = build(options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    data = batches(options)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        started = time.perf_counter()
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=data, model=model,
+            num_microbatches=MICRO_BATCHES, seq_length=options.seq_length, micro_batch_size=BATCH,
+        )  # fmt: skip
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = float(results[-1]["loss"])
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() / 2**20
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(time.perf_counter() - started, peak, loss, flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
