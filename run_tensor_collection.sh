@@ -5,6 +5,7 @@
 #   bash run_tensor_collection.sh batch            # bf16, mxfp8, mxfp4 and hifp8 in turn
 #   bash run_tensor_collection.sh quick hifp8      # the first and the last layer only
 #   bash run_tensor_collection.sh --mode single --quant-type mxfp8 --control-iter 3
+#   bash run_tensor_collection.sh single --quant-recipe examples/recipes/nvfp4_pretraining.yaml
 #   bash run_tensor_collection.sh single FA_linear_mxfp4 -- --seed 7 --lr 1e-3
 #
 # Trains with examples/llama/train_llama32_1b_h100_fp8.sh, shows what arrives, ends when the
@@ -17,6 +18,8 @@
 #   --mode M                   single, batch or quick (single)
 #   --quant-type TYPE          X, linear_X, FA_X, FA_linear_X of a format X; bf16 or none for no
 #                              quantization (CUSTOM_QUANT_TYPE if set, else mxfp8); not with batch
+#   --quant-recipe FILE        in place of a type: formats layer by layer, see examples/recipes
+#                              (QUANT_RECIPE if set); TYPE is then recipe_<the file's name>
 # What to collect
 #   --control-iter N           iterations, then stop; 0: never stop by itself (1)
 #   --collect-micro-batches M  the first M micro-batches of each iteration; 0: all (1)
@@ -46,10 +49,10 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
 
 case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
 
-mode='' quant_type='' control_iter=1 collect_micro_batches=1 collect_layers=''
+mode='' quant_type='' quant_recipe='' control_iter=1 collect_micro_batches=1 collect_layers=''
 tensor_path='' tensor_dir='' tokenizer_path='' data_path='' dtype=bf16 preset='' nproc=${NPROC:-1}
 checkpoint_path=none stall_timeout=600 verbose=''
-parse "mode quant-type control-iter collect-micro-batches collect-layers tensor-path tensor-dir \
+parse "mode quant-type quant-recipe control-iter collect-micro-batches collect-layers tensor-path tensor-dir \
 tokenizer-path data-path dtype preset nproc checkpoint-path stall-timeout" "$@"
 if ((${#positional[@]} > 2)); then
   refuse "'${positional[2]}' is one word too many; the places are MODE and TYPE, flags of" \
@@ -61,6 +64,9 @@ case $mode in
   single) ;;
   quick) : "${collect_layers:=first,last}" ;;
   batch)
+    if [[ -n $quant_recipe ]]; then
+      refuse "batch collects bf16, mxfp8, mxfp4 and hifp8; --quant-recipe takes single or quick"
+    fi
     if [[ -n $quant_type || -n ${positional[1]-} ]]; then
       refuse "batch collects bf16, mxfp8, mxfp4 and hifp8; for '${positional[1]-$quant_type}'" \
         "alone take single"
@@ -69,7 +75,18 @@ case $mode in
   *) refuse "unknown mode '$mode'; it is single, batch or quick; see --help" ;;
 esac
 types=(bf16 mxfp8 mxfp4 hifp8)
-if [[ $mode != batch ]]; then
+if [[ -n $quant_recipe && -n $quant_type${positional[1]-} ]]; then
+  refuse "--quant-recipe and the type '${quant_type:-${positional[1]}}'; give one of the two"
+elif [[ $mode != batch && -z $quant_type${positional[1]-} ]]; then
+  quant_recipe=${quant_recipe:-${QUANT_RECIPE-}}
+else
+  quant_recipe=
+fi
+unset QUANT_RECIPE # it is handed on as a flag, or a type stands in its place
+if [[ -n $quant_recipe ]]; then
+  recipe_name=${quant_recipe##*/}
+  types=("recipe_${recipe_name%.*}")
+elif [[ $mode != batch ]]; then
   one quant_type "$quant_type" "${positional[1]-}" "${CUSTOM_QUANT_TYPE:-mxfp8}"
   types=("$quant_type")
 fi
@@ -83,7 +100,11 @@ case $dtype in
 esac
 
 find_python
-for quant_type in "${types[@]}"; do check_type "$quant_type"; done
+if [[ -n $quant_recipe ]]; then
+  check_recipe "$quant_recipe"
+else
+  for quant_type in "${types[@]}"; do check_type "$quant_type"; done
+fi
 choose_preset
 tokenizer=$tokenizer_path data=$data_path
 resolve_data --tokenizer-path --data-path
@@ -100,11 +121,16 @@ collect() {
   local training=(
     bash "$repo/examples/llama/train_llama32_1b_h100_fp8.sh" "$checkpoint"
     "${home}tensorboard_logs/llama32_${preset}_${name}_$stamp" "$tokenizer" "$data" "$dtype"
-    --preset "$preset" --custom-quant-type "$1" --save-tensors --tensor-save-dir "$tensors"
+    --preset "$preset" --save-tensors --tensor-save-dir "$tensors"
     --control-iter "$control_iter" --collect-micro-batches "$collect_micro_batches"
     ${collect_layers:+--collect-layers "$collect_layers"}
     ${training_flags[@]+"${training_flags[@]}"}
   )
+  if [[ -n $quant_recipe ]]; then
+    training+=(--quant-recipe "$quant_recipe")
+  else
+    training+=(--custom-quant-type "$1")
+  fi
   export NPROC=$nproc
   if [[ -n ${DRY_RUN-} ]]; then
     "${training[@]}"

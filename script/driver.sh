@@ -94,6 +94,12 @@ check_type() {
   "$py" -m megatron.fake_quant.policy --check-type "$1" || exit 2
 }
 
+# check_recipe FILE: refuses a recipe that cannot be read, by the code that training uses.
+check_recipe() {
+  if [[ -n ${DRY_RUN-} ]]; then return; fi
+  "$py" -m megatron.fake_quant.policy --check-recipe "$1" || exit 2
+}
+
 # choose_preset: sets preset where the user did not, and says so.
 choose_preset() {
   if [[ -z $preset ]]; then

@@ -270,18 +270,21 @@ def current() -> Policy:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check a quantization type for a shell script: `python -m megatron.fake_quant.policy
-    --check-type mxfp8`.
+    """Check a quantization type or a recipe for a shell script: `python -m
+    megatron.fake_quant.policy --check-type mxfp8`.
     """
     parser = argparse.ArgumentParser(
         prog="python -m megatron.fake_quant.policy", description=main.__doc__
     )
-    parser.add_argument(
-        "--check-type", metavar="TYPE", required=True, help="exit 2 unless TYPE is one"
-    )
-    name = parser.parse_args(arguments).check_type
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--check-type", metavar="TYPE", help="exit 2 unless TYPE is one")
+    what.add_argument("--check-recipe", metavar="FILE", help="exit 2 unless FILE is a recipe")
+    options = parser.parse_args(arguments)
     try:
-        parse_type(name)
+        if options.check_recipe is not None:
+            load_recipe(Path(options.check_recipe))
+        else:
+            parse_type(options.check_type)
     except ValueError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 2
