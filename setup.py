@@ -54,11 +54,15 @@ ON_PYTHON_3_10 = {
 # What has no wheel for Python 3.13 and newer; the tests that need it skip there.
 BEFORE_PYTHON_3_13 = ("en_dtypes",)
 
+# What has wheels for Linux alone; the tests that need it skip elsewhere.
+ON_LINUX = ("triton",)
+
 
 def pins(*groups: dict[str, str]) -> dict[str, str]:
     """The releases of `groups` for the Python that runs this: {"torch": "2.13.0", ...}."""
     older = ON_PYTHON_3_10 if sys.version_info < (3, 11) else {}
     left_out = BEFORE_PYTHON_3_13 if sys.version_info >= (3, 13) else ()
+    left_out += ON_LINUX if sys.platform != "linux" else ()
     return {
         name: older.get(name, pin)
         for group in groups
@@ -76,6 +80,8 @@ def requirements(group: dict[str, str]) -> list[str]:
             lines.append(f"{name}=={ON_PYTHON_3_10[name]}; python_version < '3.11'")
         elif name in BEFORE_PYTHON_3_13:
             lines.append(f"{name}=={pin}; python_version < '3.13'")
+        elif name in ON_LINUX:
+            lines.append(f"{name}=={pin}; sys_platform == 'linux'")
         else:
             lines.append(f"{name}=={pin}")
     return lines

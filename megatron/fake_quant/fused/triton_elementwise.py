@@ -1,0 +1,195 @@
+"""GPU kernels for formats without block scales, and the maximum of a tensor: `elementwise.py`."""
+
+import triton.language as tl
+
+from megatron.fake_quant.fused.triton_bits import (
+    INFINITY,
+    MAGNITUDE,
+    NAN,
+    SIGN,
+    as_bits,
+    as_float,
+    compiled,
+    narrow,
+    nearest_even,
+    random_fours,
+    round_by,
+    stochastic,
+    widen,
+)  # fmt: skip
+from megatron.fake_quant.random_bits import RANDOM_BITS
+
+SMALLEST_FLOAT32 = tl.constexpr(2.0**-126)  #: of the normal ones
+FLOAT32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
+LARGEST = tl.constexpr((127 + 15) << 23)
+OVERFLOW = tl.constexpr((127 + 15) << 23 | 1 << 21)  #: 1.25 * 2^15
+SMALLEST = tl.constexpr((127 - 22) << 23)
+HALF_SMALLEST = tl.constexpr((127 - 23) << 23)
+SMALLEST_NORMAL_FLOAT16 = tl.constexpr((127 - 14) << 23)
+UNITS_BELOW_SMALLEST = tl.constexpr(2.0 ** (RANDOM_BITS + 22))
+TWO_TO_23 = tl.constexpr((127 + 23) << 23)
+TWO_TO_82 = tl.constexpr(2.0**82)
+BITS = tl.constexpr(RANDOM_BITS)
+HALF_WAY = tl.constexpr(1 << (RANDOM_BITS - 1))
+
+
+@compiled
+def finite_amax(
+    src: tl.tensor, amax: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, REPEATS: tl.constexpr
+) -> tl.tensor:
+    """Raise `amax`, which begins as 0, to the bits of the largest finite magnitude."""
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * REPEATS)
+    left = tl.minimum(count - first, BLOCK * REPEATS).to(tl.int32)
+    found = tl.zeros([BLOCK], tl.int32)
+    for i in tl.static_range(REPEATS):
+        place = i * BLOCK + tl.arange(0, BLOCK)
+        bits = widen(tl.load(src + first + place, mask=place < left, other=0.0))
+        magnitude = bits & MAGNITUDE
+        found = tl.maximum(found, tl.where(magnitude < INFINITY, magnitude, 0))
+    tl.atomic_max(amax, tl.max(found, axis=0))
+
+
+@compiled
+def encode_scale(amax: tl.tensor, TARGET: tl.constexpr) -> tl.tensor:
+    """See `tensor_scale.divide_by`."""
+    magnitude = tl.load(amax)
+    quotient = tl.div_rn(tl.full([], TARGET, tl.float32), as_float(magnitude))
+    held = tl.minimum(tl.maximum(quotient, SMALLEST_FLOAT32), FLOAT32_MAX)
+    return tl.where(magnitude == 0, 1.0, held)
+
+
+@compiled
+def binades_from_one(magnitude: tl.tensor) -> tl.tensor:
+    """How many bits HiFloat8's mantissa has fewer than 3 at a magnitude of at least 2^-22."""
+    distance = tl.abs((magnitude >> 23) - 127)
+    return (
+        tl.where(distance >= 4, 1, 0) + tl.where(distance >= 8, 1, 0)
+        + tl.where(distance >= 16, 1, 0)
+    )  # fmt: skip
+
+
+@compiled
+def nearest_hifloat8(magnitude: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
+    """Ties away from zero, of a magnitude of at least 2^-23; may be beyond the largest number.
+
+    The last bit decides no rounding but that of a tie, where it is 0: set, it makes the neighbor
+    away from zero the nearer one.
+    """
+    lifted = tl.maximum(tl.minimum(magnitude | 1, LIMIT), SMALLEST)
+    exponent = as_float((lifted >> 23) | TWO_TO_23) - (8388608.0 + 127.0)
+    # From 8, 32, 128 and 512 on, where the mantissa has 3, 2, 1 and 0 bits. On a GPU float32 is
+    # twice as fast as comparing and adding integers.
+    square = (exponent + exponent) * exponent + 8.0
+    shift = as_float((as_bits(square) >> 1) & INFINITY) * TWO_TO_82  # 2^20 to 2^23
+    return round_by(lifted, as_float(lifted & INFINITY) * shift)
+
+
+@compiled
+def carries_by_low_bits(magnitude: tl.tensor, way: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Whether SR14 or SR2 goes up; `way` is how far it is, in units of 2^-24."""
+    if dtype == tl.float32:
+        carries = (way >> (BITS - 14)) >= (magnitude & ((1 << 14) - 1))
+    else:
+        if dtype == tl.bfloat16:
+            last = (magnitude >> 16) & 1
+        else:
+            small = magnitude < SMALLEST_NORMAL_FLOAT16
+            units = (as_float(tl.where(small, magnitude, 0)) * (1 << 24)).to(tl.int32)
+            last = tl.where(small, units, magnitude >> 13) & 1
+        carries = (way >> (BITS - 2)) >= 2 * last + 1
+    return carries
+
+
+@compiled
+def other_hifloat8(magnitude: tl.tensor, random: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Stochastic, or hybrid where `random` is None; may be beyond the largest number."""
+    small = magnitude < SMALLEST
+    shift = 20 + binades_from_one(tl.maximum(magnitude, SMALLEST))
+    step = 1 << shift
+    below = tl.where(small, 0, magnitude & -step)
+    above = tl.where(small, SMALLEST, below + step)
+    tiny = (as_float(tl.where(small, magnitude, 0)) * UNITS_BELOW_SMALLEST).to(tl.int32)
+    way = tl.where(small, tiny, (magnitude - below) << (BITS - shift))
+    if random is None:
+        carries = carries_by_low_bits(magnitude, way, dtype)
+        carries = (carries & (magnitude >= HALF_SMALLEST)) | (magnitude >= OVERFLOW)
+        near = tl.abs((magnitude >> 23) - 127) < 4
+        up = tl.where(near, way >= HALF_WAY, carries)
+    else:
+        up = way > random
+    return tl.where(up, above, below)
+
+
+@compiled
+def element(
+    magnitude: tl.tensor, random: tl.tensor, LOWEST: tl.constexpr, TOP: tl.constexpr,
+    MANTISSA: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Round to an `ElementFormat`, to nearest where `random` is None."""
+    magnitude = tl.minimum(magnitude, TOP)
+    if random is None:
+        rounded = nearest_even(magnitude, LOWEST, MANTISSA)
+    else:
+        rounded = stochastic(magnitude, random, LOWEST, MANTISSA)
+    return rounded
+
+
+@compiled
+def hifloat8(
+    magnitude: tl.tensor, random: tl.tensor, BEYOND: tl.constexpr, ROUNDING: tl.constexpr,
+    SOURCE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Round to HiFloat8; what is below 2^-23 may become anything under nearest."""
+    # Twice the largest number is beyond it in every rounding.
+    LIMIT: tl.constexpr = min(BEYOND, LARGEST + (1 << 23))
+    if ROUNDING == "nearest":
+        rounded = nearest_hifloat8(magnitude, LIMIT)
+    else:
+        rounded = other_hifloat8(tl.minimum(magnitude, LIMIT), random, SOURCE)
+    if BEYOND > LARGEST or ROUNDING != "nearest":
+        rounded = tl.where(rounded > LARGEST, BEYOND, rounded)
+    return rounded
+
+
+@compiled
+def elements(
+    src: tl.tensor, dst: tl.tensor, amax: tl.tensor, key0: tl.tensor, key1: tl.tensor,
+    count: tl.tensor, LOWEST: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr,
+    ONE_ZERO: tl.constexpr, BEYOND: tl.constexpr, TARGET: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Quantize value by value, between a multiplication and another where TARGET is not 0.
+
+    BEYOND: what HiFloat8's overflow becomes, in bits; 0 if the element is an `ElementFormat`.
+    """
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    place = tl.arange(0, BLOCK)
+    mask = place < tl.minimum(count - first, BLOCK).to(tl.int32)
+    bits = widen(tl.load(src + first + place, mask=mask, other=0.0))
+    magnitude = bits & MAGNITUDE
+    if TARGET != 0:
+        encode = encode_scale(amax, TARGET)
+        if POWER_OF_TWO:
+            encode = as_float(as_bits(encode) & INFINITY)
+        magnitude = as_bits(as_float(magnitude) * encode)
+    random = None
+    if ROUNDING == "stochastic":
+        fours = random_fours(first + tl.arange(0, BLOCK // 4) * 4, key0, key1)
+        random = tl.reshape(fours, [BLOCK])
+    if BEYOND == 0:
+        rounded = element(magnitude, random, LOWEST, TOP, MANTISSA)
+        no_sign = rounded == 0 if ONE_ZERO else None
+    else:
+        SOURCE: tl.constexpr = src.dtype.element_ty if TARGET == 0 else tl.float32
+        rounded = hifloat8(magnitude, random, BEYOND, ROUNDING, SOURCE)
+        no_sign = magnitude < HALF_SMALLEST if ROUNDING == "nearest" else rounded == 0
+    result = rounded
+    if TARGET != 0:
+        result = as_bits(as_float(rounded) * tl.div_rn(tl.full([], 1.0, tl.float32), encode))
+    result |= bits & SIGN
+    if no_sign is not None:
+        result = tl.where(no_sign, 0, result)
+    value = as_float(bits)
+    result = tl.where(value != value, NAN, result)
+    stored = narrow(result, src.dtype.element_ty, EXACT=TARGET == 0)
+    tl.store(dst + first + place, stored, mask=mask)

@@ -1,0 +1,195 @@
+"""The GPU kernels give the reference's bits.
+
+Without a GPU: Triton's interpreter runs them, and its compiler makes code for an H100 of them, in
+which nothing is found that would change a bit. The tests marked `gpu` are the proof.
+"""
+
+import importlib.util
+import json
+import statistics
+import sys
+import types
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.fake_quant import fake_quantize, fused, get_format, reference
+from megatron.fake_quant.quantize import checked
+from tests.subprocesses import environment, run
+
+from .test_fused import INPUTS, NAMES, SEED, bits, layouts
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton has wheels for Linux alone"
+)
+OURS = [name for name in NAMES if not name.startswith("hifp4")]
+names = pytest.mark.parametrize("name", OURS)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def work(*arguments: str, cache: Path) -> dict:
+    """What triton_worker.py says."""
+    command = [sys.executable, "-m", "tests.fake_quant.triton_worker", *arguments]
+    result = run(command, env=environment(TRITON_CACHE_DIR=cache))
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+# By the interpreter.
+
+
+@pytest.fixture(scope="module")
+def differences(tmp_path_factory):
+    return work("compare", *OURS, cache=tmp_path_factory.mktemp("triton"))
+
+
+@names
+def test_interpreted_the_bits_are_the_reference_s(name, differences):
+    assert differences[name] == []
+
+
+# By the compiler.
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    found = work("compile", cache=tmp_path_factory.mktemp("triton"))
+    return {name: code for name, code in found.items() if name != "triton"}
+
+
+def test_the_code_for_an_h100_has_nothing_that_changes_bits(compiled):
+    assert compiled
+    for name, code in compiled.items():
+        assert code["forbidden"] == [], name
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4:2d:sr", "hifp8:sr:t15", "fp8_e4m3:pow2"])
+def test_it_divides_as_ieee_says_where_it_divides(name, compiled):
+    assert "div.rn.f32" in compiled[name]["operations"]
+    assert "div.rn.f32" not in compiled["mxfp8"]["operations"]
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4:2d:sr", "hifp8", "mxfp4:sr"])
+def test_memory_is_read_and_written_16_bytes_at_a_time(name, compiled):
+    scalar = {"ld.global.b32", "div.rn.f32"}  # the tensor's maximum
+    found = {o for o in compiled[name]["operations"] if not o.startswith("atom")} - scalar
+    assert found == {"ld.global.v4.b32", "st.global.v4.b32"}
+
+
+def test_a_later_launch_is_like_the_first(tmp_path):
+    """It goes past Triton's binder, so it has to bring everything itself."""
+    for name, calls in work("launch", cache=tmp_path).items():
+        if name != "triton":
+            first, second, unaligned = calls
+            assert len(first) == (2 if name == "nvfp4:sr" else 1)
+            assert second == first
+            assert unaligned == first
+
+
+# What a CUDA tensor gets.
+
+
+@pytest.fixture
+def on_cuda():
+    """What `find` looks at."""
+    fused._gpu.cache_clear()
+    yield types.SimpleNamespace(is_cuda=True, device=torch.device("cuda"), numel=lambda: 1)
+    fused._gpu.cache_clear()
+
+
+def test_they_are_what_a_cuda_tensor_gets(on_cuda, monkeypatch):
+    from megatron.fake_quant.fused import gpu
+
+    monkeypatch.setattr(gpu, "check", lambda: None)
+    for name in OURS:
+        assert fused.find(on_cuda, get_format(name)) is gpu.fake_quantize
+    for name in ("bf16", "fp16", "hifp4", "mx:e4m3:b16385:floor", "mx:e4m3:b129:floor:2d"):
+        assert fused.find(on_cuda, get_format(name)) is None
+    monkeypatch.setenv(fused.VARIABLE, "0")
+    assert fused.find(on_cuda, get_format("mxfp8")) is None
+
+
+def test_without_triton_the_reference_does_the_work(on_cuda, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for module in ("gpu", "triton_blocks", "triton_elementwise", "triton_bits"):
+        monkeypatch.delitem(sys.modules, f"megatron.fake_quant.fused.{module}", raising=False)
+        monkeypatch.delattr(fused, module, raising=False)
+    assert fused.find(on_cuda, get_format("mxfp8")) is None
+
+
+def test_where_triton_cannot_launch_the_reference_does_the_work_and_says_so(on_cuda, monkeypatch):
+    from megatron.fake_quant.fused import gpu
+
+    def check() -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(gpu, "check", check)
+    with pytest.warns(UserWarning, match="find C compiler.*several times slower.*install gcc"):
+        assert fused.find(on_cuda, get_format("mxfp8")) is None
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@names
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu_the_bits_are_the_reference_s(name, dtype):
+    fmt = get_format(name)
+    seed = SEED if fmt.rounding == "stochastic" else None
+    for kind, make in INPUTS.items():
+        for layout_name, x in layouts(make().to(dtype)).items():
+            y = x.cuda() if x.is_contiguous() else torch.empty_strided(
+                x.shape, x.stride(), dtype=dtype, device="cuda"
+            ).copy_(x)  # fmt: skip
+            kernel = fused.find(y, fmt)
+            assert kernel is not None
+            for axis in range(-x.ndim, 0):
+                if fmt.square and (x.ndim < 2 or axis < -2):
+                    continue
+                _, layout = checked(x, fmt, axis)
+                expected = reference.fake_quantize(x, fmt, layout, seed)
+                found = kernel(y, fmt, layout, seed)
+                assert torch.equal(bits(found.cpu()), bits(expected)), (kind, layout_name, axis)
+                assert found.stride() == expected.stride(), (kind, layout_name, axis)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4:sr", "nvfp4", "hifp8:hr", "fp8_e4m3"])
+@pytest.mark.parametrize("count", [1, 31, 4096, 32769])
+def test_on_a_gpu_small_and_unaligned_tensors_too(name, count):
+    x = torch.randn(count + 1, generator=torch.Generator().manual_seed(count))[1:]
+    y = torch.empty(count + 1, device="cuda")[1:].copy_(x)
+    on_cpu, on_gpu = (
+        fake_quantize(t, name, generator=torch.Generator().manual_seed(0)) for t in (x, y)
+    )
+    assert torch.equal(bits(on_gpu.cpu()), bits(on_cpu))
+
+
+def milliseconds(call) -> float:
+    """The median of several rounds of launches behind each other."""
+    times = []
+    for _ in range(20):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(10):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 10)
+    return statistics.median(times)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "hifp8"])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_on_a_gpu_it_takes_at_most_a_quarter_more_than_a_copy(name, dtype, axis):
+    x = torch.randn(4096, 4096, device="cuda").to(dtype)
+    ours, copy = partial(fake_quantize, x, get_format(name), axis), x.clone
+    for call in (ours, copy):
+        milliseconds(call)  # compiles, and warms up
+    assert milliseconds(copy) / milliseconds(ours) >= 0.8
