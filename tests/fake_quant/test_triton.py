@@ -140,10 +140,10 @@ def test_on_a_gpu_the_bits_are_the_reference_s(name, dtype):
     fmt = get_format(name)
     seed = SEED if fmt.rounding == "stochastic" else None
     for kind, make in INPUTS.items():
-        for layout_name, x in layouts(make().to(dtype)).items():
-            y = x.cuda() if x.is_contiguous() else torch.empty_strided(
-                x.shape, x.stride(), dtype=dtype, device="cuda"
-            ).copy_(x)  # fmt: skip
+        values = make().to(dtype)
+        on_gpu = layouts(values.cuda())
+        for layout_name, x in layouts(values).items():
+            y = on_gpu[layout_name]
             kernel = fused.find(y, fmt)
             assert kernel is not None
             for axis in range(-x.ndim, 0):
