@@ -92,26 +92,24 @@ def scaled_up(rounded: Any, bits: Any, up: Any, keep: Any, element: Any, rule: A
 
 
 @inlined
-def one_block(
-    src: Any, dst: Any, element: Any, rule: Any, random: Any, index: Any, buffer: Any
-) -> Any:
-    """A block that is contiguous; `index` is the place of its first value in the tensor."""
-    amax = ZERO
-    for j in range(len(src)):
-        amax = max(amax, np.int32(widen(src[j]) & MAGNITUDE))
-    down, up, keep = block_scale(amax, element, rule)
+def line(
+    src: Any, dst: Any, down: Any, up: Any, keep: Any, element: Any, rule: Any, random: Any,
+    index: Any, buffer: Any,
+) -> Any:  # fmt: skip
+    """Neighbors in memory, each with a scale of its own; `index` is the place of the first in the
+    tensor. The loop is long, so that what it costs to enter it counts little.
+    """
     if random.on:
-        skipped = fill_random(buffer, index, len(src), random)
-        drawn = buffer[skipped : skipped + len(src)]
+        drawn = buffer[fill_random(buffer, index, len(src), random) :]
         for j in range(len(src)):
             bits = widen(src[j])
-            rounded = stochastic(scaled_down(bits, down, element), element, drawn[j])
-            dst[j] = narrow(scaled_up(rounded, bits, up, keep, element, rule), dst[j])
+            rounded = stochastic(scaled_down(bits, down[j], element), element, drawn[j])
+            dst[j] = narrow(scaled_up(rounded, bits, up[j], keep[j], element, rule), dst[j])
     else:
         for j in range(len(src)):
             bits = widen(src[j])
-            rounded = nearest_even(scaled_down(bits, down, element), element)
-            dst[j] = narrow(scaled_up(rounded, bits, up, keep, element, rule), dst[j])
+            rounded = nearest_even(scaled_down(bits, down[j], element), element)
+            dst[j] = narrow(scaled_up(rounded, bits, up[j], keep[j], element, rule), dst[j])
 
 
 @kernel
@@ -120,11 +118,23 @@ def rows(
 ) -> None:
     """Blocks along the last axis of `[rows, n]`, rows start to stop."""
     n = src.shape[1]
-    buffer = np.empty(size + 7, np.int32)
+    width = max(COLUMNS // size, 1) * size
+    keep, buffer = np.empty(width, np.int32), np.empty(width + 7, np.int32)
+    down, up = np.empty(width, np.float32), np.empty(width, np.float32)
     for row in range(start, stop):
-        for first in range(0, n, size):
-            read, written = src[row, first : first + size], dst[row, first : first + size]
-            one_block(read, written, element, rule, random, np.int64(row) * n + first, buffer)
+        for left in range(0, n, width):
+            read, written = src[row, left : left + width], dst[row, left : left + width]
+            for first in range(0, len(read), size):
+                block = read[first : first + size]
+                amax = ZERO
+                for j in range(len(block)):
+                    amax = max(amax, np.int32(widen(block[j]) & MAGNITUDE))
+                last = first + size
+                down[first:last], up[first:last], keep[first:last] = block_scale(
+                    amax, element, rule
+                )
+            index = np.int64(row) * n + left
+            line(read, written, down, up, keep, element, rule, random, index, buffer)
 
 
 @kernel
@@ -159,18 +169,5 @@ def columns(
                 down[j], up[j], keep[j] = block_scale(amax[j], element, rule)
             for i in range(first, last):
                 read, written = src[outer, i, left:right], dst[outer, i, left:right]
-                if random.on:
-                    index = (np.int64(outer) * n + i) * inner + left
-                    skipped = fill_random(buffer, index, len(read), random)
-                    drawn = buffer[skipped : skipped + len(read)]
-                    for j in range(len(read)):
-                        bits = widen(read[j])
-                        rounded = stochastic(scaled_down(bits, down[j], element), element, drawn[j])
-                        value = scaled_up(rounded, bits, up[j], keep[j], element, rule)
-                        written[j] = narrow(value, written[j])
-                else:
-                    for j in range(len(read)):
-                        bits = widen(read[j])
-                        rounded = nearest_even(scaled_down(bits, down[j], element), element)
-                        value = scaled_up(rounded, bits, up[j], keep[j], element, rule)
-                        written[j] = narrow(value, written[j])
+                index = (np.int64(outer) * n + i) * inner + left
+                line(read, written, down, up, keep, element, rule, random, index, buffer)

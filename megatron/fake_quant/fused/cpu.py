@@ -131,7 +131,8 @@ def _blocks(
     assert isinstance(fmt.scaling, (BlockScaling, TwoLevelScaling))
     element, rule = _element(fmt.element), _rule(fmt.scaling, fmt.element, src)
     if inner == 1 and not fmt.square:
-        width = size if n % size == 0 else n
+        # Short rows that end with a block can be cut and joined, to give each thread its part.
+        width = next((w for w in (16 * size, size) if n % w == 0), n)
         matrices = (array.reshape(-1, width) for array in (src, dst))
         work = functools.partial(blocks.rows, *matrices, size, element, rule, _random(seed))
         _threads.run(work, len(src) // width, -(-_LEAST // width))
