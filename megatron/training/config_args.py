@@ -35,6 +35,10 @@ EXCLUDED: dict[str, str] = {
 }
 
 
+#: Fields that share their name with a flag of ours and do not take its value.
+ANOTHER_MEANING = ("quant_recipe",)
+
+
 @dataclass(frozen=True)
 class Spelling:
     """Another flag for a generated field; `value` is what the flag alone sets, None if it takes the
