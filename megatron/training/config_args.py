@@ -233,7 +233,9 @@ def config_kwargs(args: argparse.Namespace, config: type) -> dict[str, Any]:
     return {
         f.name: value
         for f in fields(config)
-        if f.init and f.name not in EXCLUDED and (value := getattr(args, f.name, None)) is not None
+        if f.init
+        and f.name not in ANOTHER_MEANING
+        and (value := getattr(args, f.name, None)) is not None
     }
 
 
