@@ -23,13 +23,24 @@ def count(elements: int) -> str:
     return f"{elements / 1e6:.1f}M" if elements >= 1e6 else f"{elements:,}"
 
 
-def best(case: Event, who: str) -> float:
-    return min(case["times"][who])
+def typical(case: Event, who: str) -> float:
+    """The median over the rounds. Not the best: whether fresh memory comes in huge pages changes
+    from minute to minute, and with it every time by a factor, the copy's most of all.
+    """
+    return statistics.median(case["times"][who])
+
+
+def ratio(case: Event, who: str, other: str) -> float:
+    """How many times longer `who` takes: the median of the rounds' ratios, so that both times of a
+    ratio met the same machine.
+    """
+    pairs = zip(case["times"][who], case["times"][other], strict=True)
+    return statistics.median(one / two for one, two in pairs)
 
 
 def peers_of(case: Event) -> list[str]:
     """The peers that ran, the fastest one first."""
-    return sorted(case["differ"], key=lambda name: best(case, name))
+    return sorted(case["differ"], key=lambda name: typical(case, name))
 
 
 def agreement(case: Event, data: str, elements: int) -> str:
@@ -61,14 +72,14 @@ def summary(cases: list[Event], elements: int, cuda: bool) -> str:
     header += [f"differ, {data}" for data in DATA.values()]
     rows = []
     for case in cases:
-        clone, ours = best(case, "clone"), best(case, "ours")
+        clone, ours = typical(case, "clone"), typical(case, "ours")
         row = [f"`{case['format']}`", case["dtype"], case["axis"], f"{clone:.4g}", f"{ours:.4g}"]
-        row.append(f"{ours / clone:.2f}")
-        row += [f"{clone / ours:.0%}", f"{case['unlike_cpu']:,}"] if cuda else []
+        row.append(f"{ratio(case, 'ours', 'clone'):.2f}")
+        row += [f"{ratio(case, 'clone', 'ours'):.0%}", f"{case['unlike_cpu']:,}"] if cuda else []
         names = peers_of(case)
         if names:
-            theirs = best(case, names[0])
-            row += [names[0], f"{theirs:.4g}", f"{theirs / ours:.1f}"]
+            row += [names[0], f"{typical(case, names[0]):.4g}"]
+            row.append(f"{ratio(case, names[0], 'ours'):.1f}")
         else:
             row += ["-"] * 3
         rows.append(row + [agreement(case, data, elements) for data in DATA])
@@ -87,11 +98,10 @@ def every_peer(cases: list[Event]) -> str:
 
     for case in cases:
         where = [f"`{case['format']}`", case["dtype"], case["axis"]]
-        ours = best(case, "ours")
         for name in ["clone", "ours", *peers_of(case)]:
             times = case["times"][name]
             row = [name, f"{min(times):.4g}", f"{statistics.median(times):.4g}"]
-            row.append(f"{min(times) / ours:.2f}")
+            row.append(f"{ratio(case, name, 'ours'):.2f}")
             differ = case["differ"].get(name)
             row += [apart(*differ[data]) if differ else "" for data in DATA]
             why = case["why"].get(name)

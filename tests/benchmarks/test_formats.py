@@ -82,16 +82,16 @@ def cells(table, row):
     return [cell.strip() for cell in table.splitlines()[2 + row].strip("|").split("|")]
 
 
-def test_a_row_has_the_ratios_of_the_best_times():
+def test_a_row_has_medians_and_the_medians_of_a_round_s_ratios():
     agreeing = case({"a": {"randn": (0, 0), "wide": (0, 0)}})
     row = cells(formats_report.summary([agreeing], 16777216, cuda=False), 0)
-    assert row[3:9] == ["1", "2", "2.00", "a", "6", "3.0"]
+    assert row[3:9] == ["1.5", "2.5", "1.75", "a", "7", "3.0"]
     assert row[9:] == ["= 0 of 16.8M, 1 peer"] * 2
 
 
 def test_on_a_gpu_the_row_has_the_bandwidth_and_the_bits():
     row = cells(formats_report.summary([case({})], 4096, cuda=True), 0)
-    assert row[5:] == ["2.00", "50%", "3", "-", "-", "-", "-", "-"]
+    assert row[5:] == ["1.75", "58%", "3", "-", "-", "-", "-", "-"]
 
 
 def test_peers_that_differ_are_named_and_explained():
