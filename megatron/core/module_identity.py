@@ -2,7 +2,8 @@
 
 A module's own name is local to its pipeline stage (`decoder.layers.0` on every stage) and a linear
 layer does not know its layer's number at all. `GPTModel`, the only place that sees every module
-with its name, assigns both once.
+with its name, assigns both once. The same holds for experts: each rank of an expert-parallel group
+counts its own from 0.
 """
 
 import re
@@ -16,12 +17,11 @@ LM_HEAD = "output_layer"
 
 @dataclass(frozen=True, slots=True)
 class ModuleIdentity:
-    """Where a module stands in the whole model.
+    """Where a module stands in the whole model."""
 
-    The number of a local expert is the one thing in the name that stays local to its rank.
-    """
-
-    name: str  #: dotted, with the global layer number: decoder.layers.5.self_attention.linear_qkv
+    #: dotted, with the global numbers of layer and expert, as in
+    #: decoder.layers.5.mlp.experts.local_experts.63.linear_fc1
+    name: str
     layer_idx: int  #: global over pipeline stages, from 0; -1 outside of a transformer layer
 
     @property
@@ -58,6 +58,17 @@ def assign_identities(model: torch.nn.Module) -> None:
         global_name = re.sub(r"\d+$", str(index), local_name)
         if local_name.startswith("mtp."):
             index += model.config.num_layers
+        first = _first_expert(layer)
         for name, module in layer.named_modules(prefix=global_name):
             if isinstance(module, Identified):
-                module.identity = ModuleIdentity(name, index)
+                module.identity = ModuleIdentity(_with_global_expert(name, first), index)
+
+
+def _first_expert(layer: torch.nn.Module) -> int:
+    """The global number of this rank's first expert; 0 in a layer without experts."""
+    of_experts = (getattr(module, "local_expert_indices", None) for module in layer.modules())
+    return next((indices[0] for indices in of_experts if indices), 0)
+
+
+def _with_global_expert(name: str, first: int) -> str:
+    return re.sub(r"(?<=\blocal_experts\.)\d+", lambda local: str(first + int(local[0])), name)
