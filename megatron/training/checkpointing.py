@@ -43,8 +43,10 @@ VERSION = 3.0  #: Megatron-LM's number of this layout
 ARCHITECTURE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "kv_channels", "padded_vocab_size", "position_embedding_type", "normalization",
-    "untie_embeddings_and_output_weights", "add_bias_linear", "num_moe_experts",
-    "multi_latent_attention",
+    "untie_embeddings_and_output_weights", "add_bias_linear", "num_moe_experts", "moe_layer_freq",
+    "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
+    "moe_router_enable_expert_bias", "multi_latent_attention", "q_lora_rank", "kv_lora_rank",
+    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "qk_layernorm",
 )  # fmt: skip
 OPTIMIZER = ("use_distributed_optimizer", "optimizer")  #: what the optimizer's state depends on
 #: What the ranks' random states depend on.
@@ -190,6 +192,13 @@ def _check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: P
                 f"{folder} was written with {flag} {there}, this run has {here}; use the same or "
                 "give --no-load-optim"
             )
+    there, here = common["args"]["expert_model_parallel_size"], args.expert_model_parallel_size
+    if args.num_moe_experts and (there > 1) != (here > 1):  # one optimizer, or experts apart
+        raise UserError(
+            f"{folder} was written with --expert-model-parallel-size {there}, this run has {here}: "
+            "experts that are spread over ranks have an optimizer of their own, whose state cannot "
+            "be moved into the one for all; give --no-load-optim, or another size above 1"
+        )
 
 
 def _load_scheduler(trained: Trained, state: dict[str, Any]) -> None:

@@ -67,6 +67,8 @@ HISTORICAL = (
     Spelling("--use-torch-optimizer-for-cpu-offload", "use_torch_optimizer_for_cpu_offload", True),
     Spelling("--no-initialization", "perform_initialization", False),
 )
+#: Defaults of Megatron-LM's command line where the dataclass has another.
+HISTORICAL_DEFAULTS = {"q_lora_rank": None}  #: 512 there: queries would always be compressed
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -162,7 +164,9 @@ def flag_options(field_type: Any) -> dict[str, Any] | None:
 
 
 def default_of(field: Field) -> Any:
-    """The dataclass's own default of a field."""
+    """What a field is where its flag was not given."""
+    if field.name in HISTORICAL_DEFAULTS:
+        return HISTORICAL_DEFAULTS[field.name]
     if field.default is not MISSING:
         return field.default
     return field.default_factory() if field.default_factory is not MISSING else None

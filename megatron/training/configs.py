@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.training.config_args import config_kwargs
+from megatron.training.config_args import HISTORICAL_DEFAULTS, config_kwargs
 from megatron.training.errors import UserError
 
 
@@ -39,6 +39,8 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     """The model's configuration."""
     config = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     kwargs = config_kwargs(args, config)
+    if args.multi_latent_attention:
+        kwargs = HISTORICAL_DEFAULTS | kwargs
     kwargs |= {
         "params_dtype": params_dtype(args),
         "pipeline_dtype": params_dtype(args),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.training.flops import flops_per_token
 from megatron.training.report import is_last_rank, print_rank_last, stamp
 from megatron.training.train_step import Step
 
@@ -69,7 +70,8 @@ def log_line(
         f" elapsed time per iteration (ms): {numbers.seconds * 1000:.1f}",
     ]
     if args.log_throughput:
-        flops = flops_of_iteration(args) / numbers.seconds / args.world_size / 1e12
+        iteration = flops_per_token(args) * args.seq_length * get_current_global_batch_size()
+        flops = iteration / numbers.seconds / args.world_size / 1e12
         parts.append(f" throughput per GPU (TFLOP/s/GPU): {flops:.1f}")
     parts += [
         f" learning rate: {numbers.learning_rate:.6E}",
@@ -88,21 +90,6 @@ def log_line(
         f" number of nan iterations: {interval.nan:3d}",
     ]
     return " |".join(parts) + " |"
-
-
-def flops_of_iteration(args: argparse.Namespace) -> float:
-    """Floating-point operations of the matmuls of one iteration: forward once, backward twice that.
-
-    Counted for a dense GPT: projections, Q K^T and P V with a causal mask (half of the square), MLP
-    and output layer.
-    """
-    s, h = args.seq_length, args.hidden_size
-    head = args.num_attention_heads * args.kv_channels
-    keys = args.num_query_groups * args.kv_channels
-    gates = 2 if args.swiglu or args.quick_geglu else 1
-    layer = h * (head + 2 * keys) + head * h + (gates + 1) * h * args.ffn_hidden_size + s * head
-    token = args.num_layers * layer + h * args.padded_vocab_size
-    return 3 * 2 * token * s * get_current_global_batch_size()
 
 
 class TensorBoard:

@@ -31,11 +31,7 @@ def check_buildable(args: argparse.Namespace) -> None:
     """
     if args.transformer_impl != "local":
         return
-    for flag, given in (
-        ("--multi-latent-attention", args.multi_latent_attention),
-        ("--num-experts", args.num_moe_experts),
-        ("--context-parallel-size above 1", args.context_parallel_size > 1),
-    ):
+    for flag, given in (("--context-parallel-size above 1", args.context_parallel_size > 1),):
         if given:
             raise UserError(
                 f"{flag} does not run on the local layers of megatron-core 0.16.1; leave it out "

@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training.batch import average_losses
 from megatron.training.data import MicroBatches
+from megatron.training.expert_losses import expert_losses
 from megatron.training.validation import Run
 
 
@@ -77,6 +78,7 @@ def train_step(
         chunk.zero_grad_buffer()
     trained.optimizer.zero_grad()
     losses = run_schedule(forward_step, batches, trained.model, run, forward_only=False)
+    losses |= expert_losses(run.transformer)
     updated, grad_norm, num_zeros = trained.optimizer.step()
     if updated:
         trained.scheduler.step(

@@ -12,6 +12,7 @@ from megatron.training import configs
 from megatron.training.config_args import fill_defaults, flagged_fields
 from megatron.training.derivation import derive, installed
 from megatron.training.errors import UserError
+from megatron.training.experts_and_mla import check_experts, check_mla
 from megatron.training.paths import blend_prefixes, check_prefix
 
 
@@ -190,6 +191,8 @@ def _check_model(args: argparse.Namespace) -> None:
         )
     if args.transformer_impl == "local":
         _check_local_only(args)
+    check_experts(args)
+    check_mla(args)
 
 
 def _check_local_only(args: argparse.Namespace) -> None:

@@ -9,16 +9,18 @@ from tests.subprocesses import REPO, run, torchrun
 
 ENTRY = REPO / "pretrain_gpt.py"
 
-#: Llama in shape: 4 layers, so that two interleaved stages fit on two pipeline ranks.
-MODEL = (
+#: 4 layers, so that two interleaved stages fit on two pipeline ranks.
+COMMON = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
-    *("--num-query-groups", "2", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
+    *("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
     *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
-    *("--make-vocab-size-divisible-by", "64", "--use-cpu-initialization"),
+    *("--make-vocab-size-divisible-by", "64"),
     *("--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8"),
     *("--lr", "3e-3", "--train-iters", "6", "--eval-iters", "0", "--split", "80,10,10"),
 )
+#: Llama in shape.
+MODEL = (*COMMON, "--num-query-groups", "2", "--use-cpu-initialization")
 #: So that the same weights and data give the same loss in every parallel layout.
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
 
@@ -30,6 +32,7 @@ LINE = re.compile(
     rf" learning rate: (?P<lr>{_NUMBER}) \|"
     r" global batch size: {1,5}\d+ \|"
     rf" lm loss: (?P<loss>{_NUMBER}) \|"
+    rf"( load balancing loss: (?P<balance>{_NUMBER}) \|)?"
     r" loss scale: (?P<scale>\d+\.\d) \|"
     r" grad norm: (?P<norm>\d+\.\d{3}|nan|inf) \|"
     r"( params norm: (?P<params>\d+\.\d{3}) \|)?"

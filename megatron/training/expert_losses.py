@@ -1,0 +1,86 @@
+"""The losses that keep experts evenly busy, for the log line: they are part of the gradient, but
+not of the `lm loss`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.moe.moe_utils import (
+    get_moe_layer_wise_logging_tracker,
+    track_moe_metrics,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import device
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """One of the router's losses, and whose parts make it up."""
+
+    name: str  #: the wheel's
+    sums_over_data: bool = False  #: each data-parallel rank has a part of it, not its own
+    sums: bool = True  #: tensor-parallel ranks have parts of it
+
+
+_LOSSES = {
+    "aux_loss": _Loss("load_balancing_loss"),
+    "seq_aux_loss": _Loss("seq_load_balancing_loss"),
+    "global_aux_loss": _Loss("global_load_balancing_loss", sums_over_data=True),
+}
+_Z_LOSS = _Loss("z_loss", sums=False)
+
+
+def expert_losses(config: TransformerConfig) -> dict[str, float]:
+    """The mean over layers and micro-batches of each loss in use, without its coefficient.
+
+    Collective, once an iteration; the same on every rank.
+    """
+    losses = _in_use(config)
+    if not losses:
+        return {}
+    tracker = get_moe_layer_wise_logging_tracker()
+    layers = config.num_layers + (config.mtp_num_layers or 0)
+    for loss in losses:  # also on a pipeline stage that has no experts, or the ranks would disagree
+        entry = tracker.setdefault(
+            loss.name, {"values": torch.zeros(layers, device=device.current())}
+        )
+        entry |= _groups(loss)
+    found: dict[str, torch.Tensor] = {}
+    track_moe_metrics(
+        loss_scale=1 / get_num_microbatches(),
+        iteration=0,  # for a writer of its own, which it does not get
+        total_loss_dict=found,
+        num_layers=config.num_layers,
+        moe_layer_freq=config.moe_layer_freq,
+        mtp_num_layers=config.mtp_num_layers,
+    )
+    return {loss.name.replace("_", " "): found[loss.name].item() for loss in losses}
+
+
+def _in_use(config: TransformerConfig) -> list[_Loss]:
+    if not config.num_moe_experts:
+        return []
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if isinstance(kinds, str):
+        kinds, coefficients = [kinds], [coefficients]
+    used = [
+        _LOSSES[kind]
+        for kind, coefficient in zip(kinds, coefficients, strict=True)
+        if kind in _LOSSES and coefficient
+    ]
+    return used + ([_Z_LOSS] if config.moe_z_loss_coeff else [])
+
+
+def _groups(loss: _Loss) -> dict:
+    data = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    if not loss.sums:
+        return {"reduce_group": None, "reduce_group_has_dp": False, "avg_group": data}
+    part = data if loss.sums_over_data else parallel_state.get_tensor_and_context_parallel_group()
+    return {
+        "reduce_group": part,
+        "reduce_group_has_dp": loss.sums_over_data,
+        "avg_group": None,
+    }

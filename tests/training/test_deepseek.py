@@ -1,0 +1,153 @@
+"""A tiny DeepSeek-V2-Lite trains through `pretrain_gpt.py`: MLA with YaRN, a dense first layer,
+then routed and shared experts.
+
+Sizes are multiples of MX blocks on each of two ranks, so that tensor parallelism forms the blocks
+that one rank forms. Quantized runs part all the same, by and by: sums in another order differ in
+the last bit, here and there a value then rounds the other way, and the next weights differ more.
+With expert parallelism an expert gets the tokens of several ranks at once, which makes other blocks
+along tokens, in its weight gradient, from the first iteration on.
+"""
+
+import pytest
+
+from tests.training.runs import COMMON, NO_DROPOUT, train
+
+MLA = (
+    *COMMON,
+    *NO_DROPOUT,
+    *("--ffn-hidden-size", "128", "--multi-latent-attention", "--qk-layernorm"),
+    *("--kv-lora-rank", "48", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "16"),
+    *("--v-head-dim", "16", "--rope-type", "yarn", "--rotary-scaling-factor", "40"),
+    *("--mscale", "0.707", "--mscale-all-dim", "0.707"),
+)
+DEEPSEEK = (
+    *MLA,
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
+    *("--moe-shared-expert-intermediate-size", "64", "--moe-layer-freq", "[0]+[1]*3"),
+    *("--moe-router-pre-softmax", "--moe-aux-loss-coeff", "1e-2"),
+    *("--moe-token-dispatcher-type", "alltoall"),
+)
+TENSOR = ("--tensor-model-parallel-size", "2")
+SEQUENCE = (*TENSOR, "--sequence-parallel")
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+SPREAD = ("--expert-model-parallel-size", "2")
+RECOMPUTE = ("--recompute-granularity", "selective", "--recompute-modules")
+MXFP8 = ("--custom-quant-type", "mxfp8")
+
+
+def finished(*options, ranks=1, model=DEEPSEEK):
+    training = train(*options, ranks=ranks, model=model)
+    assert training.status == 0, training.errors[-3000:]
+    return training
+
+
+@pytest.fixture(scope="module")
+def folder(corpus, tmp_path_factory):
+    """A checkpoint of one rank after two iterations."""
+    folder = tmp_path_factory.mktemp("deepseek") / "ck"
+    # The schedule of the learning rate is that of six iterations; --exit-interval stops earlier.
+    finished("--data-path", corpus, "--save", folder, "--exit-interval", "2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def go_on(corpus, folder):
+    """Train the checkpoint's weights, with a new optimizer."""
+
+    def start(*options, ranks=1):
+        where = ("--data-path", corpus, "--load", folder, "--no-load-optim")
+        return finished(*where, *options, ranks=ranks)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def single(go_on):
+    return go_on()
+
+
+@pytest.fixture(scope="module")
+def quantized(go_on):
+    return go_on(*MXFP8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        pytest.param(SEQUENCE, 2, id="tensor-sequence"),
+        pytest.param(PIPELINE, 2, id="pipeline"),
+        pytest.param(SPREAD, 2, id="experts"),
+        pytest.param(("--use-distributed-optimizer",), 2, id="data-distributed-optimizer"),
+        pytest.param((*RECOMPUTE, "core_attn", "moe", "mla_up_proj", "mlp"), 1, id="recompute"),
+        pytest.param((*SPREAD, "--use-distributed-optimizer"), 2, id="experts-distributed",
+                     marks=pytest.mark.slow),
+        pytest.param((*SPREAD, "--moe-token-dispatcher-type", "allgather"), 2, id="allgather",
+                     marks=pytest.mark.slow),
+        pytest.param((*SEQUENCE, *SPREAD), 4, id="tensor-experts", marks=pytest.mark.slow),
+        pytest.param((*PIPELINE, *SPREAD), 4, id="pipeline-experts", marks=pytest.mark.slow),
+        pytest.param(("--recompute-granularity", "full"), 1, id="recompute-full",
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_every_layout_has_the_losses_of_one_rank(single, go_on, layout, ranks):
+    moved = go_on(*layout, ranks=ranks)
+    assert list(moved.losses) == [3, 4, 5, 6]
+    for iteration, loss in moved.losses.items():
+        assert loss == pytest.approx(single.losses[iteration], rel=2e-6)
+        ours, theirs = (each.lines[iteration] for each in (moved, single))
+        assert float(ours["norm"]) == pytest.approx(float(theirs["norm"]), abs=2e-3)
+        assert float(ours["balance"]) == pytest.approx(float(theirs["balance"]), rel=1e-4)
+
+
+def test_mla_under_tensor_parallelism_alone(corpus, tmp_path):
+    """The gradient of the position that all heads share is a sum over the ranks' heads."""
+    save = ("--save", tmp_path, "--save-interval", "2")
+    whole = finished("--data-path", corpus, *save, model=MLA)
+    load = ("--load", tmp_path, "--ckpt-step", "2")
+    halves = finished("--data-path", corpus, *load, *TENSOR, ranks=2, model=MLA)
+    for iteration, loss in halves.losses.items():
+        assert loss == pytest.approx(whole.losses[iteration], rel=1e-6)
+
+
+def test_the_loss_falls_in_mxfp8(quantized, single):
+    losses = quantized.losses
+    assert losses[6] < losses[3] - 0.1
+    assert all(losses[i] != single.losses[i] for i in losses)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "last"),
+    [
+        pytest.param(SEQUENCE, 2, 3e-4, id="tensor-sequence"),
+        pytest.param(PIPELINE, 2, 1e-4, id="pipeline"),
+        pytest.param(SPREAD, 2, 1e-3, id="experts"),
+        pytest.param((), 2, 1e-4, id="data", marks=pytest.mark.slow),
+        pytest.param((*RECOMPUTE, "core_attn", "moe", "mla_up_proj", "mlp"), 1, 0, id="recompute"),
+        pytest.param(("--recompute-granularity", "full"), 1, 0, id="recompute-full",
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_quantized_layouts_start_alike_and_stay_close(
+    quantized, single, go_on, layout, ranks, last
+):
+    moved = go_on(*layout, *MXFP8, ranks=ranks)
+    assert moved.losses[3] == pytest.approx(quantized.losses[3], rel=1e-6)
+    assert quantized.losses[3] != pytest.approx(single.losses[3], rel=1e-5)
+    for iteration, loss in moved.losses.items():
+        assert loss == pytest.approx(quantized.losses[iteration], rel=last)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_with_spread_experts_repeats_every_digit(corpus, tmp_path):
+    options = ("--data-path", corpus, *SPREAD, "--bf16", "--use-distributed-optimizer")
+    whole = finished(*options, "--save", tmp_path, "--save-interval", "3", ranks=2)
+    resumed = finished(*options, "--load", tmp_path, "--ckpt-step", "3", ranks=2)
+    assert list(resumed.lines) == [4, 5, 6]
+    for iteration, line in resumed.lines.items():
+        assert line == whole.lines[iteration]
+
+
+def test_an_optimizer_of_all_experts_cannot_be_spread(corpus, folder):
+    training = train("--data-path", corpus, "--load", folder, *SPREAD, ranks=2, model=DEEPSEEK)
+    assert training.status != 0
+    assert "--expert-model-parallel-size 1, this run has 2" in training.errors
