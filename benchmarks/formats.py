@@ -159,8 +159,8 @@ def machine(options: argparse.Namespace, plan: formats_report.Event) -> str:
     command = shlex.join(["python", "benchmarks/formats.py", *sys.argv[1:]])
     return (
         f"{device}; {options.threads} threads; {releases}. "
-        f"Matrix {rows} x {columns}, median of {options.repeats} rounds, in milliseconds; a ratio is "
-        "the median of the rounds' ratios. "
+        f"Matrix {rows} x {columns}, median of {options.repeats} rounds, in milliseconds; a ratio "
+        "is the median of the rounds' ratios. "
         f"Made by `{command}` on {tree()}."
     )
 
