@@ -94,6 +94,7 @@ def _on_cpu(factory: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)  # for faster copies to a device that is not there
         return factory(*args, **kwargs)
 
     return wrapped
@@ -122,7 +123,7 @@ def _names() -> list[Name]:
         for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor")
     ]
     factories = [
-        Name(name, _on_cpu(getattr(torch, name)), 'called with a literal device="cuda"')
+        Name(name, _on_cpu(getattr(torch, name)), 'called with a literal device="cuda", or pinned')
         for name in ("tensor", "zeros", "ones", "empty")
     ]
     streams = [

@@ -43,7 +43,7 @@ def test_tensors_stay_on_the_cpu():
         "cpu_backend.activate()\n"
         "here = torch.device('cpu')\n"
         "made = [torch.zeros(2, device='cuda'), torch.ones(2).cuda(),"
-        " torch.tensor(1, device='cuda'),"
+        " torch.tensor(1, device='cuda'), torch.tensor(1, device='cpu', pin_memory=True),"
         " torch.empty(2, device=torch.cuda.current_device()), torch.cuda.FloatTensor([1.0]),"
         " torch.nn.Linear(2, 2).cuda().weight]\n"
         "assert all(t.device == here for t in made)\n"

@@ -3,10 +3,12 @@ collected.
 
 Overlaid because `DotProductAttention.forward` has no seam between its matmuls. Without a format the
 wheel's own `forward` runs, also when tensors are collected; with one, ours, which a test holds to
-the wheel's bit for bit when the formats are taken out.
+the wheel's bit for bit when the formats are taken out. Ours also runs under context parallelism,
+which the wheel's refuses: see `context_parallel`.
 
 Collected are the tensors that enter and leave the whole operation: keys and values before they are
-repeated for grouped-query attention, and their gradients after these were summed over the group.
+repeated for grouped-query attention, and before they are gathered over context-parallel ranks, and
+their gradients after these were summed over the query group and over the ranks.
 
 Shape suffixes: B batch times heads, M queries, N keys, D head dimension. Letters of the recorded
 dims: s sequence, b batch, a attention heads, g query groups, d head dimension, h all heads'
@@ -22,6 +24,7 @@ from megatron.core.fusions.fused_softmax import (
     get_sliding_window_causal_mask,
 )
 from megatron.core.quantized_module import Quantized, operand_names
+from megatron.core.transformer.context_parallel import ContextParallelism, as_one_rank
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.fake_quant.gemm import quantized_matmul
 
@@ -33,8 +36,12 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
 
     operations = ("qk", "pv")
 
-    def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, config, *args, k_channels=None, v_channels=None, **kwargs):
+        super().__init__(as_one_rank(config), *args, **kwargs)
+        self.config = config
+        self.context = ContextParallelism.of(self, kwargs.get("cp_comm_type"))
+        if self.context is not None:  # its masks go by position: the softmax must make none
+            self.scale_mask_softmax.window_size = None
         if v_channels is not None:  # by which the wheel's `forward` shapes the context
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
@@ -44,7 +51,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         capture = tensor_saver.capture(self.identity, "attention")
         if capture is not None:
             query, key, value = self._watch_operands(capture, query, key, value, *custom_quant_type)
-        if custom_quant_type == (None, None):
+        if custom_quant_type == (None, None) and self.context is None:
             context = super().forward(query, key, value, attention_mask, *args, **kwargs)
         else:
             context = self._quantized_forward(
@@ -80,11 +87,10 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         *,
         formats,
     ):
-        if attention_bias is not None or packed_seq_params is not None:
-            raise ValueError(
-                "quantized attention takes neither an attention bias nor packed sequences; "
-                "leave them out, or quantize the linear layers only (linear_<format>)"
-            )
+        """Attention by our own matmuls; one whose format is None is as the wheel does it."""
+        self._check_plain(attention_bias, packed_seq_params)
+        if self.context is not None:
+            key, value, attention_mask = self.context.whole(query, key, value, attention_mask)
         qk, pv = formats
         batch, heads = query.shape[1], query.shape[2]
         query_BMD, key_BND, value_BND = (self._by_head(x, heads) for x in (query, key, value))
@@ -98,6 +104,19 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         context_BMD = self._matmul(probs_BMN, value_BDN, "pv", pv, unnormalized=whole)
         context = context_BMD.view(batch, heads, *context_BMD.shape[1:])
         return context.permute(2, 0, 1, 3).reshape(query.shape[0], batch, -1)
+
+    def _check_plain(self, attention_bias, packed_seq_params):
+        if attention_bias is None and packed_seq_params is None:
+            return
+        if self.context is not None:
+            raise ValueError(
+                "context-parallel attention of the local layers takes neither an attention bias "
+                "nor packed sequences; leave them out, or give --context-parallel-size 1"
+            )
+        raise ValueError(
+            "quantized attention takes neither an attention bias nor packed sequences; "
+            "leave them out, or quantize the linear layers only (linear_<format>)"
+        )
 
     @staticmethod
     def _by_head(x, heads):
@@ -147,8 +166,8 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         """
         if self.scale_mask_softmax.is_kernel_available(attention_mask, *scores.shape):
             raise ValueError(
-                "a fused softmax kernel is in the way of quantized attention; give "
-                "--no-masked-softmax-fusion"
+                "a fused softmax kernel is in the way of quantized and of context-parallel "
+                "attention; give --no-masked-softmax-fusion"
             )
         probs = self.scale_mask_softmax(scores, attention_mask, self.softmax_offset)
         if self.config.sequence_parallel:
