@@ -68,7 +68,9 @@ class TensorRecord:
     format: str | None  #: the number format this operand is quantized to; null if it is not
     shape: list[int]  #: of this file's tensor
     dtype: str  #: e.g. "bfloat16"
-    dims: str  #: a letter a dimension and the group that shards it, e.g. "s b h[tp]"
+    #: a letter a dimension and the group that shards it, e.g. "s b h[tp]". "s[cp:zigzag]": of the
+    #: 2 * cp_size chunks of the sequence this file has those numbered cp and 2 * cp_size - 1 - cp
+    dims: str
     global_shape: list[int]  #: of the logical tensor over all shards
     rank: dict[str, int]  #: world, tp, pp, dp, cp, ep, etp and their sizes (tp_size, ...)
     recomputed: bool  #: from a forward pass that activation recomputation ran again

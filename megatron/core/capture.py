@@ -55,11 +55,13 @@ class Capture:
             tensor_name: one of `megatron.tensor_record.TENSOR_NAMES`.
             tensor: as it was before quantization.
             dims: a letter a dimension and the group that shards it, `s b h[tp]`; after a bar the
-                groups over which the tensor is a partial sum, `s b h | partial[tp]`.
+                groups over which the tensor is a partial sum, `s b h | partial[tp]`. What context
+                parallelism does to `s` is added here.
             operation: forward or backward.
             phase: pre (enters the matmul) or post (leaves it).
             format: what this operand is quantized to, by name.
         """
+        dims = over_context(dims, self._saver.coordinates)
         self._saver.save(
             tensor,
             tensor_name=tensor_name,
@@ -119,12 +121,21 @@ class _Watch(torch.autograd.Function):
         return grads[0], None
 
 
+def over_context(dims: str, coordinates: dict[str, int]) -> str:
+    """`dims` with `s[cp:zigzag]` for `s` where there is context parallelism: it cuts every sequence
+    of a transformer layer into 2 * cp chunks, and rank r has the chunks r and 2 * cp - 1 - r.
+    """
+    if coordinates["cp_size"] == 1:
+        return dims
+    return " ".join("s[cp:zigzag]" if letter == "s" else letter for letter in dims.split())
+
+
 def global_shape(shape: list[int], dims: str, coordinates: dict[str, int]) -> list[int]:
     """The shape over all shards: a dimension marked `[tp]` is that much larger."""
     letters = dims.partition("|")[0].split()
     assert len(letters) == len(shape), f"dims {dims!r} do not describe a tensor of shape {shape}"
     sizes = []
     for size, letter in zip(shape, letters, strict=True):
-        group = letter.partition("[")[2].rstrip("]")
+        group = letter.partition("[")[2].rstrip("]").partition(":")[0]
         sizes.append(size * coordinates[f"{group}_size"] if group else size)
     return sizes

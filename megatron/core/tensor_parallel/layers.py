@@ -107,8 +107,18 @@ class _QuantizedLinear(Quantized):
         capture.save("weight", weight, dims=of_weight, format=format_names)
         return (
             capture.watch_operand(input, "grad_input", dims=of_grad_input, phase="post"),
-            capture.watch_operand(weight, "grad_weight", dims=of_weight, phase="post"),
+            capture.watch_operand(
+                weight, "grad_weight", dims=self._over_tokens(of_weight), phase="post"
+            ),
         )
+
+    def _over_tokens(self, of_weight):
+        """Dims of a weight's gradient: a sum over tokens, of which context-parallel ranks have a
+        part each. (An expert's are those that were sent to this rank, whatever rank had them.)
+        """
+        if self.is_expert or self.config.context_parallel_size == 1:
+            return of_weight
+        return f"{of_weight} | partial[cp]"
 
     def _watch_output(self, capture, output, formats):
         of_output = self._dims_of(output)[2]
