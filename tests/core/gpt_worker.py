@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import sys
-from functools import partial, partialmethod
+from functools import partialmethod
 from pathlib import Path
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling the fused activations takes minutes
@@ -30,6 +30,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--vpp", type=int, default=None)
+    parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--own-attention", action="store_true", help="ours, without formats")
@@ -84,6 +85,7 @@ def build(options: argparse.Namespace) -> list[torch.nn.Module]:
         tensor_model_parallel_size=options.tp,
         pipeline_model_parallel_size=options.pp,
         virtual_pipeline_model_parallel_size=options.vpp,
+        context_parallel_size=options.cp,
         sequence_parallel=options.sequence_parallel,
         recompute_granularity="full" if options.recompute else None,
         recompute_method="uniform" if options.recompute else None,
@@ -117,15 +119,25 @@ def batches(seed: int = 7):
 
 
 def forward_step(data, model):
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
     tokens, labels = next(data)
     positions = torch.arange(SEQ).expand(BATCH, SEQ)
     mask = torch.ones(SEQ, SEQ).triu(1).bool().view(1, 1, SEQ, SEQ)
-    return model(tokens, positions, mask, labels=labels), partial(loss_of, len(tokens))
+    batch = {"tokens": tokens, "labels": labels, "positions": positions, "attention_mask": mask}
+    tokens, labels, positions, mask = get_batch_on_this_cp_rank(batch).values()
+    return model(tokens, positions, mask, labels=labels), loss_of
 
 
-def loss_of(_, losses):
+def loss_of(losses):
+    """The mean over the whole sequence; this rank's share of it is what is differentiated, where
+    the schedule multiplies by the context-parallel size again.
+    """
+    from megatron.core import parallel_state
+
     loss = losses.float().mean()
-    return loss, {"loss": loss.detach().clone()}
+    ranks = parallel_state.get_context_parallel_world_size()
+    return loss / ranks**2, {"loss": loss.detach().clone()}
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -150,7 +162,10 @@ def start(options: argparse.Namespace) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(
-        options.tp, options.pp, virtual_pipeline_model_parallel_size=options.vpp
+        options.tp,
+        options.pp,
+        virtual_pipeline_model_parallel_size=options.vpp,
+        context_parallel_size=options.cp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
