@@ -62,7 +62,7 @@ def get_batch(batches: MicroBatches, args: argparse.Namespace) -> dict[str, torc
 
 
 def loss_func(
-    loss_mask: torch.Tensor, output: torch.Tensor
+    loss_mask: torch.Tensor, output: torch.Tensor, *, args: argparse.Namespace
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the token losses, number of tokens, and both again for the log, where ranks add them
     up.
@@ -70,12 +70,28 @@ def loss_func(
     Args:
         loss_mask: 1 where a token counts, [b, s].
         output: the loss of every token, [b, s].
+        args: the run's arguments.
     """
     mask = loss_mask.view(-1)
     loss = (output.view(-1).float() * mask).sum()
     tokens = mask.sum().to(torch.int)
     logged = torch.stack([loss.detach(), tokens.to(loss.dtype)])
+    if args.context_parallel_size > 1 and not args.calculate_per_token_loss:
+        loss = loss * _weight_over_context(tokens)
     return loss, tokens, {"lm loss": logged}
+
+
+def _weight_over_context(tokens: torch.Tensor) -> torch.Tensor:
+    """This rank's tokens over the mean of its context-parallel group's: 1 without --eod-mask-loss.
+
+    megatron-core divides the sum by this rank's tokens and averages the gradients over the ranks;
+    a rank with few tokens that count would count as much as one with many.
+    """
+    mean = tokens.to(torch.float32)
+    group = parallel_state.get_context_parallel_group()
+    dist.all_reduce(mean, group=group)
+    mean /= group.size()
+    return tokens / mean.clamp(min=1 / group.size())
 
 
 def forward_step(batches: MicroBatches, model: torch.nn.Module, *, args: argparse.Namespace):
@@ -89,7 +105,7 @@ def forward_step(batches: MicroBatches, model: torch.nn.Module, *, args: argpars
         labels=batch["labels"] if _computes_loss(model) else None,
         **extra,
     )
-    return output, partial(loss_func, batch["loss_mask"])
+    return output, partial(loss_func, batch["loss_mask"], args=args)
 
 
 def _computes_loss(model: torch.nn.Module) -> bool:

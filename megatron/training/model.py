@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.context_parallel import COMM_TYPE
 from megatron.core.transformer.module import Float16Module
 from megatron.training import device
 from megatron.training.errors import UserError
@@ -31,7 +32,17 @@ def check_buildable(args: argparse.Namespace) -> None:
     """
     if args.transformer_impl != "local":
         return
-    for flag, given in (("--context-parallel-size above 1", args.context_parallel_size > 1),):
+    for flag, given in (
+        (
+            "--hierarchical-context-parallel-sizes",
+            args.hierarchical_context_parallel_sizes is not None,
+        ),
+        ("--hybrid-context-parallel", args.hybrid_context_parallel),
+        (
+            f"--cp-comm-type {args.cp_comm_type} (they gather keys and values: {COMM_TYPE})",
+            args.context_parallel_size > 1 and args.cp_comm_type not in (None, COMM_TYPE),
+        ),
+    ):
         if given:
             raise UserError(
                 f"{flag} does not run on the local layers of megatron-core 0.16.1; leave it out "

@@ -55,10 +55,30 @@ def test_a_bypass_is_refused_with_a_format_or_a_collection_only(flag, named, mon
         configure_formats(arguments(**flag))
 
 
-def test_what_the_local_layers_cannot_run_is_refused():
-    check_buildable(arguments(context_parallel_size=1))
-    with pytest.raises(UserError, match="--context-parallel-size above 1 does not run on the"):
-        check_buildable(arguments(context_parallel_size=2))
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"hierarchical_context_parallel_sizes": [2, 1]}, "--hierarchical-context-parallel-sizes"),
+        ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
+        (
+            {"cp_comm_type": "p2p"},
+            r"--cp-comm-type p2p \(they gather keys and values: all_gather\)",
+        ),
+        ({"cp_comm_type": ["all_gather", "a2a"]}, r"--cp-comm-type \['all_gather', 'a2a'\] .*"),
+    ],
+)
+def test_what_the_local_layers_cannot_run_is_refused(given, named):
+    plain = {
+        "context_parallel_size": 2,
+        "cp_comm_type": "all_gather",
+        "hierarchical_context_parallel_sizes": None,
+        "hybrid_context_parallel": False,
+    }
+    check_buildable(arguments(**plain))
+    check_buildable(arguments(**plain | {"cp_comm_type": None}))
+    check_buildable(arguments(**plain | {"context_parallel_size": 1, "cp_comm_type": "p2p"}))
+    with pytest.raises(UserError, match=f"{named} does not run on the local layers"):
+        check_buildable(arguments(**plain | given))
 
 
 def test_a_wrong_type_is_a_users_mistake():

@@ -6,6 +6,7 @@ from tests.training.runs import NO_DROPOUT, train
 
 TENSOR = ("--tensor-model-parallel-size", "2")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
+CONTEXT = ("--context-parallel-size", "2")
 INTERLEAVED = (*PIPELINE, "--num-layers-per-virtual-pipeline-stage", "1")
 DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 
@@ -26,6 +27,7 @@ def single(corpus, tmp_path_factory):
         pytest.param((*TENSOR, "--sequence-parallel"), id="tensor-sequence"),
         pytest.param(PIPELINE, id="pipeline"),
         pytest.param(INTERLEAVED, id="pipeline-interleaved"),
+        pytest.param(CONTEXT, id="context"),
         pytest.param((), id="data"),
     ],
 )
@@ -49,6 +51,7 @@ def test_a_checkpoint_of_one_rank_goes_on_in_every_layout(single, corpus, layout
     [
         pytest.param((*TENSOR, "--sequence-parallel", "--bf16"), id="tensor-sequence-bf16"),
         pytest.param((*DISTRIBUTED, "--bf16"), id="data-distributed-optimizer-bf16"),
+        pytest.param((*CONTEXT, "--bf16"), id="context-bf16", marks=pytest.mark.slow),
         pytest.param(INTERLEAVED, id="pipeline-interleaved", marks=pytest.mark.slow),
     ],
 )
