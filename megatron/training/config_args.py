@@ -69,6 +69,8 @@ HISTORICAL = (
 )
 #: Defaults of Megatron-LM's command line where the dataclass has another.
 HISTORICAL_DEFAULTS = {"q_lora_rank": None}  #: 512 there: queries would always be compressed
+#: What the help of a field says after the wheel's own first sentence.
+ADDED_HELP = {"cp_comm_type": "; the local layers do all_gather, of keys and values, and no other"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -198,7 +200,8 @@ def add_config_arguments(
         options.setdefault("metavar", _metavar(options))
         if options["metavar"] is None:
             del options["metavar"]
-        text = f"{help_of.get(name, '')} (default: {_shown(default_of(field))})".strip()
+        about = help_of.get(name, "") + ADDED_HELP.get(name, "")
+        text = f"{about} (default: {_shown(default_of(field))})".strip()
         flag = "--" + name.replace("_", "-")
         aliases = list(field.metadata.get("argparse_meta", {}).get("arg_names", ()))
         extra = [] if field.type is bool else [alias for alias in aliases if alias != flag]
