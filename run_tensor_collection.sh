@@ -118,19 +118,16 @@ collect() {
   local tensors=$tensor_path/$name stamp checkpoint=$checkpoint_path
   stamp=$(date +%Y%m%d_%H%M%S)
   if [[ $checkpoint != none ]]; then checkpoint+=/$name; fi
+  local formats=(--custom-quant-type "$1")
+  if [[ -n $quant_recipe ]]; then formats=(--quant-recipe "$quant_recipe"); fi
   local training=(
     bash "$repo/examples/llama/train_llama32_1b_h100_fp8.sh" "$checkpoint"
     "${home}tensorboard_logs/llama32_${preset}_${name}_$stamp" "$tokenizer" "$data" "$dtype"
-    --preset "$preset" --save-tensors --tensor-save-dir "$tensors"
+    --preset "$preset" "${formats[@]}" --save-tensors --tensor-save-dir "$tensors"
     --control-iter "$control_iter" --collect-micro-batches "$collect_micro_batches"
     ${collect_layers:+--collect-layers "$collect_layers"}
     ${training_flags[@]+"${training_flags[@]}"}
   )
-  if [[ -n $quant_recipe ]]; then
-    training+=(--quant-recipe "$quant_recipe")
-  else
-    training+=(--custom-quant-type "$1")
-  fi
   export NPROC=$nproc
   if [[ -n ${DRY_RUN-} ]]; then
     "${training[@]}"
