@@ -33,6 +33,7 @@ TEST = {
     "ml_dtypes": "0.6.0",  # an independent implementation of the FP8, FP6 and FP4 formats
     "en_dtypes": "0.0.4",  # an independent implementation of HiFloat8
     "hypothesis": "6.170.15",  # looks for tensors that break a property of the formats
+    "triton": "3.7.1",  # what torch's CUDA build brings: the GPU kernels, by its interpreter
 }
 
 # What script/check.sh needs besides.
