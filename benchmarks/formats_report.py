@@ -24,17 +24,15 @@ def count(elements: int) -> str:
 
 
 def typical(case: Event, who: str) -> float:
-    """The median over the rounds. Not the best: whether fresh memory comes in huge pages changes
-    from minute to minute, and with it every time by a factor, the copy's most of all.
-    """
+    """The median over the rounds."""
     return statistics.median(case["times"][who])
 
 
-def ratio(case: Event, who: str, other: str) -> float:
+def ratio(case: Event, who: str, other: str, memory: str = "times") -> float:
     """How many times longer `who` takes: the median of the rounds' ratios, so that both times of a
     ratio met the same machine.
     """
-    pairs = zip(case["times"][who], case["times"][other], strict=True)
+    pairs = zip(case[memory][who], case[memory][other], strict=True)
     return statistics.median(one / two for one, two in pairs)
 
 
@@ -67,7 +65,7 @@ def apart(differ: int, far: int) -> str:
 def summary(cases: list[Event], elements: int, cuda: bool) -> str:
     """The table of one row a case: ours, the copy and the fastest peer."""
     header = ["format", "input", "axis", "clone ms", "ours ms", "ours / clone"]
-    header += ["of copy bandwidth", "bits unlike the CPU's"] if cuda else []
+    header += ["of copy bandwidth", "bits unlike the CPU's"] if cuda else ["ours / reused"]
     header += ["fastest peer", "its ms", "speed-up"]
     header += [f"differ, {data}" for data in DATA.values()]
     rows = []
@@ -75,7 +73,10 @@ def summary(cases: list[Event], elements: int, cuda: bool) -> str:
         clone, ours = typical(case, "clone"), typical(case, "ours")
         row = [f"`{case['format']}`", case["dtype"], case["axis"], f"{clone:.4g}", f"{ours:.4g}"]
         row.append(f"{ratio(case, 'ours', 'clone'):.2f}")
-        row += [f"{ratio(case, 'clone', 'ours'):.0%}", f"{case['unlike_cpu']:,}"] if cuda else []
+        if cuda:
+            row += [f"{ratio(case, 'clone', 'ours'):.0%}", f"{case['unlike_cpu']:,}"]
+        else:
+            row.append(f"{ratio(case, 'ours', 'clone', 'reused'):.2f}")
         names = peers_of(case)
         if names:
             row += [names[0], f"{typical(case, names[0]):.4g}"]
@@ -130,7 +131,8 @@ def write_csv(path: Path, cases: list[Event], elements: int) -> None:
         writer.writeheader()
         for case in cases:
             same = {key: case[key] for key in ("format", "dtype", "axis")} | {"elements": elements}
-            for name, times in case["times"].items():
+            reused = {f"{name}, reused memory": t for name, t in case.get("reused", {}).items()}
+            for name, times in (case["times"] | reused).items():
                 row = same | {"who": name, "note": case["why"].get(name, "")}
                 row["best_ms"] = f"{min(times):.4f}"
                 row["median_ms"] = f"{statistics.median(times):.4f}"

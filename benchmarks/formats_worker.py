@@ -179,7 +179,7 @@ def main() -> None:
         report("refused", format=None, reason="this Python's torch sees no CUDA device")
         sys.exit(2)
     formats = known_formats(asked["formats"], asked["required"])
-    finders = load_peers(asked["device"])
+    finders = load_peers(asked["device"]) if asked["peers"] else {}
     device_name = torch.cuda.get_device_name() if asked["device"] == "cuda" else None
     releases = {"Python": platform.python_version()}
     releases |= {name: release(name) for name in ("torch", "numpy", "numba")}

@@ -75,7 +75,8 @@ def test_help_shows_commands():
 def case(differ, **more):
     times = {"clone": [1.0, 2.0], "ours": [2.0, 3.0]} | {key: [8.0, 6.0] for key in differ}
     same = {"format": "mxfp8", "dtype": "fp32", "axis": "last", "failed": {}, "why": {}}
-    return same | {"times": times, "differ": differ, "unlike_cpu": 3} | more
+    reused = {"clone": [1.0, 1.0], "ours": [4.0, 4.0]}
+    return same | {"times": times, "reused": reused, "differ": differ, "unlike_cpu": 3} | more
 
 
 def cells(table, row):
@@ -85,8 +86,8 @@ def cells(table, row):
 def test_a_row_has_medians_and_the_medians_of_a_round_s_ratios():
     agreeing = case({"a": {"randn": (0, 0), "wide": (0, 0)}})
     row = cells(formats_report.summary([agreeing], 16777216, cuda=False), 0)
-    assert row[3:9] == ["1.5", "2.5", "1.75", "a", "7", "3.0"]
-    assert row[9:] == ["= 0 of 16.8M, 1 peer"] * 2
+    assert row[3:10] == ["1.5", "2.5", "1.75", "4.00", "a", "7", "3.0"]
+    assert row[10:] == ["= 0 of 16.8M, 1 peer"] * 2
 
 
 def test_on_a_gpu_the_row_has_the_bandwidth_and_the_bits():

@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
+from threading import Barrier, get_native_id
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from megatron.fake_quant import Hadamard, fake_quantize, fused, get_format, reference
 from megatron.fake_quant.fused import cpu
+from megatron.fake_quant.fused import threads as team
 from megatron.fake_quant.quantize import checked
 
 from .inputs import random_bit_patterns
@@ -142,6 +145,47 @@ def test_several_threads_may_call_at_once(threads):
     assert all(map(torch.equal, found, expected))
 
 
+def test_torch_s_own_threads_do_the_work(threads):
+    """Others would share the cores with torch's, which wait for work in a loop."""
+    if "backend: OpenMP" not in torch.__config__.parallel_info() or sys.platform != "linux":
+        pytest.skip("this torch has other threads")
+    threads(2)
+    met, two = set(), Barrier(2, timeout=60)
+
+    def work(start, stop):
+        two.wait()  # so that neither can do both parts
+        met.add(get_native_id())
+
+    for _ in range(5):
+        team.run(work, 2)
+    assert len(met) == 2, "the threads of one team serve all calls"
+
+
+def test_what_a_part_raises_is_raised(threads):
+    threads(3)
+
+    def work(start, stop):
+        if start <= 4 < stop:
+            raise ZeroDivisionError("part of 4")
+        return start, stop
+
+    with pytest.raises(ZeroDivisionError, match="part of 4"):
+        team.run(work, 100)
+    assert [range(*part) for part in team.run(work, 4)] == [range(i, i + 1) for i in range(4)]
+
+
+def test_without_openmp_threads_of_our_own_do_the_work(threads, monkeypatch):
+    threads(3)
+    monkeypatch.setattr(team, "_openmp", lambda: None)
+    found = team.run(lambda start, stop: list(range(start, stop)), 100)
+    assert list(chain(*found)) == list(range(100))
+    x = torch.randn(512, 512)
+    threads(1)
+    expected = fake_quantize(x, "mxfp8")
+    threads(3)
+    assert torch.equal(fake_quantize(x, "mxfp8"), expected)
+
+
 def test_it_is_what_large_tensors_get():
     large, small = torch.randn(256, 256), torch.randn(255, 256)
     for name in ("mxfp8", "nvfp4:2d", "hifp8:hr", "fp8_e5m2:sr"):
@@ -221,7 +265,9 @@ x = torch.randn(512, 512)
 expected = fake_quantize(x, "mxfp8")
 child = os.fork()
 if child == 0:
-    os._exit(0 if torch.equal(fake_quantize(x, "mxfp8"), expected) else 3)
+    found = fake_quantize(x, "mxfp8")
+    torch.set_num_threads(1)  # torch's own operations wait for threads that stayed behind
+    os._exit(0 if torch.equal(found, expected) else 3)
 _, status = os.waitpid(child, 0)
 print(os.waitstatus_to_exitcode(status))
 """

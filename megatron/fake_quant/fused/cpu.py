@@ -1,11 +1,8 @@
 """Fused quantization on the CPU: which kernel, with which numbers, in how many threads."""
 
 import functools
-import itertools
 import math
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,7 +20,7 @@ from megatron.fake_quant.formats import (
     TensorScaling,
     TwoLevelScaling,
 )
-from megatron.fake_quant.fused import bits, blocks, elementwise, groups, rotation
+from megatron.fake_quant.fused import bits, blocks, elementwise, groups, rotation, threads
 from megatron.fake_quant.fused.memory import without_gaps
 from megatron.fake_quant.layout import Layout
 from megatron.fake_quant.nvfp4 import LARGEST, SIXTH
@@ -72,44 +69,13 @@ def _rule(
 
 
 def _finite_amax(src: Flat) -> Tensor:
-    parts = _threads.run(functools.partial(elementwise.finite_amax, src), len(src), _LEAST)
+    parts = threads.run(functools.partial(elementwise.finite_amax, src), len(src), _LEAST)
     return torch.tensor(max(parts), dtype=torch.int32).view(torch.float32)
 
 
 def _random(seed: int | None) -> bits.Random:
     key = 0 if seed is None else seed
     return bits.Random(seed is not None, np.uint32(key & WORD), np.uint32(key >> 32))
-
-
-# Threads.
-
-
-class _Threads:
-    """As many threads as torch may use, made when first needed and again after a fork."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._count = 0
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
-
-    def _forget(self) -> None:
-        self._pool, self._count = None, 0
-
-    def run(self, work: Callable[[int, int], Any], count: int, least: int = 1) -> list[Any]:
-        """Call `work(start, stop)` on parts of `range(count)` that are at least `least` long."""
-        threads = max(1, min(torch.get_num_threads(), count // least))
-        if threads == 1:
-            return [work(0, count)]
-        if self._pool is None or self._count < threads:
-            self._pool, self._count = ThreadPoolExecutor(threads - 1, "fake_quant"), threads
-        edges = [count * i // threads for i in range(threads + 1)]
-        first, *parts = itertools.pairwise(edges)
-        others = [self._pool.submit(work, *part) for part in parts]
-        return [work(*first), *(future.result() for future in others)]
-
-
-_threads = _Threads()
 
 
 def _blocks(
@@ -126,7 +92,7 @@ def _blocks(
     if isinstance(fmt.scaling, GroupScaling):
         tensors = (array.reshape(outer, n, inner) for array in (src, dst))
         work = functools.partial(groups.hifloat4, *tensors)
-        _threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
+        threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
         return
     assert isinstance(fmt.scaling, (BlockScaling, TwoLevelScaling))
     element, rule = _element(fmt.element), _rule(fmt.scaling, fmt.element, src)
@@ -135,13 +101,13 @@ def _blocks(
         width = next((w for w in (16 * size, size) if n % w == 0), n)
         matrices = (array.reshape(-1, width) for array in (src, dst))
         work = functools.partial(blocks.rows, *matrices, size, element, rule, _random(seed))
-        _threads.run(work, len(src) // width, -(-_LEAST // width))
+        threads.run(work, len(src) // width, -(-_LEAST // width))
     else:
         tensors = (array.reshape(outer, n, inner) for array in (src, dst))
         work = functools.partial(
             blocks.columns, *tensors, size, fmt.square, element, rule, _random(seed)
         )
-        _threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
+        threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
 
 
 def _elements(src: Flat, dst: Flat, fmt: Format, source: int, seed: int | None) -> None:
@@ -161,7 +127,7 @@ def _elements(src: Flat, dst: Flat, fmt: Format, source: int, seed: int | None) 
         assert isinstance(fmt.element, ElementFormat)
         element = _element(fmt.element)
         work = functools.partial(elementwise.elements, src, dst, down, up, element, _random(seed))
-    _threads.run(work, len(src), _LEAST)
+    threads.run(work, len(src), _LEAST)
 
 
 def _memory(dense: Tensor, order: list[int]) -> Flat:
@@ -183,7 +149,7 @@ def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
     kernel = rotation.rows if inner == 1 else rotation.columns
     arguments = (matrix.contiguous().numpy(), np.float32(factor))
     work = functools.partial(kernel, src.reshape(shape), dst.reshape(shape), *arguments)
-    _threads.run(work, len(src) // (size * inner), -(-_LEAST // (size * inner)))
+    threads.run(work, len(src) // (size * inner), -(-_LEAST // (size * inner)))
     same = result.dtype == out.dtype and result.stride() == out.stride()
     return result if same else out.copy_(result)
 
