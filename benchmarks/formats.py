@@ -55,8 +55,9 @@ MEMORY = {
 }
 READING = (
     "Ours / reused: ours over clone where both use freed memory again. Speed-up: the fastest "
-    "peer's time over ours. Differ: how many elements are not ours, and in brackets how many of them by more than 4 units in the last place of the input's dtype, where "
-    "that is fewer; why, is said below. A format without a peer has none that pip installs."
+    "peer's time over ours. Differ: how many elements are not ours, and in brackets how many of "
+    "them by more than 4 units in the last place of the input's dtype, where that is fewer; why, "
+    "is said below. A format without a peer has none that pip installs."
 )
 
 
