@@ -66,6 +66,23 @@ def test_the_table_of_formats_is_the_generated_one(readme):
 
 
 @both
+def test_the_speeds_are_those_of_the_published_run(readme):
+    measured = {}
+    for line in (REPO / "docs" / "results" / "formats.md").read_text().splitlines():
+        cells = [cell.strip(" `") for cell in line.strip("|").split("|")]
+        if len(cells) == 12 and cells[0] in FORMATS:
+            measured[tuple(cells[:3])] = f"{cells[5]} ({cells[9]}, {cells[7]})"
+    table = re.findall(r"^\| (mxfp8|mxfp4|hifp8) \| (\d\..*) \|$", readme.read_text(), re.M)
+    assert [name for name, _ in table] == ["mxfp8", "mxfp4", "hifp8"]
+    for name, cells in table:
+        axes = ("-", None) if name == "hifp8" else ("last", "first")
+        expected = [
+            measured.get((name, dtype, axis), "") for dtype in ("fp32", "bf16") for axis in axes
+        ]
+        assert [cell.strip() for cell in cells.split("|")] == expected
+
+
+@both
 def test_the_record_s_table_names_every_field(readme):
     section = readme.read_text().split("{tensor_name}.pt")[1]
     table = section[section.index("\n| ") : section.index("`index_<run_id>")]
