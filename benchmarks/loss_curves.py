@@ -1,7 +1,12 @@
-"""Train the tiny Llama on the default corpus in several formats and compare the loss curves.
+"""Train the tiny Llama in several formats on the same text and compare the loss curves.
 
     python benchmarks/loss_curves.py     # bf16 mxfp8 mxfp4 hifp8, 200 iterations, three seeds
     python benchmarks/loss_curves.py --types bf16 linear_mxfp4 --seeds 1 --iterations 100
+    python benchmarks/loss_curves.py --text wikitext-2/valid.txt --seeds 1234 --iterations 500 \
+        --types bf16 mxfp8 mxfp4 recipe:examples/recipes/mxfp4_stochastic.yaml -- --lr 1e-3
+
+The text is that of the default corpus, or --text FILE, tokenized as the default corpus is. What
+follows -- goes to pretrain_gpt.py.
 
 Runs of one seed start from the same weights and see the same data: what differs is the format. One
 seed proves little, as a small change grows along a trajectory; therefore the difference to the
@@ -34,17 +39,43 @@ from megatron.analysis.plots.style import colour_of  # noqa: E402
 
 TRAIN = REPO / "examples" / "llama" / "train_llama32_1b_h100_fp8.sh"
 LINE = re.compile(r"iteration +(\d+)/.*?lm loss: ([\d.E+-]+|nan|inf)", re.IGNORECASE)
-WINDOW = 10  #: iterations that a figure of the table is the mean of
+TOKENIZER = REPO / "model" / "default" / "tokenizer.model"
+RECIPE = "recipe:"
+WINDOWS = 20  #: of a run; a figure of the table is the mean of one
+
+
+def shown(quant_type: str) -> str:
+    """A recipe by its file's name."""
+    if quant_type.startswith(RECIPE):
+        return f"recipe_{Path(quant_type).stem}"
+    return quant_type
+
+
+def tokenized(options: argparse.Namespace) -> list[str]:
+    """TOKENIZER and DATA of the training script; empty for the default corpus."""
+    if options.text is None:
+        return ["", ""]
+    prefix = options.output_dir / "text"
+    subprocess.run([sys.executable, REPO / "script" / "data" / "default_corpus.py"], check=True)
+    command = [sys.executable, REPO / "script" / "data" / "preprocess.py", "--append-eod"]
+    command += ["--input", options.text, "--tokenizer-model", TOKENIZER]
+    subprocess.run([*command, "--output-prefix", prefix], check=True)
+    return [str(TOKENIZER), f"{prefix}_text_document"]
 
 
 def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
     """Loss by iteration of one run."""
-    name = f"{quant_type}_seed{seed}"
+    name = f"{shown(quant_type)}_seed{seed}"
     log = options.output_dir / f"{name}.log"
     command = ["bash", str(TRAIN), "none", str(options.output_dir / "tensorboard" / name)]
-    command += ["", "", "bf16", "--preset", "tiny", "--train-iters", str(options.iterations)]
-    command += ["--lr-decay-iters", str(options.iterations), "--seed", str(seed)]
-    environment = os.environ | {"CUSTOM_QUANT_TYPE": quant_type}
+    command += [*options.data, "bf16", "--preset", "tiny", "--train-iters", str(options.iterations)]
+    command += ["--lr-decay-iters", str(options.iterations), "--seed", str(seed), *options.flags]
+    environment = {name: value for name, value in os.environ.items() if "QUANT" not in name}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.jobs)))
+    if quant_type.startswith(RECIPE):
+        command += ["--quant-recipe", str(REPO / quant_type.removeprefix(RECIPE))]
+    else:
+        environment["CUSTOM_QUANT_TYPE"] = quant_type
     print(f"training {quant_type}, seed {seed}, log in {log}", file=sys.stderr)
     with log.open("w") as out:
         status = subprocess.run(command, env=environment, stdout=out, stderr=out, check=False)
@@ -61,7 +92,8 @@ def train_all(options: argparse.Namespace) -> pd.DataFrame:
     runs = list(itertools.product(options.types, options.seeds))
     with ThreadPoolExecutor(options.jobs) as pool:
         series = pool.map(lambda run: train(*run, options), runs)
-        losses = pd.concat(dict(zip(runs, series, strict=True)), axis=1, names=["type", "seed"])
+        keys = [(shown(quant_type), seed) for quant_type, seed in runs]
+        losses = pd.concat(dict(zip(keys, series, strict=True)), axis=1, names=["type", "seed"])
     return losses.rename_axis("iteration")
 
 
@@ -69,6 +101,11 @@ def differences(losses: pd.DataFrame) -> pd.DataFrame:
     """Each run minus the first type's run of the same seed."""
     first = losses[losses.columns[0][0]]
     return pd.concat({t: losses[t] - first for t in types_of(losses)}, axis=1)
+
+
+def window_of(losses: pd.DataFrame) -> int:
+    """How many iterations a figure of the table is the mean of."""
+    return max(1, len(losses) // WINDOWS)
 
 
 def types_of(losses: pd.DataFrame) -> list[str]:
@@ -79,24 +116,29 @@ def types_of(losses: pd.DataFrame) -> list[str]:
 def table(losses: pd.DataFrame) -> str:
     """Means over a few windows and seeds, and the difference to the first type, as Markdown."""
     last, types = len(losses), types_of(losses)
+    window = window_of(losses)
     rows = [["mean loss, iterations", *types]]
-    for end in sorted({WINDOW, *(round(last * part / 4) for part in (1, 2, 3)), last}):
-        start = max(1, end - WINDOW + 1)
+    for end in sorted({window, *(round(last * part / 4) for part in (1, 2, 3)), last}):
+        start = max(1, end - window + 1)
         means = [losses.loc[start:end, t].to_numpy().mean() for t in types]
         rows.append([f"{start} to {end}", *(f"{mean:.4f}" for mean in means)])
-    final = differences(losses).iloc[-WINDOW:].mean()
+    final = differences(losses).iloc[-window:].mean()
+    percent = 100 * final.div(losses.iloc[-window:][types[0]].mean(), level=1)
     spread = [f"{x.mean():+.4f} ({x.min():+.4f} to {x.max():+.4f})" for x in map(final.get, types)]
+    in_percent = [f"{x.mean():+.2f} %" for x in map(percent.get, types)]
     seeds = losses.columns.get_level_values(1).nunique()
     rows.append(
-        [f"last {WINDOW}, minus {types[0]}: mean (least to most) of {seeds} seeds", *spread]
+        [f"last {window}, minus {types[0]}: mean (least to most) of {seeds} seeds", *spread]
     )
+    rows.append([f"the same, in % of {types[0]}", *in_percent])
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
 
 
 def complaints(losses: pd.DataFrame) -> list[str]:
     """What must not be: a loss that does not fall, or a format that changes nothing."""
-    start, end = losses.iloc[:WINDOW].mean(), losses.iloc[-WINDOW:].mean()
+    window = window_of(losses)
+    start, end = losses.iloc[:window].mean(), losses.iloc[-window:].mean()
     found = [f"{run}: the loss did not fall" for run in losses if not end[run] < start[run]]
     for a, b in itertools.combinations(losses.columns, 2):
         if a[1] == b[1] and losses[a].equals(losses[b]):
@@ -109,7 +151,8 @@ def draw(losses: pd.DataFrame, path: Path) -> None:
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
-    smooth = losses.rolling(WINDOW, min_periods=1).mean()
+    window = window_of(losses)
+    smooth = losses.rolling(window, min_periods=1).mean()
     apart = differences(smooth)
     for name in types_of(losses):
         colour, index = colour_of(name), losses.index
@@ -120,7 +163,7 @@ def draw(losses: pd.DataFrame, path: Path) -> None:
         bottom.fill_between(index, *band, color=colour, alpha=0.15, linewidth=0)
     seeds = losses.columns.get_level_values(1).nunique()
     top.set(ylabel="Language-model loss (nats a token)")
-    top.legend(frameon=False, title=f"Mean of {seeds} seeds; thick: of {WINDOW} iterations")
+    top.legend(frameon=False, title=f"Mean of {seeds} seeds; thick: of {window} iterations")
     bottom.set(xlabel="Iteration", ylabel=f"Difference to {types_of(losses)[0]}")
     bottom.set_title("Mean, and least to most over the seeds", fontsize="small", loc="left")
     figure.savefig(path, dpi=150)
@@ -130,23 +173,35 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--types", nargs="+", default=["bf16", "mxfp8", "mxfp4", "hifp8"])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1234, 1235, 1236])
-    parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--output-dir", type=Path, default=REPO / "draw" / "loss_curves")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--types", nargs="+", default=["bf16", "mxfp8", "mxfp4", "hifp8"], metavar="TYPE",
+        help="quantization types, or recipe:FILE (default: %(default)s)")  # fmt: skip
+    add("--seeds", nargs="+", type=int, default=[1234, 1235, 1236], metavar="N")
+    add("--iterations", type=int, default=200, metavar="N")
+    add("--text", type=Path, metavar="FILE", help="text to train on (default: the default corpus)")
+    add("--jobs", type=int, default=1, metavar="N", help="runs at a time")
+    add("--output-dir", type=Path, default=REPO / "draw" / "loss_curves", metavar="DIR")
+    arguments = sys.argv[1:]
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:at])
+    options.flags = arguments[at + 1 :]
+    if options.text is not None and not options.text.is_file():
+        parser.error(f"--text {options.text} is no file; name a text file, or leave it out")
+    return options
 
 
 def main() -> int:
     options = parse()
     options.output_dir.mkdir(parents=True, exist_ok=True)
+    options.data = tokenized(options)
     losses = train_all(options)
     losses.to_csv(options.output_dir / "loss_curves.csv")
     draw(losses, options.output_dir / "loss_curves.png")
     text = table(losses)
     print(text)
     command = " ".join(["python", "benchmarks/loss_curves.py", *sys.argv[1:]])
+    if options.text is not None:  # where it lies is this machine's affair
+        command = command.replace(str(options.text), options.text.name)
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
     made = f"Made by `{command}` with {versions}."
     (options.output_dir / "loss_curves.md").write_text(f"{text}\n\n{made}\n")

@@ -8,7 +8,8 @@ Each type has a process of its own; the processes take turns, one step each a ro
 else the machine does meets all of them alike. A ratio is that of a round's two times; shown are its
 median and its quartiles over the rounds. `wheel` is megatron-core as it comes from the package
 index, without this tree: bf16 through the overlay should cost what it costs. Memory is the
-process's peak (on CUDA: what was allocated), which on the CPU contains about 0.6 GiB of libraries.
+process's peak (on CUDA: what was allocated); beside it what training added to the peak that the
+process had with its libraries loaded and its model built.
 Prints a Markdown table and writes it to `docs/results/training.md`, with the command.
 """
 
@@ -30,7 +31,7 @@ TYPES = (
     "recipe:examples/recipes/mxfp4_stochastic.yaml",
 )  # fmt: skip
 BASE = "bf16"
-HEAD = ("type", "step s", "over bf16", "quartiles", "peak MiB", "over bf16")
+HEAD = ("type", "step s", "over bf16", "quartiles", "peak MiB", "over bf16", "added", "over bf16")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -46,12 +47,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
     add("--rounds", type=int, default=15, metavar="N", help="after 2 that do not count")
     add("--threads", type=int, default=os.cpu_count(), metavar="N")
-    add("--quick", action="store_true", help="hidden size 64, 1 layer, 3 rounds; writes no file")
+    add("--quick", action="store_true", help="hidden size 128, 1 layer, 3 rounds; writes no file")
     add("--output", type=Path, default=None, metavar="FILE",
         help="default: docs/results/training.md; none with --quick")  # fmt: skip
     options = parser.parse_args(arguments)
     if options.quick:
-        options.hidden_size, options.layers, options.seq_length, options.rounds = 64, 1, 64, 3
+        options.hidden_size, options.layers, options.seq_length, options.rounds = 128, 1, 64, 3
     elif options.output is None:
         options.output = REPO / "docs" / "results" / "training.md"
     if options.rounds < 3:
@@ -82,7 +83,7 @@ class Worker:
         )  # fmt: skip
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.peak = 0.0
+        self.built = self.peak = 0.0  #: MiB
 
     def answer(self) -> str:
         """The next line that it prints of its own."""
@@ -113,9 +114,10 @@ def measure(options: argparse.Namespace) -> dict[str, Worker]:
     workers = [Worker(name, options) for name in options.types]
     try:
         for worker in tqdm(workers, desc="starting"):
-            worker.answer()
-        for _ in tqdm(range(options.rounds + 2), desc="rounds"):
-            for worker in workers:
+            worker.built = float(worker.answer().split()[1])
+        for number in tqdm(range(options.rounds + 2), desc="rounds"):
+            # There and back, so that none always comes behind the same one.
+            for worker in workers if number % 2 else reversed(workers):
                 worker.step()
     finally:
         for worker in workers:
@@ -142,6 +144,8 @@ def rows(workers: dict[str, Worker]) -> list[tuple[str, ...]]:
                 f"{low:.4g} to {high:.4g}",
                 f"{worker.peak:.0f}",
                 f"{worker.peak / base.peak:.3g}",
+                f"{worker.peak - worker.built:.0f}",
+                f"{(worker.peak - worker.built) / (base.peak - base.built):.3g}",
             )
         )
     return found

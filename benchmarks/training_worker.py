@@ -96,6 +96,15 @@ def forward_step(iterator, model):
     return loss, partial(lambda output: (output.mean(), {"loss": output.detach().mean()}))
 
 
+def peak() -> float:
+    """The largest memory so far, in MiB."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def main() -> None:
     options = parse()
     if not options.plain:
@@ -110,7 +119,7 @@ def main() -> None:
     model = build(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     data = batches(options)
-    print("ready", flush=True)
+    print("ready", peak(), flush=True)
     for _ in sys.stdin:
         started = time.perf_counter()
         results = get_forward_backward_func()(
@@ -122,10 +131,7 @@ def main() -> None:
         loss = float(results[-1]["loss"])
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() / 2**20
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(time.perf_counter() - started, peak, loss, flush=True)
+        print(time.perf_counter() - started, peak(), loss, flush=True)
     torch.distributed.destroy_process_group()
 
 

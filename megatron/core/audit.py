@@ -2,9 +2,7 @@
 
 A recipe says what should be; this says what is: every module that multiplies matrices, what the
 operands of its three GEMMs go through and who said so, and which share of the floating-point
-operations of all matmuls that is. A GEMM counts as quantized when both of its operands are. And a
-rule of a recipe that reaches no module is an error: the run would train in high precision where the
-user believes that it does not.
+operations of all matmuls that is. A GEMM counts as quantized when both of its operands are.
 
 Operations are those that are carried out for one token: attention multiplies whole matrices, causal
 or not, and each expert gets its share of the tokens. Embedding, norms and softmax have no matmul.
@@ -17,11 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.module_identity import transformer_layers
+from megatron.core.module_identity import natural_order, transformer_layers
 from megatron.core.quantized_module import Quantized
-from megatron.fake_quant import policy
 from megatron.fake_quant.gemm import AS_IT_IS, SLOTS, GemmFormats
-from megatron.fake_quant.recipe import Recipe
 from megatron.fake_quant.recipe_config import GEMMS
 
 _LAYER = re.compile(r"(?<=layers\.)\d+")
@@ -37,15 +33,18 @@ class Matmul:
     gemms: tuple[str, ...]  #: what the operands of each go through
     quantized: int  #: how many of the three have both operands quantized
     source: str
+    marks: tuple[str, ...] = ()  #: of a way to multiply that the operands do not tell
 
     @property
     def summary(self) -> str:
         """The three GEMMs in one line, or what they share."""
         if len(set(self.gemms)) == 1 and len(set(self.gemms[0].split(" x "))) == 1:
             alike = self.gemms[0].split(" x ")[0]
-            return "high precision" if alike == str(AS_IT_IS) else alike
-        named = zip(GEMMS[self.operation], self.gemms, strict=True)
-        return ", ".join(f"{gemm} {operands}" for gemm, operands in named)
+            summary = "high precision" if alike == str(AS_IT_IS) else alike
+        else:
+            named = zip(GEMMS[self.operation], self.gemms, strict=True)
+            summary = ", ".join(f"{gemm} {operands}" for gemm, operands in named)
+        return " ".join([summary, *(f"({mark})" for mark in self.marks)])
 
 
 def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) -> list[Matmul]:
@@ -67,11 +66,11 @@ def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) 
                     )
         for local_name, layer in transformer_layers(chunk):
             name = re.sub(r"\d+$", str(layer.layer_number - 1), local_name)
-            router = getattr(getattr(layer, "mlp", None), "router", None)
-            if router is not None:
-                flops = 2.0 * router.weight.numel()
-                why = "routers stay in high precision"
-                found.append(_matmul(f"{name}.mlp.router", "linear", flops, None, why))
+            for path, module in layer.named_modules(prefix=name):
+                if path.endswith(".router"):
+                    flops = 2.0 * module.weight.numel()
+                    why = "routers stay in high precision"
+                    found.append(_matmul(path, "linear", flops, None, why))
     return found
 
 
@@ -79,10 +78,12 @@ def _matmul(
     module: str, operation: str, flops: float, formats: GemmFormats | None, source: str
 ) -> Matmul:
     formats = GemmFormats() if formats is None else formats
-    operands = [getattr(formats, slot) for slot in SLOTS]
-    if formats.straight_through:  # the forward pass's operands, and the gradient as it is
-        operands[2:] = [AS_IT_IS, operands[1], AS_IT_IS, operands[0]]
+    operands = [formats.effective(slot) for slot in SLOTS]
     pairs = [operands[index : index + 2] for index in (0, 2, 4)]
+    marks = {
+        "straight-through": formats.straight_through,
+        "unnormalized probabilities": formats.unnormalized,
+    }
     return Matmul(
         module,
         operation,
@@ -90,6 +91,7 @@ def _matmul(
         gemms=tuple(" x ".join(map(str, pair)) for pair in pairs),
         quantized=sum(all(each.format is not None for each in pair) for pair in pairs),
         source=source,
+        marks=tuple(mark for mark, there in marks.items() if there),
     )
 
 
@@ -118,12 +120,7 @@ def of_whole_model(
         parts = [[] for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather_object(parts, own)
     whole = {(each.module, each.operation): each for part in parts for each in part}
-    return sorted(whole.values(), key=lambda each: _natural(each.module))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layers.10 behind layers.9."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+    return sorted(whole.values(), key=lambda each: natural_order(each.module))
 
 
 def share(found: Iterable[Matmul]) -> float:
@@ -160,58 +157,3 @@ def _ranges(layers: Sequence[str]) -> str:
         members = [number for _, number in run]
         runs.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0]))
     return ",".join(runs)
-
-
-def check_recipe(recipe: Recipe, modules: Sequence[tuple[str, int]], num_layers: int) -> None:
-    """Refuse a recipe with a rule that is never in force.
-
-    Args:
-        recipe: what was read.
-        modules: name and layer of every module of the whole model with a matmul of ours.
-        num_layers: of the whole model.
-
-    Raises:
-        ValueError: names the first such rule.
-    """
-    reached = {
-        rule.name for name, layer in modules for rule in recipe.rules_for(name, layer, num_layers)
-    }
-    for rule in recipe.rules:
-        if rule.name in reached:
-            continue
-        fitting = [name for name, layer in modules if rule.fits(name, layer, num_layers)]
-        where = f"recipe {recipe.path}: line {rule.line}: matcher {rule.name!r}"
-        if fitting:
-            raise ValueError(
-                f"{where} is never reached: the matchers before it already decide for "
-                f"{fitting[0]} and whatever else it fits; move it up or remove it"
-            )
-        chosen = f" and layers {rule.layers.text!r}" if rule.layers else ""
-        raise ValueError(
-            f"{where} with the pattern {rule.pattern!r}{chosen} fits none of the "
-            f"{len(modules)} modules with a matmul; among them are "
-            f"{', '.join(name for name, _ in modules[:4])}"
-        )
-
-
-def check(chunks: Sequence[torch.nn.Module]) -> None:
-    """Refuse a recipe with a rule that is never in force; to be called on all ranks.
-
-    Raises:
-        ValueError: on all ranks alike.
-    """
-    recipe = policy.current().recipe
-    if recipe is None:
-        return
-    own, num_layers = [], 0
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, Quantized) and module.identity is not None:
-                own.append((module.identity.name, module.identity.layer_idx))
-                num_layers = module.config.num_layers
-    parts = [(own, num_layers)]
-    if torch.distributed.is_initialized():
-        parts = [([], 0)] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(parts, (own, num_layers))
-    modules = sorted({each for part, _ in parts for each in part}, key=lambda m: _natural(m[0]))
-    check_recipe(recipe, modules, max(count for _, count in parts))

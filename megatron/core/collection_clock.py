@@ -24,6 +24,7 @@ class Clock:
         self.completed = 0  #: training iterations finished since the collection was configured
         self.micro_batch: MicroBatch | None = None  #: None outside of a training step
         self.recomputing = False  #: inside a backward step a forward pass is a recomputation
+        self.seed: int | None = None  #: of the run, the same on all ranks; None before training
 
     def reset(self, iteration: int) -> None:
         """Start to count after `iteration` iterations of an earlier run."""

@@ -45,29 +45,34 @@ class Quantized(Identified):
         """The seed of a matmul's stochastic rounding, None where nothing is rounded so.
 
         It follows from the run's seed, the layer, the iteration and the micro-batch, so that a
-        recomputed forward pass and a resumed run round as the first one did. Ranks with other data
-        have other seeds; tensor-parallel ranks have the same, since some of their operands are
-        replicas of one tensor.
+        recomputed forward pass, a resumed run and other pipeline stages round as the first one did.
+        Ranks with other data have other seeds. Tensor-parallel ranks have the same, since some of
+        their operands are replicas of one tensor; of their shards, values at the same place of two
+        ranks get the same random bits. A forward pass alone (evaluation) takes the iteration's, and
+        leaves torch's generators as they were.
         """
-        if not formats.stochastic or clock.micro_batch is None:
+        if not formats.stochastic:
             return None
         name = "" if self.identity is None else self.identity.name
-        place = (clock.micro_batch.iteration, clock.micro_batch.index)
-        return derive_seed(torch.initial_seed(), name, operation, *place, *_data_ranks())
+        place: tuple[int | str, ...] = ("evaluation", clock.iteration)
+        if clock.micro_batch is not None:
+            place = (clock.micro_batch.iteration, clock.micro_batch.index)
+        seed = torch.initial_seed() if clock.seed is None else clock.seed
+        ranks = _data_ranks(is_expert=getattr(self, "is_expert", False))
+        return derive_seed(seed, name, operation, *place, *ranks)
 
 
-def _data_ranks() -> tuple[int, ...]:
+def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:
     """Where this rank stands among those that see other data."""
     if not parallel_state.model_parallel_is_initialized():
         return ()
-    return (
-        parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        parallel_state.get_expert_model_parallel_rank(),
-    )
+    if is_expert:
+        return (parallel_state.get_expert_data_parallel_rank(),)
+    return (parallel_state.get_data_parallel_rank(with_context_parallel=True),)
 
 
 def operand_names(formats: GemmFormats | None, *slots: str) -> str | None:
     """What a tensor goes through in the slots in which it is an operand, as a record has it."""
     if formats is None:
         return None
-    return " | ".join(dict.fromkeys(str(getattr(formats, slot)) for slot in slots))
+    return " | ".join(dict.fromkeys(str(formats.effective(slot)) for slot in slots))

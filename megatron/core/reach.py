@@ -14,6 +14,13 @@ from megatron.fake_quant import policy
 #: Modules within a transformer layer whose matmul stays in high precision by intent.
 HIGH_PRECISION = ("router", "shared_experts")
 CORE_ATTENTION = "core_attention"
+#: Of a configuration, and the values at which they are harmless.
+_BYPASSES = {
+    "cuda_graph_impl": ("none", None),
+    "enable_cuda_graph": (False, None),
+    "external_cuda_graph": (False, None),
+    "overlap_moe_expert_parallel_comm": (False, None),
+}
 
 
 def check_reach(model: torch.nn.Module) -> None:
@@ -30,10 +37,17 @@ def check_reach(model: torch.nn.Module) -> None:
     recipe = model.config.quant_recipe
     if recipe is not None:
         raise ValueError(
-            f"{asked} is set and so is a quantization recipe ({recipe!r}), which our layers do not "
-            "read; formats are taken from --custom-quant-type, --linear-quant, --qk-quant and "
-            "--pv-quant: remove the recipe"
+            f"{asked} is set and so is the configuration's quant_recipe ({recipe!r}), which our "
+            "layers do not read; give the file to --quant-recipe or QUANT_RECIPE, and set none in "
+            "the configuration"
         )
+    for name, harmless in _BYPASSES.items():
+        value = getattr(model.config, name, None)
+        if value not in harmless:
+            raise ValueError(
+                f"{asked} does not reach a model with {name}={value!r}: a replayed graph runs no "
+                f"Python, nor is an overlapped schedule seen; choose {harmless[0]!r}"
+            )
     for layer_name, layer in transformer_layers(model):
         for name, module in layer.named_modules(prefix=layer_name):
             if _is_matmul(name, module) and not isinstance(module, Identified):

@@ -57,7 +57,7 @@ class TensorSaver:
         settings: Settings,
         run_id: str,
         args: dict[str, Any],
-        quantization: dict[str, Any] | None = None,
+        quantization: list[dict[str, Any]] | None = None,
     ):
         self.settings = settings
         self.error: str | None = None
@@ -155,7 +155,7 @@ def configure(
     collect_micro_batches: int = 1,
     collect_layers: str = "all",
     iteration: int = 0,
-    quantization: dict[str, Any] | None = None,
+    quantization: list[dict[str, Any]] | None = None,
 ) -> None:
     """Fix what this run collects; collective over all ranks once the process groups exist.
 
@@ -232,6 +232,11 @@ def _check_alike(enabled: bool) -> None:
             f"saving tensors is switched on on rank(s) {ranks} of {len(answers)} only; give "
             "--save-tensors, or set TENSOR_SAVE_ENABLED alike on every machine"
         )
+
+
+def configured() -> bool:
+    """Whether a trainer has called `configure`."""
+    return _configured
 
 
 def begin_iteration() -> None:

@@ -40,10 +40,15 @@ class Operand:
     format: Format | None = None  #: None: it stays as it is
     hadamard: Hadamard | None = None  #: along the reduction axis, before quantization
 
-    def quantized(self, x: Tensor, *, axis: int, seed: int | None = None) -> Tensor:
-        """`x` as the GEMM sees it; `seed` is that of stochastic rounding."""
+    def quantized(
+        self, x: Tensor, *, axis: int, seed: int | None = None, fill: bool = False
+    ) -> Tensor:
+        """`x` as the GEMM sees it; `seed` is that of stochastic rounding.
+
+        fill: where the transform's size does not divide the axis, lengthen it by zeros.
+        """
         if self.hadamard is not None:
-            x = self.hadamard.apply(x, axis)
+            x = self.hadamard.apply(self.hadamard.filled(x, axis) if fill else x, axis)
         return x if self.format is None else fake_quantize(x, self.format, axis=axis, seed=seed)
 
     def __str__(self) -> str:
@@ -97,6 +102,16 @@ class GemmFormats:
                 "the backward pass is straight-through and some of its operands have a format; "
                 "choose one of the two"
             )
+
+    def effective(self, slot: str) -> Operand:
+        """What an operand really goes through: in a straight-through backward pass the other
+        operand is the forward pass's, along its axis, and the gradient stays as it is.
+        """
+        of_forward = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}
+        operand: Operand = getattr(
+            self, of_forward.get(slot, slot) if self.straight_through else slot
+        )
+        return operand
 
     @property
     def stochastic(self) -> bool:
@@ -163,7 +178,8 @@ class _Call:
     def quantized(self, slot: str, x: Tensor, *, axis: int) -> Tensor:
         operand: Operand = getattr(self.formats, slot)
         seed = None if self.seed is None else derive_seed(self.seed, slot)
-        return operand.quantized(x, axis=axis, seed=seed)
+        # The other operand gets as many zeros: the sum over tokens is the same.
+        return operand.quantized(x, axis=axis, seed=seed, fill=slot.startswith("wgrad"))
 
     def rotated_back(self, grad: Tensor) -> Tensor:
         """A gradient by way of the forward pass's operands, which were rotated along K."""

@@ -79,6 +79,14 @@ class Hadamard:
         """
         return self._times(x, axis, self.matrix())
 
+    def filled(self, x: Tensor, axis: int) -> Tensor:
+        """`x` with as many zeros at the end of `axis` as `apply` needs there."""
+        missing = -x.shape[axis] % self.size
+        if missing == 0:
+            return x
+        zeros = x.new_zeros([missing if i == axis % x.ndim else n for i, n in enumerate(x.shape)])
+        return torch.cat([x, zeros], dim=axis)
+
     @torch.no_grad()
     def invert(self, x: Tensor, axis: int = -1) -> Tensor:
         """Undo `apply`, up to rounding."""

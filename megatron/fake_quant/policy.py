@@ -7,8 +7,8 @@ gets the same answer, with the source of each value.
 Precedence, the first that speaks wins: a flag for the operation, the flag for all; the recipe file;
 the environment variable for the operation, then `CUSTOM_QUANT_TYPE`; the local settings file; the
 default, `bf16`. A type speaks for all three operations: `FA_mxfp8` on the command line switches off
-what the environment says of the linear layers. The flag for all would leave nothing to a recipe:
-the two together are refused.
+what the environment says of the linear layers. The flag for all would leave nothing to a recipe: it
+beats one that the environment names, and next to `--quant-recipe` it is refused.
 
 The LM head stays in high precision unless a recipe says otherwise.
 """
@@ -79,6 +79,17 @@ class Plan:
         rule = self._rule(iteration)
         return None if rule is None else rule.config[self.operation]
 
+    def of_all_times(self) -> list[tuple[GemmFormats, str]]:
+        """All that can be in force in some iteration, but high precision, and who said so."""
+        if self.rules is None:
+            return [] if self.fixed is None else [(self.fixed, self.source)]
+        found = []
+        for rule in self.rules:
+            formats = rule.config[self.operation]
+            if formats is not None:
+                found.append((formats, self._source_of(rule)))
+        return found
+
     def source_at(self, iteration: int) -> str:
         """Who said so."""
         if self.rules is None:
@@ -86,6 +97,9 @@ class Plan:
         rule = self._rule(iteration)
         if rule is None:
             return f"{self.source}, no matcher"
+        return self._source_of(rule)
+
+    def _source_of(self, rule: Rule) -> str:
         return f"{self.source}, matcher {rule.name!r} (line {rule.line})"
 
 
@@ -229,10 +243,11 @@ def resolve(
 
 def _recipe(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Recipe | None:
     """The recipe that a flag or the environment names."""
-    path = flags.get("recipe") or environ.get(RECIPE_VARIABLE)
+    overruled = flags.get("custom_quant_type") or all(flags.get(op) for op in OPERATIONS)
+    path = flags.get("recipe") or (None if overruled else environ.get(RECIPE_VARIABLE))
     if not path:
         return None
-    if flags.get("custom_quant_type") or all(flags.get(op) for op in OPERATIONS):
+    if overruled:
         raise ValueError(
             f"the recipe {path} would be overruled by flags in every layer; give the recipe, or "
             "--custom-quant-type, or flags for some of the operations only"

@@ -25,17 +25,18 @@ A pattern is matched against a module's name in the whole model (`decoder.layers
 1 (`1-100`, `101-`). What no matcher fits stays in high precision.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from megatron.fake_quant.gemm import GemmFormats
 from megatron.fake_quant.recipe_config import Config, parse_config
 from megatron.fake_quant.recipe_yaml import Node, RecipeError, load_yaml
 
 _MATCHER_KEYS = ("config", "type", "pattern", "enabled", "layers", "iterations")
+Interval = tuple[float, float]  #: first and last iteration, from 1; math.inf: without end
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _ENDS = re.compile(r"(first|last) (\d+)")
 _ITERATIONS = re.compile(r"(\d+)-(\d*)")
@@ -53,10 +54,10 @@ class Layers:
     def __contains__(self, place: tuple[int, int]) -> bool:
         """Whether (layer, number of layers) is chosen; -1, outside of the layers, never is."""
         layer, count = place
-        if layer < 0:
-            return False
-        in_range = any(low <= layer <= high for low, high in self.ranges)
-        return in_range or layer < self.first or layer >= count - self.last
+        if any(low <= layer <= high for low, high in self.ranges):
+            return True
+        # Layers of multi-token prediction are numbered on behind the last one.
+        return 0 <= layer < count and (layer < self.first or layer >= count - self.last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,7 @@ class Rule:
     config_name: str
     config: Config
     layers: Layers | None
-    first_iteration: int
-    last_iteration: int | None  #: None: without end
+    iterations: Interval
 
     def fits(self, module: str, layer: int, num_layers: int) -> bool:
         """Whether the rule is for this module, in whatever iteration."""
@@ -79,8 +79,8 @@ class Rule:
 
     def holds_at(self, iteration: int) -> bool:
         """Whether the rule is for this iteration, which counts from 1."""
-        last = self.last_iteration
-        return self.first_iteration <= iteration and (last is None or iteration <= last)
+        first, last = self.iterations
+        return first <= iteration <= last
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,24 @@ class Recipe:
 
     def rules_for(self, module: str, layer: int, num_layers: int) -> tuple[Rule, ...]:
         """The rules that ever count for a module, in order; the first that holds is in force."""
-        fitting = []
+        counting = []
+        free: list[Interval] = [(1, math.inf)]  # iterations of which no rule before has spoken
         for rule in self.rules:
             if rule.fits(module, layer, num_layers):
-                fitting.append(rule)
-                if rule.first_iteration <= 1 and rule.last_iteration is None:
-                    break  # nothing behind it is ever reached
-        return tuple(fitting)
+                first, last = rule.iterations
+                if any(low <= last and first <= high for low, high in free):
+                    counting.append(rule)
+                pieces = [(low, min(high, first - 1)) for low, high in free]
+                pieces += [(max(low, last + 1), high) for low, high in free]
+                free = [(low, high) for low, high in pieces if low <= high and low < math.inf]
+        return tuple(counting)
+
+    def changes(self) -> list[int]:
+        """The iterations, from the second on, at which a rule begins or is over."""
+        ends = {
+            edge for rule in self.rules for edge in (rule.iterations[0], rule.iterations[1] + 1)
+        }
+        return sorted(int(edge) for edge in ends if 1 < edge < math.inf)
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -125,6 +136,8 @@ def load_recipe(path: Path) -> Recipe:
         for name, node in root.mapping("configs", "recipe").items():
             if name not in used:
                 raise node.error(f"config {name!r} is used by no enabled matcher; remove it")
+        if not any(rules):
+            raise root.error("recipe has no enabled matcher, so it says nothing; add one")
     except RecipeError as error:
         raise ValueError(f"recipe {path}: {error}") from None
     return Recipe(path, tuple(rule for rule in rules if rule is not None))
@@ -157,10 +170,10 @@ def _rule(name: str, node: Node, configs: Mapping[str, Config]) -> Rule | None:
                 "quantization type such as mxfp8, linear_mxfp4 or bf16 will do"
             ) from None
     layers = _layers(node, what) if "layers" in node else None
-    first, last = _iterations(node, what) if "iterations" in node else (0, None)
+    iterations = _iterations(node, what) if "iterations" in node else (1, math.inf)
     if not enabled:
         return None
-    return Rule(name, node.line, pattern, str(config_name), config, layers, first, last)
+    return Rule(name, node.line, pattern, str(config_name), config, layers, iterations)
 
 
 def _layers(node: Node, what: str) -> Layers:
@@ -180,7 +193,7 @@ def _layers(node: Node, what: str) -> Layers:
     return Layers(text, tuple(ranges))
 
 
-def _iterations(node: Node, what: str) -> tuple[int, int | None]:
+def _iterations(node: Node, what: str) -> Interval:
     text = str(node.scalar("iterations", what))
     match = _ITERATIONS.fullmatch(text.replace(" ", ""))
     last = int(match[2]) if match and match[2] else None
@@ -188,12 +201,4 @@ def _iterations(node: Node, what: str) -> tuple[int, int | None]:
         raise node.error(
             f"{what} has iterations: {text}; they count from 1, as in '1-100' or '101-'"
         )
-    return (0 if match[1] == "1" else int(match[1])), last
-
-
-def formats_of(rules: tuple[Rule, ...], operation: str, iteration: int) -> GemmFormats | None:
-    """What is in force for one operation of a module; None: high precision."""
-    for rule in rules:
-        if rule.holds_at(iteration):
-            return rule.config[operation]
-    return None
+    return int(match[1]), math.inf if last is None else last

@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Mapping
 
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.gemm import SLOTS, GemmFormats, Operand
+from megatron.fake_quant.gemm import AS_IT_IS, SLOTS, GemmFormats, Operand
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.quant_type import OPERATIONS, parse_format, parse_type
 from megatron.fake_quant.recipe_yaml import Node
@@ -48,6 +48,10 @@ def parse_config(node: Node, what: str) -> Config:
     Raises:
         RecipeError: an unknown key or format; says the line and what is accepted.
     """
+    if not node.value:
+        raise node.error(
+            f"{what} is empty; give {', '.join(OPERATIONS)}, or a quantization type (bf16: none)"
+        )
     if not isinstance(node.value, dict):
         try:
             of_type = parse_type(str(node.value))
@@ -69,6 +73,8 @@ def parse_config(node: Node, what: str) -> Config:
 
 
 def _format(node: Node, what: str) -> Format | None:
+    if node.value is None:
+        raise node.error(f"{what} is empty; give a format, as in mxfp8, or bf16 for none")
     try:
         return parse_format(str(node.value))
     except ValueError as error:
@@ -79,13 +85,15 @@ def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
     if not isinstance(node.value, dict):
         fmt = _format(node, what)
         return None if fmt is None else GemmFormats.uniform(fmt)
+    if not node.value:
+        raise node.error(f"{what} is empty; give a format, as in mxfp8, or its GEMMs")
     gemms = GEMMS[operation]
     own = ("probabilities",) if operation == "pv" else ()
     node.only_keys(what, ("format", "backward", *own, *gemms))
-    default = _format(node.value["format"], what) if "format" in node else None
+    default = _format(node.value["format"], f"format of {what}") if "format" in node else None
     backward, straight_through = default, False
     if "backward" in node:
-        backward = _format(node.value["backward"], what)
+        backward = _format(node.value["backward"], f"backward of {what}")
         straight_through = backward is None
     operands: dict[str, Operand] = {}
     for index, (gemm, names) in enumerate(gemms.items()):
@@ -100,6 +108,13 @@ def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
                 f"probabilities of {what} is {chosen!r}; choose {' or '.join(_PROBABILITIES)}"
             )
         unnormalized = chosen == "unnormalized"
+        if unnormalized and operands["fprop_a"] == AS_IT_IS:
+            raise node.value["probabilities"].error(
+                f"probabilities of {what} is unnormalized, which says how they are quantized, and "
+                "they have no format; give format or fprop, or remove it"
+            )
+    if all(operand == AS_IT_IS for operand in operands.values()):
+        return None
     try:
         return GemmFormats(**operands, straight_through=straight_through, unnormalized=unnormalized)
     except ValueError as error:
@@ -123,7 +138,7 @@ def _gemm(
                 f"{what} has no operand {key!r}{meant} it takes {', '.join(accepted)}"
             )
     if "format" in node:
-        default = _format(node.value["format"], what)
+        default = _format(node.value["format"], f"format of {what}")
     hadamard = _hadamard(node.value["hadamard"], what) if "hadamard" in node else None
     formats = [
         _format(node.value[name], f"{name} of {what}") if name in node else default

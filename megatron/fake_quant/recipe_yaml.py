@@ -57,6 +57,8 @@ class Node:
         node: Node = self.value[key]
         if isinstance(node.value, dict):
             raise node.error(f"{key} of {what} is a mapping; it takes one value")
+        if node.value is None:
+            raise node.error(f"{key} of {what} is empty; give a value, or remove it")
         return node.value
 
 

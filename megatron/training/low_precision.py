@@ -1,7 +1,7 @@
 """From the flags to the formats of the matmuls and the collection of their tensors.
 
-What would bypass either is refused here, before anything is built; `megatron.core` holds the same
-refusals again, for trainers that do not pass through here.
+What would bypass either is refused here, before anything is built; `megatron.core` refuses it
+again where it can see it, for trainers that do not pass through here.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.core import audit, tensor_saver
+from megatron.core import audit, recipe_check, tensor_saver
 from megatron.fake_quant import policy
 from megatron.training.errors import UserError
 
@@ -64,7 +64,7 @@ def configure_formats(args: argparse.Namespace) -> None:
 
 
 def configure_collection(
-    args: argparse.Namespace, iteration: int, quantization: dict[str, Any]
+    args: argparse.Namespace, iteration: int, quantization: list[dict[str, Any]]
 ) -> None:
     """Fix what is collected; on all ranks, once the process groups exist.
 
@@ -93,21 +93,31 @@ def configure_collection(
 
 def audit_model(
     args: argparse.Namespace, chunks: Sequence[torch.nn.Module], iteration: int
-) -> tuple[list[str], dict[str, Any]]:
-    """What each matmul of the whole model goes through in the iteration to come; on all ranks.
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """What each matmul of the whole model goes through from the iteration to come on; on all ranks.
 
     Returns:
-        Lines of text, and the same as plain values for the run card.
+        Lines of text; and the same as plain values for the run card, an entry for each part of a
+        recipe's schedule.
 
     Raises:
-        UserError: a rule of the recipe is never in force.
+        UserError: something of the recipe would not come true.
     """
     try:
-        audit.check(chunks)
+        recipe_check.check(chunks, args.seq_length)
     except ValueError as error:
         raise UserError(str(error)) from error
-    found = audit.of_whole_model(chunks, args.seq_length, iteration + 1)
-    share, table = audit.share(found), audit.table(found)
-    head = f"matmuls in low precision: {100 * share:.4g}% of the FLOPs of all matmuls"
-    card = {"iteration": iteration + 1, "share_of_matmul_flops": share, "matmuls": table}
-    return [head, *(f"  {line}" for line in table)], card
+    recipe, first = policy.current().recipe, iteration + 1
+    changes = [] if recipe is None else recipe.changes()
+    starts = [first, *(each for each in changes if first < each <= args.train_iters)]
+    lines, card = [], []
+    for start in starts:
+        found = audit.of_whole_model(chunks, args.seq_length, start)
+        share, table = audit.share(found), audit.table(found)
+        when = f"from iteration {start} on, " if len(starts) > 1 else ""
+        lines.append(
+            f"{when}matmuls in low precision: {100 * share:.4g}% of the FLOPs of all matmuls"
+        )
+        lines += [f"  {line}" for line in table]
+        card.append({"iteration": start, "share_of_matmul_flops": share, "matmuls": table})
+    return lines, card

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron.training.errors import Interrupted, RankError, UserError, is_first_rank, report
 from megatron.training.signals import interruptible
@@ -20,16 +21,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(argv)
     except UserError as error:
         report(str(error), every_rank=isinstance(error, RankError))
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.distributed.is_initialized():
+            _leave_now(error.status)
         return error.status
     except Interrupted as interruption:
         if is_first_rank():
             sys.stderr.write(f"[INTERRUPTED] {interruption}: training stopped\n")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for child in multiprocessing.active_children():  # a checkpoint's writers would outlive us
-            child.kill()
-            child.join(timeout=5)
-        os._exit(interruption.status)  # peers may be gone: no collective, no destructor
+        _leave_now(interruption.status)
+
+
+def _leave_now(status: int) -> NoReturn:
+    """Without destructors: peers may be gone, and gloo then aborts a process that takes its groups
+    down, with another status.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for child in multiprocessing.active_children():  # a checkpoint's writers would outlive us
+        child.kill()
+        child.join(timeout=5)
+    os._exit(status)
 
 
 def _run(argv: Sequence[str] | None) -> int:

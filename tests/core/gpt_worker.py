@@ -39,6 +39,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=1)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--bias", action="store_true", help="of the linear layers")
+    parser.add_argument("--freeze", nargs="*", default=[], help="parts of parameters' names")
     return parser.parse_args(arguments)
 
 
@@ -190,6 +191,9 @@ def main() -> None:
         DotProductAttention.forward = partialmethod(
             DotProductAttention._quantized_forward, formats=(None, None)
         )
+    for module in model:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in options.freeze))
     losses, grads = [], {}
     data = [batches() for _ in model]
     for _ in range(options.iterations):
@@ -204,7 +208,8 @@ def main() -> None:
         losses += [float(result["loss"]).hex() for result in results]
     for chunk, module in enumerate(model):
         for name, parameter in module.named_parameters():
-            grads[f"{chunk}.{name}"] = digest(parameter.grad)
+            grad = parameter.grad
+            grads[f"{chunk}.{name}"] = None if grad is None else digest(grad)
     layers = sys.modules["megatron.core.tensor_parallel.layers"].__file__
     report = {
         "losses": losses,

@@ -18,6 +18,7 @@ import torch
 
 FORMATS = ("mxfp4", "hifp8")
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
+OF_FORWARD = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}  #: what straight-through takes instead
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -25,19 +26,26 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 class Chain:
-    """Float64, with the quantized values of an operand in its place."""
+    """Float64, with the quantized values of some operands of one operation in their places."""
 
-    def __init__(self, operation: str, slot: str | None, seen: list):
-        self.at = None if slot is None else (operation, slot)
-        self.seen = list(seen)
+    def __init__(self, operation: str, formats: dict, seen: list):
+        self.operation, self.formats, self.seen = operation, formats, list(seen)
+        self.quantized = {}
         self.off = 0.0  #: how far the layer's operand was from the chain's
 
     def __call__(self, operation: str, slot: str, x: torch.Tensor) -> torch.Tensor:
-        if (operation, slot) != self.at:
+        if operation != self.operation:
+            return x
+        if self.formats.get("straight_through") and slot in OF_FORWARD:
+            return self.quantized[OF_FORWARD[slot]]
+        if slot not in self.formats:
             return x
         operand, quantized = self.seen.pop(0)
-        self.off = max(self.off, relative(operand, x))
-        return quantized.double()
+        # exp(s - rowmax) is P over its row's largest: that is 1 over the row's sum.
+        largest = x.amax(-1, keepdim=True) if self.formats.get("unnormalized") else 1.0
+        self.off = max(self.off, relative(operand, x / largest))
+        self.quantized[slot] = quantized.double() * largest
+        return self.quantized[slot]
 
 
 def attention_chain(q, k, v, do, scale, at: Chain):
@@ -63,14 +71,25 @@ def linear_chain(x, w, dy, at: Chain):
     return y, dx, dw
 
 
-def set_slot(module, operation: str, slot: str | None, name: str) -> None:
+def cases_of(operation: str) -> dict[str, dict]:
+    """Arguments of `GemmFormats`, with formats by name: each slot alone, and the options."""
+    found = {f"{slot} {name}": {slot: name} for slot in SLOTS for name in FORMATS}
+    for name in FORMATS:
+        both = {"fprop_a": name, "fprop_b": name}
+        found[f"straight_through {name}"] = both | {"straight_through": True}
+        if operation == "pv":
+            found[f"unnormalized {name}"] = {"fprop_a": name, "unnormalized": True}
+    return found
+
+
+def set_formats(module, operation: str, formats: dict) -> None:
     from megatron.fake_quant import get_format
     from megatron.fake_quant.gemm import GemmFormats, Operand
     from megatron.fake_quant.policy import Plan
 
-    formats = GemmFormats(**({} if slot is None else {slot: Operand(get_format(name))}))
+    made = {k: v if v is True else Operand(get_format(v)) for k, v in formats.items()}
     module._plans = {each: Plan(each, None, "test") for each in module.operations}
-    module._plans[operation] = Plan(operation, formats, "test")
+    module._plans[operation] = Plan(operation, GemmFormats(**made), "test")
 
 
 def by_head(x):
@@ -78,17 +97,17 @@ def by_head(x):
     return x.permute(1, 2, 0, 3).flatten(0, 1)
 
 
-def run_attention(module, operation, slot, name, seen):
+def run_attention(module, operation, formats, seen):
     generator = torch.Generator().manual_seed(1)
     q, k, v = (
         torch.randn(40, 2, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2)
     )
     do = torch.randn(40, 2, 64, generator=generator)
-    set_slot(module, operation, slot, name)
+    set_formats(module, operation, formats)
     seen.clear()
     o = module(q, k, v, None)
     dq, dk, dv = torch.autograd.grad(o, (q, k, v), do)
-    chain = Chain(operation, slot, seen)
+    chain = Chain(operation, formats, seen)
     wide = [by_head(x.detach().double().repeat_interleave(4 // x.shape[2], 2)) for x in (q, k, v)]
     wide_do = by_head(do.double().view(40, 2, 4, 16))
     exact = attention_chain(*wide, wide_do, 0.25, chain)
@@ -101,15 +120,15 @@ def run_attention(module, operation, slot, name, seen):
     return results, chain.off
 
 
-def run_linear(module, operation, slot, name, seen):
+def run_linear(module, operation, formats, seen):
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(20, 2, 64, generator=generator).requires_grad_()
-    set_slot(module, operation, slot, name)
+    set_formats(module, operation, formats)
     seen.clear()
     y, _ = module(x)
     dy = torch.randn(y.shape, generator=generator)
     dx, dw = torch.autograd.grad(y, (x, module.weight), dy)
-    chain = Chain(operation, slot, seen)
+    chain = Chain(operation, formats, seen)
     flat = (x.detach().flatten(0, 1).double(), module.weight.detach().double())
     exact = linear_chain(*flat, dy.flatten(0, 1).double(), chain)
     found = (y.detach().flatten(0, 1), dx.flatten(0, 1), dw)
@@ -135,16 +154,15 @@ def main() -> None:
     cases += [("qk", attention, run_attention), ("pv", attention, run_attention)]
     report = {}
     for operation, module, run in cases:
-        plain, _ = run(module, operation, None, FORMATS[0], seen)
-        for slot in SLOTS:
-            for name in FORMATS:
-                results, off = run(module, operation, slot, name, seen)
-                report[f"{operation} {slot} {name}"] = {
-                    "operand": off,
-                    "errors": {r: relative(*pair) for r, pair in results.items()},
-                    "changed": [r for r in results if not torch.equal(results[r][0], plain[r][0])],
-                    "quantized": len(seen),
-                }
+        plain, _ = run(module, operation, {}, seen)
+        for case, formats in cases_of(operation).items():
+            results, off = run(module, operation, formats, seen)
+            report[f"{operation} {case}"] = {
+                "operand": off,
+                "errors": {r: relative(*pair) for r, pair in results.items()},
+                "changed": [r for r in results if not torch.equal(results[r][0], plain[r][0])],
+                "quantized": len(seen),
+            }
     print(json.dumps(report))
 
 

@@ -29,6 +29,7 @@ CASES = [
     pytest.param("bf16", 2, ("--pp", "2", "--micro-batches", "3"), id="bf16-pp2"),
     pytest.param("bf16", 1, ("--recompute", "--bias"), id="bf16-recompute-bias"),
     pytest.param("fp32", 1, ("--bias",), id="fp32-bias"),
+    pytest.param("fp32", 1, ("--freeze", "fc1.weight", "proj.weight"), id="fp32-frozen"),
     pytest.param("fp32", 2, ("--pp", "2", "--vpp", "2", "--layers", "4"), id="fp32-interleaved"),
 ]
 

@@ -76,8 +76,40 @@ def test_layers_that_are_not_ours_are_refused(tmp_path, foreign, name, asked):
 
 def test_a_recipe_next_to_a_format_is_refused():
     result = snippet(RECIPE + BUILD, CUSTOM_QUANT_TYPE="mxfp8")
-    assert "format mxfp8 is set and so is a quantization recipe" in result.stderr
+    assert "format mxfp8 is set and so is the configuration's quant_recipe" in result.stderr
     assert snippet(RECIPE + BUILD).returncode == 0
+
+
+def test_a_model_that_would_bypass_the_formats_is_refused():
+    """Under a trainer of somebody else; ours refuses the flags."""
+    changed = (
+        "import megatron.core.transformer.transformer_config as config\n"
+        "after = config.TransformerConfig.__post_init__\n"
+        "def post_init(self):\n"
+        "    after(self)\n"
+        "    self.%s\n"
+        "config.TransformerConfig.__post_init__ = post_init\n"
+    )
+    for bypass in ("cuda_graph_impl = 'local'", "overlap_moe_expert_parallel_comm = True"):
+        result = snippet(changed % bypass + BUILD, CUSTOM_QUANT_TYPE="mxfp8")
+        name, _, value = bypass.partition(" = ")
+        assert f"format mxfp8 does not reach a model with {name}={value}" in result.stderr
+
+
+def test_a_schedule_without_a_start_is_refused(tmp_path):
+    """Who resumes at iteration 1000 must say so, or the recipe would begin again at 1."""
+    path = tmp_path / "late.yaml"
+    matcher = "{config: mxfp8, type: glob, pattern: '*', iterations: 5-, enabled: true}"
+    path.write_text(f"matchers:\n  late: {matcher}\n")
+    code = BUILD + (
+        "from megatron.core.pipeline_parallel import schedules\n"
+        "%s"
+        "schedules._counted(lambda **options: [])(model=model, seq_length=32)\n"
+    )
+    said = "tensor_saver.configure(dict(iteration=4), iteration=4)\n"
+    assert snippet(code % said, QUANT_RECIPE=str(path)).returncode == 0
+    result = snippet(code % "", QUANT_RECIPE=str(path))
+    assert "has iterations, and this trainer has not said which one it begins" in result.stderr
 
 
 def test_the_lm_head_stays_in_high_precision():
@@ -119,7 +151,7 @@ def test_attention_biases_are_refused_under_a_format():
 def test_a_schedule_that_bypasses_the_clock_is_refused(tmp_path):
     code = (
         "from megatron.core.pipeline_parallel import schedules\n"
-        "schedules._counted(lambda **options: [])(model=None)\n"
+        "schedules._counted(lambda **options: [])(model=None, seq_length=1)\n"
     )
     saving = {"TENSOR_SAVE_ENABLED": "true", "TENSOR_SAVE_DIR": str(tmp_path)}
     assert "does not call forward_step, so nothing was collected" in snippet(code, **saving).stderr

@@ -37,3 +37,23 @@ def test_a_slot_s_gemm_is_that_of_the_quantized_operand(report, operation, slot,
     # float32 sums of at most 64 terms, through a softmax
     assert all(error < 2e-6 for error in found["errors"].values()), found["errors"]
     assert found["changed"] == DOWNSTREAM[operation][slot.partition("_")[0]]
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "hifp8"])
+@pytest.mark.parametrize("operation", ["linear", "qk", "pv"])
+def test_a_straight_through_backward_pass_has_the_forward_operands(report, operation, name):
+    found = report[f"{operation} straight_through {name}"]
+    assert found["quantized"] == 2, "the two of the forward pass"
+    assert found["operand"] < 1e-6
+    assert all(error < 2e-6 for error in found["errors"].values()), found["errors"]
+    assert len(found["changed"]) == len(found["errors"])
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "hifp8"])
+def test_unnormalized_probabilities_are_quantized_before_their_sum_divides(report, name):
+    found, normalized = report[f"pv unnormalized {name}"], report[f"pv fprop_a {name}"]
+    assert found["quantized"] == 1
+    assert found["operand"] < 1e-6, "it is not exp(s - rowmax)"
+    assert all(error < 2e-6 for error in found["errors"].values()), found["errors"]
+    assert found["changed"] == ["o"]
+    assert found["errors"] != normalized["errors"]

@@ -178,10 +178,35 @@ def test_a_transform_of_one_operand_alone_is_refused():
         GemmFormats(wgrad_c=Operand(None, H16))
 
 
-def test_a_transform_that_does_not_divide_the_axis_is_refused():
-    a, b, dc = operands()
+@pytest.mark.parametrize("tokens", [1, 15, 40])
+def test_tokens_are_filled_up_with_zeros_for_the_transform(tokens):
+    """Their number is the data's: an expert's changes from batch to batch."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = (tokens, 48), (64, 48), (tokens, 64)
+    a, b, dc = (torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes)
+    a.requires_grad_(), b.requires_grad_()
+    exact = (dc.double().mT @ a.detach().double()).float()
+    _, _, unquantized = run(
+        a, b, dc, GemmFormats(wgrad_c=Operand(None, H16), wgrad_a=Operand(None, H16))
+    )
+    torch.testing.assert_close(unquantized, exact, rtol=1e-4, atol=1e-4)
+
     formats = GemmFormats(wgrad_c=Operand(MXFP8, H16), wgrad_a=Operand(MXFP8, H16))
-    with pytest.raises(ValueError, match=r"size 16 does not divide axis -2 .*40"):
+    _, _, db = run(a, b, dc, formats)
+
+    def by_hand(x):
+        zeros = torch.zeros(-tokens % 16, x.shape[1])
+        rotated = rotated_by_hand(torch.cat([x.detach(), zeros]), 0)
+        return fake_quantize(rotated.float(), MXFP8, 0).double()
+
+    close = torch.isclose(db.double(), by_hand(dc).mT @ by_hand(a), rtol=1e-4, atol=1e-4)
+    assert close.float().mean() > 0.95
+
+
+def test_a_transform_that_does_not_divide_a_layer_s_size_is_refused():
+    a, b, dc = operands()
+    formats = GemmFormats(dgrad_c=Operand(MXFP8, H16), dgrad_b=Operand(MXFP8, H16))
+    with pytest.raises(ValueError, match=r"size 16 does not divide axis -1 "):
         run(a, b, dc, formats)
 
 

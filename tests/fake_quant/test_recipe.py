@@ -1,13 +1,15 @@
 """Recipes: what they say of each operand, and what is said to a user who got one wrong."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.fake_quant import Hadamard, get_format
 from megatron.fake_quant.gemm import SLOTS, GemmFormats, Operand
-from megatron.fake_quant.policy import resolve
-from megatron.fake_quant.recipe import formats_of, load_recipe
+from megatron.fake_quant.policy import Plan, resolve
+from megatron.fake_quant.recipe import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
 MATCHER = "matchers:\n  all: {config: %s, type: glob, pattern: '*', enabled: true}\n"
@@ -24,7 +26,7 @@ def load(tmp_path):
 
 
 def in_force(recipe, operation="linear", module="decoder.layers.1.mlp.linear_fc1", layer=1, at=1):
-    return formats_of(recipe.rules_for(module, layer, 4), operation, at)
+    return Plan(operation, None, "test", recipe.rules_for(module, layer, 4)).at(at)
 
 
 def names(formats):
@@ -151,6 +153,36 @@ def test_layers_are_chosen_by_number_or_from_either_end(load, layers, chosen):
     assert in_force(recipe, layer=-1) is None  # outside of the layers
 
 
+def test_last_layers_are_not_those_of_multi_token_prediction(load):
+    """Those are numbered on behind the last layer."""
+    text = "matchers:\n  m: {config: mxfp8, type: glob, pattern: '*', enabled: true, layers: %s}\n"
+    for layers in ("last 1", "first 9"):
+        assert in_force(load(text % layers), layer=4) is None
+    assert in_force(load(text % "'4'"), layer=4) is not None
+
+
+def test_rules_whose_iterations_are_all_taken_do_not_count(load):
+    recipe = load(
+        "matchers:\n"
+        "  a: {config: mxfp8, type: glob, pattern: '*', enabled: true, iterations: 1-10}\n"
+        "  b: {config: hifp8, type: glob, pattern: '*', enabled: true, iterations: 5-8}\n"
+        "  c: {config: mxfp4, type: glob, pattern: '*', enabled: true, iterations: 8-20}\n"
+        "  d: {config: bf16, type: glob, pattern: '*', enabled: true, iterations: 11-}\n"
+        "  e: {config: nvfp4, type: glob, pattern: '*', enabled: true}\n"
+    )
+    counting = recipe.rules_for("decoder.layers.0.mlp.linear_fc1", 0, 4)
+    assert [rule.name for rule in counting] == ["a", "c", "d"]
+    assert recipe.changes() == [5, 8, 9, 11, 21]
+    found = {at: in_force(recipe, at=at) for at in (10, 11, 20, 21)}
+    short = {at: None if f is None else str(f.fprop_a) for at, f in found.items()}
+    assert short == {10: "mxfp8", 11: "mxfp4", 20: "mxfp4", 21: None}
+
+
+def test_operands_without_a_format_are_high_precision(load):
+    recipe = load("configs:\n  c: {linear: {format: bf16, backward: none}}\n" + MATCHER % "c")
+    assert in_force(recipe) is None
+
+
 def test_a_schedule_over_iterations(load):
     recipe = load(
         "matchers:\n"
@@ -181,6 +213,8 @@ def test_a_recipe_beats_the_environment_and_a_flag_beats_a_recipe(tmp_path):
     assert plans["qk"].source_at(1) == "flag --qk-quant"
     by_environment = resolve({}, {"QUANT_RECIPE": str(path)})
     assert by_environment.quant_type == "recipe_mine"
+    by_flag = resolve({"custom_quant_type": "hifp8"}, {"QUANT_RECIPE": str(path)})
+    assert by_flag.quant_type == "hifp8"
 
 
 @pytest.mark.parametrize(
@@ -259,6 +293,32 @@ def test_the_lm_head_needs_a_recipe():
             "line 3: probabilities of pv of config 'c' is 'raw'; choose normalized or unnorm",
         ),
         (
+            "configs:\n  c:\n    pv: {probabilities: unnormalized}\n" + MATCHER % "c",
+            "line 3: probabilities of pv of config 'c' is unnormalized, .* they have no format",
+        ),
+        # Nothing behind a colon is no way to say bf16.
+        ("description: x\n", "line 1: recipe has no enabled matcher, so it says nothing"),
+        ("matchers:\n", "line 1: recipe has no enabled matcher"),
+        (
+            "matchers:\n  m: {config: mxfp8, type: glob, pattern: '*', enabled: false}\n",
+            "line 1: recipe has no enabled matcher",
+        ),
+        ("configs:\n  c:\n" + MATCHER % "c", "line 2: config 'c' is empty; give linear, qk, pv"),
+        ("configs:\n  c: {}\n" + MATCHER % "c", "line 2: config 'c' is empty"),
+        (
+            "configs:\n  c:\n    linear:\n" + MATCHER % "c",
+            "line 3: linear of config 'c' is empty; give a format",
+        ),
+        (
+            "configs:\n  c:\n    linear: {format: mxfp8, backward: }\n" + MATCHER % "c",
+            "line 3: backward of linear of config 'c' is empty; give a format",
+        ),
+        (
+            "configs:\n  c:\n    linear:\n      dgrad: {grad_output: }\n" + MATCHER % "c",
+            "line 4: grad_output of dgrad of linear of config 'c' is empty",
+        ),
+        (MATCHER % "", "line 2: config of matcher 'all' is empty; give a value"),
+        (
             "configs:\n  c:\n    linear: mxfp8\n" + MATCHER % "bf16",
             "line 2: config 'c' is used by no enabled matcher; remove it",
         ),
@@ -290,7 +350,9 @@ def test_a_missing_file_is_named(tmp_path):
 def test_ready_recipes_load_and_say_whom_they_follow(path):
     recipe = load_recipe(path)
     assert recipe.rules
-    assert path.read_text().startswith("description: >\n")
+    description = yaml.safe_load(path.read_text())["description"]
+    paper = re.search(r"arXiv \d{4}\.\d{5}|specification v1\.0|MindSpeed", description)
+    assert paper or re.search(r"No paper|A template", description)
 
 
 def test_there_are_as_many_ready_recipes_as_the_readme_says():
@@ -299,6 +361,7 @@ def test_there_are_as_many_ready_recipes_as_the_readme_says():
         "hif8",
         "hif8_per_tensor",
         "linear_only",
+        "mxfp4_linear_stochastic",
         "mxfp4_stochastic",
         "nvfp4_pretraining",
         "nvidia_mxfp8",

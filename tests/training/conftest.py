@@ -9,12 +9,11 @@ import torch
 DOCUMENTS = 200
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
+def make_corpus(folder: Path) -> Path:
     """Prefix of a .bin/.idx pair: documents that count up in steps of one, two or three."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    prefix = tmp_path_factory.mktemp("corpus") / "counting"
+    prefix = folder / "counting"
     rng = np.random.default_rng(0)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for _ in range(DOCUMENTS):
@@ -23,3 +22,8 @@ def corpus(tmp_path_factory) -> Path:
         builder.end_document()
     builder.finalize(f"{prefix}.idx")
     return prefix
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))

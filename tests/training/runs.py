@@ -1,13 +1,15 @@
 """Starts `pretrain_gpt.py` on a tiny model, as a user does, and reads its log lines."""
 
+import json
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.subprocesses import REPO, run, torchrun
+from tests.subprocesses import REPO, environment, run, torchrun
 
 ENTRY = REPO / "pretrain_gpt.py"
+EXACT = Path(__file__).with_name("exact_worker.py")
 
 #: 4 layers, so that two interleaved stages fit on two pipeline ranks.
 COMMON = (
@@ -69,3 +71,20 @@ def train(*options: str | Path, ranks: int = 1, model: tuple[str, ...] = MODEL) 
     else:
         done = torchrun(ENTRY, *arguments, ranks=ranks)
     return Training(done.returncode, done.stdout, done.stderr)
+
+
+def exact_steps(
+    out: Path, *options: str | Path, ranks: int, model: tuple[str, ...] = MODEL
+) -> list[dict[str, float]]:
+    """Train, and give every digit of each iteration's loss and gradient norm.
+
+    out: file for them.
+    """
+    env = environment(PYTHONPATH=REPO, STEPS_FILE=out)
+    arguments = (*model, *NO_DROPOUT, *options)
+    if ranks == 1:
+        done = run([sys.executable, EXACT, *arguments], env=env)
+    else:
+        done = torchrun(EXACT, *arguments, ranks=ranks, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())

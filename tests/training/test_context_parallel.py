@@ -8,18 +8,15 @@ under tensor parallelism; a quantized run goes on from there, close by.
 """
 
 import functools
-import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.subprocesses import REPO, environment, run, torchrun
-from tests.training.runs import MODEL, NO_DROPOUT
+from tests.subprocesses import REPO, torchrun
+from tests.training.runs import MODEL, exact_steps
 
-WORKER = Path(__file__).with_name("exact_worker.py")
 EOD = 127  #: the NullTokenizer's
 SIZE = ("--num-layers", "2", "--seq-length", "128", "--global-batch-size", "4")
 CONTEXT = ("--context-parallel-size", "2")
@@ -59,15 +56,8 @@ def steps(documents, tmp_path_factory):
     @functools.cache
     def train(options: tuple[str, ...], ranks: int) -> list[dict[str, float]]:
         out = folder / f"{len(list(folder.iterdir()))}.json"
-        env = environment(PYTHONPATH=REPO, STEPS_FILE=out)
-        command = (*MODEL, *NO_DROPOUT, *SIZE, "--train-iters", "10")
-        command += ("--data-path", str(documents), *options)
-        if ranks == 1:
-            done = run([sys.executable, WORKER, *command], env=env)
-        else:
-            done = torchrun(WORKER, *command, ranks=ranks, env=env)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(out.read_text())
+        size = (*SIZE, "--train-iters", "10", "--data-path", documents)
+        return exact_steps(out, *size, *options, ranks=ranks)
 
     return train
 

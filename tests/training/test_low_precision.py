@@ -86,6 +86,27 @@ def test_a_wrong_type_is_a_users_mistake():
         configure_formats(arguments(qk_quant="fp3"))
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_mistake_keeps_its_exit_status_also_with_process_groups(grouped):
+    """gloo may abort a process that takes its groups down while peers are gone."""
+    code = (
+        "import atexit, os, torch\n"
+        "from megatron.training import main\n"
+        "from megatron.training.errors import UserError\n"
+        "def failing(argv):\n"
+        f"    if {grouped}:\n"
+        "        store = torch.distributed.HashStore()\n"
+        "        torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
+        "        atexit.register(os.abort)  # what the destructors might do\n"
+        "    raise UserError('this was wrong')\n"
+        "main._run = failing\n"
+        "raise SystemExit(main.main([]))\n"
+    )
+    result = run([sys.executable, "-c", code], env=environment(PYTHONPATH=REPO))
+    assert result.returncode == 2
+    assert result.stderr == "[ERROR] this was wrong\n"
+
+
 def test_an_interrupted_run_leaves_no_child_behind():
     """A checkpoint is written by processes of its own, which `os._exit` would leave running."""
     code = (

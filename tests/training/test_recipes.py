@@ -17,7 +17,8 @@ SHARES = {
     "ocp_mxfp8": (TOTAL - 64 * 128) / TOTAL,
     "nvidia_mxfp8": 4 * LINEAR / TOTAL,
     "nvfp4_pretraining": 3 * LINEAR / TOTAL,
-    "mxfp4_stochastic": 4 * LINEAR / TOTAL,
+    "mxfp4_stochastic": 2 / 3 * 4 * LINEAR / TOTAL,  # dgrad and wgrad
+    "mxfp4_linear_stochastic": 4 * LINEAR / TOTAL,
     "hif8": 4 * LINEAR / TOTAL,
     "hif8_per_tensor": 4 * LINEAR / TOTAL,
     "fa_only": 4 * (QK + PV) / TOTAL,
@@ -77,6 +78,37 @@ def test_the_audit_lists_and_stops(tmp_path):
     assert "output_layer" in done.output
 
 
+def test_the_audit_of_a_schedule_shows_each_of_its_parts():
+    path = REPO / "examples" / "recipes" / "precision_schedule.yaml"
+    done = train("--mock-data", "--quant-audit", "--quant-recipe", path)
+    assert done.status == 0, done.errors
+    shares = re.findall(r"from iteration (\d+) on, .*: ([\d.]+)% of the FLOPs", done.output)
+    part = 100 * 4 * LINEAR / TOTAL
+    expected = {"1": 0, "3": pytest.approx(part, rel=1e-3), "5": 0}
+    assert {start: float(share) for start, share in shares} == expected
+    assert "fprop mxfp4 x mxfp4, dgrad mxfp4:sr x mxfp4:sr" in done.output
+
+
+def test_the_audit_tells_apart_what_multiplies_differently(tmp_path):
+    path = tmp_path / "ways.yaml"
+    path.write_text(
+        "configs:\n"
+        "  through: {linear: {format: mxfp8, backward: bf16}}\n"
+        "  raw: {pv: {format: mxfp8, probabilities: unnormalized}}\n"
+        "matchers:\n"
+        "  linear: {config: through, type: glob, pattern: '*.linear_*', enabled: true}\n"
+        "  core: {config: raw, type: glob, pattern: '*.core_attention', enabled: true}\n"
+    )
+    done = train("--mock-data", "--quant-audit", "--quant-recipe", path)
+    assert done.status == 0, done.errors
+    gemms = "fprop mxfp8 x mxfp8, dgrad none x mxfp8, wgrad none x mxfp8 (straight-through)"
+    assert gemms in done.output
+    assert re.search(r"core_attention +pv +mxfp8 \(unnormalized probabilities\)", done.output)
+    # Two of a linear layer's three GEMMs keep the gradient in high precision.
+    share = (4 * LINEAR / 3 + 4 * PV) / TOTAL
+    assert audited_share(done.output) == pytest.approx(share, rel=1e-3)
+
+
 def test_the_audit_is_the_same_from_every_pipeline_stage():
     one = train("--mock-data", "--quant-audit", "--custom-quant-type", "mxfp8")
     two = train(
@@ -90,6 +122,47 @@ def test_the_audit_is_the_same_from_every_pipeline_stage():
 
     assert len(table(one)) == 7
     assert table(one) == table(two)
+
+
+@pytest.mark.parametrize(
+    ("tensor_ranks", "config", "said"),
+    [
+        (
+            1,
+            "linear: {fprop: {format: mxfp4, hadamard: 128}}",
+            "decoder.layers.0.self_attention.linear_proj: fprop of linear has a Hadamard transform "
+            "of size 128, which does not divide its 64 input features;",
+        ),
+        (
+            2,
+            "linear: {dgrad: {format: mxfp4, hadamard: 128}}",
+            "decoder.layers.0.self_attention.linear_qkv: dgrad of linear has a Hadamard transform "
+            "of size 128, which does not divide its 64 output features (of a tensor-parallel "
+            "rank);",
+        ),
+        (
+            1,
+            "pv: {fprop: {format: mxfp4, hadamard: 128}}",
+            "decoder.layers.0.self_attention.core_attention: fprop of pv has a Hadamard transform "
+            "of size 128, which does not divide its 64 keys;",
+        ),
+    ],
+)
+def test_a_transform_that_does_not_fit_is_refused_before_training(
+    tmp_path, tensor_ranks, config, said
+):
+    pattern = "*.linear_qkv" if tensor_ranks > 1 else "*"
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        f"configs:\n  rotated:\n    {config}\n"
+        f"matchers:\n  all: {{config: rotated, type: glob, pattern: '{pattern}', "
+        "iterations: 5-, enabled: true}\n"
+    )
+    layout = ("--tensor-model-parallel-size", str(tensor_ranks), "--quant-audit")
+    done = train("--mock-data", "--quant-recipe", path, *layout, ranks=tensor_ranks)
+    assert done.status != 0
+    assert f"[ERROR] recipe {path.name[:-5]}" in done.errors, done.errors
+    assert said in done.errors
 
 
 @pytest.mark.parametrize(

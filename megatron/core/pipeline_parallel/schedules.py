@@ -11,9 +11,12 @@ micro-batch travels on the output tensor, which the schedule hands to `backward_
 
 import functools
 
-from megatron.core import audit, tensor_saver
+import torch
+
+from megatron.core import recipe_check, tensor_saver
 from megatron.core._overlay import shadowed
 from megatron.core.collection_clock import MicroBatch, clock
+from megatron.fake_quant import policy
 
 _upstream = shadowed(__name__)
 _upstream_forward_step = _upstream.forward_step
@@ -67,16 +70,39 @@ def _counted(schedule):
         if forward_only:
             return schedule(*args, forward_only=True, **kwargs)
         return _iteration(
-            functools.partial(schedule, *args, forward_only=False, **kwargs), kwargs["model"]
+            functools.partial(schedule, *args, forward_only=False, **kwargs),
+            kwargs["model"],
+            kwargs["seq_length"],
         )
 
     return counted
 
 
-def _iteration(run, model):
+def _check_schedule_of_recipe():
+    recipe = policy.current().recipe
+    if recipe is not None and recipe.changes() and not tensor_saver.configured():
+        raise ValueError(
+            f"recipe {recipe.path} has iterations, and this trainer has not said which one it "
+            "begins with; call megatron.core.tensor_saver.configure(vars(args), iteration=DONE) "
+            "first, with the number of iterations done, or remove them from the recipe"
+        )
+
+
+def _seed_of_the_run():
+    """The seed that ranks began with; Megatron adds something to it on later pipeline stages."""
+    seeds = [torch.initial_seed()]
+    if torch.distributed.is_initialized():
+        seeds *= torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(seeds, torch.initial_seed())
+    return min(seeds)
+
+
+def _iteration(run, model, seq_length):
     global _training, _steps, _checked
     if not _checked:
-        audit.check(model if isinstance(model, list) else [model])
+        _check_schedule_of_recipe()
+        recipe_check.check(model if isinstance(model, list) else [model], seq_length)
+        clock.seed = _seed_of_the_run()
         _checked = True
     tensor_saver.begin_iteration()
     _training, _steps = True, 0

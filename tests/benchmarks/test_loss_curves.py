@@ -1,0 +1,76 @@
+"""benchmarks/loss_curves.py: its table and its complaints; that it trains is a slow test."""
+
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tests.subprocesses import REPO, run
+
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+import loss_curves
+
+sys.path.remove(str(REPO / "benchmarks"))
+
+SCRIPT = REPO / "benchmarks" / "loss_curves.py"
+
+
+def curves(**by_type):
+    """Falling from 6 by 0.01 an iteration, and each type's distance to that, for two seeds."""
+    falling = 6 - 0.01 * np.arange(1, 41)
+    columns = {
+        (name, seed): pd.Series(falling + apart * seed)
+        for name, apart in by_type.items()
+        for seed in (1, 2)
+    }
+    frame = pd.concat(columns, axis=1, names=["type", "seed"])
+    return frame.set_axis(range(1, 41), axis=0)
+
+
+def test_the_table_has_means_of_windows_and_differences_by_seed():
+    table = loss_curves.table(curves(bf16=0.0, mxfp4=0.1)).splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert rows[0] == ["mean loss, iterations", "bf16", "mxfp4"]
+    # A twentieth of 40 iterations is 2: 5.985 is the mean of 5.99 and 5.98, and 0.15 of 0.1 and 0.2
+    assert rows[2] == ["1 to 2", "5.9850", "6.1350"]
+    assert rows[-3][0] == "39 to 40"
+    assert rows[-2][1:] == ["+0.0000 (+0.0000 to +0.0000)", "+0.1500 (+0.1000 to +0.2000)"]
+    assert rows[-1] == ["the same, in % of bf16", "+0.00 %", f"{100 * 0.15 / 5.605:+.2f} %"]
+
+
+def test_what_must_not_be_is_complained_of():
+    assert loss_curves.complaints(curves(bf16=0.0, mxfp4=0.1)) == []
+    same = loss_curves.complaints(curves(bf16=0.0, mxfp4=0.0))
+    assert len(same) == 2 and all("one type was not applied" in line for line in same)
+    rising = loss_curves.complaints(-curves(bf16=0.0))
+    assert "the loss did not fall" in rising[0]
+
+
+def test_a_recipe_is_shown_by_its_name():
+    assert loss_curves.shown("recipe:examples/recipes/hif8.yaml") == "recipe_hif8"
+
+
+def test_a_text_that_is_not_there_is_refused():
+    done = run([sys.executable, SCRIPT, "--text", "nowhere.txt"])
+    assert done.returncode == 2
+    assert "--text nowhere.txt is no file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_types_and_recipes_train_on_a_text(tmp_path):
+    text = tmp_path / "text.txt"
+    words = np.random.default_rng(0).choice(["one", "two", "three", "four\n\n"], 30_000)
+    text.write_text(" ".join(words))
+    done = run(
+        [sys.executable, SCRIPT, "--text", text, "--seeds", "1", "--iterations", "6"]
+        + ["--types", "bf16", "linear_mxfp4", "recipe:examples/recipes/mxfp4_stochastic.yaml"]
+        + ["--output-dir", tmp_path / "out", "--", "--seq-length", "64"]
+    )
+    assert done.returncode == 0, done.stderr
+    made = (tmp_path / "out" / "loss_curves.md").read_text()
+    assert "recipe_mxfp4_stochastic" in made
+    assert "--text text.txt" in made and str(tmp_path / "text.txt") not in made
+    assert (tmp_path / "out" / "loss_curves.png").stat().st_size > 10_000

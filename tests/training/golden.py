@@ -1,0 +1,109 @@
+"""The runs of test_golden.py, and the file of their numbers: `python -m tests.training.golden DIR`
+trains in the empty folder DIR and writes tests/data/golden_losses.txt anew.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+from tests.subprocesses import REPO
+from tests.training.runs import COMMON, MODEL, NO_DROPOUT, exact_steps, train
+
+FILE = REPO / "tests" / "data" / "golden_losses.txt"
+TENSOR = ("--tensor-model-parallel-size", "2")
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+LAYOUTS = {
+    "tensor": TENSOR,
+    "tensor-sequence": (*TENSOR, "--sequence-parallel"),
+    "pipeline": PIPELINE,
+    "interleaved": (*PIPELINE, "--num-layers-per-virtual-pipeline-stage", "1"),
+    "context": ("--context-parallel-size", "2"),
+    "data": (),
+    "distributed-optimizer": DISTRIBUTED,
+    "experts": ("--expert-model-parallel-size", "2"),
+    "data-of-experts": (),
+}
+DENSE = ("mxfp4", "mxfp8", "hifp8")
+EXPERTS = ("mxfp4-experts",)
+MODELS = (*DENSE, *EXPERTS)
+SEQUENCES = ("--seq-length", "128")  # two chunks of 32 tokens for each context-parallel rank
+#: Small steps: a flipped rounding is then rare, and what it does to the weights stays small.
+TRAINING = (*SEQUENCES, "--train-iters", "10", "--lr", "1e-5", "--lr-decay-style", "constant")
+MIXTURE = (
+    *(*COMMON, "--num-query-groups", "2"),
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
+    *("--moe-token-dispatcher-type", "alltoall"),
+)
+#: Forward pass and dgrad; wgrad sums over tokens, and which of them a rank's expert gets is the
+#: layout's.
+RECIPE = """
+configs:
+  no_tokens:
+    linear: {fprop: mxfp4, dgrad: mxfp4}
+    qk: mxfp4
+    pv: mxfp4
+matchers:
+  lm_head: {config: bf16, type: glob, pattern: "output_layer", enabled: true}
+  layers: {config: no_tokens, type: glob, pattern: "*", enabled: true}
+"""
+
+Numbers = list[dict[str, float]]
+
+
+class Steps:
+    """Trains ten iterations from a checkpoint of one rank; each run is done once."""
+
+    def __init__(self, corpus: Path, folder: Path):
+        self.corpus, self.folder = corpus, folder
+        self.recipe = folder / "no_tokens.yaml"
+        self.recipe.write_text(RECIPE)
+
+    @functools.cache  # noqa: B019  lives as long as the tests
+    def weights(self, model: tuple[str, ...]) -> Path:
+        """After two iterations, with larger steps."""
+        folder = self.folder / f"weights-{len(model)}"
+        where = ("--data-path", self.corpus, "--save", folder)
+        done = train(*where, *NO_DROPOUT, *SEQUENCES, "--exit-interval", "2", model=model)
+        assert done.status == 0, done.errors[-3000:]
+        return folder
+
+    @functools.cache  # noqa: B019
+    def __call__(self, name: str, layout: str | None = None) -> Numbers:
+        """Loss and gradient norm of each iteration; without a layout those of one rank."""
+        model = MIXTURE if name in EXPERTS else MODEL
+        kind: tuple[str | Path, ...] = ("--custom-quant-type", name)
+        if name in EXPERTS:
+            kind = ("--quant-recipe", self.recipe)
+        out = self.folder / f"{name}-{layout}.json"
+        start = ("--data-path", self.corpus, "--load", self.weights(model), "--finetune")
+        flags = () if layout is None else LAYOUTS[layout]
+        ranks = 1 if layout is None else 2
+        return exact_steps(out, *start, *TRAINING, *kind, *flags, ranks=ranks, model=model)
+
+
+def read_golden() -> dict[str, Numbers]:
+    """The file's numbers, by name."""
+    found: dict[str, Numbers] = {}
+    for line in FILE.read_text().splitlines():
+        if not line.startswith("#"):
+            name, iteration, loss, norm = line.split()
+            found.setdefault(name, []).append({"loss": float(loss), "norm": float(norm)})
+            assert len(found[name]) == int(iteration), line
+    return found
+
+
+def main() -> None:
+    from tests.training.conftest import make_corpus
+
+    folder = Path(sys.argv[1])
+    steps = Steps(make_corpus(folder), folder)
+    lines = ["# type, iteration, loss, gradient norm; see tests/training/golden.py"]
+    for name in MODELS:
+        for iteration, step in enumerate(steps(name), start=1):
+            lines.append(f"{name} {iteration} {step['loss']:.9g} {step['norm']:.9g}")
+    FILE.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
