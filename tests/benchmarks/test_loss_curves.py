@@ -43,7 +43,8 @@ def test_the_table_has_means_of_windows_and_differences_by_seed():
 def test_what_must_not_be_is_complained_of():
     assert loss_curves.complaints(curves(bf16=0.0, mxfp4=0.1)) == []
     same = loss_curves.complaints(curves(bf16=0.0, mxfp4=0.0))
-    assert len(same) == 2 and all("one type was not applied" in line for line in same)
+    assert len(same) == 2
+    assert all("one type was not applied" in line for line in same)
     rising = loss_curves.complaints(-curves(bf16=0.0))
     assert "the loss did not fall" in rising[0]
 
@@ -64,13 +65,13 @@ def test_types_and_recipes_train_on_a_text(tmp_path):
     text = tmp_path / "text.txt"
     words = np.random.default_rng(0).choice(["one", "two", "three", "four\n\n"], 30_000)
     text.write_text(" ".join(words))
-    done = run(
-        [sys.executable, SCRIPT, "--text", text, "--seeds", "1", "--iterations", "6"]
-        + ["--types", "bf16", "linear_mxfp4", "recipe:examples/recipes/mxfp4_stochastic.yaml"]
-        + ["--output-dir", tmp_path / "out", "--", "--seq-length", "64"]
-    )
+    types = ("bf16", "linear_mxfp4", "recipe:examples/recipes/mxfp4_stochastic.yaml")
+    command = [sys.executable, SCRIPT, "--text", text, "--seeds", "1", "--iterations", "6"]
+    command += ["--types", *types, "--output-dir", tmp_path / "out", "--", "--seq-length", "64"]
+    done = run(command)
     assert done.returncode == 0, done.stderr
     made = (tmp_path / "out" / "loss_curves.md").read_text()
     assert "recipe_mxfp4_stochastic" in made
-    assert "--text text.txt" in made and str(tmp_path / "text.txt") not in made
+    assert "--text text.txt" in made
+    assert str(tmp_path / "text.txt") not in made
     assert (tmp_path / "out" / "loss_curves.png").stat().st_size > 10_000

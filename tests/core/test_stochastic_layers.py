@@ -51,7 +51,8 @@ def test_a_seed_follows_from_run_layer_operation_iteration_and_micro_batch():
     all_seeds = report["places"] + report["evaluation"] + report["other"]
     assert len(set(all_seeds)) == len(all_seeds) == 12 + 4 + 4
     assert report["again"] == report["places"][-4:], "they depend on torch's generator"
-    assert report["same_loss"] and report["same_state"], "evaluation draws from torch's generator"
+    assert report["same_loss"]
+    assert report["same_state"], "evaluation draws from torch's generator"
 
 
 def test_a_recomputed_forward_pass_rounds_as_the_first_one_did(tmp_path):

@@ -1,5 +1,5 @@
-"""Ten iterations in low precision, from the same weights, are the same in every parallel layout, and
-those of a text file.
+"""Ten iterations in low precision, from the same weights, are the same in every parallel layout,
+and those of a text file.
 
 All layouts start from one checkpoint, since pipeline ranks draw weights of their own. What may
 differ: fp32 sums in another order (a tensor-parallel sum of partial products, gradients of
