@@ -10,16 +10,20 @@ follows -- goes to pretrain_gpt.py.
 
 Runs of one seed start from the same weights and see the same data: what differs is the format. One
 seed proves little, as a small change grows along a trajectory; therefore the difference to the
-first type is taken seed by seed and its spread is shown. Prints a Markdown table, writes it with
-the command and the versions as `loss_curves.md`, the numbers as `loss_curves.csv` and the picture
-as `loss_curves.png`. Exits 1 if a loss did not fall or if two types gave the same curve (then one
-of them was not applied).
+first type is taken seed by seed and its spread is shown. A run whose log in --output-dir is of the
+same command and complete is not done again: what was interrupted goes on, and more seeds can be
+added.
+
+Prints a Markdown table, writes it with the command and the versions as `loss_curves.md`, the
+numbers as `loss_curves.csv` and the picture as `loss_curves.png`. Exits 1 if a loss did not fall or
+if two types gave the same curve (then one of them was not applied).
 """
 
 import argparse
 import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -76,15 +80,30 @@ def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
         command += ["--quant-recipe", str(REPO / quant_type.removeprefix(RECIPE))]
     else:
         environment["CUSTOM_QUANT_TYPE"] = quant_type
+    head = f"CUSTOM_QUANT_TYPE={environment.get('CUSTOM_QUANT_TYPE', '')} {shlex.join(command)}\n"
+    if (done := read_log(log, head, options.iterations)) is not None:
+        print(f"{quant_type}, seed {seed} was trained before: {log}", file=sys.stderr)
+        return done
     print(f"training {quant_type}, seed {seed}, log in {log}", file=sys.stderr)
     with log.open("w") as out:
+        out.write(head)
+        out.flush()
         status = subprocess.run(command, env=environment, stdout=out, stderr=out, check=False)
     if status.returncode != 0:
         raise SystemExit(f"[ERROR] {name} ended with status {status.returncode}; see {log}")
-    found = {int(i): float(loss) for i, loss in LINE.findall(log.read_text())}
-    if len(found) != options.iterations:
-        raise SystemExit(f"[ERROR] {log} has {len(found)} of {options.iterations} iterations")
-    return pd.Series(found)
+    if (done := read_log(log, head, options.iterations)) is None:
+        raise SystemExit(f"[ERROR] {log} has not all of the {options.iterations} iterations")
+    return done
+
+
+def read_log(log: Path, head: str, iterations: int) -> pd.Series | None:
+    """Loss by iteration of a run of this very command, None if it is not there or not at its end.
+
+    A call that was interrupted, or that asks for more seeds, so goes on where the last one was.
+    """
+    text = log.read_text() if log.is_file() else ""
+    found = {int(i): float(loss) for i, loss in LINE.findall(text)}
+    return pd.Series(found) if text.startswith(head) and len(found) == iterations else None
 
 
 def train_all(options: argparse.Namespace) -> pd.DataFrame:

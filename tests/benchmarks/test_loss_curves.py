@@ -53,6 +53,15 @@ def test_a_recipe_is_shown_by_its_name():
     assert loss_curves.shown("recipe:examples/recipes/hif8.yaml") == "recipe_hif8"
 
 
+def test_a_log_counts_only_if_it_is_complete_and_of_the_same_command(tmp_path):
+    log, lines = tmp_path / "a.log", " iteration        1/       2 | lm loss: 7.5E+00 |\n"
+    assert loss_curves.read_log(log, "command\n", 1) is None
+    log.write_text("command\n" + lines)
+    assert loss_curves.read_log(log, "command\n", 1).to_dict() == {1: 7.5}
+    assert loss_curves.read_log(log, "other\n", 1) is None
+    assert loss_curves.read_log(log, "command\n", 2) is None
+
+
 def test_a_text_that_is_not_there_is_refused():
     done = run([sys.executable, SCRIPT, "--text", "nowhere.txt"])
     assert done.returncode == 2
