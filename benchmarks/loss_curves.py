@@ -62,6 +62,7 @@ def tokenized(options: argparse.Namespace) -> list[str]:
     prefix = options.output_dir / "text"
     subprocess.run([sys.executable, REPO / "script" / "data" / "default_corpus.py"], check=True)
     command = [sys.executable, REPO / "script" / "data" / "preprocess.py", "--append-eod"]
+    command += ["--overwrite"]  # by the same, where a run goes on
     command += ["--input", options.text, "--tokenizer-model", TOKENIZER]
     subprocess.run([*command, "--output-prefix", prefix], check=True)
     return [str(TOKENIZER), f"{prefix}_text_document"]
@@ -176,15 +177,18 @@ def draw(losses: pd.DataFrame, path: Path) -> None:
     for name in types_of(losses):
         colour, index = colour_of(name), losses.index
         top.plot(index, losses[name].mean(axis=1), color=colour, alpha=0.25, linewidth=0.8)
-        top.plot(index, smooth[name].mean(axis=1), color=colour, label=name)
-        bottom.plot(index, apart[name].mean(axis=1), color=colour)
+        dash = "--" if name.startswith("recipe_") else "-"  # their colours are chance
+        top.plot(index, smooth[name].mean(axis=1), dash, color=colour, label=name)
+        bottom.plot(index, apart[name].mean(axis=1), dash, color=colour)
         band = apart[name].min(axis=1), apart[name].max(axis=1)
         bottom.fill_between(index, *band, color=colour, alpha=0.15, linewidth=0)
     seeds = losses.columns.get_level_values(1).nunique()
     top.set(ylabel="Language-model loss (nats a token)")
-    top.legend(frameon=False, title=f"Mean of {seeds} seeds; thick: of {window} iterations")
+    of_seeds = "One seed" if seeds == 1 else f"Mean of {seeds} seeds"
+    top.legend(frameon=False, title=f"{of_seeds}; thick: mean of {window} iterations")
     bottom.set(xlabel="Iteration", ylabel=f"Difference to {types_of(losses)[0]}")
-    bottom.set_title("Mean, and least to most over the seeds", fontsize="small", loc="left")
+    if seeds > 1:
+        bottom.set_title("Mean, and least to most over the seeds", fontsize="small", loc="left")
     figure.savefig(path, dpi=150)
 
 

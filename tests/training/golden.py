@@ -25,8 +25,9 @@ LAYOUTS = {
     "data-of-experts": (),
 }
 DENSE = ("mxfp4", "mxfp8", "hifp8")
+STOCHASTIC = ("mxfp4:sr",)
 EXPERTS = ("mxfp4-experts",)
-MODELS = (*DENSE, *EXPERTS)
+MODELS = (*DENSE, *STOCHASTIC, *EXPERTS)
 SEQUENCES = ("--seq-length", "128")  # two chunks of 32 tokens for each context-parallel rank
 #: Small steps: a flipped rounding is then rare, and what it does to the weights stays small.
 TRAINING = (*SEQUENCES, "--train-iters", "10", "--lr", "1e-5", "--lr-decay-style", "constant")
@@ -47,6 +48,16 @@ matchers:
   lm_head: {config: bf16, type: glob, pattern: "output_layer", enabled: true}
   layers: {config: no_tokens, type: glob, pattern: "*", enabled: true}
 """
+
+
+def layouts_of(name: str) -> list[str]:
+    """Those in which a model's numbers are to be one rank's."""
+    if name in EXPERTS:
+        return ["experts", "data-of-experts"]
+    if name in STOCHASTIC:
+        return ["pipeline", "interleaved"]
+    return [layout for layout in LAYOUTS if "experts" not in layout]
+
 
 Numbers = list[dict[str, float]]
 

@@ -51,6 +51,7 @@ def test_a_checkpoint_of_one_rank_goes_on_in_every_layout(single, corpus, layout
     [
         pytest.param((*TENSOR, "--sequence-parallel", "--bf16"), id="tensor-sequence-bf16"),
         pytest.param((*DISTRIBUTED, "--bf16"), id="data-distributed-optimizer-bf16"),
+        pytest.param(("--custom-quant-type", "mxfp4:sr"), id="stochastic-rounding"),
         pytest.param((*CONTEXT, "--bf16"), id="context-bf16", marks=pytest.mark.slow),
         pytest.param(INTERLEAVED, id="pipeline-interleaved", marks=pytest.mark.slow),
     ],
