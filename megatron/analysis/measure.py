@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 
 from megatron.analysis.statistics import Histogram, Summary, measure, merge
-from megatron.analysis.store import Dump, Entry, Problem, UnreadableTensorError
+from megatron.analysis.store import TensorStore
+from megatron.analysis.tensor_files import Problem, UnreadableTensorError
 
 #: Histograms are kept apart by these columns.
 GROUPING = ("quant_type", "layer_type", "operation")
@@ -66,9 +68,12 @@ class Measurements:
 
 
 def measure_dump(
-    dump: Dump, *, workers: int | None = None, progress: Callable[[Entry], None] | None = None
+    store: TensorStore,
+    *,
+    workers: int | None = None,
+    progress: Callable[[object], None] | None = None,
 ) -> Measurements:
-    """Measure every tensor of a dump; `progress` is called after each, from any thread.
+    """Measure every tensor of a dump; `progress` gets the record of each, from any thread.
 
     A file that cannot be read is a problem in the result, and all the others are measured.
     """
@@ -77,12 +82,12 @@ def measure_dump(
     histograms: dict[tuple[str, ...], Histogram] = {}
     lock = threading.Lock()
 
-    def work(position: int, entry: Entry) -> None:
-        row = _row(entry)
+    def work(position: int, record: Any) -> None:
+        row = _row(record)
         try:
-            summary, histogram = measure(entry.load())
+            summary, histogram = measure(store.load(record))
         except (UnreadableTensorError, TypeError) as error:
-            problems[position] = Problem(entry.path, str(error))
+            problems[position] = Problem(Path(record.path), str(error))
         else:
             row |= {name: getattr(summary, name) for name in STATISTICS} | {"summary": summary}
             key = tuple(row[name] for name in GROUPING)
@@ -94,10 +99,10 @@ def measure_dump(
                     histograms[key] = histogram
         if progress is not None:
             with lock:
-                progress(entry)
+                progress(record)
 
     with _one_torch_thread(), ThreadPoolExecutor(workers or _processors()) as pool:
-        jobs = [pool.submit(work, *item) for item in enumerate(dump)]
+        jobs = [pool.submit(work, *item) for item in enumerate(store.records.itertuples())]
         try:
             wait(jobs, return_when=FIRST_EXCEPTION)
         finally:  # an interrupt or our own mistake: do not measure the rest first
@@ -109,13 +114,13 @@ def measure_dump(
     return Measurements(table, histograms, [problems[position] for position in sorted(problems)])
 
 
-def _row(entry: Entry) -> dict[str, Any]:
+def _row(record: Any) -> dict[str, Any]:
     """The record's part of a row; what groups tensors is never null."""
-    known = entry.metadata
-    row = {name: known[name] for name in RECORD_COLUMNS}
-    row |= {name: str(known[name] or "unknown") for name in GROUPING}
-    row["rank"] = (known["rank"] or {}).get("world", 0)
-    row["path"] = entry.path
+    known = {name: getattr(record, name) for name in RECORD_COLUMNS}
+    row = {name: None if value is pd.NA else value for name, value in known.items()}
+    row |= {name: str(row[name] or "unknown") for name in GROUPING}
+    row["rank"] = row["rank"] or 0
+    row["path"] = Path(record.path)
     return row
 
 

@@ -29,7 +29,8 @@ from megatron.analysis.plots.style import ALARM, FAINT, RC, percent, short_count
 from megatron.analysis.plots.value_histogram import ALL
 from megatron.analysis.statistics import Grid
 from megatron.analysis.stats_text import GROUPS, format_statistics
-from megatron.analysis.store import Dump, Entry, Problem, open_dump
+from megatron.analysis.store import TensorStore
+from megatron.analysis.tensor_files import Problem
 
 PICTURE = "quick_analysis.png"
 TEXT = "tensor_stats.txt"
@@ -57,7 +58,7 @@ def quick_analysis(
     *,
     run: str | None = None,
     workers: int | None = None,
-    progress: Callable[[Dump], Callable[[Entry], None]] | None = None,
+    progress: Callable[[TensorStore], Callable[[object], None]] | None = None,
 ) -> QuickResult:
     """Draw `quick_analysis.png` and write `tensor_stats.txt` into `output`.
 
@@ -73,7 +74,7 @@ def quick_analysis(
             to do.
     """
     check_output(output)
-    dump = open_dump(folder)
+    dump = TensorStore(folder)
     if run is not None:
         dump = dump.only(run)
     measured = measure_dump(dump, workers=workers, progress=progress(dump) if progress else None)
@@ -88,7 +89,7 @@ def quick_analysis(
         *_write(output / PICTURE, picture.getvalue()),
         *_write(output / TEXT, text.encode()),
     ]
-    missing = sum(dump.missing.values())
+    missing = len(dump.missing)
     return QuickResult(output / PICTURE, output / TEXT, measured, problems, missing, kept)
 
 
@@ -110,7 +111,7 @@ def check_output(output: Path) -> None:
         ) from None
 
 
-def draw(dump: Dump, measured: Measurements, problems: list[Problem]) -> Figure:
+def draw(dump: TensorStore, measured: Measurements, problems: list[Problem]) -> Figure:
     """The picture: the values on the left, as they are and by magnitude; how the dump divides on
     the right.
     """
@@ -222,7 +223,9 @@ def share_data(measured: Measurements, column: str) -> pd.DataFrame:
     )
 
 
-def _headline(figure: Figure, dump: Dump, measured: Measurements, problems: list[Problem]) -> None:
+def _headline(
+    figure: Figure, dump: TensorStore, measured: Measurements, problems: list[Problem]
+) -> None:
     """Title, where the data are from, and, in red, what a reader must not miss."""
     table, summary = measured.table, measured.summary()
     types = list(measured.by("quant_type"))

@@ -12,7 +12,8 @@ import pandas as pd
 
 from megatron.analysis.measure import STATISTICS, Measurements
 from megatron.analysis.statistics import Summary
-from megatron.analysis.store import Dump, Problem, read_run_card
+from megatron.analysis.store import TensorStore
+from megatron.analysis.tensor_files import Problem
 
 GROUPS = (
     ("quant_type", "By quantization type"),
@@ -25,7 +26,9 @@ TENSOR_COLUMNS = (
 )  # fmt: skip
 
 
-def format_statistics(dump: Dump, measured: Measurements, problems: Sequence[Problem]) -> str:
+def format_statistics(
+    dump: TensorStore, measured: Measurements, problems: Sequence[Problem]
+) -> str:
     """The whole text: overall, by group, tensor by tensor, and what could not be read."""
     summary = measured.summary()
     lines = [
@@ -33,7 +36,11 @@ def format_statistics(dump: Dump, measured: Measurements, problems: Sequence[Pro
         f"{len(measured.table)} tensors, {summary.count} values"
         + (f"; {len(problems)} files could not be read (listed at the end)" if problems else ""),
         "NaN and Inf are counted and left out of every other number; std divides by n.",
-        *(f"{lost} files that {index} names are not there" for index, lost in dump.missing.items()),
+        *(
+            [f"{lost} files that an index names are not there"]
+            if (lost := len(dump.missing))
+            else []
+        ),
         "",
         "Runs",
         *(f"  {line}" for line in _runs(dump)),
@@ -51,11 +58,11 @@ def format_statistics(dump: Dump, measured: Measurements, problems: Sequence[Pro
     return "\n".join(lines) + "\n"
 
 
-def _runs(dump: Dump) -> list[str]:
+def _runs(dump: TensorStore) -> list[str]:
     """A line a run: how many tensors, and what its card says of it."""
     lines = []
     for run_id, count in dump.runs().items():
-        card = read_run_card(dump.folder, run_id) if run_id else {}
+        card = dump.run_card(run_id) if run_id else {}
         facts = [f"{count} tensors"]
         for key, word in (("quant_type", ""), ("status", ""), ("device", "on "), ("seed", "seed ")):
             if card.get(key) is not None:
@@ -64,7 +71,7 @@ def _runs(dump: Dump) -> list[str]:
     return lines
 
 
-def _tensor_rows(dump: Dump, table: pd.DataFrame) -> Iterable[tuple[object, ...]]:
+def _tensor_rows(dump: TensorStore, table: pd.DataFrame) -> Iterable[tuple[object, ...]]:
     """A row a tensor, in the table's order."""
     for row in table.to_dict("records"):
         known = [_known(row[name]) for name in TENSOR_COLUMNS]

@@ -1,95 +1,72 @@
-"""Finds the tensors of a dump and reads them, one at a time and memory-mapped.
+"""A dump as a table of its records, from which tensors are picked and read.
 
-What is known of a tensor comes from the run's index where there is one, else from the file's own
-metadata, else from its name. Nothing is written, and no file spoils the others: what cannot be read
-is a `Problem` beside the good entries.
+store = TensorStore("enhanced_tensor_logs/mxfp8")
+store.records                                      pandas, a row a tensor; no .pt file was opened
+store.select(layer=0, tensor_name=["input", "weight"], module="linear_fc*", iteration=range(1, 5))
+store.load(store.records.iloc[0])                  memory-mapped
+store.load_global(layer=0, module="linear_qkv", tensor_name="output")   over all ranks
+
+The table comes from the index files. Tensors that stand in no index (a dump of an older version, or
+of another program) are opened for their metadata, or known by their name alone. What cannot be read
+is in `problems`, what an index names in vain in `missing`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+import copy
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+import pandas as pd
 from torch import Tensor
 
-from megatron.tensor_record import TensorRecord, parse_filename, read_index
+from megatron.analysis.record_table import matching, table_of
+from megatron.analysis.shards import data_ranks, reassemble
+from megatron.analysis.tensor_files import (
+    Problem,
+    UnreadableTensorError,
+    read_run_card,
+    read_tensor,
+    scan,
+)
 
-_UNKNOWN: dict[str, Any] = {item.name: None for item in fields(TensorRecord)}
-
-
-class UnreadableTensorError(ValueError):
-    """A file that holds no tensor we can read; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A file that was left out, and why."""
-
-    path: Path
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.why}"
+#: What tells one logical tensor from another, besides the data-parallel rank.
+IDENTITY = (
+    "run_id", "iteration", "micro_batch", "layer_type", "layer_idx", "module", "operation", "phase",
+    "tensor_name",
+)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a dump: where it is and what is known of it without its values."""
+class TensorStore:
+    """The tensors below a folder, in the order in which they were written.
 
-    path: Path
-    metadata: Mapping[str, Any]  #: the fields of TensorRecord; None where unknown
-    source: str  #: index | file | name: where the metadata come from
+    Raises:
+        ValueError: the folder is missing, is no folder, or holds no `.pt` file.
+    """
 
-    def load(self) -> Tensor:
-        """The tensor, memory-mapped: its pages are read when its values are.
-
-        Raises:
-            UnreadableTensorError: the file is corrupt, or is not what the index says.
-        """
-        tensor, _ = read_tensor(self.path)
-        shape = self.metadata["shape"]
-        if shape is not None and list(tensor.shape) != list(shape):
-            raise UnreadableTensorError(
-                f"holds a tensor of shape {list(tensor.shape)}, but its record says {list(shape)}"
-            )
-        return tensor
-
-
-@dataclass(frozen=True)
-class Dump:
-    """The tensors below a folder, in the order in which they were written."""
-
-    folder: Path
-    entries: tuple[Entry, ...]
-    problems: tuple[Problem, ...] = ()  #: files that are no tensors of ours
-    missing: Mapping[Path, int] = field(
-        default_factory=dict
-    )  #: by index: files that it names in vain
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        with _no_garbage_collection():
+            found = scan(self.folder)
+            records, missing = table_of(found.rows), table_of(found.missing)
+        self.records: pd.DataFrame = records  #: see `record_table`
+        self.missing: pd.DataFrame = missing  #: in an index, but not in the folder
+        self.problems: list[Problem] = found.problems  #: files that were left out
 
     def __len__(self) -> int:
-        return len(self.entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self.entries)
+        return len(self.records)
 
     def runs(self) -> dict[str, int]:
         """Number of tensors by run, oldest first; those of unknown origin under the empty name."""
-        counts: dict[str, int] = {}
-        started: dict[str, str] = {}
-        for entry in self.entries:
-            run_id = str(entry.metadata["run_id"] or "")
-            counts[run_id] = counts.get(run_id, 0) + 1
-            written = str(entry.metadata["timestamp"] or "")
-            started[run_id] = min(started.get(run_id, written), written)
-        return {run_id: counts[run_id] for run_id in sorted(counts, key=lambda r: (started[r], r))}
+        groups = self.records.groupby(self.records["run_id"].fillna(""), sort=False)["timestamp"]
+        started = {str(run): str(times.fillna("").min()) for run, times in groups}
+        counts = {str(run): len(times) for run, times in groups}
+        return {run: counts[run] for run in sorted(counts, key=lambda run: (started[run], run))}
 
-    def only(self, run: str) -> Dump:
+    def only(self, run: str) -> TensorStore:
         """The part that belongs to one run, named by its id; `latest` is the one that started last.
 
         Raises:
@@ -100,145 +77,121 @@ class Dump:
         if wanted not in runs:
             found = ", ".join(runs) or "none that has an id"
             raise ValueError(f"no run {run!r} in {self.folder}; give 'latest' or one of: {found}")
-        chosen = tuple(entry for entry in self.entries if entry.metadata["run_id"] == wanted)
-        return replace(self, entries=chosen)
+        part = copy.copy(self)
+        part.records = matching(self.records, {"run_id": wanted}).reset_index(drop=True)
+        part.missing = matching(self.missing, {"run_id": wanted}).reset_index(drop=True)
+        return part
 
+    def run_card(self, run_id: str) -> dict[str, Any]:
+        """Arguments, formats, versions and topology of a run; empty where there is no card."""
+        return read_run_card(self.folder, run_id)
 
-def open_dump(folder: Path) -> Dump:
-    """Find all tensors below `folder`, in its subfolders too. Reads indexes; opens only files
-    without.
+    def select(self, **conditions: Any) -> pd.DataFrame:
+        """The records that meet all conditions; none is an empty table.
 
-    Raises:
-        ValueError: the folder is missing, is no folder, or holds no `.pt` file.
-    """
-    if not folder.exists():
-        raise ValueError(f"no folder {folder}; collect tensors first, or name another folder")
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; name the folder that holds the .pt files")
-    files, indexes, problems = _walk(folder)
-    known: dict[Path, dict[str, Any]] = {}
-    missing: dict[Path, int] = {}
-    present = set(files)
-    for index in indexes:
-        try:
-            records = {index.parent / str(line["file"]): line for line in read_index(index)}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            problems.append(
-                Problem(index, f"not read ({_reason(error)}); its files are opened instead")
+        A condition names a column (`layer` is short for `layer_idx`; the rank's coordinates are
+        `rank`, `tp`, `pp`, `dp`, `cp`, `ep`, `etp`) and gives a value, a list of values, a range,
+        or None for unknown. A module is given by a shell pattern that fits its dotted name, or the
+        end of it: `linear_qkv`, `layers.3.*`, `linear_fc*`.
+
+        Raises:
+            ValueError: no such column, or a value that it can never have.
+        """
+        return matching(self.records, conditions)
+
+    def load(self, record: Any) -> Tensor:
+        """One tensor, memory-mapped: its pages are read when its values are.
+
+        Args:
+            record: a row of `records` (as `iloc` or `itertuples` give it), or its label.
+
+        Raises:
+            UnreadableTensorError: the file is corrupt, or is not what its record says.
+        """
+        if isinstance(record, int):
+            record = self.records.loc[record]
+        path, shape = (_field(record, name) for name in ("path", "shape"))
+        tensor, _ = read_tensor(Path(path))
+        if shape is not None and list(tensor.shape) != list(shape):
+            raise UnreadableTensorError(
+                f"holds a tensor of shape {list(tensor.shape)}, but its record says {list(shape)}"
             )
-            continue
-        if lost := len(records.keys() - present):
-            missing[index] = lost
-        known |= records
-    entries = []
-    for path in files:
-        try:
-            entries.append(_entry(path, known.get(path)))
-        except UnreadableTensorError as error:
-            problems.append(Problem(path, str(error)))
-    if not files:
-        detail = f" ({sum(missing.values())} are in its index)" if missing else ""
-        raise ValueError(
-            f"no .pt file in {folder} or below{detail}; collect tensors first, or name "
-            "another folder"
-        )
-    entries.sort(key=_order)
-    return Dump(folder, tuple(entries), tuple(problems), missing)
+        return tensor
+
+    def load_global(
+        self, record: Any = None, *, dp: int | None = None, **conditions: Any
+    ) -> Tensor:
+        """One logical tensor, put together from the shards of all ranks by their `dims`.
+
+        Shards are joined along the dimension that is marked (`h[tp]`, `s[cp:zigzag]`), partial sums
+        (`| partial[tp]`) are added in float64 and rounded once, and replicas must agree in every
+        bit. Of a forward pass that was run again by activation recomputation, the first counts.
+
+        Args:
+            record: one shard, whose others are found; or None, and
+            conditions: as in `select`, which together name one logical tensor.
+            dp: whose data, where there are several data-parallel ranks; see also `load_global_all`.
+
+        Raises:
+            ValueError: no tensor or several, shards are missing, twice there or no shards of one
+                tensor, or replicas differ; the message says which.
+        """
+        frame = self._one_tensor(record, conditions)
+        ranks = sorted(frame["data_rank"].unique())
+        if dp is not None:
+            frame = frame[frame["data_rank"] == dp]
+            if frame.empty:
+                raise ValueError(f"no data-parallel rank {dp}; there are {_listed(ranks)}")
+        elif len(ranks) > 1:
+            raise ValueError(
+                f"data-parallel ranks {_listed(ranks)} have other data each; give dp=..., or take "
+                "load_global_all, which gives all of them in order"
+            )
+        return reassemble(frame, self.load)
+
+    def load_global_all(self, record: Any = None, **conditions: Any) -> list[Tensor]:
+        """The logical tensor of each data-parallel rank, in their order; else as `load_global`."""
+        frame = self._one_tensor(record, conditions)
+        return [reassemble(part, self.load) for _, part in frame.groupby("data_rank", sort=True)]
+
+    def _one_tensor(self, record: Any, conditions: dict[str, Any]) -> pd.DataFrame:
+        """The shards of one logical tensor over all data-parallel ranks; `data_rank` is whose."""
+        if record is not None:
+            if isinstance(record, int):
+                record = self.records.loc[record]
+            own = {name: _field(record, name) for name in IDENTITY}
+            own = {name: None if pd.isna(value) else value for name, value in own.items()}
+            conditions = own | conditions
+        frame = self.select(**conditions)
+        if "recomputed" not in conditions and frame["recomputed"].nunique() > 1:
+            frame = frame[frame["recomputed"] == False]  # noqa: E712  a column of objects
+        if frame.empty:
+            asked = ", ".join(f"{name}={value!r}" for name, value in conditions.items())
+            raise ValueError(f"no tensor with {asked}; look into records, or select less")
+        if several := [name for name in IDENTITY if frame[name].nunique(dropna=False) > 1]:
+            found = "; ".join(f"{name}: {_listed(frame[name].unique()[:6])}" for name in several)
+            raise ValueError(
+                f"these are {len(frame)} shards of more than one tensor; say more about {found}"
+            )
+        return frame.assign(data_rank=data_ranks(frame))
 
 
-def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
-    """The tensor of a file, memory-mapped, and its metadata if it has any.
+def _field(record: Any, name: str) -> Any:
+    """Of a row as a Series, whose `shape` is its own, or as a named tuple."""
+    return record[name] if isinstance(record, pd.Series) else getattr(record, name)
 
-    Raises:
-        UnreadableTensorError: not a tensor, or not one that can be read without running code.
-    """
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """It looks at every record again and again while they are made, which doubles the time."""
+    enabled = gc.isenabled()
+    gc.disable()
     try:
-        payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged archive or pickle can raise nearly anything
-        raise UnreadableTensorError(_reason(error, path)) from None
-    metadata = None
-    if isinstance(payload, dict):
-        metadata = payload.get("metadata")
-        payload = payload.get("tensor")
-    if not isinstance(payload, Tensor):
-        raise UnreadableTensorError('holds no tensor (expected {"tensor": ..., "metadata": ...})')
-    if payload.layout != torch.strided or payload.is_quantized or payload.is_meta:
-        raise UnreadableTensorError(
-            f"holds no plain dense tensor ({payload.layout}, {payload.dtype})"
-        )
-    return payload, metadata if isinstance(metadata, dict) and metadata else None
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
-def read_run_card(folder: Path, run_id: str) -> dict[str, Any]:
-    """A run's card from anywhere below `folder`; empty if there is none or it cannot be read."""
-    for path in sorted(folder.rglob(f"run_{run_id}.json")):
-        try:
-            card = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(card, dict):
-            return card
-    return {}
-
-
-def _walk(folder: Path) -> tuple[list[Path], list[Path], list[Problem]]:
-    """Tensor files, indexes, and the folders that could not be listed."""
-    files: list[Path] = []
-    indexes: list[Path] = []
-    problems: list[Problem] = []
-
-    def unreadable(error: OSError) -> None:
-        problems.append(Problem(Path(str(error.filename)), _reason(error)))
-
-    for parent, _, names in os.walk(folder, onerror=unreadable):
-        for name in names:
-            if name.endswith(".pt"):
-                files.append(Path(parent, name))
-            elif name.startswith("index_") and name.endswith(".jsonl"):
-                indexes.append(Path(parent, name))
-    return sorted(files), sorted(indexes), problems
-
-
-def _entry(path: Path, indexed: dict[str, Any] | None) -> Entry:
-    """What is known of one file, from the best source there is."""
-    if indexed is not None:
-        return Entry(path, _UNKNOWN | indexed, "index")
-    tensor, metadata = read_tensor(path)
-    named = parse_filename(path.name)
-    if named is not None:
-        named["rank"] = {"world": named["rank"]}
-    if metadata is None and named is None:
-        raise UnreadableTensorError(
-            "no metadata in it, and its name is not "
-            "{timestamp}_{counter}_{layer}_L{n}_{operation}_{phase}_{component}_{type}_{tensor}.pt"
-        )
-    actual = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-    found = _UNKNOWN | (named or {}) | actual | (metadata or {})
-    return Entry(path, found, "name" if metadata is None else "file")
-
-
-def _order(entry: Entry) -> tuple[str, str, int, str]:
-    """By run, then as written; the name decides between ranks."""
-    known = entry.metadata
-    return (
-        str(known["run_id"] or ""),
-        str(known["timestamp"] or ""),
-        int(known["counter"] or 0),
-        str(entry.path),
-    )
-
-
-def _reason(error: Exception, path: Path | None = None) -> str:
-    """An exception in one line, for a person."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    if path is not None and not path.stat().st_size:
-        return "the file is empty"
-    if path is not None and not zipfile.is_zipfile(path):
-        return "corrupt or cut short: no archive of torch.save"
-    text = str(error).strip()
-    if "eights only" in text or "weights_only" in text:
-        return "it holds other things than tensors and plain values; loading it could run code"
-    line = text.splitlines()[0] if text else type(error).__name__
-    prefix = "corrupt or cut short: " if path is not None else ""
-    return prefix + line
+def _listed(values: Any) -> str:
+    return ", ".join(str(value) for value in values)

@@ -8,12 +8,12 @@ from matplotlib.patches import StepPatch
 
 from megatron.analysis.measure import measure_dump
 from megatron.analysis.quick import draw, histogram_data, magnitude_data, quick_analysis
-from megatron.analysis.store import open_dump
+from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import LAYER, records, write_dump, write_tensor
 
 
 def measured(folder):
-    dump = open_dump(folder)
+    dump = TensorStore(folder)
     return dump, measure_dump(dump)
 
 
@@ -38,7 +38,7 @@ def test_the_table_has_a_row_a_tensor_with_the_statistics_of_its_values(tmp_path
 
 def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path):
     write_dump(tmp_path, layers=2)
-    dump = open_dump(tmp_path)
+    dump = TensorStore(tmp_path)
     seen = []
     one = measure_dump(dump, workers=1, progress=seen.append)
     many = measure_dump(dump, workers=8)

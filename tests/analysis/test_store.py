@@ -1,65 +1,144 @@
-"""Finding and reading the tensors of a dump, good ones among bad ones."""
+"""Finding, picking and reading the tensors of a dump, good ones among bad ones."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
-from megatron.analysis.store import UnreadableTensorError, open_dump, read_run_card, read_tensor
+from megatron.analysis.store import TensorStore
+from megatron.analysis.tensor_files import UnreadableTensorError, read_run_card, read_tensor
 from tests.analysis.fake_dump import LAYER, write_dump
 
 
-def fields(dump):
-    skip = {"file", "bytes"}  # an index line has two fields more than the file
-    return [{k: v for k, v in entry.metadata.items() if k not in skip} for entry in dump]
+def sources(store):
+    return set(store.records["source"])
 
 
 def test_a_dump_is_read_the_same_with_and_without_its_index(tmp_path):
     write_dump(tmp_path, layers=2)
-    indexed = open_dump(tmp_path)
-    assert {entry.source for entry in indexed} == {"index"}
+    indexed = TensorStore(tmp_path)
+    assert sources(indexed) == {"index"}
     for index in tmp_path.glob("*.jsonl"):
         index.unlink()
-    opened = open_dump(tmp_path)
-    assert {entry.source for entry in opened} == {"file"}
-    assert fields(indexed) == fields(opened)
+    opened = TensorStore(tmp_path)
+    assert sources(opened) == {"file"}
+    without = [store.records.drop(columns="source") for store in (indexed, opened)]
+    pd.testing.assert_frame_equal(*without)
     assert len(opened) == 2 * len(LAYER)
-    assert [entry.metadata["counter"] for entry in opened] == list(range(1, len(opened) + 1))
+    assert opened.records["counter"].tolist() == list(range(1, len(opened) + 1))
+
+
+def test_with_an_index_no_file_is_opened(tmp_path):
+    for path in write_dump(tmp_path, layers=1):
+        path.write_bytes(b"")
+    store = TensorStore(tmp_path)
+    assert len(store) == len(LAYER)
+    assert store.problems == []
+
+
+def test_the_table_has_the_records_fields_and_the_ranks_place(tmp_path):
+    write_dump(tmp_path, layers=1, world_size=2)
+    records = TensorStore(tmp_path).records
+    assert records["rank"].tolist() == records["tp"].tolist() == [0, 1] * 14
+    assert records["world_size"].unique().tolist() == [2]
+    assert records["iteration"].dtype == np.int64
+    assert records["pp"].isna().all(), "this dump does not say it"
+    first = records.iloc[0]
+    assert first["shape"] == first["global_shape"] == [64, 2, 64]
+    assert records["format"].tolist()[:3] == ["mxfp8", "mxfp8", None]
+    assert records["bytes"].tolist() == [Path(path).stat().st_size for path in records["path"]]
 
 
 def test_a_file_without_metadata_is_described_by_its_name(tmp_path):
     name = "20250908_095220_0007_linear_L1_backward_pre_linear_mxfp8_rank03_grad_output.pt"
     torch.save({"tensor": torch.ones(2, 3)}, tmp_path / name)
     torch.save(torch.ones(4), tmp_path / name.replace("rank03_", ""))
-    named = open_dump(tmp_path)
-    assert [entry.source for entry in named] == ["name", "name"]
-    ranks = {entry.metadata["rank"]["world"]: entry.metadata for entry in named}
-    assert ranks[3]["tensor_name"] == "grad_output"
-    assert (ranks[3]["shape"], ranks[3]["dtype"], ranks[3]["layer_idx"]) == ([2, 3], "float32", 1)
-    assert ranks[3]["iteration"] is None
-    assert ranks[0]["quant_type"] == "mxfp8"
-    assert named.problems == ()
+    store = TensorStore(tmp_path)
+    assert sources(store) == {"name"}
+    [third] = store.select(rank=3).itertuples()
+    assert third.tensor_name == "grad_output"
+    assert (third.shape, third.dtype, third.layer_idx) == ([2, 3], "float32", 1)
+    assert store.select(iteration=None).equals(store.records)
+    [bare] = store.select(rank=0).itertuples()
+    assert bare.quant_type == "mxfp8"
+    assert torch.equal(store.load(bare), torch.ones(4))
+    assert torch.equal(store.load_global(rank=0), torch.ones(4))
+    with pytest.raises(ValueError, match=r"2 records say of their dims None.*with load\(record\)"):
+        store.load_global(bare)
+    assert store.problems == []
 
 
 def test_subfolders_are_searched_and_unfinished_files_skipped(tmp_path):
     write_dump(tmp_path / "mxfp8", layers=1)
     write_dump(tmp_path / "deep" / "er" / "bf16", quant_type="bf16", layers=1)
     (tmp_path / "mxfp8" / "half.pt.20250908.partial").write_bytes(b"PK")
-    dump = open_dump(tmp_path)
-    assert len(dump) == 2 * len(LAYER)
-    assert dump.problems == ()
+    store = TensorStore(tmp_path)
+    assert len(store) == 2 * len(LAYER)
+    assert store.problems == []
+
+
+@pytest.mark.parametrize(
+    ("conditions", "expected"),
+    [
+        ({}, 56),
+        ({"layer": 1}, 28),
+        ({"layer_idx": [0, 1], "iteration": 2}, 28),
+        ({"iteration": range(2, 9)}, 28),
+        ({"tensor_name": ["input", "weight"]}, 8),
+        ({"operation": "backward", "layer_type": "attention"}, 16),
+        ({"phase": "post", "quant_type": "mxfp8"}, 28),
+        ({"module": "linear_qkv"}, 24),
+        ({"module": "layers.1.*"}, 28),
+        ({"module": ["decoder.layers.0.*_attention.core*", "nothing"]}, 16),
+        ({"module": "qkv"}, 0),
+        ({"format": None, "tensor_name": "weight"}, 0),
+        ({"format": None}, 28),
+        ({"rank": 0, "tp": [0], "run_id": "20250908_095200_abc123"}, 56),
+        ({"world": 1}, 0),
+        ({"pp": None}, 56),
+        ({"shape": [96, 64]}, 8),
+        ({"shape": [[96, 64], (64, 2, 96)]}, 16),
+        ({"micro_batch": set()}, 0),
+    ],
+)
+def test_select(tmp_path, conditions, expected):
+    write_dump(tmp_path, layers=2, iterations=2)
+    store = TensorStore(tmp_path)
+    selected = store.select(**conditions)
+    assert len(selected) == expected
+    assert list(selected.columns) == list(store.records.columns)
+    assert selected.index.isin(store.records.index).all(), "labels stay those of `records`"
+
+
+@pytest.mark.parametrize(
+    ("conditions", "said"),
+    [
+        ({"laier": 1}, "no condition 'laier'; choose from layer, world, run_id, iteration"),
+        ({"tensor_name": "weights"}, "no tensor_name 'weights'; choose from query, key, value"),
+        ({"operation": ["forward", "back"]}, "no operation 'back'; choose from forward, backward"),
+        ({"layer": "0"}, "layer_idx is a whole number, not '0'; give a number, a list or a range"),
+    ],
+)
+def test_a_condition_that_could_never_hold_is_refused(tmp_path, conditions, said):
+    write_dump(tmp_path, layers=1)
+    with pytest.raises(ValueError, match=said):
+        TensorStore(tmp_path).select(**conditions)
 
 
 def test_the_tensor_is_memory_mapped_and_correct(tmp_path):
     path = write_dump(tmp_path, layers=1)[0]
-    [entry] = [entry for entry in open_dump(tmp_path) if entry.path == path]
-    loaded = entry.load()
+    store = TensorStore(tmp_path)
+    [record] = [each for each in store.records.itertuples() if each.path == str(path)]
+    loaded = store.load(record)
     expected = torch.load(path, weights_only=True)["tensor"]
     assert loaded.dtype == torch.bfloat16
-    assert torch.equal(loaded, expected)
+    for found in (loaded, store.load(store.records.iloc[0]), store.load(0)):
+        assert torch.equal(found, expected)
     mapped = Path("/proc/self/maps")
     if mapped.exists():
         assert path.name in mapped.read_text()
@@ -84,16 +163,16 @@ def test_a_corrupt_file_is_one_problem_and_the_others_are_read(tmp_path, kind, i
         paths[3].write_bytes(good[:at] + b"\xff" * 60 + good[at + 60 :])
     else:
         paths[3].write_bytes(BAD[kind])
-    dump = open_dump(tmp_path)
-    problems = list(dump.problems)
-    for entry in dump:
+    store = TensorStore(tmp_path)
+    problems = list(map(str, store.problems))
+    for record in store.records.itertuples():
         try:
-            entry.load()
+            store.load(record)
         except UnreadableTensorError as error:
-            problems.append(f"{entry.path}: {error}")
+            problems.append(f"{record.path}: {error}")
     assert len(problems) == 1
-    assert str(problems[0]).startswith(str(paths[3]))
-    assert "\n" not in str(problems[0])
+    assert problems[0].startswith(str(paths[3]))
+    assert "\n" not in problems[0]
 
 
 class Evil:
@@ -105,9 +184,16 @@ class Evil:
 
 def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    paths = write_dump(tmp_path, layers=1)
     torch.save({"tensor": torch.ones(1), "metadata": Evil()}, tmp_path / "a.pt")
+    torch.save({"tensor": torch.ones(1), "metadata": Evil()}, paths[0])
     with pytest.raises(UnreadableTensorError, match="could run code"):
         read_tensor(tmp_path / "a.pt")
+    store = TensorStore(tmp_path)
+    assert [problem.path.name for problem in store.problems] == ["a.pt"]
+    for load in (store.load, store.load_global):
+        with pytest.raises(UnreadableTensorError, match="could run code"):
+            load(0)
     assert not (tmp_path / "evil").exists()
 
 
@@ -129,26 +215,27 @@ def test_a_file_without_a_plain_tensor_is_explained(tmp_path, payload):
 def test_a_strange_name_without_metadata_is_a_problem(tmp_path):
     write_dump(tmp_path, layers=1)
     torch.save({"tensor": torch.ones(1)}, tmp_path / "checkpoint.pt")
-    dump = open_dump(tmp_path)
-    assert len(dump) == len(LAYER)
-    assert [problem.path.name for problem in dump.problems] == ["checkpoint.pt"]
-    assert "{timestamp}_{counter}" in dump.problems[0].why
+    store = TensorStore(tmp_path)
+    assert len(store) == len(LAYER)
+    assert [problem.path.name for problem in store.problems] == ["checkpoint.pt"]
+    assert "{timestamp}_{counter}" in store.problems[0].why
 
 
 def test_a_tensor_that_is_not_what_the_index_says_is_a_problem(tmp_path):
     paths = write_dump(tmp_path, layers=1)
     paths[0].write_bytes(paths[1].read_bytes())
-    [entry] = [entry for entry in open_dump(tmp_path) if entry.path == paths[0]]
+    store = TensorStore(tmp_path)
     with pytest.raises(UnreadableTensorError, match=r"shape \[96, 64\].*says \[64, 2, 64\]"):
-        entry.load()
+        store.load(0)
 
 
-def test_files_that_the_index_names_in_vain_are_counted(tmp_path):
+def test_files_that_the_index_names_in_vain_are_known(tmp_path):
     paths = write_dump(tmp_path, layers=1)
     paths[2].unlink()
-    dump = open_dump(tmp_path)
-    assert list(dump.missing.values()) == [1]
-    assert len(dump) == len(LAYER) - 1
+    store = TensorStore(tmp_path)
+    assert store.missing["path"].tolist() == [str(paths[2])]
+    assert store.missing["tensor_name"].tolist() == ["output"]
+    assert len(store) == len(LAYER) - 1
 
 
 def test_a_spoilt_index_is_a_problem_and_its_files_are_opened(tmp_path):
@@ -156,42 +243,48 @@ def test_a_spoilt_index_is_a_problem_and_its_files_are_opened(tmp_path):
     [index] = tmp_path.glob("*.jsonl")
     lines = index.read_text().splitlines()
     index.write_text("\n".join(["not json", *lines]) + "\n")
-    dump = open_dump(tmp_path)
-    assert len(dump) == len(LAYER)
-    assert {entry.source for entry in dump} == {"file"}
-    assert [problem.path for problem in dump.problems] == [index]
+    store = TensorStore(tmp_path)
+    assert len(store) == len(LAYER)
+    assert sources(store) == {"file"}
+    assert [problem.path for problem in store.problems] == [index]
 
 
 def test_an_index_cut_short_by_a_crash_still_counts(tmp_path):
     write_dump(tmp_path, layers=1)
     [index] = tmp_path.glob("*.jsonl")
     index.write_text(index.read_text()[:-40])
-    dump = open_dump(tmp_path)
-    assert dump.problems == ()
-    assert sorted(entry.source for entry in dump) == ["file"] + ["index"] * (len(LAYER) - 1)
+    store = TensorStore(tmp_path)
+    assert store.problems == []
+    assert store.records["source"].value_counts().to_dict() == {
+        "index": len(LAYER) - 1,
+        "file": 1,
+    }
 
 
 def test_runs_are_told_apart_and_the_latest_can_be_chosen(tmp_path):
     write_dump(tmp_path, layers=1, run_id="20250908_095200_bbb")
     write_dump(tmp_path / "again", layers=2, run_id="20250908_095201_aaa")
-    dump = open_dump(tmp_path)
-    assert dump.runs() == {"20250908_095200_bbb": len(LAYER), "20250908_095201_aaa": 2 * len(LAYER)}
-    assert len(dump.only("latest")) == 2 * len(LAYER)
-    assert len(dump.only("20250908_095200_bbb")) == len(LAYER)
+    store = TensorStore(tmp_path)
+    assert store.runs() == {
+        "20250908_095200_bbb": len(LAYER),
+        "20250908_095201_aaa": 2 * len(LAYER),
+    }
+    assert len(store.only("latest")) == 2 * len(LAYER)
+    assert len(store.only("20250908_095200_bbb")) == len(LAYER)
     with pytest.raises(ValueError, match=r"no run 'x'.*20250908_095200_bbb"):
-        dump.only("x")
-    assert read_run_card(tmp_path, "20250908_095201_aaa")["seed"] == 1234
+        store.only("x")
+    assert store.run_card("20250908_095201_aaa")["seed"] == 1234
     assert read_run_card(tmp_path, "nothing") == {}
 
 
 def test_missing_and_empty_folders_are_explained(tmp_path):
     with pytest.raises(ValueError, match="no folder"):
-        open_dump(tmp_path / "nowhere")
+        TensorStore(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"no \.pt file in"):
-        open_dump(tmp_path)
+        TensorStore(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is not a folder"):
-        open_dump(tmp_path / "file")
+        TensorStore(tmp_path / "file")
 
 
 def test_unknown_fields_of_a_later_schema_do_not_stop_a_reader(tmp_path):
@@ -199,4 +292,4 @@ def test_unknown_fields_of_a_later_schema_do_not_stop_a_reader(tmp_path):
     [index] = tmp_path.glob("*.jsonl")
     lines = [json.loads(line) | {"new_field": 1} for line in index.read_text().splitlines()]
     index.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert len(open_dump(tmp_path)) == len(LAYER)
+    assert len(TensorStore(tmp_path)) == len(LAYER)
