@@ -1,0 +1,26 @@
+"""Real dumps in several parallel layouts, made once for all tests of this folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.subprocesses import REPO, environment, run, torchrun
+
+WORKER = Path(__file__).with_name("layouts_worker.py")
+OF_ONE_RANK = ("one", "mxfp8", "hifp8-frozen", "dropout", "stochastic")
+OF_TWO_RANKS = ("tp2", "tp2sp", "pp2", "cp2", "dp2", "tp2sp-mxfp4", "cp2-mxfp8")
+
+
+@pytest.fixture(scope="session")
+def dumps(tmp_path_factory) -> Path:
+    """A folder with a dump for each of the worker's layouts; to be read only."""
+    folder = tmp_path_factory.mktemp("dumps")
+    env = environment(PYTHONPATH=REPO)
+    alone = run([sys.executable, WORKER, folder, *OF_ONE_RANK], env=env)
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    together = torchrun(WORKER, folder, *OF_TWO_RANKS, ranks=2, env=env)
+    assert together.returncode == 0, together.stderr[-3000:]
+    return folder
