@@ -124,7 +124,7 @@ def test_replicas_with_the_same_nan_agree_and_zeros_of_two_signs_do_not(tmp_path
     write_grid(tmp_path / "a", "h", lambda cp, tp: nan, whole=nan)
     assert TensorStore(tmp_path / "a").load_global(0)[0].isnan()
     write_grid(tmp_path / "b", "h", lambda cp, tp: nan * (-1) ** tp, whole=nan)
-    with pytest.raises(ValueError, match="1 of 2 values differ|2 of 2 values differ"):
+    with pytest.raises(ValueError, match=r"[12] of 2 values differ"):
         TensorStore(tmp_path / "b").load_global(0)
 
 
@@ -153,7 +153,9 @@ def test_more_than_one_logical_tensor_is_refused(tmp_path):
     write(tmp_path, WHOLE, "s b h", WHOLE)
     write(tmp_path, WHOLE, "s b h", WHOLE, counter=2, module="decoder.layers.0.mlp.linear_fc2")
     store = TensorStore(tmp_path)
-    with pytest.raises(ValueError, match="more than one tensor; say more about module: .*fc1.*fc2"):
+    with pytest.raises(
+        ValueError, match=r"more than one tensor; say more about module: .*fc1.*fc2"
+    ):
         store.load_global(layer=0)
     assert torch.equal(store.load_global(module="linear_fc2"), WHOLE)
     with pytest.raises(ValueError, match="no tensor with layer=7; look into records"):

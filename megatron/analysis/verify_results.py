@@ -1,0 +1,155 @@
+"""Recomputes the results of one run, pass by pass: which records belong together, in which formats.
+
+Attention is taken for causal with the usual scale. Where the run card has no arguments to say so, a
+run none of whose attention follows may have had another mask, scale or dropout: not checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from torch import Tensor
+
+from megatron.analysis import recorded_formats
+from megatron.analysis.recompute import LINEAR, Outcome, linear
+from megatron.analysis.recompute_attention import Formats, attention
+from megatron.analysis.recorded_formats import NotCheckedError
+from megatron.analysis.store import TensorStore
+
+#: Arguments of a run under which attention is not the one that is recomputed, and their harmless
+#: values.
+_OTHER_ATTENTION = {
+    "attention_dropout": (None, 0, 0.0),
+    "window_size": (None,),
+    "softmax_type": (None, "vanilla"),
+    "apply_query_key_layer_scaling": (None, False),
+    "multi_latent_attention": (None, False),
+    "reset_attention_mask": (None, False),
+    "softmax_scale": (None,),
+}
+_UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, scale and dropout"
+#: A pass of a linear layer is one rank's; of attention, of the ranks that share its sequences.
+_LINEAR_PASS = ["iteration", "micro_batch", "module", "rank"]
+_ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
+Result = tuple[str, Any, "Outcome | NotCheckedError"]  #: kind of layer, record, how it stands
+
+
+@dataclass(frozen=True)
+class Results:
+    """The outputs and gradients of one run."""
+
+    store: TensorStore
+    records: pd.DataFrame  #: whose files are good, each forward tensor once
+    card: Mapping[str, Any]
+    slack: float
+
+    def check(self, progress: Callable[[], object]) -> Iterator[Result]:
+        """Every result, with how it stands to the recomputed one."""
+        of_attention = self.records["layer_type"] == "attention"
+        for _, rows in self._passes(self.records[~of_attention], _LINEAR_PASS):
+            for row, outcome in self._linear(rows):
+                yield "linear layers", row, outcome
+            progress()
+        found: list[tuple[Any, Outcome | NotCheckedError]] = []
+        for _, rows in self._passes(self.records[of_attention], _ATTENTION_PASS):
+            found += self._attention(rows)
+            progress()
+        trusted = any(isinstance(outcome, Outcome) and not outcome.wrong for _, outcome in found)
+        for row, outcome in found:
+            if not self.card.get("arguments") and not trusted and isinstance(outcome, Outcome):
+                outcome = NotCheckedError(_UNKNOWN_ATTENTION)
+            yield "attention", row, outcome
+
+    @staticmethod
+    def _passes(records: pd.DataFrame, keys: list[str]) -> Any:
+        return records.groupby(keys, sort=False, dropna=False)
+
+    def _tensors(self, rows: pd.DataFrame) -> dict[str, Tensor]:
+        return {row.tensor_name: self.store.load(row) for row in rows.itertuples()}
+
+    def _linear(self, rows: pd.DataFrame) -> Iterator[tuple[Any, Outcome | NotCheckedError]]:
+        """The results of one pass of one layer on one rank, by the reading that fits best."""
+        by_name = {row.tensor_name: row for row in rows.itertuples()}
+        first = rows.iloc[0]
+        try:
+            of_card = recorded_formats.of_card(
+                self.card, first["module"], "linear", int(first["iteration"])
+            )
+            names = [
+                by_name[name].format if name in by_name else None
+                for name in ("input", "weight", "grad_output")
+            ]
+            readings = [of_card] if of_card else recorded_formats.of_records(*names)
+        except NotCheckedError as reason:
+            yield from ((by_name[name], reason) for name in LINEAR if name in by_name)
+            return
+        tensors = self._tensors(rows)
+        best: dict[str, Outcome | NotCheckedError] = {}
+        for formats in readings:
+            for name, outcome in linear(tensors, formats, self.slack):
+                best[name] = _better(best.get(name), outcome)
+        yield from ((by_name[name], outcome) for name, outcome in best.items())
+
+    def _attention(self, rows: pd.DataFrame) -> Iterator[tuple[Any, Outcome | NotCheckedError]]:
+        """The results of one pass of one layer on the ranks that share its sequences."""
+        ranks = [of_rank for _, of_rank in rows.groupby("cp", sort=True, dropna=False)]
+        places = [{row.tensor_name: row for row in of_rank.itertuples()} for of_rank in ranks]
+        try:
+            self._check_attention(rows)
+            formats = _attention_formats(places, self.card)
+            tensors = [self._tensors(of_rank) for of_rank in ranks]
+            for rank, name, outcome in attention(tensors, formats, self.slack):
+                yield places[rank][name], outcome
+        except NotCheckedError as reason:
+            results = rows[rows["phase"] == "post"]
+            yield from ((row, reason) for row in results.itertuples())
+
+    def _check_attention(self, rows: pd.DataFrame) -> None:
+        """Refuse attention that is not the one that is recomputed."""
+        for name, harmless in _OTHER_ATTENTION.items():
+            value = (self.card.get("arguments") or {}).get(name)
+            if value not in harmless:
+                raise NotCheckedError(f"attention with {name} {value}: not recomputed")
+        sizes, found = rows["cp_size"].iloc[0], rows["cp"].nunique()
+        if not pd.isna(sizes) and found != int(sizes):
+            raise NotCheckedError("keys and values of a context-parallel rank are missing")
+
+
+def _better(
+    one: Outcome | NotCheckedError | None, other: Outcome | NotCheckedError
+) -> Outcome | NotCheckedError:
+    """Of two readings' outcomes the one that fits."""
+    if one is None or isinstance(one, NotCheckedError):
+        return other
+    if isinstance(other, NotCheckedError):
+        return one
+    return min(one, other, key=lambda each: (not each.exact, each.excess))
+
+
+def _attention_formats(places: list[dict[str, Any]], card: Mapping[str, Any]) -> Formats:
+    """What both matmuls go through: from the card's audit, else the one format of a run.
+
+    Raises:
+        NotCheckedError: the run has a recipe, and its card has no audit.
+    """
+    held = {name: row for names in places for name, row in names.items()}
+    first = next(iter(held.values()))
+    if card.get("quantization"):
+        qk, pv = (
+            recorded_formats.of_card(card, first.module, operation, int(first.iteration))
+            for operation in ("qk", "pv")
+        )
+        if qk is not None and pv is not None:
+            return Formats(qk, pv)
+    if str(first.quant_type).startswith("recipe_"):
+        raise NotCheckedError("attention under a recipe without the run card's audit")
+    found = []
+    for name in ("key", "value"):
+        row = held.get(name)
+        operand = None if row is None or row.format is None else row.format
+        readings = recorded_formats.of_records(operand, operand, operand)
+        found.append(None if operand is None else readings[0])
+    return Formats(*found)
