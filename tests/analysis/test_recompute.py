@@ -1,0 +1,189 @@
+"""The parts of the verification: what formats a dump tells of, and what rounding allows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.analysis.recompute import linear
+from megatron.analysis.recompute_attention import Formats, attention
+from megatron.analysis.recorded_formats import (
+    NotCheckedError,
+    of_card,
+    of_records,
+    parse_operand,
+)
+from megatron.fake_quant import get_format
+from megatron.fake_quant.gemm import SLOTS, GemmFormats, Operand, quantized_matmul
+from megatron.fake_quant.hadamard import Hadamard
+
+MXFP8, MXFP4, NVFP4 = (Operand(get_format(name)) for name in ("mxfp8", "mxfp4", "nvfp4"))
+ROTATED = Operand(get_format("nvfp4"), Hadamard(16, "nvfp4"))
+CHOICES = {
+    "uniform": GemmFormats.uniform(get_format("mxfp8")),
+    "high precision": GemmFormats(),
+    "mixed": GemmFormats(MXFP8, MXFP4, MXFP8, MXFP8, NVFP4, MXFP8),
+    "one operand": GemmFormats(fprop_a=MXFP8),
+    "straight-through": GemmFormats(MXFP8, MXFP4, straight_through=True),
+    "rotated wgrad": GemmFormats(NVFP4, NVFP4, NVFP4, NVFP4, ROTATED, ROTATED),
+    "rotated straight-through": GemmFormats(ROTATED, ROTATED, straight_through=True),
+    "spelled out": GemmFormats.uniform(get_format("mx:e3m4:b16:rceil")),
+}
+
+
+def tensors_of(formats, dtype=torch.bfloat16):
+    """A linear layer's six tensors, by the layer's own function."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((48, 32), (64, 32), (48, 64))
+    x, w, dy = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    x.requires_grad_()
+    w.requires_grad_()
+    y = quantized_matmul(x, w, formats)
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    found = {"input": x, "weight": w, "output": y, "grad_output": dy}
+    found |= {"grad_input": dx, "grad_weight": dw}
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def recorded(formats):
+    """The formats of input, weight and output gradient, as the layer records them."""
+    pairs = (("fprop_a", "wgrad_a"), ("fprop_b", "dgrad_b"), ("dgrad_c", "wgrad_c"))
+    named = ([str(formats.effective(slot)) for slot in pair] for pair in pairs)
+    return [" | ".join(dict.fromkeys(names)) for names in named]
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_linear_layers_results_follow_under_a_reading_of_its_records(name, dtype):
+    formats = CHOICES[name]
+    readings = of_records(*recorded(formats))
+    assert formats in readings
+    outcomes = dict(linear(tensors_of(formats, dtype), formats, 1.0))
+    assert outcomes.keys() == {"output", "grad_input", "grad_weight"}
+    assert not any(outcome.wrong for outcome in outcomes.values())
+
+
+def test_a_wrong_format_is_no_reading_that_fits():
+    tensors = tensors_of(CHOICES["uniform"])
+    for other in ("mixed", "high precision", "straight-through", "rotated wgrad"):
+        outcomes = dict(linear(tensors, CHOICES[other], 1.0))
+        assert any(outcome.wrong for outcome in outcomes.values()), other
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["uniform", "rotated straight-through"])
+def test_another_order_of_summation_is_allowed_and_little_more(dtype, name):
+    """Sums from the last product to the first, one float32 rounding each, rounded to the dtype."""
+    formats = CHOICES[name]
+    tensors = tensors_of(formats, dtype)
+    a, b = (op.quantized(tensors[t], axis=-1) for op, t in
+            ((formats.fprop_a, "input"), (formats.fprop_b, "weight")))  # fmt: skip
+    total = torch.zeros(48, 64)
+    for k in reversed(range(32)):
+        total += a[:, k : k + 1].float() * b[:, k].float()
+    backwards = total.to(dtype)
+    outcome = dict(linear(tensors | {"output": backwards}, formats, 1.0))["output"]
+    assert not outcome.wrong
+    spoilt = tensors["output"].clone()
+    spoilt[7, 9] = spoilt.abs().max() * 1.25
+    outcome = dict(linear(tensors | {"output": spoilt}, formats, 1.0))["output"]
+    assert outcome.wrong
+    assert outcome.text.startswith("at [7, 9] it is ")
+
+
+def test_what_is_random_is_not_checked_and_the_rest_is():
+    """Only the gradient of the output is rounded stochastically: the output can be recomputed."""
+    random = Operand(get_format("mxfp8:sr"))
+    formats = GemmFormats(MXFP8, MXFP8, random, MXFP8, random, MXFP8)
+    outcomes = dict(linear(tensors_of(formats), formats, 1.0))
+    assert not outcomes["output"].wrong
+    for name in ("grad_input", "grad_weight"):
+        assert isinstance(outcomes[name], NotCheckedError)
+
+
+def test_nan_and_overflow_follow_as_values_do():
+    formats = CHOICES["high precision"]
+    tensors = tensors_of(formats, torch.float16)
+    tensors["input"][0, 0] = torch.nan
+    tensors["input"][1] = 60000.0
+    tensors["weight"][0] = 60000.0
+    tensors["output"] = (tensors["input"].float() @ tensors["weight"].float().t()).half()
+    assert not dict(linear(tensors, formats, 1.0))["output"].wrong
+    tensors["output"][5, 5] = torch.nan
+    assert dict(linear(tensors, formats, 1.0))["output"].wrong
+
+
+def test_operands_that_do_not_fit_are_wrong():
+    tensors = tensors_of(CHOICES["uniform"])
+    tensors["weight"] = tensors["weight"][:, :16]
+    assert "do not fit" in dict(linear(tensors, GemmFormats(), 1.0))["output"].text
+
+
+def test_operands_as_records_name_them():
+    assert parse_operand("none") == Operand()
+    assert parse_operand("mxfp8:rceil") == Operand(get_format("mxfp8:rceil"))
+    assert parse_operand("nvfp4+H16:nvfp4") == ROTATED
+    assert parse_operand("none+H32:7") == Operand(None, Hadamard(32, 7))
+    with pytest.raises(NotCheckedError, match="does not know the format 'mxfp9'"):
+        parse_operand("mxfp9")
+
+
+def test_the_cards_audit_is_read_as_the_trainer_writes_it():
+    from megatron.core import audit
+
+    modules = {name: f"decoder.layers.{{}}.mlp.{name.replace(' ', '_')}" for name in CHOICES}
+    found = [
+        audit._matmul(pattern.format(layer), "linear", 1.0, CHOICES[name], "recipe r.yaml, (x)")
+        for name, pattern in modules.items()
+        for layer in (0, 1, 5)
+    ]
+    unnormalized = GemmFormats(MXFP8, MXFP8, unnormalized=True)
+    found.append(audit._matmul("decoder.layers.0.core", "pv", 1.0, unnormalized, "somewhere"))
+    old = {"iteration": 1, "matmuls": ["decoder.layers.0-9.mlp.uniform  linear  mxfp4  recipe"]}
+    card = {"quantization": [old, {"iteration": 3, "matmuls": audit.table(found)}]}
+    for name, pattern in modules.items():
+        assert of_card(card, pattern.format(5), "linear", 4) == CHOICES[name]
+        assert of_card(card, pattern.format(2), "linear", 4) is None
+    assert of_card(card, "decoder.layers.0.core", "pv", 3) == unnormalized
+    assert of_card(card, "decoder.layers.7.mlp.uniform", "linear", 2) == GemmFormats.uniform(
+        get_format("mxfp4")
+    )
+    assert of_card({"quantization": None}, "x", "linear", 1) is None
+    assert len(SLOTS) == 6
+
+
+def attention_tensors(dtype=torch.float32):
+    """Attention in float64 by its definition, [s, b, heads, d], two heads of one group."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(8, 1, n, 16, generator=generator).to(dtype) for n in (2, 1, 1))
+    dout = torch.randn(8, 1, 32, generator=generator).to(dtype)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    scores = torch.einsum("sbad,tbgd->bast", wide[0], wide[1]) / 4
+    probs = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf).softmax(-1)
+    out = torch.einsum("bast,tbgd->sbad", probs, wide[2]).flatten(2)
+    grads = torch.autograd.grad(out, wide, dout.double())
+    results = {"output": out.detach(), "grad_query": grads[0], "grad_key": grads[1]}
+    results |= {"grad_value": grads[2]}
+    found = {"query": q, "key": k, "value": v, "grad_output": dout}
+    return found | {name: x.to(dtype) for name, x in results.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_by_its_definition_is_within_what_rounding_allows(dtype):
+    tensors = attention_tensors(dtype)
+    outcomes = {name: o for _, name, o in attention([tensors], Formats(None, None), 1.0)}
+    assert len(outcomes) == 4
+    assert not any(outcome.wrong for outcome in outcomes.values()), outcomes
+    tensors["output"][3, 0, 3] *= 1.25
+    [first, *others] = attention([tensors], Formats(None, None), 1.0)
+    assert first[2].wrong
+    assert "its worst value is off by" in first[2].text
+    assert not any(outcome.wrong for _, _, outcome in others)
+
+
+def test_attention_with_unnormalized_probabilities_is_not_checked():
+    formats = GemmFormats(MXFP8, MXFP8, unnormalized=True)
+    outcomes = [o for *_, o in attention([attention_tensors()], Formats(None, formats), 1.0)]
+    assert [str(outcome) for outcome in outcomes] == [
+        "unnormalized probabilities: not recomputed"
+    ] * 4
