@@ -21,7 +21,7 @@ RUNTIME = {
     "tensorboard": "2.21.0",  # scalars of a training run
     "tqdm": "4.70.1",  # progress bars
     "pyyaml": "6.0.3",  # recipes
-    "pandas": "3.1.1",  # tidy tables between statistics and plots
+    "pandas": "3.1.1",  # the records of a dump as a table; tidy data for the plots
     "matplotlib": "3.11.2",  # figures
     "seaborn": "0.13.2",  # figures of tidy tables
 }

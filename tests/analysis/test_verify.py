@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.analysis import schedule
 from megatron.analysis.__main__ import main
 from megatron.analysis.store import TensorStore
 from megatron.analysis.verify import Verification
+from tests.analysis.fake_dump import write_dump
 from tests.subprocesses import run
 
 #: Results by layout: 3 of each linear layer and 4 of attention, each pass on each rank.
@@ -301,3 +303,25 @@ def test_help_has_examples(capsys):
     assert (
         "python -m megatron.analysis verify enhanced_tensor_logs/mxfp8" in capsys.readouterr().out
     )
+
+
+def test_in_a_run_of_several_iterations_each_pass_is_expected(tmp_path):
+    """One tensor of the second of three iterations, and all of a layer in the third."""
+    write_dump(tmp_path, layers=2, iterations=3)
+    [index] = tmp_path.glob("*.jsonl")
+    kept = []
+    for line in map(json.loads, index.read_text().splitlines()):
+        lost = line["iteration"] == 2 and line["layer_idx"] == 0 and line["tensor_name"] == "query"
+        if lost or (line["iteration"] == 3 and line["layer_idx"] == 1):
+            (tmp_path / line["file"]).unlink()
+        else:
+            kept.append(json.dumps(line) + "\n")
+    index.write_text("".join(kept))
+    [card] = tmp_path.glob("run_*.json")
+    card.write_text(json.dumps(json.loads(card.read_text()) | {"status": "finished"}))
+    records = TensorStore(tmp_path).records
+    missing = [
+        each for each in schedule.check_run(records, {"status": "finished"}) if not each.note
+    ]
+    places = sorted(each.where.split(", ")[0] for each in missing if each.what == "missing")
+    assert places == ["iteration 2", "iteration 3", "iteration 3"]
