@@ -82,18 +82,17 @@ def test_a_recipe_next_to_a_format_is_refused():
 
 def test_a_model_that_would_bypass_the_formats_is_refused():
     """Under a trainer of somebody else; ours refuses the flags."""
-    changed = (
-        "import megatron.core.transformer.transformer_config as config\n"
-        "after = config.TransformerConfig.__post_init__\n"
-        "def post_init(self):\n"
-        "    after(self)\n"
-        "    self.%s\n"
-        "config.TransformerConfig.__post_init__ = post_init\n"
+    code = BUILD + (
+        "from megatron.core.reach import check_reach\n"
+        "check_reach(model)\n"
+        "model.config.%s\n"
+        "check_reach(model)\n"
     )
     for bypass in ("cuda_graph_impl = 'local'", "overlap_moe_expert_parallel_comm = True"):
-        result = snippet(changed % bypass + BUILD, CUSTOM_QUANT_TYPE="mxfp8")
+        result = snippet(code % bypass, CUSTOM_QUANT_TYPE="mxfp8")
         name, _, value = bypass.partition(" = ")
         assert f"format mxfp8 does not reach a model with {name}={value}" in result.stderr
+    assert snippet(code % bypass).returncode == 0, "nothing was asked for"
 
 
 def test_a_schedule_without_a_start_is_refused(tmp_path):
