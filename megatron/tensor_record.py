@@ -3,7 +3,8 @@ library only.
 
 One `.pt` file a tensor, `{"tensor": Tensor, "metadata": {...}}`, readable by stock torch with
 `weights_only=True`; beside the tensors a run card `run_<run_id>.json` and one append-only index a
-rank, `index_<run_id>_rank<NN>.jsonl`, a line a record. Writer (`megatron.core.tensor_saver`) and
+rank, `index_<run_id>_rank<NN>.jsonl`, a line a record, and lines with an `event` where a rank did
+not write everything. Writer (`megatron.core.tensor_saver`) and
 readers (`megatron.analysis`) both import this file and nothing of each other.
 """
 
@@ -16,14 +17,16 @@ from typing import Any
 
 SCHEMA_VERSION = 1
 
-#: Tensor names by layer type; `attention_probs` is written on request only.
+#: Tensor names by layer type.
 TENSOR_NAMES: dict[str, tuple[str, ...]] = {
     "attention": (
-        "query", "key", "value", "output", "attention_probs",
+        "query", "key", "value", "output", "attention_scores", "attention_probs",
         "grad_output", "grad_query", "grad_key", "grad_value",
     ),
     "linear": ("input", "weight", "output", "grad_output", "grad_input", "grad_weight"),
 }  # fmt: skip
+#: Written on request only: a value for each pair of a query and a key.
+ON_REQUEST = ("attention_scores", "attention_probs")
 COMPONENTS = {"attention": "FA", "linear": "linear"}  #: file-name component of each layer type
 PARTIAL_SUFFIX = ".partial"  #: ends the name of a file that is still being written; readers skip it
 
@@ -44,7 +47,7 @@ def safe_name(quant_type: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class TensorRecord:
     """What is known of one collected tensor. MUST: every field is present; those typed `| None` MAY
-    be null.
+    be null. `slice` came later: where it is missing the tensor is whole.
     """
 
     run_id: str
@@ -71,10 +74,13 @@ class TensorRecord:
     #: a letter a dimension and the group that shards it, e.g. "s b h[tp]". "s[cp:zigzag]": of the
     #: 2 * cp_size chunks of the sequence this file has those numbered cp and 2 * cp_size - 1 - cp
     dims: str
-    global_shape: list[int]  #: of the logical tensor over all shards
+    global_shape: list[int]  #: of the logical tensor over all shards, also where this is a slice
     rank: dict[str, int]  #: world, tp, pp, dp, cp, ep, etp and their sizes (tp_size, ...)
     recomputed: bool  #: from a forward pass that activation recomputation ran again
     wall_time: float  #: seconds since the epoch
+    #: null: the file has all of this rank's tensor; else it is a part of one of shape `of`, from
+    #: the indices `start`, every `step`-th, a number a dimension each
+    slice: dict[str, list[int]] | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -107,9 +113,9 @@ class TensorRecord:
                 f"schema version {found!r}, but this reader understands {SCHEMA_VERSION}"
             )
         names = {field.name for field in fields(cls)}
-        if missing := sorted(names - metadata.keys()):
+        if missing := sorted(names - metadata.keys() - {"slice"}):
             raise ValueError(f"the record lacks {', '.join(missing)}")
-        return cls(**{name: metadata[name] for name in names})
+        return cls(**{name: metadata[name] for name in names & metadata.keys()})
 
 
 def parse_filename(name: str) -> dict[str, Any] | None:
@@ -143,14 +149,28 @@ def read_index(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: a line that is not JSON although more lines follow it.
     """
+    return (line for line in _lines(path) if "event" not in line)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """What one index says besides its records: `{"event": "limited" | "failed" | "dropped", "why":
+    ...}` where a rank did not write everything. Nothing in a complete one.
+
+    Raises:
+        ValueError: as of `read_index`.
+    """
+    return [line for line in _lines(path) if "event" in line]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     bad: str | None = None
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if bad is not None:
                 raise ValueError(bad)
             try:
-                record = json.loads(line)
+                found = json.loads(line)
             except json.JSONDecodeError as error:
                 bad = f"{path}, line {number}: not JSON ({error})"
                 continue
-            yield record
+            yield found

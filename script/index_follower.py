@@ -27,12 +27,17 @@ class Tally:
     runs: set[str] = field(default_factory=set)
     ranks: set[int] = field(default_factory=set)
     iterations: set[int] = field(default_factory=set)
+    limits: list[str] = field(default_factory=list)  #: where a rank stopped, one for each
     counts: dict[str, Counter[Any]] = field(
         default_factory=lambda: {name: Counter() for name in COUNTED}
     )
 
     def add(self, record: dict[str, Any]) -> None:
         """Count one line of an index."""
+        if "event" in record:
+            if record["event"] == "limited":
+                self.limits.append(str(record.get("why")))
+            return
         self.tensors += 1
         self.bytes += int(record.get("bytes", 0))
         self.runs.add(str(record.get("run_id")))

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -55,17 +55,60 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         partial.unlink(missing_ok=True)
 
 
+class _Counted:
+    """A file that counts what is written, and remembers the file system's error, which torch's
+    writer hides behind one of its own; without a file it counts only.
+    """
+
+    def __init__(self, file: IO[bytes] | None):
+        self.bytes = 0
+        self.error: OSError | None = None
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        """Write all of `data`."""
+        try:
+            if self._file is not None:
+                self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back here."""
+
+
+def serialize(tensor: torch.Tensor, record: TensorRecord, file: IO[bytes] | None = None) -> int:
+    """Write the content of a `.pt` file; returns its size, which without a file is all that is
+    done.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    counted = _Counted(file)
+    try:
+        torch.save({"tensor": tensor, "metadata": record.to_metadata()}, counted)
+    except RuntimeError:
+        if counted.error is not None:
+            raise counted.error from None
+        raise
+    return counted.bytes
+
+
 class RecordWriter:
-    """One rank's writer into one folder."""
+    """One rank's writer into one folder. The index is made with the first line."""
 
     def __init__(self, directory: Path, run_id: str, rank: int):
         self.directory = directory
         self.run_id = run_id
         self.records = 0
         self.bytes = 0
-        self._index = (directory / index_name(run_id, rank)).open("a", encoding="utf-8")
+        self._index_path = directory / index_name(run_id, rank)
+        self._index: IO[str] | None = None
 
-    def write(self, tensor: torch.Tensor, record: TensorRecord) -> Path:
+    def write(self, tensor: torch.Tensor, record: TensorRecord) -> None:
         """Store one tensor, which owns its elements (`own_copy`), and its index line.
 
         Raises:
@@ -74,17 +117,21 @@ class RecordWriter:
         """
         partial = self.directory / f"{record.filename}.{self.run_id}{PARTIAL_SUFFIX}"
         try:
-            torch.save({"tensor": tensor, "metadata": record.to_metadata()}, partial)
+            with partial.open("wb") as file:
+                size = serialize(tensor, record, file)
             path = self._publish(partial, record)
         finally:
             partial.unlink(missing_ok=True)
-        size = path.stat().st_size
-        line = record.to_metadata() | {"file": path.name, "bytes": size}
-        self._index.write(json.dumps(line) + "\n")
-        self._index.flush()
+        self.append(record.to_metadata() | {"file": path.name, "bytes": size})
         self.records += 1
         self.bytes += size
-        return path
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add a line to the index."""
+        if self._index is None:
+            self._index = self._index_path.open("a", encoding="utf-8")
+        self._index.write(json.dumps(line) + "\n")
+        self._index.flush()
 
     def _publish(self, partial: Path, record: TensorRecord) -> Path:
         """Give the finished file its name; another run that started within the same second may hold
@@ -107,4 +154,30 @@ class RecordWriter:
 
     def close(self) -> None:
         """Close the index."""
-        self._index.close()
+        if self._index is not None:
+            self._index.close()
+
+
+class CountingWriter:
+    """Takes the place of a `RecordWriter` and writes nothing: remembers what would be written."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.bytes = 0
+        self.counted: list[tuple[TensorRecord, torch.Tensor, int]] = []
+
+    def write(self, tensor: torch.Tensor, record: TensorRecord) -> None:
+        """Remember the record, the tensor's shape and type, and the size of its file."""
+        size = serialize(tensor, record)
+        self.records += 1
+        self.bytes += size
+        self.counted.append((record, tensor.to("meta"), size))
+
+    def append(self, line: dict[str, Any]) -> None:
+        """There is no index."""
+
+    def write_run_card(self, card: dict[str, Any]) -> None:
+        """There is no run card."""
+
+    def close(self) -> None:
+        """There is nothing open."""

@@ -20,6 +20,12 @@ class Saver(Protocol):
 
     coordinates: dict[str, int]
 
+    def selects(self, tensor_name: str) -> bool:
+        """Whether tensors of that name are collected, by any rank."""
+
+    def takes(self, tensor_name: str) -> bool:
+        """Whether this rank writes tensors of that name."""
+
     def save(self, tensor: torch.Tensor, **fields: Any) -> None:
         """Write one tensor with the fields of its record that only the layer knows."""
 
@@ -38,6 +44,10 @@ class Capture:
             "module": identity.name,
             "recomputed": clock.recomputing,
         }
+
+    def wants(self, *tensor_names: str) -> bool:
+        """Whether any of these is collected; the same on every rank, for what must be alike."""
+        return any(map(self._saver.selects, tensor_names))
 
     def save(
         self,
@@ -61,6 +71,8 @@ class Capture:
             phase: pre (enters the matmul) or post (leaves it).
             format: what this operand is quantized to, by name.
         """
+        if not self._saver.takes(tensor_name):
+            return
         dims = over_context(dims, self._saver.coordinates)
         self._saver.save(
             tensor,
@@ -78,7 +90,7 @@ class Capture:
 
     def watch_operand(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> torch.Tensor:
         """The same tensor; its gradient is saved when the backward pass has reached this point."""
-        if not _has_gradient(tensor):
+        if not (_has_gradient(tensor) and self._saver.takes(tensor_name)):
             return tensor
         return _Watch.apply(tensor, self._hook(tensor_name, how))
 
@@ -87,7 +99,7 @@ class Capture:
 
         A hook, not a node: what follows may change a result in place, which a view would forbid.
         """
-        if _has_gradient(tensor):
+        if _has_gradient(tensor) and self._saver.takes(tensor_name):
             tensor.register_hook(self._hook(tensor_name, how))
 
     def _hook(self, tensor_name: str, how: dict[str, Any]) -> Callable[[torch.Tensor], None]:

@@ -19,6 +19,7 @@ class Quantized(Identified):
     """A module with matmuls of ours."""
 
     operations: tuple[str, ...] = ()  #: of `quant_type.OPERATIONS`, those of this module
+    layer_type: str  #: as records have it
     _plans: dict[str, Plan] | None = None
 
     def plan_of(self, operation: str) -> Plan:

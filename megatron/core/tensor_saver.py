@@ -16,130 +16,30 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.core._ranks import from_all_ranks, from_first_rank, together
-from megatron.core._record_writer import RecordWriter, check_writable, own_copy
+from megatron.core._record_writer import CountingWriter, check_writable
 from megatron.core.capture import Capture
 from megatron.core.collection_clock import clock
-from megatron.core.layer_selection import LayerSelection
+from megatron.core.collection_limits import LIMIT_FLAGS, Limits, gib
+from megatron.core.iteration_windows import check_in_run, how_many
 from megatron.core.module_identity import ModuleIdentity
-from megatron.core.run_card import collect_run_card, rank_coordinates
+from megatron.core.quantized_module import Quantized
+from megatron.core.run_card import rank_coordinates
+from megatron.core.saver import Settings, TensorSaver
+from megatron.core.selection import Selection
 from megatron.fake_quant import policy
-from megatron.tensor_record import TensorRecord, safe_name
+from megatron.tensor_record import safe_name
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_DIRECTORY = "enhanced_tensor_logs"
 UNNAMED = ModuleIdentity("", -1)  #: of a layer that stands in no model
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to collect and where."""
-
-    directory: Path
-    quant_type: str
-    control_iter: int
-    collect_micro_batches: int
-    layers: LayerSelection
-
-
-class TensorSaver:
-    """Decides what is collected, numbers it and hands it to the writer."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        run_id: str,
-        args: dict[str, Any],
-        quantization: list[dict[str, Any]] | None = None,
-    ):
-        self.settings = settings
-        self.error: str | None = None
-        self.coordinates = rank_coordinates()
-        self.run_id = run_id
-        self._counter = 0
-        self._card = (
-            collect_run_card(run_id, args) | {"quantization": quantization} if self.is_first else {}
-        )
-        self._writer = RecordWriter(settings.directory, run_id, self.coordinates["world"])
-        self.write_card("running")
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank speaks for the run."""
-        return self.coordinates["world"] == 0
-
-    @property
-    def complete(self) -> bool:
-        """Whether as many iterations are done as `control_iter` says; the same on every rank."""
-        return 0 < self.settings.control_iter <= clock.completed
-
-    def wants(self, identity: ModuleIdentity) -> bool:
-        """Whether a layer's tensors are collected at this moment."""
-        if self.error is not None or clock.micro_batch is None or identity.is_lm_head:
-            return False
-        limit = self.settings.collect_micro_batches
-        late = limit and clock.micro_batch.index >= limit
-        return not self.complete and not late and identity.layer_idx in self.settings.layers
-
-    def save(self, tensor: torch.Tensor, **fields: Any) -> None:
-        """Write one tensor; a failure ends the collection, not the training."""
-        if self.error is not None:
-            return
-        tensor = own_copy(tensor)
-        try:
-            self._write(tensor, fields)
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # torch's writer reports a full disk as RuntimeError
-            self.error = (
-                f"collection stopped after {self._writer.records} tensors: cannot write to "
-                f"{self.settings.directory}: {error}; free space or name another --tensor-save-dir"
-            )
-            logger.error(self.error)
-
-    def _write(self, tensor: torch.Tensor, fields: dict[str, Any]) -> None:
-        while True:
-            self._counter += 1
-            now = time.time()
-            record = TensorRecord(
-                run_id=self.run_id,
-                counter=self._counter,
-                timestamp=time.strftime("%Y%m%d_%H%M%S", time.localtime(now)),
-                wall_time=now,
-                quant_type=self.settings.quant_type,
-                shape=list(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                rank=self.coordinates,
-                **fields,
-            )
-            try:
-                self._writer.write(tensor, record)
-                return
-            except FileExistsError:  # another run in this folder; the next number is free
-                continue
-
-    def write_card(self, status: str) -> None:
-        """Write the run card with how the run stands, from the first rank."""
-        if self.is_first:
-            outcome = {"status": status, "error": self.error, "iterations": clock.completed}
-            self._writer.write_run_card(self._card | outcome)
-
-    def close(self) -> str | None:
-        """End the collection; returns what went wrong, if anything did."""
-        try:
-            self.write_card("failed" if self.error else "finished")
-            self._writer.close()
-        except OSError as error:
-            self.error = self.error or f"the run card in {self.settings.directory}: {error}"
-        return self.error
 
 
 _saver: TensorSaver | None = None
@@ -151,24 +51,25 @@ def configure(
     *,
     save_tensors: bool = False,
     save_dir: str | None = None,
-    control_iter: int = 1,
-    collect_micro_batches: int = 1,
-    collect_layers: str = "all",
+    control_iter: int | None = None,
     iteration: int = 0,
     quantization: list[dict[str, Any]] | None = None,
+    plan: bool = False,
+    **flags: Any,
 ) -> None:
     """Fix what this run collects; collective over all ranks once the process groups exist.
 
     Args:
-        args: the run's arguments, for the run card; `num_layers` bounds `collect_layers`.
+        args: the run's arguments, for the run card; `num_layers` bounds `collect_layers` and
+            `train_iters` the iterations.
         save_tensors: or TENSOR_SAVE_ENABLED=true.
         save_dir: used as it is; else TENSOR_SAVE_DIR, else
             `enhanced_tensor_logs/<quantization type>`.
-        control_iter: iterations to collect, 0 for all.
-        collect_micro_batches: of each iteration the first so many, 0 for all.
-        collect_layers: `all`, or e.g. `first,last` or `0,2-4`.
+        control_iter: iterations to collect, 0 for no end; 1, or all of `collect_iterations`.
         iteration: iterations done before this run (it resumes a checkpoint).
         quantization: what each matmul goes through, for the run card.
+        plan: write nothing, and remember what would have been; see `collection_plan`.
+        flags: `collect_layers` and so on, see `Selection.parse` and `Limits.parse`.
 
     Raises:
         ValueError: what the user can mend, on all ranks alike whichever rank met it.
@@ -180,18 +81,11 @@ def configure(
     args = {} if args is None else args
 
     def settings() -> Settings | None:
-        if not (save_tensors or enabled_by_environment()):
+        if not (plan or save_tensors or enabled_by_environment()):
             return None
-        quant_type = policy.current().quant_type
-        default = Path(DEFAULT_DIRECTORY, safe_name(quant_type))
-        found = Settings(
-            directory=Path(save_dir or os.environ.get("TENSOR_SAVE_DIR") or default),
-            quant_type=quant_type,
-            control_iter=_not_negative("--control-iter", control_iter),
-            collect_micro_batches=_not_negative("--collect-micro-batches", collect_micro_batches),
-            layers=LayerSelection.parse(collect_layers, args.get("num_layers")),
-        )
-        check_writable(found.directory)
+        found = read_settings(args, save_dir, control_iter, iteration, flags)
+        if not plan:
+            check_writable(found.directory)
         return found
 
     wanted = together(settings)
@@ -199,9 +93,46 @@ def configure(
     if wanted is None:
         return
     run_id = from_first_rank(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(3)}")
-    _saver = together(lambda: TensorSaver(wanted, run_id, args, quantization))
+    if plan:
+        _saver = TensorSaver(wanted, run_id, writer=CountingWriter())
+        return
+    _saver = together(lambda: TensorSaver.start(wanted, run_id, args, quantization=quantization))
     if _saver.is_first:
         logger.info("saving tensors to %s (run %s)", wanted.directory, run_id)
+
+
+def read_settings(
+    args: dict[str, Any],
+    save_dir: str | None,
+    control_iter: int | None,
+    iteration: int,
+    flags: dict[str, Any],
+) -> Settings:
+    """The settings that the arguments of `configure` come to on this rank.
+
+    Raises:
+        ValueError: a value that is not understood, or two that exclude each other.
+    """
+    quant_type = policy.current().quant_type
+    world_size = args.get("world_size") or rank_coordinates()["world_size"]
+    default = Path(DEFAULT_DIRECTORY, safe_name(quant_type))
+    of_limits = {flag: flags[flag] for flag in LIMIT_FLAGS if flag in flags}
+    of_selection = {flag: value for flag, value in flags.items() if flag not in of_limits}
+    chosen = Selection.parse(
+        num_layers=args.get("num_layers"), world_size=world_size, **of_selection
+    )
+    if control_iter is not None and control_iter < 0:
+        raise ValueError(
+            f"--control-iter is {control_iter}; give 0 for no limit or a positive number"
+        )
+    check_in_run(chosen.iterations, iteration, args.get("train_iters"))
+    return Settings(
+        directory=Path(save_dir or os.environ.get("TENSOR_SAVE_DIR") or default),
+        quant_type=quant_type,
+        control_iter=how_many(control_iter, chosen.iterations, iteration),
+        selection=chosen,
+        limits=Limits.parse(**of_limits).share(chosen.ranks.count(world_size)),
+    )
 
 
 def enabled_by_environment() -> bool:
@@ -216,12 +147,6 @@ def enabled_by_environment() -> bool:
             f"environment variable TENSOR_SAVE_ENABLED is {value!r}; use true or false"
         )
     return value in ("1", "true", "yes", "on")
-
-
-def _not_negative(flag: str, value: int) -> int:
-    if value < 0:
-        raise ValueError(f"{flag} is {value}; give 0 for no limit or a positive number")
-    return value
 
 
 def _check_alike(enabled: bool) -> None:
@@ -254,6 +179,8 @@ def end_iteration() -> None:
     """The schedule has finished a training iteration."""
     clock.completed += 1
     clock.micro_batch = None
+    if _saver is not None:
+        _saver.end_iteration()
 
 
 def set_sample_idx(sample_idx: int) -> None:
@@ -265,7 +192,7 @@ def set_sample_idx(sample_idx: int) -> None:
 def capture(identity: ModuleIdentity | None, layer_type: str) -> Capture | None:
     """A layer's way in: None if nothing of it is collected now."""
     identity = identity or UNNAMED
-    if _saver is None or not _saver.wants(identity):
+    if _saver is None or not _saver.wants(identity, layer_type):
         return None
     return Capture(_saver, identity, layer_type)
 
@@ -291,9 +218,57 @@ def enabled() -> bool:
     return _saver is not None
 
 
-def finished() -> bool:
-    """Whether as many iterations as `control_iter` says are collected; the same on every rank."""
-    return _saver is not None and _saver.complete
+def current() -> TensorSaver | None:
+    """This rank's collection, if the run collects."""
+    return _saver
+
+
+def finished() -> str | None:
+    """Why training can stop, once as many iterations as `control_iter` says are collected; the same
+    on every rank.
+    """
+    if _saver is None or not _saver.complete:
+        return None
+    return f"the tensors of {_saver.collected} iteration(s) are collected (--control-iter)"
+
+
+def check_reached(chunks: Sequence[torch.nn.Module]) -> None:
+    """Refuse a selection that names what the model does not have; collective where the run
+    collects.
+
+    Args:
+        chunks: the pipeline stages of this rank.
+
+    Raises:
+        ValueError: on all ranks alike.
+    """
+    if _saver is None:
+        return
+    own = [
+        (module.identity, module.layer_type)
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, Quantized) and module.identity is not None
+    ]
+    _saver.settings.selection.check_reached(each for part in from_all_ranks(own) for each in part)
+
+
+def settle() -> list[str]:
+    """Gather how every rank fared, for the run card; collective, at the end of a run that went well
+    where the run collects.
+
+    Returns:
+        A line for each rank that reached a limit.
+    """
+    if _saver is None:
+        return []
+    _saver.ranks = from_all_ranks(_saver.outcome())
+    return [
+        f"{rank['limit']}; dropped were {rank['dropped_tensors']} tensors, "
+        f"{gib(rank['dropped_bytes'])}"
+        for rank in _saver.ranks
+        if rank["limit"]
+    ]
 
 
 def close() -> str | None:

@@ -1,7 +1,8 @@
 """The command line of `pretrain_gpt.py`: assembling the parser, and errors that say what to do.
 
 The flags of the model, the optimizer and data-parallel training are generated from megatron-core's
-configuration dataclasses (config_args.py); all others are fields of the dataclasses in options.py.
+configuration dataclasses (config_args.py); all others are fields of the dataclasses in options.py
+and collection_options.py.
 What is missing is derived and what contradicts itself is refused in validation.py.
 """
 
@@ -16,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.training import options
 from megatron.training.config_args import add_config_arguments
 from megatron.training.errors import UserError
+from megatron.training.option_fields import add_options
 from megatron.training.validation import complete
 
 #: Generated groups; of two classes with the same field the first one's type makes the flag.
@@ -70,11 +72,11 @@ def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
     )
     before, after = options.GROUPS[:1], options.GROUPS[1:]
     for group in before:
-        options.add_options(parser, group)
+        add_options(parser, group)
     for config, title in CONFIGS.items():
         add_config_arguments(parser, config, title, documents=documents)
     for group in after:
-        options.add_options(parser, group)
+        add_options(parser, group)
     return parser
 
 

@@ -1,7 +1,7 @@
-"""From the flags to the formats of the matmuls and the collection of their tensors.
+"""From the flags to the formats of the matmuls; what they come to in the model that was built.
 
-What would bypass either is refused here, before anything is built; `megatron.core` refuses it
-again where it can see it, for trainers that do not pass through here.
+What would bypass them, or the collection of tensors, is refused here, before anything is built;
+`megatron.core` refuses it again where it can see it, for trainers that do not pass through here.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def configure_formats(args: argparse.Namespace) -> None:
             pv=args.pv_quant,
             recipe=args.quant_recipe,
         )
-        collecting = args.save_tensors or tensor_saver.enabled_by_environment()
+        collecting = args.save_tensors or args.collect_plan or tensor_saver.enabled_by_environment()
     except ValueError as error:
         raise UserError(str(error)) from error
     asked = "tensor collection" if collecting else None
@@ -61,34 +61,6 @@ def configure_formats(args: argparse.Namespace) -> None:
             flag = f"--{name.replace('_', '-')}"
             given = flag if value is True else f"{flag} {value}"
             raise UserError(f"{asked} does not reach {given}: {why}")
-
-
-def configure_collection(
-    args: argparse.Namespace, iteration: int, quantization: list[dict[str, Any]]
-) -> None:
-    """Fix what is collected; on all ranks, once the process groups exist.
-
-    Args:
-        args: the run's arguments.
-        iteration: the last one done.
-        quantization: the audit, for the run card.
-
-    Raises:
-        UserError: on all ranks alike.
-    """
-    try:
-        tensor_saver.configure(
-            dict(vars(args)),
-            save_tensors=args.save_tensors,
-            save_dir=args.tensor_save_dir,
-            control_iter=args.control_iter,
-            collect_micro_batches=args.collect_micro_batches,
-            collect_layers=args.collect_layers,
-            iteration=iteration,
-            quantization=quantization,
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def audit_model(

@@ -1,22 +1,16 @@
 """Flags that are not fields of megatron-core's configurations: one dataclass a group, one field a
 flag.
 
-Names and defaults are Megatron-LM's unless the help text says otherwise. A bool that is on by
-default gets `--no-x` beside `--x`; `flags` gives the spelling where a field's name is not it.
+Names and defaults are Megatron-LM's unless the help text says otherwise. Those of the collection
+are in collection_options.py.
 """
 
 # ruff: noqa: RUF009  (`option` is a dataclass field)
 
-import argparse
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
 
-
-def option(default: Any, help: str, *, flags: tuple[str, ...] = (), **argparse_options: Any) -> Any:
-    """A field with what argparse needs to know about it."""
-    return field(
-        default=default, metadata={"help": help, "flags": flags, "argparse": argparse_options}
-    )
+from megatron.training.collection_options import CollectionOptions
+from megatron.training.option_fields import option
 
 
 @dataclass(kw_only=True)
@@ -251,25 +245,6 @@ class QuantizationOptions:
     )
 
 
-@dataclass(kw_only=True)
-class CollectionOptions:
-    """Tensor collection (not in Megatron-LM)"""
-
-    save_tensors: bool = option(False, "write the tensors that enter and leave the matmuls")
-    tensor_save_dir: str | None = option(
-        None, "folder to write them to (default: enhanced_tensor_logs/<quant type>)", metavar="DIR"
-    )
-    control_iter: int = option(
-        1, "with --save-tensors: iterations to collect before training stops; 0: never", type=int
-    )
-    collect_micro_batches: int = option(
-        1, "micro-batches to collect of each iteration; 0: all", type=int
-    )
-    collect_layers: str = option(
-        "all", 'layers to collect: "all", "first,last", "0,2-4"', metavar="SPEC"
-    )
-
-
 GROUPS = (
     ModelOptions,
     ParallelOptions,
@@ -281,24 +256,3 @@ GROUPS = (
     QuantizationOptions,
     CollectionOptions,
 )  #: in the order of `--help`
-
-
-def add_options(parser: argparse.ArgumentParser, options: type) -> None:
-    """Add a group with one flag for each field of the dataclass; its title is the class's
-    docstring.
-    """
-    group = parser.add_argument_group(options.__doc__)
-    for f in fields(options):
-        how = dict(f.metadata["argparse"])
-        flags = f.metadata["flags"] or ("--" + f.name.replace("_", "-"),)
-        if "choices" not in how and f.type in (bool, bool | None):
-            off_only = f.default is not False and not f.metadata["flags"]
-            how["action"] = argparse.BooleanOptionalAction if off_only else "store_true"
-        elif how.get("type") is int and "choices" not in how:
-            how.setdefault("metavar", "N")
-        elif how.get("type") is float:
-            how.setdefault("metavar", "X")
-        text = f.metadata["help"].replace("%", "%%")
-        if f.default not in (None, False) and "default" not in text:
-            text = f"{text} (default: {f.default})".strip()
-        group.add_argument(*flags, dest=f.name, default=f.default, help=text, **how)

@@ -19,6 +19,12 @@ from megatron.training import data, model
 from megatron.training.batch import forward_step
 from megatron.training.checkpoint_files import check_save_directory
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.collection import (
+    check_collection,
+    close_collection,
+    configure_collection,
+    report_limits,
+)
 from megatron.training.errors import RunError
 from megatron.training.evaluate import evaluate, print_evaluation
 from megatron.training.initialize import initialize
@@ -30,7 +36,7 @@ from megatron.training.logging import (
     log_line,
     scalars,
 )
-from megatron.training.low_precision import audit_model, configure_collection, configure_formats
+from megatron.training.low_precision import audit_model, configure_formats
 from megatron.training.params_norm import params_norm
 from megatron.training.report import print_rank_0, print_rank_last, stamp
 from megatron.training.tokenizer import build_tokenizer
@@ -47,6 +53,7 @@ def pretrain(run: Run) -> None:
     args = run.args
     model.check_buildable(args)
     configure_formats(args)
+    check_collection(args)
     timers = initialize(args)
     for note in run.notes:
         print_rank_0(f"> {note}")
@@ -70,13 +77,15 @@ def pretrain(run: Run) -> None:
         print_rank_0("> stopping before training (--quant-audit)")
         return
     datasets = data.build_datasets(args, tokenizer)
-    configure_collection(args, progress.iteration, quantization)
+    configure_collection(args, chunks, progress.iteration, quantization)
+    loop = Loop(run, trained, progress, datasets, timers)
     try:
-        Loop(run, trained, progress, datasets, timers).run()
-    finally:
-        failure = tensor_saver.close()
-    if failure is not None:
-        raise RunError(failure)
+        loop.run()
+        report_limits()
+    except BaseException:
+        tensor_saver.close()
+        raise
+    close_collection()
 
 
 def _connect(run: Run, trained: Trained) -> None:
@@ -217,8 +226,8 @@ class Loop:
     def _reason_to_stop(self) -> str | None:
         """Why to stop before --train-iters, the same on every rank."""
         args, iteration = self.args, self.progress.iteration
-        if tensor_saver.finished():
-            return f"the tensors of {args.control_iter} iteration(s) are collected (--control-iter)"
+        if collected := tensor_saver.finished():
+            return collected
         if args.exit_interval and iteration % args.exit_interval == 0:
             return f"--exit-interval {args.exit_interval}"
         if args.exit_duration_in_mins is not None:

@@ -31,12 +31,13 @@ class _QuantizedLinear(Quantized):
     """What column- and row-parallel linear layers share."""
 
     operations = ("linear",)
+    layer_type = "linear"
     #: dims of (input, weight, output, input gradient) as the local GEMM sees them
     dims: tuple[str, str, str, str]
 
     def _forward_impl(self, input, weight, *args, **kwargs):
         custom_quant_type = self.formats_of("linear")
-        capture = tensor_saver.capture(self.identity, "linear")
+        capture = tensor_saver.capture(self.identity, self.layer_type)
         if custom_quant_type is None and capture is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
         return self._observed_matmul(input, weight, custom_quant_type, capture, *args, **kwargs)

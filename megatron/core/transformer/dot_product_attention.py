@@ -8,10 +8,12 @@ which the wheel's refuses: see `context_parallel`.
 
 Collected are the tensors that enter and leave the whole operation: keys and values before they are
 repeated for grouped-query attention, and before they are gathered over context-parallel ranks, and
-their gradients after these were summed over the query group and over the ranks.
+their gradients after these were summed over the query group and over the ranks. On request also
+the scores, scaled and not yet masked, and the probabilities that V is multiplied by, after dropout;
+for these our `forward` runs without a format as well.
 
 Shape suffixes: B batch times heads, M queries, N keys, D head dimension. Letters of the recorded
-dims: s sequence, b batch, a attention heads, g query groups, d head dimension, h all heads'
+dims: s sequence, k keys, b batch, a attention heads, g query groups, d head dimension, h all heads'
 features.
 """
 
@@ -27,6 +29,7 @@ from megatron.core.quantized_module import Quantized, operand_names
 from megatron.core.transformer.context_parallel import ContextParallelism, as_one_rank
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.fake_quant.gemm import quantized_matmul
+from megatron.tensor_record import ON_REQUEST
 
 _upstream = shadowed(__name__)
 
@@ -35,6 +38,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
     """See `megatron.core.transformer.dot_product_attention` in the wheel."""
 
     operations = ("qk", "pv")
+    layer_type = "attention"
 
     def __init__(self, config, *args, k_channels=None, v_channels=None, **kwargs):
         super().__init__(as_one_rank(config), *args, **kwargs)
@@ -48,14 +52,22 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
     def forward(self, query, key, value, attention_mask, *args, **kwargs):
         """Query [sq, b, np, hn], key and value [sk, b, ng, hn] to context [sq, b, np * hn]."""
         custom_quant_type = (self.formats_of("qk"), self.formats_of("pv"))
-        capture = tensor_saver.capture(self.identity, "attention")
+        capture = tensor_saver.capture(self.identity, self.layer_type)
         if capture is not None:
             query, key, value = self._watch_operands(capture, query, key, value, *custom_quant_type)
-        if custom_quant_type == (None, None) and self.context is None:
+        inside = capture is not None and capture.wants(*ON_REQUEST)
+        if custom_quant_type == (None, None) and self.context is None and not inside:
             context = super().forward(query, key, value, attention_mask, *args, **kwargs)
         else:
             context = self._quantized_forward(
-                query, key, value, attention_mask, *args, formats=custom_quant_type, **kwargs
+                query,
+                key,
+                value,
+                attention_mask,
+                *args,
+                formats=custom_quant_type,
+                capture=capture if inside else None,
+                **kwargs,
             )
         if capture is not None:
             capture.save("output", context, dims="s b h[tp]", phase="post")
@@ -86,6 +98,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         packed_seq_params=None,
         *,
         formats,
+        capture=None,
     ):
         """Attention by our own matmuls; one whose format is None is as the wheel does it."""
         self._check_plain(attention_bias, packed_seq_params)
@@ -96,7 +109,13 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         query_BMD, key_BND, value_BND = (self._by_head(x, heads) for x in (query, key, value))
         scores_BMN = self._matmul(query_BMD, key_BND, "qk", qk, alpha=self.softmax_scale)
         scores = scores_BMN.view(batch, heads, *scores_BMN.shape[1:])
+        if capture is not None:  # now: a mask may be applied in place
+            capture.save("attention_scores", scores, dims="b a[tp] s k", phase="post")
         probs_BMN = self._softmax(scores, attention_mask).view(scores_BMN.shape)
+        if capture is not None:
+            names = operand_names(pv, "fprop_a", "wgrad_a")
+            probs = probs_BMN.view(scores.shape)
+            capture.save("attention_probs", probs, dims="b a[tp] s k", format=names)
         whole = None
         if pv is not None and pv.unnormalized:
             whole = self._unnormalized(scores, attention_mask)

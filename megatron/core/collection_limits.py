@@ -1,0 +1,113 @@
+"""How much a collection may write.
+
+The limits are for the run: each of the ranks that write has an equal share of the files and bytes,
+and looks at its own alone. That needs no communication, so that a rank which has reached its share
+holds up no other; what one rank leaves of its share another cannot use. Free disk is looked at
+before every tensor. Ranks that look at the same moment see the same free space, so that a machine
+may fall short of it by one tensor a rank.
+
+Counted are the `.pt` files; the index takes about a kilobyte a tensor more.
+"""
+
+import math
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+LIMIT_FLAGS = ("collect_max_gib", "collect_max_files", "collect_keep_free_gib")
+OVERHEAD = 4096  #: bytes that a file has at most beyond its tensor's
+KEEP_FREE = 1.0  #: GiB
+KEEP_FREE_SHARE = 0.05  #: of a file system on which that is less
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What may be written; None: no limit, and of free space the default."""
+
+    max_bytes: int | None = None
+    max_files: int | None = None
+    keep_free: int | None = None  #: 0: the disk is not looked at
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        collect_max_gib: float | None = None,
+        collect_max_files: int | None = None,
+        collect_keep_free_gib: float | None = None,
+    ) -> "Limits":
+        """Read the flags of the same names.
+
+        Raises:
+            ValueError: a limit that lets nothing through, or is no number.
+        """
+        for flag, value in {
+            "--collect-max-gib": collect_max_gib,
+            "--collect-max-files": collect_max_files,
+        }.items():
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(
+                    f"{flag} is {value}; give more than 0, or leave it out for no limit"
+                )
+        free = collect_keep_free_gib
+        if free is not None and not (free >= 0 and math.isfinite(free)):
+            raise ValueError(f"--collect-keep-free-gib is {free}; give 0 or more")
+        return cls(
+            None if collect_max_gib is None else int(collect_max_gib * GIB),
+            collect_max_files,
+            None if free is None else int(free * GIB),
+        )
+
+    def share(self, ranks: int) -> "Limits":
+        """What each of `ranks` may write.
+
+        Raises:
+            ValueError: not one file each.
+        """
+        if self.max_files is not None and self.max_files < ranks:
+            raise ValueError(
+                f"--collect-max-files {self.max_files} is less than one for each of the {ranks} "
+                f"ranks that collect; give {ranks} or more, or fewer ranks with --collect-ranks"
+            )
+        return replace(
+            self,
+            max_bytes=None if self.max_bytes is None else self.max_bytes // ranks,
+            max_files=None if self.max_files is None else self.max_files // ranks,
+        )
+
+    def kept_free(self, folder: Path) -> int:
+        """Bytes of the file system of `folder` that stay free."""
+        if self.keep_free is not None:
+            return self.keep_free
+        return int(min(KEEP_FREE * GIB, KEEP_FREE_SHARE * shutil.disk_usage(folder).total))
+
+    def of_files(self, files: int, size: int) -> str | None:
+        """Which limit so many files of that size together are over, if they are."""
+        if self.max_files is not None and files > self.max_files:
+            return f"--collect-max-files lets this rank write {self.max_files}"
+        if self.max_bytes is not None and size > self.max_bytes:
+            return f"--collect-max-gib lets this rank write {gib(self.max_bytes)}"
+        return None
+
+    def of_disk(self, folder: Path, needed: int) -> str | None:
+        """Whether `needed` further bytes would leave too little free, and how little."""
+        if self.keep_free == 0:
+            return None
+        free, kept = shutil.disk_usage(folder).free, self.kept_free(folder)
+        if free - needed >= kept:
+            return None
+        return f"{gib(free)} are free, and --collect-keep-free-gib keeps {gib(kept)}"
+
+    def describe(self) -> dict[str, Any]:
+        """As plain values, for the run card."""
+        return {"bytes": self.max_bytes, "files": self.max_files, "keep_free": self.keep_free}
+
+
+def gib(size: float) -> str:
+    """Bytes for a person, in the unit of the flags or a smaller one."""
+    for unit, factor in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(size) >= factor:
+            return f"{size / factor:.4g} {unit}"
+    return f"{size:.4g} bytes"

@@ -1,0 +1,133 @@
+"""Which iterations are collected.
+
+Numbers are those that the log prints: the first iteration is 1, also in a resumed run, and both
+ends of a window belong to it. Every k-th is counted from the window's first, not from 0:
+`--collect-start 100 --collect-every 50` is `--collect-iterations 100-:50`, 100, 150, 200 and on.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+ENDLESS = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class Iterations:
+    """Windows in ascending order, none of which overlaps the next."""
+
+    windows: tuple[range, ...] = (range(1, ENDLESS),)
+    source: str = ""  #: the flags that say so, for messages; empty if none does
+
+    def __contains__(self, iteration: int) -> bool:
+        return any(iteration in window for window in self.windows)
+
+    def after(self, done: int) -> "Iterations":
+        """What is left once `done` iterations are behind."""
+        left = []
+        for window in self.windows:
+            passed = max(0, -(-(done + 1 - window.start) // window.step))
+            if rest := window[passed:]:
+                left.append(rest)
+        return Iterations(tuple(left), self.source)
+
+    def count(self) -> int | None:
+        """How many there are; None without an end."""
+        if any(window.stop >= ENDLESS for window in self.windows):
+            return None
+        return sum(map(len, self.windows))
+
+    def __iter__(self) -> Iterator[int]:
+        for window in self.windows:
+            yield from window
+
+    @classmethod
+    def parse(cls, spec: str | None, start: int | None, every: int | None) -> "Iterations":
+        """Read --collect-iterations, or --collect-start and --collect-every.
+
+        Raises:
+            ValueError: no such form, windows that overlap or go back, or both ways at once.
+        """
+        if spec is None:
+            return cls._from_counts(start, every)
+        if start is not None or every is not None:
+            other = "--collect-start" if start is not None else "--collect-every"
+            raise ValueError(
+                f"--collect-iterations {spec} and {other} say the same thing twice; give one of "
+                "them (N-:K is every K-th iteration from N on)"
+            )
+        windows: list[range] = []
+        for part in spec.split(","):
+            window = _window(part.strip(), spec)
+            if windows and window.start <= windows[-1][-1]:
+                raise ValueError(
+                    f"--collect-iterations {spec}: {part.strip()} begins before the window in "
+                    "front of it has ended; give windows in ascending order that do not overlap"
+                )
+            windows.append(window)
+        return cls(tuple(windows), f"--collect-iterations {spec}")
+
+    @classmethod
+    def _from_counts(cls, start: int | None, every: int | None) -> "Iterations":
+        given = {"--collect-start": start, "--collect-every": every}
+        for flag, value in given.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{flag} is {value}; give 1 or more, the first iteration is 1")
+        named = (f"{flag} {value}" for flag, value in given.items() if value is not None)
+        return cls((range(start or 1, ENDLESS, every or 1),), " ".join(named))
+
+
+def _window(part: str, spec: str) -> range:
+    """`7`, `1-3`, `100-` or `100-200:10`."""
+    match = re.fullmatch(r"(\d+)(-(\d+)?)?(?::(\d+))?", part)
+    if match is None or (match[4] and not match[2]):
+        raise ValueError(
+            f"--collect-iterations {spec}: {part!r} is not understood; give iterations and "
+            "windows such as 7, 1-3, 100- or 100-200:10 (every 10th), with commas between"
+        )
+    first, step = int(match[1]), int(match[4] or 1)
+    last = first if not match[2] else int(match[3]) if match[3] else ENDLESS - 1
+    if first < 1 or last < first or step < 1:
+        raise ValueError(
+            f"--collect-iterations {spec}: {part} holds no iteration; the first is 1, and a window "
+            "goes from the lower to the higher number"
+        )
+    return range(first, last + 1, step)
+
+
+def how_many(control_iter: int | None, iterations: Iterations, done: int) -> int:
+    """Iterations to collect before training stops, 0: it never stops for that.
+
+    Where `control_iter` was not given it is 1, or as many as --collect-iterations names.
+
+    Raises:
+        ValueError: fewer than `control_iter` are named.
+    """
+    left = iterations.after(done).count()
+    if control_iter is None:
+        named = iterations.source.startswith("--collect-iterations")
+        return (left or 0) if named else 1
+    if left is not None and left < control_iter:
+        raise ValueError(
+            f"--control-iter {control_iter} is never reached: {iterations.source} names {left} "
+            f"iteration(s) after iteration {done}; lower it, or leave it out to collect all of them"
+        )
+    return control_iter
+
+
+def check_in_run(iterations: Iterations, done: int, train_iters: int | None) -> None:
+    """Refuse windows that this run never enters.
+
+    Raises:
+        ValueError: see above; nothing is refused where no flag named iterations.
+    """
+    first = next(iter(iterations.after(done)), None)
+    if not iterations.source or (train_iters is not None and done >= train_iters):
+        return
+    if first is None or (train_iters is not None and first > train_iters):
+        end = "on" if train_iters is None else f"to {train_iters}"
+        raise ValueError(
+            f"{iterations.source} names none of the iterations that this run trains, {done + 1} "
+            f"{end}; name some of these, or raise --train-iters"
+        )

@@ -1,0 +1,65 @@
+"""Which layers, or which ranks, are collected: `all`, or a comma-separated list of numbers, ranges,
+`first` and `last`.
+"""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NumberSelection:
+    """A set of numbers from 0; `None` is every one, and of layers those outside of a layer (-1)
+    too.
+    """
+
+    numbers: frozenset[int] | None = None
+
+    def __contains__(self, number: int) -> bool:
+        return self.numbers is None or number in self.numbers
+
+    def count(self, total: int) -> int:
+        """How many of `total` are selected."""
+        return total if self.numbers is None else len(self.numbers)
+
+    @classmethod
+    def parse(cls, spec: str, total: int | None, *, flag: str, what: str) -> "NumberSelection":
+        """Read e.g. `all`, `first,last`, `0,2-4`.
+
+        Args:
+            spec: the value of the flag.
+            total: how many there are, if that is known.
+            flag: for the messages.
+            what: what is numbered, in the plural, for the messages.
+
+        Raises:
+            ValueError: no such form, or a number that there is not.
+        """
+        if spec == "all":
+            return cls()
+        numbers: set[int] = set()
+        for part in spec.split(","):
+            bounds = _range(part.strip(), total)
+            if bounds is None:
+                raise ValueError(
+                    f"{flag} {spec}: {part.strip()!r} is not understood; give all, or a list such "
+                    "as first,last or 0,2-4"
+                )
+            low, high = bounds
+            if high < low or (total is not None and high >= total):
+                known = "" if total is None else f" 0 to {total - 1}"
+                raise ValueError(
+                    f"{flag} {spec}: {part.strip()} is not within the {what}{known}; give all, or "
+                    "a list of these"
+                )
+            numbers.update(range(low, high + 1))
+        return cls(frozenset(numbers))
+
+
+def _range(part: str, total: int | None) -> tuple[int, int] | None:
+    """The first and the last number of one part; None if it is no number, range or name."""
+    if part == "first":
+        return 0, 0
+    if part == "last" and total is not None:
+        return total - 1, total - 1
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+    return None if match is None else (int(match[1]), int(match[2] or match[1]))

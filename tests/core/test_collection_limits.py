@@ -1,0 +1,113 @@
+"""How much a collection may write, and what it says when that is reached."""
+
+import json
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core import collection_limits, tensor_saver
+from megatron.core.collection_clock import MicroBatch, clock
+from megatron.core.collection_limits import GIB, OVERHEAD, Limits, gib
+from megatron.tensor_record import read_events, read_index
+from tests.core.test_tensor_saver import save
+
+pytestmark = pytest.mark.usefixtures("fresh_saver")
+
+
+def collect(folder, tensors: int = 6, **limits):
+    """Save so many tensors of 64 KiB in one iteration; the records, the events and the run card."""
+    tensor_saver.configure(save_tensors=True, save_dir=str(folder), **limits)
+    tensor_saver.begin_iteration()
+    clock.micro_batch = MicroBatch(1, 0)
+    for _ in range(tensors):
+        save(torch.ones(16, 16, 64))
+    tensor_saver.end_iteration()
+    assert tensor_saver.finished(), "the iteration counts, so that training ends as it was told to"
+    lines = tensor_saver.settle()
+    assert tensor_saver.close() is None, "a limit is no failure"
+    (index,) = folder.glob("index_*.jsonl")
+    (card,) = folder.glob("run_*.json")
+    found = list(read_index(index))
+    assert {path.name for path in folder.glob("*.pt")} == {r["file"] for r in found}
+    return found, read_events(index), json.loads(card.read_text()), lines
+
+
+SIZE = 16 * 16 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("limits", "written", "flag"),
+    [
+        ({"collect_max_files": 2}, 2, "--collect-max-files lets this rank write 2"),
+        ({"collect_max_gib": 3.5 * SIZE / GIB}, 3, "--collect-max-gib lets this rank write 224 K"),
+        ({"collect_max_gib": SIZE / GIB}, 0, "--collect-max-gib"),
+        ({"collect_keep_free_gib": 1e9}, 0, "--collect-keep-free-gib keeps 1e.09 GiB"),
+    ],
+)
+def test_a_limit_ends_the_collection_and_everyone_says_so(tmp_path, caplog, limits, written, flag):
+    found, events, card, lines = collect(tmp_path, **limits)
+    assert len(found) == written
+    (line,) = lines
+    assert f"dropped were {6 - written} tensors, {gib((6 - written) * SIZE)}" in line
+    (warning,) = [m for m in caplog.messages if "stopped collecting" in m]
+    assert "at 64 KiB of input of decoder.layers.0.mlp.linear_fc1, iteration 1" in warning
+    assert [event["event"] for event in events] == ["limited", "dropped"]
+    assert (events[1]["tensors"], events[1]["bytes"]) == (6 - written, (6 - written) * SIZE)
+    assert card["status"] == "limited"
+    assert card["ranks"][0]["dropped_tensors"] == 6 - written
+    for text in (line, warning, events[0]["why"], card["limit"]):
+        assert re.search(flag, text), text
+
+
+def test_within_the_limits_nothing_is_said(tmp_path, caplog):
+    enough = {"collect_max_files": 6, "collect_max_gib": 6 * (SIZE + OVERHEAD) / GIB}
+    found, events, card, lines = collect(tmp_path, collect_keep_free_gib=0, **enough)
+    assert (len(found), events, lines, caplog.messages) == (6, [], [], [])
+    assert (card["status"], card["limit"]) == ("finished", None)
+
+
+def test_no_file_is_larger_than_the_limits_reckon_with(tmp_path):
+    found, *_ = collect(tmp_path)
+    assert all(SIZE < r["bytes"] <= SIZE + OVERHEAD for r in found)
+
+
+def test_the_disk_s_free_space_is_kept_before_it_is_full(small_disk):
+    """By default a twentieth of a small disk: 51 KiB of one MiB."""
+    found, _, card, _ = collect(small_disk, tensors=20)
+    assert 10 <= len(found) < 16
+    assert shutil.disk_usage(small_disk).free >= (1 << 20) // 20
+    assert "--collect-keep-free-gib keeps 51.2 KiB" in card["limit"]
+    assert not list(small_disk.glob("*.partial"))
+
+
+def test_by_default_a_gib_stays_free_on_a_large_disk(tmp_path, monkeypatch):
+    usage = SimpleNamespace(total=1000 * GIB, free=GIB + 100, used=0)
+    monkeypatch.setattr(collection_limits.shutil, "disk_usage", lambda _: usage)
+    assert Limits().of_disk(tmp_path, 100) is None
+    assert "keeps 1 GiB" in Limits().of_disk(tmp_path, 101)
+    assert Limits.parse(collect_keep_free_gib=0.5).of_disk(tmp_path, GIB // 2) is None
+
+
+def test_ranks_have_equal_shares():
+    limits = Limits.parse(collect_max_gib=1.0, collect_max_files=10).share(4)
+    assert (limits.max_bytes, limits.max_files) == (GIB // 4, 2)
+    with pytest.raises(ValueError, match=r"--collect-max-files 3 is less than one for each of the"):
+        Limits.parse(collect_max_files=3).share(4)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("collect_max_gib", 0.0),
+        ("collect_max_gib", float("nan")),
+        ("collect_max_files", 0),
+        ("collect_keep_free_gib", -1.0),
+        ("collect_keep_free_gib", float("inf")),
+    ],
+)
+def test_limits_that_let_nothing_through_are_refused(flag, value):
+    with pytest.raises(ValueError, match=rf"--{flag.replace('_', '-')} is {value}; give "):
+        Limits.parse(**{flag: value})
