@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 ENDLESS = sys.maxsize
 
@@ -116,18 +117,27 @@ def how_many(control_iter: int | None, iterations: Iterations, done: int) -> int
     return control_iter
 
 
-def check_in_run(iterations: Iterations, done: int, train_iters: int | None) -> None:
-    """Refuse windows that this run never enters.
+def check_in_run(
+    iterations: Iterations, control_iter: int, done: int, train_iters: int | None
+) -> None:
+    """Refuse windows that this run never enters, or leaves before it has collected enough.
 
     Raises:
         ValueError: see above; nothing is refused where no flag named iterations.
     """
-    first = next(iter(iterations.after(done)), None)
     if not iterations.source or (train_iters is not None and done >= train_iters):
         return
-    if first is None or (train_iters is not None and first > train_iters):
+    most = ENDLESS if train_iters is None else train_iters
+    found = [each for each in islice(iterations.after(done), max(control_iter, 1)) if each <= most]
+    if not found:
         end = "on" if train_iters is None else f"to {train_iters}"
         raise ValueError(
             f"{iterations.source} names none of the iterations that this run trains, {done + 1} "
             f"{end}; name some of these, or raise --train-iters"
+        )
+    if len(found) < control_iter:
+        raise ValueError(
+            f"{iterations.source} names {len(found)} of the iterations {done + 1} to {train_iters} "
+            f"that this run trains, fewer than the {control_iter} to collect; raise --train-iters, "
+            f"or give --control-iter {len(found)}"
         )

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from megatron.core._ranks import from_all_ranks, from_first_rank, together
-from megatron.core._record_writer import CountingWriter, check_writable
+from megatron.core._record_writer import check_writable
 from megatron.core.capture import Capture
 from megatron.core.collection_clock import clock
 from megatron.core.collection_limits import LIMIT_FLAGS, Limits, gib
+from megatron.core.collection_plan import Planner
 from megatron.core.iteration_windows import check_in_run, how_many
 from megatron.core.module_identity import ModuleIdentity
 from megatron.core.quantized_module import Quantized
@@ -68,7 +69,7 @@ def configure(
         control_iter: iterations to collect, 0 for no end; 1, or all of `collect_iterations`.
         iteration: iterations done before this run (it resumes a checkpoint).
         quantization: what each matmul goes through, for the run card.
-        plan: write nothing, and remember what would have been; see `collection_plan`.
+        plan: write nothing, and count what would have been; see `collection_plan`.
         flags: `collect_layers` and so on, see `Selection.parse` and `Limits.parse`.
 
     Raises:
@@ -94,7 +95,7 @@ def configure(
         return
     run_id = from_first_rank(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(3)}")
     if plan:
-        _saver = TensorSaver(wanted, run_id, writer=CountingWriter())
+        _saver = Planner(wanted, run_id)
         return
     _saver = together(lambda: TensorSaver.start(wanted, run_id, args, quantization=quantization))
     if _saver.is_first:
@@ -125,11 +126,12 @@ def read_settings(
         raise ValueError(
             f"--control-iter is {control_iter}; give 0 for no limit or a positive number"
         )
-    check_in_run(chosen.iterations, iteration, args.get("train_iters"))
+    control_iter = how_many(control_iter, chosen.iterations, iteration)
+    check_in_run(chosen.iterations, control_iter, iteration, args.get("train_iters"))
     return Settings(
         directory=Path(save_dir or os.environ.get("TENSOR_SAVE_DIR") or default),
         quant_type=quant_type,
-        control_iter=how_many(control_iter, chosen.iterations, iteration),
+        control_iter=control_iter,
         selection=chosen,
         limits=Limits.parse(**of_limits).share(chosen.ranks.count(world_size)),
     )

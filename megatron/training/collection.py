@@ -1,16 +1,26 @@
 """From the flags to the collection of tensors."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatron.core import tensor_saver
+from megatron.core.collection_clock import clock
+from megatron.core.collection_plan import Planner, make_plan, planned_iterations
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.core.plan_report import report
+from megatron.training import data
+from megatron.training.batch import forward_step
 from megatron.training.collection_options import CollectionOptions
 from megatron.training.errors import RunError, UserError
+from megatron.training.logging import Progress
 from megatron.training.report import print_rank_0
+from megatron.training.train_step import Trained, run_schedule
+from megatron.training.validation import Run
 
 #: Those that `tensor_saver.configure` hands on to the selection and the limits.
 FLAGS = {
@@ -76,6 +86,54 @@ def configure_collection(
         tensor_saver.check_reached(chunks)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def print_plan(
+    run: Run, trained: Trained, progress: Progress, dataset: torch.utils.data.Dataset
+) -> None:
+    """Print what the run would collect; on all ranks.
+
+    One iteration runs forward and backward on the data that training would see next. No weight is
+    updated and nothing is written.
+
+    Raises:
+        UserError: there is no iteration left to train.
+    """
+    args, planner = run.args, tensor_saver.current()
+    assert isinstance(planner, Planner)
+    done = progress.iteration
+    iterations = planned_iterations(planner.settings, done, args.train_iters)
+    if not iterations:
+        raise UserError(
+            f"--collect-plan: {done} iterations are done and no other is trained; raise "
+            "--train-iters"
+        )
+    clock.reset(iterations[0] - 1)
+    batches = data.micro_batches(
+        args,
+        dataset,
+        total=data.split_sizes(args)["train"],
+        consumed=progress.consumed_train_samples,
+    )
+    for chunk in trained.model:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    step = partial(forward_step, args=args)
+    run_schedule(step, batches, trained.model, run, forward_only=False)
+    plan = make_plan(planner, iterations, get_current_global_batch_size(), done)
+    print_rank_0("> collection plan, from one iteration forward and backward; nothing was written")
+    for line in report(plan):
+        print_rank_0(line)
+    for line in _reservations(args):
+        print_rank_0(f"  {line}")
+    print_rank_0("> stopping before training (--collect-plan)")
+
+
+def _reservations(args: argparse.Namespace) -> Iterator[str]:
+    if args.num_moe_experts:
+        yield "experts get other tokens in every iteration: only the first one's sizes are exact"
+    if args.rampup_batch_size is not None and args.collect_micro_batches != 1:
+        yield "the batch grows (--rampup-batch-size): later iterations have more micro-batches"
 
 
 def report_limits() -> None:

@@ -23,6 +23,7 @@ from megatron.training.collection import (
     check_collection,
     close_collection,
     configure_collection,
+    print_plan,
     report_limits,
 )
 from megatron.training.errors import RunError
@@ -78,6 +79,9 @@ def pretrain(run: Run) -> None:
         return
     datasets = data.build_datasets(args, tokenizer)
     configure_collection(args, chunks, progress.iteration, quantization)
+    if args.collect_plan:
+        print_plan(run, trained, progress, datasets["train"])
+        return
     loop = Loop(run, trained, progress, datasets, timers)
     try:
         loop.run()

@@ -25,13 +25,22 @@ LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 PER_LAYER = 4 * 6 + 8  #: four linear layers of six tensors, attention's eight
 
 
-def collect(dump: Path, *options: str, ranks: int = 1, **variables: str) -> list[dict]:
-    """Run the worker with collection on; the index lines of all ranks, each with its tensor."""
+def collect(
+    dump: Path, *options: str, ranks: int = 1, flags: dict | None = None, **variables: str
+) -> list[dict]:
+    """Run the worker with collection on; the index lines of all ranks, each with its tensor.
+
+    flags: further arguments of `configure`.
+    """
     script = dump.parent / "collect_all.py"
-    script.write_text(COLLECT_ALL.format(worker=str(WORKER)))
+    script.write_text(COLLECT_ALL.format(worker=str(WORKER), flags=flags or {}))
     env = environment(PYTHONPATH=REPO, TENSOR_SAVE_DIR=dump, **variables)
     result = torchrun(script, *options, ranks=ranks, cwd=dump.parent, env=env)
     assert result.returncode == 0, result.stderr[-3000:]
+    return loaded(dump)
+
+
+def loaded(dump: Path) -> list[dict]:
     records = [r for path in sorted(dump.glob("index_*.jsonl")) for r in read_index(path)]
     for record in records:
         payload = torch.load(dump / record["file"], weights_only=True, mmap=True)
@@ -52,10 +61,12 @@ from megatron.core import parallel_state, tensor_saver
 initialize = parallel_state.initialize_model_parallel
 def then_configure(*args, **kwargs):
     initialize(*args, **kwargs)
-    tensor_saver.configure({{}}, save_tensors=True, control_iter=0, collect_micro_batches=0)
+    everything = dict(save_tensors=True, control_iter=0, collect_micro_batches=0)
+    tensor_saver.configure({{}}, **(everything | {flags!r}))
 parallel_state.initialize_model_parallel = then_configure
 sys.argv[0] = {worker!r}
 runpy.run_path({worker!r}, run_name="__main__")
+tensor_saver.close()
 """
 
 

@@ -125,10 +125,17 @@ def test_more_iterations_than_are_named_are_refused():
 def test_windows_that_the_run_never_enters_are_refused(flags, done, trained, refused):
     found = Iterations.parse(*flags)
     if not refused:
-        check_in_run(found, done, trained)
+        check_in_run(found, 1, done, trained)
         return
     with pytest.raises(ValueError, match=f"none of the iterations .*{done + 1} to {trained}; name"):
-        check_in_run(found, done, trained)
+        check_in_run(found, 1, done, trained)
+
+
+def test_fewer_iterations_than_are_to_be_collected_are_refused():
+    found = Iterations.parse(None, None, 4)
+    check_in_run(found, 3, 0, 9)
+    with pytest.raises(ValueError, match=r"names 3 of the iterations 1 to 10 .*--control-iter 3"):
+        check_in_run(found, 4, 0, 10)
 
 
 def wanted(**flags):

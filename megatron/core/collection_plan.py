@@ -1,0 +1,167 @@
+"""What a selection comes to, before it is written.
+
+The shapes that a matmul sees depend on the model, on every kind of parallelism, on recomputation
+and, with experts, on the data. Nothing is therefore computed from formulas: one iteration runs
+forward and backward with everything in place but a writer that counts, and what it would have
+written is carried over to the other iterations. Only numbers in the metadata differ there, and with
+them at times the size of a file: that is reckoned with, so that the plan is what a run writes, to
+the byte. Experts get other tokens in every iteration: their sizes are those of the one that ran.
+"""
+
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+
+from megatron.core._ranks import from_all_ranks
+from megatron.core._record_writer import CountingWriter, serialize
+from megatron.core.saver import Settings, TensorSaver
+from megatron.tensor_record import TensorRecord
+
+
+class Planner(TensorSaver):
+    """A saver that writes nothing, and that no limit stops."""
+
+    _writer: CountingWriter
+
+    def __init__(self, settings: Settings, run_id: str):
+        super().__init__(settings, run_id, writer=CountingWriter())
+
+    def _has_room(self, size: int, fields: dict[str, Any]) -> bool:
+        return True
+
+    @property
+    def counted(self) -> list[tuple[TensorRecord, torch.Tensor, int]]:
+        """Each record that would have been written, its tensor without values, its file's size."""
+        return self._writer.counted
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive iterations of the plan, by position, in which this rank writes the same."""
+
+    start: int
+    stop: int
+    tensors: Counter[tuple[int, str, str]]  #: of one iteration, by layer, layer type and name
+    bytes: Counter[tuple[int, str, str]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank writes, and where."""
+
+    rank: int
+    segments: list[Segment]
+    host: str
+    free: int  #: bytes of the disk
+    kept: int  #: of these, bytes that stay free
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks write."""
+
+    iterations: Sequence[int]
+    shares: list[Share]
+    settings: Settings
+
+
+def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[int]:
+    """Those that a run collects after `done`, up to its end."""
+    left = settings.selection.iterations.after(done)
+    most = settings.control_iter or train_iters
+    return [each for each in islice(left, most) if each <= train_iters] if most else []
+
+
+def make_plan(planner: Planner, iterations: Sequence[int], samples: int, done: int) -> Plan:
+    """The plan of all ranks, on all of them; collective, after one iteration ran.
+
+    Args:
+        planner: of this rank.
+        iterations: those to collect.
+        samples: sequences an iteration.
+        done: iterations done before, the data of whose next one ran.
+    """
+    folder = planner.settings.directory.absolute()
+    folder = next(each for each in (folder, *folder.parents) if each.exists())
+    own = Share(
+        planner.coordinates["world"],
+        list(_segments(planner.counted, iterations, samples, done)),
+        socket.gethostname(),
+        shutil.disk_usage(folder).free,
+        planner.settings.limits.kept_free(folder),
+    )
+    return Plan(iterations, from_all_ranks(own), planner.settings)
+
+
+def _segments(
+    counted: list[tuple[TensorRecord, torch.Tensor, int]],
+    iterations: Sequence[int],
+    samples: int,
+    done: int,
+) -> Iterator[Segment]:
+    """Runs of iterations whose numbers take the same space in the metadata of every tensor."""
+    sizes = _Sizes(counted)
+    first = [record.sample_idx for record, _, _ in counted if record.sample_idx is not None] or [0]
+    begun, last = 0, None
+    for position in range(len(iterations) + 1):
+        signature = None
+        if position < len(iterations):
+            passed = (iterations[position] - done - 1) * samples
+            counters = (position * len(counted) + 1, (position + 1) * len(counted))
+            ends = (*counters, passed + min(first), passed + max(first))
+            signature = tuple(map(_width, (*ends, iterations[position])))
+            alike = signature[0] == signature[1] and signature[2] == signature[3]
+            if alike and signature == last:
+                continue
+        if position > begun:
+            passed = (iterations[begun] - done - 1) * samples
+            yield sizes.segment(begun, position, iterations[begun], passed)
+        begun, last = position, signature
+
+
+class _Sizes:
+    """Sizes of files whose records differ from counted ones in their numbers only."""
+
+    def __init__(self, counted: list[tuple[TensorRecord, torch.Tensor, int]]):
+        self._counted = counted
+        self._known: dict[tuple[int, ...], int] = {}
+        for place, (record, _, size) in enumerate(counted):
+            self._known[self._key(place, record)] = size
+
+    @staticmethod
+    def _key(place: int, record: TensorRecord) -> tuple[int, ...]:
+        numbers = (record.iteration, record.counter, record.sample_idx)
+        return (place, *(-1 if number is None else _width(number) for number in numbers))
+
+    def segment(self, start: int, stop: int, iteration: int, passed: int) -> Segment:
+        """What the iteration at `start` writes, `passed` samples after the counted one."""
+        tensors: Counter[tuple[int, str, str]] = Counter()
+        size: Counter[tuple[int, str, str]] = Counter()
+        for place, (counted, tensor, _) in enumerate(self._counted):
+            sample = counted.sample_idx
+            record = replace(
+                counted,
+                iteration=iteration,
+                counter=start * len(self._counted) + place + 1,
+                sample_idx=None if sample is None else sample + passed,
+            )
+            key = self._key(place, record)
+            if key not in self._known:
+                self._known[key] = serialize(torch.empty_like(tensor, device="cpu"), record)
+            of = (record.layer_idx, record.layer_type, record.tensor_name)
+            tensors[of] += 1
+            size[of] += self._known[key]
+        return Segment(start, stop, tensors, size)
+
+
+def _width(number: int) -> int:
+    """Bytes that pickle takes for a whole number."""
+    if number < 1 << 8:
+        return 1
+    return 2 if number < 1 << 16 else 4 if number < 1 << 31 else 8

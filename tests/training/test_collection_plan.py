@@ -1,0 +1,85 @@
+"""A plan says what a run then writes, to the byte: both are run, in several layouts."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from megatron.tensor_record import read_events, read_index
+from tests.training.runs import MODEL, NO_DROPOUT, train
+
+SMALL = (
+    *(word for word in MODEL if word != "--use-cpu-initialization"),
+    *(*NO_DROPOUT, "--mock-data", "--num-layers", "2", "--seq-length", "32"),
+)
+ROW = re.compile(r"    (?P<name>\S.*?) {2,}(?P<tensors>\d+) +(?P<bytes>\d+)  .*")
+MOE = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"),
+    *("--expert-model-parallel-size", "2"),
+)
+
+
+def tables(output: str) -> dict[str, dict[str, tuple[int, int]]]:
+    """The rows of each table of a plan, as (tensors, bytes)."""
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for line in output.splitlines():
+        if title := re.fullmatch(r"  (layer|tensor|iteration|rank) +tensors +bytes", line):
+            rows = found.setdefault(title[1], {})
+        elif row := ROW.fullmatch(line):
+            rows[row["name"]] = (int(row["tensors"]), int(row["bytes"]))
+    return found
+
+
+def measured(records: list[dict], key) -> dict[str, tuple[int, int]]:
+    tensors, size = Counter(), Counter()
+    for record in records:
+        tensors[str(key(record))] += 1
+        size[str(key(record))] += record["bytes"]
+    return {name: (tensors[name], size[name]) for name in tensors}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        # numbers beyond 255 in the metadata; a window that skips
+        (1, "--control-iter 0 --collect-iterations 2-6:2 --collect-micro-batches 3 --bf16"),
+        (
+            2,
+            "--tensor-model-parallel-size 2 --sequence-parallel --custom-quant-type mxfp8"
+            " --collect-tensors all attention_probs attention_scores --collect-slice s=4:20:2",
+        ),
+        (
+            2,
+            "--pipeline-model-parallel-size 2 --collect-micro-batches 0 --collect-operations"
+            " forward --recompute-granularity full --recompute-method uniform"
+            " --recompute-num-layers 1",
+        ),
+        (2, "--context-parallel-size 2 --collect-ranks last --collect-modules core_* linear_fc1"),
+        (2, " ".join(MOE)),
+    ],
+    ids=["iterations", "tp-sp-probs", "pp-recompute", "cp-one-rank", "ep"],
+)
+def test_the_plan_is_what_the_run_writes(tmp_path, ranks, options):
+    folder = tmp_path / "dump"
+    flags = (*options.split(), "--save-tensors", "--tensor-save-dir", folder)
+    planned = train(*flags, "--collect-plan", ranks=ranks, model=SMALL)
+    assert planned.status == 0, planned.errors
+    assert not folder.exists(), "a plan writes nothing"
+    assert not planned.lines, "and trains nothing"
+    done = train(*flags, ranks=ranks, model=SMALL)
+    assert done.status == 0, done.errors
+    records = [r for path in folder.glob("index_*.jsonl") for r in read_index(path)]
+    assert sum(r["bytes"] for r in records) == sum(p.stat().st_size for p in folder.glob("*.pt"))
+    plan = tables(planned.output)
+    total = plan["rank"].pop("total")
+    assert total == measured(records, lambda r: "total")["total"]
+    assert plan["layer"] == measured(records, lambda r: r["layer_idx"])
+    of_tensor = measured(records, lambda r: f"{r['layer_type']} {r['tensor_name']}")
+    assert plan["tensor"] == of_tensor
+    assert plan["rank"] == measured(records, lambda r: r["rank"]["world"])
+    by_iteration = measured(records, lambda r: r["iteration"])
+    for name, (tensors, size) in plan["iteration"].items():
+        first = re.match(r"\d+", name)[0]
+        assert by_iteration[first] == (tensors, size)
+    assert ": holds\n" in planned.output
+    assert not any(read_events(path) for path in folder.glob("index_*.jsonl"))
