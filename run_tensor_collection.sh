@@ -21,9 +21,25 @@
 #   --quant-recipe FILE        in place of a type: formats layer by layer, see examples/recipes
 #                              (QUANT_RECIPE if set); TYPE is then recipe_<the file's name>
 # What to collect
-#   --control-iter N           iterations, then stop; 0: never stop by itself (1)
+#   --control-iter N           iterations, then stop; 0: never stop by itself (1, or as many as
+#                              --collect-iterations names)
+#   --collect-start N          the first of them (1), as the log counts
+#   --collect-every N          every N-th from there on (1)
+#   --collect-iterations SPEC  in place of these two: 7, 1-3,100- or 100-200:10 (every 10th)
 #   --collect-micro-batches M  the first M micro-batches of each iteration; 0: all (1)
 #   --collect-layers SPEC      all, or numbers: first,last or 0,2-4 (all; quick: first,last)
+#   --collect-modules GLOBS    linear_fc*,mlp.*,core_attention: a module's name or the end of it (all)
+#   --collect-tensors NAMES    input,grad_output,...; all,attention_probs adds what comes on request
+#                              only: attention_scores, attention_probs (all)
+#   --collect-operations LIST  forward, backward or both (forward,backward)
+#   --collect-ranks SPEC       world ranks that write, as layers (all)
+#   --collect-slice PARTS      a part of each tensor, by the letters of its dims: s=0:128,h=0:256:2
+# How much
+#   --collect-plan             print tensors and bytes of what is selected, and stop before training
+#   --collect-max-gib X        GiB that all ranks together may write (no limit)
+#   --collect-max-files N      the same for files (no limit)
+#   --collect-keep-free-gib X  GiB of the disk that stay free (1, or 5% of a disk below 20 GiB)
+# Where to
 #   --tensor-path DIR          base folder; the tensors go to DIR/TYPE/ (TENSOR_SAVE_DIR if set,
 #                              else enhanced_tensor_logs); --tensor-dir is the same
 # What to train
@@ -37,11 +53,15 @@
 #                              (none: nothing is saved)
 #   --                         all that follows goes to pretrain_gpt.py and wins
 # Watching
-#   --stall-timeout S          stop and fail if no tensor arrives for S seconds; 0: never (600)
+#   --stall-timeout S          stop and fail if neither a tensor nor a line of the log arrives for S
+#                              seconds; 0: never (600)
 #   --verbose                  show training's output too
 #   -h, --help                 print this
 #
 # DRY_RUN=1 prints the training commands and runs nothing.
+#
+# Exit status: 0 everything is there; 1 a run failed; 2 wrong option; 3 training went well, but a
+# limit has ended the collection before everything was there.
 set -euo pipefail
 
 # shellcheck source=script/driver.sh
@@ -49,11 +69,12 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
 
 case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
 
-mode='' quant_type='' quant_recipe='' control_iter=1 collect_micro_batches=1 collect_layers=''
+mode='' quant_type='' quant_recipe='' control_iter='' collect_plan=''
+for name in $collection_flags; do printf -v "${name//-/_}" %s ''; done
 tensor_path='' tensor_dir='' tokenizer_path='' data_path='' dtype=bf16 preset='' nproc=${NPROC:-1}
 checkpoint_path=none stall_timeout=600 verbose=''
-parse "mode quant-type quant-recipe control-iter collect-micro-batches collect-layers tensor-path tensor-dir \
-tokenizer-path data-path dtype preset nproc checkpoint-path stall-timeout" "$@"
+parse "mode quant-type quant-recipe control-iter $collection_flags tensor-path tensor-dir tokenizer-path \
+data-path dtype preset nproc checkpoint-path stall-timeout" "$@"
 if ((${#positional[@]} > 2)); then
   refuse "'${positional[2]}' is one word too many; the places are MODE and TYPE, flags of" \
     "pretrain_gpt.py go after --"
@@ -90,8 +111,14 @@ elif [[ $mode != batch ]]; then
   one quant_type "$quant_type" "${positional[1]-}" "${CUSTOM_QUANT_TYPE:-mxfp8}"
   types=("$quant_type")
 fi
-whole --control-iter "$control_iter" 0 '0: never stop by itself'
+if [[ -z $collect_iterations ]]; then : "${control_iter:=1}"; fi # else as many as are named
+: "${collect_micro_batches:=1}"
+whole --control-iter "${control_iter:-0}" 0 '0: never stop by itself'
 whole --collect-micro-batches "$collect_micro_batches" 0 '0: all'
+for name in start every max-files; do
+  value=collect_${name//-/_}
+  whole "--collect-$name" "${!value:-1}" 1
+done
 whole --stall-timeout "$stall_timeout" 0 'seconds; 0: never'
 whole --nproc "$nproc" 1
 case $dtype in
@@ -120,12 +147,17 @@ collect() {
   if [[ $checkpoint != none ]]; then checkpoint+=/$name; fi
   local formats=(--custom-quant-type "$1")
   if [[ -n $quant_recipe ]]; then formats=(--quant-recipe "$quant_recipe"); fi
+  local name_of value selected=()
+  for name_of in $collection_flags; do
+    value=${name_of//-/_}
+    if [[ -n ${!value} ]]; then selected+=("--$name_of" "${!value}"); fi
+  done
   local training=(
     bash "$repo/examples/llama/train_llama32_1b_h100_fp8.sh" "$checkpoint"
     "${home}tensorboard_logs/llama32_${preset}_${name}_$stamp" "$tokenizer" "$data" "$dtype"
     --preset "$preset" "${formats[@]}" --save-tensors --tensor-save-dir "$tensors"
-    --control-iter "$control_iter" --collect-micro-batches "$collect_micro_batches"
-    ${collect_layers:+--collect-layers "$collect_layers"}
+    ${control_iter:+--control-iter "$control_iter"} "${selected[@]}"
+    ${collect_plan:+"$collect_plan"}
     ${training_flags[@]+"${training_flags[@]}"}
   )
   export NPROC=$nproc
@@ -133,22 +165,32 @@ collect() {
     "${training[@]}"
     return
   fi
+  if [[ -n $collect_plan ]]; then
+    run_child "${training[@]}"
+    return
+  fi
   local next="$draw $1"
   if [[ $mode == batch ]]; then next=; fi # drawn together, at the end
   run_child "$py" "$repo/script/collect_run.py" --name "$1" --tensor-dir "$tensors" \
-    --log-dir "${home}logs" --control-iter "$control_iter" --stall-timeout "$stall_timeout" \
+    --log-dir "${home}logs" --control-iter "${control_iter:-0}" --stall-timeout "$stall_timeout" \
     --next "$next" ${verbose:+--verbose} -- "${training[@]}"
 }
 
-failed=()
+failed=() limited=()
 for quant_type in "${types[@]}"; do
   status=0
   collect "$quant_type" || status=$?
   if ((status > 128)); then exit "$status"; fi # interrupted: no further type
-  if ((status)); then failed+=("$quant_type"); fi
+  if ((status == 3)); then
+    limited+=("$quant_type")
+  elif ((status)); then failed+=("$quant_type"); fi
 done
-if [[ $mode == batch && -z ${DRY_RUN-} ]]; then
+if [[ $mode == batch && -z ${DRY_RUN-}$collect_plan ]]; then
   printf 'batch: %s of %s types are in %s\n  next       %s\n' "$((${#types[@]} - ${#failed[@]}))" \
     "${#types[@]}" "$tensor_path" "$draw"
 fi
 if ((${#failed[@]})); then die "not collected in full: ${failed[*]}; the reasons are above"; fi
+if ((${#limited[@]})); then
+  say "[WARNING] collected up to a limit: ${limited[*]}; raise the limit or select less"
+  exit 3
+fi

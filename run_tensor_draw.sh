@@ -32,9 +32,9 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
 
 case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
 
-collection="control-iter collect-micro-batches collect-layers tokenizer-path data-path dtype \
-preset nproc checkpoint-path stall-timeout"
-mode='' quant_type='' tensor_path='' tensor_dir='' output_dir=${home}draw run='' verbose=''
+collection="control-iter $collection_flags tokenizer-path data-path dtype preset nproc \
+checkpoint-path stall-timeout"
+mode='' quant_type='' tensor_path='' tensor_dir='' output_dir=${home}draw run='' verbose='' collect_plan=''
 # those of the collection are passed on as they are; it has the defaults and checks the values
 for name in $collection; do printf -v "${name//-/_}" %s ''; done
 parse "mode quant-type tensor-dir tensor-path output-dir run $collection" "$@"
@@ -50,6 +50,9 @@ for name in $collection; do
   value=${name//-/_}
   if [[ -n ${!value} ]]; then given+=("--$name" "${!value}"); fi
 done
+if [[ -n $collect_plan && $mode != collect ]]; then
+  refuse "--collect-plan collects nothing that could be drawn; give it to collect"
+fi
 case $mode in
   visualize)
     if ((${#given[@]} + ${#training_flags[@]})); then
@@ -75,9 +78,12 @@ fi
 
 # the collection checks its options first, and only then makes an environment: so it goes before
 # ours
+status=0
 if [[ $mode != visualize ]]; then
   run_child bash "$repo/run_tensor_collection.sh" single "$quant_type" --tensor-path "$tensor_dir" \
-    ${given[@]+"${given[@]}"} ${verbose:+--verbose} -- ${training_flags[@]+"${training_flags[@]}"}
+    ${given[@]+"${given[@]}"} ${collect_plan:+"$collect_plan"} ${verbose:+--verbose} \
+    -- ${training_flags[@]+"${training_flags[@]}"} || status=$?
+  if ((status && status != 3)); then exit "$status"; fi # 3: up to a limit, which can be drawn
 fi
 if [[ $mode == both ]]; then run=latest; fi
 if [[ $mode != collect ]]; then
@@ -91,3 +97,4 @@ if [[ $mode != collect ]]; then
   fi
   run_child "${draw[@]}"
 fi
+exit "$status"

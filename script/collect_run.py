@@ -6,12 +6,14 @@ end.
     examples/llama/train_....sh ...
 
 The command's output goes to a new file in --log-dir. Progress comes from the index files that the
-run appends to. The run ends when the command ends. If no tensor arrives for --stall-timeout
-seconds, or at Ctrl-C or SIGTERM, the command and every process that it started are stopped; what
+run appends to. The run ends when the command ends. If neither a tensor nor a line of the log comes
+for --stall-timeout seconds, or at Ctrl-C or SIGTERM, the command and every process that it started
+are stopped; what
 was collected stays. Nothing is ever deleted.
 
-Exit status: 0 the tensors are there; 1 training failed, stalled, or ended early; 2 wrong option;
-128+n signal n.
+Exit status: 0 the tensors are there; 1 training failed, stalled, or ended early; 2 wrong option; 3
+training went well, and a limit that the user set has ended the collection before all tensors were
+there; 128+n signal n.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from collect_view import LogFile, Progress, print_report
 from index_follower import TOKEN_VARIABLE, IndexFollower
 from process_tree import ProcessTree
 
+LIMITED = 3  #: exit status of a collection that a limit has ended
 TICK = 0.2  #: seconds between two looks at the indexes
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -51,7 +54,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--stall-timeout",
         type=float,
         default=600.0,
-        help="give up after so many seconds without a tensor; 0: never (default: %(default)g)",
+        help="give up after so many seconds without a tensor or a line of the log; 0: never "
+        "(default: %(default)g)",
     )
     add(
         "--grace",
@@ -130,7 +134,16 @@ def main(arguments: list[str] | None = None) -> int:
             LogFile(path).show_end(sys.stderr)
     if interrupts.number is not None:
         return 128 + interrupts.number
-    return 1 if why or left else 0
+    if why or left:
+        return 1
+    return LIMITED if report_limits(follower) else 0
+
+
+def report_limits(follower: IndexFollower) -> bool:
+    """Say where ranks have reached a limit, if any has."""
+    for limit in follower.tally.limits:
+        print(f"[WARNING] the collection is not complete: {limit}", file=sys.stderr, flush=True)
+    return bool(follower.tally.limits)
 
 
 def watch(
@@ -141,12 +154,13 @@ def watch(
     args: argparse.Namespace,
 ) -> tuple[int | None, str | None]:
     """Follow the run until it ends or must end: its exit status, and why it is to be stopped."""
-    latest = time.monotonic()
+    latest, logged = time.monotonic(), 0
     with Progress(args.name, args.control_iter, log, verbose=args.verbose) as progress:
         while True:
             status = tree.wait(TICK)
-            if follower.poll(last=status is not None):
-                latest = time.monotonic()
+            before, logged = logged, log.path.stat().st_size
+            if follower.poll(last=status is not None) or logged > before:
+                latest = time.monotonic()  # iterations that are not collected are logged too
             progress.update(follower.tally)
             if interrupts.number is not None:
                 name = signal.Signals(interrupts.number).name
@@ -169,10 +183,12 @@ def judge(status: int | None, follower: IndexFollower, args: argparse.Namespace)
         return f"training was ended by {signal.Signals(-status).name}{hint}"
     if status:
         return f"training failed (exit status {status})"
+    if tally.limits:
+        return None
     if not tally.tensors:
         return (
             "training ended without one tensor: it needs --save-tensors, --tensor-save-dir "
-            f"{args.tensor_dir} and a --collect-layers that matches a layer"
+            f"{args.tensor_dir} and a selection (--collect-...) that is not empty"
         )
     if len(tally.iterations) < args.control_iter:
         return (

@@ -14,6 +14,11 @@ default_data=${home}dataset/wikipedia_processed/wikipedia_processed_text_documen
 corpus_tokenizer=${home}model/default/tokenizer.model
 corpus_data=${home}dataset/default/corpus_text_document
 
+# Options of a collection that are handed on under the same names, each with one value.
+collection_flags="collect-start collect-every collect-iterations collect-micro-batches collect-layers \
+collect-modules collect-tensors collect-operations collect-ranks collect-slice collect-max-gib \
+collect-max-files collect-keep-free-gib"
+
 say() { printf '%s\n' "$*" >&2; }
 die() {
   say "[ERROR] $*"
@@ -43,11 +48,15 @@ parse() {
         verbose=--verbose
         shift
         ;;
+      --collect-plan)
+        collect_plan=--collect-plan
+        shift
+        ;;
       --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
       -*)
         name=${1#--}
         [[ " $accepted " == *" $name "* ]] ||
-          refuse "unknown option $1; the options are --${accepted// / --} --verbose; flags of" \
+          refuse "unknown option $1; the options are --${accepted// / --} --collect-plan --verbose; flags of" \
             "pretrain_gpt.py go after --"
         if (($# < 2)) || [[ $2 == --* || -z $2 ]]; then refuse "$1 needs a value; see --help"; fi
         printf -v "${name//-/_}" %s "$2"

@@ -75,6 +75,15 @@ def main() -> int:
         note(pid_file, os.getpid())
         time.sleep(600)
     collect(folder, iterations, card=behaviour != "no card")
+    if behaviour == "limited":
+        (index,) = folder.glob("index_*.jsonl")
+        with index.open("a") as lines:
+            event = {"event": "limited", "why": "--collect-max-files lets this rank write 6"}
+            lines.write(json.dumps(event) + "\n")
+    if behaviour == "slow":  # it trains on without collecting
+        for iteration in range(10):
+            print(f" iteration {iteration}", flush=True)
+            time.sleep(0.15)
     if behaviour == "crash":
         raise RuntimeError("the loss is NaN")
     if behaviour == "killed":

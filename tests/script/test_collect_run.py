@@ -95,6 +95,20 @@ def test_an_index_without_a_run_card_counts_once_the_run_has_ended(tmp_path):
     assert "mxfp8: 6 tensors" in done.stdout
 
 
+def test_a_collection_up_to_a_limit_is_neither_complete_nor_failed(tmp_path):
+    done = collect(tmp_path, "limited", "--control-iter", "3")
+    assert done.returncode == 3
+    assert done.stderr == (
+        "[WARNING] the collection is not complete: --collect-max-files lets this rank write 6\n"
+    )
+    assert "mxfp8: 6 tensors" in done.stdout
+
+
+def test_training_that_logs_iterations_it_does_not_collect_does_not_stall(tmp_path):
+    done = collect(tmp_path, "slow", "--stall-timeout", "0.6")
+    assert done.returncode == 0, done.stderr
+
+
 def test_files_of_other_runs_are_neither_counted_nor_touched(tmp_path):
     tensors = tmp_path / "tensors"
     tensors.mkdir()

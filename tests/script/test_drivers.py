@@ -251,6 +251,50 @@ def test_places_and_options_say_the_same():
     assert "--collect-layers" not in words
 
 
+SELECTION = {
+    "--collect-start": "3",
+    "--collect-every": "2",
+    "--collect-layers": "0,2-3",
+    "--collect-modules": "linear_fc*,core_attention",
+    "--collect-tensors": "all,attention_probs",
+    "--collect-operations": "forward",
+    "--collect-ranks": "first",
+    "--collect-slice": "s=0:16,h=0:32:2",
+    "--collect-max-gib": "0.5",
+    "--collect-max-files": "100",
+    "--collect-keep-free-gib": "2",
+}
+
+
+def test_the_selection_and_the_limits_reach_training_under_the_same_names():
+    options = [word for pair in SELECTION.items() for word in pair]
+    for driver in ([COLLECT, "single"], [DRAW, "collect"]):
+        [words] = dry(*driver, "mxfp8", *options, "--collect-plan")
+        assert {flag: value(words, flag) for flag in SELECTION} == SELECTION
+        assert value(words, "--control-iter") == "1"
+        assert "--collect-plan" in words
+
+
+def test_windows_say_themselves_how_many_iterations_there_are():
+    [words] = dry(COLLECT, "single", "mxfp8", "--collect-iterations", "1-3,10-")
+    assert value(words, "--collect-iterations") == "1-3,10-"
+    assert "--control-iter" not in words
+
+
+@pytest.mark.parametrize("flag", ["--collect-start", "--collect-every", "--collect-max-files"])
+def test_a_count_of_nothing_is_refused(flag):
+    done = bash(COLLECT, "single", "mxfp8", flag, "0", DRY_RUN="1")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"[ERROR] {flag} is '0'; give a whole number of at least 1")
+
+
+@pytest.mark.parametrize("mode", ["visualize", "both"])
+def test_a_plan_is_not_drawn(mode):
+    done = bash(DRAW, mode, "mxfp8", "--collect-plan", DRY_RUN="1")
+    assert done.returncode == 2
+    assert "[ERROR] --collect-plan collects nothing that could be drawn" in done.stderr
+
+
 def test_batch_is_four_types_and_quick_two_layers():
     batch = dry(COLLECT, "batch", "--preset", "tiny")
     assert [value(words, "--custom-quant-type") for words in batch] == [
