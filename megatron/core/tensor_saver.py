@@ -55,6 +55,7 @@ def configure(
     control_iter: int | None = None,
     iteration: int = 0,
     quantization: list[dict[str, Any]] | None = None,
+    model: Sequence[torch.nn.Module] = (),
     plan: bool = False,
     **flags: Any,
 ) -> None:
@@ -69,6 +70,8 @@ def configure(
         control_iter: iterations to collect, 0 for no end; 1, or all of `collect_iterations`.
         iteration: iterations done before this run (it resumes a checkpoint).
         quantization: what each matmul goes through, for the run card.
+        model: this rank's pipeline stages, so that a selection of modules that it does not have is
+            refused here; else that happens when training starts.
         plan: write nothing, and count what would have been; see `collection_plan`.
         flags: `collect_layers` and so on, see `Selection.parse` and `Limits.parse`.
 
@@ -93,6 +96,8 @@ def configure(
     _check_alike(wanted is not None)
     if wanted is None:
         return
+    if from_all_ranks(bool(model))[0]:
+        _check_reached(wanted.selection, model)
     run_id = from_first_rank(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(3)}")
     if plan:
         _saver = Planner(wanted, run_id)
@@ -234,25 +239,28 @@ def finished() -> str | None:
     return f"the tensors of {_saver.collected} iteration(s) are collected (--control-iter)"
 
 
-def check_reached(chunks: Sequence[torch.nn.Module]) -> None:
+def check_reached(model: Sequence[torch.nn.Module]) -> None:
     """Refuse a selection that names what the model does not have; collective where the run
     collects.
 
     Args:
-        chunks: the pipeline stages of this rank.
+        model: the pipeline stages of this rank.
 
     Raises:
         ValueError: on all ranks alike.
     """
-    if _saver is None:
-        return
+    if _saver is not None:
+        _check_reached(_saver.settings.selection, model)
+
+
+def _check_reached(selection: Selection, model: Sequence[torch.nn.Module]) -> None:
     own = [
         (module.identity, module.layer_type)
-        for chunk in chunks
+        for chunk in model
         for module in chunk.modules()
         if isinstance(module, Quantized) and module.identity is not None
     ]
-    _saver.settings.selection.check_reached(each for part in from_all_ranks(own) for each in part)
+    selection.check_reached(each for part in from_all_ranks(own) for each in part)
 
 
 def settle() -> list[str]:

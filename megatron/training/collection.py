@@ -80,10 +80,10 @@ def configure_collection(
             control_iter=args.control_iter,
             iteration=iteration,
             quantization=quantization,
+            model=chunks,
             plan=args.collect_plan,
             **{name: getattr(args, name) for name in FLAGS},
         )
-        tensor_saver.check_reached(chunks)
     except ValueError as error:
         raise UserError(str(error)) from error
 

@@ -20,16 +20,30 @@ def fresh_saver(monkeypatch, tmp_path):
     tensor_saver.configure()
 
 
+def mount_or_skip(folder, options: str) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"cannot mount a file system here: {error}")
+
+
+@pytest.fixture
+def read_only_disk(tmp_path):
+    """A file system that nobody can write to, not even root."""
+    folder = tmp_path / "read_only"
+    folder.mkdir()
+    mount_or_skip(folder, "ro")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of one MiB, which needs the right to mount."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"cannot mount a small file system here: {error}")
+    mount_or_skip(folder, "size=1m")
     yield folder
     tensor_saver.close()  # also after a failure: an open index would hold the mount
     subprocess.run(["umount", str(folder)], check=True)

@@ -111,3 +111,21 @@ def test_ranks_have_equal_shares():
 def test_limits_that_let_nothing_through_are_refused(flag, value):
     with pytest.raises(ValueError, match=rf"--{flag.replace('_', '-')} is {value}; give "):
         Limits.parse(**{flag: value})
+
+
+def test_a_read_only_folder_is_refused_before_training(read_only_disk):
+    with pytest.raises(ValueError, match=r"cannot write to the tensor folder .*--tensor-save-dir"):
+        tensor_saver.configure(save_tensors=True, save_dir=str(read_only_disk))
+
+
+def test_a_folder_that_vanishes_ends_the_collection_and_not_the_training(tmp_path, caplog):
+    tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path / "dump"), control_iter=0)
+    tensor_saver.begin_iteration()
+    clock.micro_batch = MicroBatch(1, 0)
+    save()
+    shutil.rmtree(tmp_path / "dump")
+    save()
+    save()
+    tensor_saver.end_iteration()
+    assert sum("collection stopped after 1 tensors" in m for m in caplog.messages) == 1
+    assert "cannot write to" in tensor_saver.close()

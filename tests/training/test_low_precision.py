@@ -21,6 +21,7 @@ def arguments(**values) -> argparse.Namespace:
         "pv_quant": None,
         "quant_recipe": None,
         "save_tensors": False,
+        "collect_plan": False,
         "transformer_impl": "local",
     }
     return argparse.Namespace(**given | values)

@@ -106,6 +106,20 @@ def test_collection_stops_training_after_control_iter(tmp_path):
     assert list((tmp_path / "t").glob("*_linear_mxfp8_input.pt"))
 
 
+def test_a_limit_ends_the_collection_and_training_goes_on(tmp_path):
+    folder = tmp_path / "t"
+    training = train(
+        *("--save-tensors", "--tensor-save-dir", folder, "--collect-max-files", "10"),
+        *("--control-iter", "2"),
+        model=(*SHORT, "--num-layers", "1"),
+    )
+    assert training.status == 0, training.errors
+    assert list(training.lines) == [1, 2]
+    assert len(list(folder.glob("*.pt"))) == 10
+    assert training.errors.count("rank 0 stopped collecting at ") == 1
+    assert "> the collection is not complete: --collect-max-files lets this" in training.output
+
+
 def test_a_loss_that_is_not_finite_is_shown_and_stops_the_run():
     training = train("--lr", "1e30", "--clip-grad", "0", model=(*SHORT, *NO_DROPOUT))
     assert training.status == 1
@@ -120,10 +134,16 @@ def test_a_loss_that_is_not_finite_is_shown_and_stops_the_run():
     ("options", "message"),
     [
         (("--custom-quant-type", "mxfp9"), "unknown quantization type 'mxfp9'"),
+        (("--collect-layers", "0"), "--collect-layers was given, but no tensors are collected"),
+        (
+            ("--collect-plan", "--collect-modules", "linear_x"),
+            "--collect-modules: 'linear_x' matches none of the 5 modules",
+        ),
+        (("--save-tensors", "--collect-start", "7"), "--collect-start 7 names none of the iterat"),
         (("--load", "nowhere/at/all"), "--load nowhere/at/all holds no checkpoint"),
         (("--save", "/proc/checkpoints"), "--save /proc/checkpoints cannot be made"),
     ],
-    ids=["type", "load", "save"],
+    ids=["type", "unused", "modules", "start", "load", "save"],
 )
 def test_mistakes_found_later_are_one_line(options, message):
     training = train(*options, model=(*SHORT, "--num-layers", "1"))

@@ -101,7 +101,9 @@ def _iteration(run, model, seq_length):
     global _training, _steps, _checked
     if not _checked:
         _check_schedule_of_recipe()
-        recipe_check.check(model if isinstance(model, list) else [model], seq_length)
+        chunks = model if isinstance(model, list) else [model]
+        recipe_check.check(chunks, seq_length)
+        tensor_saver.check_reached(chunks)
         clock.seed = _seed_of_the_run()
         _checked = True
     tensor_saver.begin_iteration()
