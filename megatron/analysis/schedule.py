@@ -18,10 +18,16 @@ from typing import Any
 
 import pandas as pd
 
-from megatron.tensor_record import TENSOR_NAMES
+from megatron.tensor_record import ON_REQUEST, TENSOR_NAMES
 
-ON_REQUEST = ("attention_probs",)
 _PASS = ["iteration", "micro_batch"]
+#: Arguments that leave some of the schedule out on purpose, and their values that leave out none.
+#: What they chose, the card's text says; here the records themselves say which passes there were.
+_ITERATIONS = {"collect_iterations": (None,), "collect_start": (None,), "collect_every": (None,)}
+_PLACES = {
+    "collect_modules": (None,), "collect_tensors": (None,), "collect_operations": (None,),
+    "collect_ranks": (None, "all"), "collect_slice": (None,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +55,28 @@ def check_run(records: pd.DataFrame, card: Mapping[str, Any]) -> Iterator[Findin
     elif status != "finished":
         text = f"the run ended as {status!r}: {card.get('error') or 'its last pass may be cut'}"
         yield Finding("run card", run_id, text, note=status != "failed")
+    chosen = _chosen(card, _ITERATIONS) + _chosen(card, _PLACES)
+    if chosen:
+        text = f"{', '.join(chosen)}: what was left out everywhere is not missed"
+        yield Finding("selection", f"run {run_id}", text, note=True)
     yield from _against_card(records, card, run_id)
-    yield from _ranks(records, run_id)
+    if not _chosen(card, _PLACES):
+        yield from _ranks(records, run_id)
     gaps = _number_gaps(records)
     for rank, lost in gaps.items():
         text = f"{len(lost)} of its records' numbers are in no index and no file: {_ranges(lost)}"
         yield Finding("numbers", f"run {run_id}, rank {rank}", text)
     yield from _missing(records, run_id, lost_some=bool(gaps), cut=status != "finished")
+
+
+def _chosen(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Those of the arguments that left something out, as flags."""
+    args = card.get("arguments") or {}
+    return [
+        f"--{name.replace('_', '-')} {args[name]}"
+        for name, values in harmless.items()
+        if args.get(name) not in (None, [], *values)
+    ]
 
 
 def _number_gaps(records: pd.DataFrame) -> dict[int, list[int]]:
@@ -72,7 +93,8 @@ def _against_card(records: pd.DataFrame, card: Mapping[str, Any], run_id: str) -
     args = card.get("arguments") or {}
     where = f"run {run_id}"
     limit, done = args.get("control_iter"), card.get("iterations")
-    if limit is not None and done is not None and card.get("status") == "finished":
+    whole = limit is not None and not _chosen(card, _ITERATIONS)
+    if whole and done is not None and card.get("status") == "finished":
         wanted, found = min(limit or done, done), records["iteration"].nunique()
         if found < wanted:
             text = f"{wanted} were collected by the run card, but records are of {found}"
@@ -86,7 +108,8 @@ def _against_card(records: pd.DataFrame, card: Mapping[str, Any], run_id: str) -
         if found < wanted:
             text = f"{wanted} of each iteration by the run card, but records are of {found}"
             yield Finding("micro-batches", where, text)
-    if args.get("num_layers") and args.get("collect_layers", "all") == "all":
+    all_layers = args.get("collect_layers", "all") == "all" and not _chosen(card, _PLACES)
+    if args.get("num_layers") and all_layers:
         lost = sorted(set(range(args["num_layers"])) - set(records["layer_idx"]))
         if lost:
             yield Finding("layers", where, f"no record of layer {_ranges(lost)}")

@@ -89,6 +89,11 @@ def reassemble(records: pd.DataFrame, load: Callable[[Any], Tensor]) -> Tensor:
     if len(rows) == 1 and first.dims is None:
         return load(first)
     of_tensor = f"{first.tensor_name} of {first.module} ({Path(first.path).name})"
+    if parts := [row.slice for row in rows if row.slice is not None]:
+        raise ValueError(
+            f"{of_tensor}: only a part of it was collected, {parts[0]}; load each file with "
+            "load(record), or collect without --collect-slice"
+        )
     if records["dims"].nunique(dropna=False) > 1 or first.dims is None:
         raise ValueError(
             f"{of_tensor}: the {len(rows)} records say of their dims "

@@ -125,7 +125,7 @@ class Verification:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if row.dtype is not None and dtype != row.dtype:
             raise ValueError(f"holds {dtype}, but its record says {row.dtype}")
-        if row.dims is None or row.global_shape is None:
+        if row.dims is None or row.global_shape is None or row.slice is not None:
             return
         shape = list(tensor.shape)
         for cut in parse_dims(row.dims):

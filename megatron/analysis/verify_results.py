@@ -75,6 +75,7 @@ class Results:
         by_name = {row.tensor_name: row for row in rows.itertuples()}
         first = rows.iloc[0]
         try:
+            _check_whole(rows)
             of_card = recorded_formats.of_card(
                 self.card, first["module"], "linear", int(first["iteration"])
             )
@@ -109,6 +110,7 @@ class Results:
 
     def _check_attention(self, rows: pd.DataFrame) -> None:
         """Refuse attention that is not the one that is recomputed."""
+        _check_whole(rows)
         for name, harmless in _OTHER_ATTENTION.items():
             value = (self.card.get("arguments") or {}).get(name)
             if value not in harmless:
@@ -116,6 +118,12 @@ class Results:
         sizes, found = rows["cp_size"].iloc[0], rows["cp"].nunique()
         if not pd.isna(sizes) and found != int(sizes):
             raise NotCheckedError("keys and values of a context-parallel rank are missing")
+
+
+def _check_whole(rows: pd.DataFrame) -> None:
+    """Refuse parts of tensors: sums over the rest of them are missing."""
+    if rows["slice"].notna().any():
+        raise NotCheckedError("collected with --collect-slice: a part of an operand or result")
 
 
 def _better(
