@@ -31,6 +31,10 @@ from tests.training.golden import (
 EXACT = {"loss": 1e-5, "norm": 1e-5}
 #: Where roundings may flip, see above.
 CLOSE = {"loss": 2e-4, "norm": 5e-3}
+#: HiFloat8 has no scale, so that its rounding depends on a gradient's magnitude; and here a rank's
+#: loss is divided by other powers of two before the backward pass, and its gradients after it.
+RESCALED = ("context", "data", "distributed-optimizer")
+OTHER_BINADE = {"loss": 2e-4, "norm": 2e-2}
 ELSEWHERE = {"loss": 5e-4, "norm": 2e-2}
 
 
@@ -60,8 +64,11 @@ def cases():
 @pytest.mark.parametrize(("name", "layout"), cases())
 def test_every_layout_gives_the_losses_of_one_rank(steps, name, layout):
     found, expected = steps(name, layout), steps(name)
-    flips = layout.startswith("tensor")
-    assert_close(found, expected, CLOSE if flips else EXACT)
+    if name == "hifp8" and layout in RESCALED:
+        bounds = OTHER_BINADE
+    else:
+        bounds = CLOSE if layout.startswith("tensor") else EXACT
+    assert_close(found, expected, bounds)
     assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-6)
 
 
