@@ -2,9 +2,10 @@
 
 torch's OpenMP threads do not sleep after an operation but turn in a loop for some milliseconds, to
 be ready for the next one. Threads of our own would share the cores with them: on two cores a
-kernel right behind a copy took 1.4 to 1.9 times as long (MXFP8 and HiFloat8, memory used again). Therefore the work is given to these
-very threads, by the function that compilers call for `#pragma omp parallel`. It is GNU's, and part
-of its binary interface; LLVM's and Intel's runtimes export it too.
+kernel right behind a copy took 1.4 to 1.9 times as long (MXFP8 and HiFloat8, memory used again).
+Therefore the work is given to these very threads, by the function that compilers call for
+`#pragma omp parallel`. It is GNU's, and part of its binary interface; LLVM's and Intel's runtimes
+export it too.
 """
 
 import ctypes
