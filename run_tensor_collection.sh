@@ -22,7 +22,7 @@
 #                              (QUANT_RECIPE if set); TYPE is then recipe_<the file's name>
 # What to collect
 #   --control-iter N           iterations, then stop; 0: never stop by itself (1, or as many as
-#                              --collect-iterations names)
+#                              --collect-iterations names; 0 with a ring or a flag file)
 #   --collect-start N          the first of them (1), as the log counts
 #   --collect-every N          every N-th from there on (1)
 #   --collect-iterations SPEC  in place of these two: 7, 1-3,100- or 100-200:10 (every 10th)
@@ -34,11 +34,20 @@
 #   --collect-operations LIST  forward, backward or both (forward,backward)
 #   --collect-ranks SPEC       world ranks that write, as layers (all)
 #   --collect-slice PARTS      a part of each tensor, by the letters of its dims: s=0:128,h=0:256:2
+# When
+#   --collect-flag-file FILE   collect while this file is there: touch and rm switch a running job
+#   --collect-ring K           hold the last K iterations in memory; write them when the loss or the
+#                              gradient norm is not finite or jumps, or training ends with an error
+#   --collect-ring-events E    then no more than E times (3)
+#   --collect-loss-jump F      a jump: F times the median of the last 32 iterations; 0: none is (1.2)
+#   --collect-grad-norm-jump F the same for the gradient norm (4)
 # How much
 #   --collect-plan             print tensors and bytes of what is selected, and stop before training
 #   --collect-max-gib X        GiB that all ranks together may write (no limit)
 #   --collect-max-files N      the same for files (no limit)
 #   --collect-keep-free-gib X  GiB of the disk that stay free (1, or 5% of a disk below 20 GiB)
+#   --collect-max-host-gib X   GiB of memory for what waits to be written, or in a ring (a tenth of
+#                              the machine's)
 # Where to
 #   --tensor-path DIR          base folder; the tensors go to DIR/TYPE/ (TENSOR_SAVE_DIR if set,
 #                              else enhanced_tensor_logs); --tensor-dir is the same
@@ -111,11 +120,13 @@ elif [[ $mode != batch ]]; then
   one quant_type "$quant_type" "${positional[1]-}" "${CUSTOM_QUANT_TYPE:-mxfp8}"
   types=("$quant_type")
 fi
-if [[ -z $collect_iterations ]]; then : "${control_iter:=1}"; fi # else as many as are named
+if [[ -z $collect_iterations$collect_ring$collect_flag_file ]]; then
+  : "${control_iter:=1}" # else as many as are named, or none
+fi
 : "${collect_micro_batches:=1}"
 whole --control-iter "${control_iter:-0}" 0 '0: never stop by itself'
 whole --collect-micro-batches "$collect_micro_batches" 0 '0: all'
-for name in start every max-files; do
+for name in start every max-files ring ring-events; do
   value=collect_${name//-/_}
   whole "--collect-$name" "${!value:-1}" 1
 done
@@ -173,7 +184,8 @@ collect() {
   if [[ $mode == batch ]]; then next=; fi # drawn together, at the end
   run_child "$py" "$repo/script/collect_run.py" --name "$1" --tensor-dir "$tensors" \
     --log-dir "${home}logs" --control-iter "${control_iter:-0}" --stall-timeout "$stall_timeout" \
-    --next "$next" ${verbose:+--verbose} -- "${training[@]}"
+    --next "$next" ${collect_ring:+--may-be-empty} ${collect_flag_file:+--may-be-empty} \
+    ${verbose:+--verbose} -- "${training[@]}"
 }
 
 failed=() limited=()

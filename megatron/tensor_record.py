@@ -28,6 +28,7 @@ TENSOR_NAMES: dict[str, tuple[str, ...]] = {
 #: Written on request only: a value for each pair of a query and a key.
 ON_REQUEST = ("attention_scores", "attention_probs")
 COMPONENTS = {"attention": "FA", "linear": "linear"}  #: file-name component of each layer type
+TIMESTAMP = "%Y%m%d_%H%M%S"  #: of file names
 PARTIAL_SUFFIX = ".partial"  #: ends the name of a file that is still being written; readers skip it
 
 _NAMES = "|".join(sorted({name for names in TENSOR_NAMES.values() for name in names}))
@@ -57,7 +58,7 @@ class TensorRecord:
         int | None
     )  #: position in the run's sample order of the micro-batch's first sequence
     counter: int  #: of this rank in this run; the first is 1
-    timestamp: str  #: local time of writing, YYYYmmdd_HHMMSS
+    timestamp: str  #: local time of collecting, YYYYmmdd_HHMMSS; later if that name was taken
     layer_type: str  #: attention | linear
     layer_idx: (
         int  #: global over pipeline stages, the first is 0; -1 outside of a transformer layer

@@ -64,6 +64,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="seconds to end by itself before a process is killed (default: %(default)g)",
     )
     add("--next", default="", help="the command to try next, for the report")
+    parser.add_argument(
+        "--may-be-empty",
+        action="store_true",
+        help="no tensor is no failure: they are collected only when something happens",
+    )
     parser.add_argument("--verbose", action="store_true", help="show the command's output too")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: what to run")
     parsed = parser.parse_args(arguments)
@@ -185,7 +190,7 @@ def judge(status: int | None, follower: IndexFollower, args: argparse.Namespace)
         return f"training failed (exit status {status})"
     if tally.limits:
         return None
-    if not tally.tensors:
+    if not tally.tensors and not args.may_be_empty:
         return (
             "training ended without one tensor: it needs --save-tensors, --tensor-save-dir "
             f"{args.tensor_dir} and a selection (--collect-...) that is not empty"

@@ -134,6 +134,9 @@ def print_report(
         lines.append(f"  {'folder':<10} {args.tensor_dir}")
         if args.next:
             lines.append(f"  {'next':<10} {args.next}")
+    lines += [f"  {'kept':<10} {why}" for why in sorted(tally.kept)]
+    if args.may_be_empty and not tally.tensors:
+        lines.append(f"  {'empty':<10} nothing happened that would have been collected")
     lines.append(f"  {'log':<10} {log}")
     print("\n".join(lines), file=out, flush=True)
 

@@ -17,7 +17,8 @@ corpus_data=${home}dataset/default/corpus_text_document
 # Options of a collection that are handed on under the same names, each with one value.
 collection_flags="collect-start collect-every collect-iterations collect-micro-batches collect-layers \
 collect-modules collect-tensors collect-operations collect-ranks collect-slice collect-max-gib \
-collect-max-files collect-keep-free-gib"
+collect-max-files collect-keep-free-gib collect-max-host-gib collect-flag-file collect-ring \
+collect-ring-events collect-loss-jump collect-grad-norm-jump"
 
 say() { printf '%s\n' "$*" >&2; }
 die() {

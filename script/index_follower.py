@@ -28,6 +28,7 @@ class Tally:
     ranks: set[int] = field(default_factory=set)
     iterations: set[int] = field(default_factory=set)
     limits: list[str] = field(default_factory=list)  #: where a rank stopped, one for each
+    kept: set[str] = field(default_factory=set)  #: why a ring of iterations was written
     counts: dict[str, Counter[Any]] = field(
         default_factory=lambda: {name: Counter() for name in COUNTED}
     )
@@ -37,6 +38,8 @@ class Tally:
         if "event" in record:
             if record["event"] == "limited":
                 self.limits.append(str(record.get("why")))
+            if record["event"] == "kept":
+                self.kept.add(str(record.get("why")))
             return
         self.tensors += 1
         self.bytes += int(record.get("bytes", 0))

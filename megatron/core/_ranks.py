@@ -45,3 +45,14 @@ def from_first_rank(value: str) -> str:
     if _distributed():
         torch.distributed.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def first_rank_says(look: Callable[[], bool]) -> bool:
+    """What `look` finds on the first rank, on every rank; cheap enough for every iteration."""
+    if not _distributed():
+        return look()
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    first = torch.distributed.get_rank() == 0
+    answer = torch.tensor([look() if first else False], dtype=torch.int32, device=device)
+    torch.distributed.broadcast(answer, src=0)
+    return bool(answer.item())

@@ -3,18 +3,27 @@
 A tensor is written under a temporary name and then linked to its own: a reader never sees half a
 file, and a link, unlike a rename, refuses to replace a file that is already there. The index line
 follows the file: no line without its file. One index a rank, so that lines of different ranks never
-interleave.
+interleave. Where another run holds a file's name, which has a second in it, ours gets the next one.
 """
 
+import contextlib
+import datetime
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from megatron.tensor_record import PARTIAL_SUFFIX, TensorRecord, index_name, run_card_name
+from megatron.tensor_record import (
+    PARTIAL_SUFFIX,
+    TIMESTAMP,
+    TensorRecord,
+    index_name,
+    run_card_name,
+)
 
 
 def check_writable(directory: Path) -> None:
@@ -32,17 +41,6 @@ def check_writable(directory: Path) -> None:
             f"cannot write to the tensor folder {directory}: {error.strerror or error}; "
             "name another one with --tensor-save-dir, or change its permissions"
         ) from None
-
-
-def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the CPU, contiguous, without its autograd history and without the rest of its
-    storage.
-
-    `torch.save` of a view writes the whole storage that it looks at.
-    """
-    tensor = tensor.detach().to("cpu").contiguous()
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else tensor.clone()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -108,23 +106,43 @@ class RecordWriter:
         self._index_path = directory / index_name(run_id, rank)
         self._index: IO[str] | None = None
 
-    def write(self, tensor: torch.Tensor, record: TensorRecord) -> None:
-        """Store one tensor, which owns its elements (`own_copy`), and its index line.
+    def write(
+        self, tensor: torch.Tensor, record: TensorRecord, index: contextlib.AbstractContextManager
+    ) -> None:
+        """Store one tensor on the CPU and its index line.
+
+        Args:
+            tensor: contiguous, and one whose storage has nothing behind it that matters.
+            record: what is known of it.
+            index: held while the index is written to, where several threads write.
 
         Raises:
             OSError, RuntimeError: the file system or torch's writer failed; no partial file is
                 left.
         """
+        while True:
+            try:
+                size = self._write_file(tensor, record)
+                break
+            except FileExistsError:  # another run in this folder, started in the same second
+                record = replace(record, timestamp=_a_second_later(record.timestamp))
+        line = record.to_metadata() | {"file": record.filename, "bytes": size}
+        with index:
+            self.append(line)
+            self.records += 1
+            self.bytes += size
+
+    def _write_file(self, tensor: torch.Tensor, record: TensorRecord) -> int:
+        """Write and publish one file; returns its size."""
         partial = self.directory / f"{record.filename}.{self.run_id}{PARTIAL_SUFFIX}"
         try:
             with partial.open("wb") as file:
                 size = serialize(tensor, record, file)
-            path = self._publish(partial, record)
+            self._publish(partial, record)
         finally:
-            partial.unlink(missing_ok=True)
-        self.append(record.to_metadata() | {"file": path.name, "bytes": size})
-        self.records += 1
-        self.bytes += size
+            with contextlib.suppress(OSError):  # of what went wrong, the first is told
+                partial.unlink(missing_ok=True)
+        return size
 
     def append(self, line: dict[str, Any]) -> None:
         """Add a line to the index."""
@@ -133,9 +151,11 @@ class RecordWriter:
         self._index.write(json.dumps(line) + "\n")
         self._index.flush()
 
-    def _publish(self, partial: Path, record: TensorRecord) -> Path:
-        """Give the finished file its name; another run that started within the same second may hold
-        it already.
+    def _publish(self, partial: Path, record: TensorRecord) -> None:
+        """Give the finished file its name.
+
+        Raises:
+            FileExistsError: another run's file has it.
         """
         path = self.directory / record.filename
         try:
@@ -146,7 +166,6 @@ class RecordWriter:
             if path.exists():
                 raise FileExistsError(f"{path} exists already") from None
             partial.rename(path)
-        return path
 
     def write_run_card(self, card: dict[str, Any]) -> None:
         """Write or replace this run's card."""
@@ -158,26 +177,6 @@ class RecordWriter:
             self._index.close()
 
 
-class CountingWriter:
-    """Takes the place of a `RecordWriter` and writes nothing: remembers what would be written."""
-
-    def __init__(self) -> None:
-        self.records = 0
-        self.bytes = 0
-        self.counted: list[tuple[TensorRecord, torch.Tensor, int]] = []
-
-    def write(self, tensor: torch.Tensor, record: TensorRecord) -> None:
-        """Remember the record, the tensor's shape and type, and the size of its file."""
-        size = serialize(tensor, record)
-        self.records += 1
-        self.bytes += size
-        self.counted.append((record, tensor.to("meta"), size))
-
-    def append(self, line: dict[str, Any]) -> None:
-        """There is no index."""
-
-    def write_run_card(self, card: dict[str, Any]) -> None:
-        """There is no run card."""
-
-    def close(self) -> None:
-        """There is nothing open."""
+def _a_second_later(timestamp: str) -> str:
+    moved = datetime.datetime.strptime(timestamp, TIMESTAMP) + datetime.timedelta(seconds=1)
+    return moved.strftime(TIMESTAMP)

@@ -1,6 +1,7 @@
-"""How much a collection may write.
+"""How much a collection may write, and how much memory it may take for that.
 
-The limits are for the run: each of the ranks that write has an equal share of the files and bytes,
+Host memory is a machine's, of which each of its ranks has an equal share; the other limits are for
+the run: each of the ranks that write has an equal share of the files and bytes,
 and looks at its own alone. That needs no communication, so that a rank which has reached its share
 holds up no other; what one rank leaves of its share another cannot use. Free disk is looked at
 before every tensor. Ranks that look at the same moment see the same free space, so that a machine
@@ -10,16 +11,23 @@ Counted are the `.pt` files; the index takes about a kilobyte a tensor more.
 """
 
 import math
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
-LIMIT_FLAGS = ("collect_max_gib", "collect_max_files", "collect_keep_free_gib")
+LIMIT_FLAGS = (
+    "collect_max_gib",
+    "collect_max_files",
+    "collect_keep_free_gib",
+    "collect_max_host_gib",
+)
 OVERHEAD = 4096  #: bytes that a file has at most beyond its tensor's
 KEEP_FREE = 1.0  #: GiB
 KEEP_FREE_SHARE = 0.05  #: of a file system on which that is less
+HOST_SHARE = 0.1  #: of a machine's memory, if no flag says otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,7 @@ class Limits:
     max_bytes: int | None = None
     max_files: int | None = None
     keep_free: int | None = None  #: 0: the disk is not looked at
+    host_bytes: int | None = None  #: of memory, for what waits to be written; None: the default
 
     @classmethod
     def parse(
@@ -37,6 +46,7 @@ class Limits:
         collect_max_gib: float | None = None,
         collect_max_files: int | None = None,
         collect_keep_free_gib: float | None = None,
+        collect_max_host_gib: float | None = None,
     ) -> "Limits":
         """Read the flags of the same names.
 
@@ -46,6 +56,7 @@ class Limits:
         for flag, value in {
             "--collect-max-gib": collect_max_gib,
             "--collect-max-files": collect_max_files,
+            "--collect-max-host-gib": collect_max_host_gib,
         }.items():
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(
@@ -58,10 +69,11 @@ class Limits:
             None if collect_max_gib is None else int(collect_max_gib * GIB),
             collect_max_files,
             None if free is None else int(free * GIB),
+            None if collect_max_host_gib is None else int(collect_max_host_gib * GIB),
         )
 
-    def share(self, ranks: int) -> "Limits":
-        """What each of `ranks` may write.
+    def share(self, ranks: int, on_machine: int = 1) -> "Limits":
+        """What each of `ranks` may write, and of host memory each of those on one machine.
 
         Raises:
             ValueError: not one file each.
@@ -75,6 +87,7 @@ class Limits:
             self,
             max_bytes=None if self.max_bytes is None else self.max_bytes // ranks,
             max_files=None if self.max_files is None else self.max_files // ranks,
+            host_bytes=(self.host_bytes or default_host_bytes()) // on_machine,
         )
 
     def kept_free(self, folder: Path) -> int:
@@ -102,7 +115,17 @@ class Limits:
 
     def describe(self) -> dict[str, Any]:
         """As plain values, for the run card."""
-        return {"bytes": self.max_bytes, "files": self.max_files, "keep_free": self.keep_free}
+        return {
+            "bytes": self.max_bytes,
+            "files": self.max_files,
+            "keep_free": self.keep_free,
+            "host_bytes": self.host_bytes,
+        }
+
+
+def default_host_bytes() -> int:
+    """A tenth of this machine's memory."""
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * HOST_SHARE)
 
 
 def gib(size: float) -> str:

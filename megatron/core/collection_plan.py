@@ -11,7 +11,7 @@ the byte. Experts get other tokens in every iteration: their sizes are those of 
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -19,18 +19,76 @@ from typing import Any
 import torch
 
 from megatron.core._ranks import from_all_ranks
-from megatron.core._record_writer import CountingWriter, serialize
-from megatron.core.saver import Settings, TensorSaver
+from megatron.core._record_writer import serialize
+from megatron.core.collection_settings import Settings
+from megatron.core.saver import TensorSaver
 from megatron.tensor_record import TensorRecord
 
 
+@dataclass(frozen=True)
+class _Uncopied:
+    """Takes the place of a `HostCopy`."""
+
+    tensor: torch.Tensor
+
+    def release(self) -> None:
+        """There is nothing to give back."""
+
+
+class CountingWriter:
+    """Takes the place of a `BackgroundWriter` and writes nothing: remembers what would be
+    written.
+    """
+
+    error: str | None = None
+    pending = 0
+    pending_bytes = 0
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.bytes = 0
+        self.counted: list[tuple[TensorRecord, torch.Tensor, int]] = []
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """Nothing."""
+        return 0, 0
+
+    def hold(self, tensor: torch.Tensor, evict: Callable[[], bool]) -> _Uncopied:
+        """The tensor itself, on the CPU and without the rest of its storage."""
+        return _Uncopied(torch.empty(tensor.shape, dtype=tensor.dtype))
+
+    def submit(self, copy: _Uncopied, record: TensorRecord) -> None:
+        """Remember the record, the tensor's shape and type, and the size of its file."""
+        size = serialize(copy.tensor, record)
+        self.records += 1
+        self.bytes += size
+        self.counted.append((record, copy.tensor.to("meta"), size))
+
+    def fail(self, why: str) -> None:
+        """There is nothing to fail."""
+
+    def append(self, line: dict[str, Any]) -> None:
+        """There is no index."""
+
+    def write_run_card(self, card: dict[str, Any]) -> None:
+        """There is no run card."""
+
+    def drain(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """There is nothing open."""
+
+
 class Planner(TensorSaver):
-    """A saver that writes nothing, and that no limit stops."""
+    """A saver that writes nothing, and that no limit, ring or file stops."""
 
     _writer: CountingWriter
 
     def __init__(self, settings: Settings, run_id: str):
         super().__init__(settings, run_id, writer=CountingWriter())
+        self._ring = self._flag = None
 
     def _has_room(self, size: int, fields: dict[str, Any]) -> bool:
         return True
@@ -75,6 +133,8 @@ def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[
     """Those that a run collects after `done`, up to its end."""
     left = settings.selection.iterations.after(done)
     most = settings.control_iter or train_iters
+    if settings.ring is not None:  # the ones of one event
+        most = settings.ring.iterations
     return [each for each in islice(left, most) if each <= train_iters] if most else []
 
 

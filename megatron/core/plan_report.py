@@ -28,7 +28,7 @@ def report(plan: Plan) -> list[str]:
     lines += _table("rank", sorted(of_rank.items()))
     total = sum(of_rank.values(), Counter())
     lines += _table("total", [("", total)])[1:]
-    return [*lines, *_disks(plan, of_rank), *_limits(plan)]
+    return [*lines, *_when(plan), *_disks(plan, of_rank), *_memory(plan), *_limits(plan)]
 
 
 def _all(plan: Plan) -> Iterable[tuple[Share, Segment]]:
@@ -83,6 +83,38 @@ def _disks(plan: Plan, of_rank: dict[int, Counter[str]]) -> list[str]:
             f"{verdict}"
         )
     return lines
+
+
+def _when(plan: Plan) -> list[str]:
+    """What decides in the course of the run whether all this is written."""
+    ring, flag_file = plan.settings.ring, plan.settings.flag_file
+    lines = []
+    if ring is not None:
+        lines.append(
+            f"  ring: the above is one event of {ring.iterations} iteration(s), written at most "
+            f"{ring.events} time(s) (--collect-ring-events)"
+        )
+    if flag_file is not None:
+        lines.append(f"  flag file: the above is if {flag_file.path} is there all the time")
+    return lines
+
+
+def _memory(plan: Plan) -> list[str]:
+    """Whether the host's memory has room for an iteration, or for a ring of them."""
+    limit, ring = plan.settings.limits.host_bytes, plan.settings.ring
+    assert limit is not None, "the limits are a rank's share"
+    iterations = 1 if ring is None else ring.iterations
+    most = max(
+        (segment.bytes.total() for _, segment in _all(plan)),
+        default=0,
+    )
+    held = f"{gib(most * iterations)} for {iterations} iteration(s)"
+    line = f"  memory of a rank: {gib(limit)} (--collect-max-host-gib), {held}: "
+    if most * iterations <= limit:
+        return [line + "holds"]
+    if ring is None:
+        return [line + "training will wait for the disk"]
+    return [line + f"DOES NOT HOLD, the ring will have {limit // max(most, 1)}"]
 
 
 def _limits(plan: Plan) -> list[str]:

@@ -7,43 +7,41 @@ layers go on showing their tensors, because the ranks of a parallel group must c
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from megatron.core._record_writer import RecordWriter, own_copy
+from megatron.core._record_writer import RecordWriter
+from megatron.core.background_writer import BackgroundWriter
 from megatron.core.collection_clock import clock
-from megatron.core.collection_limits import OVERHEAD, Limits, gib
+from megatron.core.collection_limits import OVERHEAD, gib
+from megatron.core.collection_settings import Settings
+from megatron.core.host_memory import HostCopy, HostMemory
 from megatron.core.module_identity import ModuleIdentity
+from megatron.core.ring import Ring
 from megatron.core.run_card import collect_run_card, rank_coordinates
-from megatron.core.selection import Selection, describe
-from megatron.tensor_record import TensorRecord
+from megatron.tensor_record import TIMESTAMP, TensorRecord
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What to collect and where."""
-
-    directory: Path
-    quant_type: str
-    control_iter: int  #: iterations to collect, 0: no end
-    selection: Selection
-    limits: Limits  #: of this rank
-
-
 class Writer(Protocol):
-    """Where records go."""
+    """Where records go; see `BackgroundWriter`."""
 
+    error: str | None
     records: int
     bytes: int
+    pending: int
+    pending_bytes: int
+    written: tuple[int, int]
 
-    def write(self, tensor: torch.Tensor, record: TensorRecord) -> None: ...
+    def hold(self, tensor: torch.Tensor, evict: Callable[[], bool]) -> HostCopy | None: ...
+    def submit(self, copy: HostCopy, record: TensorRecord) -> None: ...
+    def fail(self, why: str) -> None: ...
     def append(self, line: dict[str, Any]) -> None: ...
     def write_run_card(self, card: dict[str, Any]) -> None: ...
+    def drain(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -58,18 +56,21 @@ class TensorSaver:
         writer: Writer | None = None,
     ):
         self.settings = settings
-        self.error: str | None = None  #: why writing failed
         self.limit: str | None = None  #: which limit was reached, and where
         self.dropped = [0, 0]  #: tensors that were not written for that, and their bytes
         self.ranks: list[dict[str, Any]] = []  #: how each rank fared, known after `settle`
         self.coordinates = rank_coordinates()
         self.run_id = run_id
         self.collected = 0  #: iterations
+        self.blocked = 0.0  #: seconds that training spent here
         self._counter = 0
         self._wanted: dict[tuple[ModuleIdentity, str], bool] = {}
+        self._weights: set[tuple[int, str]] = set()  #: iteration and module of those saved
         self._writes = self.coordinates["world"] in settings.selection.ranks
         self._card = card or {}
-        self._writer = writer or RecordWriter(settings.directory, run_id, self.coordinates["world"])
+        self._ring = None if settings.ring is None else Ring(settings.ring)
+        self._flag = settings.flag_file
+        self._writer = writer or self._background_writer()
         self.write_card("running")
 
     @classmethod
@@ -77,10 +78,24 @@ class TensorSaver:
         """One that writes; `more` goes to the run card."""
         card = {}
         if rank_coordinates()["world"] == 0:
-            chosen = {"selection": describe(settings.selection)}
-            card = collect_run_card(run_id, args) | more | chosen
-            card["limits_of_each_rank"] = settings.limits.describe()
+            card = collect_run_card(run_id, args) | more | settings.describe()
         return cls(settings, run_id, card)
+
+    def _background_writer(self) -> BackgroundWriter:
+        limits = self.settings.limits
+        assert limits.host_bytes is not None, "the limits are a rank's share"
+        files = RecordWriter(self.settings.directory, self.run_id, self.coordinates["world"])
+        return BackgroundWriter(files, HostMemory(limits.host_bytes), complete=self._complete)
+
+    def _complete(self, event: dict[str, Any]) -> dict[str, Any]:
+        """An event of this run, as the index has it."""
+        now = {"run_id": self.run_id, "rank": self.coordinates, "wall_time": time.time()}
+        return event | now
+
+    @property
+    def error(self) -> str | None:
+        """Why the writing of this rank has ended, if it has."""
+        return self._writer.error
 
     @property
     def is_first(self) -> bool:
@@ -92,15 +107,61 @@ class TensorSaver:
         """Whether as many iterations are done as `control_iter` says; the same on every rank."""
         return 0 < self.settings.control_iter <= self.collected
 
+    @property
+    def has_ring(self) -> bool:
+        """Whether anything waits for `observe`."""
+        return self._ring is not None
+
+    def begin_iteration(self) -> None:
+        """Look whether the iteration that begins now is collected; collective with a flag file."""
+        if self._flag is not None and self._flag.look():
+            state = "on" if self._flag.on else "off"
+            if self.is_first:
+                logger.info("collection %s from iteration %d on", state, clock.iteration)
+            self._writer.append({"event": "switched", "to": state, "iteration": clock.iteration})
+        self._weights.clear()
+        if self._ring is not None and self._collects(clock.iteration):
+            self._ring.begin(clock.iteration)
+
     def end_iteration(self) -> None:
         """Count the iteration that is now done if it was collected."""
-        if clock.iteration in self.settings.selection.iterations:
+        if self._collects(clock.iteration):
             self.collected += 1
+
+    def observe(self, loss: float | None, grad_norm: float | None) -> str | None:
+        """Look at what an iteration came to, and write the ring if that is unusual.
+
+        Returns:
+            What happened, if the ring was written; the same on every rank.
+        """
+        if self._ring is None:
+            return None
+        why = self._ring.look(clock.iteration, loss, grad_norm)
+        return None if why is None else self.keep(why)
+
+    def keep(self, why: str) -> str | None:
+        """Write the ring; returns a line about it, or None if nothing was in it."""
+        assert self._ring is not None, "there is a ring"
+        before = self._ring.kept
+        iterations = self._ring.release(self._submit_if_room)
+        if self._ring.kept == before:
+            return None
+        self._writer.append({"event": "kept", "why": why, "iterations": iterations})
+        return f"{why}: the ring is kept ({self._ring.kept} of {self._ring.settings.events})"
+
+    def _collects(self, iteration: int) -> bool:
+        """The same on every rank."""
+        return (
+            not self.complete
+            and (self._flag is None or self._flag.on)
+            and (self._ring is None or not self._ring.over)
+            and iteration in self.settings.selection.iterations
+        )
 
     def wants(self, identity: ModuleIdentity, layer_type: str) -> bool:
         """Whether a layer shows its tensors at this moment; the same on every rank that has it."""
         now, selection = clock.micro_batch, self.settings.selection
-        if now is None or self.complete or now.iteration not in selection.iterations:
+        if now is None or not self._collects(now.iteration):
             return False
         if selection.micro_batches and now.index >= selection.micro_batches:
             return False
@@ -118,35 +179,89 @@ class TensorSaver:
         return self._writes and self.error is None and self.selects(tensor_name)
 
     def save(self, tensor: torch.Tensor, **fields: Any) -> None:
-        """Write one tensor, or the part that is selected; a failure or a limit ends the collection
+        """Take one tensor, or the part that is selected; a failure or a limit ends the collection
         of this rank, not the training.
         """
-        if self.error is not None:
+        if self.error is not None or not self._is_new(fields):
             return
         part, where = self.settings.selection.slices.cut(tensor.detach(), fields["dims"])
         if part is None:
             return
-        try:
-            if self._has_room(part.numel() * part.element_size(), fields):
-                self._write(own_copy(part), fields | {"slice": where})
-        except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
-            self.error = (
-                f"collection stopped after {self._writer.records} tensors: cannot write to "
-                f"{self.settings.directory}: {error}; free space or name another --tensor-save-dir"
-            )
-            logger.error(self.error)
-            self._note({"event": "failed", "why": self.error})
+        started = time.perf_counter()
+        self._take(part, fields | {"slice": where, "wall_time": time.time()})
+        self.blocked += time.perf_counter() - started
+
+    def _is_new(self, fields: dict[str, Any]) -> bool:
+        """Whether it is not a weight that this iteration has shown before: it is the same in every
+        micro-batch, and when it is recomputed.
+        """
+        if fields["tensor_name"] != "weight" or not fields["module"]:
+            return True
+        key = (fields["iteration"], fields["module"])
+        if key in self._weights:
+            return False
+        self._weights.add(key)
+        return True
+
+    def _take(self, part: torch.Tensor, fields: dict[str, Any]) -> None:
+        """Copy a tensor to the host, for the writer or for the ring."""
+        size = part.numel() * part.element_size()
+        if self._ring is None and not self._has_room(size, fields):
+            return
+        evict = self._ring.evict if self._ring is not None else _nothing_to_evict
+        copy = None if self.limit else self._writer.hold(part, evict)
+        if copy is not None:
+            add = self._submit if self._ring is None else self._ring.add
+            add(copy, fields)
+        elif self.error is None:
+            most = gib(self.settings.limits.host_bytes or 0)
+            self._drop(size, fields, f"--collect-max-host-gib lets this rank hold {most}")
+
+    def _submit_if_room(self, copy: HostCopy, fields: dict[str, Any]) -> None:
+        if self.error is None and self._has_room(copy.tensor.nbytes, fields):
+            self._submit(copy, fields)
+        else:
+            copy.release()
+
+    def _submit(self, copy: HostCopy, fields: dict[str, Any]) -> None:
+        self._counter += 1
+        record = TensorRecord(
+            run_id=self.run_id,
+            counter=self._counter,
+            timestamp=time.strftime(TIMESTAMP, time.localtime(fields["wall_time"])),
+            quant_type=self.settings.quant_type,
+            shape=list(copy.tensor.shape),
+            dtype=str(copy.tensor.dtype).removeprefix("torch."),
+            rank=self.coordinates,
+            **fields,
+        )
+        self._writer.submit(copy, record)
 
     def _has_room(self, size: int, fields: dict[str, Any]) -> bool:
         """Whether the limits let through a tensor of `size` bytes; from the first that they do not,
         none is.
         """
+        try:
+            why = self.limit or self._what_is_over(size + OVERHEAD)
+            if why is not None and self._writer.pending:  # of these the sizes are not known yet
+                self._writer.drain()
+                why = self.limit or self._what_is_over(size + OVERHEAD)
+        except OSError as error:
+            self._writer.fail(str(error))
+            return False
+        if why is None:
+            return True
+        self._drop(size, fields, why)
+        return False
+
+    def _what_is_over(self, most: int) -> str | None:
+        limits, writer = self.settings.limits, self._writer
+        why = limits.of_files(writer.records + 1, writer.bytes + most)
+        return why or limits.of_disk(self.settings.directory, writer.pending_bytes + most)
+
+    def _drop(self, size: int, fields: dict[str, Any], why: str) -> None:
+        """Leave a tensor out for a limit, and say so the first time."""
         if self.limit is None:
-            limits, writer, most = self.settings.limits, self._writer, size + OVERHEAD
-            why = limits.of_files(writer.records + 1, writer.bytes + most)
-            why = why or limits.of_disk(self.settings.directory, most)
-            if why is None:
-                return True
             self.limit = (
                 f"{why}: rank {self.coordinates['world']} stopped collecting at {gib(size)} of "
                 f"{fields['tensor_name']} of {fields['module'] or 'a layer'}, iteration "
@@ -154,73 +269,66 @@ class TensorSaver:
             )
             logger.warning(
                 "%s, with %d tensors, %s, written; what follows is dropped, training goes on",
-                *(self.limit, writer.records, gib(writer.bytes)),
+                *(self.limit, self._writer.records, gib(self._writer.bytes)),
             )
-            self._note({"event": "limited", "why": self.limit})
+            self._writer.append({"event": "limited", "why": self.limit})
         self.dropped[0] += 1
         self.dropped[1] += size
-        return False
-
-    def _note(self, event: dict[str, Any]) -> None:
-        """Say in the index that it is not complete, if the disk lets it."""
-        now = {"run_id": self.run_id, "rank": self.coordinates, "wall_time": time.time()}
-        with contextlib.suppress(OSError):
-            self._writer.append(event | now)
-
-    def _write(self, tensor: torch.Tensor, fields: dict[str, Any]) -> None:
-        while True:
-            self._counter += 1
-            now = time.time()
-            record = TensorRecord(
-                run_id=self.run_id,
-                counter=self._counter,
-                timestamp=time.strftime("%Y%m%d_%H%M%S", time.localtime(now)),
-                wall_time=now,
-                quant_type=self.settings.quant_type,
-                shape=list(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                rank=self.coordinates,
-                **fields,
-            )
-            try:
-                self._writer.write(tensor, record)
-                return
-            except FileExistsError:  # another run in this folder; the next number is free
-                continue
 
     def outcome(self) -> dict[str, Any]:
-        """How this rank fared, as plain values."""
+        """How this rank fared, as plain values; waits until everything is on disk."""
+        self._writer.drain()
+        tensors, size = self._writer.written
         return {
             "rank": self.coordinates["world"],
-            "tensors": self._writer.records,
-            "bytes": self._writer.bytes,
+            "tensors": tensors,
+            "bytes": size,
             "error": self.error,
             "limit": self.limit,
             "dropped_tensors": self.dropped[0],
             "dropped_bytes": self.dropped[1],
+            "seconds_in_training": round(self.blocked, 6),
         }
 
-    def write_card(self, status: str) -> None:
+    def write_card(self, status: str, reason: str | None = None) -> None:
         """Write the run card with how the run stands, from the first rank."""
         if self.is_first:
             ranks = self.ranks or [self.outcome()]
             outcome = {"status": status, "iterations": clock.completed, "ranks": ranks}
+            outcome["reason"] = reason
             outcome["error"] = next((r["error"] for r in ranks if r["error"]), None)
             outcome["limit"] = next((r["limit"] for r in ranks if r["limit"]), None)
             self._writer.write_run_card(self._card | outcome)
 
-    def close(self) -> str | None:
-        """End the collection; returns what went wrong, if anything did."""
+    def close(self, aborted: str | None = None) -> str | None:
+        """End the collection; returns what went wrong with it, if anything did.
+
+        Args:
+            aborted: why the training ended before its time, if it did. A ring is kept then.
+        """
+        if self._ring is not None:
+            if aborted is not None and not self._ring.over:
+                self.keep(aborted)
+            self._ring.clear()
         ranks = self.ranks or [self.outcome()]
-        limited = any(rank["limit"] for rank in ranks)
-        failed = any(rank["error"] for rank in ranks)
+        status = "finished" if aborted is None else "aborted"
+        if any(rank["limit"] for rank in ranks):
+            status = "limited"
+        if any(rank["error"] for rank in ranks):
+            status = "failed"
         if self.limit is not None:
             tensors, size = self.dropped
             event = {"event": "dropped", "tensors": tensors, "bytes": size, "why": self.limit}
-            self._note(event)
+            self._writer.append(event)
+        failure = None
         try:
-            self.write_card("failed" if failed else "limited" if limited else "finished")
-            self._writer.close()
+            self.write_card(status, aborted)
         except OSError as error:
-            self.error = self.error or f"the run card in {self.settings.directory}: {error}"
-        return self.error
+            failure = f"the run card in {self.settings.directory}: {error}"
+        with contextlib.suppress(OSError):
+            self._writer.close()
+        return self.error or failure
+
+
+def _nothing_to_evict() -> bool:
+    return False

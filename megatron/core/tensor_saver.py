@@ -6,18 +6,18 @@ moves the clock, so collection works under any trainer built on megatron-core. A
 calls `configure` with its flags and `close` at the end; under any other the environment switches
 collection on, TENSOR_SAVE_ENABLED=true and TENSOR_SAVE_DIR.
 
-Tensors are written at once and by the calling thread: what is on disk is what the matmul saw. A
-write that fails stops the collection, says so once and lets training go on; the run card then says
-`failed`, and `close` returns the message, with which our trainer exits non-zero.
+Tensors are copied at once, so that what is on disk is what the matmul saw, and written by threads.
+A write that fails stops the collection, says so once and lets training go on; the run card then
+says `failed`, and `close` returns the message, with which our trainer exits non-zero.
 """
 
 import atexit
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,25 +26,22 @@ from megatron.core._ranks import from_all_ranks, from_first_rank, together
 from megatron.core._record_writer import check_writable
 from megatron.core.capture import Capture
 from megatron.core.collection_clock import clock
-from megatron.core.collection_limits import LIMIT_FLAGS, Limits, gib
+from megatron.core.collection_limits import gib
 from megatron.core.collection_plan import Planner
-from megatron.core.iteration_windows import check_in_run, how_many
+from megatron.core.collection_settings import Settings, read_settings
 from megatron.core.module_identity import ModuleIdentity
 from megatron.core.quantized_module import Quantized
-from megatron.core.run_card import rank_coordinates
-from megatron.core.saver import Settings, TensorSaver
+from megatron.core.saver import TensorSaver
 from megatron.core.selection import Selection
-from megatron.fake_quant import policy
-from megatron.tensor_record import safe_name
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_DIRECTORY = "enhanced_tensor_logs"
 UNNAMED = ModuleIdentity("", -1)  #: of a layer that stands in no model
 
 
 _saver: TensorSaver | None = None
 _configured = False
+_observed = 0  #: completed iterations whose numbers the trainer has told
 
 
 def configure(
@@ -73,14 +70,15 @@ def configure(
         model: this rank's pipeline stages, so that a selection of modules that it does not have is
             refused here; else that happens when training starts.
         plan: write nothing, and count what would have been; see `collection_plan`.
-        flags: `collect_layers` and so on, see `Selection.parse` and `Limits.parse`.
+        flags: `collect_layers` and so on, see `Selection.parse`, `Limits.parse`,
+            `RingSettings.parse` and `FlagFile.parse`.
 
     Raises:
         ValueError: what the user can mend, on all ranks alike whichever rank met it.
     """
-    global _saver, _configured
+    global _saver, _configured, _observed
     close()
-    _configured = True
+    _configured, _observed = True, 0
     clock.reset(iteration)
     args = {} if args is None else args
 
@@ -96,6 +94,7 @@ def configure(
     _check_alike(wanted is not None)
     if wanted is None:
         return
+    atexit.register(close_at_exit)
     if from_all_ranks(bool(model))[0]:
         _check_reached(wanted.selection, model)
     run_id = from_first_rank(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(3)}")
@@ -105,41 +104,6 @@ def configure(
     _saver = together(lambda: TensorSaver.start(wanted, run_id, args, quantization=quantization))
     if _saver.is_first:
         logger.info("saving tensors to %s (run %s)", wanted.directory, run_id)
-
-
-def read_settings(
-    args: dict[str, Any],
-    save_dir: str | None,
-    control_iter: int | None,
-    iteration: int,
-    flags: dict[str, Any],
-) -> Settings:
-    """The settings that the arguments of `configure` come to on this rank.
-
-    Raises:
-        ValueError: a value that is not understood, or two that exclude each other.
-    """
-    quant_type = policy.current().quant_type
-    world_size = args.get("world_size") or rank_coordinates()["world_size"]
-    default = Path(DEFAULT_DIRECTORY, safe_name(quant_type))
-    of_limits = {flag: flags[flag] for flag in LIMIT_FLAGS if flag in flags}
-    of_selection = {flag: value for flag, value in flags.items() if flag not in of_limits}
-    chosen = Selection.parse(
-        num_layers=args.get("num_layers"), world_size=world_size, **of_selection
-    )
-    if control_iter is not None and control_iter < 0:
-        raise ValueError(
-            f"--control-iter is {control_iter}; give 0 for no limit or a positive number"
-        )
-    control_iter = how_many(control_iter, chosen.iterations, iteration)
-    check_in_run(chosen.iterations, control_iter, iteration, args.get("train_iters"))
-    return Settings(
-        directory=Path(save_dir or os.environ.get("TENSOR_SAVE_DIR") or default),
-        quant_type=quant_type,
-        control_iter=control_iter,
-        selection=chosen,
-        limits=Limits.parse(**of_limits).share(chosen.ranks.count(world_size)),
-    )
 
 
 def enabled_by_environment() -> bool:
@@ -178,8 +142,15 @@ def begin_iteration() -> None:
     """
     if not _configured:
         configure()
-        atexit.register(close)
     clock.iteration += 1
+    if _saver is not None:
+        if _saver.has_ring and clock.completed > _observed:
+            raise ValueError(
+                "a ring of iterations (collect_ring) waits for this trainer to say what an "
+                "iteration came to; call megatron.core.tensor_saver.observe(loss, grad_norm) after "
+                "each, or leave collect_ring out"
+            )
+        _saver.begin_iteration()
 
 
 def end_iteration() -> None:
@@ -188,6 +159,27 @@ def end_iteration() -> None:
     clock.micro_batch = None
     if _saver is not None:
         _saver.end_iteration()
+
+
+def observe(loss: float | None, grad_norm: float | None) -> str | None:
+    """The trainer says what an iteration came to; a ring of iterations is kept if that is unusual.
+
+    Args:
+        loss: the same on every rank, as is `grad_norm`; None: not known.
+        grad_norm: None also where it is of no meaning, as in an iteration that a loss scaler skips.
+
+    Returns:
+        A line on what happened, if the ring was kept; the same on every rank.
+    """
+    global _observed
+    _observed = clock.completed
+    return None if _saver is None else _saver.observe(loss, grad_norm)
+
+
+def flush() -> None:
+    """Wait until everything collected is on disk, or the writing has failed."""
+    if _saver is not None:
+        _saver.outcome()
 
 
 def set_sample_idx(sample_idx: int) -> None:
@@ -281,8 +273,18 @@ def settle() -> list[str]:
     ]
 
 
-def close() -> str | None:
-    """End the collection; returns what went wrong on this rank, or None."""
+def close(aborted: str | None = None) -> str | None:
+    """End the collection; returns what went wrong with it on this rank, or None.
+
+    Args:
+        aborted: why the training ended before its time, for the run card.
+    """
     global _saver
     saver, _saver = _saver, None
-    return None if saver is None else saver.close()
+    return None if saver is None else saver.close(aborted)
+
+
+def close_at_exit() -> None:
+    """Of a trainer that never closes: whatever waits is written before Python ends."""
+    error = getattr(sys, "last_value", None)  # what Python has just printed the traceback of
+    close(None if error is None else f"{type(error).__name__}: {error}")

@@ -11,6 +11,7 @@ import torch
 from megatron.core import tensor_saver
 from megatron.core.collection_clock import clock
 from megatron.core.collection_plan import Planner, make_plan, planned_iterations
+from megatron.core.collection_settings import read_settings
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.plan_report import report
 from megatron.training import data
@@ -19,10 +20,10 @@ from megatron.training.collection_options import CollectionOptions
 from megatron.training.errors import RunError, UserError
 from megatron.training.logging import Progress
 from megatron.training.report import print_rank_0
-from megatron.training.train_step import Trained, run_schedule
+from megatron.training.train_step import Step, Trained, run_schedule
 from megatron.training.validation import Run
 
-#: Those that `tensor_saver.configure` hands on to the selection and the limits.
+#: Those that `tensor_saver.configure` hands on to those who read them.
 FLAGS = {
     field.name: field.default
     for field in fields(CollectionOptions)
@@ -48,7 +49,7 @@ def check_collection(args: argparse.Namespace) -> None:
         if asked:
             flags = {name: getattr(args, name) for name in FLAGS}
             directory, control_iter = args.tensor_save_dir, args.control_iter
-            tensor_saver.read_settings(
+            read_settings(
                 dict(vars(args)) | {"train_iters": None}, directory, control_iter, 0, flags
             )
     except ValueError as error:
@@ -134,6 +135,15 @@ def _reservations(args: argparse.Namespace) -> Iterator[str]:
         yield "experts get other tokens in every iteration: only the first one's sizes are exact"
     if args.rampup_batch_size is not None and args.collect_micro_batches != 1:
         yield "the batch grows (--rampup-batch-size): later iterations have more micro-batches"
+
+
+def report_anomaly(step: Step) -> None:
+    """Tell the collection what an iteration came to, and say if that has kept its ring; on all
+    ranks.
+    """
+    grad_norm = None if step.skipped else step.grad_norm  # else the loss scale's, not the model's
+    if kept := tensor_saver.observe(step.losses["lm loss"], grad_norm):
+        print_rank_0(f"> {kept}")
 
 
 def report_limits() -> None:

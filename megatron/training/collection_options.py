@@ -1,5 +1,5 @@
-"""Flags of the tensor collection. What they accept is in `megatron.core.selection` and
-`megatron.core.collection_limits`, which read them.
+"""Flags of the tensor collection. What they accept is with those who read them, see
+`megatron.core.collection_settings`.
 """
 
 # ruff: noqa: RUF009  (`option` is a dataclass field)
@@ -20,7 +20,7 @@ class CollectionOptions:
     control_iter: int | None = option(
         None,
         "with --save-tensors: iterations to collect before training stops; 0: never (default: 1, "
-        "or all that --collect-iterations names)",
+        "or all that --collect-iterations names; 0 with --collect-ring and --collect-flag-file)",
         type=int,
     )
     collect_start: int | None = option(
@@ -89,4 +89,38 @@ class CollectionOptions:
         "GiB of the disk that stay free, 0: the disk may fill up (default: 1, or 5% of a disk "
         "smaller than 20 GiB)",
         type=float,
+    )
+    collect_max_host_gib: float | None = option(
+        None,
+        "GiB of a machine's memory for tensors that wait to be written, or in a ring; where they "
+        "are used up training waits for the disk (default: a tenth of the memory). Each of the "
+        "machine's ranks has an equal share",
+        type=float,
+    )
+    collect_flag_file: str | None = option(
+        None,
+        "collect while this file is there, looked for at the beginning of every iteration; "
+        "`touch` and `rm` switch a running job",
+        metavar="FILE",
+    )
+    collect_ring: int | None = option(
+        None,
+        "hold the last K iterations in memory, and write them only when the loss or the gradient "
+        "norm is not finite or jumps, or training ends with an error",
+        type=int,
+        metavar="K",
+    )
+    collect_ring_events: int | None = option(
+        None,
+        "with --collect-ring: times that it is written, then collecting ends (default: 3)",
+        type=int,
+    )
+    collect_loss_jump: float | None = option(
+        None,
+        "with --collect-ring: a jump is a loss of so many times the median of the last 32 "
+        "iterations; 0: none is (default: 1.2)",
+        type=float,
+    )
+    collect_grad_norm_jump: float | None = option(
+        None, "the same for the gradient norm (default: 4)", type=float
     )

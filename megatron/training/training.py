@@ -24,6 +24,7 @@ from megatron.training.collection import (
     close_collection,
     configure_collection,
     print_plan,
+    report_anomaly,
     report_limits,
 )
 from megatron.training.errors import RunError
@@ -86,8 +87,8 @@ def pretrain(run: Run) -> None:
     try:
         loop.run()
         report_limits()
-    except BaseException:
-        tensor_saver.close()
+    except BaseException as error:
+        tensor_saver.close(aborted=str(error) or type(error).__name__)
         raise
     close_collection()
 
@@ -176,6 +177,7 @@ class Loop:
         progress.skipped_iterations += step.skipped
         self.interval.add(step)
         self._log(step, time.perf_counter() - started)
+        report_anomaly(step)
         self._check_finite(step)
         if args.eval_iters and progress.iteration % args.eval_interval == 0:
             self._evaluate("valid", f"iteration {progress.iteration}")

@@ -23,6 +23,7 @@ from tests.subprocesses import REPO, environment, torchrun
 WORKER = Path(__file__).with_name("gpt_worker.py")
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 PER_LAYER = 4 * 6 + 8  #: four linear layers of six tensors, attention's eight
+WEIGHTS = 4  #: of these, stored once an iteration
 
 
 def collect(
@@ -70,6 +71,12 @@ tensor_saver.close()
 """
 
 
+def expected(layers: int, micro_batches: int, iterations: int = 1) -> int:
+    """How many tensors so many layers give."""
+    of_layer = (PER_LAYER - WEIGHTS) * micro_batches + WEIGHTS
+    return layers * of_layer * iterations
+
+
 def pick(records, **wanted):
     return [r for r in records if all(r[key] == value for key, value in wanted.items())]
 
@@ -80,14 +87,20 @@ def one(records, **wanted) -> torch.Tensor:
 
 
 def by_module(records):
-    """The records of one linear layer in one forward pass: {(module, iteration, micro_batch):
+    """The records of one linear layer in one forward pass: {(module, iteration, rank, micro_batch):
     {name: tensor}}.
     """
     groups: dict[tuple, dict] = {}
+    weights: dict[tuple, torch.Tensor] = {}
     for r in pick(records, layer_type="linear", recomputed=False):
-        key = (r["module"], r["iteration"], r["micro_batch"], r["rank"]["world"])
-        groups.setdefault(key, {})[r["tensor_name"]] = r["tensor"]
-    return groups
+        of_iteration = (r["module"], r["iteration"], r["rank"]["world"])
+        if r["tensor_name"] == "weight":
+            assert of_iteration not in weights, "stored once"
+            weights[of_iteration] = r["tensor"]
+        else:
+            key = (*of_iteration, r["micro_batch"])
+            groups.setdefault(key, {})[r["tensor_name"]] = r["tensor"]
+    return {key: group | {"weight": weights[key[:3]]} for key, group in groups.items()}
 
 
 def assert_each_gemm_is_reproduced(records, formats: GemmFormats) -> None:
@@ -116,12 +129,13 @@ def single(tmp_path_factory):
 
 def test_every_tensor_of_every_layer_and_micro_batch_is_there(single):
     _, records = single
-    assert len(records) == 2 * PER_LAYER * 2 * 2
+    assert len(records) == expected(layers=2, micro_batches=2, iterations=2)
     for layer_type, names in TENSOR_NAMES.items():
         found = {r["tensor_name"] for r in pick(records, layer_type=layer_type)}
         assert found == set(names) - set(ON_REQUEST)
     counts = Counter((r["iteration"], r["micro_batch"], r["layer_idx"]) for r in records)
-    assert counts == {(i, m, n): PER_LAYER for i in (1, 2) for m in (0, 1) for n in (0, 1)}
+    of = {0: PER_LAYER, 1: PER_LAYER - WEIGHTS}  # the weights stand with the first micro-batch
+    assert counts == {(i, m, n): of[m] for i in (1, 2) for m in (0, 1) for n in (0, 1)}
     modules = {r["module"].rpartition(".")[2] for r in pick(records, layer_type="linear")}
     assert modules == set(LINEARS), "the LM head is not collected"
 
@@ -134,7 +148,7 @@ def test_file_names_say_what_the_metadata_says(single):
         for key in parsed.keys() - {"rank"}:
             assert parsed[key] == r[key]
         assert TensorRecord.from_metadata(r).filename == r["file"]
-    assert [r["counter"] for r in records] == list(range(1, len(records) + 1))
+    assert sorted(r["counter"] for r in records) == list(range(1, len(records) + 1))
 
 
 def test_operations_and_phases(single):
@@ -209,7 +223,7 @@ def test_pipeline_keeps_micro_batches_and_global_layer_numbers(tmp_path):
     """1F1B with more micro-batches than stages: each backward belongs to an earlier forward."""
     options = ("--pp", "2", "--micro-batches", "4", "--layers", "4")
     records = collect(tmp_path / "dump", *options, ranks=2)
-    assert len(records) == 4 * PER_LAYER * 4
+    assert len(records) == expected(layers=4, micro_batches=4)
     for rank in (0, 1):
         mine = [r for r in records if r["rank"]["world"] == rank]
         assert {r["layer_idx"] for r in mine} == {2 * rank, 2 * rank + 1}
@@ -222,7 +236,7 @@ def test_pipeline_keeps_micro_batches_and_global_layer_numbers(tmp_path):
 def test_interleaved_pipeline(tmp_path):
     options = ("--pp", "2", "--vpp", "2", "--micro-batches", "4", "--layers", "4")
     records = collect(tmp_path / "dump", *options, ranks=2)
-    assert len(records) == 4 * PER_LAYER * 4
+    assert len(records) == expected(layers=4, micro_batches=4)
     layers = {
         rank: {r["layer_idx"] for r in records if r["rank"]["world"] == rank} for rank in (0, 1)
     }
@@ -271,6 +285,7 @@ def test_recomputed_forwards_are_marked_and_equal_the_first(tmp_path):
     assert {(r["layer_idx"], r["micro_batch"]) for r in again} == {
         (i, m) for i in (0, 1) for m in (0, 1)
     }
+    assert not pick(again, tensor_name="weight"), "it is stored already"
     for r in again:
         same = {key: r[key] for key in ("module", "micro_batch", "tensor_name", "operation")}
         assert torch.equal(r["tensor"], one(records, recomputed=False, **same))

@@ -123,9 +123,11 @@ def test_a_folder_that_vanishes_ends_the_collection_and_not_the_training(tmp_pat
     tensor_saver.begin_iteration()
     clock.micro_batch = MicroBatch(1, 0)
     save()
+    tensor_saver.flush()
     shutil.rmtree(tmp_path / "dump")
     save()
     save()
     tensor_saver.end_iteration()
+    tensor_saver.flush()
     assert sum("collection stopped after 1 tensors" in m for m in caplog.messages) == 1
     assert "cannot write to" in tensor_saver.close()

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from megatron.tensor_record import read_events
-from tests.core.test_collection import COLLECT_ALL, PER_LAYER, WORKER, collect, loaded, one
+from tests.core.test_collection import (
+    COLLECT_ALL,
+    WORKER,
+    collect,
+    expected,
+    loaded,
+    one,
+)
 from tests.subprocesses import REPO, environment, torchrun
 
 
@@ -39,7 +46,7 @@ def test_one_rank_of_a_tensor_parallel_pair_collects_and_training_goes_on_alike(
     """
     options = ("--tp", "2", "--sequence-parallel", "--iterations", "2")
     records = same_training(tmp_path, *options, ranks=2, collect_ranks="1")
-    assert len(records) == 2 * PER_LAYER * 2 * 2
+    assert len(records) == expected(layers=2, micro_batches=2, iterations=2)
     assert {r["rank"]["world"] for r in records} == {1}
     assert [path.name[-8:-6] for path in (tmp_path / "dump").glob("index_*")] == ["01"]
 
@@ -53,7 +60,7 @@ def test_a_rank_that_has_reached_its_limit_holds_up_no_other(tmp_path):
     for path in (tmp_path / "dump").glob("index_*"):
         events = read_events(path)
         assert [event["event"] for event in events] == ["limited", "dropped"]
-        assert events[1]["tensors"] == 2 * PER_LAYER * 2 * 2 - 3
+        assert events[1]["tensors"] == expected(layers=2, micro_batches=2, iterations=2) - 3
     (card,) = (tmp_path / "dump").glob("run_*.json")
     assert json.loads(card.read_text())["status"] == "limited"
 
@@ -105,11 +112,11 @@ def test_a_slice_is_cut_from_the_whole_tensor(tmp_path):
         full = one(whole, **same)
         letters = [letter[0] for letter in r["dims"].partition("|")[0].split()]
         cut = {"s": slice(8, 24, 2), "h": slice(0, 16)}
-        expected = full[tuple(cut.get(letter, slice(None)) for letter in letters)]
-        assert torch.equal(r["tensor"], expected)
-        assert r["tensor"].untyped_storage().nbytes() == expected.numel() * 2
+        part = full[tuple(cut.get(letter, slice(None)) for letter in letters)]
+        assert torch.equal(r["tensor"], part)
+        assert r["tensor"].untyped_storage().nbytes() == part.numel() * 2
         assert r["global_shape"] == list(full.shape)
-        if expected.shape == full.shape:
+        if part.shape == full.shape:
             assert r["slice"] is None
         else:
             assert r["slice"]["of"] == list(full.shape)

@@ -1,0 +1,181 @@
+"""Writes records off the training path: training copies a tensor and goes on, threads write it.
+
+Tensors that wait take host memory, and that is bounded: where it is used up, training waits for the
+disk (back-pressure). A write that fails, or a disk that takes nothing for minutes, ends the writing
+of this rank. It never ends or holds up training: what still waits is dropped.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.core._record_writer import RecordWriter
+from megatron.core.collection_limits import OVERHEAD
+from megatron.core.host_memory import HostCopy, HostMemory
+from megatron.tensor_record import TensorRecord
+
+logger = logging.getLogger(__name__)
+
+THREADS = 2  #: one computes a file's checksum while the other writes
+PATIENCE = 300.0  #: seconds without a finished write after which the disk counts as dead
+
+
+class BackgroundWriter:
+    """One rank's writer threads, and what waits for them."""
+
+    def __init__(
+        self,
+        writer: RecordWriter,
+        memory: HostMemory,
+        *,
+        complete: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+        patience: float = PATIENCE,
+    ):
+        """`complete` makes an event what stands in the index."""
+        self.error: str | None = None  #: why writing has ended
+        self.pending = 0  #: records that wait or are being written
+        self.pending_bytes = 0  #: that they take on disk at most
+        self.memory = memory
+        self._writer = writer
+        self._complete = complete
+        self._patience = patience
+        self._latest = time.monotonic()  #: when a write last finished
+        self._jobs: queue.SimpleQueue[tuple[HostCopy, TensorRecord] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._index = threading.Lock()
+        self._dead = False  #: the disk may hold up whoever touches it
+
+    @property
+    def records(self) -> int:
+        """Written and pending."""
+        return self._writer.records + self.pending
+
+    @property
+    def bytes(self) -> int:
+        """Of files written, and the most that pending ones will take."""
+        return self._writer.bytes + self.pending_bytes
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """Files and bytes on disk."""
+        return self._writer.records, self._writer.bytes
+
+    def hold(self, tensor: torch.Tensor, evict: Callable[[], bool]) -> HostCopy | None:
+        """A copy to submit; waits for the disk while memory is short.
+
+        Args:
+            tensor: what training may change afterwards.
+            evict: gives memory back that no write will free; False: there is none.
+
+        Returns:
+            None if there is no room for it, or the writing has ended.
+        """
+        if self.error is not None:
+            return None
+        return self.memory.copy(tensor, lambda: self._wait_for_one() if self.pending else evict())
+
+    def submit(self, copy: HostCopy, record: TensorRecord) -> None:
+        """Have it written; the memory is given back afterwards."""
+        with self.memory.changed:
+            if self.error is None:
+                if self.pending == 0:
+                    self._latest = time.monotonic()
+                self.pending += 1
+                self.pending_bytes += _most(copy)
+                self._jobs.put((copy, record))
+                self._start()
+                return
+        copy.release()
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add an event to the index, if the disk lets it."""
+        if not self._dead:
+            with self._index, contextlib.suppress(OSError):
+                self._writer.append(self._complete(line))
+
+    def write_run_card(self, card: dict[str, Any]) -> None:
+        """Write or replace this run's card."""
+        if not self._dead:
+            self._writer.write_run_card(card)
+
+    def drain(self) -> None:
+        """Wait until everything is written, or the writing has ended."""
+        while self.pending and self._wait_for_one():
+            pass
+
+    def close(self) -> None:
+        """Write what waits, and end the threads."""
+        self.drain()
+        for _ in self._threads:
+            self._jobs.put(None)
+        if not self._dead:  # else one of them hangs in the file system
+            for thread in self._threads:
+                thread.join()
+            self._writer.close()
+
+    def _wait_for_one(self) -> bool:
+        """Until a write has finished; False if the writing has ended."""
+        with self.memory.changed:
+            before = self.pending
+            while self.error is None and 0 < self.pending == before:
+                left = self._latest + self._patience - time.monotonic()
+                if left <= 0:
+                    break
+                self.memory.changed.wait(left)
+            else:
+                return self.error is None
+        self._dead = True
+        self.fail(f"no write has finished for {self._patience:g} s")
+        return False
+
+    def _start(self) -> None:
+        """Threads that run once there is something to write: a fork before that has none."""
+        if len(self._threads) < min(THREADS, self.pending):
+            thread = threading.Thread(
+                target=self._run, name=f"tensor-writer-{len(self._threads)}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            copy, record = job
+            try:
+                if self.error is None:
+                    copy.wait()
+                    self._writer.write(copy.tensor, record, self._index)
+            except Exception as error:  # whatever it is, training goes on
+                self.fail(str(error) or repr(error))
+            finally:
+                self._finished(copy)
+
+    def _finished(self, copy: HostCopy) -> None:
+        with self.memory.changed:
+            self._latest = time.monotonic()
+            self.pending -= 1
+            self.pending_bytes -= _most(copy)
+            copy.release()
+
+    def fail(self, why: str) -> None:
+        """End the writing, once."""
+        with self.memory.changed:
+            if self.error is not None:
+                return
+            self.error = (
+                f"collection stopped after {self._writer.records} tensors: cannot write to "
+                f"{self._writer.directory}: {why}; free space or name another --tensor-save-dir"
+            )
+            self.memory.changed.notify_all()
+        logger.error(self.error)
+        self.append({"event": "failed", "why": self.error})
+
+
+def _most(copy: HostCopy) -> int:
+    """Bytes that a file takes at most."""
+    return copy.tensor.numel() * copy.tensor.element_size() + OVERHEAD

@@ -1,0 +1,132 @@
+"""The last iterations of a run, kept in host memory and written only when something happens, so
+that what came before a loss spike is there to be looked at.
+
+`--collect-ring K` holds K iterations, or as many as `--collect-max-host-gib` has room for. When
+`Anomalies` finds one unusual, that iteration and those before it are written, and the ring begins
+anew. After a few such events it ends: a run that stays broken would fill the disk.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.anomalies import Anomalies, Jumps
+from megatron.core.host_memory import HostCopy
+
+EVENTS = 3  #: times that a ring is written
+
+
+@dataclass(frozen=True, slots=True)
+class RingSettings:
+    """What the flags say."""
+
+    iterations: int
+    events: int = EVENTS
+    jumps: Jumps = field(default_factory=Jumps)
+
+    @classmethod
+    def parse(
+        cls,
+        collect_ring: int | None = None,
+        collect_ring_events: int | None = None,
+        **jumps: float | None,
+    ) -> "RingSettings | None":
+        """Read the flags of the same names; None: no ring.
+
+        Raises:
+            ValueError: a ring of no iterations, or flags of a ring without one.
+        """
+        if collect_ring is None:
+            given = {"collect_ring_events": collect_ring_events, **jumps}
+            for flag, value in given.items():
+                if value is not None:
+                    raise ValueError(
+                        f"--{flag.replace('_', '-')} {value} is for a ring of iterations; add "
+                        "--collect-ring K, or leave it out"
+                    )
+            return None
+        events = EVENTS if collect_ring_events is None else collect_ring_events
+        for flag, value in {
+            "--collect-ring": collect_ring,
+            "--collect-ring-events": events,
+        }.items():
+            if value < 1:
+                raise ValueError(f"{flag} is {value}; give 1 or more")
+        return cls(collect_ring, events, Jumps.parse(**jumps))
+
+    def describe(self) -> dict[str, Any]:
+        """As plain values, for the run card."""
+        return {
+            "iterations": self.iterations,
+            "events": self.events,
+            "loss_jump": self.jumps.loss,
+            "grad_norm_jump": self.jumps.grad_norm,
+        }
+
+
+@dataclass
+class _Iteration:
+    number: int
+    held: list[tuple[HostCopy, dict[str, Any]]] = field(default_factory=list)
+
+
+class Ring:
+    """One rank's ring."""
+
+    def __init__(self, settings: RingSettings):
+        self.settings = settings
+        self.kept = 0  #: events
+        self.shortened = False  #: memory had no room for all iterations
+        self._anomalies = Anomalies(settings.jumps)
+        self._iterations: deque[_Iteration] = deque()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has been written as often as it may; the same on every rank."""
+        return self.kept >= self.settings.events
+
+    def begin(self, iteration: int) -> None:
+        """A further iteration is collected: the oldest makes room."""
+        while len(self._iterations) >= self.settings.iterations:
+            self._drop_oldest()
+        self._iterations.append(_Iteration(iteration))
+
+    def add(self, copy: HostCopy, fields: dict[str, Any]) -> None:
+        """Hold one tensor of the iteration under way."""
+        self._iterations[-1].held.append((copy, fields))
+
+    def evict(self) -> bool:
+        """Give back the memory of the oldest iteration; False: there is only the one under way."""
+        if len(self._iterations) <= 1:
+            return False
+        self.shortened = True
+        self._drop_oldest()
+        return True
+
+    def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:
+        """Why the ring is to be written now, if it is; the same on every rank."""
+        why = self._anomalies.look(iteration, loss, grad_norm)
+        return None if self.over else why
+
+    def release(self, submit: Callable[[HostCopy, dict[str, Any]], None]) -> list[int]:
+        """Hand everything to `submit`, oldest first; returns the iterations.
+
+        An event counts where iterations were collected, also on a rank that writes none of them:
+        all ranks must agree on when the ring is over.
+        """
+        self.kept += bool(self._iterations)
+        numbers = [iteration.number for iteration in self._iterations if iteration.held]
+        while self._iterations:
+            for copy, fields in self._iterations.popleft().held:
+                submit(copy, fields)
+        return numbers
+
+    def clear(self) -> None:
+        """Give all memory back."""
+        while self._iterations:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        for copy, _ in self._iterations.popleft().held:
+            copy.release()

@@ -1,0 +1,228 @@
+"""Tensors that wait to be written: copies, their bound, and what happens when a disk fails."""
+
+import contextlib
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core._record_writer import RecordWriter
+from megatron.core.background_writer import BackgroundWriter
+from megatron.core.host_memory import HostMemory
+from megatron.core.run_card import rank_coordinates
+from megatron.tensor_record import TensorRecord, read_events, read_index
+
+TENSOR = torch.arange(256.0)
+SIZE = TENSOR.nbytes
+
+
+def record(counter: int) -> TensorRecord:
+    return TensorRecord(
+        **{
+            "run_id": "run",
+            "iteration": 1,
+            "micro_batch": 0,
+            "sample_idx": None,
+            "counter": counter,
+            "timestamp": "20260101_000000",
+            "layer_type": "linear",
+            "layer_idx": 0,
+            "module": "m",
+            "operation": "forward",
+            "phase": "pre",
+            "component": "linear",
+            "tensor_name": "input",
+            "quant_type": "bf16",
+            "format": None,
+            "shape": [256],
+            "dtype": "float32",
+            "dims": "h",
+            "global_shape": [256],
+            "rank": rank_coordinates(),
+            "recomputed": False,
+            "wall_time": 0.0,
+        }
+    )
+
+
+class Gate(RecordWriter):
+    """A disk that writes when it is let."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, "run", 0)
+        self.open = threading.Event()
+        self.failure: Exception | None = None
+
+    def write(self, tensor, record, index):
+        self.open.wait()
+        if self.failure is not None:
+            raise self.failure
+        super().write(tensor, record, index)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    gate = Gate(tmp_path)
+    yield gate
+    gate.open.set()  # no thread is left waiting
+
+
+def nothing() -> bool:
+    return False
+
+
+def fill(writer: BackgroundWriter, tensors: int) -> None:
+    for counter in range(1, tensors + 1):
+        copy = writer.hold(TENSOR, nothing)
+        assert copy is not None
+        writer.submit(copy, record(counter))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.arange(1000.0)[10:20],
+        torch.arange(100.0).view(10, 10).t(),
+        torch.ones(1).expand(50),
+        torch.arange(100.0)[::7],
+        torch.zeros(0, 4),
+        torch.tensor(3.0),
+        torch.nn.Parameter(torch.randn(4)),
+        torch.arange(9).to(torch.bfloat16),
+    ],
+    ids=["slice", "transposed", "expanded", "strided", "empty", "scalar", "parameter", "bf16"],
+)
+def test_a_copy_owns_its_elements_and_nothing_else(view):
+    copy = HostMemory(1 << 20).copy(view, nothing).tensor
+    assert torch.equal(copy, view.detach())
+    assert copy.is_contiguous()
+    assert not copy.requires_grad
+    assert type(copy) is torch.Tensor
+    assert copy.untyped_storage().nbytes() == copy.numel() * copy.element_size()
+
+
+def test_a_copy_stays_when_training_changes_the_tensor():
+    x = torch.zeros(8)
+    copy = HostMemory(1 << 20).copy(x, nothing)
+    x += 1
+    assert torch.equal(copy.tensor, torch.zeros(8))
+
+
+def test_memory_is_used_again_and_never_beyond_its_limit():
+    memory = HostMemory(4 * SIZE)
+    copies = [memory.copy(TENSOR, nothing) for _ in range(4)]
+    assert memory.copy(TENSOR, nothing) is None
+    where = {copy.tensor.data_ptr() for copy in copies}
+    assert len(where) == 4, "copies that are in use never share memory"
+    for copy in copies:
+        copy.release()
+    again = memory.copy(TENSOR + 1, nothing)
+    assert again.tensor.data_ptr() in where
+    assert torch.equal(again.tensor, TENSOR + 1)
+    large = memory.copy(torch.ones(3 * 256), nothing)  # spare memory makes way for it
+    assert large is not None
+    assert memory.peak == 4 * SIZE
+    assert memory.copy(torch.ones(5 * 256), lambda: pytest.fail("no waiting helps")) is None
+
+
+def test_training_waits_for_the_disk_where_memory_is_used_up(disk):
+    writer = BackgroundWriter(disk, HostMemory(3 * SIZE))
+    fill(writer, 3)
+    assert (writer.pending, writer.written) == (3, (0, 0)), "until here nothing has waited"
+    went_on = threading.Event()
+
+    def train() -> None:
+        fill(writer, 1)
+        went_on.set()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert not went_on.wait(0.2)
+    disk.open.set()
+    assert went_on.wait(30)
+    thread.join()
+    writer.drain()
+    assert (writer.pending, writer.written[0], writer.memory.used) == (0, 4, 0)
+    assert writer.memory.peak <= 3 * SIZE
+    writer.close()
+
+
+def test_what_is_written_is_whole_and_in_the_index_once(tmp_path):
+    writer = BackgroundWriter(RecordWriter(tmp_path, "run", 0), HostMemory(16 * SIZE))
+    fill(writer, 60)
+    writer.close()
+    lines = list(read_index(tmp_path / "index_run_rank00.jsonl"))
+    assert sorted(line["counter"] for line in lines) == list(range(1, 61))
+    assert {path.name for path in tmp_path.glob("*.pt")} == {line["file"] for line in lines}
+    for line in lines:
+        path = tmp_path / line["file"]
+        content = torch.load(path, weights_only=True)
+        assert torch.equal(content["tensor"], TENSOR)
+        assert content["metadata"]["counter"] == line["counter"]
+        assert path.stat().st_size == line["bytes"] < SIZE + 4096
+    assert writer.bytes == sum(line["bytes"] for line in lines)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(28, "No space left on device"), RuntimeError("torch"), KeyError("a bug")]
+)
+def test_a_write_that_fails_ends_the_writing_and_nothing_else(disk, caplog, failure):
+    disk.failure = failure
+    writer = BackgroundWriter(disk, HostMemory(9 * SIZE))
+    fill(writer, 8)
+    copy = writer.hold(TENSOR, nothing)
+    disk.open.set()
+    writer.drain()
+    assert writer.error.startswith("collection stopped after 0 tensors: cannot write to ")
+    writer.submit(copy, record(9))  # a layer that has not noticed yet
+    assert writer.hold(TENSOR, nothing) is None
+    writer.close()
+    assert caplog.messages == [writer.error], "said once"
+    assert (writer.pending, writer.memory.used) == (0, 0)
+    (event,) = read_events(disk.directory / "index_run_rank00.jsonl")
+    assert (event["event"], event["why"]) == ("failed", writer.error)
+
+
+def test_a_disk_that_hangs_does_not_hang_training(disk, caplog):
+    writer = BackgroundWriter(disk, HostMemory(2 * SIZE), patience=0.3)
+    fill(writer, 2)
+    started = time.monotonic()
+    assert writer.hold(TENSOR, nothing) is None
+    assert "no write has finished for 0.3 s" in writer.error
+    assert len(caplog.messages) == 1
+    writer.append({"event": "dropped"})
+    writer.write_run_card({})
+    writer.close()
+    assert time.monotonic() - started < 30
+    assert not list(disk.directory.iterdir()), "a disk that hangs is not touched again"
+
+
+def test_patience_counts_from_the_last_write_and_not_from_the_first(disk):
+    disk.open.set()
+    writer = BackgroundWriter(disk, HostMemory(2 * SIZE), patience=0.5)
+    fill(writer, 1)
+    writer.drain()
+    time.sleep(0.6)  # nothing was to be written
+    fill(writer, 8)
+    writer.close()
+    assert (writer.error, writer.written[0]) == (None, 9)
+
+
+def test_an_event_stands_between_whole_lines(tmp_path):
+    writer = BackgroundWriter(
+        RecordWriter(tmp_path, "run", 0),
+        HostMemory(64 * SIZE),
+        complete=lambda event: event | {"run_id": "run"},
+    )
+    for _ in range(20):
+        fill(writer, 3)
+        writer.append({"event": "switched"})
+    writer.close()
+    with contextlib.closing((tmp_path / "index_run_rank00.jsonl").open()) as lines:
+        found = [json.loads(line) for line in lines]
+    assert sum("event" in line for line in found) == 20
+    assert len(found) == 80

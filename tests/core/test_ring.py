@@ -1,0 +1,219 @@
+"""A ring of the last iterations, which is written when something unusual happens, and the file that
+switches a collection.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+
+from megatron.core import tensor_saver
+from megatron.core.anomalies import ENOUGH, WINDOW, Anomalies, Jumps
+from megatron.core.collection_clock import MicroBatch, clock
+from megatron.core.collection_limits import GIB
+from megatron.tensor_record import read_events
+from tests.core.test_tensor_saver import records, save
+
+pytestmark = pytest.mark.usefixtures("fresh_saver")
+
+SIZE = 24 * 4  #: of what `save` saves
+
+
+def train(loss: float = 2.0, grad_norm: float | None = 1.0, tensors: int = 1) -> str | None:
+    """One iteration."""
+    tensor_saver.begin_iteration()
+    clock.micro_batch = MicroBatch(clock.iteration, 0)
+    for _ in range(tensors):
+        save(torch.full((2, 3, 4), float(clock.iteration)))
+    tensor_saver.end_iteration()
+    return tensor_saver.observe(loss, grad_norm)
+
+
+def configure(folder, **flags) -> None:
+    tensor_saver.configure(save_tensors=True, save_dir=str(folder), **flags)
+
+
+def events(folder):
+    (index,) = folder.glob("index_*.jsonl")
+    return read_events(index)
+
+
+def saved_iterations(folder) -> list[int]:
+    found = records(folder)
+    for record in found:
+        tensor = torch.load(folder / record["file"], weights_only=True)["tensor"]
+        assert tensor.unique().tolist() == [record["iteration"]], "memory was not used again early"
+    return [record["iteration"] for record in found]
+
+
+def test_what_came_before_a_loss_spike_survives(tmp_path):
+    configure(tmp_path, collect_ring=3)
+    for _ in range(20):
+        assert train() is None
+    assert list(tmp_path.glob("*.pt")) == [], "nothing is written while nothing happens"
+    said = train(loss=3.0)
+    assert said.startswith("loss 3, 1.5 times the median of the iterations before at iteration 21")
+    assert "the ring is kept (1 of 3)" in said
+    assert saved_iterations(tmp_path) == [19, 20, 21]
+    assert [r["counter"] for r in records(tmp_path)] == [1, 2, 3], "those let go have no number"
+    (event,) = events(tmp_path)
+    assert (event["event"], event["iterations"]) == ("kept", [19, 20, 21])
+    assert not tensor_saver.finished(), "training goes on"
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"loss": math.nan}, {"loss": math.inf}, {"grad_norm": math.nan}, {"grad_norm": 5.0}]
+)
+def test_other_things_that_are_unusual(tmp_path, numbers):
+    configure(tmp_path, collect_ring=2)
+    for _ in range(ENOUGH):
+        train()
+    assert train(**numbers)
+    assert saved_iterations(tmp_path) == [ENOUGH, ENOUGH + 1]
+
+
+def test_a_run_that_stays_broken_is_kept_once_each_time_it_breaks_and_then_no_more(tmp_path):
+    configure(tmp_path, collect_ring=1, collect_ring_events=2)
+    for _ in range(3):
+        for _ in range(4):
+            train(loss=math.nan)
+        train()
+    assert saved_iterations(tmp_path) == [1, 6]
+    assert tensor_saver.capture(None, "linear") is None, "nothing is copied any more"
+
+
+def test_an_error_that_ends_training_keeps_the_ring(tmp_path):
+    configure(tmp_path, collect_ring=2)
+    for _ in range(5):
+        train()
+    tensor_saver.close(aborted="ValueError: lost")
+    assert [e["why"] for e in events(tmp_path)] == ["ValueError: lost"]
+    assert saved_iterations(tmp_path) == [4, 5]
+    (card,) = tmp_path.glob("run_*.json")
+    content = json.loads(card.read_text())
+    assert (content["status"], content["reason"]) == ("aborted", "ValueError: lost")
+    assert content["ring"]["iterations"] == 2
+
+
+def test_a_run_without_an_anomaly_writes_nothing(tmp_path):
+    configure(tmp_path, collect_ring=2)
+    for _ in range(5):
+        train()
+    assert tensor_saver.settle() == []
+    assert tensor_saver.close() is None
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def test_a_ring_holds_what_memory_has_room_for(tmp_path):
+    configure(tmp_path, collect_ring=5, collect_max_host_gib=7 * SIZE / GIB)
+    for _ in range(8):
+        train(tensors=2)
+    train(loss=math.nan, tensors=2)
+    assert saved_iterations(tmp_path) == [7, 7, 8, 8, 9, 9]
+
+
+def test_an_iteration_that_memory_has_no_room_for_is_a_limit(tmp_path, caplog):
+    configure(tmp_path, collect_ring=2, collect_max_host_gib=3 * SIZE / GIB)
+    train(tensors=4)
+    assert train(loss=math.nan, tensors=4)
+    assert saved_iterations(tmp_path) == []
+    (line,) = tensor_saver.settle()
+    assert "--collect-max-host-gib lets this rank hold 288 bytes: rank 0 stopped collecting" in line
+    assert sum("stopped collecting" in m for m in caplog.messages) == 1
+
+
+def test_only_selected_iterations_enter_the_ring(tmp_path):
+    configure(tmp_path, collect_ring=2, collect_every=3)
+    for _ in range(8):
+        train()
+    assert train(loss=math.nan)
+    assert saved_iterations(tmp_path) == [4, 7]
+
+
+def test_a_trainer_that_says_nothing_of_its_iterations_is_refused(tmp_path):
+    configure(tmp_path, collect_ring=2)
+    tensor_saver.begin_iteration()
+    tensor_saver.end_iteration()
+    with pytest.raises(ValueError, match=r"call megatron\.core\.tensor_saver\.observe"):
+        tensor_saver.begin_iteration()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"collect_ring": 0}, "--collect-ring is 0; give 1 or more"),
+        ({"collect_ring": 1, "collect_ring_events": 0}, "--collect-ring-events is 0; give 1"),
+        ({"collect_ring": 1, "collect_loss_jump": 0.5}, "--collect-loss-jump is 0.5; give a fact"),
+        ({"collect_ring": 1, "collect_grad_norm_jump": math.nan}, "-norm-jump is nan; give a"),
+        ({"collect_loss_jump": 2.0}, "--collect-loss-jump 2.0 is for a ring .*; add --collect-r"),
+        ({"collect_ring": 1, "control_iter": 2}, "leave --control-iter out"),
+        ({"collect_flag_file": "no/such/folder/flag"}, "its folder does not exist; make it"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(tmp_path, flags, message):
+    with pytest.raises(ValueError, match=message):
+        configure(tmp_path, **flags)
+
+
+def test_a_jump_is_told_from_the_fall_and_the_noise_of_a_loss():
+    generator = torch.Generator().manual_seed(1)
+    anomalies = Anomalies(Jumps())
+    for step in range(400):
+        noise = 0.05 * torch.randn((), generator=generator).item()
+        loss = 3.0 + 7.0 * math.exp(-step / 50) + noise
+        assert anomalies.look(step, loss, 1.0 + 10 * abs(noise)) is None
+    assert anomalies.look(400, 3.5, 1.0) is None, "a sixth more is not 1.2 times"
+    assert anomalies.look(401, 3.8, 1.0)
+    assert anomalies.look(402, 3.8, 1.0) is None, "it is still the same event"
+    assert anomalies.look(403, 3.0, 1.0) is None
+    assert anomalies.look(404, 3.0, math.inf)
+
+
+def test_a_jump_that_lasts_becomes_usual():
+    anomalies = Anomalies(Jumps(loss=1.5, grad_norm=0.0))
+    for step in range(WINDOW):
+        anomalies.look(step, 1.0, 1.0)
+    assert anomalies.look(0, 2.0, 1e9), "gradient norms are not looked at"
+    for step in range(WINDOW):
+        anomalies.look(step, 2.0, 1.0)
+    assert anomalies.look(0, 2.9, 1.0) is None
+    assert anomalies.look(0, 3.1, 1.0)
+
+
+def test_a_file_switches_a_running_collection(tmp_path):
+    flag = tmp_path / "collect_now"
+    configure(tmp_path / "dump", collect_flag_file=str(flag), collect_iterations="1-9")
+    for iteration in range(1, 11):
+        if iteration in (3, 7):
+            flag.touch()
+        if iteration == 5:
+            flag.unlink()
+        train()
+    assert saved_iterations(tmp_path / "dump") == [3, 4, 7, 8, 9]
+    found = [(e["event"], e["to"], e["iteration"]) for e in events(tmp_path / "dump")]
+    assert found == [("switched", "on", 3), ("switched", "off", 5), ("switched", "on", 7)]
+
+
+def test_a_file_switches_at_the_boundary_of_an_iteration_only(tmp_path):
+    flag = tmp_path / "collect_now"
+    configure(tmp_path / "dump", collect_flag_file=str(flag))
+    tensor_saver.begin_iteration()
+    clock.micro_batch = MicroBatch(1, 0)
+    flag.touch()
+    save()
+    tensor_saver.end_iteration()
+    assert records(tmp_path / "dump") == []
+
+
+def test_with_a_flag_file_training_stops_once_enough_is_collected_only_if_told_to(tmp_path):
+    flag = tmp_path / "collect_now"
+    flag.touch()
+    configure(tmp_path / "dump", collect_flag_file=str(flag))
+    train()
+    assert not tensor_saver.finished()
+    configure(tmp_path / "dump", collect_flag_file=str(flag), control_iter=2)
+    train()
+    assert not tensor_saver.finished()
+    train()
+    assert tensor_saver.finished()
