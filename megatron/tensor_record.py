@@ -17,19 +17,49 @@ from typing import Any
 
 SCHEMA_VERSION = 1
 
+#: What each matmul of an operation multiplied, as codes and scales: GEMM and operand, in the order
+#: of `megatron.fake_quant.gemm.SLOTS`.
+CODES: dict[str, tuple[str, ...]] = {
+    "linear": (
+        "fprop_input_codes", "fprop_weight_codes", "dgrad_grad_output_codes", "dgrad_weight_codes",
+        "wgrad_grad_output_codes", "wgrad_input_codes",
+    ),
+    "qk": (
+        "qk_fprop_query_codes", "qk_fprop_key_codes", "qk_grad_query_grad_scores_codes",
+        "qk_grad_query_key_codes", "qk_grad_key_grad_scores_codes", "qk_grad_key_query_codes",
+    ),
+    "pv": (
+        "pv_fprop_probs_codes", "pv_fprop_value_codes", "pv_grad_probs_grad_output_codes",
+        "pv_grad_probs_value_codes", "pv_grad_value_grad_output_codes", "pv_grad_value_probs_codes",
+    ),
+}  # fmt: skip
+#: Written on request only: a value for each pair of a query and a key.
+PAIRWISE = ("attention_scores", "attention_probs")
+ON_REQUEST = (*PAIRWISE, *(name for names in CODES.values() for name in names))
 #: Tensor names by layer type.
 TENSOR_NAMES: dict[str, tuple[str, ...]] = {
     "attention": (
-        "query", "key", "value", "output", "attention_scores", "attention_probs",
-        "grad_output", "grad_query", "grad_key", "grad_value",
+        "query", "key", "value", "output", *PAIRWISE,
+        "grad_output", "grad_query", "grad_key", "grad_value", *CODES["qk"], *CODES["pv"],
     ),
-    "linear": ("input", "weight", "output", "grad_output", "grad_input", "grad_weight"),
+    "linear": (
+        "input", "weight", "output", "grad_output", "grad_input", "grad_weight", *CODES["linear"],
+    ),
 }  # fmt: skip
-#: Written on request only: a value for each pair of a query and a key.
-ON_REQUEST = ("attention_scores", "attention_probs")
+#: Stored with the first micro-batch of an iteration only, because they are the same in all of them;
+#: codes where nothing is rounded stochastically.
+OF_ITERATION = ("weight", "fprop_weight_codes", "dgrad_weight_codes")
 COMPONENTS = {"attention": "FA", "linear": "linear"}  #: file-name component of each layer type
 TIMESTAMP = "%Y%m%d_%H%M%S"  #: of file names
 PARTIAL_SUFFIX = ".partial"  #: ends the name of a file that is still being written; readers skip it
+
+
+def operation_of(tensor_name: str) -> str:
+    """The pass in which a tensor of that name arises: forward or backward."""
+    if tensor_name.endswith("_codes"):
+        return "forward" if "fprop_" in tensor_name else "backward"
+    return "backward" if tensor_name.startswith("grad_") else "forward"
+
 
 _NAMES = "|".join(sorted({name for names in TENSOR_NAMES.values() for name in names}))
 _FILENAME = re.compile(
@@ -48,7 +78,7 @@ def safe_name(quant_type: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class TensorRecord:
     """What is known of one collected tensor. MUST: every field is present; those typed `| None` MAY
-    be null. `slice` came later: where it is missing the tensor is whole.
+    be null. `slice` and `codes` came later and may be missing, which means null.
     """
 
     run_id: str
@@ -82,6 +112,10 @@ class TensorRecord:
     #: null: the file has all of this rank's tensor; else it is a part of one of shape `of`, from
     #: the indices `start`, every `step`-th, a number a dimension each
     slice: dict[str, list[int]] | None = None
+    #: of a `..._codes` tensor: the `shape`, `dtype` and `axis` of the operand that it stands for,
+    #: as the matmul had it (tokens are one axis, a Hadamard transform is done), and its `rounding`.
+    #: The file then has `scales` beside `tensor`; see `megatron.fake_quant.packing`
+    codes: dict[str, Any] | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -114,7 +148,7 @@ class TensorRecord:
                 f"schema version {found!r}, but this reader understands {SCHEMA_VERSION}"
             )
         names = {field.name for field in fields(cls)}
-        if missing := sorted(names - metadata.keys() - {"slice"}):
+        if missing := sorted(names - metadata.keys() - {"slice", "codes"}):
             raise ValueError(f"the record lacks {', '.join(missing)}")
         return cls(**{name: metadata[name] for name in names & metadata.keys()})
 

@@ -23,6 +23,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
+from megatron.analysis.codes import read_codes
 from megatron.analysis.record_table import matching, table_of
 from megatron.analysis.shards import data_ranks, reassemble
 from megatron.analysis.tensor_files import (
@@ -32,6 +33,7 @@ from megatron.analysis.tensor_files import (
     read_tensor,
     scan,
 )
+from megatron.fake_quant.packing import QuantizedTensor
 
 #: What tells one logical tensor from another, besides the data-parallel rank.
 IDENTITY = (
@@ -118,6 +120,24 @@ class TensorStore:
             )
         return tensor
 
+    def load_codes(self, record: Any) -> QuantizedTensor:
+        """Codes and scales of a matmul's operand, memory-mapped; `dequantize` gives its values.
+
+        Args:
+            record: as in `load`, of a tensor whose name ends in `_codes`.
+
+        Raises:
+            ValueError: a tensor of another kind.
+            UnreadableTensorError: as of `load`.
+        """
+        if isinstance(record, int):
+            record = self.records.loc[record]
+        metadata = {name: _field(record, name) for name in ("codes", "format")}
+        if not isinstance(metadata["codes"], dict):
+            name = _field(record, "tensor_name")
+            raise ValueError(f"{name} has no codes; load it with load")
+        return read_codes(Path(_field(record, "path")), metadata)
+
     def load_global(
         self, record: Any = None, *, dp: int | None = None, **conditions: Any
     ) -> Tensor:
@@ -168,6 +188,11 @@ class TensorStore:
         if frame.empty:
             asked = ", ".join(f"{name}={value!r}" for name, value in conditions.items())
             raise ValueError(f"no tensor with {asked}; look into records, or select less")
+        if any(isinstance(each, dict) for each in frame["codes"]):
+            raise ValueError(
+                "codes stand for blocks of one rank's operand and are not put together; load each "
+                "with load_codes"
+            )
         if several := [name for name in IDENTITY if frame[name].nunique(dropna=False) > 1]:
             found = "; ".join(f"{name}: {_listed(frame[name].unique()[:6])}" for name in several)
             raise ValueError(

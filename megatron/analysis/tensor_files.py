@@ -146,10 +146,7 @@ def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
     Raises:
         UnreadableTensorError: not a tensor, or not one that can be read without running code.
     """
-    try:
-        payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged archive or pickle can raise nearly anything
-        raise UnreadableTensorError(_reason(error, path)) from None
+    payload = read_payload(path)
     metadata = None
     if isinstance(payload, dict):
         metadata = payload.get("metadata")
@@ -161,6 +158,18 @@ def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
             f"holds no plain dense tensor ({payload.layout}, {payload.dtype})"
         )
     return payload, metadata if isinstance(metadata, dict) and metadata else None
+
+
+def read_payload(path: Path) -> Any:
+    """Whatever a file of torch.save holds, tensors memory-mapped.
+
+    Raises:
+        UnreadableTensorError: it cannot be read without running code, or at all.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged archive or pickle can raise nearly anything
+        raise UnreadableTensorError(_reason(error, path)) from None
 
 
 def read_run_card(folder: Path, run_id: str) -> dict[str, Any]:

@@ -78,7 +78,12 @@ class _Counted:
         """Nothing is held back here."""
 
 
-def serialize(tensor: torch.Tensor, record: TensorRecord, file: IO[bytes] | None = None) -> int:
+def serialize(
+    tensor: torch.Tensor,
+    record: TensorRecord,
+    scales: dict[str, torch.Tensor],
+    file: IO[bytes] | None = None,
+) -> int:
     """Write the content of a `.pt` file; returns its size, which without a file is all that is
     done.
 
@@ -87,7 +92,8 @@ def serialize(tensor: torch.Tensor, record: TensorRecord, file: IO[bytes] | None
     """
     counted = _Counted(file)
     try:
-        torch.save({"tensor": tensor, "metadata": record.to_metadata()}, counted)
+        content = {"tensor": tensor, "metadata": record.to_metadata()}
+        torch.save(content | ({"scales": scales} if scales else {}), counted)
     except RuntimeError:
         if counted.error is not None:
             raise counted.error from None
@@ -107,13 +113,18 @@ class RecordWriter:
         self._index: IO[str] | None = None
 
     def write(
-        self, tensor: torch.Tensor, record: TensorRecord, index: contextlib.AbstractContextManager
+        self,
+        tensor: torch.Tensor,
+        record: TensorRecord,
+        index: contextlib.AbstractContextManager,
+        scales: dict[str, torch.Tensor],
     ) -> None:
         """Store one tensor on the CPU and its index line.
 
         Args:
-            tensor: contiguous, and one whose storage has nothing behind it that matters.
+            tensor: contiguous, and all of its storage, as are the scales.
             record: what is known of it.
+            scales: of codes; else empty.
             index: held while the index is written to, where several threads write.
 
         Raises:
@@ -122,7 +133,7 @@ class RecordWriter:
         """
         while True:
             try:
-                size = self._write_file(tensor, record)
+                size = self._write_file(tensor, record, scales)
                 break
             except FileExistsError:  # another run in this folder, started in the same second
                 record = replace(record, timestamp=_a_second_later(record.timestamp))
@@ -132,12 +143,14 @@ class RecordWriter:
             self.records += 1
             self.bytes += size
 
-    def _write_file(self, tensor: torch.Tensor, record: TensorRecord) -> int:
+    def _write_file(
+        self, tensor: torch.Tensor, record: TensorRecord, scales: dict[str, torch.Tensor]
+    ) -> int:
         """Write and publish one file; returns its size."""
         partial = self.directory / f"{record.filename}.{self.run_id}{PARTIAL_SUFFIX}"
         try:
             with partial.open("wb") as file:
-                size = serialize(tensor, record, file)
+                size = serialize(tensor, record, scales, file)
             self._publish(partial, record)
         finally:
             with contextlib.suppress(OSError):  # of what went wrong, the first is told

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,27 @@ logger = logging.getLogger(__name__)
 
 THREADS = 2  #: one computes a file's checksum while the other writes
 PATIENCE = 300.0  #: seconds without a finished write after which the disk counts as dead
+
+
+class Writer(Protocol):
+    """Where records go; what the parts are for, `BackgroundWriter` says."""
+
+    error: str | None
+    records: int
+    bytes: int
+    pending: int
+    pending_bytes: int
+    written: tuple[int, int]
+
+    def hold(
+        self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
+    ) -> HostCopy | None: ...
+    def submit(self, copy: HostCopy, record: TensorRecord) -> None: ...
+    def fail(self, why: str) -> None: ...
+    def append(self, line: dict[str, Any]) -> None: ...
+    def write_run_card(self, card: dict[str, Any]) -> None: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class BackgroundWriter:
@@ -66,11 +87,14 @@ class BackgroundWriter:
         """Files and bytes on disk."""
         return self._writer.records, self._writer.bytes
 
-    def hold(self, tensor: torch.Tensor, evict: Callable[[], bool]) -> HostCopy | None:
+    def hold(
+        self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
+    ) -> HostCopy | None:
         """A copy to submit; waits for the disk while memory is short.
 
         Args:
             tensor: what training may change afterwards.
+            scales: of codes, stored beside them.
             evict: gives memory back that no write will free; False: there is none.
 
         Returns:
@@ -78,7 +102,18 @@ class BackgroundWriter:
         """
         if self.error is not None:
             return None
-        return self.memory.copy(tensor, lambda: self._wait_for_one() if self.pending else evict())
+
+        def make_room() -> bool:
+            return self._wait_for_one() if self.pending else evict()
+
+        copy = self.memory.copy(tensor, make_room)
+        for name, part in scales.items() if copy is not None else ():
+            of_part = self.memory.copy(part, make_room)
+            if of_part is None:
+                copy.release()
+                return None
+            copy.scales[name] = of_part
+        return copy
 
     def submit(self, copy: HostCopy, record: TensorRecord) -> None:
         """Have it written; the memory is given back afterwards."""
@@ -149,7 +184,8 @@ class BackgroundWriter:
             try:
                 if self.error is None:
                     copy.wait()
-                    self._writer.write(copy.tensor, record, self._index)
+                    scales = {name: part.tensor for name, part in copy.scales.items()}
+                    self._writer.write(copy.tensor, record, self._index, scales)
             except Exception as error:  # whatever it is, training goes on
                 self.fail(str(error) or repr(error))
             finally:
@@ -178,4 +214,4 @@ class BackgroundWriter:
 
 def _most(copy: HostCopy) -> int:
     """Bytes that a file takes at most."""
-    return copy.tensor.numel() * copy.tensor.element_size() + OVERHEAD
+    return copy.nbytes + OVERHEAD

@@ -12,7 +12,9 @@ import torch
 
 from megatron.core.collection_clock import clock
 from megatron.core.module_identity import ModuleIdentity
-from megatron.tensor_record import COMPONENTS
+from megatron.fake_quant.gemm import SLOTS, Observer, Operand
+from megatron.fake_quant.packing import quantize
+from megatron.tensor_record import CODES, COMPONENTS, operation_of
 
 
 class Saver(Protocol):
@@ -26,8 +28,12 @@ class Saver(Protocol):
     def takes(self, tensor_name: str) -> bool:
         """Whether this rank writes tensors of that name."""
 
-    def save(self, tensor: torch.Tensor, **fields: Any) -> None:
-        """Write one tensor with the fields of its record that only the layer knows."""
+    def save(
+        self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
+    ) -> None:
+        """Write one tensor, and the scales of codes, with the fields of its record that only the
+        layer knows.
+        """
 
 
 class Capture:
@@ -74,19 +80,63 @@ class Capture:
         if not self._saver.takes(tensor_name):
             return
         dims = over_context(dims, self._saver.coordinates)
-        self._saver.save(
+        self._save(
             tensor,
             tensor_name=tensor_name,
             operation=operation,
             phase=phase,
             format=format,
+            dims=dims,
+            global_shape=global_shape(list(tensor.shape), dims, self._saver.coordinates),
+        )
+
+    def _save(self, tensor: torch.Tensor, **fields: Any) -> None:
+        self._saver.save(
+            tensor,
             iteration=self._micro_batch.iteration,
             micro_batch=self._micro_batch.index,
             sample_idx=self._micro_batch.sample_idx,
-            dims=dims,
-            global_shape=global_shape(list(tensor.shape), dims, self._saver.coordinates),
+            **fields,
             **self._fields,
         )
+
+    def codes(self, operation: str) -> Observer | None:
+        """What shows the operands of a matmul that are quantized, if codes are collected.
+
+        They are made a second time, by `quantize`, of the tensor and with the random bits that the
+        matmul has: it and `fake_quantize` give the same values bit for bit.
+
+        Args:
+            operation: linear, qk or pv.
+        """
+        names = dict(zip(SLOTS, CODES[operation], strict=True))
+        if not any(map(self._saver.takes, names.values())):
+            return None
+
+        def observe(
+            slot: str, x: torch.Tensor, operand: Operand, axis: int, seed: int | None
+        ) -> None:
+            if not self._saver.takes(names[slot]) or operand.format is None or not x.numel():
+                return
+            packed = quantize(x, operand.format, axis, seed=seed)
+            self._save(
+                packed.codes,
+                scales=packed.scales.parts(),
+                tensor_name=names[slot],
+                operation=operation_of(names[slot]),
+                phase="pre",
+                format=str(operand),
+                dims=" ".join("nmk"[-packed.codes.dim() :]),
+                global_shape=list(packed.codes.shape),
+                codes={
+                    "shape": list(packed.shape),
+                    "dtype": str(packed.dtype).removeprefix("torch."),
+                    "axis": packed.axis,
+                    "rounding": operand.format.rounding,
+                },
+            )
+
+        return observe
 
     def watch_operand(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> torch.Tensor:
         """The same tensor; its gradient is saved when the backward pass has reached this point."""

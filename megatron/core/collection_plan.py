@@ -30,9 +30,14 @@ class _Uncopied:
     """Takes the place of a `HostCopy`."""
 
     tensor: torch.Tensor
+    scales: dict[str, torch.Tensor]
 
     def release(self) -> None:
         """There is nothing to give back."""
+
+
+#: A record, its tensors without values, and its file's size.
+Counted = tuple[TensorRecord, _Uncopied, int]
 
 
 class CountingWriter:
@@ -47,23 +52,27 @@ class CountingWriter:
     def __init__(self) -> None:
         self.records = 0
         self.bytes = 0
-        self.counted: list[tuple[TensorRecord, torch.Tensor, int]] = []
+        self.counted: list[Counted] = []
 
     @property
     def written(self) -> tuple[int, int]:
         """Nothing."""
         return 0, 0
 
-    def hold(self, tensor: torch.Tensor, evict: Callable[[], bool]) -> _Uncopied:
-        """The tensor itself, on the CPU and without the rest of its storage."""
-        return _Uncopied(torch.empty(tensor.shape, dtype=tensor.dtype))
+    def hold(
+        self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
+    ) -> _Uncopied:
+        """Tensors of these shapes and types."""
+        like = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in scales.items()}
+        return _Uncopied(torch.empty(tensor.shape, dtype=tensor.dtype), like)
 
     def submit(self, copy: _Uncopied, record: TensorRecord) -> None:
         """Remember the record, the tensor's shape and type, and the size of its file."""
-        size = serialize(copy.tensor, record)
+        size = serialize(copy.tensor, record, copy.scales)
         self.records += 1
         self.bytes += size
-        self.counted.append((record, copy.tensor.to("meta"), size))
+        on_meta = {name: x.to("meta") for name, x in copy.scales.items()}
+        self.counted.append((record, _Uncopied(copy.tensor.to("meta"), on_meta), size))
 
     def fail(self, why: str) -> None:
         """There is nothing to fail."""
@@ -89,13 +98,11 @@ class Planner(TensorSaver):
     def __init__(self, settings: Settings, run_id: str):
         super().__init__(settings, run_id, writer=CountingWriter())
         self._ring = self._flag = None
-
-    def _has_room(self, size: int, fields: dict[str, Any]) -> bool:
-        return True
+        self._room.take = lambda size, fields: True
 
     @property
-    def counted(self) -> list[tuple[TensorRecord, torch.Tensor, int]]:
-        """Each record that would have been written, its tensor without values, its file's size."""
+    def counted(self) -> list[Counted]:
+        """What would have been written."""
         return self._writer.counted
 
 
@@ -160,7 +167,7 @@ def make_plan(planner: Planner, iterations: Sequence[int], samples: int, done: i
 
 
 def _segments(
-    counted: list[tuple[TensorRecord, torch.Tensor, int]],
+    counted: list[Counted],
     iterations: Sequence[int],
     samples: int,
     done: int,
@@ -188,7 +195,7 @@ def _segments(
 class _Sizes:
     """Sizes of files whose records differ from counted ones in their numbers only."""
 
-    def __init__(self, counted: list[tuple[TensorRecord, torch.Tensor, int]]):
+    def __init__(self, counted: list[Counted]):
         self._counted = counted
         self._known: dict[tuple[int, ...], int] = {}
         for place, (record, _, size) in enumerate(counted):
@@ -203,7 +210,7 @@ class _Sizes:
         """What the iteration at `start` writes, `passed` samples after the counted one."""
         tensors: Counter[tuple[int, str, str]] = Counter()
         size: Counter[tuple[int, str, str]] = Counter()
-        for place, (counted, tensor, _) in enumerate(self._counted):
+        for place, (counted, tensors_of, _) in enumerate(self._counted):
             sample = counted.sample_idx
             record = replace(
                 counted,
@@ -213,7 +220,11 @@ class _Sizes:
             )
             key = self._key(place, record)
             if key not in self._known:
-                self._known[key] = serialize(torch.empty_like(tensor, device="cpu"), record)
+                again = {
+                    name: torch.empty_like(x, device="cpu") for name, x in tensors_of.scales.items()
+                }
+                tensor = torch.empty_like(tensors_of.tensor, device="cpu")
+                self._known[key] = serialize(tensor, record, again)
             of = (record.layer_idx, record.layer_type, record.tensor_name)
             tensors[of] += 1
             size[of] += self._known[key]

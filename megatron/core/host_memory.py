@@ -10,7 +10,7 @@ A buffer has exactly the bytes of its tensor, because `torch.save` writes the wh
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,19 +24,24 @@ class HostCopy:
     _buffer: torch.Tensor
     _kind: tuple[int, bool]  #: its bytes, and whether it is pinned
     _copied: torch.cuda.Event | None  #: None: the copy is there already
+    scales: dict[str, "HostCopy"] = field(default_factory=dict)  #: of codes, by name
 
     @property
-    def size(self) -> int:
-        """Bytes of host memory that it holds."""
-        return _taken(*self._kind)
+    def nbytes(self) -> int:
+        """Of the tensor and the scales."""
+        return self._kind[0] + sum(part.nbytes for part in self.scales.values())
 
     def wait(self) -> None:
         """Until the device has delivered; the tensor must not be read before."""
+        for part in self.scales.values():
+            part.wait()
         if self._copied is not None:
             self._copied.synchronize()
 
     def release(self) -> None:
         """Give the memory back; the tensor must not be read any more."""
+        for part in self.scales.values():
+            part.release()
         self._memory._take_back(self._buffer, self._kind)
 
 

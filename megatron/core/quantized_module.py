@@ -10,9 +10,10 @@ from megatron.core import parallel_state
 from megatron.core.collection_clock import clock
 from megatron.core.module_identity import Identified
 from megatron.fake_quant import policy
-from megatron.fake_quant.gemm import GemmFormats
+from megatron.fake_quant.gemm import SLOTS, GemmFormats
 from megatron.fake_quant.policy import Plan
 from megatron.fake_quant.random_bits import derive_seed
+from megatron.tensor_record import CODES, TENSOR_NAMES
 
 
 class Quantized(Identified):
@@ -37,6 +38,18 @@ class Quantized(Identified):
                 for each in self.operations
             }
         return self._plans[operation]
+
+    def tensor_names(self) -> set[str]:
+        """The tensors that it can show: codes only of operands that are quantized at some time."""
+        names = set(TENSOR_NAMES[self.layer_type])
+        for operation in self.operations:
+            times = [formats for formats, _ in self.plan_of(operation).of_all_times()]
+            names -= {
+                name
+                for slot, name in zip(SLOTS, CODES[operation], strict=True)
+                if all(getattr(formats, slot).format is None for formats in times)
+            }
+        return names
 
     def formats_of(self, operation: str) -> GemmFormats | None:
         """What an operation goes through in this iteration; None: the wheel's own path."""

@@ -7,42 +7,22 @@ layers go on showing their tensors, because the ranks of a parallel group must c
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron.core._record_writer import RecordWriter
-from megatron.core.background_writer import BackgroundWriter
+from megatron.core.background_writer import BackgroundWriter, Writer
 from megatron.core.collection_clock import clock
-from megatron.core.collection_limits import OVERHEAD, gib
 from megatron.core.collection_settings import Settings
 from megatron.core.host_memory import HostCopy, HostMemory
 from megatron.core.module_identity import ModuleIdentity
 from megatron.core.ring import Ring
+from megatron.core.room import Room
 from megatron.core.run_card import collect_run_card, rank_coordinates
-from megatron.tensor_record import TIMESTAMP, TensorRecord
+from megatron.tensor_record import OF_ITERATION, TIMESTAMP, TensorRecord
 
 logger = logging.getLogger(__name__)
-
-
-class Writer(Protocol):
-    """Where records go; see `BackgroundWriter`."""
-
-    error: str | None
-    records: int
-    bytes: int
-    pending: int
-    pending_bytes: int
-    written: tuple[int, int]
-
-    def hold(self, tensor: torch.Tensor, evict: Callable[[], bool]) -> HostCopy | None: ...
-    def submit(self, copy: HostCopy, record: TensorRecord) -> None: ...
-    def fail(self, why: str) -> None: ...
-    def append(self, line: dict[str, Any]) -> None: ...
-    def write_run_card(self, card: dict[str, Any]) -> None: ...
-    def drain(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class TensorSaver:
@@ -56,8 +36,6 @@ class TensorSaver:
         writer: Writer | None = None,
     ):
         self.settings = settings
-        self.limit: str | None = None  #: which limit was reached, and where
-        self.dropped = [0, 0]  #: tensors that were not written for that, and their bytes
         self.ranks: list[dict[str, Any]] = []  #: how each rank fared, known after `settle`
         self.coordinates = rank_coordinates()
         self.run_id = run_id
@@ -65,12 +43,13 @@ class TensorSaver:
         self.blocked = 0.0  #: seconds that training spent here
         self._counter = 0
         self._wanted: dict[tuple[ModuleIdentity, str], bool] = {}
-        self._weights: set[tuple[int, str]] = set()  #: iteration and module of those saved
+        self._weights: set[tuple[int, str, str]] = set()  #: those saved in this iteration
         self._writes = self.coordinates["world"] in settings.selection.ranks
         self._card = card or {}
         self._ring = None if settings.ring is None else Ring(settings.ring)
         self._flag = settings.flag_file
         self._writer = writer or self._background_writer()
+        self._room = Room(settings, self._writer, self.coordinates["world"])
         self.write_card("running")
 
     @classmethod
@@ -178,9 +157,11 @@ class TensorSaver:
         """Whether this rank writes tensors of that name."""
         return self._writes and self.error is None and self.selects(tensor_name)
 
-    def save(self, tensor: torch.Tensor, **fields: Any) -> None:
-        """Take one tensor, or the part that is selected; a failure or a limit ends the collection
-        of this rank, not the training.
+    def save(
+        self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
+    ) -> None:
+        """Take one tensor, or the part that is selected, and the scales of codes; a failure or a
+        limit ends the collection of this rank, not the training.
         """
         if self.error is not None or not self._is_new(fields):
             return
@@ -188,37 +169,39 @@ class TensorSaver:
         if part is None:
             return
         started = time.perf_counter()
-        self._take(part, fields | {"slice": where, "wall_time": time.time()})
+        self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})
         self.blocked += time.perf_counter() - started
 
     def _is_new(self, fields: dict[str, Any]) -> bool:
         """Whether it is not a weight that this iteration has shown before: it is the same in every
         micro-batch, and when it is recomputed.
         """
-        if fields["tensor_name"] != "weight" or not fields["module"]:
+        name, rounding = fields["tensor_name"], (fields.get("codes") or {}).get("rounding")
+        if name not in OF_ITERATION or rounding == "stochastic" or not fields["module"]:
             return True
-        key = (fields["iteration"], fields["module"])
+        key = (fields["iteration"], fields["module"], name)
         if key in self._weights:
             return False
         self._weights.add(key)
         return True
 
-    def _take(self, part: torch.Tensor, fields: dict[str, Any]) -> None:
+    def _take(
+        self, part: torch.Tensor, scales: dict[str, torch.Tensor], fields: dict[str, Any]
+    ) -> None:
         """Copy a tensor to the host, for the writer or for the ring."""
-        size = part.numel() * part.element_size()
-        if self._ring is None and not self._has_room(size, fields):
+        size = sum(each.numel() * each.element_size() for each in (part, *scales.values()))
+        if self._ring is None and not self._room.take(size, fields):
             return
         evict = self._ring.evict if self._ring is not None else _nothing_to_evict
-        copy = None if self.limit else self._writer.hold(part, evict)
+        copy = None if self._room.limit else self._writer.hold(part, scales, evict)
         if copy is not None:
             add = self._submit if self._ring is None else self._ring.add
             add(copy, fields)
         elif self.error is None:
-            most = gib(self.settings.limits.host_bytes or 0)
-            self._drop(size, fields, f"--collect-max-host-gib lets this rank hold {most}")
+            self._room.drop_for_memory(size, fields)
 
     def _submit_if_room(self, copy: HostCopy, fields: dict[str, Any]) -> None:
-        if self.error is None and self._has_room(copy.tensor.nbytes, fields):
+        if self.error is None and self._room.take(copy.nbytes, fields):
             self._submit(copy, fields)
         else:
             copy.release()
@@ -237,44 +220,6 @@ class TensorSaver:
         )
         self._writer.submit(copy, record)
 
-    def _has_room(self, size: int, fields: dict[str, Any]) -> bool:
-        """Whether the limits let through a tensor of `size` bytes; from the first that they do not,
-        none is.
-        """
-        try:
-            why = self.limit or self._what_is_over(size + OVERHEAD)
-            if why is not None and self._writer.pending:  # of these the sizes are not known yet
-                self._writer.drain()
-                why = self.limit or self._what_is_over(size + OVERHEAD)
-        except OSError as error:
-            self._writer.fail(str(error))
-            return False
-        if why is None:
-            return True
-        self._drop(size, fields, why)
-        return False
-
-    def _what_is_over(self, most: int) -> str | None:
-        limits, writer = self.settings.limits, self._writer
-        why = limits.of_files(writer.records + 1, writer.bytes + most)
-        return why or limits.of_disk(self.settings.directory, writer.pending_bytes + most)
-
-    def _drop(self, size: int, fields: dict[str, Any], why: str) -> None:
-        """Leave a tensor out for a limit, and say so the first time."""
-        if self.limit is None:
-            self.limit = (
-                f"{why}: rank {self.coordinates['world']} stopped collecting at {gib(size)} of "
-                f"{fields['tensor_name']} of {fields['module'] or 'a layer'}, iteration "
-                f"{fields['iteration']}, micro-batch {fields['micro_batch']}"
-            )
-            logger.warning(
-                "%s, with %d tensors, %s, written; what follows is dropped, training goes on",
-                *(self.limit, self._writer.records, gib(self._writer.bytes)),
-            )
-            self._writer.append({"event": "limited", "why": self.limit})
-        self.dropped[0] += 1
-        self.dropped[1] += size
-
     def outcome(self) -> dict[str, Any]:
         """How this rank fared, as plain values; waits until everything is on disk."""
         self._writer.drain()
@@ -284,9 +229,9 @@ class TensorSaver:
             "tensors": tensors,
             "bytes": size,
             "error": self.error,
-            "limit": self.limit,
-            "dropped_tensors": self.dropped[0],
-            "dropped_bytes": self.dropped[1],
+            "limit": self._room.limit,
+            "dropped_tensors": self._room.dropped,
+            "dropped_bytes": self._room.dropped_bytes,
             "seconds_in_training": round(self.blocked, 6),
         }
 
@@ -316,10 +261,7 @@ class TensorSaver:
             status = "limited"
         if any(rank["error"] for rank in ranks):
             status = "failed"
-        if self.limit is not None:
-            tensors, size = self.dropped
-            event = {"event": "dropped", "tensors": tensors, "bytes": size, "why": self.limit}
-            self._writer.append(event)
+        self._room.close()
         failure = None
         try:
             self.write_card(status, aborted)

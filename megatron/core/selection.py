@@ -7,7 +7,7 @@ wait for each other for ever. Which ranks write is decided behind that.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,11 +16,14 @@ from megatron.core.iteration_windows import Iterations
 from megatron.core.module_identity import ModuleIdentity
 from megatron.core.number_selection import NumberSelection
 from megatron.core.tensor_slice import Slices
-from megatron.tensor_record import ON_REQUEST, TENSOR_NAMES
+from megatron.tensor_record import CODES, ON_REQUEST, TENSOR_NAMES, operation_of
 
 OPERATIONS = ("forward", "backward")
 NAMES = tuple(dict.fromkeys(name for names in TENSOR_NAMES.values() for name in names))
 DEFAULT_NAMES = frozenset(NAMES) - frozenset(ON_REQUEST)
+ALL_CODES = tuple(name for names in CODES.values() for name in names)
+#: Words that stand for several names.
+GROUPS = {"all": tuple(name for name in NAMES if name in DEFAULT_NAMES), "codes": ALL_CODES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +51,18 @@ class Selection:
     def _includes(self, module: str) -> bool:
         return not self.modules or any(matches(module, glob) for glob in self.modules)
 
-    def check_reached(self, modules: Iterable[tuple[ModuleIdentity, str]]) -> None:
+    def check_reached(self, modules: Iterable[tuple[ModuleIdentity, Collection[str]]]) -> None:
         """Refuse a glob or a tensor that no module of the model has.
 
         Args:
-            modules: those of the whole model, each with its layer type.
+            modules: those of the whole model, each with the names of its tensors.
 
         Raises:
             ValueError: names what is never collected.
         """
         there = [
-            (identity.name, layer_type)
-            for identity, layer_type in modules
+            (identity.name, names)
+            for identity, names in modules
             if not identity.is_lm_head and identity.layer_idx in self.layers
         ]
         for glob in self.modules:
@@ -70,12 +73,17 @@ class Selection:
                     f"can be collected; the first is {there[0][0] if there else 'missing'}, their "
                     f"last names are {some}"
                 )
-        kinds = {kind for name, kind in there if self._includes(name)}
-        reached = {name for kind in kinds for name in TENSOR_NAMES[kind]}
-        if lost := self.named - reached:
+        reached = {name for module, names in there if self._includes(module) for name in names}
+        lost = [
+            word for word in sorted(self.named) if reached.isdisjoint(GROUPS.get(word, (word,)))
+        ]
+        if lost:
+            hint = ""
+            if any(word == "codes" or word in ALL_CODES for word in lost):
+                hint = " (codes are of operands that this run quantizes)"
             raise ValueError(
-                f"--collect-tensors {' '.join(sorted(lost))}: the selected modules have no such "
-                f"tensor; theirs are {' '.join(sorted(reached)) or 'none'}"
+                f"--collect-tensors {' '.join(lost)}: the selected modules have no such tensor"
+                f"{hint}; theirs are {_listed(reached) or 'none'}"
             )
 
     @classmethod
@@ -104,7 +112,8 @@ class Selection:
             collect_micro_batches: the first so many of each iteration, 0 for all.
             collect_layers, collect_ranks: see `number_selection`.
             collect_modules: globs for a module's dotted name, or for the end of it after a dot.
-            collect_tensors: names of `TENSOR_NAMES`; `all` stands for those not on request.
+            collect_tensors: names of `TENSOR_NAMES`; `all` stands for those not on request,
+                `codes` for all codes.
             collect_operations: forward, backward.
             collect_slice: see `tensor_slice`.
 
@@ -118,15 +127,22 @@ class Selection:
             )
         number = NumberSelection.parse
         tensors = words(collect_tensors)
+        names = _names(tensors, words(collect_operations))
+        slices = Slices.parse(words(collect_slice))
+        if slices.by_letter and not names.isdisjoint(ALL_CODES):
+            raise ValueError(
+                "--collect-slice cuts tensors, and codes stand for whole blocks of one; leave it "
+                "out, or take no codes"
+            )
         return cls(
             iterations=Iterations.parse(collect_iterations, collect_start, collect_every),
             micro_batches=collect_micro_batches,
             layers=number(collect_layers, num_layers, flag="--collect-layers", what="layers"),
             ranks=number(collect_ranks, world_size, flag="--collect-ranks", what="ranks"),
             modules=tuple(words(collect_modules)),
-            names=_names(tensors, words(collect_operations)),
+            names=names,
             named=frozenset(tensors) - {"all"},
-            slices=Slices.parse(words(collect_slice)),
+            slices=slices,
         )
 
 
@@ -141,12 +157,11 @@ def matches(module: str, glob: str) -> bool:
 
 
 def _names(tensors: list[str], operations: list[str]) -> frozenset[str]:
-    _check_known("--collect-tensors", tensors, ("all", *NAMES))
+    _check_known("--collect-tensors", tensors, (*NAMES, *GROUPS))
     _check_known("--collect-operations", operations, OPERATIONS)
-    named = set(DEFAULT_NAMES) if not tensors or "all" in tensors else set()
-    named |= set(tensors) - {"all"}
+    named = {name for word in tensors or ["all"] for name in GROUPS.get(word, (word,))}
     kept = {name for name in named if not operations or operation_of(name) in operations}
-    if lost := [name for name in tensors if name != "all" and name not in kept]:
+    if lost := [name for name in tensors if name not in GROUPS and name not in kept]:
         raise ValueError(
             f"--collect-operations {' '.join(operations)} leaves out {' '.join(lost)} of "
             "--collect-tensors; name tensors of that operation, or leave one of the flags out"
@@ -157,12 +172,14 @@ def _names(tensors: list[str], operations: list[str]) -> frozenset[str]:
 def _check_known(flag: str, given: Iterable[str], known: Sequence[str]) -> None:
     for each in given:
         if each not in known:
-            raise ValueError(f"{flag}: unknown {each!r}; choose from {' '.join(known)}")
+            raise ValueError(f"{flag}: unknown {each!r}; choose from {_listed(known)}")
 
 
-def operation_of(tensor_name: str) -> str:
-    """The operation in which a tensor arises."""
-    return "backward" if tensor_name.startswith("grad_") else "forward"
+def _listed(names: Collection[str]) -> str:
+    """For a message: the many names of codes are one word."""
+    few = [name for name in (*GROUPS, *NAMES) if name in names and name not in ALL_CODES]
+    few += ["codes"] if "codes" not in few and not set(names).isdisjoint(ALL_CODES) else []
+    return " ".join(few or names)
 
 
 def describe(selection: Selection) -> dict[str, Any]:

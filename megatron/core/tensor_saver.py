@@ -247,7 +247,7 @@ def check_reached(model: Sequence[torch.nn.Module]) -> None:
 
 def _check_reached(selection: Selection, model: Sequence[torch.nn.Module]) -> None:
     own = [
-        (module.identity, module.layer_type)
+        (module.identity, module.tensor_names())
         for chunk in model
         for module in chunk.modules()
         if isinstance(module, Quantized) and module.identity is not None

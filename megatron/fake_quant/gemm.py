@@ -21,6 +21,7 @@ Shape suffixes: M rows of A, N rows of B, K the axis they share; leading batch d
 written.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.quantize import fake_quantize
-from megatron.fake_quant.random_bits import derive_seed
+from megatron.fake_quant.random_bits import derive_seed, draw_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,14 @@ class Operand:
 
         fill: where the transform's size does not divide the axis, lengthen it by zeros.
         """
-        if self.hadamard is not None:
-            x = self.hadamard.apply(self.hadamard.filled(x, axis) if fill else x, axis)
+        x = self.rotated(x, axis=axis, fill=fill)
         return x if self.format is None else fake_quantize(x, self.format, axis=axis, seed=seed)
+
+    def rotated(self, x: Tensor, *, axis: int, fill: bool = False) -> Tensor:
+        """`x` before its quantization; see `quantized`."""
+        if self.hadamard is None:
+            return x
+        return self.hadamard.apply(self.hadamard.filled(x, axis) if fill else x, axis)
 
     def __str__(self) -> str:
         """As audits and records have it: `nvfp4:sr+H16:nvfp4`, `none`."""
@@ -60,6 +66,9 @@ class Operand:
 
 AS_IT_IS = Operand()
 
+
+#: Slot, the operand (rotated, not yet quantized), what it goes through, its axis, its seed.
+Observer = Callable[[str, Tensor, Operand, int, int | None], None]
 
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
 
@@ -136,7 +145,8 @@ class _QuantizedMatmul(torch.autograd.Function):
     @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
     def forward(ctx: Any, a_MK: Tensor, b_NK: Tensor, call: "_Call") -> Tensor:
         formats = call.formats
-        ctx.call = replace(call, whole_MK=None, sums_M1=None)  # not kept until the backward pass
+        # not kept until the backward pass
+        ctx.call = replace(call, whole_MK=None, sums_M1=None)
         qa_MK = call.quantized("fprop_a", a_MK if call.whole_MK is None else call.whole_MK, axis=-1)
         qb_NK = call.quantized("fprop_b", b_NK, axis=-1)
         c_MN = _matmul(qa_MK, qb_NK.transpose(-2, -1), call.alpha)
@@ -174,12 +184,20 @@ class _Call:
     seed: int | None
     whole_MK: Tensor | None = None  #: A before its rows were divided by their sums
     sums_M1: Tensor | None = None  #: these sums
+    observe: "Observer | None" = None
 
     def quantized(self, slot: str, x: Tensor, *, axis: int) -> Tensor:
         operand: Operand = getattr(self.formats, slot)
         seed = None if self.seed is None else derive_seed(self.seed, slot)
         # The other operand gets as many zeros: the sum over tokens is the same.
-        return operand.quantized(x, axis=axis, seed=seed, fill=slot.startswith("wgrad"))
+        x = operand.rotated(x, axis=axis, fill=slot.startswith("wgrad"))
+        if operand.format is None:
+            return x
+        if seed is None and operand.format.rounding == "stochastic":
+            seed = draw_seed(None)  # once, for the operand and for who looks at it
+        if self.observe is not None:
+            self.observe(slot, x, operand, axis, seed)
+        return fake_quantize(x, operand.format, axis=axis, seed=seed)
 
     def rotated_back(self, grad: Tensor) -> Tensor:
         """A gradient by way of the forward pass's operands, which were rotated along K."""
@@ -211,6 +229,7 @@ def quantized_matmul(
     alpha: float = 1.0,
     seed: int | None = None,
     unnormalized: tuple[Tensor, Tensor] | None = None,
+    observe: Observer | None = None,
 ) -> Tensor:
     """`alpha * A @ B^T` with fake-quantized operands, forward and backward.
 
@@ -225,6 +244,7 @@ def quantized_matmul(
             `[..., M, 1]` (float32): e = exp(s - rowmax) and its row sums, with A = e / sums. C is
             then Q(e) Q(B)^T / sums; the backward pass has A, as in those kernels, which recompute
             it.
+        observe: called with each operand that is quantized, before it is.
 
     Returns:
         `[..., M, N]` in the operands' dtype.
@@ -243,6 +263,6 @@ def quantized_matmul(
             "expand the smaller one first, so that its gradient is summed where that was said"
         )
     whole_MK, sums_M1 = (None, None) if unnormalized is None else unnormalized
-    call = _Call(formats, alpha, seed, whole_MK, sums_M1)
+    call = _Call(formats, alpha, seed, whole_MK, sums_M1, observe)
     result: Tensor = _QuantizedMatmul.apply(a_MK, b_NK, call)  # type: ignore[no-untyped-call]
     return result

@@ -53,7 +53,12 @@ class QuantizedTensor:
 
 @torch.no_grad()
 def quantize(
-    x: Tensor, fmt: Format | str, axis: int = -1, *, generator: torch.Generator | None = None
+    x: Tensor,
+    fmt: Format | str,
+    axis: int = -1,
+    *,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
 ) -> QuantizedTensor:
     """The codes and scales of `x`.
 
@@ -71,7 +76,7 @@ def quantize(
         raise ValueError(
             f"a tensor of shape {layout.shape} has no values to store; keep its shape instead"
         )
-    elements, scales = split(x, fmt, layout, seed_for(fmt, generator, None))
+    elements, scales = split(x, fmt, layout, seed_for(fmt, generator, seed))
     codes = encode(layout.from_blocks(elements), fmt.element)
     return quantized(pack_nibbles(codes) if fmt.element.bits <= _NIBBLE else codes, scales)
 

@@ -16,6 +16,11 @@ class Scales:
     blocks: Tensor | None = None
     tensor: Tensor | None = None
 
+    def parts(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        both = {"blocks": self.blocks, "tensor": self.tensor}
+        return {name: part for name, part in both.items() if part is not None}
+
     def block(self) -> Tensor:
         """`blocks`, of a format that has them."""
         assert self.blocks is not None

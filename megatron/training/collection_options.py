@@ -51,8 +51,8 @@ class CollectionOptions:
     collect_tensors: list[str] | None = option(
         None,
         "tensors to collect, by the names that records have: input weight output query ...; "
-        "attention_scores and attention_probs come on request only, `all attention_probs` adds "
-        "one (default: all)",
+        "attention_scores, attention_probs and `codes`, what each matmul multiplied as the format "
+        "stores it, come on request only: `all attention_probs codes` adds them (default: all)",
         nargs="+",
         metavar="NAME",
     )

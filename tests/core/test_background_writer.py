@@ -56,11 +56,11 @@ class Gate(RecordWriter):
         self.open = threading.Event()
         self.failure: Exception | None = None
 
-    def write(self, tensor, record, index):
+    def write(self, tensor, record, index, scales):
         self.open.wait()
         if self.failure is not None:
             raise self.failure
-        super().write(tensor, record, index)
+        super().write(tensor, record, index, scales)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def nothing() -> bool:
 
 def fill(writer: BackgroundWriter, tensors: int) -> None:
     for counter in range(1, tensors + 1):
-        copy = writer.hold(TENSOR, nothing)
+        copy = writer.hold(TENSOR, {}, nothing)
         assert copy is not None
         writer.submit(copy, record(counter))
 
@@ -174,12 +174,12 @@ def test_a_write_that_fails_ends_the_writing_and_nothing_else(disk, caplog, fail
     disk.failure = failure
     writer = BackgroundWriter(disk, HostMemory(9 * SIZE))
     fill(writer, 8)
-    copy = writer.hold(TENSOR, nothing)
+    copy = writer.hold(TENSOR, {}, nothing)
     disk.open.set()
     writer.drain()
     assert writer.error.startswith("collection stopped after 0 tensors: cannot write to ")
     writer.submit(copy, record(9))  # a layer that has not noticed yet
-    assert writer.hold(TENSOR, nothing) is None
+    assert writer.hold(TENSOR, {}, nothing) is None
     writer.close()
     assert caplog.messages == [writer.error], "said once"
     assert (writer.pending, writer.memory.used) == (0, 0)
@@ -191,7 +191,7 @@ def test_a_disk_that_hangs_does_not_hang_training(disk, caplog):
     writer = BackgroundWriter(disk, HostMemory(2 * SIZE), patience=0.3)
     fill(writer, 2)
     started = time.monotonic()
-    assert writer.hold(TENSOR, nothing) is None
+    assert writer.hold(TENSOR, {}, nothing) is None
     assert "no write has finished for 0.3 s" in writer.error
     assert len(caplog.messages) == 1
     writer.append({"event": "dropped"})

@@ -45,7 +45,8 @@ def loaded(dump: Path) -> list[dict]:
     records = [r for path in sorted(dump.glob("index_*.jsonl")) for r in read_index(path)]
     for record in records:
         payload = torch.load(dump / record["file"], weights_only=True, mmap=True)
-        assert payload.keys() == {"tensor", "metadata"}
+        parts = {"tensor", "metadata", "scales"} if record["codes"] else {"tensor", "metadata"}
+        assert payload.keys() == parts
         assert record == payload["metadata"] | {"file": record["file"], "bytes": record["bytes"]}
         record["tensor"] = payload["tensor"]
     return records

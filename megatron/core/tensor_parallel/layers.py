@@ -80,7 +80,7 @@ class _QuantizedLinear(Quantized):
                 tp_group=tp_group,
             )
         else:
-            output = self._quantized_matmul(input, weight, formats)
+            output = self._quantized_matmul(input, weight, formats, capture)
         if capture is not None:
             self._watch_output(capture, output, formats)
         return output if bias is None else self._add_bias(output, bias)
@@ -93,11 +93,12 @@ class _QuantizedLinear(Quantized):
         """
         return (output_sbo.flatten(0, -2) + bias_O).view(output_sbo.shape)
 
-    def _quantized_matmul(self, input_sbh, weight_OH, formats):
+    def _quantized_matmul(self, input_sbh, weight_OH, formats, capture):
         """Tokens are one axis, [s, b, h] -> [s * b, h], before blocks along it are formed."""
         input_TH = input_sbh.reshape(-1, input_sbh.shape[-1])
         seed = self.rounding_seed(formats)
-        output_TO = quantized_matmul(input_TH, weight_OH, formats, seed=seed)
+        observe = None if capture is None else capture.codes("linear")
+        output_TO = quantized_matmul(input_TH, weight_OH, formats, seed=seed, observe=observe)
         return output_TO.view(*input_sbh.shape[:-1], output_TO.shape[-1])
 
     def _watch_operands(self, capture, input, weight, formats):

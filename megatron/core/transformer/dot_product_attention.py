@@ -29,7 +29,7 @@ from megatron.core.quantized_module import Quantized, operand_names
 from megatron.core.transformer.context_parallel import ContextParallelism, as_one_rank
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.fake_quant.gemm import quantized_matmul
-from megatron.tensor_record import ON_REQUEST
+from megatron.tensor_record import PAIRWISE
 
 _upstream = shadowed(__name__)
 
@@ -55,7 +55,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         capture = tensor_saver.capture(self.identity, self.layer_type)
         if capture is not None:
             query, key, value = self._watch_operands(capture, query, key, value, *custom_quant_type)
-        inside = capture is not None and capture.wants(*ON_REQUEST)
+        inside = capture is not None and capture.wants(*PAIRWISE)
         if custom_quant_type == (None, None) and self.context is None and not inside:
             context = super().forward(query, key, value, attention_mask, *args, **kwargs)
         else:
@@ -66,7 +66,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
                 attention_mask,
                 *args,
                 formats=custom_quant_type,
-                capture=capture if inside else None,
+                capture=capture,
                 **kwargs,
             )
         if capture is not None:
@@ -107,7 +107,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         qk, pv = formats
         batch, heads = query.shape[1], query.shape[2]
         query_BMD, key_BND, value_BND = (self._by_head(x, heads) for x in (query, key, value))
-        scores_BMN = self._matmul(query_BMD, key_BND, "qk", qk, alpha=self.softmax_scale)
+        scores_BMN = self._matmul(query_BMD, key_BND, "qk", qk, capture, alpha=self.softmax_scale)
         scores = scores_BMN.view(batch, heads, *scores_BMN.shape[1:])
         if capture is not None:  # now: a mask may be applied in place
             capture.save("attention_scores", scores, dims="b a[tp] s k", phase="post")
@@ -120,7 +120,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         if pv is not None and pv.unnormalized:
             whole = self._unnormalized(scores, attention_mask)
         value_BDN = value_BND.transpose(1, 2)
-        context_BMD = self._matmul(probs_BMN, value_BDN, "pv", pv, unnormalized=whole)
+        context_BMD = self._matmul(probs_BMN, value_BDN, "pv", pv, capture, unnormalized=whole)
         context = context_BMD.view(batch, heads, *context_BMD.shape[1:])
         return context.permute(2, 0, 1, 3).reshape(query.shape[0], batch, -1)
 
@@ -144,12 +144,17 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
             x = x.repeat_interleave(heads // x.shape[2], dim=2)
         return x.reshape(x.shape[0], -1, x.shape[3]).transpose(0, 1)
 
-    def _matmul(self, a_BMK, b_BNK, operation, formats, alpha=1.0, unnormalized=None):
+    def _matmul(self, a_BMK, b_BNK, operation, formats, capture, alpha=1.0, unnormalized=None):
         """A B^T with quantized operands, or as the wheel does it."""
         if formats is not None:
-            seed = self.rounding_seed(formats, operation)
             return quantized_matmul(
-                a_BMK, b_BNK, formats, alpha=alpha, seed=seed, unnormalized=unnormalized
+                a_BMK,
+                b_BNK,
+                formats,
+                alpha=alpha,
+                seed=self.rounding_seed(formats, operation),
+                unnormalized=unnormalized,
+                observe=None if capture is None else capture.codes(operation),
             )
         bt_BKN = b_BNK.transpose(1, 2)
         if alpha == 1.0:
