@@ -14,7 +14,8 @@ VENV = REPO / ".venv-peers"
 REQUIREMENTS = Path(__file__).with_name("peers_requirements.txt")
 #: Taken from setup.py: what the library runs on, and the peers that the tests use as well.
 ESSENTIAL = ("torch", "numpy", "numba")
-SHARED = ("transformers", "ml_dtypes", "en_dtypes")  # quark imports transformers
+#: quark imports transformers; the model that mindstudio-probe dumps is the wheel's
+SHARED = ("transformers", "ml_dtypes", "en_dtypes", "megatron-core", "einops", "psutil")
 PROBE = """
 import importlib.metadata, json
 found = importlib.metadata.distributions()

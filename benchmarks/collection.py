@@ -1,0 +1,252 @@
+"""What collecting costs: step time, the training thread's waiting, memory and writing speed.
+
+    python benchmarks/collection.py                       # with mindstudio-probe beside it
+    python benchmarks/collection.py --peers-python .venv-peers/bin/python
+    python benchmarks/collection.py --quick               # a small shape, seconds: does it run?
+
+One run, one process for each way of collecting; they take turns, a step each a round, so that what
+else the machine does meets all of them alike:
+
+    plain       no collection
+    idle        switched on, and no iteration is selected
+    sparse      every N-th iteration (--every)
+    everything  all tensors of all micro-batches of every iteration
+    msprobe     mindstudio-probe dumps the same model (level L0: inputs, outputs, weights and
+                gradients of every module), as it is and with its asynchronous dump
+
+Tensors are deleted after each step. `blocked` is what the training thread spent in the collection,
+beside what plain copies of the same tensors to the host took in the same step; `on disk` counts the
+time until the last tensor was written. The writer alone is measured against one raw sequential
+write of as many bytes to the same disk (both into the page cache; neither is synchronized).
+
+Prints Markdown and writes it to `docs/results/collection.md`, with the command.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import peers_env
+from tqdm import tqdm
+
+REPO = Path(__file__).resolve().parents[1]
+WORKER = Path(__file__).with_name("collection_worker.py")
+MODES = ("plain", "idle", "sparse", "everything", "msprobe", "msprobe async")
+HEAD = (
+    "collection", "step s", "over plain", "quartiles", "until on disk s", "over plain", "tensors",
+    "MB", "peak MiB",
+)  # fmt: skip
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--hidden-size", type=int, default=1024, metavar="N")
+    add("--layers", type=int, default=4, metavar="N")
+    add("--seq-length", type=int, default=256, metavar="N")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16")
+    add("--every", type=int, default=5, metavar="N", help="of sparse (default: %(default)s)")
+    add("--rounds", type=int, default=20, metavar="N", help="after 2 that do not count")
+    add("--threads", type=int, default=os.cpu_count(), metavar="N")
+    add("--host-gib", type=float, default=1.0, metavar="X",
+        help="--collect-max-host-gib of ours (default: %(default)g)")  # fmt: skip
+    add("--folder", type=Path, default=None, metavar="DIR",
+        help="the disk to write to (default: the folder for temporary files)")  # fmt: skip
+    add("--peers-python", type=Path, metavar="PATH",
+        help="one with mindstudio-probe and megatron-core (default: makes .venv-peers)")  # fmt: skip
+    add("--no-peers", action="store_true", help="ours alone")
+    add("--quick", action="store_true", help="hidden size 64, 1 layer, 6 rounds; writes no file")
+    add("--output", type=Path, default=None, metavar="FILE",
+        help="default: docs/results/collection.md; none with --quick")  # fmt: skip
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.hidden_size, options.layers, options.seq_length, options.rounds = 64, 1, 32, 6
+        options.every = 3
+    elif options.output is None:
+        options.output = REPO / "docs" / "results" / "collection.md"
+    if options.rounds < max(3, 2 * options.every):
+        parser.error(f"--rounds is {options.rounds}; give 3 or more, and twice --every or more")
+    return options
+
+
+class Worker:
+    """A process that trains and collects in one way, a step at a time."""
+
+    def __init__(self, name: str, python: Path, folder: Path, options: argparse.Namespace):
+        self.name = name
+        folder.mkdir()
+        mode, _, asynchronous = name.partition(" ")
+        command = [str(python), str(WORKER), mode, "--folder", str(folder)]
+        for option in ("every", "host_gib", "hidden_size", "layers", "seq_length", "dtype"):
+            command += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
+        environment = {
+            k: v for k, v in os.environ.items() if not k.startswith(("CUSTOM_", "QUANT"))
+        }
+        environment |= {"OMP_NUM_THREADS": str(options.threads), "GOMP_SPINCOUNT": "1000"}
+        environment.pop("PYTHONPATH", None)
+        self.log = folder.with_suffix(".log")
+        self.process = subprocess.Popen(
+            command + (["--async-dump"] if asynchronous else []), env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"),
+        )  # fmt: skip
+        self.steps: list[dict[str, float]] = []
+
+    def answer(self, begins: str) -> str:
+        """The next line that it prints of its own."""
+        while line := self.process.stdout.readline():
+            if line.startswith(begins):
+                return line
+        message = self.log.read_text().strip().splitlines()
+        raise SystemExit(f"[ERROR] {self.name} ended: {message[-1] if message else 'no message'}")
+
+    def ask(self, what: str) -> dict:
+        """Have it do one thing; its numbers."""
+        try:
+            self.process.stdin.write(f"{what}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `answer` says why
+        return json.loads(self.answer("{"))
+
+    def end(self) -> None:
+        """Whatever it does."""
+        self.process.stdin.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def python_of_peers(options: argparse.Namespace) -> Path | None:
+    """A Python that has the peer; None where it is left out or cannot be had."""
+    if options.no_peers:
+        return None
+    given = options.peers_python
+    python = peers_env.made() if given is None else peers_env.given(given)
+    found = peers_env.installed(python)
+    if missing := {"mindstudio-probe", "megatron-core"} - found.keys():
+        peers_env.say(f"[WARNING] {python} has no {' and no '.join(sorted(missing))}: left out")
+        return None
+    return python
+
+
+def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Worker], dict, str]:
+    """Let all take turns; then the disk, by itself."""
+    peers = python_of_peers(options)
+    modes = [mode for mode in MODES if peers is not None or not mode.startswith("msprobe")]
+    workers = []
+    try:
+        for number, mode in enumerate(modes):
+            python = peers if mode.startswith("msprobe") else Path(sys.executable)
+            workers.append(Worker(mode, python, folder / str(number), options))
+        for worker in tqdm(workers, desc="starting"):
+            worker.answer("ready")
+        for number in tqdm(range(options.rounds + 2), desc="rounds"):
+            # There and back, so that none always comes behind the same one.
+            for worker in workers if number % 2 else reversed(workers):
+                worker.steps.append(worker.ask("step"))
+        disk = next(worker for worker in workers if worker.name == "plain").ask("disk")
+    finally:
+        for worker in workers:
+            worker.end()
+    for worker in workers:
+        worker.steps = worker.steps[2:]
+    release = peers_env.installed(peers)["mindstudio-probe"] if peers is not None else ""
+    return {worker.name: worker for worker in workers}, disk, release
+
+
+def windows(values: list[float], size: int) -> list[float]:
+    """Means of so many consecutive ones."""
+    return [
+        statistics.fmean(values[start : start + size])
+        for start in range(0, len(values) - size + 1, size)
+    ]
+
+
+def row(worker: Worker, plain: Worker, size: int) -> tuple[str, ...]:
+    """The cells of one way; steps are averaged over `size` of them, one of which is collected."""
+    whole = [step["step"] + step["rest"] for step in worker.steps]
+    base = windows([step["step"] for step in plain.steps], size)
+    steps = windows([step["step"] for step in worker.steps], size)
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(steps, base, strict=True)], n=4)
+    on_disk = [a / b for a, b in zip(windows(whole, size), base, strict=True)]
+    collected = [step for step in worker.steps if step["tensors"]] or worker.steps
+    return (
+        worker.name,
+        f"{statistics.median(steps):.4g}",
+        f"{middle:.4g}",
+        f"{low:.4g} to {high:.4g}",
+        f"{statistics.median(windows(whole, size)):.4g}",
+        f"{statistics.median(on_disk):.4g}",
+        f"{statistics.median(step['tensors'] for step in collected):.0f}",
+        f"{statistics.median(step['bytes'] for step in collected) / 1e6:.4g}",
+        f"{max(step['peak'] for step in worker.steps):.0f}",
+    )
+
+
+def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace) -> list[str]:
+    """What the table does not show, a line each."""
+    of_all = workers["everything"].steps
+    ratios = [step["blocked"] / step["copies"] for step in of_all]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    blocked = statistics.median(step["blocked"] for step in of_all)
+    host = max(step["host"] for step in of_all)
+    shares = [ours / raw for ours, raw in zip(disk["ours"], disk["raw"], strict=True)]
+    return [
+        f"- Everything collected: the training thread is blocked {blocked * 1e3:.4g} ms a step, "
+        f"{middle:.3g} times what plain copies of the same tensors to the host take (quartiles "
+        f"{low:.3g} to {high:.3g}).",
+        f"- Host memory of the collection: at most {host:.0f} MiB, of the "
+        f"{options.host_gib * 1024:.0f} MiB that it may take (`--collect-max-host-gib`).",
+        f"- The writer alone: {statistics.median(disk['ours']) / 1e9:.3g} GB/s, a raw sequential "
+        f"write {statistics.median(disk['raw']) / 1e9:.3g} GB/s; ours over raw "
+        f"{statistics.median(shares):.3g} (rounds {min(shares):.3g} to {max(shares):.3g}).",
+    ]
+
+
+def page(options: argparse.Namespace, workers: dict[str, Worker], disk: dict, release: str) -> str:
+    """The table and the findings as Markdown, with what they were measured on."""
+    sizes = {name: options.every if name in ("sparse", "idle") else 1 for name in workers}
+    table = [row(worker, workers["plain"], sizes[name]) for name, worker in workers.items()]
+    table = [
+        (f"sparse, 1 in {options.every}" if cells[0] == "sparse" else cells[0], *cells[1:])
+        for cells in table
+    ]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, ("---",) * len(HEAD), *table)]
+    peer = f", mindstudio-probe {release}" if release else ""
+    facts = (
+        f"{options.layers} layers of {options.hidden_size}, sequences of {options.seq_length}, "
+        f"micro-batches of 2, 2 of them a step, {options.dtype}, no quantization; {options.rounds} "
+        f"rounds, {options.threads} threads, {platform.processor() or platform.machine()}, Python "
+        f"{platform.python_version()}, torch {version('torch')}, megatron-core "
+        f"{version('megatron-core')}{peer}."
+    )
+    command = " ".join(["python benchmarks/collection.py", *sys.argv[1:]])
+    head = ["# Collection", "", f"`{command}`", "", facts, ""]
+    return "\n".join([*head, *lines, "", *findings(workers, disk, options), ""])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    folder = Path(tempfile.mkdtemp(prefix="collection_", dir=options.folder))
+    try:
+        text = page(options, *measure(options, folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(text)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

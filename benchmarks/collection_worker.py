@@ -1,0 +1,238 @@
+"""One process of `collection.py`: trains the model of `training_worker.py` and collects.
+
+Reads a line for each step and answers with a line of numbers, see `FIELDS`; for the line `disk` it
+measures the writer alone, see `DISK_FIELDS`. `msprobe` runs the plain wheel, without this tree.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import training_worker as training
+
+#: seconds of a step; seconds that training spent in the collection; seconds that plain copies of
+#: the same tensors took; seconds after the step until everything was on disk; tensors; bytes; peak
+#: memory of the process and of the collection's host memory, in MiB
+FIELDS = ("step", "blocked", "copies", "rest", "tensors", "bytes", "peak", "host")
+#: bytes a second of a raw sequential write and of ours, of each round in turn
+DISK_FIELDS = ("raw", "ours")
+PIECE = 8 << 20  #: bytes of a raw write
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mode", choices=("plain", "idle", "sparse", "everything", "msprobe"))
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--every", type=int, required=True)
+    parser.add_argument("--host-gib", type=float, required=True)
+    parser.add_argument("--async-dump", action="store_true", help="of msprobe")
+    for name in ("hidden-size", "layers", "seq-length"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), required=True)
+    return parser.parse_args()
+
+
+class Ours:
+    """The collection of this project, under a trainer that is not ours."""
+
+    def __init__(self, options: argparse.Namespace, tensor_saver: ModuleType):
+        self.tensor_saver = tensor_saver
+        self.copies = self.before = 0.0
+        chosen = {"idle": {"collect_start": 10**6}, "sparse": {"collect_every": options.every}}
+        if options.mode != "plain":
+            tensor_saver.configure(
+                {},
+                save_tensors=True,
+                save_dir=str(options.folder),
+                control_iter=0,
+                collect_micro_batches=0,
+                collect_keep_free_gib=0.0,
+                collect_max_host_gib=options.host_gib,
+                **chosen.get(options.mode, {}),
+            )
+        if options.mode == "everything":
+            self._copy_beside()
+
+    def _copy_beside(self) -> None:
+        """Copy every tensor to the host as anybody would, before or after ours in turn: what one of
+        the two leaves in the caches helps the other.
+        """
+        saver = self.tensor_saver.current()
+        save, turn = saver.save, [0]
+
+        def copy(tensor: Any) -> None:
+            started = time.perf_counter()
+            tensor.detach().to("cpu", copy=True).contiguous()
+            self.copies += time.perf_counter() - started
+
+        def both(tensor: Any, **fields: Any) -> None:
+            again = fields["tensor_name"] == "weight" and fields["micro_batch"] > 0
+            turn[0] += 1
+            if turn[0] % 2 and not again:
+                copy(tensor)
+            save(tensor, **fields)
+            if not turn[0] % 2 and not again:
+                copy(tensor)
+
+        saver.save = both
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def end(self) -> dict[str, float]:
+        """Numbers of the step, once it is over."""
+        saver = self.tensor_saver.current()
+        if saver is None:
+            return {}
+        copies, self.copies = self.copies, 0.0
+        blocked, self.before = saver.blocked - self.before, saver.blocked
+        started = time.perf_counter()
+        self.tensor_saver.flush()
+        rest = time.perf_counter() - started
+        if saver.error:
+            raise SystemExit(f"[ERROR] {saver.error}")
+        host = saver._writer.memory.peak / 2**20
+        return {"blocked": blocked, "copies": copies, "rest": rest, "host": host}
+
+
+class MsProbe:
+    """mindstudio-probe, which writes the inputs, outputs, weights and gradients of all modules."""
+
+    def __init__(self, options: argparse.Namespace, model: Any):
+        from msprobe.pytorch import PrecisionDebugger
+
+        config = {
+            "task": "tensor", "level": "L0", "dump_path": str(options.folder), "rank": [],
+            "step": [], "async_dump": options.async_dump,
+            # an asynchronous dump wants a list; this word is in the name of everything
+            "tensor": {"scope": [], "list": ["Module"] * options.async_dump, "data_mode": ["all"]},
+        }  # fmt: skip
+        path = options.folder / "config.json"
+        path.write_text(json.dumps(config))
+        self.model = model
+        self.debugger = PrecisionDebugger(config_path=str(path))
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.debugger.start(model=self.model)
+
+    def end(self) -> dict[str, float]:
+        """A step is over."""
+        started = time.perf_counter()
+        self.debugger.stop()
+        self.debugger.step()
+        return {"rest": time.perf_counter() - started}
+
+
+def dumped(folder: Path) -> tuple[int, int]:
+    """Tensors and their bytes below a folder; they are deleted, so that disk and page cache are the
+    same for the next step.
+    """
+    files = list(folder.rglob("*.pt"))
+    size = sum(path.stat().st_size for path in files)
+    for path in files:
+        path.unlink()
+    return len(files), size
+
+
+def measure_disk(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, list[float]]:
+    """Write the tensors of an iteration again and again, a GiB at least, in turns with one file of
+    as many bytes; nobody trains meanwhile.
+    """
+    import torch
+
+    from megatron.core.collection_clock import MicroBatch, clock
+    from megatron.core.module_identity import ModuleIdentity
+
+    hidden, tokens = options.hidden_size, options.seq_length * training.BATCH
+    like = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+    shapes = [(tokens, hidden), (4 * hidden, hidden), (tokens, 8 * hidden), (hidden, 4 * hidden)]
+    tensors = [torch.randn(shape).to(like) for shape in shapes]
+    times = -(-(1 << 30) // sum(tensor.nbytes for tensor in tensors))
+    total = times * sum(tensor.nbytes for tensor in tensors)
+    rates: dict[str, list[float]] = {name: [] for name in DISK_FIELDS}
+    piece = memoryview(os.urandom(PIECE))
+    for _ in range(5):
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            started = time.perf_counter()
+            with Path(folder, "raw").open("wb", buffering=0) as file:
+                for _ in range(-(-total // PIECE)):
+                    file.write(piece)
+            rates["raw"].append(total / (time.perf_counter() - started))
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            tensor_saver.configure(
+                {}, save_tensors=True, save_dir=folder, control_iter=0, collect_keep_free_gib=0.0,
+                collect_max_host_gib=options.host_gib,
+            )  # fmt: skip
+            tensor_saver.begin_iteration()
+            clock.micro_batch = MicroBatch(clock.iteration, 0)
+            started = time.perf_counter()
+            for number in range(times):
+                capture = tensor_saver.capture(ModuleIdentity(f"m{number}", 0), "linear")
+                for tensor in tensors:
+                    capture.save("input", tensor, dims="t h")
+            tensor_saver.flush()
+            rates["ours"].append(total / (time.perf_counter() - started))
+            tensor_saver.end_iteration()
+            tensor_saver.close()
+    return rates
+
+
+def main() -> None:
+    options = parse()
+    if options.mode == "msprobe":
+        root = str(training.REPO)
+        sys.path[:] = [p for p in sys.path if str(Path(p or ".").resolve()) != root]
+    else:
+        sys.path.insert(0, str(training.REPO))
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    training.load_cpu_backend()
+    import torch
+
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    model = training.build(options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    data = training.batches(options)
+    tensor_saver: Any = None
+    if options.mode == "msprobe":
+        collector: Ours | MsProbe = MsProbe(options, model)
+    else:
+        from megatron.core import tensor_saver
+
+        collector = Ours(options, tensor_saver)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        if line.strip() == "disk":
+            print(json.dumps(measure_disk(options, tensor_saver)), flush=True)
+            continue
+        started = time.perf_counter()
+        collector.begin()
+        get_forward_backward_func()(
+            forward_step_func=training.forward_step, data_iterator=data, model=model,
+            num_microbatches=training.MICRO_BATCHES, seq_length=options.seq_length,
+            micro_batch_size=training.BATCH,
+        )  # fmt: skip
+        optimizer.step()
+        optimizer.zero_grad()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        numbers = {"step": time.perf_counter() - started} | collector.end()
+        numbers["tensors"], numbers["bytes"] = dumped(options.folder)
+        numbers["peak"] = training.peak()
+        print(json.dumps(dict.fromkeys(FIELDS, 0.0) | numbers), flush=True)
+    if tensor_saver is not None:
+        tensor_saver.close()
+    shutil.rmtree(options.folder, ignore_errors=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
