@@ -9,11 +9,6 @@ repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 home=$repo/
 if [[ $PWD == "$repo" ]]; then home=; fi
 
-default_tokenizer=${home}model/llama3.2-1b
-default_data=${home}dataset/wikipedia_processed/wikipedia_processed_text_document
-corpus_tokenizer=${home}model/default/tokenizer.model
-corpus_data=${home}dataset/default/corpus_text_document
-
 # Options of a collection that are handed on under the same names, each with one value.
 collection_flags="collect-start collect-every collect-iterations collect-micro-batches collect-layers \
 collect-modules collect-tensors collect-operations collect-ranks collect-slice collect-max-gib \
@@ -113,14 +108,9 @@ check_recipe() {
 # choose_preset: sets preset where the user did not, and says so.
 choose_preset() {
   if [[ -z $preset ]]; then
-    preset=tiny
-    if [[ -e /dev/nvidia0 ]] || command -v nvidia-smi >/dev/null; then
-      if [[ -n ${DRY_RUN-} ]] ||
-        "$py" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-        preset=1b
-      fi
-    fi
-    if [[ $preset == tiny ]]; then
+    preset=1b
+    if ! "$py" "$repo/script/configs" cuda ${DRY_RUN:+--dry-run}; then
+      preset=tiny
       say "No CUDA device: the model is the tiny preset (--preset 1b for the real shape)."
     fi
   fi
@@ -129,35 +119,33 @@ choose_preset() {
   fi
 }
 
-has_data() { [[ -f $1.bin && -f $1.idx ]]; }
-
 # resolve_data TOKENIZER_NAME DATA_NAME: completes the variables tokenizer and data. Where neither
 # was named and a default is missing, the small corpus is made and taken. What was named must be
 # there.
 resolve_data() {
-  if [[ -z $tokenizer && -z $data ]]; then
-    tokenizer=$default_tokenizer data=$default_data
-    if [[ -e $tokenizer ]] && has_data "$data"; then return; fi
-    say "No data named, and none in $default_data: the default corpus is taken."
-    tokenizer=$corpus_tokenizer data=$corpus_data
-    if [[ -z ${DRY_RUN-} ]]; then "$py" "$repo/script/data/default_corpus.py" || exit; fi
-    return
-  fi
-  # a driver's dry run names the corpus that it would have made
-  if [[ -n ${DRY_RUN-} && $tokenizer == "$corpus_tokenizer" && $data == "$corpus_data" ]]; then return; fi
-  tokenizer=${tokenizer:-$default_tokenizer} data=${data:-$default_data}
-  data=${data%.bin} data=${data%.idx}
-  if [[ ! -e $tokenizer ]]; then
-    die "no tokenizer at $tokenizer; name a SentencePiece .model file, or a folder with" \
-      "tokenizer.json or tokenizer.model, in $1; with neither $1 nor $2 a small" \
-      "corpus and its tokenizer are made"
-  fi
-  if ! has_data "$data"; then
-    die "no data at $data (it takes $data.bin and $data.idx); make them with" \
-      "'$py script/data/preprocess.py --input TEXT --output-prefix ${data%_text_document}" \
-      "--tokenizer-model $tokenizer --append-eod', or name others in $2; with neither $1 nor $2" \
-      "a small corpus is made"
-  fi
+  local found
+  found=$("$py" "$repo/script/configs" data ${DRY_RUN:+--dry-run} --tokenizer-name="$1" --data-name="$2" \
+    ${tokenizer:+--tokenizer="$tokenizer"} ${data:+--data="$data"}) || exit
+  { read -r tokenizer && read -r data; } <<<"$found"
+}
+
+# train_config OPTION...: a cell of the experiment matrix, for the generated scripts.
+train_config() {
+  local word
+  for word in "$@"; do
+    case $word in
+      -h | --help)
+        usage "${BASH_SOURCE[1]}"
+        echo
+        exec "${LAB_PYTHON:-python3}" "$repo/script/train_config.py" --help
+        ;;
+      --dry-run) local DRY_RUN=1 ;;
+      --) break ;;
+    esac
+  done
+  find_python
+  export LAB_PYTHON=$py
+  exec "$py" "$repo/script/train_config.py" "$@"
 }
 
 # run_child COMMAND...: waits for a command, and ends it when this script is asked to end. It runs

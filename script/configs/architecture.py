@@ -1,0 +1,188 @@
+"""An architecture as data, in the words of the published configurations, and its flags.
+
+A field that the published `config.json` has keeps its meaning there; `flags` translates it to
+Megatron-LM's. What one family has and another has not (latent attention, experts, a scaling of
+rotary frequencies) is an object of its own, None where it is absent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.names import number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Rotary frequencies of Llama 3.1 and later (`rope_type: llama3`).
+
+    Of its four numbers megatron-core takes the factor; low_freq_factor 1, high_freq_factor 4 and
+    original_max_position_embeddings 8192 are constants there, and those of all published models.
+    """
+
+    factor: float
+
+    def flags(self) -> list[str]:
+        return ["--use-rope-scaling", "--rope-scaling-factor", number(self.factor)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """Rotary frequencies of DeepSeek-V2 (`type: yarn`); megatron-core has it in latent attention."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+    def flags(self) -> list[str]:
+        return [
+            *("--rope-type", "yarn", "--rotary-scaling-factor", number(self.factor)),
+            "--original-max-position-embeddings",
+            str(self.original_max_position_embeddings),
+            *("--beta-fast", number(self.beta_fast), "--beta-slow", number(self.beta_slow)),
+            *("--mscale", number(self.mscale), "--mscale-all-dim", number(self.mscale_all_dim)),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-latent attention whose queries are not compressed (`q_lora_rank: null`)."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def flags(self) -> list[str]:
+        return [
+            *("--multi-latent-attention", "--kv-lora-rank", str(self.kv_lora_rank)),
+            "--qk-layernorm",  # of the compressed keys and values: `kv_a_layernorm`
+            *("--qk-head-dim", str(self.qk_nope_head_dim)),
+            *("--qk-pos-emb-head-dim", str(self.qk_rope_head_dim)),
+            *("--v-head-dim", str(self.v_head_dim)),
+        ]
+
+    def parameters(self, hidden: int, heads: int) -> int:
+        of_queries = hidden * heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        down = hidden * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
+        up = self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return of_queries + down + up + heads * self.v_head_dim * hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts as DeepSeek-V2 has it: routed ones, shared ones, dense first layers.
+
+    Scores are a softmax over all experts, taken before the best are chosen and not made to sum to
+    one again (`scoring_func: softmax`, `norm_topk_prob: false`); a choice of groups first does not
+    exist in the Lite model (`topk_method: greedy`).
+    """
+
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int
+    moe_intermediate_size: int
+    first_k_dense_replace: int
+    routed_scaling_factor: float
+    aux_loss_alpha: float  #: of each sequence by itself (`seq_aux: true`)
+
+    def flags(self, layers: int) -> list[str]:
+        dense = self.first_k_dense_replace
+        shared = self.n_shared_experts * self.moe_intermediate_size
+        return [
+            *("--num-experts", str(self.n_routed_experts)),
+            *("--moe-layer-freq", f"[0]*{dense}+[1]*{layers - dense}"),
+            *("--moe-ffn-hidden-size", str(self.moe_intermediate_size)),
+            *("--moe-shared-expert-intermediate-size", str(shared)),
+            *("--moe-router-topk", str(self.num_experts_per_tok)),
+            *("--moe-router-score-function", "softmax", "--moe-router-pre-softmax"),
+            *("--moe-router-topk-scaling-factor", number(self.routed_scaling_factor)),
+            *("--moe-router-load-balancing-type", "seq_aux_loss"),
+            *("--moe-aux-loss-coeff", number(self.aux_loss_alpha)),
+            *("--moe-router-dtype", "fp32"),  # as the published model computes its scores
+            *("--moe-token-dispatcher-type", "alltoall"),
+        ]
+
+    def parameters(self, hidden: int) -> int:
+        """Of a layer that has experts."""
+        features = (self.n_routed_experts + self.n_shared_experts) * self.moe_intermediate_size
+        return 3 * hidden * features + hidden * self.n_routed_experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A decoder with RMSNorm, SwiGLU, rotary positions and no biases."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int | None  #: None: the latent attention says it
+    vocab_size: int | None  #: None: that of whatever tokenizer is there
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Scaling | Yarn
+    tie_word_embeddings: bool
+    initializer_range: float = 0.02
+    latent: LatentAttention | None = None
+    experts: Experts | None = None
+    vocab_multiple: int = 128  #: see `flags`
+
+    def flags(self) -> list[str]:
+        """Those of `pretrain_gpt.py`.
+
+        The vocabulary is the tokenizer's, rounded up to `vocab_multiple` times the tensor-parallel
+        size: the multiple is chosen so that the published tokenizer gives the published size.
+        """
+        words = [
+            *("--num-layers", str(self.num_hidden_layers)),
+            *("--hidden-size", str(self.hidden_size)),
+            *("--ffn-hidden-size", str(self.intermediate_size)),
+            *("--num-attention-heads", str(self.num_attention_heads)),
+        ]
+        if self.latent is None:
+            assert self.head_dim is not None
+            words += ["--group-query-attention"]
+            words += ["--num-query-groups", str(self.num_key_value_heads)]
+            words += ["--kv-channels", str(self.head_dim)]
+        words += [
+            *("--max-position-embeddings", str(self.max_position_embeddings)),
+            *("--make-vocab-size-divisible-by", str(self.vocab_multiple)),
+            *("--normalization", "RMSNorm", "--norm-epsilon", number(self.rms_norm_eps)),
+            *("--swiglu", "--disable-bias-linear", "--attention-dropout", "0"),
+            *("--hidden-dropout", "0", "--init-method-std", number(self.initializer_range)),
+            *("--position-embedding-type", "rope", "--rotary-base", number(self.rope_theta)),
+            *self.rope_scaling.flags(),
+        ]
+        if not self.tie_word_embeddings:
+            words += ["--untie-embeddings-and-output-weights"]
+        if self.latent is not None:
+            words += self.latent.flags()
+        if self.experts is not None:
+            words += self.experts.flags(self.num_hidden_layers)
+        return words
+
+    def parameters(self) -> int | None:
+        """How many, with the published vocabulary; None where there is none."""
+        if self.vocab_size is None:
+            return None
+        hidden, layers = self.hidden_size, self.num_hidden_layers
+        if self.latent is not None:
+            attention = self.latent.parameters(hidden, self.num_attention_heads)
+        else:
+            assert self.head_dim is not None
+            heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
+            attention = hidden * heads * self.head_dim
+        dense = 3 * hidden * self.intermediate_size
+        total = layers * (attention + 2 * hidden) + hidden  # with two norms a layer and the last
+        if self.experts is None:
+            total += layers * dense
+        else:
+            first = self.experts.first_k_dense_replace
+            total += first * dense + (layers - first) * self.experts.parameters(hidden)
+        return total + (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden

@@ -1,0 +1,143 @@
+"""From a choice of the tables to the command that trains it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from configs.layout import UNEVEN_STAGES, Launch, Layout, check_model, check_ranks
+from configs.models import Preset
+from configs.names import ConfigError, number
+from configs.resolve import REPO, Files, say, tokenizer_type
+from configs.trainings import OPTIMIZER, Schedule
+
+PRECISIONS = {"bf16": ("--bf16",), "fp16": ("--fp16", "--initial-loss-scale", "65536"), "fp32": ()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the user says in place of the tables; None: the tables' values."""
+
+    train_iters: int | None = None
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+    seq_length: int | None = None
+    lr: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One training, complete but for the words of its command."""
+
+    preset: Preset
+    schedule: Schedule
+    files: Files
+    tensorboard: str
+    checkpoint: str | None  #: folder to save to; None: nothing is saved
+    resume: bool  #: whether that folder holds a checkpoint
+    formats: Sequence[str]  #: flags that say what is quantized
+    dtype: str = "bf16"
+    layout: Layout = field(default_factory=Layout)
+    launch: Launch = field(default_factory=Launch)
+    sizes: Sizes = field(default_factory=Sizes)
+    is_tiny: bool = False
+    flags: Sequence[str] = ()  #: of the user, for `pretrain_gpt.py`: these win
+
+    def command(self, python: str) -> list[str]:
+        """The words; all that can be refused before training is refused here.
+
+        Raises:
+            ConfigError: says what would do.
+        """
+        sizes = self._sizes()
+        uneven = any(word.split("=")[0] in UNEVEN_STAGES for word in self.flags)
+        check_model(self.layout, self.preset.architecture, uneven_stages=uneven)
+        check_ranks(self.layout, sizes.seq_length)
+        sizes = self._batch(sizes)
+        return [
+            *self.launch.words(python, self.layout),
+            str(REPO / "pretrain_gpt.py"),
+            *self.preset.architecture.flags(),
+            *(("--recompute-activations",) if self.preset.recompute else ()),
+            *self.layout.flags(),
+            *self._sharing(),
+            *OPTIMIZER,
+            *self.schedule.flags(),
+            *("--seq-length", str(sizes.seq_length)),
+            *("--micro-batch-size", str(sizes.micro_batch_size)),
+            *("--global-batch-size", str(sizes.global_batch_size)),
+            *("--train-iters", str(sizes.train_iters)),
+            *("--lr", number(sizes.lr), "--min-lr", number(sizes.lr / 10)),
+            *PRECISIONS[self.dtype],
+            *("--log-interval", "1"),
+            *("--tokenizer-type", tokenizer_type(self.files.tokenizer)),
+            *("--tokenizer-model", self.files.tokenizer, "--data-path", self.files.data),
+            *("--tensorboard-dir", self.tensorboard),
+            *self._saving(),
+            *self.formats,
+            *self.flags,
+        ]
+
+    def _sizes(self) -> Sizes:
+        """The tables' values where the user gave none; the global batch may still be None."""
+        preset, schedule, given = self.preset, self.schedule, self.sizes
+        seq_length = given.seq_length or min(
+            preset.seq_length, schedule.longest_sequence or preset.seq_length
+        )
+        train_iters = given.train_iters
+        if train_iters is None:
+            train_iters = schedule.train_iters
+        # no fewer than are to be collected
+        return Sizes(
+            train_iters=max(train_iters, _whole_value("--control-iter", self.flags)),
+            micro_batch_size=given.micro_batch_size or preset.micro_batch_size,
+            global_batch_size=given.global_batch_size,
+            seq_length=seq_length,
+            lr=given.lr or preset.lr,
+        )
+
+    def _batch(self, sizes: Sizes) -> Sizes:
+        """With the global batch: what was given must fit the ranks, a default is made to."""
+        step = sizes.micro_batch_size * self.layout.data
+        batch = sizes.global_batch_size
+        if batch is None:
+            wanted = self.schedule.global_batch_size or step * self.schedule.micro_batches
+            batch = -(-wanted // step) * step
+            if batch != wanted:
+                say(
+                    f"The global batch is {batch} sequences, not {wanted}: {self.layout.data} "
+                    f"copies of the model take {sizes.micro_batch_size} at a time."
+                )
+        elif batch % step:
+            raise ConfigError(
+                f"--global-batch-size {batch} is no multiple of --micro-batch-size "
+                f"{sizes.micro_batch_size} x {self.layout.data} copies of the model; "
+                f"{batch // step * step or step} or {(batch // step + 1) * step} would do"
+            )
+        return dataclasses.replace(sizes, global_batch_size=batch)
+
+    def _sharing(self) -> list[str]:
+        """Optimizer states spread over the ranks; not worth it for a model that fits anywhere."""
+        if self.is_tiny or self.layout.world == 1:
+            return []
+        return ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+
+    def _saving(self) -> list[str]:
+        if self.checkpoint is None:
+            return []
+        words = ["--save", self.checkpoint]
+        if self.schedule.save_interval is not None:
+            words += ["--save-interval", str(self.schedule.save_interval)]
+        return [*words, "--load", self.checkpoint] if self.resume else words
+
+
+def _whole_value(flag: str, words: Sequence[str]) -> int:
+    """The number that follows a flag the last time that it is given; 0 where there is none."""
+    value = 0
+    for index, word in enumerate(words):
+        name, equals, text = word.partition("=")
+        if name == flag:
+            text = text if equals else "".join(words[index + 1 : index + 2])
+            value = int(text) if text.isdecimal() else 0
+    return value

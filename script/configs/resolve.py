@@ -1,0 +1,183 @@
+"""What is on this machine: the interpreter, a CUDA device, the tokenizer and the data.
+
+A path that the user names is meant from the current folder and must be there; a default path is
+meant from the tree's root, and is shown without the root if that is the current folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.names import ConfigError, MissingFile
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def say(message: str) -> None:
+    """Tell the user something that is no result."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def at_home(path: str) -> str:
+    """A path below the tree's root as the user would write it."""
+    return path if Path.cwd() == REPO else str(REPO / path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """What a training reads."""
+
+    tokenizer: str  #: a SentencePiece .model file, or a folder
+    data: str  #: prefix of a .bin and an .idx file
+
+    def there(self) -> bool:
+        return Path(self.tokenizer).exists() and has_data(self.data)
+
+
+def has_data(prefix: str) -> bool:
+    return all(Path(f"{prefix}{suffix}").is_file() for suffix in (".bin", ".idx"))
+
+
+def default_corpus() -> Files:
+    """The small corpus that script/data/default_corpus.py makes of Python's documentation."""
+    return Files(
+        tokenizer=at_home("model/default/tokenizer.model"),
+        data=at_home("dataset/default/corpus_text_document"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRequest:
+    """What was asked for, and what may stand in for it."""
+
+    tokenizer: str | None  #: as named by the user
+    data: str | None
+    default: Files  #: where nothing was named
+    corpus: bool  #: whether the default corpus may stand in for a missing default
+    prepare: str | None = None  #: the script that makes the default
+    names: tuple[str, str] = ("--tokenizer-path", "--data-path")
+
+
+def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
+    """The files to train on; the default corpus is made if it is to be taken.
+
+    Raises:
+        MissingFile: something is not there; says what to run.
+    """
+    files = request.default
+    if request.tokenizer is None and request.data is None:
+        if files.there():
+            return files
+        if request.corpus:
+            say(f"No data named, and none in {files.data}: the default corpus is taken.")
+            return default_corpus() if dry_run else make_corpus(python)
+        if dry_run:
+            say(f"Not there yet: {_missing(files)}.")
+            return files
+    data = request.data or files.data
+    for suffix in (".bin", ".idx"):
+        data = data.removesuffix(suffix)
+    files = Files(tokenizer=request.tokenizer or files.tokenizer, data=data)
+    if dry_run and files == default_corpus():
+        return files  # a driver's dry run names the corpus that it would have made
+    _check(files, request, python)
+    return files
+
+
+def _missing(files: Files) -> str:
+    data = None if has_data(files.data) else f"{files.data}.bin and .idx"
+    return " and ".join(
+        part for part in (None if Path(files.tokenizer).exists() else files.tokenizer, data) if part
+    )
+
+
+def _check(files: Files, request: DataRequest, python: str) -> None:
+    tokenizer_name, data_name = request.names
+    small = f"with neither {tokenizer_name} nor {data_name} a small corpus"
+    if not request.corpus:
+        small = "with --preset tiny and neither of the two a small corpus"
+    if not Path(files.tokenizer).exists():
+        raise MissingFile(
+            f"no tokenizer at {files.tokenizer}; name a SentencePiece .model file, or a folder "
+            f"with tokenizer.json or tokenizer.model, in {tokenizer_name}; {small} and its "
+            "tokenizer are made"
+        )
+    if not has_data(files.data):
+        how = (
+            f"{python} script/data/preprocess.py --input TEXT --output-prefix "
+            f"{files.data.removesuffix('_text_document')} --tokenizer-model {files.tokenizer} "
+            "--append-eod"
+        )
+        if request.prepare is not None and request.data is None:
+            how = f"bash {request.prepare} --help"
+        raise MissingFile(
+            f"no data at {files.data} (it takes {files.data}.bin and {files.data}.idx); make them "
+            f"with '{how}', or name others in {data_name}; {small} is made"
+        )
+
+
+def make_corpus(python: str) -> Files:
+    """Make the default corpus unless it is there.
+
+    Raises:
+        MissingFile: it cannot be made; the reason was printed.
+    """
+    made = subprocess.run([python, REPO / "script/data/default_corpus.py"], check=False)
+    if made.returncode:
+        raise MissingFile("no default corpus; the reason is above")
+    return default_corpus()
+
+
+def tokenizer_type(path: str) -> str:
+    """Megatron-LM's name for what is at `path`.
+
+    Raises:
+        MissingFile: a folder without a tokenizer.
+    """
+    place = Path(path)
+    hugging_face = ("tokenizer.json", "tokenizer_config.json")
+    if place.suffix == ".json" or any((place / name).is_file() for name in hugging_face):
+        return "HuggingFaceTokenizer"
+    if place.is_file() or place.suffix == ".model" or (place / "tokenizer.model").is_file():
+        return "SentencePieceTokenizer"
+    if place.is_dir():
+        raise MissingFile(
+            f"no tokenizer in the folder {path}; it needs tokenizer.json (Hugging Face) or "
+            "tokenizer.model"
+        )
+    return "HuggingFaceTokenizer"  # of a dry run: what the models were published with
+
+
+def interpreter(*, dry_run: bool) -> str:
+    """The Python that has the requirements; made if need be. A dry run only looks.
+
+    Raises:
+        ConfigError: it cannot be made; the reason was printed.
+    """
+    if given := os.environ.get("LAB_PYTHON"):
+        return given
+    if dry_run:
+        made = REPO / ".venv" / "bin" / "python"
+        return str(made) if os.access(made, os.X_OK) else "python3"
+    found = subprocess.run(
+        ["bash", REPO / "script/setup_env.sh"], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if found.returncode:
+        raise ConfigError("no Python environment; the reason is above")
+    return found.stdout.strip()
+
+
+def cuda_devices(python: str, *, dry_run: bool = False) -> int:
+    """GPUs that torch can use; a dry run only sees whether there is a driver (then 1)."""
+    if not Path("/dev/nvidia0").exists() and shutil.which("nvidia-smi") is None:
+        return 0
+    if dry_run:
+        return 1
+    code = "import torch; print(torch.cuda.device_count())"
+    asked = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return int(asked.stdout) if asked.returncode == 0 else 0

@@ -1,0 +1,102 @@
+"""How long a model is trained and with which batches: the same for every quantization, so that
+runs differ in nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from configs.names import number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Iterations, batch and what happens between them."""
+
+    train_iters: int
+    warmup_fraction: float  #: of the iterations; the cosine decay goes over the rest
+    global_batch_size: int | None  #: sequences an iteration, however many processes share them
+    micro_batches: int = 1  #: of each copy of the model, where no global batch is fixed
+    longest_sequence: int | None = None
+    eval_interval: int = 500
+    eval_iters: int = 0
+    save_interval: int | None = None
+
+    def flags(self) -> list[str]:
+        """What does not depend on the user's own values."""
+        words = [
+            *("--lr-decay-style", "cosine", "--lr-warmup-fraction", number(self.warmup_fraction)),
+            *("--eval-iters", str(self.eval_iters)),
+        ]
+        if self.eval_iters:
+            words += ["--eval-interval", str(self.eval_interval)]
+        return words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training configuration."""
+
+    about: str
+    full: Schedule
+    tiny: Schedule
+
+    def preset(self, name: str) -> Schedule:
+        return {"full": self.full, "tiny": self.tiny}[name]
+
+
+#: Of every model and every schedule.
+OPTIMIZER = (
+    *("--optimizer", "adam", "--adam-beta1", "0.9", "--adam-beta2", "0.95"),
+    *("--weight-decay", "0.1", "--clip-grad", "1.0", "--split", "99,1,0"),
+)
+
+_TINY = Schedule(train_iters=50, warmup_fraction=0.1, global_batch_size=4)
+
+TRAININGS: Mapping[str, Training] = {
+    "default": Training(
+        about="10,000 iterations of 128 sequences, evaluated and saved on the way",
+        full=Schedule(
+            train_iters=10_000,
+            warmup_fraction=0.02,
+            global_batch_size=128,
+            eval_iters=10,
+            save_interval=1000,
+        ),
+        tiny=_TINY,
+    ),
+    "fast": Training(
+        about="100 iterations of 16 short sequences: does it run, does the loss fall",
+        full=Schedule(
+            train_iters=100, warmup_fraction=0.1, global_batch_size=16, longest_sequence=2048
+        ),
+        tiny=Schedule(
+            train_iters=10, warmup_fraction=0.1, global_batch_size=4, longest_sequence=128
+        ),
+    ),
+    "long": Training(
+        about="100,000 iterations of 512 sequences",
+        full=Schedule(
+            train_iters=100_000,
+            warmup_fraction=0.01,
+            global_batch_size=512,
+            eval_interval=2000,
+            eval_iters=20,
+            save_interval=5000,
+        ),
+        tiny=Schedule(train_iters=500, warmup_fraction=0.1, global_batch_size=8),
+    ),
+    "collect": Training(
+        about="as default with 8 micro-batches a process: what the drivers collect tensors from",
+        full=Schedule(
+            train_iters=10_000,
+            warmup_fraction=0.02,
+            global_batch_size=None,
+            micro_batches=8,
+            eval_iters=10,
+            save_interval=1000,
+        ),
+        tiny=_TINY,
+    ),
+}

@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""Print or run the training of one cell of the experiment matrix.
+
+    python3 script/train_config.py --list
+    python3 script/train_config.py --model llama31-8b --dataset wikipedia --quantization bf16
+    python3 script/train_config.py --model deepseek2_lite --dataset dolma \\
+        --quantization FA_linear_mxfp8 --nproc-per-node 8 --ep 8 --dry-run
+    python3 script/train_config.py --model llama32-1b --dataset wikipedia \\
+        --quantization linear_mxfp4 --training-config fast --preset tiny -- --seed 7
+
+A quantization is a place and a format: FA_mxfp8 is Q K^T, linear_mxfp8 the linear layers,
+FA_linear_mxfp8 both, mxfp8 alone these and P V. What follows -- goes to pretrain_gpt.py and wins
+over what is chosen here. The tables are in script/configs/; docs/experiments.md says more.
+
+Exit status: that of the training; 1 a file is missing; 2 wrong option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from configs.datasets import DATASETS
+from configs.models import MODELS
+from configs.names import ConfigError, pick
+from configs.options import (
+    Formats,
+    Parser,
+    add_actions,
+    add_cluster,
+    add_experiment,
+    require,
+    split_flags,
+    start,
+)
+from configs.quantizations import AS_SET, accepted
+from configs.resolve import at_home, has_data
+from configs.scripts import write_scripts
+from configs.trainings import TRAININGS
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        description=__doc__,
+        usage="train_config.py --model M --dataset D --quantization Q [options] [-- flags]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_actions(parser)
+    parser.add_argument(
+        "--write-scripts", action="store_true", help="make the scripts of script/<model>/ anew"
+    )
+    add_experiment(parser)
+    parser.add_argument("--quantization", metavar="Q", help=", ".join(accepted()))
+    add_cluster(parser)
+    return parser
+
+
+def formats_of(name: str) -> Formats:
+    """The flags of a quantization.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    more = (
+        "; any other goes after --, as in `--quantization settings -- --custom-quant-type nvfp4:2d`"
+    )
+    pick("quantization", name, accepted(), more)
+    return Formats(name=name, flags=() if name == AS_SET else ("--custom-quant-type", name))
+
+
+def list_tables() -> str:
+    """What can be named."""
+    lines = ["models"]
+    for name, model in MODELS.items():
+        count = model.full.architecture.parameters()
+        lines.append(
+            f"  {name:16} {model.title}, {count:,} parameters; tokenizer {model.tokenizer.path}"
+        )
+    lines.append("datasets")
+    for name, dataset in DATASETS.items():
+        for prefix in dict.fromkeys(dataset.prefix(m.tokenizer) for m in MODELS.values()):
+            state = "" if has_data(at_home(prefix)) else " (not there yet)"
+            lines.append(f"  {name:16} {prefix}{state}")
+    lines.append("quantizations")
+    lines += [f"  {name:16} {about}" for name, about in accepted().items()]
+    lines.append("training configurations")
+    lines += [f"  {name:16} {training.about}" for name, training in TRAININGS.items()]
+    lines.append("presets")
+    lines.append("  full             the published model")
+    lines.append("  tiny             the same architecture, small: 4 layers of 256, for any CPU")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    words, flags = split_flags(sys.argv[1:] if argv is None else argv)
+    try:
+        options = build_parser().parse_args(words)
+        if options.list:
+            print(list_tables())
+            return 0
+        if options.write_scripts:
+            print(write_scripts())
+            return 0
+        require(options, "quantization")
+        return start(options, formats_of(options.quantization), flags)
+    except ConfigError as error:
+        print(f"[ERROR] {error}", file=sys.stderr)
+        return error.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
