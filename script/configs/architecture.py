@@ -28,7 +28,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """Rotary frequencies of DeepSeek-V2 (`type: yarn`); megatron-core has it in latent attention."""
+    """Rotary frequencies of DeepSeek-V2, which megatron-core has in latent attention."""
 
     factor: float
     original_max_position_embeddings: int

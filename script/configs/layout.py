@@ -187,5 +187,6 @@ def check_ranks(layout: Layout, seq_length: int) -> None:
     if seq_length % parts:
         raise ConfigError(
             f"--seq-length {seq_length} cannot be cut into {parts} equal parts, as --tp "
-            f"{layout.tp} and --cp {layout.cp} need; {seq_length // parts * parts or parts} would do"
+            f"{layout.tp} and --cp {layout.cp} need; "
+            f"{seq_length // parts * parts or parts} would do"
         )

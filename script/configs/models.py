@@ -10,7 +10,7 @@ to key-value heads) and changes sizes only; they are multiples of the largest bl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from configs.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Yarn
 from configs.layout import Layout
@@ -26,7 +26,7 @@ class Preset:
     seq_length: int
     micro_batch_size: int
     lr: float  #: the highest; the lowest is a tenth of it
-    layout: Layout = Layout()  #: where the user says nothing
+    layout: Layout = field(default_factory=Layout)  #: where the user says nothing
     recompute: bool = False  #: forget attention scores until the backward pass
 
 
@@ -94,7 +94,7 @@ _DEEPSEEK2_LITE = Architecture(
     num_key_value_heads=16,
     head_dim=None,
     vocab_size=102400,
-    vocab_multiple=3200,  # its tokenizer has some 100,000 tokens, the published embedding 102,400 rows
+    vocab_multiple=3200,  # its tokenizer has some 100,000 tokens
     max_position_embeddings=163840,
     rms_norm_eps=1e-6,
     rope_theta=10000,

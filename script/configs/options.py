@@ -94,7 +94,7 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Processes and machines."""
     group = parser.add_argument_group(
-        "processes; the environment's NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT stand in"
+        "processes; NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in the environment do too"
     )
     add = group.add_argument
     add("--nproc-per-node", type=positive, metavar="N", help="processes of a machine, one a GPU")

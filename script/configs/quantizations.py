@@ -31,6 +31,8 @@ QUANTIZATIONS: tuple[str, ...] = (
     *places("hifp8"),
 )
 
+UNQUANTIZED = ("bf16", "none")
+
 #: Not a type: no flag is given, so that environment and settings file decide.
 AS_SET = "settings"
 
@@ -48,13 +50,30 @@ def describe(quantization: str) -> str:
     where, name = split(quantization)
     if quantization == AS_SET:
         return "what the environment and script/quant_type_modifier.py have set"
-    return "no quantization" if name in ("bf16", "none") else f"{name} in {where}"
+    return "no quantization" if name in UNQUANTIZED else f"{name} in {where}"
+
+
+def formats() -> list[str]:
+    """The formats that the matrix has."""
+    names = dict.fromkeys(split(each)[1] for each in QUANTIZATIONS)
+    return [name for name in names if name not in UNQUANTIZED]
 
 
 def accepted() -> dict[str, str]:
     """Every name that a user can give, in words: those of the matrix, and each of its formats
     alone, which is everywhere.
     """
-    formats = [split(each)[1] for each in QUANTIZATIONS]
-    names = dict.fromkeys([*QUANTIZATIONS, *formats, "none", AS_SET])
+    names = dict.fromkeys([*QUANTIZATIONS, *formats(), "none", AS_SET])
     return {name: describe(name) for name in names}
+
+
+def attention_choices() -> dict[str, dict[str, str]]:
+    """The formats of Q K^T (qk) and P V (pv), by the name that flash_attention_config.py takes."""
+    choices: dict[str, dict[str, str]] = {"none": {}}
+    for name in formats():
+        choices |= {
+            f"qk_{name}": {"qk": name},
+            f"pv_{name}": {"pv": name},
+            f"qk_pv_{name}": {"qk": name, "pv": name},
+        }
+    return choices

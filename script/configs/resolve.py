@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from configs.names import ConfigError, MissingFile
@@ -170,6 +171,21 @@ def interpreter(*, dry_run: bool) -> str:
     if found.returncode:
         raise ConfigError("no Python environment; the reason is above")
     return found.stdout.strip()
+
+
+def enter_environment() -> None:
+    """Go on in the Python that has torch, if this one has not.
+
+    Raises:
+        ConfigError: see `interpreter`; or that Python has no torch either.
+    """
+    if find_spec("torch") is not None and find_spec("yaml") is not None:
+        return
+    python = interpreter(dry_run=False)
+    if Path(python).absolute() == Path(sys.executable).absolute():
+        raise ConfigError(f"{python} (LAB_PYTHON) lacks torch; run it without LAB_PYTHON")
+    sys.stdout.flush()
+    os.execv(python, [python, *sys.argv])
 
 
 def cuda_devices(python: str, *, dry_run: bool = False) -> int:

@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""Print or run a training whose attention matmuls, Q K^T and P V, have formats of their own.
+
+    python3 script/flash_attention_config.py --list
+    python3 script/flash_attention_config.py --model llama31-8b --dataset wikipedia \\
+        --fa-quantization qk_mxfp8
+    python3 script/flash_attention_config.py --model llama32-1b --dataset dolma --preset tiny \\
+        --fa-quantization qk_mxfp8,pv_hifp8 --linear-quantization mxfp4 --dry-run
+
+qk_X quantizes the operands of Q K^T and of its gradients, pv_X those of P V, qk_pv_X both. The
+linear layers stay in high precision unless --linear-quantization says otherwise. All else is as in
+script/train_config.py, of which `--quantization FA_X` is the same as qk_X here.
+
+Exit status: that of the training; 1 a file is missing; 2 wrong option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from configs.names import ConfigError, pick
+from configs.options import (
+    Formats,
+    Parser,
+    add_actions,
+    add_cluster,
+    add_experiment,
+    require,
+    split_flags,
+    start,
+)
+from configs.quantizations import attention_choices, formats
+
+OFF = "none"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        description=__doc__,
+        usage="flash_attention_config.py --model M --dataset D --fa-quantization Q [options] "
+        "[-- flags]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_actions(parser)
+    add_experiment(parser)
+    parser.add_argument(
+        "--fa-quantization", metavar="Q", help=f"{', '.join(attention_choices())}; or qk_X,pv_Y"
+    )
+    parser.add_argument(
+        "--linear-quantization", metavar="X", default=OFF, help=f"{', '.join(formats())} (none)"
+    )
+    add_cluster(parser)
+    return parser
+
+
+def attention_formats(text: str) -> dict[str, str]:
+    """The formats of Q K^T and P V that `qk_mxfp8`, `qk_pv_mxfp8` or `qk_mxfp8,pv_hifp8` names.
+
+    Raises:
+        ConfigError: an unknown name, or two for the same matmul.
+    """
+    chosen: dict[str, str] = {}
+    for name in text.split(","):
+        part = pick("attention quantization", name, attention_choices(), "; or qk_X,pv_Y")
+        for operation, fmt in part.items():
+            if operation in chosen:
+                raise ConfigError(
+                    f"--fa-quantization {text} says the format of {operation} twice; say it once"
+                )
+            chosen[operation] = fmt
+    return {"qk": OFF, "pv": OFF} | chosen
+
+
+def formats_of(attention: str, linear: str) -> Formats:
+    pick("format", linear, dict.fromkeys([*formats(), OFF]))
+    flags = ["--linear-quant", linear]
+    for operation, fmt in attention_formats(attention).items():
+        flags += [f"--{operation}-quant", fmt]
+    name = attention if linear == OFF else f"{attention}_linear_{linear}"
+    return Formats(name=name, flags=flags)
+
+
+def list_choices() -> str:
+    lines = ["attention quantizations"]
+    words = {"qk": "Q K^T", "pv": "P V"}
+    for name, chosen in attention_choices().items():
+        where = [f"{fmt} in {words[operation]}" for operation, fmt in chosen.items()]
+        lines.append(f"  {name:16} {' and '.join(where) or 'no quantization'}")
+    lines.append(f"  {'qk_X,pv_Y':16} one format in Q K^T, another in P V")
+    lines.append(f"linear quantizations\n  {', '.join(formats())}, none (default)")
+    lines.append("For models, datasets and training configurations: script/train_config.py --list")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    words, flags = split_flags(sys.argv[1:] if argv is None else argv)
+    try:
+        options = build_parser().parse_args(words)
+        if options.list:
+            print(list_choices())
+            return 0
+        require(options, "fa-quantization")
+        chosen = formats_of(options.fa_quantization, options.linear_quantization)
+        return start(options, chosen, flags)
+    except ConfigError as error:
+        print(f"[ERROR] {error}", file=sys.stderr)
+        return error.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

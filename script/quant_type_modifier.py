@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+"""Set the number formats of linear layers, Q K^T and P V for the runs to come, and look at them.
+
+    python3 script/quant_type_modifier.py --check
+    python3 script/quant_type_modifier.py --linear-quant mxfp8 --qk-quant mxfp8 --pv-quant hifp8
+    python3 script/quant_type_modifier.py --restore
+
+No source is edited: the formats are kept in .quant_settings.json in the tree's root (or the file
+that QUANT_SETTINGS_FILE names). What is not named stays as it was. A flag of a run, a recipe and
+the environment win over this file; --check names each effective format and who said it.
+
+Before the first change the file is copied to <file>.backup, which later changes leave alone:
+--restore goes back to what was there before the first one. Several calls at a time are safe.
+
+Exit status: 0; 1 the file cannot be used; 2 wrong option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from configs.names import ConfigError
+from configs.resolve import REPO, enter_environment
+
+OPERATIONS = {"linear": "linear layers", "qk": "Q K^T", "pv": "P V"}
+
+
+class SettingsFile:
+    """The file, its backup and its lock; they lie beside each other."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.backup = path.with_name(f"{path.name}.backup")
+        self._lock = path.with_name(f"{path.name}.lock")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone until the end of the block, among all processes."""
+        with self._lock.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file closes, however that happens
+            yield
+
+    def change(self, formats: dict[str, str]) -> None:
+        """Set some operations; the others stay."""
+        from megatron.fake_quant.settings import read_settings
+
+        with self.locked():
+            settings = read_settings(self.path) | formats
+            if not self.backup.exists():
+                before = self.path.read_text(encoding="utf-8") if self.path.exists() else None
+                _replace(self.backup, json.dumps({"before": before}) + "\n")
+            _replace(self.path, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+    def restore(self) -> bool:
+        """Go back to before the first change; false if there was none.
+
+        Raises:
+            ValueError: the backup is no backup.
+        """
+        with self.locked():
+            try:
+                before = json.loads(self.backup.read_text(encoding="utf-8"))["before"]
+            except FileNotFoundError:
+                return False
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f"{self.backup} is not what this script writes; remove it, and set "
+                    f"{self.path} by hand"
+                ) from None
+            if before is None:
+                self.path.unlink(missing_ok=True)
+            else:
+                _replace(self.path, before)
+            self.backup.unlink()
+            return True
+
+
+def _replace(path: Path, text: str) -> None:
+    """A reader sees the old text or the new one."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="print the effective formats and stop")
+    what.add_argument("--restore", action="store_true", help="undo all changes")
+    for name, where in OPERATIONS.items():
+        parser.add_argument(
+            f"--{name}-quant", metavar="FORMAT", help=f"of {where}: mxfp8, mxfp4, hifp8, ..., none"
+        )
+    return parser
+
+
+def parsed(options: argparse.Namespace) -> dict[str, str]:
+    """The formats that the options name, in the spelling of `megatron.fake_quant`.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    from megatron.fake_quant.quant_type import DEFAULT_TYPE, parse_format
+
+    formats = {}
+    for name in OPERATIONS:
+        given = getattr(options, f"{name}_quant")
+        if given is None:
+            continue
+        try:
+            found = parse_format(given)
+        except ValueError as error:
+            raise ConfigError(f"--{name}-quant: {error}") from None
+        formats[name] = DEFAULT_TYPE if found is None else found.name
+    return formats
+
+
+def report(file: SettingsFile, formats: dict[str, str]) -> None:
+    """Print the effective formats; warn of those just set that something else overrules."""
+    from megatron.fake_quant.policy import resolve
+
+    policy = resolve()
+    print("\n".join(policy.describe()))
+    state = "there" if file.path.exists() else "not there"
+    undo = "--restore goes back" if file.backup.exists() else "not changed"
+    print(f"settings file: {file.path} ({state}; {undo}); a flag of a run wins over all of these")
+    for name, wanted in formats.items():
+        choice = policy.choices[name]
+        if name in policy.by_recipe or not choice.source.startswith("settings file"):
+            source = "a recipe (QUANT_RECIPE)" if name in policy.by_recipe else choice.source
+            print(
+                f"[WARNING] {name} is set to {wanted}, but {source} wins; unset it",
+                file=sys.stderr,
+            )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    given = [f"--{name}-quant" for name in OPERATIONS if getattr(options, f"{name}_quant")]
+    if given and (options.check or options.restore):
+        parser.error(
+            f"{given[0]} and --{'check' if options.check else 'restore'} exclude each other"
+        )
+    if not (given or options.check or options.restore):
+        parser.error("nothing to do; give --check, --restore, or formats to set")
+    try:
+        enter_environment()
+        sys.path.insert(0, str(REPO))
+        from megatron.fake_quant.settings import SETTINGS_FILE, SETTINGS_VARIABLE
+
+        file = SettingsFile(Path(os.environ.get(SETTINGS_VARIABLE) or SETTINGS_FILE))
+        formats = parsed(options)
+        if formats:
+            file.change(formats)
+        elif options.restore:
+            done = file.restore()
+            print("restored" if done else "nothing to restore: there was no change")
+        report(file, formats)
+    except ConfigError as error:
+        print(f"[ERROR] {error}", file=sys.stderr)
+        return error.status
+    except (OSError, ValueError) as error:
+        print(f"[ERROR] {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
