@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Train a cell of the experiment matrix under SLURM, on one machine or several.
+#
+#   sbatch --nodes 2 examples/slurm/pretrain.sh deepseek2_lite dolma FA_linear_mxfp8 --ep 8
+#
+# Submit from the tree's root, which every machine must see. The first three words are the model,
+# the dataset and the quantization; options of script/train_config.py follow (see its --help), and
+# after -- flags of pretrain_gpt.py. One task a machine starts a process for each of its GPUs.
+#SBATCH --job-name=lowprec
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --output=%x_%j.log
+set -euo pipefail
+
+die() {
+  printf '[ERROR] %s\n' "$*" >&2
+  exit 2
+}
+
+if (($# < 3)); then
+  die "MODEL, DATASET and QUANTIZATION are missing; script/train_config.py --list prints them"
+fi
+# SLURM runs a copy of this file, so that its own place says nothing
+cd -- "${SLURM_SUBMIT_DIR:?is not set; start this with sbatch}"
+if [[ ! -f script/train_config.py ]]; then
+  die "$PWD is not the root of the tree; submit from there"
+fi
+
+read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+LAB_PYTHON=$(bash script/setup_env.sh) # once, before the machines start
+export MASTER_ADDR MASTER_PORT LAB_PYTHON
+
+# the machine's number is known to the task alone
+# shellcheck disable=SC2016
+srun --kill-on-bad-exit=1 bash -c \
+  'exec "$LAB_PYTHON" script/train_config.py --node-rank "$SLURM_NODEID" "$@"' train \
+  --model "$1" --dataset "$2" --quantization "$3" --nnodes "$SLURM_NNODES" \
+  --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" "${@:4}"

@@ -1,0 +1,48 @@
+"""Build models from command lines without memory for their weights, and print what they are.
+
+    python tests/script/parameters_worker.py < COMMANDS
+
+Standard input is a JSON object: for each name a vocabulary and the flags of `pretrain_gpt.py` for
+one process. Standard output is one too: for each name the parameters, those of a decoder layer by
+their names, and the numbers of the layers that have experts.
+"""
+
+import json
+import sys
+
+import torch
+
+from megatron.training import device
+
+device.prepare()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.training.arguments import parse_args  # noqa: E402
+from megatron.training.initialize import initialize  # noqa: E402
+from megatron.training.model import build_stage, padded_vocab_size  # noqa: E402
+
+
+def describe(vocabulary: int, flags: list[str]) -> dict:
+    run = parse_args(flags)
+    if not parallel_state.model_parallel_is_initialized():
+        initialize(run.args)
+    padded = padded_vocab_size(run.args, vocabulary)
+    with torch.device("meta"):
+        model = build_stage(run, padded)
+    assert all(each.is_meta for each in model.parameters() if each.numel() > 10**6)
+    return {
+        "vocabulary": padded,
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "names": sorted(name for name, _ in model.named_parameters()),
+    }
+
+
+def main() -> None:
+    torch.cuda.current_device = lambda: torch.device("meta")  # where layers put their weights
+    commands = json.load(sys.stdin)
+    output, sys.stdout = sys.stdout, sys.stderr  # megatron prints
+    json.dump({name: describe(**each) for name, each in commands.items()}, output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The scripts of the matrix train tiny models, with the formats that their names say."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from configs.datasets import DATASETS
+from configs.models import MODELS
+from configs.quantizations import QUANTIZATIONS
+from megatron.fake_quant.quant_type import OPERATIONS, parse_type
+from tests.subprocesses import REPO, environment, run
+from tests.training.runs import Training
+
+#: One of each model, with each dataset, format and place among them.
+SAMPLE = (
+    ("llama31-8b", "wikipedia", "FA_mxfp8"),
+    ("llama32-1b", "dolma", "linear_mxfp4"),
+    ("deepseek2_lite", "wikipedia", "FA_linear_hifp8"),
+)
+OTHERS = [
+    (model, dataset, quantization)
+    for model in MODELS
+    for dataset in DATASETS
+    for quantization in QUANTIZATIONS
+    if (model, dataset, quantization) not in SAMPLE
+]
+ROW = re.compile(r"> {3}(?P<module>\S+) +(?P<operation>linear|qk|pv) +(?P<what>\S.*?) {2,}.*")
+SHARE = re.compile(r"> matmuls in low precision: (?P<percent>\S+)% of the FLOPs of all matmuls")
+#: Modules that only a recipe quantizes.
+ALWAYS_HIGH = re.compile(r"output_layer|.*\.router")
+
+
+def train(folder, model, dataset, quantization):
+    """Two iterations, from another folder than the tree's root."""
+    script = REPO / f"script/{model}/pretrain_{model}_{dataset}_{quantization}.sh"
+    options = ["--preset", "tiny", "--training-config", "fast", "--train-iters", "2"]
+    where = ["--tensorboard-path", folder / "events", "--", "--seed", "7"]
+    done = run(
+        ["bash", script, *options, *where], cwd=folder, env=environment(LAB_PYTHON=sys.executable)
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return Training(done.returncode, done.stdout, done.stderr)
+
+
+def check(training, quantization):
+    """Two iterations with a loss, and every matmul in the format that the name says."""
+    assert list(training.losses) == [1, 2]
+    assert all(7 < loss < 8.5 for loss in training.losses.values()), "ln 2048 is 7.6"
+    assert "--seed 7" in training.errors
+    lines = training.output.splitlines()
+    rows = [match for line in lines if (match := ROW.fullmatch(line))]
+    expected = parse_type(quantization)
+    assert {row["operation"] for row in rows} == set(OPERATIONS)
+    for row in rows:
+        fmt = None if ALWAYS_HIGH.fullmatch(row["module"]) else expected[row["operation"]]
+        assert row["what"] == ("high precision" if fmt is None else fmt.name), row[0]
+    [share] = [float(match["percent"]) for line in lines if (match := SHARE.fullmatch(line))]
+    assert (share > 0) == any(expected.values())
+    assert "the default corpus is taken" in training.errors
+
+
+@pytest.mark.parametrize(("model", "dataset", "quantization"), SAMPLE)
+def test_a_script_of_each_model_trains(tmp_path, model, dataset, quantization):
+    check(train(tmp_path, model, dataset, quantization), quantization)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "dataset", "quantization"), OTHERS)
+def test_every_other_script_trains(tmp_path, model, dataset, quantization):
+    check(train(tmp_path, model, dataset, quantization), quantization)

@@ -1,0 +1,90 @@
+"""The models of the matrix have the published sizes: by arithmetic, and as megatron builds them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+import train_config
+from configs.models import MODELS
+from tests.script.published import PUBLISHED, flags_of
+from tests.subprocesses import REPO, environment
+
+#: Of the published checkpoints.
+PARAMETERS = {
+    "llama31-8b": 8_030_261_248,
+    "llama32-1b": 1_235_814_400,
+    "deepseek2_lite": 15_706_484_224,
+}
+
+
+def published_parameters(config):
+    """Counted from the published shapes, matrix by matrix."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    total = hidden * config["vocab_size"] * (1 if config["tie_word_embeddings"] else 2) + hidden
+    for layer in range(config["num_hidden_layers"]):
+        total += 2 * hidden  # input_layernorm, post_attention_layernorm
+        if "kv_lora_rank" in config:
+            rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+            nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+            total += hidden * heads * (nope + rope)  # q_proj
+            total += hidden * (rank + rope) + rank  # kv_a_proj_with_mqa, kv_a_layernorm
+            total += rank * heads * (nope + value)  # kv_b_proj
+            total += heads * value * hidden  # o_proj
+        else:
+            head = config.get("head_dim", hidden // heads)
+            total += 2 * hidden * heads * head  # q_proj, o_proj
+            total += 2 * hidden * config["num_key_value_heads"] * head  # k_proj, v_proj
+        if layer < config.get("first_k_dense_replace", config["num_hidden_layers"]):
+            total += 3 * hidden * config["intermediate_size"]
+        else:
+            experts = config["n_routed_experts"] + config["n_shared_experts"]
+            total += 3 * hidden * config["moe_intermediate_size"] * experts
+            total += hidden * config["n_routed_experts"]  # gate
+    return total
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_by_arithmetic(model):
+    assert published_parameters(PUBLISHED[model]) == PARAMETERS[model]
+    assert MODELS[model].full.architecture.parameters() == PARAMETERS[model]
+
+
+#: Tokens of the published tokenizers; DeepSeek's has fewer than its embedding has rows.
+TOKENS = {"llama31-8b": 128256, "llama32-1b": 128256, "deepseek2_lite": 100002}
+
+
+def test_parameters_of_the_models_that_megatron_builds(files, capsys):
+    asked = {}
+    for model, tokens in TOKENS.items():
+        one = ["--nproc-per-node", "1", "--tp", "1", "--ep", "1", "--preset", "full", "--dry-run"]
+        cell = ["--model", model, "--dataset", "dolma", "--quantization", "bf16"]
+        assert train_config.main([*cell, *one, *files, "--", "--no-initialization"]) == 0
+        words = shlex.split(capsys.readouterr().out)
+        asked[model] = {"vocabulary": tokens, "flags": flags_of(words)}
+    done = subprocess.run(
+        [sys.executable, REPO / "tests/script/parameters_worker.py"],
+        input=json.dumps(asked),
+        env=environment(PYTHONPATH=REPO),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    built = json.loads(done.stdout)
+    assert {model: each["parameters"] for model, each in built.items()} == PARAMETERS
+    for model, each in built.items():
+        assert each["vocabulary"] == PUBLISHED[model]["vocab_size"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_vocabulary_is_the_published_one_in_every_layout(model):
+    architecture = MODELS[model].full.architecture
+    for tp in (1, 2, 4, 8):
+        multiple = architecture.vocab_multiple * tp
+        assert -(-TOKENS[model] // multiple) * multiple == PUBLISHED[model]["vocab_size"]
