@@ -157,19 +157,24 @@ def run_name(selection: Selection, formats: Formats) -> str:
     return "_".join(part for part in parts if part).replace(":", "-").replace(",", "_")
 
 
-def select(options: argparse.Namespace, python: str) -> Selection:
-    """Look the names up, and choose the preset where the user did not.
+def check_names(options: argparse.Namespace) -> None:
+    """Refuse unknown names before an environment is made for them.
 
     Raises:
         ConfigError: an unknown name, or a missing one.
     """
     files = options.tokenizer_path is not None and options.data_path is not None
     require(options, "model", *(() if files else ("dataset",)))
-    model = pick("model", options.model, MODELS)
-    dataset = None
+    pick("model", options.model, MODELS)
     if options.dataset is not None:
-        dataset = pick("dataset", options.dataset, DATASETS)
+        pick("dataset", options.dataset, DATASETS)
     pick("training configuration", options.training_config, TRAININGS)
+    if options.preset is not None:
+        pick("preset", options.preset, dict.fromkeys(PRESETS))
+
+
+def select(options: argparse.Namespace, python: str) -> Selection:
+    """Look up the names, which are right, and choose the preset where the user did not."""
     preset = options.preset
     if preset is None:
         there = cuda_devices(python, dry_run=options.dry_run) > 0
@@ -178,8 +183,8 @@ def select(options: argparse.Namespace, python: str) -> Selection:
             say("Without a CUDA device a run takes --preset tiny unless told --preset full.")
         elif not there:
             say("No CUDA device: the model is the tiny preset (--preset full for the real one).")
-    pick("preset", preset, dict.fromkeys(PRESETS))
-    return Selection(options=options, model=model, dataset=dataset, preset=preset)
+    dataset = None if options.dataset is None else DATASETS[options.dataset]
+    return Selection(options=options, model=MODELS[options.model], dataset=dataset, preset=preset)
 
 
 def _setting(given: int | None, variable: str, kind: Callable[[str], int]) -> int | None:
@@ -228,12 +233,15 @@ def files_of(selection: Selection, python: str) -> Files:
     """The tokenizer and the data; see `resolve_data`."""
     options, tokenizer = selection.options, selection.model.tokenizer
     dataset = selection.dataset or next(iter(DATASETS.values()))
+    default = Files(tokenizer=at_home(tokenizer.path), data=at_home(dataset.prefix(tokenizer)))
     request = DataRequest(
         tokenizer=options.tokenizer_path,
         data=options.data_path,
-        default=Files(tokenizer=at_home(tokenizer.path), data=at_home(dataset.prefix(tokenizer))),
+        default=default,
         corpus=selection.is_tiny,
-        prepare=at_home(dataset.prepare),
+        prepare=f"bash {at_home(dataset.prepare)} --tokenizer-model "
+        f"{options.tokenizer_path or default.tokenizer} --output-prefix "
+        f"{default.data.removesuffix('_text_document')}",
     )
     return resolve_data(request, python, dry_run=options.dry_run)
 
@@ -283,6 +291,7 @@ def start(options: argparse.Namespace, formats: Formats, flags: Sequence[str]) -
         ConfigError: see what is refused above.
     """
     options.dry_run = options.dry_run or bool(os.environ.get("DRY_RUN"))
+    check_names(options)
     python = interpreter(dry_run=options.dry_run)
     selection = select(options, python)
     command = experiment(selection, formats, flags, python).command(python)

@@ -7,10 +7,12 @@ meant from the tree's root, and is shown without the root if that is the current
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,7 +62,7 @@ class DataRequest:
     data: str | None
     default: Files  #: where nothing was named
     corpus: bool  #: whether the default corpus may stand in for a missing default
-    prepare: str | None = None  #: the script that makes the default
+    prepare: str | None = None  #: the command that makes the default
     names: tuple[str, str] = ("--tokenizer-path", "--data-path")
 
 
@@ -78,7 +80,8 @@ def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
             say(f"No data named, and none in {files.data}: the default corpus is taken.")
             return default_corpus() if dry_run else make_corpus(python)
         if dry_run:
-            say(f"Not there yet: {_missing(files)}.")
+            how = f"; '{request.prepare}' makes the data" if request.prepare else ""
+            say(f"Not there yet: {_missing(files)}{how}.")
             return files
     data = request.data or files.data
     for suffix in (".bin", ".idx"):
@@ -115,7 +118,7 @@ def _check(files: Files, request: DataRequest, python: str) -> None:
             "--append-eod"
         )
         if request.prepare is not None and request.data is None:
-            how = f"bash {request.prepare} --help"
+            how = request.prepare
         raise MissingFile(
             f"no data at {files.data} (it takes {files.data}.bin and {files.data}.idx); make them "
             f"with '{how}', or name others in {data_name}; {small} is made"
@@ -144,14 +147,23 @@ def tokenizer_type(path: str) -> str:
     hugging_face = ("tokenizer.json", "tokenizer_config.json")
     if place.suffix == ".json" or any((place / name).is_file() for name in hugging_face):
         return "HuggingFaceTokenizer"
-    if place.is_file() or place.suffix == ".model" or (place / "tokenizer.model").is_file():
+    for file in (place, place / "tokenizer.model", *sorted(place.glob("*.tiktoken"))):
+        if file.is_file():
+            return "TikTokenizer" if _is_tiktoken(file) else "SentencePieceTokenizer"
+    if place.suffix == ".model":
         return "SentencePieceTokenizer"
     if place.is_dir():
         raise MissingFile(
-            f"no tokenizer in the folder {path}; it needs tokenizer.json (Hugging Face) or "
-            "tokenizer.model"
+            f"no tokenizer in the folder {path}; it needs tokenizer.json (Hugging Face), "
+            "tokenizer.model or a .tiktoken file"
         )
     return "HuggingFaceTokenizer"  # of a dry run: what the models were published with
+
+
+def _is_tiktoken(path: Path) -> bool:
+    """Both kinds may be called tokenizer.model; tiktoken's is text: a token and its number."""
+    with path.open("rb") as file:
+        return re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", file.readline(1000)) is not None
 
 
 def interpreter(*, dry_run: bool) -> str:
@@ -188,6 +200,7 @@ def enter_environment() -> None:
     os.execv(python, [python, *sys.argv])
 
 
+@cache
 def cuda_devices(python: str, *, dry_run: bool = False) -> int:
     """GPUs that torch can use; a dry run only sees whether there is a driver (then 1)."""
     if not Path("/dev/nvidia0").exists() and shutil.which("nvidia-smi") is None:

@@ -5,6 +5,7 @@ accepted by training.
 from __future__ import annotations
 
 import inspect
+import json
 import shlex
 import subprocess
 import sys
@@ -227,6 +228,16 @@ def test_a_tiny_preset_is_the_same_architecture(model):
     assert tiny.num_attention_heads // tiny.num_key_value_heads == heads
     switches = [{word for word in each.flags() if word.startswith("--")} for each in (full, tiny)]
     assert switches[0] == switches[1]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_flags_are_those_of_the_published_weights(commands, model, tmp_path, monkeypatch):
+    """`--load-hf` refuses a command that describes another model than the checkpoint does."""
+    pytest.importorskip("megatron.training.hf")
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[model]))
+    words = commands[model, "dolma", "linear_mxfp8"]
+    monkeypatch.setenv("WORLD_SIZE", str(processes(words)))
+    assert parse_args([*flags_of(words), "--load-hf", str(tmp_path)]).args.load_hf == str(tmp_path)
 
 
 def test_a_script_s_help_is_its_header_and_the_options():

@@ -13,6 +13,7 @@ import pytest
 
 import flash_attention_config
 import train_config
+from configs import resolve
 from configs.layout import tensor_sizes
 from configs.models import MODELS
 from tests.script.published import flags_of
@@ -104,8 +105,27 @@ def test_a_full_model_does_not_train_on_the_default_corpus(refused):
 
 
 def test_missing_data_say_what_makes_them(refused, files):
-    message = refused(*CELL, "--preset", "full", *files[:2], status=1)
-    assert "make them with 'bash script/data/prepare_wikipedia.sh --help'" in message
+    cell = ("--model", "deepseek2_lite", *CELL[2:])
+    message = refused(*cell, "--preset", "full", *files[:2], status=1)
+    assert (
+        f"make them with 'bash script/data/prepare_wikipedia.sh --tokenizer-model {files[1]} "
+        "--output-prefix dataset/wikipedia_processed_deepseek2/wikipedia_processed_deepseek2'"
+    ) in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("tokenizer.json", b"{}", "HuggingFaceTokenizer"),
+        ("tokenizer.model", b"\n\x0e\n\x05<unk>", "SentencePieceTokenizer"),
+        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "TikTokenizer"),
+        ("o200k.tiktoken", b"IQ== 0\r\n", "TikTokenizer"),
+    ],
+)
+def test_tokenizers_are_told_apart_by_what_is_in_them(tmp_path, name, content, kind):
+    (tmp_path / name).write_bytes(content)
+    assert resolve.tokenizer_type(str(tmp_path)) == kind
+    assert resolve.tokenizer_type(str(tmp_path / name)) == kind
 
 
 def test_what_follows_two_dashes_is_last(dry, files):

@@ -34,7 +34,7 @@ LINE = re.compile(
     rf" learning rate: (?P<lr>{_NUMBER}) \|"
     r" global batch size: {1,5}\d+ \|"
     rf" lm loss: (?P<loss>{_NUMBER}) \|"
-    rf"( load balancing loss: (?P<balance>{_NUMBER}) \|)?"
+    rf"( (?:seq )?load balancing loss: (?P<balance>{_NUMBER}) \|)?"
     r" loss scale: (?P<scale>\d+\.\d) \|"
     r" grad norm: (?P<norm>\d+\.\d{3}|nan|inf) \|"
     r"( params norm: (?P<params>\d+\.\d{3}) \|)?"
