@@ -21,16 +21,15 @@ import sys
 
 from configs.names import ConfigError, pick
 from configs.options import (
-    Formats,
     Parser,
     add_actions,
     add_cluster,
     add_experiment,
     require,
     split_flags,
-    start,
 )
 from configs.quantizations import attention_choices, formats
+from configs.start import Formats, start
 
 OFF = "none"
 

@@ -24,18 +24,17 @@ from configs.datasets import DATASETS
 from configs.models import MODELS
 from configs.names import ConfigError, pick
 from configs.options import (
-    Formats,
     Parser,
     add_actions,
     add_cluster,
     add_experiment,
     require,
     split_flags,
-    start,
 )
 from configs.quantizations import AS_SET, accepted
 from configs.resolve import at_home, has_data
 from configs.scripts import write_scripts
+from configs.start import Formats, start
 from configs.trainings import TRAININGS
 
 

@@ -1,5 +1,6 @@
 """Makes the modules of script/ importable, as they are to the scripts there."""
 
+import shlex
 import sys
 
 import pytest
@@ -18,3 +19,45 @@ def files(tmp_path_factory):
         (folder / name).touch()
     tokenizer, data = folder / "tok.model", folder / "text_document"
     return ["--tokenizer-path", str(tokenizer), "--data-path", str(data)]
+
+
+@pytest.fixture
+def plain_environment(monkeypatch):
+    """Nothing that says where and how many; the current folder is the tree's root."""
+    for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DRY_RUN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LAB_PYTHON", sys.executable)
+    monkeypatch.chdir(REPO)
+
+
+@pytest.fixture
+def dry(capsys, plain_environment):
+    """The words of a dry run, and what was said."""
+
+    import train_config
+    from configs import options
+
+    def call(*words, program=None):
+        ours, flags = options.split_flags(words)
+        status = (program or train_config).main([*ours, "--dry-run", "--", *flags])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return shlex.split(out), err
+
+    return call
+
+
+@pytest.fixture
+def refused(capsys, plain_environment):
+    """The message of a command line that is refused."""
+
+    import train_config
+
+    def call(*words, program=None, status=2):
+        assert (program or train_config).main([*words]) == status
+        out, err = capsys.readouterr()
+        assert out == ""
+        [line] = [each for each in err.splitlines() if each.startswith("[ERROR] ")]
+        return line.removeprefix("[ERROR] ")
+
+    return call

@@ -1,0 +1,129 @@
+"""Processes, machines and layouts: what is passed on, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+
+import pytest
+
+from configs.layout import tensor_sizes
+from configs.models import MODELS
+from tests.script.published import flags_of
+from tests.script.test_drivers import value
+from tests.subprocesses import REPO, environment, run
+
+CELL = ("--model", "llama31-8b", "--dataset", "wikipedia", "--quantization", "bf16")
+DEEPSEEK = ("--model", "deepseek2_lite", "--dataset", "dolma", "--quantization", "mxfp8")
+TINY = ("--preset", "tiny")
+
+
+def test_cluster_options_pass_through(dry, monkeypatch):
+    cluster = ("--nnodes", "2", "--nproc-per-node", "8", "--node-rank", "1")
+    words, _ = dry(*CELL, *cluster, "--master-addr", "a.b", "--tp", "2", "--pp", "2", "--cp", "2")
+    assert words[1:3] == ["-m", "torch.distributed.run"]
+    assert value(words, "--node-rank") == "1"
+    assert value(words, "--master-port") == "6000"
+    assert "--standalone" not in words
+    for flag in ("tensor-model", "pipeline-model", "context"):
+        assert value(flags_of(words), f"--{flag}-parallel-size") == "2"
+    assert "--sequence-parallel" in words
+    words, _ = dry(*DEEPSEEK, "--nproc-per-node", "4", "--ep", "4")
+    assert value(words, "--expert-model-parallel-size") == "4"
+    for name, text in zip(("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR"), "8201", strict=True):
+        monkeypatch.setenv(name, text)
+    words, _ = dry(*CELL)
+    assert [value(words, flag) for flag in ("--nproc-per-node", "--nnodes")] == ["8", "2"]
+    assert [value(words, flag) for flag in ("--node-rank", "--master-addr")] == ["0", "1"]
+
+
+def test_a_default_batch_grows_to_fit_the_ranks(dry):
+    words, said = dry(*CELL, *TINY, "--nproc-per-node", "3")
+    assert value(words, "--global-batch-size") == "6"
+    assert "The global batch is 6 sequences, not 4: 3 copies" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--tp", "3"), "--tp 3 does not fit 32 attention heads, 8 of keys and values; --tp 1, 2, "
+         "4, 8, 16 or 32 would do"),
+        (("--pp", "3"), "--pp 3 does not divide 32 layers; --pp 1, 2, 4, 8, 16 or 32 would do, or "
+         "a first stage of another size: `-- --decoder-first-pipeline-num-layers 10`"),
+        (("--ep", "2"), "--ep 2, but this model has no experts; leave --ep out"),
+        (("--nproc-per-node", "6"), "6 process(es) cannot be cut into tp x pp x cp = 4 x 1 x 1; "
+         "start a multiple of 4 (--nproc-per-node x --nnodes = 8)"),
+        (("--cp", "3", "--nproc-per-node", "12"), "--seq-length 8192 cannot be cut into 24 equal "
+         "parts, as --tp 4 and --cp 3 need; 8184 would do"),
+        (("--global-batch-size", "7"), "--global-batch-size 7 is no multiple of --micro-batch-size "
+         "1 x 2 copies of the model; 6 or 8 would do"),
+        (("--nnodes", "2"), "--nnodes is 2, but nothing says which machine is the first; give its "
+         "name in --master-addr"),
+        (("--nnodes", "2", "--master-addr", "a", "--node-rank", "2"), "--node-rank is 2; of 2 "
+         "machines the ranks are 0 to 1"),
+        (("--nproc-per-node", "0"), "argument --nproc-per-node: '0' is no whole number"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_refused_with_what_would_do(refused, words, message):
+    assert refused(*CELL, *words, "--dry-run").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ep", "3"), "--ep 3 does not divide 64 experts; --ep 1, 2, 4, 8, 16, 32 or 64 would"),
+        (("--pp", "2"), "--pp 2 does not divide 27 layers; --pp 1, 3, 9 or 27 would do"),
+        (("--tp", "32"), "--tp 32 does not fit 16 attention heads; --tp 1, 2, 4, 8 or 16 would do"),
+        (("--tp", "2"), "8 process(es) cannot be cut into tp x pp x ep = 2 x 1 x 8 for the "
+         "experts; start a multiple of 16"),
+    ],
+)  # fmt: skip
+def test_layouts_of_experts(refused, words, message):
+    assert refused(*DEEPSEEK, *words, "--dry-run").startswith(message)
+
+
+def test_a_stage_of_another_size_can_be_said(dry):
+    uneven = ("--decoder-first-pipeline-num-layers", "13")
+    words, _ = dry(*DEEPSEEK, "--pp", "2", "--nproc-per-node", "16", "--", *uneven)
+    assert value(words, "--pipeline-model-parallel-size") == "2"
+
+
+def test_what_would_do_is_what_divides():
+    assert tensor_sizes(MODELS["deepseek2_lite"].full.architecture) == [1, 2, 4, 8, 16]
+    assert tensor_sizes(MODELS["llama32-1b"].tiny.architecture) == [1, 2, 4, 8]
+
+
+def test_the_slurm_example_starts_each_machine_with_its_number(tmp_path):
+    """With stand-ins for SLURM's commands, which run the tasks one after the other."""
+    fakes = {
+        "scontrol": "printf 'first\\nsecond\\n'",
+        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+    }
+    for name, body in fakes.items():
+        path = tmp_path / name
+        path.write_text(f"#!/usr/bin/env bash\nset -eu\n{body}\n")
+        path.chmod(0o755)
+    slurm = {
+        "SLURM_SUBMIT_DIR": REPO,
+        "SLURM_JOB_NODELIST": "machine[1-2]",
+        "SLURM_JOB_ID": "12345",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+        "LAB_PYTHON": sys.executable,
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+    }
+    cell = ("deepseek2_lite", "dolma", "FA_linear_mxfp8", "--ep", "8", "--dry-run")
+    script = REPO / "examples/slurm/pretrain.sh"
+    done = run(["bash", script, *cell], cwd=tmp_path, env=environment(**slurm))
+    assert done.returncode == 0, done.stderr
+    machines = [shlex.split(line) for line in done.stdout.splitlines()]
+    assert [value(words, "--node-rank") for words in machines] == ["0", "1"]
+    for words in machines:
+        assert value(words, "--nnodes") == "2"
+        assert value(words, "--master-addr") == "first"
+        assert value(words, "--master-port") == "32345"
+        assert value(words, "--custom-quant-type") == "FA_linear_mxfp8"
+    done = run(["bash", script, "deepseek2_lite"], env=environment(**slurm))
+    assert done.returncode == 2
+    assert "[ERROR] MODEL, DATASET and QUANTIZATION are missing" in done.stderr
