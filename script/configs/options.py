@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -32,6 +33,16 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
 def add_experiment(parser: argparse.ArgumentParser) -> None:
     """What to train, but for the formats, and how."""
     group = parser.add_argument_group("what to train")
@@ -56,9 +67,9 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
         ("micro-batch-size", positive, "sequences at a time, of each copy of the model"),
         ("global-batch-size", positive, "sequences an iteration"),
         ("seq-length", positive, "tokens a sequence"),
-        ("lr", float, "highest learning rate; the lowest is a tenth of it"),
+        ("lr", rate, "highest learning rate; the lowest is a tenth of it"),
     ):
-        add(f"--{name}", type=kind, metavar="X" if kind is float else "N", help=text)
+        add(f"--{name}", type=kind, metavar="X" if kind is rate else "N", help=text)
     group = parser.add_argument_group("files; a default is below the tree's root")
     add = group.add_argument
     add("--tokenizer-path", metavar="P", help="SentencePiece .model file or a tokenizer's folder")

@@ -67,6 +67,41 @@ def test_a_script_of_each_model_trains(tmp_path, model, dataset, quantization):
     check(train(tmp_path, model, dataset, quantization), quantization)
 
 
+#: A published model's command with its sizes made small: all other flags stay.
+SMALL = {
+    "llama31-8b": "--tp 2 -- --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 "
+    "--num-attention-heads 4 --num-query-groups 2 --kv-channels 32",
+    "deepseek2_lite": "--ep 2 -- --num-layers 3 --moe-layer-freq [0]+[1]*2 --hidden-size 128 "
+    "--ffn-hidden-size 256 --num-attention-heads 4 --kv-lora-rank 32 --qk-head-dim 32 "
+    "--qk-pos-emb-head-dim 32 --v-head-dim 32 --num-experts 8 --moe-ffn-hidden-size 64 "
+    "--moe-shared-expert-intermediate-size 128 --make-vocab-size-divisible-by 128",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SMALL)
+def test_the_flags_of_a_published_model_train_on_two_ranks(tmp_path, model):
+    """Distributed optimizer, overlapped messages, recomputation, evaluation and a checkpoint."""
+    env = environment(LAB_PYTHON=sys.executable)
+    made = run([sys.executable, REPO / "script/data/default_corpus.py"], env=env)
+    assert made.returncode == 0, made.stderr
+    script = REPO / f"script/{model}/pretrain_{model}_dolma_FA_linear_mxfp8.sh"
+    options = [
+        *("--preset", "full", "--nproc-per-node", "2", "--seq-length", "128"),
+        *("--global-batch-size", "4", "--train-iters", "2"),
+        *("--tokenizer-path", REPO / "model/default/tokenizer.model"),
+        *("--data-path", REPO / "dataset/default/corpus_text_document"),
+        *("--tensorboard-path", tmp_path / "events", "--checkpoint-path", tmp_path / "checkpoint"),
+    ]
+    small = [*SMALL[model].split(), "--eval-interval", "1", "--eval-iters", "1"]
+    done = run(["bash", script, *options, *small], cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert list(Training(0, done.stdout, done.stderr).losses) == [1, 2]
+    assert "validation loss at iteration 1" in done.stdout
+    latest = tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt"
+    assert latest.read_text().strip() == "2"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "dataset", "quantization"), OTHERS)
 def test_every_other_script_trains(tmp_path, model, dataset, quantization):

@@ -143,6 +143,7 @@ def test_settings_leave_the_formats_to_the_environment(dry):
     [
         (("--seed", "7"), "unrecognized arguments: --seed 7; see --help (flags of pretrain_gpt.py "
          "go after --)"),
+        (("--lr", "nan"), "argument --lr: 'nan' is no number above 0"),
         (("--model", "llama3-8b"), "unknown model 'llama3-8b', did you mean llama31-8b"),
         (("--dataset", "wiki"), "unknown dataset 'wiki', did you mean wikipedia? choose one of "
          "wikipedia, dolma"),
