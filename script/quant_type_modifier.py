@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from configs.names import ConfigError
+from configs.options import Parser
 from configs.resolve import REPO, enter_environment
 
 OPERATIONS = {"linear": "linear layers", "qk": "Q K^T", "pv": "P V"}
@@ -96,12 +97,13 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> Parser:
+    parser = Parser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.advice = "see --help"
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="print the effective formats and stop")
     what.add_argument("--restore", action="store_true", help="undo all changes")
@@ -110,6 +112,15 @@ def build_parser() -> argparse.ArgumentParser:
             f"--{name}-quant", metavar="FORMAT", help=f"of {where}: mxfp8, mxfp4, hifp8, ..., none"
         )
     return parser
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    other = "--check" if options.check else "--restore" if options.restore else None
+    given = [f"--{name}-quant" for name in OPERATIONS if getattr(options, f"{name}_quant")]
+    if given and other:
+        raise ConfigError(f"{given[0]} and {other} exclude each other; give one")
+    if not (given or other):
+        raise ConfigError("nothing to do; give --check, --restore, or formats to set")
 
 
 def parsed(options: argparse.Namespace) -> dict[str, str]:
@@ -153,16 +164,9 @@ def report(file: SettingsFile, formats: dict[str, str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
-    options = parser.parse_args(argv)
-    given = [f"--{name}-quant" for name in OPERATIONS if getattr(options, f"{name}_quant")]
-    if given and (options.check or options.restore):
-        parser.error(
-            f"{given[0]} and --{'check' if options.check else 'restore'} exclude each other"
-        )
-    if not (given or options.check or options.restore):
-        parser.error("nothing to do; give --check, --restore, or formats to set")
     try:
+        options = build_parser().parse_args(argv)
+        _check_together(options)
         enter_environment()
         sys.path.insert(0, str(REPO))
         from megatron.fake_quant.settings import SETTINGS_FILE, SETTINGS_VARIABLE

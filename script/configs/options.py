@@ -17,8 +17,10 @@ from configs.trainings import TRAININGS
 class Parser(argparse.ArgumentParser):
     """argparse whose errors look like all others here."""
 
+    advice = "see --help (flags of pretrain_gpt.py go after --)"
+
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see --help (flags of pretrain_gpt.py go after --)")
+        raise ConfigError(f"{message}; {self.advice}")
 
 
 def positive(text: str) -> int:

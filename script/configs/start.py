@@ -119,7 +119,8 @@ def layout_of(selection: Selection, python: str) -> Layout:
     }
     given = {name: value for name, value in given.items() if value is not None}
     layout = dataclasses.replace(selection.model.preset(selection.preset).layout, **given)
-    devices = 0 if options.dry_run else cuda_devices(python) if layout.world > 1 else 0
+    looks = layout.world > 1 and not options.dry_run
+    devices = cuda_devices(python, dry_run=False) if looks else 0
     if 0 < devices < layout.nproc_per_node:
         raise ConfigError(
             f"{layout.nproc_per_node} processes, but this machine has {devices} GPU(s); give "

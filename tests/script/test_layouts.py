@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from configs import start
 from configs.layout import tensor_sizes
 from configs.models import MODELS
 from tests.script.published import flags_of
@@ -81,6 +82,12 @@ def test_mistakes_are_refused_with_what_would_do(refused, words, message):
 )  # fmt: skip
 def test_layouts_of_experts(refused, words, message):
     assert refused(*DEEPSEEK, *words, "--dry-run").startswith(message)
+
+
+def test_more_processes_than_gpus_are_refused(refused, files, monkeypatch):
+    monkeypatch.setattr(start, "cuda_devices", lambda python, dry_run: 2)
+    message = refused(*CELL, "--preset", "full", *files)
+    assert message.startswith("8 processes, but this machine has 2 GPU(s); give --nproc-per-node 2")
 
 
 def test_a_stage_of_another_size_can_be_said(dry):

@@ -93,10 +93,13 @@ def test_mistakes_change_nothing(settings, call):
     message = call("--linear-quant", "mxfp8", "--qk-quant", "mxpf8", status=2).err
     assert message.startswith("[ERROR] --qk-quant: unknown format 'mxpf8', did you mean mxfp8")
     assert list(settings.parent.iterdir()) == []
-    for words in ((), ("--check", "--linear-quant", "mxfp8"), ("--check", "--restore")):
-        with pytest.raises(SystemExit) as stopped:
-            quant_type_modifier.main([*words])
-        assert stopped.value.code == 2
+    for words, expected in (
+        ((), "nothing to do; give --check, --restore, or formats to set"),
+        (("--check", "--qk-quant", "mxfp8"), "--qk-quant and --check exclude each other; give one"),
+        (("--check", "--restore"), "argument --restore: not allowed with argument --check"),
+        (("--quant", "mxfp8"), "unrecognized arguments: --quant mxfp8; see --help"),
+    ):
+        assert call(*words, status=2).err.startswith(f"[ERROR] {expected}")
 
 
 def test_a_file_that_is_no_settings_file_is_left_alone(settings, call):

@@ -158,6 +158,20 @@ def test_mistakes_are_refused_with_what_is_accepted(refused, words, message):
     assert refused(*CELL, *words, "--dry-run").startswith(message)
 
 
+def test_a_run_becomes_the_command_that_a_dry_run_prints(dry, files, monkeypatch):
+    options = (*CELL, *TINY, *files, "--", "--seed", "7")
+    expected, _ = dry(*options)
+    started = []
+    monkeypatch.setattr(os, "execvpe", lambda *call: started.append(call))
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    train_config.main([*options])
+    [(program, words, variables)] = started
+    assert [program, *words] == [words[0], *expected]
+    assert variables["PYTHONPATH"] == f"{REPO}{os.pathsep}mine"
+    assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "what the user says wins"
+
+
 def test_what_must_be_named(refused):
     assert refused().startswith("--quantization missing; --list prints")
     assert refused("--quantization", "bf16").startswith("--model and --dataset missing")
