@@ -60,10 +60,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=os.cpu_count(), metavar="N")
     add("--host-gib", type=float, default=1.0, metavar="X",
         help="--collect-max-host-gib of ours (default: %(default)g)")  # fmt: skip
+    add("--disk-mib", type=int, default=1024, metavar="N",
+        help="what the writer alone writes in each of 5 rounds (default: %(default)s)")  # fmt: skip
     add("--folder", type=Path, default=None, metavar="DIR",
         help="the disk to write to (default: the folder for temporary files)")  # fmt: skip
     add("--peers-python", type=Path, metavar="PATH",
-        help="one with mindstudio-probe and megatron-core (default: makes .venv-peers)")  # fmt: skip
+        help="has mindstudio-probe and megatron-core (default: .venv-peers, made)")  # fmt: skip
     add("--no-peers", action="store_true", help="ours alone")
     add("--quick", action="store_true", help="hidden size 64, 1 layer, 6 rounds; writes no file")
     add("--output", type=Path, default=None, metavar="FILE",
@@ -71,7 +73,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.quick:
         options.hidden_size, options.layers, options.seq_length, options.rounds = 64, 1, 32, 6
-        options.every = 3
+        options.every, options.disk_mib = 3, 4
     elif options.output is None:
         options.output = REPO / "docs" / "results" / "collection.md"
     if options.rounds < max(3, 2 * options.every):
@@ -87,7 +89,15 @@ class Worker:
         folder.mkdir()
         mode, _, asynchronous = name.partition(" ")
         command = [str(python), str(WORKER), mode, "--folder", str(folder)]
-        for option in ("every", "host_gib", "hidden_size", "layers", "seq_length", "dtype"):
+        for option in (
+            "every",
+            "host_gib",
+            "hidden_size",
+            "layers",
+            "seq_length",
+            "dtype",
+            "disk_mib",
+        ):
             command += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
         environment = {
             k: v for k, v in os.environ.items() if not k.startswith(("CUSTOM_", "QUANT"))

@@ -32,6 +32,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--every", type=int, required=True)
     parser.add_argument("--host-gib", type=float, required=True)
+    parser.add_argument("--disk-mib", type=int, required=True, help="that `disk` writes at least")
     parser.add_argument("--async-dump", action="store_true", help="of msprobe")
     for name in ("hidden-size", "layers", "seq-length"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -143,8 +144,8 @@ def dumped(folder: Path) -> tuple[int, int]:
 
 
 def measure_disk(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, list[float]]:
-    """Write the tensors of an iteration again and again, a GiB at least, in turns with one file of
-    as many bytes; nobody trains meanwhile.
+    """Write the tensors of a layer again and again, in turns with one file of as many bytes; nobody
+    trains meanwhile.
     """
     import torch
 
@@ -155,7 +156,7 @@ def measure_disk(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[
     like = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     shapes = [(tokens, hidden), (4 * hidden, hidden), (tokens, 8 * hidden), (hidden, 4 * hidden)]
     tensors = [torch.randn(shape).to(like) for shape in shapes]
-    times = -(-(1 << 30) // sum(tensor.nbytes for tensor in tensors))
+    times = -(-(options.disk_mib << 20) // sum(tensor.nbytes for tensor in tensors))
     total = times * sum(tensor.nbytes for tensor in tensors)
     rates: dict[str, list[float]] = {name: [] for name in DISK_FIELDS}
     piece = memoryview(os.urandom(PIECE))
