@@ -166,7 +166,7 @@ class BackgroundWriter:
             else:
                 return self.error is None
         self._dead = True
-        self.fail(f"no write has finished for {self._patience:g} s")
+        self._fail_to_write(f"no write has finished for {self._patience:g} s")
         return False
 
     def _start(self) -> None:
@@ -187,7 +187,7 @@ class BackgroundWriter:
                     scales = {name: part.tensor for name, part in copy.scales.items()}
                     self._writer.write(copy.tensor, record, self._index, scales)
             except Exception as error:  # whatever it is, training goes on
-                self.fail(str(error) or repr(error))
+                self._fail_to_write(str(error) or repr(error))
             finally:
                 self._finished(copy)
 
@@ -198,15 +198,17 @@ class BackgroundWriter:
             self.pending_bytes -= _most(copy)
             copy.release()
 
+    def _fail_to_write(self, why: str) -> None:
+        folder = self._writer.directory
+        advice = "free space or name another --tensor-save-dir"
+        self.fail(f"cannot write to {folder}: {why}; {advice}")
+
     def fail(self, why: str) -> None:
-        """End the writing, once."""
+        """End the writing, once; `why` is what happened and what to do."""
         with self.memory.changed:
             if self.error is not None:
                 return
-            self.error = (
-                f"collection stopped after {self._writer.records} tensors: cannot write to "
-                f"{self._writer.directory}: {why}; free space or name another --tensor-save-dir"
-            )
+            self.error = f"collection stopped after {self._writer.records} tensors: {why}"
             self.memory.changed.notify_all()
         logger.error(self.error)
         self.append({"event": "failed", "why": self.error})

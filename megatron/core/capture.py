@@ -35,6 +35,9 @@ class Saver(Protocol):
         layer knows.
         """
 
+    def give_up(self, why: str) -> None:
+        """Collect nothing more on this rank."""
+
 
 class Capture:
     """Saves tensors at once in the forward pass, and by hooks in the backward pass."""
@@ -118,7 +121,11 @@ class Capture:
         ) -> None:
             if not self._saver.takes(names[slot]) or operand.format is None or not x.numel():
                 return
-            packed = quantize(x, operand.format, axis, seed=seed)
+            try:
+                packed = quantize(x, operand.format, axis, seed=seed)
+            except torch.OutOfMemoryError as error:  # of the device, which training fits
+                self._saver.give_up(f"no memory on the device for {names[slot]}: {error}")
+                return
             self._save(
                 packed.codes,
                 scales=packed.scales.parts(),

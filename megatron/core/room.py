@@ -29,7 +29,8 @@ class Room:
                 self._writer.drain()
                 why = self.limit or self._what_is_over(size + OVERHEAD)
         except OSError as error:
-            self._writer.fail(str(error))
+            folder = self._settings.directory
+            self._writer.fail(f"cannot write to {folder}: {error}; name another --tensor-save-dir")
             return False
         if why is None:
             return True

@@ -169,8 +169,15 @@ class TensorSaver:
         if part is None:
             return
         started = time.perf_counter()
-        self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})
+        try:
+            self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})
+        except (RuntimeError, MemoryError) as error:  # of torch's allocators
+            self.give_up(f"no host memory for {fields['tensor_name']}: {error}")
         self.blocked += time.perf_counter() - started
+
+    def give_up(self, why: str) -> None:
+        """End the collection of this rank for want of memory, not the training."""
+        self._writer.fail(f"{why}; select less, or lower --collect-max-host-gib")
 
     def _is_new(self, fields: dict[str, Any]) -> bool:
         """Whether it is not a weight that this iteration has shown before: it is the same in every

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core import tensor_saver
 from megatron.core._record_writer import RecordWriter
 from megatron.core.background_writer import BackgroundWriter
+from megatron.core.collection_clock import MicroBatch, clock
 from megatron.core.host_memory import HostMemory
 from megatron.core.run_card import rank_coordinates
 from megatron.tensor_record import TensorRecord, read_events, read_index
+from tests.core.test_tensor_saver import save
 
 TENSOR = torch.arange(256.0)
 SIZE = TENSOR.nbytes
@@ -226,3 +229,17 @@ def test_an_event_stands_between_whole_lines(tmp_path):
         found = [json.loads(line) for line in lines]
     assert sum("event" in line for line in found) == 20
     assert len(found) == 80
+
+
+def test_memory_that_cannot_be_had_ends_the_collection_and_not_the_training(
+    tmp_path, monkeypatch, fresh_saver
+):
+    def no_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path))
+    monkeypatch.setattr(HostMemory, "copy", no_memory)
+    clock.micro_batch = MicroBatch(1, 0)
+    save()
+    assert "no host memory for input: Default" in tensor_saver.current().error
+    assert "select less, or lower --collect-max-host-gib" in tensor_saver.close()
