@@ -8,10 +8,12 @@ not write everything. Writer (`megatron.core.tensor_saver`) and
 readers (`megatron.analysis`) both import this file and nothing of each other.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ COMPONENTS = {"attention": "FA", "linear": "linear"}  #: file-name component of 
 TIMESTAMP = "%Y%m%d_%H%M%S"  #: of file names
 PARTIAL_SUFFIX = ".partial"  #: ends the name of a file that is still being written; readers skip it
 
+_BATCH = 1 << 20  #: bytes of an index that are read at a time
 
 def operation_of(tensor_name: str) -> str:
     """The pass in which a tensor of that name arises: forward or backward."""
@@ -182,30 +185,53 @@ def read_index(path: Path) -> Iterator[dict[str, Any]]:
     an error.
 
     Raises:
-        ValueError: a line that is not JSON although more lines follow it.
+        ValueError: a line that is no JSON object although more lines follow it.
     """
-    return (line for line in _lines(path) if "event" not in line)
+    return (line for line in chain.from_iterable(read_lines(path)) if "event" not in line)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """What one index says besides its records: `{"event": "limited" | "failed" | "dropped", "why":
-    ...}` where a rank did not write everything. Nothing in a complete one.
+    """What one index says besides its records: `{"event": "limited" | "failed" | "dropped" | ...,
+    "why": ...}`. Readers pass over events that they do not know.
 
     Raises:
         ValueError: as of `read_index`.
     """
-    return [line for line in _lines(path) if "event" in line]
+    return [line for line in chain.from_iterable(read_lines(path)) if "event" in line]
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    bad: str | None = None
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if bad is not None:
-                raise ValueError(bad)
-            try:
-                found = json.loads(line)
-            except json.JSONDecodeError as error:
-                bad = f"{path}, line {number}: not JSON ({error})"
-                continue
-            yield found
+def read_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """Every line of one index, record or event, in batches: one call of the JSON decoder for many
+    lines takes two thirds of the time of one each.
+
+    Raises:
+        ValueError: as of `read_index`.
+    """
+    first = 1
+    with path.open("rb") as file:
+        lines = file.readlines(_BATCH)
+        while lines:
+            following = file.readlines(_BATCH)
+            yield _parsed(path, lines, first, last=not following)
+            first += len(lines)
+            lines = following
+
+
+def _parsed(path: Path, lines: list[bytes], first: int, *, last: bool) -> list[dict[str, Any]]:
+    """The objects of some lines; `first` is the number of the first, `last`: no more follow."""
+    with contextlib.suppress(ValueError, RecursionError):
+        together: list[dict[str, Any]] = json.loads(b"[%b]" % b",".join(lines))
+        if len(together) == len(lines) and set(map(type, together)) == {dict}:
+            return together
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=first):
+        try:
+            each = json.loads(line)
+            if not isinstance(each, dict):
+                raise ValueError(f"a JSON {type(each).__name__}")
+        except (ValueError, RecursionError) as error:
+            if last and number == first + len(lines) - 1:
+                break
+            raise ValueError(f"{path}, line {number}: not a JSON object ({error})") from None
+        found.append(each)
+    return found

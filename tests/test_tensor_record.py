@@ -90,5 +90,5 @@ def test_a_line_cut_short_by_a_crash_is_skipped_and_any_other_is_an_error(tmp_pa
     path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
     assert list(read_index(path)) == [{"a": 1}, {"a": 2}]
     path.write_text('{"a": 1}\n{"a"\n{"a": 2}\n')
-    with pytest.raises(ValueError, match="line 2: not JSON"):
+    with pytest.raises(ValueError, match="line 2: not a JSON object"):
         list(read_index(path))

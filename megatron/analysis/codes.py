@@ -27,10 +27,11 @@ def read_codes(path: Path, metadata: dict[str, Any]) -> QuantizedTensor:
         UnreadableTensorError: the file is corrupt, or is not what its record says.
     """
     content = read_payload(path)
-    tensor, scales = content.get("tensor"), content.get("scales", {})
+    held = content if isinstance(content, dict) else {}
+    tensor, scales = held.get("tensor"), held.get("scales", {})
     parts = scales if isinstance(scales, dict) else {}
     if not isinstance(tensor, Tensor) or not all(isinstance(x, Tensor) for x in parts.values()):
-        raise UnreadableTensorError("holds no codes and scales")
+        raise UnreadableTensorError(path, "holds no codes and scales")
     codes = metadata["codes"]
     name = str(metadata["format"]).partition("+")[0]  # a Hadamard transform is done before
     return QuantizedTensor(

@@ -87,7 +87,8 @@ def measure_dump(
         try:
             summary, histogram = measure(store.load(record))
         except (UnreadableTensorError, TypeError) as error:
-            problems[position] = Problem(Path(record.path), str(error))
+            why = error.why if isinstance(error, UnreadableTensorError) else str(error)
+            problems[position] = Problem(Path(record.path), why)
         else:
             row |= {name: getattr(summary, name) for name in STATISTICS} | {"summary": summary}
             key = tuple(row[name] for name in GROUPING)

@@ -24,15 +24,10 @@ import pandas as pd
 from torch import Tensor
 
 from megatron.analysis.codes import read_codes
-from megatron.analysis.record_table import matching, table_of
+from megatron.analysis.folder_scan import scan
+from megatron.analysis.record_table import matching
 from megatron.analysis.shards import data_ranks, reassemble
-from megatron.analysis.tensor_files import (
-    Problem,
-    UnreadableTensorError,
-    read_run_card,
-    read_tensor,
-    scan,
-)
+from megatron.analysis.tensor_files import Problem, UnreadableTensorError, read_tensor
 from megatron.fake_quant.packing import QuantizedTensor
 
 #: What tells one logical tensor from another, besides the data-parallel rank.
@@ -53,10 +48,12 @@ class TensorStore:
         self.folder = Path(folder)
         with _no_garbage_collection():
             found = scan(self.folder)
-            records, missing = table_of(found.rows), table_of(found.missing)
-        self.records: pd.DataFrame = records  #: see `record_table`
-        self.missing: pd.DataFrame = missing  #: in an index, but not in the folder
+        self.records: pd.DataFrame = found.records  #: see `record_table`
+        self.missing: pd.DataFrame = found.missing  #: in an index, but not in the folder
         self.problems: list[Problem] = found.problems  #: files that were left out
+        #: what the indexes say besides their records: {"event": ..., "run_id": ..., "rank": ...}
+        self.events: list[dict[str, Any]] = found.events
+        self._cards = found.cards
 
     def __len__(self) -> int:
         return len(self.records)
@@ -82,11 +79,12 @@ class TensorStore:
         part = copy.copy(self)
         part.records = matching(self.records, {"run_id": wanted}).reset_index(drop=True)
         part.missing = matching(self.missing, {"run_id": wanted}).reset_index(drop=True)
+        part.events = [event for event in self.events if event.get("run_id") == wanted]
         return part
 
     def run_card(self, run_id: str) -> dict[str, Any]:
         """Arguments, formats, versions and topology of a run; empty where there is no card."""
-        return read_run_card(self.folder, run_id)
+        return self._cards.get(run_id, {})
 
     def select(self, **conditions: Any) -> pd.DataFrame:
         """The records that meet all conditions; none is an empty table.
@@ -116,7 +114,8 @@ class TensorStore:
         tensor, _ = read_tensor(Path(path))
         if shape is not None and list(tensor.shape) != list(shape):
             raise UnreadableTensorError(
-                f"holds a tensor of shape {list(tensor.shape)}, but its record says {list(shape)}"
+                Path(path),
+                f"holds a tensor of shape {list(tensor.shape)}, but its record says {list(shape)}",
             )
         return tensor
 

@@ -111,7 +111,8 @@ class Verification:
             tensor = self.store.load(row)
             self._check_metadata(row, tensor)
         except (UnreadableTensorError, ValueError) as error:
-            self.verdict.findings.append(Finding("file", row.path, str(error)))
+            text = error.why if isinstance(error, UnreadableTensorError) else str(error)
+            self.verdict.findings.append(Finding("file", row.path, text))
             return False
         self.verdict.checked["files"] += 1
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

@@ -1,0 +1,180 @@
+"""What lies in a dump's folder: tensor files, indexes and run cards.
+
+What is known of a tensor comes from the run's index where there is one, else from the file's own
+metadata, else from its name. Nothing is written, and no file spoils the others: what cannot be read
+is a `Problem` beside the good rows.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from megatron.analysis.record_columns import Columns, Row, WrongTypeError
+from megatron.analysis.tensor_files import (
+    Problem,
+    UnreadableTensorError,
+    read_run_card,
+    read_tensor,
+    reason,
+)
+from megatron.tensor_record import parse_filename, read_lines
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder holds."""
+
+    records: pd.DataFrame  #: in the order in which they were written
+    missing: pd.DataFrame  #: index lines whose file is not there
+    events: list[dict[str, Any]]  #: what the indexes say besides
+    cards: dict[str, dict[str, Any]]  #: the run card of each run that has one
+    problems: list[Problem]  #: files that are no tensors of ours
+
+
+@dataclass
+class _Files:
+    """The names below a folder, by kind."""
+
+    tensors: list[str] = field(default_factory=list)
+    indexes: list[str] = field(default_factory=list)
+    cards: list[str] = field(default_factory=list)
+
+
+def scan(folder: Path) -> Found:
+    """Find all tensors below `folder`, in its subfolders too. Reads indexes; opens only files that
+    stand in none.
+
+    Raises:
+        ValueError: the folder is missing, is no folder, or holds no `.pt` file.
+    """
+    if not folder.exists():
+        raise ValueError(f"no folder {folder}; collect tensors first, or name another folder")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; name the folder that holds the .pt files")
+    problems: list[Problem] = []
+    events: list[dict[str, Any]] = []
+    files = _walk(folder, problems)
+    columns = Columns()
+    for index in files.indexes:
+        _read_index(index, columns, events, problems)
+    # a file that two lines name is what the later one says
+    indexed = {path: position for position, path in enumerate(columns.of["path"])}
+    present = []
+    for path in files.tensors:
+        position = indexed.pop(path, None)
+        if position is None:
+            try:
+                row, source = _row_of_file(Path(path))
+                columns.add([row], [path], source)
+            except UnreadableTensorError as error:
+                problems.append(Problem(Path(path), error.why))
+                continue
+            except WrongTypeError as error:
+                problems.append(Problem(Path(path), f"of its metadata, {error}"))
+                continue
+            position = len(columns) - 1
+        present.append(position)
+    if not files.tensors:
+        detail = f" ({len(indexed)} are in its index)" if indexed else ""
+        raise ValueError(
+            f"no .pt file in {folder} or below{detail}; collect tensors first, or name "
+            "another folder"
+        )
+    records, missing = (
+        columns.table(columns.order(each)) for each in (present, list(indexed.values()))
+    )
+    return Found(records, missing, events, _read_cards(files.cards, problems), problems)
+
+
+def _walk(folder: Path, problems: list[Problem]) -> _Files:
+    """The names below a folder. Links to folders are not followed, so no link leads in a circle;
+    what could not be listed, or only looks like a tensor, is a problem.
+    """
+    files = _Files()
+
+    def unreadable(error: OSError) -> None:
+        problems.append(Problem(Path(str(error.filename)), reason(error)))
+
+    for parent, folders, names in os.walk(folder, onerror=unreadable):
+        for name in folders:
+            if name.endswith(".pt"):
+                why = "a folder, not a tensor file; rename it, or move it away"
+                problems.append(Problem(Path(parent, name), why))
+        for name in names:
+            if name.endswith(".pt"):
+                files.tensors.append(f"{parent}{os.sep}{name}")
+            elif name.startswith("index_") and name.endswith(".jsonl"):
+                files.indexes.append(f"{parent}{os.sep}{name}")
+            elif name.startswith("run_") and name.endswith(".json"):
+                files.cards.append(f"{parent}{os.sep}{name}")
+    files.tensors.sort()
+    files.indexes.sort()
+    files.cards.sort()
+    return files
+
+
+def _read_cards(paths: list[str], problems: list[Problem]) -> dict[str, dict[str, Any]]:
+    """The cards by run, which the file's name says; of several of one run the first."""
+    cards: dict[str, dict[str, Any]] = {}
+    for path in map(Path, paths):
+        try:
+            cards.setdefault(path.stem.removeprefix("run_"), read_run_card(path))
+        except ValueError as error:
+            problems.append(Problem(path, str(error)))
+    return cards
+
+
+def _read_index(
+    index: str, columns: Columns, events: list[dict[str, Any]], problems: list[Problem]
+) -> None:
+    """Add the lines of one index; of a spoilt one none, and that is one problem."""
+    parent = index[: index.rindex(os.sep) + 1]
+    before = len(columns)
+    said: list[dict[str, Any]] = []
+    try:
+        for lines in read_lines(Path(index)):
+            rows = [line for line in lines if "event" not in line]
+            if len(rows) < len(lines):
+                said += [line for line in lines if "event" in line]
+            columns.add(rows, _paths(rows, parent), "index")
+    except (OSError, ValueError) as error:
+        columns.cut(before)
+        what = f"of a record in it, {error}" if isinstance(error, WrongTypeError) else reason(error)
+        why = f"not read ({what}); its files are opened instead"
+        problems.append(Problem(Path(index), why))
+        return
+    events += said
+
+
+def _paths(lines: list[Row], parent: str) -> list[str]:
+    """Of the files that the lines of an index name.
+
+    Raises:
+        WrongTypeError: one names none.
+    """
+    try:
+        return [parent + line["file"] for line in lines]
+    except (KeyError, TypeError):
+        raise WrongTypeError("file is no str, or missing") from None
+
+
+def _row_of_file(path: Path) -> tuple[Row, str]:
+    """What is known of a file that stands in no index, and whether from the file or its name."""
+    tensor, metadata = read_tensor(path)
+    named = parse_filename(path.name)
+    if named is not None:
+        named["rank"] = {"world": named["rank"]}
+    if metadata is None and named is None:
+        raise UnreadableTensorError(
+            path,
+            "no metadata in it, and its name is not "
+            "{timestamp}_{counter}_{layer}_L{n}_{operation}_{phase}_{component}_{type}_{tensor}.pt",
+        )
+    actual = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    row = (named or {}) | actual | (metadata or {}) | {"bytes": path.stat().st_size}
+    return row, "name" if metadata is None else "file"

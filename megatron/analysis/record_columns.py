@@ -1,0 +1,196 @@
+"""What is known of many tensors, as columns: a table of them without a dict for each.
+
+A dump of 100,000 tensors is read batch by batch, and nothing of a batch is kept but its values:
+equal texts and shapes once (so no reader may change one), and the rank's place as a number in a
+short list of places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import reprlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from megatron.tensor_record import TensorRecord
+
+#: What is known of one tensor: the fields of TensorRecord (missing or None where unknown), `bytes`.
+Row = dict[str, Any]
+
+GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")  #: parallel groups that a record has a place in
+#: Columns of the rank's place: `rank` is the record's `world`.
+RANK_COLUMNS = ("rank", "world_size", *(name for g in GROUPS for name in (g, f"{g}_size")))
+FIELDS = tuple(item.name for item in fields(TensorRecord) if item.name != "rank")
+COLUMNS = (*FIELDS, *RANK_COLUMNS, "bytes", "path", "source")
+WHOLE = ("iteration", "micro_batch", "sample_idx", "counter", "layer_idx", "schema_version",
+         "bytes", *RANK_COLUMNS)  # fmt: skip
+_OF_ROW = (*FIELDS, "bytes")
+_IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: the rank's place as a record has it
+_SIZES = ("shape", "global_shape")
+_TYPES: dict[str, tuple[type, ...]] = dict.fromkeys(_OF_ROW, (str,)) | {
+    **{name: (int,) for name in _OF_ROW if name in WHOLE},
+    **dict.fromkeys(_SIZES, (list,)),
+    "recomputed": (bool,),
+    "wall_time": (float, int),
+    "slice": (dict,),
+}
+_UNKNOWN = dict.fromkeys((*_OF_ROW, "rank"))
+_Place = tuple[int | None, ...]
+
+
+class WrongTypeError(ValueError):
+    """A value of a record that is not of its field's type."""
+
+
+class _Texts(dict[Any, Any]):
+    """Equal texts once. A key is its own value; None is."""
+
+    def __missing__(self, text: str | None) -> str | None:
+        self[text] = text
+        return text
+
+
+class _Sizes(dict[Any, Any]):
+    """Equal shapes once, by their numbers."""
+
+    def of(self, shape: list[int] | None) -> list[int] | None:
+        """The one list that is equal to `shape`.
+
+        Raises:
+            WrongTypeError: it has other values than whole numbers.
+        """
+        if shape is None:
+            return None
+        try:
+            return self[tuple(shape)]  # type: ignore[no-any-return]
+        except (KeyError, TypeError):
+            if not set(map(type, shape)) <= {int}:
+                raise WrongTypeError("shape has other values than whole numbers") from None
+            return self.setdefault(tuple(shape), shape)  # type: ignore[no-any-return]
+
+
+class Columns:
+    """The columns of a growing table."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[Any]] = {name: [] for name in (*_OF_ROW, "path", "source")}
+        self._texts, self._sizes = _Texts(), _Sizes()
+        self._places: dict[_Place, int] = {}  #: of ranks, with their numbers
+        self._place: list[int] = []  #: a row's
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def add(self, rows: Sequence[Row], paths: Sequence[str], source: str) -> None:
+        """Add rows at the end: all of them, or none. What one does not say is unknown.
+
+        Args:
+            rows: other keys than those of `Row` are passed over.
+            paths: of their files.
+            source: index | file | name.
+
+        Raises:
+            WrongTypeError: a value that its field cannot have.
+        """
+        if not rows:
+            return
+        try:
+            turned: Any = zip(*map(operator.itemgetter(*_OF_ROW), rows), strict=True)
+            found = dict(zip(_OF_ROW, turned, strict=True))
+            ranks = [row["rank"] for row in rows]
+        except KeyError:  # an older or foreign dump
+            self.add([_UNKNOWN | row for row in rows], paths, source)
+            return
+        for name, values in found.items():
+            _check(name, values)
+            if _TYPES[name] == (str,):
+                found[name] = map(self._texts.__getitem__, values)
+            elif name in _SIZES:
+                found[name] = list(map(self._sizes.of, values))
+        places = self._numbers(ranks)
+        for name, values in found.items():
+            self.of[name] += values
+        self.of["path"] += paths
+        self.of["source"] += [source] * len(paths)
+        self._place += places
+
+    def _numbers(self, ranks: Iterable[Any]) -> list[int]:
+        """The number of each rank's place; most rows have that of the row before."""
+        last: Any = None
+        number = -1
+        numbers = []
+        for rank in ranks:
+            if number < 0 or rank != last:
+                known = {} if rank is None else rank
+                if not isinstance(known, dict):
+                    raise WrongTypeError(f"rank is {_short(rank)}, no table of coordinates")
+                place = tuple(known.get(name) for name in _IN_RECORD)
+                for name, value in zip(_IN_RECORD, place, strict=True):
+                    if value is not None and not (type(value) is int and abs(value) < 2**63):
+                        raise WrongTypeError(f"rank's {name} is {_short(value)}, no whole number")
+                number, last = self._places.setdefault(place, len(self._places)), rank
+            numbers.append(number)
+        return numbers
+
+    def cut(self, length: int) -> None:
+        """Leave the first rows."""
+        for values in (*self.of.values(), self._place):
+            del values[length:]
+
+    def order(self, positions: Iterable[int]) -> list[int]:
+        """These rows by run, then as written; the path decides between ranks."""
+        columns = [self.of[name] for name in ("run_id", "timestamp", "counter", "path")]
+        keys = [(a or "", b or "", c or 0, d) for a, b, c, d in zip(*columns, strict=True)]
+        return sorted(positions, key=keys.__getitem__)
+
+    def table(self, positions: Sequence[int]) -> pd.DataFrame:
+        """These rows as a table, in this order."""
+        at = np.array(positions, dtype=np.int64)
+        made: dict[str, Any] = {}
+        for name, values in self.of.items():
+            if name in WHOLE:
+                made[name] = _whole_numbers(values, at)
+            else:  # as they are: pandas would turn None into NaN, and lists into columns
+                column = np.fromiter(values, dtype=object, count=len(values))
+                made[name] = pd.Series(column[at], dtype=object)
+        place = np.array(self._place, dtype=np.int64)[at]
+        turned = zip(*self._places, strict=True) if self._places else ((),) * len(RANK_COLUMNS)
+        for name, numbers in zip(RANK_COLUMNS, turned, strict=True):
+            made[name] = _whole_numbers(numbers, place)
+        return pd.DataFrame({name: made[name] for name in COLUMNS}, copy=False)
+
+
+def _check(name: str, values: Sequence[Any]) -> None:
+    """Refuse values of another type than the field's; None is unknown."""
+    if name in WHOLE:
+        with contextlib.suppress(TypeError, OverflowError):
+            array("q", values)  # all of them at once
+            return
+    allowed = (*_TYPES[name], type(None))
+    if not set(map(type, values)) <= set(allowed):
+        wrong = next(value for value in values if type(value) not in allowed)
+        kinds = " or ".join(each.__name__ for each in _TYPES[name])
+        raise WrongTypeError(f"{name} is {_short(wrong)}, no {kinds}")
+    if name in WHOLE and any(value is not None and abs(value) >= 2**63 for value in values):
+        raise WrongTypeError(f"{name} is beyond 64 bits")
+
+
+def _short(value: Any) -> str:
+    """A value in a message; what is no plain value may be long."""
+    kind = type(value).__name__
+    return reprlib.repr(value) if isinstance(value, (bool, int, float, str)) else f"a {kind}"
+
+
+def _whole_numbers(values: Sequence[int | None], at: Any) -> Any:
+    """Those at `at`: int64, or pandas' Int64 with NA where some are unknown."""
+    if None not in values:
+        return np.array(values, dtype=np.int64)[at]
+    unknown = np.fromiter((value is None for value in values), dtype=bool, count=len(values))[at]
+    known = np.array([value or 0 for value in values], dtype=np.int64)[at]
+    return pd.arrays.IntegerArray(known, unknown) if unknown.any() else known
