@@ -1,72 +1,144 @@
 """Which tensors a run must have left, and which of them are not there.
 
 A run passes through its layers once for each micro-batch of an iteration, and in each pass every
-matmul on every rank of its pipeline stage leaves the tensors of `TENSOR_NAMES`. Passes, modules and
-ranks are those that the run's records show anywhere, and those that the run card's arguments tell
-of. So one lost tensor is found, and a whole rank, layer or micro-batch.
+matmul on every rank of its pipeline stage leaves the tensors of `TENSOR_NAMES`; a weight, which is
+the same in all passes of an iteration, may stand in one of them for all. Passes, modules and ranks
+are those that the run's records show anywhere, and those that the run card's arguments tell of. So
+one lost tensor is found, and a whole rank, layer or micro-batch.
 
 What a module never has, in any pass and on any rank, the run may never have made: a frozen weight
-has no gradient. The records' numbers decide: each rank counts its records without a gap, so where
-no number is missing nothing was lost, and a name that never comes is a note; else it is missing.
+has no gradient. The records' numbers decide (`record_numbers`): each rank counts its records
+without a gap, so where no number is missing nothing was lost, and a name that never comes is a
+note; else it is missing.
+
+A rank whose collection ended early (a limit, a full disk, a killed run) lacks what would have come
+later, which is a note too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
 
+from megatron.analysis import record_numbers
+from megatron.analysis.finding import Finding
+from megatron.analysis.record_numbers import in_words
 from megatron.tensor_record import ON_REQUEST, TENSOR_NAMES
 
 _PASS = ["iteration", "micro_batch"]
+_ENDS = ("limited", "failed", "dropped")  #: events after which a rank wrote no more
 #: Arguments that leave some of the schedule out on purpose, and their values that leave out none.
 #: What they chose, the card's text says; here the records themselves say which passes there were.
-_ITERATIONS = {"collect_iterations": (None,), "collect_start": (None,), "collect_every": (None,)}
+_ITERATIONS = {
+    "collect_iterations": (None,), "collect_start": (None,), "collect_every": (None,),
+    "collect_ring": (None,), "collect_flag_file": (None,),
+}  # fmt: skip
 _PLACES = {
     "collect_modules": (None,), "collect_tensors": (None,), "collect_operations": (None,),
     "collect_ranks": (None, "all"), "collect_slice": (None,),
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is not as it should be; a note is none that makes a dump wrong."""
+@dataclass(frozen=True)
+class _Run:
+    """What is known of one run."""
 
-    what: str  #: the kind, one word or two
-    where: str  #: a file, or a place in the run
-    text: str
-    note: bool = False
+    records: pd.DataFrame  #: all that it has and that its indexes name
+    card: Mapping[str, Any]
+    events: Sequence[Mapping[str, Any]]  #: of its indexes
 
-    def __str__(self) -> str:
-        return f"{'note' if self.note else 'ERROR'}  {self.what}: {self.where}: {self.text}"
+    @property
+    def where(self) -> str:
+        return f"run {self.records['run_id'].iloc[0]}"
+
+    @property
+    def finished(self) -> bool:
+        return self.card.get("status") == "finished"
+
+    @cached_property
+    def cut(self) -> dict[int, int]:
+        """The iteration from which on a rank may lack tensors, of those that ended early."""
+        if self.finished:
+            ended = set(rank for rank, _ in self.ends)
+        else:
+            ended = {int(rank) for rank in self.records["rank"].unique()}
+            if self.card.get("status") in ("limited", "failed"):
+                told = {rank for rank, _ in self.ends}
+                told |= {
+                    rank["rank"]
+                    for rank in self.card.get("ranks") or []
+                    if rank.get("limit") or rank.get("error")
+                }
+                ended = told or ended
+        last = self.records.groupby("rank")["iteration"].max()
+        return {rank: int(last[rank]) for rank in ended if rank in last.index}
+
+    @property
+    def ends(self) -> list[tuple[int, str]]:
+        """Ranks that say that they did not write everything, and why."""
+        return [
+            (
+                int((event.get("rank") or {}).get("world", 0)),
+                f"{event['event']}: {event.get('why')}",
+            )
+            for event in self.events
+            if event["event"] in _ENDS
+        ]
+
+    @property
+    def early(self) -> bool:
+        """Whether it ended within its first iteration, of which anything may be missing."""
+        return bool(self.cut) and self.records["iteration"].nunique() == 1
 
 
-def check_run(records: pd.DataFrame, card: Mapping[str, Any]) -> Iterator[Finding]:
-    """What one run lacks. `records` are all that it has and that its indexes name."""
-    run_id = str(records["run_id"].iloc[0])
-    status = card.get("status")
-    if not card:
-        yield Finding(
-            "run card", run_id, "there is none: arguments and formats are taken from the records",
-            note=True,
-        )  # fmt: skip
-    elif status != "finished":
-        text = f"the run ended as {status!r}: {card.get('error') or 'its last pass may be cut'}"
-        yield Finding("run card", run_id, text, note=status != "failed")
+def check_run(
+    records: pd.DataFrame,
+    card: Mapping[str, Any],
+    events: Sequence[Mapping[str, Any]] = (),
+    others: pd.DataFrame | None = None,
+) -> Iterator[Finding]:
+    """What one run lacks.
+
+    Args:
+        records: all that it has and that its indexes name.
+        card: its run card.
+        events: what its indexes say besides.
+        others: records of other runs that may lie in its folder.
+    """
+    run = _Run(records, card, events)
+    yield from _how_it_ended(run)
     chosen = _chosen(card, _ITERATIONS) + _chosen(card, _PLACES)
     if chosen:
         text = f"{', '.join(chosen)}: what was left out everywhere is not missed"
-        yield Finding("selection", f"run {run_id}", text, note=True)
-    yield from _against_card(records, card, run_id)
+        yield Finding("selection", run.where, text, note=True)
+    yield from _against_card(run)
     if not _chosen(card, _PLACES):
-        yield from _ranks(records, run_id)
-    gaps = _number_gaps(records)
-    for rank, lost in gaps.items():
-        text = f"{len(lost)} of its records' numbers are in no index and no file: {_ranges(lost)}"
-        yield Finding("numbers", f"run {run_id}, rank {rank}", text)
-    yield from _missing(records, run_id, lost_some=bool(gaps), cut=status != "finished")
+        yield from _ranks(run)
+    lost_some = False
+    for rank, gaps in record_numbers.gaps(records, others).items():
+        late = rank in run.cut and record_numbers.within(records, rank, gaps, run.cut[rank])
+        lost_some |= not late
+        count = sum(high - low + 1 for low, high in gaps)
+        text = f"{count} of its records' numbers are in no index and no file: {in_words(gaps)}"
+        yield Finding("numbers", f"{run.where}, rank {rank}", text, note=late)
+    yield from _missing(run, lost_some=lost_some)
+
+
+def _how_it_ended(run: _Run) -> Iterator[Finding]:
+    status = run.card.get("status")
+    if not run.card:
+        text = "there is none: arguments and formats are taken from the records"
+        yield Finding("run card", run.where, text, note=True)
+    elif status != "finished":
+        why = run.card.get("error") or run.card.get("limit") or run.card.get("reason")
+        text = f"the run ended as {status!r}: {why or 'its last pass may be cut'}"
+        yield Finding("run card", run.where, text, note=status != "failed")
+    for rank, text in run.ends:
+        yield Finding("not all", f"{run.where}, rank {rank}", text, note=True)
 
 
 def _chosen(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]) -> list[str]:
@@ -79,61 +151,51 @@ def _chosen(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]) ->
     ]
 
 
-def _number_gaps(records: pd.DataFrame) -> dict[int, list[int]]:
-    """By rank the numbers that no record has."""
-    gaps = {}
-    for rank, numbers in records.groupby("rank")["counter"]:
-        if lost := sorted(set(range(1, int(numbers.max()) + 1)) - set(numbers)):
-            gaps[int(str(rank))] = lost
-    return gaps
-
-
-def _against_card(records: pd.DataFrame, card: Mapping[str, Any], run_id: str) -> Iterator[Finding]:
+def _against_card(run: _Run) -> Iterator[Finding]:
     """Iterations, micro-batches and layers that the arguments tell of."""
-    args = card.get("arguments") or {}
-    where = f"run {run_id}"
-    limit, done = args.get("control_iter"), card.get("iterations")
-    whole = limit is not None and not _chosen(card, _ITERATIONS)
-    if whole and done is not None and card.get("status") == "finished":
+    args, records = run.card.get("arguments") or {}, run.records
+    limit, done = args.get("control_iter"), run.card.get("iterations")
+    whole = limit is not None and not _chosen(run.card, _ITERATIONS)
+    if whole and done is not None and run.finished:
         wanted, found = min(limit or done, done), records["iteration"].nunique()
         if found < wanted:
             text = f"{wanted} were collected by the run card, but records are of {found}"
-            yield Finding("iterations", where, text)
-    batch, sizes = args.get("global_batch_size"), args.get("micro_batch_size")
-    if batch and sizes and not args.get("rampup_batch_size"):
+            yield Finding("iterations", run.where, text)
+    batch, sizes, dp = args.get("global_batch_size"), args.get("micro_batch_size"), None
+    if records["dp_size"].notna().any():
         dp = int(records["dp_size"].max())
+    if batch and sizes and dp and not args.get("rampup_batch_size"):
         each = batch // (sizes * dp)
         wanted = min(args.get("collect_micro_batches") or each, each)
         found = records["micro_batch"].nunique()
         if found < wanted:
             text = f"{wanted} of each iteration by the run card, but records are of {found}"
-            yield Finding("micro-batches", where, text)
-    all_layers = args.get("collect_layers", "all") == "all" and not _chosen(card, _PLACES)
+            yield Finding("micro-batches", run.where, text, note=run.early)
+    all_layers = args.get("collect_layers", "all") == "all" and not _chosen(run.card, _PLACES)
     if args.get("num_layers") and all_layers:
         lost = sorted(set(range(args["num_layers"])) - set(records["layer_idx"]))
         if lost:
-            yield Finding("layers", where, f"no record of layer {_ranges(lost)}")
+            text = f"no record of layer {in_words([(each, each) for each in lost])}"
+            yield Finding("layers", run.where, text, note=run.early)
 
 
-def _ranks(records: pd.DataFrame, run_id: str) -> Iterator[Finding]:
+def _ranks(run: _Run) -> Iterator[Finding]:
     """Ranks of a stage, some of whose ranks have records, without any."""
-    first = records.iloc[0]
+    first = run.records.iloc[0]
     if pd.isna(first["world_size"]) or pd.isna(first["pp_size"]):
         return
     stage = int(first["world_size"]) // int(first["pp_size"])
-    present = {int(rank) for rank in records["rank"].unique()}
+    present = {int(rank) for rank in run.records["rank"].unique()}
     for pp in sorted({rank // stage for rank in present}):
         for rank in sorted(set(range(pp * stage, (pp + 1) * stage)) - present):
             text = f"no record, but other ranks of pipeline stage {pp} have some"
-            yield Finding("rank", f"run {run_id}, rank {rank}", text)
+            yield Finding("rank", f"{run.where}, rank {rank}", text, note=run.early)
 
 
-def _missing(
-    records: pd.DataFrame, run_id: str, *, lost_some: bool, cut: bool
-) -> Iterator[Finding]:
+def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
     """Each tensor of each pass that is not there."""
-    keys = ["rank", *_PASS, "module", "tensor_name"]
-    have = set(records[keys].itertuples(index=False, name=None))
+    records = run.records
+    have = _passes_of_tensors(records)
     passes = sorted(set(records[_PASS].itertuples(index=False, name=None)))
     if not records["micro_batch"].groupby(records["iteration"]).nunique().nunique() > 1:
         iterations, batches = ({each[i] for each in passes} for i in (0, 1))
@@ -154,8 +216,26 @@ def _missing(
                 lost = [n for n in expected if (rank, iteration, batch, module, n) not in have]
                 if lost:
                     where = f"iteration {iteration}, micro-batch {batch}, rank {rank}, {module}"
-                    last = cut and iteration == passes[-1][0]
-                    yield Finding("missing", where, ", ".join(lost), note=last)
+                    later = rank in run.cut and iteration >= run.cut[rank]
+                    yield Finding("missing", where, ", ".join(lost), note=later)
+
+
+def _passes_of_tensors(records: pd.DataFrame) -> set[tuple[int, int, int, str, str]]:
+    """Rank, pass, module and name of each tensor that is there; a weight that an iteration has once
+    is in all of its passes.
+    """
+    names = ["rank", *_PASS, "module", "tensor_name"]
+    have = set(records[names].itertuples(index=False, name=None))
+    weights = records[records["tensor_name"] == "weight"]
+    once = weights.drop_duplicates(names)
+    if once.duplicated(["rank", "iteration", "module"]).any():
+        return have
+    batches = records["micro_batch"].unique().tolist()
+    for rank, iteration, module in once[["rank", "iteration", "module"]].itertuples(
+        index=False, name=None
+    ):
+        have |= {(rank, iteration, batch, module, "weight") for batch in batches}
+    return have
 
 
 def _ranks_of_modules(records: pd.DataFrame) -> dict[str, list[int]]:
@@ -168,15 +248,3 @@ def _ranks_of_modules(records: pd.DataFrame) -> dict[str, list[int]]:
             near = near[near["ep"].isin(of_stage["ep"].fillna(0))]
         ranks[str(module)] = ranks.get(str(module), []) + sorted(int(rank) for rank in near["rank"])
     return ranks
-
-
-def _ranges(numbers: list[int], most: int = 8) -> str:
-    """1,2,3,7 as 1-3, 7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    texts = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
-    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")

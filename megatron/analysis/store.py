@@ -184,6 +184,11 @@ class TensorStore:
         frame = self.select(**conditions)
         if "recomputed" not in conditions and frame["recomputed"].nunique() > 1:
             frame = frame[frame["recomputed"] == False]  # noqa: E712  a column of objects
+        if frame.empty and conditions.get("tensor_name") == "weight":
+            # the same in every micro-batch of an iteration: it may be written with one of them only
+            rest = {name: value for name, value in conditions.items() if name != "micro_batch"}
+            same_pass = {name: value for name, value in conditions.items() if name != "tensor_name"}
+            frame = self.select(**rest) if len(self.select(**same_pass)) else frame
         if frame.empty:
             asked = ", ".join(f"{name}={value!r}" for name, value in conditions.items())
             raise ValueError(f"no tensor with {asked}; look into records, or select less")

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from megatron.analysis import schedule
+from megatron.analysis.finding import Finding
 from megatron.analysis.recompute import Outcome
 from megatron.analysis.recorded_formats import NotCheckedError
-from megatron.analysis.schedule import Finding
 from megatron.analysis.shards import data_ranks, differences, parse_dims
 from megatron.analysis.store import IDENTITY, TensorStore
 from megatron.analysis.tensor_files import UnreadableTensorError, read_tensor
@@ -84,11 +84,15 @@ class Verification:
     def _run(self, run_id: str, good: pd.DataFrame) -> None:
         """Schedule and results of one run."""
         card = self.store.run_card(run_id)
-        named = [
-            frame[frame["run_id"] == run_id] for frame in (self.store.records, self.store.missing)
-        ]
-        complete = pd.concat([frame for frame in named if len(frame)])
-        self.verdict.findings += schedule.check_run(complete[complete["module"].notna()], card)
+        everything = pd.concat(
+            [frame for frame in (self.store.records, self.store.missing) if len(frame)]
+        )
+        everything = everything[everything["module"].notna()]
+        own = everything["run_id"] == run_id
+        events = [event for event in self.store.events if event.get("run_id") == run_id]
+        self.verdict.findings += schedule.check_run(
+            everything[own], card, events, others=everything[~own]
+        )
         for group, row, outcome in Results(self.store, good, card, self.slack).check(self.progress):
             self._note(group, row, outcome)
 

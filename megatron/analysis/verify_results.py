@@ -1,12 +1,12 @@
 """Recomputes the results of one run, pass by pass: which records belong together, in which formats.
 
-Attention is taken for causal with the usual scale. Where the run card has no arguments to say so, a
-run none of whose attention follows may have had another mask, scale or dropout: not checked.
+Where the run card says nothing of attention, it is taken for causal with the usual scale and
+without dropout; a run none of whose attention follows then may have had others: not checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +15,10 @@ from torch import Tensor
 
 from megatron.analysis import recorded_formats
 from megatron.analysis.recompute import LINEAR, Outcome, linear
-from megatron.analysis.recompute_attention import Formats, attention
-from megatron.analysis.recorded_formats import NotCheckedError
+from megatron.analysis.recompute_attention import RESULTS, Formats, attention
+from megatron.analysis.recorded_formats import NotCheckedError, Softmax
 from megatron.analysis.store import TensorStore
 
-#: Arguments of a run under which attention is not the one that is recomputed, and their harmless
-#: values.
-_OTHER_ATTENTION = {
-    "attention_dropout": (None, 0, 0.0),
-    "window_size": (None,),
-    "softmax_type": (None, "vanilla"),
-    "apply_query_key_layer_scaling": (None, False),
-    "multi_latent_attention": (None, False),
-    "reset_attention_mask": (None, False),
-    "softmax_scale": (None,),
-}
 _UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, scale and dropout"
 #: A pass of a linear layer is one rank's; of attention, of the ranks that share its sequences.
 _LINEAR_PASS = ["iteration", "micro_batch", "module", "rank"]
@@ -49,8 +38,9 @@ class Results:
     def check(self, progress: Callable[[], object]) -> Iterator[Result]:
         """Every result, with how it stands to the recomputed one."""
         of_attention = self.records["layer_type"] == "attention"
-        for _, rows in self._passes(self.records[~of_attention], _LINEAR_PASS):
-            for row, outcome in self._linear(rows):
+        weights = self._weights()
+        for key, rows in self._passes(self.records[~of_attention], _LINEAR_PASS):
+            for row, outcome in self._linear(rows, weights.get((key[0], *key[2:]))):
                 yield "linear layers", row, outcome
             progress()
         found: list[tuple[Any, Outcome | NotCheckedError]] = []
@@ -58,8 +48,9 @@ class Results:
             found += self._attention(rows)
             progress()
         trusted = any(isinstance(outcome, Outcome) and not outcome.wrong for _, outcome in found)
+        told = self.card.get("arguments") or self.card.get("quantization")
         for row, outcome in found:
-            if not self.card.get("arguments") and not trusted and isinstance(outcome, Outcome):
+            if not told and not trusted and isinstance(outcome, Outcome):
                 outcome = NotCheckedError(_UNKNOWN_ATTENTION)
             yield "attention", row, outcome
 
@@ -67,15 +58,25 @@ class Results:
     def _passes(records: pd.DataFrame, keys: list[str]) -> Any:
         return records.groupby(keys, sort=False, dropna=False)
 
-    def _tensors(self, rows: pd.DataFrame) -> dict[str, Tensor]:
-        return {row.tensor_name: self.store.load(row) for row in rows.itertuples()}
+    def _weights(self) -> dict[tuple[Any, ...], Any]:
+        """One record of each weight by iteration, module and rank: it is the same in every
+        micro-batch, and may be written with one of them only.
+        """
+        weights = self.records[self.records["tensor_name"] == "weight"]
+        return {(row.iteration, row.module, row.rank): row for row in weights.itertuples()}
 
-    def _linear(self, rows: pd.DataFrame) -> Iterator[tuple[Any, Outcome | NotCheckedError]]:
+    def _tensors(self, rows: Iterable[Any]) -> dict[str, Tensor]:
+        return {row.tensor_name: self.store.load(row) for row in rows}
+
+    def _linear(
+        self, rows: pd.DataFrame, weight: Any
+    ) -> Iterator[tuple[Any, Outcome | NotCheckedError]]:
         """The results of one pass of one layer on one rank, by the reading that fits best."""
-        by_name = {row.tensor_name: row for row in rows.itertuples()}
+        by_name = {} if weight is None else {"weight": weight}
+        by_name |= {row.tensor_name: row for row in rows.itertuples()}
         first = rows.iloc[0]
         try:
-            _check_whole(rows)
+            _check_whole(by_name.values())
             of_card = recorded_formats.of_card(
                 self.card, first["module"], "linear", int(first["iteration"])
             )
@@ -87,7 +88,7 @@ class Results:
         except NotCheckedError as reason:
             yield from ((by_name[name], reason) for name in LINEAR if name in by_name)
             return
-        tensors = self._tensors(rows)
+        tensors = self._tensors(by_name.values())
         best: dict[str, Outcome | NotCheckedError] = {}
         for formats in readings:
             for name, outcome in linear(tensors, formats, self.slack):
@@ -99,30 +100,22 @@ class Results:
         ranks = [of_rank for _, of_rank in rows.groupby("cp", sort=True, dropna=False)]
         places = [{row.tensor_name: row for row in of_rank.itertuples()} for of_rank in ranks]
         try:
-            self._check_attention(rows)
+            _check_whole(rows.itertuples())
+            sizes = rows["cp_size"].iloc[0]
+            if not pd.isna(sizes) and len(ranks) != int(sizes):
+                raise NotCheckedError("keys and values of a context-parallel rank are missing")
             formats = _attention_formats(places, self.card)
-            tensors = [self._tensors(of_rank) for of_rank in ranks]
+            tensors = [self._tensors(names.values()) for names in places]
             for rank, name, outcome in attention(tensors, formats, self.slack):
                 yield places[rank][name], outcome
         except NotCheckedError as reason:
-            results = rows[rows["phase"] == "post"]
+            results = rows[rows["tensor_name"].isin(RESULTS)]
             yield from ((row, reason) for row in results.itertuples())
 
-    def _check_attention(self, rows: pd.DataFrame) -> None:
-        """Refuse attention that is not the one that is recomputed."""
-        _check_whole(rows)
-        for name, harmless in _OTHER_ATTENTION.items():
-            value = (self.card.get("arguments") or {}).get(name)
-            if value not in harmless:
-                raise NotCheckedError(f"attention with {name} {value}: not recomputed")
-        sizes, found = rows["cp_size"].iloc[0], rows["cp"].nunique()
-        if not pd.isna(sizes) and found != int(sizes):
-            raise NotCheckedError("keys and values of a context-parallel rank are missing")
 
-
-def _check_whole(rows: pd.DataFrame) -> None:
+def _check_whole(rows: Iterable[Any]) -> None:
     """Refuse parts of tensors: sums over the rest of them are missing."""
-    if rows["slice"].notna().any():
+    if any(row.slice is not None for row in rows):
         raise NotCheckedError("collected with --collect-slice: a part of an operand or result")
 
 
@@ -145,13 +138,14 @@ def _attention_formats(places: list[dict[str, Any]], card: Mapping[str, Any]) ->
     """
     held = {name: row for names in places for name, row in names.items()}
     first = next(iter(held.values()))
-    if card.get("quantization"):
-        qk, pv = (
-            recorded_formats.of_card(card, first.module, operation, int(first.iteration))
-            for operation in ("qk", "pv")
-        )
-        if qk is not None and pv is not None:
-            return Formats(qk, pv)
+    iteration = int(first.iteration)
+    softmax = recorded_formats.softmax_of_card(card, first.module, iteration) or Softmax()
+    qk, pv = (
+        recorded_formats.of_card(card, first.module, operation, iteration)
+        for operation in ("qk", "pv")
+    )
+    if qk is not None and pv is not None:
+        return Formats(qk, pv, softmax)
     if str(first.quant_type).startswith("recipe_"):
         raise NotCheckedError("attention under a recipe without the run card's audit")
     found = []
@@ -160,4 +154,4 @@ def _attention_formats(places: list[dict[str, Any]], card: Mapping[str, Any]) ->
         operand = None if row is None or row.format is None else row.format
         readings = recorded_formats.of_records(operand, operand, operand)
         found.append(None if operand is None else readings[0])
-    return Formats(*found)
+    return Formats(found[0], found[1], softmax)

@@ -10,8 +10,9 @@ or not, and each expert gets its share of the tokens. Embedding, norms and softm
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -24,6 +25,32 @@ _LAYER = re.compile(r"(?<=layers\.)\d+")
 
 
 @dataclass(frozen=True, slots=True)
+class Softmax:
+    """What one attention layer does between its two matmuls."""
+
+    scale: float  #: that QK^T is multiplied by
+    coefficient: float | None  #: that the scores are multiplied by again, before the mask
+    window: tuple[int, int] | None  #: keys before and after a query that it sees; None: causal
+    dropout: float
+    kind: str  #: vanilla, off-by-one or learnable
+    in_fp32: bool
+
+    @classmethod
+    def of(cls, attention: torch.nn.Module) -> "Softmax":
+        """That of a `DotProductAttention`."""
+        softmax, context = attention.scale_mask_softmax, attention.context
+        window = softmax.window_size if context is None else context.window_size
+        return cls(
+            scale=attention.softmax_scale,
+            coefficient=softmax.scale,
+            window=None if window is None else (window[0], window[1]),
+            dropout=attention.attention_dropout.p,
+            kind=attention.config.softmax_type,
+            in_fp32=softmax.softmax_in_fp32,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Matmul:
     """One operation of one module, forward and backward."""
 
@@ -33,7 +60,9 @@ class Matmul:
     gemms: tuple[str, ...]  #: what the operands of each go through
     quantized: int  #: how many of the three have both operands quantized
     source: str
+    slots: tuple[str, ...]  #: what each of SLOTS really goes through
     marks: tuple[str, ...] = ()  #: of a way to multiply that the operands do not tell
+    softmax: Softmax | None = None  #: of QK^T, what its scores go through
 
     @property
     def summary(self) -> str:
@@ -62,6 +91,7 @@ def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) 
                             _flops(module, operation, seq_length),
                             plan.at(iteration),
                             plan.source_at(iteration),
+                            Softmax.of(module) if operation == "qk" else None,
                         )
                     )
         for local_name, layer in transformer_layers(chunk):
@@ -75,7 +105,12 @@ def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) 
 
 
 def _matmul(
-    module: str, operation: str, flops: float, formats: GemmFormats | None, source: str
+    module: str,
+    operation: str,
+    flops: float,
+    formats: GemmFormats | None,
+    source: str,
+    softmax: Softmax | None = None,
 ) -> Matmul:
     formats = GemmFormats() if formats is None else formats
     operands = [formats.effective(slot) for slot in SLOTS]
@@ -91,6 +126,8 @@ def _matmul(
         gemms=tuple(" x ".join(map(str, pair)) for pair in pairs),
         quantized=sum(all(each.format is not None for each in pair) for pair in pairs),
         source=source,
+        slots=tuple(map(str, operands)),
+        softmax=softmax,
         marks=tuple(mark for mark, there in marks.items() if there),
     )
 
@@ -132,20 +169,48 @@ def share(found: Iterable[Matmul]) -> float:
 
 def table(found: Sequence[Matmul]) -> list[str]:
     """A line for each group of consecutive layers whose matmul of that name is treated alike."""
-    groups: dict[tuple[str, str, str, str], list[str]] = {}
-    for each in found:
-        name = _LAYER.sub("*", each.module, count=1)
-        key = (name, each.operation, each.summary, each.source)
-        layer = _LAYER.search(each.module)
-        groups.setdefault(key, []).append(layer[0] if layer else "")
-    rows = [
-        (name.replace("*", _ranges(layers), 1), operation, summary, source)
-        for (name, operation, summary, source), layers in groups.items()
-    ]
+    groups = _layers_alike(found, lambda each: (each.summary, each.source))
+    rows = [(modules, one.operation, one.summary, one.source) for modules, one in groups]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1, 2)]
     return [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
         for row in rows
+    ]
+
+
+def for_card(found: Sequence[Matmul]) -> list[dict[str, Any]]:
+    """The same for programs, as plain values: what recomputes a matmul must know of it.
+
+    `modules` names one, or with `layers.0-2,5` several; `slots` says what each operand really goes
+    through, in a straight-through backward pass too. A reader that does not know one of the `marks`
+    cannot recompute the matmul.
+    """
+    groups = _layers_alike(found, lambda each: (each.slots, each.marks, each.softmax, each.source))
+    return [
+        {
+            "modules": modules,
+            "operation": one.operation,
+            "slots": dict(zip(SLOTS, one.slots, strict=True)),
+            "marks": list(one.marks),
+            "softmax": None if one.softmax is None else asdict(one.softmax),
+            "source": one.source,
+        }
+        for modules, one in groups
+    ]
+
+
+def _layers_alike(
+    found: Iterable[Matmul], key: Callable[[Matmul], Hashable]
+) -> list[tuple[str, Matmul]]:
+    """One matmul of each group of layers that have the same key, and the modules of all of them."""
+    groups: dict[Hashable, tuple[list[str], Matmul]] = {}
+    for each in found:
+        name = _LAYER.sub("*", each.module, count=1)
+        layers, _ = groups.setdefault((name, each.operation, key(each)), ([], each))
+        layer = _LAYER.search(each.module)
+        layers.append(layer[0] if layer else "")
+    return [
+        (_LAYER.sub(_ranges(layers), one.module, count=1), one) for layers, one in groups.values()
     ]
 
 

@@ -91,5 +91,13 @@ def audit_model(
             f"{when}matmuls in low precision: {100 * share:.4g}% of the FLOPs of all matmuls"
         )
         lines += [f"  {line}" for line in table]
-        card.append({"iteration": start, "share_of_matmul_flops": share, "matmuls": table})
+        structured = audit.for_card(found)
+        card.append(
+            {
+                "iteration": start,
+                "share_of_matmul_flops": share,
+                "matmuls": table,
+                "operands": structured,
+            }
+        )
     return lines, card

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,8 +11,14 @@ import pytest
 from tests.subprocesses import REPO, environment, run, torchrun
 
 WORKER = Path(__file__).with_name("layouts_worker.py")
-OF_ONE_RANK = ("one", "mxfp8", "hifp8-frozen", "dropout", "stochastic")
-OF_TWO_RANKS = ("tp2", "tp2sp", "pp2", "cp2", "dp2", "tp2sp-mxfp4", "cp2-mxfp8")
+OF_ONE_RANK = (
+    *("one", "mxfp8", "hifp8-frozen", "dropout", "stochastic"),
+    *("window", "recipe", "experts", "latent-mxfp8"),
+)
+OF_TWO_RANKS = (
+    *("tp2", "tp2sp", "pp2", "cp2", "dp2", "tp2sp-mxfp4", "cp2-mxfp8"),
+    *("window-cp2", "ep2", "ep2-mxfp8"),
+)
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +31,13 @@ def dumps(tmp_path_factory) -> Path:
     together = torchrun(WORKER, folder, *OF_TWO_RANKS, ranks=2, env=env)
     assert together.returncode == 0, together.stderr[-3000:]
     return folder
+
+
+@pytest.fixture
+def copied(dumps, tmp_path):
+    """A copy of a layout's dump, to be damaged."""
+
+    def copy(name):
+        return shutil.copytree(dumps / name, tmp_path / name)
+
+    return copy

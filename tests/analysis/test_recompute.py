@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -9,9 +11,11 @@ from megatron.analysis.recompute import linear
 from megatron.analysis.recompute_attention import Formats, attention
 from megatron.analysis.recorded_formats import (
     NotCheckedError,
+    Softmax,
     of_card,
     of_records,
     parse_operand,
+    softmax_of_card,
 )
 from megatron.fake_quant import get_format
 from megatron.fake_quant.gemm import SLOTS, GemmFormats, Operand, quantized_matmul
@@ -152,38 +156,121 @@ def test_the_cards_audit_is_read_as_the_trainer_writes_it():
     assert len(SLOTS) == 6
 
 
-def attention_tensors(dtype=torch.float32):
+CARD = {"iteration": 3}
+
+
+def test_the_cards_audit_is_read_as_programs_are_to_read_it():
+    """`operands` count, also where the text beside them says something else."""
+    from megatron.core import audit
+
+    softmax = audit.Softmax(0.25, None, (7, 0), 0.0, "vanilla", in_fp32=True)
+    found = [
+        audit._matmul(f"decoder.layers.{layer}.mlp.{number}", "linear", 1.0, formats, "recipe")
+        for number, formats in enumerate(CHOICES.values())
+        for layer in (0, 1, 5)
+    ]
+    core = "decoder.layers.{}.core"
+    unnormalized = GemmFormats(MXFP8, MXFP8, unnormalized=True)
+    for layer in (0, 1):
+        name = core.format(layer)
+        found.append(audit._matmul(name, "qk", 1.0, CHOICES["mixed"], "recipe", softmax))
+        found.append(audit._matmul(name, "pv", 1.0, unnormalized, "recipe"))
+    told = json.loads(json.dumps(audit.for_card(found)))
+    assert len(told) == len(CHOICES) + 2, "layers alike are one entry"
+    card = {"quantization": [CARD | {"matmuls": ["x  linear  mxfp4  y"], "operands": told}]}
+    for number, formats in enumerate(CHOICES.values()):
+        for layer, expected in ((0, formats), (5, formats), (2, None)):
+            module = f"decoder.layers.{layer}.mlp.{number}"
+            assert of_card(card, module, "linear", 4) == expected
+            assert of_card(card, module, "linear", 2) is None, "before the audit"
+    assert of_card(card, "x", "linear", 4) is None
+    assert of_card(card, core.format(1), "qk", 3) == CHOICES["mixed"]
+    assert of_card(card, core.format(1), "pv", 3) == unnormalized
+    assert softmax_of_card(card, core.format(1), 3) == Softmax(0.25, None, (7, 0), in_fp32=True)
+    assert softmax_of_card(card, core.format(7), 3) is None
+    through = next(each for each in told if "straight-through" in each["marks"])
+    assert through["slots"]["wgrad_a"] == through["slots"]["fprop_a"] != "none"
+    assert through["slots"]["wgrad_c"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layer", "expected"),
+    [
+        ({"num_layers": 2}, 0, Softmax()),
+        ({"window_size": (5, 0), "window_attn_skip_freq": 2}, 0, Softmax(window=(5, 0))),
+        ({"window_size": (5, 0), "window_attn_skip_freq": 2}, 1, Softmax()),
+        ({"window_size": [5, 1], "window_attn_skip_freq": [0, 1]}, 0, Softmax()),
+        ({"window_size": [5, 1], "window_attn_skip_freq": [0, 1]}, 1, Softmax(window=(5, 1))),
+        ({"softmax_scale": 0.5}, 0, Softmax(scale=0.5)),
+        (
+            {"apply_query_key_layer_scaling": True, "kv_channels": 16},
+            3,
+            Softmax(scale=1 / 16, coefficient=4),
+        ),
+    ],
+)
+def test_the_arguments_of_an_older_card_tell_of_the_softmax(arguments, layer, expected):
+    module = f"decoder.layers.{layer}.self_attention.core_attention"
+    assert softmax_of_card({"arguments": arguments}, module, 1) == expected
+
+
+PLAIN = Softmax()
+SHAPES = {
+    "plain": (PLAIN, 16),
+    "window": (Softmax(window=(2, 0)), 16),
+    "two-sided window": (Softmax(window=(1, 3)), 16),
+    "scaled, with smaller values": (Softmax(scale=0.3), 8),
+    "scaled twice": (Softmax(scale=0.1, coefficient=3.0), 24),
+}
+
+
+def attention_tensors(dtype=torch.float32, softmax=PLAIN, values=16):
     """Attention in float64 by its definition, [s, b, heads, d], two heads of one group."""
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(8, 1, n, 16, generator=generator).to(dtype) for n in (2, 1, 1))
-    dout = torch.randn(8, 1, 32, generator=generator).to(dtype)
+    shapes = ((2, 16), (1, 16), (1, values))
+    q, k, v = (torch.randn(8, 1, *shape, generator=generator).to(dtype) for shape in shapes)
+    dout = torch.randn(8, 1, 2 * values, generator=generator).to(dtype)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
-    scores = torch.einsum("sbad,tbgd->bast", wide[0], wide[1]) / 4
-    probs = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf).softmax(-1)
+    scale = (softmax.scale or 1 / 4) * (softmax.coefficient or 1)
+    scores = torch.einsum("sbad,tbgd->bast", wide[0], wide[1]) * scale
+    before, after = softmax.window or (8, 0)
+    seen = torch.tensor([[i - before <= j <= i + after for j in range(8)] for i in range(8)])
+    probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     out = torch.einsum("bast,tbgd->sbad", probs, wide[2]).flatten(2)
     grads = torch.autograd.grad(out, wide, dout.double())
     results = {"output": out.detach(), "grad_query": grads[0], "grad_key": grads[1]}
-    results |= {"grad_value": grads[2]}
+    results |= {"grad_value": grads[2], "attention_probs": probs.detach()}
+    results |= {"attention_scores": scores.detach() / (softmax.coefficient or 1)}
     found = {"query": q, "key": k, "value": v, "grad_output": dout}
     return found | {name: x.to(dtype) for name, x in results.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_by_its_definition_is_within_what_rounding_allows(dtype):
-    tensors = attention_tensors(dtype)
-    outcomes = {name: o for _, name, o in attention([tensors], Formats(None, None), 1.0)}
-    assert len(outcomes) == 4
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_by_its_definition_is_within_what_rounding_allows(dtype, shape):
+    softmax, values = SHAPES[shape]
+    tensors = attention_tensors(dtype, softmax, values)
+    formats = Formats(None, None, softmax)
+    outcomes = {name: o for _, name, o in attention([tensors], formats, 1.0)}
+    assert outcomes.keys() == set(tensors) - {"query", "key", "value", "grad_output"}
     assert not any(outcome.wrong for outcome in outcomes.values()), outcomes
-    tensors["output"][3, 0, 3] *= 1.25
-    [first, *others] = attention([tensors], Formats(None, None), 1.0)
-    assert first[2].wrong
-    assert "its worst value is off by" in first[2].text
-    assert not any(outcome.wrong for _, _, outcome in others)
+    for other in SHAPES.keys() - {shape}:
+        formats = Formats(None, None, SHAPES[other][0])
+        assert any(o.wrong for *_, o in attention([tensors], formats, 1.0)), other
+    for name in ("output", "attention_probs", "grad_key"):
+        wrong = tensors[name].clone(memory_format=torch.contiguous_format)
+        wrong.view(-1)[int(wrong.abs().argmax())] *= 1.25
+        spoilt = tensors | {name: wrong}
+        found = {n: o.wrong for _, n, o in attention([spoilt], Formats(None, None, softmax), 1.0)}
+        assert [n for n, wrong in found.items() if wrong] == [name]
+    assert "its worst value is off by" in outcomes["output"].text
 
 
-def test_attention_with_unnormalized_probabilities_is_not_checked():
-    formats = GemmFormats(MXFP8, MXFP8, unnormalized=True)
-    outcomes = [o for *_, o in attention([attention_tensors()], Formats(None, formats), 1.0)]
-    assert [str(outcome) for outcome in outcomes] == [
-        "unnormalized probabilities: not recomputed"
-    ] * 4
+def test_unnormalized_probabilities_are_those_of_another_order_of_division():
+    """Without a format dividing before PV or after it is the same, to a few roundings."""
+    formats = Formats(None, GemmFormats(unnormalized=True))
+    outcomes = {name: o for _, name, o in attention([attention_tensors()], formats, 1.0)}
+    assert not any(outcome.wrong for outcome in outcomes.values())
+    formats = Formats(None, GemmFormats(MXFP8, MXFP8, unnormalized=True))
+    outcomes = {name: o for _, name, o in attention([attention_tensors()], formats, 1.0)}
+    assert outcomes["output"].wrong

@@ -238,6 +238,40 @@ def test_tensors_of_two_ranks_put_together_are_those_of_one(dumps, layout):
         )
 
 
+def test_experts_spread_over_two_ranks_put_together_are_those_of_one(dumps):
+    """Each rank's data is one of the micro-batches of one rank, whose gradients are divided by
+    their number: exactly twice as large here. An expert gets the tokens of both ranks at once; the
+    gradient of its weight alone sums over them, in another order.
+    """
+    one, spread = TensorStore(dumps / "experts"), TensorStore(dumps / "ep2")
+    experts = spread.select(module="*local_experts*")
+    numbers = experts["module"].str.extract(r"local_experts\.(\d+)", expand=False).astype(int)
+    assert set(zip(experts["rank"], numbers, strict=True)) == {(0, 0), (0, 1), (1, 2), (1, 3)}
+    assert set(spread.records["module"]) == set(one.records["module"])
+    compared = 0
+    for module, name in set(zip(spread.records["module"], spread.records["tensor_name"],
+                                strict=True)):  # fmt: skip
+        where = {"module": module, "tensor_name": name}
+        parts = [one.load_global(micro_batch=batch, **where) for batch in (0, 1)]
+        times = 2 if name.startswith("grad") else 1
+        if name == "weight":
+            pairs = [(spread.load_global(**where), parts[0])]
+        elif "local_experts" not in module:
+            pairs = [(spread.load_global(dp=dp, **where), times * parts[dp]) for dp in (0, 1)]
+        elif name == "grad_weight":
+            found, expected = spread.load_global(**where), times * (parts[0] + parts[1])
+            largest = expected.abs().max().item()
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * largest)
+            continue
+        else:
+            pairs = [(spread.load_global(**where), times * torch.cat(parts))]
+        for found, expected in pairs:
+            assert torch.equal(found, expected), (module, name)
+            compared += 1
+    # of 3 attentions (8 tensors) and 18 linear layers (5) on both, 34 weights, 16 linear layers (4)
+    assert compared == 2 * (3 * 8 + 18 * 5) + 34 + 16 * 4
+
+
 def test_each_data_parallel_rank_has_what_one_rank_has_for_its_data(dumps):
     store, one = TensorStore(dumps / "dp2"), TensorStore(dumps / "one")
     where = {"layer": 1, "micro_batch": 0, "module": "linear_fc2", "tensor_name": "input"}

@@ -3,52 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.analysis import schedule
 from megatron.analysis.__main__ import main
 from megatron.analysis.store import TensorStore
-from megatron.analysis.verify import Verification
-from tests.analysis.fake_dump import write_dump
+from tests.analysis.verifying import change_card, count, path_of, verify
 from tests.subprocesses import run
 
 #: Results by layout: 3 of each linear layer and 4 of attention, each pass on each rank.
 RESULTS = {
     "one": (48, 16), "mxfp8": (24, 8), "hifp8-frozen": (22, 8), "tp2": (96, 32), "tp2sp": (96, 32),
     "pp2": (48, 16), "cp2": (96, 32), "dp2": (48, 16), "tp2sp-mxfp4": (48, 16),
-    "cp2-mxfp8": (48, 16),
+    "cp2-mxfp8": (48, 16), "window": (24, 8), "window-cp2": (48, 16), "recipe": (24, 8),
+    "experts": (204, 24), "ep2": (156, 24), "ep2-mxfp8": (156, 24), "latent-mxfp8": (102, 12),
 }  # fmt: skip
 #: Of the weights under cp, dp; of what enters the column- and leaves the row-parallel layers.
-REPLICAS = {"one": 0, "mxfp8": 32, "tp2": 16, "tp2sp": 16, "cp2": 16, "dp2": 8}
-
-
-def verify(folder, **how):
-    return Verification(TensorStore(folder), **how).run()
-
-
-def count(counter, word):
-    return sum(number for what, number in counter.items() if word in what)
-
-
-@pytest.fixture
-def copied(dumps, tmp_path):
-    """A copy of a layout's dump, to be damaged."""
-
-    def copy(name):
-        return shutil.copytree(dumps / name, tmp_path / name)
-
-    return copy
-
-
-def path_of(folder, **conditions):
-    """The one file, relative to which damage is done."""
-    [record] = TensorStore(folder).select(**conditions).itertuples()
-    return Path(record.path)
+REPLICAS = {"one": 0, "mxfp8": 32, "tp2": 16, "tp2sp": 16, "cp2": 16, "dp2": 8, "ep2": 18}
 
 
 def change(path, function):
@@ -88,18 +61,8 @@ def test_what_cannot_be_recomputed_is_counted(dumps):
 
 def test_with_arguments_in_the_card_the_reason_is_the_argument(copied):
     folder = copied("dropout")
-    [card] = folder.glob("run_*.json")
-    content = json.loads(card.read_text()) | {"arguments": {"attention_dropout": 0.5}}
-    card.write_text(json.dumps(content))
-    assert verify(folder).unchecked == {"attention with attention_dropout 0.5: not recomputed": 4}
-
-
-def test_a_frozen_weight_is_a_note(dumps):
-    notes = verify(dumps / "hifp8-frozen").findings
-    assert [note.where for note in notes] == [
-        f"decoder.layers.{layer}.self_attention.linear_qkv" for layer in (0, 1)
-    ]
-    assert all(note.note and "grad_weight: no number is missing" in note.text for note in notes)
+    change_card(folder, arguments={"attention_dropout": 0.5})
+    assert verify(folder).unchecked == {"attention with dropout 0.5: what it drops is not saved": 4}
 
 
 LINEAR = {"layer": 1, "module": "linear_fc2"}
@@ -149,6 +112,76 @@ def test_even_the_last_bit_of_a_bf16_output_can_be_too_much(copied):
     assert str(path) in [finding.where for finding in strict.errors]
 
 
+MLA = {
+    "multi_latent_attention": True, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8,
+    "rotary_scaling_factor": 40, "mscale_all_dim": 0.707,
+}  # fmt: skip
+WINDOW = {"window_size": [5, 0], "window_attn_skip_freq": 2}
+
+
+@pytest.mark.parametrize(
+    ("layout", "arguments"), [("latent-mxfp8", MLA), ("window", WINDOW), ("window-cp2", WINDOW)]
+)
+def test_the_arguments_of_an_older_card_tell_of_windows_and_scales(copied, layout, arguments):
+    """Before the audit had `operands`, and with it what a softmax is."""
+    folder = copied(layout)
+    [card] = folder.glob("run_*.json")
+    audit = json.loads(card.read_text())["quantization"]
+    for part in audit:
+        del part["operands"]
+    change_card(folder, quantization=audit, arguments=arguments)
+    verdict = verify(folder)
+    assert verdict.errors == []
+    assert count(verdict.checked, "attention, bit for bit") == RESULTS[layout][1]
+    change_card(folder, arguments={"num_layers": 2})
+    assert all("grad" in each.text or "output" in each.text for each in verify(folder).errors)
+    assert verify(folder).errors, "taken for causal, and with the usual scale"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"marks": ["stochastic sums"]}, "a way that this version does not know: stochastic sums"),
+        ({"slots": {"fprop_a": "mxfp9"}}, "does not know the format 'mxfp9'"),
+        ({"slots": {}}, "the run card's audit is not understood (KeyError: 'fprop_a')"),
+        ({"modules": 3}, "the run card's audit is not understood (TypeError"),
+    ],
+)
+def test_what_the_card_says_and_we_do_not_know_is_not_checked(copied, change, reason):
+    folder = copied("recipe")
+    [card] = folder.glob("run_*.json")
+    audit = json.loads(card.read_text())["quantization"]
+    for entry in audit[0]["operands"]:
+        entry |= change
+    change_card(folder, quantization=audit)
+    verdict = verify(folder)
+    assert verdict.errors == []
+    assert sum(verdict.unchecked.values()) == 32
+    assert all(reason in why for why in verdict.unchecked)
+
+
+@pytest.mark.parametrize(
+    ("softmax", "reason"),
+    [
+        ({"kind": "off-by-one"}, "attention with a softmax 'off-by-one': not recomputed"),
+        ({"dropout": 0.1}, "attention with dropout 0.1: what it drops is not saved"),
+        ({"window": "wide"}, "the run card's audit is not understood (ValueError"),
+    ],
+)
+def test_a_softmax_that_is_not_recomputed_is_not_checked(copied, softmax, reason):
+    folder = copied("recipe")
+    [card] = folder.glob("run_*.json")
+    audit = json.loads(card.read_text())["quantization"]
+    for entry in audit[0]["operands"]:
+        entry["softmax"] = entry["softmax"] and entry["softmax"] | softmax
+    change_card(folder, quantization=audit)
+    verdict = verify(folder)
+    assert verdict.errors == []
+    [(why, number)] = verdict.unchecked.items()
+    assert number == RESULTS["recipe"][1]
+    assert why.startswith(reason)
+
+
 def test_a_replica_that_differs_is_named(copied):
     folder = copied("tp2")
     where = {"layer": 0, "module": "linear_fc1", "tensor_name": "input", "micro_batch": 1}
@@ -172,88 +205,27 @@ def test_a_recomputed_forward_that_differs_is_named(copied):
 
 def test_a_lost_file_is_named_and_its_results_are_not_checked(copied):
     folder = copied("pp2")
-    path = path_of(folder, layer=1, module="linear_fc1", tensor_name="weight", micro_batch=0)
+    path = path_of(folder, layer=1, module="linear_fc1", tensor_name="input", micro_batch=0)
     path.unlink()
     verdict = verify(folder)
     assert [str(each) for each in verdict.errors] == [
         f"ERROR  file: {path}: an index names it, but it is not there"
     ]
-    assert verdict.unchecked == {"no weight to recompute it from": 2}
-
-
-@pytest.mark.parametrize("name", ["output", "grad_weight"])
-def test_a_tensor_of_which_no_trace_is_left_is_missed(copied, name):
-    folder = copied("cp2")
-    path = path_of(
-        folder, layer=1, module="linear_fc1", tensor_name=name, micro_batch=0, rank=1
-    )  # fmt: skip
-    path.unlink()
-    for index in folder.glob("*rank01.jsonl"):
-        lines = index.read_text().splitlines(keepends=True)
-        index.write_text("".join(line for line in lines if path.name not in line))
-    numbers, missing = verify(folder).errors
-    assert "1 of its records' numbers are in no index and no file" in numbers.text
-    assert missing.where.endswith(
-        "iteration 1, micro-batch 0, rank 1, decoder.layers.1.mlp.linear_fc1"
-    )
-    assert (missing.what, missing.text) == ("missing", name)
-
-
-def test_a_rank_without_records_is_missed(copied):
-    folder = copied("tp2sp")
-    for path in [*folder.glob("*_rank01_*.pt"), *folder.glob("*rank01.jsonl")]:
-        path.unlink()
-    [finding] = verify(folder).errors
-    assert finding.where.endswith("rank 1")
-    assert finding.text == "no record, but other ranks of pipeline stage 0 have some"
-
-
-def test_the_cards_arguments_tell_of_what_is_missing_altogether(copied):
-    folder = copied("pp2")
-    [card] = folder.glob("run_*.json")
-    args = {"control_iter": 3, "num_layers": 3, "global_batch_size": 6, "micro_batch_size": 2}
-    content = json.loads(card.read_text()) | {"arguments": args, "iterations": 2}
-    card.write_text(json.dumps(content))
-    assert [f"{each.what}: {each.text}" for each in verify(folder).errors] == [
-        "iterations: 2 were collected by the run card, but records are of 1",
-        "micro-batches: 3 of each iteration by the run card, but records are of 2",
-        "layers: no record of layer 2",
-    ]
-
-
-def test_a_killed_run_may_end_within_its_last_pass(copied):
-    folder = copied("one")
-    [card] = folder.glob("run_*.json")
-    card.write_text(json.dumps(json.loads(card.read_text()) | {"status": "running"}))
-    for path in sorted(folder.glob("*.pt"))[-10:]:
-        path.unlink()
-    [index] = folder.glob("*.jsonl")
-    lines = index.read_text().splitlines(keepends=True)
-    index.write_text("".join(lines[:-10]) + lines[-10][:50])
-    verdict = verify(folder)
-    assert verdict.errors == []
-    assert {finding.what for finding in verdict.findings} >= {"run card", "missing"}
-
-
-def test_a_truncated_index_costs_nothing(copied):
-    folder = copied("tp2")
-    for index in folder.glob("*.jsonl"):
-        index.write_text(index.read_text()[:-100])
-    assert verify(folder).errors == []
+    assert verdict.unchecked == {"no input to recompute it from": 2}
 
 
 def test_values_and_metadata(copied):
     folder = copied("one")
     first, second, third = (
         path_of(folder, layer=0, module="linear_proj", micro_batch=0, tensor_name=name)
-        for name in ("output", "grad_output", "weight")
+        for name in ("output", "grad_output", "input")
     )
     change(first, lambda x: x.clone().index_fill_(0, torch.tensor(0), torch.nan))
     change(second, lambda x: x.double())
     third.write_bytes(third.read_bytes()[:1000])
     found = {finding.where: finding.text for finding in verify(folder).errors}
     assert found[str(second)] == "holds float64, but its record says float32"
-    assert found[str(third)].startswith("corrupt or cut short")
+    assert found[str(third)].startswith("no archive of torch.save: corrupt, cut short")
     assert found[str(first)] == "128 NaN and 0 Inf of 4096 values"
 
 
@@ -303,25 +275,3 @@ def test_help_has_examples(capsys):
     assert (
         "python -m megatron.analysis verify enhanced_tensor_logs/mxfp8" in capsys.readouterr().out
     )
-
-
-def test_in_a_run_of_several_iterations_each_pass_is_expected(tmp_path):
-    """One tensor of the second of three iterations, and all of a layer in the third."""
-    write_dump(tmp_path, layers=2, iterations=3)
-    [index] = tmp_path.glob("*.jsonl")
-    kept = []
-    for line in map(json.loads, index.read_text().splitlines()):
-        lost = line["iteration"] == 2 and line["layer_idx"] == 0 and line["tensor_name"] == "query"
-        if lost or (line["iteration"] == 3 and line["layer_idx"] == 1):
-            (tmp_path / line["file"]).unlink()
-        else:
-            kept.append(json.dumps(line) + "\n")
-    index.write_text("".join(kept))
-    [card] = tmp_path.glob("run_*.json")
-    card.write_text(json.dumps(json.loads(card.read_text()) | {"status": "finished"}))
-    records = TensorStore(tmp_path).records
-    missing = [
-        each for each in schedule.check_run(records, {"status": "finished"}) if not each.note
-    ]
-    places = sorted(each.where.split(", ")[0] for each in missing if each.what == "missing")
-    assert places == ["iteration 2", "iteration 3", "iteration 3"]

@@ -4,6 +4,7 @@ import pytest
 
 from megatron.analysis.__main__ import main
 from megatron.analysis.store import TensorStore
+from megatron.fake_quant.gemm import SLOTS
 from tests.training.runs import train
 
 
@@ -27,6 +28,11 @@ def test_iterations_modules_and_tensors_that_were_not_chosen_are_not_missed(dump
     )
     store = TensorStore(folder)
     assert set(store.records["iteration"]) == {2, 4}
+    [part] = store.run_card(store.records["run_id"].iloc[0])["quantization"]
+    told = {entry["modules"].rpartition(".")[2]: entry for entry in part["operands"]}
+    assert told["linear_fc1"]["slots"] == dict.fromkeys(SLOTS, "mxfp8")
+    assert told["core_attention"]["operation"] == "pv", "the second of two"
+    assert told["output_layer"]["slots"] == dict.fromkeys(SLOTS, "none")
     assert main(["verify", str(folder)]) == 0
     said = capsys.readouterr().out
     assert "--collect-start 2" in said

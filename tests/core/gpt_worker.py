@@ -39,6 +39,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=1)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--bias", action="store_true", help="of the linear layers")
+    parser.add_argument("--window", type=int, help="keys before a query, in every second layer")
     parser.add_argument("--freeze", nargs="*", default=[], help="parts of parameters' names")
     return parser.parse_args(arguments)
 
@@ -88,6 +89,8 @@ def build(options: argparse.Namespace) -> list[torch.nn.Module]:
         virtual_pipeline_model_parallel_size=options.vpp,
         context_parallel_size=options.cp,
         sequence_parallel=options.sequence_parallel,
+        window_size=None if options.window is None else (options.window, 0),
+        window_attn_skip_freq=None if options.window is None else 2,
         recompute_granularity="full" if options.recompute else None,
         recompute_method="uniform" if options.recompute else None,
         recompute_num_layers=1 if options.recompute else None,
