@@ -8,6 +8,7 @@ is a `Problem` beside the good rows.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,7 @@ def scan(folder: Path) -> Found:
     columns = Columns()
     for index in files.indexes:
         _read_index(index, columns, events, problems)
-    # a file that two lines name is what the later one says
-    indexed = {path: position for position, path in enumerate(columns.of["path"])}
+    indexed = _by_path(columns.of["path"], problems)
     present = []
     for path in files.tensors:
         position = indexed.pop(path, None)
@@ -89,6 +89,17 @@ def scan(folder: Path) -> Found:
         columns.table(columns.order(each)) for each in (present, list(indexed.values()))
     )
     return Found(records, missing, events, _read_cards(files.cards, problems), problems)
+
+
+def _by_path(paths: list[str], problems: list[Problem]) -> dict[str, int]:
+    """Where a file's row is; of one that several lines name, the last, and that is a problem."""
+    indexed = {path: position for position, path in enumerate(paths)}
+    if len(indexed) < len(paths):
+        for path, count in Counter(paths).items():
+            if count > 1:
+                why = f"{count} lines of indexes name it; the last counts"
+                problems.append(Problem(Path(path), why))
+    return indexed
 
 
 def _walk(folder: Path, problems: list[Problem]) -> _Files:

@@ -124,10 +124,11 @@ def _compare(
         return Outcome(exact=True)
     worst = Outcome(exact=False, excess=-1.0)
     wide_b = b.double()
+    size_b = wide_b.abs()
     for start in range(0, len(saved), _ROWS):
         rows = slice(start, start + _ROWS)
         wide_a = a[rows].double()
-        exact, size = wide_a @ wide_b, wide_a.abs() @ wide_b.abs()
+        exact, size = wide_a @ wide_b, wide_a.abs() @ size_b
         gamma = a.shape[1] * _FLOAT32 / (1 - a.shape[1] * _FLOAT32)
         allowed = gamma * size
         if hadamard is not None:  # d terms more, after a rounding to the dtype

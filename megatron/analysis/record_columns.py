@@ -13,7 +13,8 @@ import reprlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -28,18 +29,23 @@ GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")  #: parallel groups that a record
 RANK_COLUMNS = ("rank", "world_size", *(name for g in GROUPS for name in (g, f"{g}_size")))
 FIELDS = tuple(item.name for item in fields(TensorRecord) if item.name != "rank")
 COLUMNS = (*FIELDS, *RANK_COLUMNS, "bytes", "path", "source")
-WHOLE = ("iteration", "micro_batch", "sample_idx", "counter", "layer_idx", "schema_version",
-         "bytes", *RANK_COLUMNS)  # fmt: skip
 _OF_ROW = (*FIELDS, "bytes")
+
+
+def _types() -> dict[str, tuple[type, ...]]:
+    """Of each field's values, besides None, as `TensorRecord` declares them."""
+    found: dict[str, tuple[type, ...]] = {"bytes": (int,)}
+    for name, hint in get_type_hints(TensorRecord).items():
+        parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        kinds = tuple(get_origin(part) or part for part in parts if part is not type(None))
+        found[name] = (float, int) if kinds == (float,) else kinds
+    return found
+
+
+_TYPES = _types()
+WHOLE = (*(name for name in _OF_ROW if _TYPES[name] == (int,)), *RANK_COLUMNS)  #: of whole numbers
 _IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: the rank's place as a record has it
 _SIZES = ("shape", "global_shape")
-_TYPES: dict[str, tuple[type, ...]] = dict.fromkeys(_OF_ROW, (str,)) | {
-    **{name: (int,) for name in _OF_ROW if name in WHOLE},
-    **dict.fromkeys(_SIZES, (list,)),
-    "recomputed": (bool,),
-    "wall_time": (float, int),
-    "slice": (dict,),
-}
 _UNKNOWN = dict.fromkeys((*_OF_ROW, "rank"))
 _Place = tuple[int | None, ...]
 

@@ -40,11 +40,25 @@ def matching(records: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFra
             raise ValueError(
                 f"no condition {given!r}; choose from {', '.join(_ALIASES)}, {', '.join(COLUMNS)}"
             )
+        if isinstance(wanted, range) and name in WHOLE:  # may be without end, as good as
+            keep &= _in_range(records[name], wanted)
+            continue
         several = isinstance(wanted, Collection) and not isinstance(wanted, str)
         values = list(wanted) if several else [wanted]
         _check(name, values)
         keep &= _holds(records[name], name, values)
     return records[keep]
+
+
+def _in_range(column: pd.Series[Any], wanted: range) -> Any:
+    """Which of the numbers a range has; an unknown one is in none."""
+    if not wanted:
+        return np.zeros(len(column), dtype=bool)
+    known = column.notna().to_numpy()
+    numbers = column.fillna(0).to_numpy(dtype=np.int64)
+    low, high = sorted((wanted[0], wanted[-1]))
+    between = (low <= numbers) & (numbers <= high)
+    return known & between & ((numbers - low) % abs(wanted.step) == 0)
 
 
 def _check(name: str, values: list[Any]) -> None:

@@ -30,6 +30,9 @@ from megatron.analysis.record_numbers import in_words
 from megatron.tensor_record import ON_REQUEST, TENSOR_NAMES
 
 _PASS = ["iteration", "micro_batch"]
+_NUMBERS = (
+    "control_iter", "global_batch_size", "micro_batch_size", "collect_micro_batches", "num_layers",
+)  # fmt: skip
 _ENDS = ("limited", "failed", "dropped")  #: events after which a rank wrote no more
 #: Arguments that leave some of the schedule out on purpose, and their values that leave out none.
 #: What they chose, the card's text says; here the records themselves say which passes there were.
@@ -71,7 +74,7 @@ class _Run:
                 told |= {
                     rank["rank"]
                     for rank in self.card.get("ranks") or []
-                    if rank.get("limit") or rank.get("error")
+                    if isinstance(rank, dict) and (rank.get("limit") or rank.get("error"))
                 }
                 ended = told or ended
         last = self.records.groupby("rank")["iteration"].max()
@@ -153,7 +156,12 @@ def _chosen(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]) ->
 
 def _against_card(run: _Run) -> Iterator[Finding]:
     """Iterations, micro-batches and layers that the arguments tell of."""
-    args, records = run.card.get("arguments") or {}, run.records
+    records = run.records
+    args = {
+        name: value
+        for name, value in (run.card.get("arguments") or {}).items()
+        if name not in _NUMBERS or type(value) in (int, type(None))
+    }
     limit, done = args.get("control_iter"), run.card.get("iterations")
     whole = limit is not None and not _chosen(run.card, _ITERATIONS)
     if whole and done is not None and run.finished:
@@ -204,7 +212,8 @@ def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
     known = records.groupby("module")["tensor_name"].agg(set).to_dict()
     types = dict(zip(records["module"], records["layer_type"], strict=True))
     for module in ranks:
-        expected = [name for name in TENSOR_NAMES[types[module]] if name not in ON_REQUEST]
+        names = TENSOR_NAMES.get(types[module], ())
+        expected = [name for name in names if name not in ON_REQUEST]
         expected += [name for name in ON_REQUEST if name in known[module]]
         never = [name for name in expected if name not in known[module]]
         if never and not lost_some:

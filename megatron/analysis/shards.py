@@ -27,6 +27,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from megatron.analysis.record_columns import GROUPS
+
 _LETTER = re.compile(r"(?P<letter>\w+)(\[(?P<group>\w+)(?P<zigzag>:zigzag)?\])?")
 _PARTIAL = re.compile(r"partial\[(\w+(?:,\w+)*)\]")
 _EXPERT = r"\blocal_experts\.\d+\b"
@@ -60,6 +62,10 @@ def parse_dims(dims: str) -> list[Cut]:
         if match is None:
             raise ValueError(f"dims {dims!r}: {word!r} is not understood; as in '| partial[tp]'")
         cuts += [Cut(group, None) for group in match[1].split(",")]
+    if unknown := [cut.group for cut in cuts if cut.group not in GROUPS]:
+        raise ValueError(
+            f"dims {dims!r}: no parallel group {unknown[0]!r}; there are {', '.join(GROUPS)}"
+        )
     return cuts
 
 
@@ -183,8 +189,8 @@ def differences(one: Tensor, other: Tensor) -> str:
 
 def bits(x: Tensor) -> Tensor:
     """The bit patterns: NaN equals itself and the zeros differ."""
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x.contiguous().view(sizes[x.element_size()])
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return x.contiguous().view(sizes.get(x.element_size(), torch.int64))
 
 
 def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor: str) -> Tensor:

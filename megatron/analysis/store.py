@@ -17,6 +17,7 @@ import copy
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ class TensorStore:
         Raises:
             UnreadableTensorError: the file is corrupt, or is not what its record says.
         """
-        if isinstance(record, int):
+        if isinstance(record, Integral):
             record = self.records.loc[record]
         path, shape = (_field(record, name) for name in ("path", "shape"))
         tensor, _ = read_tensor(Path(path))
@@ -176,7 +177,7 @@ class TensorStore:
     def _one_tensor(self, record: Any, conditions: dict[str, Any]) -> pd.DataFrame:
         """The shards of one logical tensor over all data-parallel ranks; `data_rank` is whose."""
         if record is not None:
-            if isinstance(record, int):
+            if isinstance(record, Integral):
                 record = self.records.loc[record]
             own = {name: _field(record, name) for name in IDENTITY}
             own = {name: None if pd.isna(value) else value for name, value in own.items()}

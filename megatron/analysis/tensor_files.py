@@ -80,6 +80,10 @@ def read_run_card(path: Path) -> dict[str, Any]:
         raise ValueError(f"the run card is not read ({reason(error)})") from None
     if not isinstance(card, dict):
         raise ValueError(f"a JSON {type(card).__name__}, no run card")
+    for name, kind in {"arguments": dict, "quantization": list, "ranks": list}.items():
+        if not isinstance(card.get(name), (kind, type(None))):
+            found = type(card[name]).__name__
+            raise ValueError(f"no run card: its {name} are a {found}, no {kind.__name__}")
     return card
 
 

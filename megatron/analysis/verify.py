@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -69,12 +70,12 @@ class Verification:
         for row in store.missing.itertuples():
             found.append(Finding("file", str(row.path), "an index names it, but it is not there"))
         records = store.records.assign(data_rank=data_ranks(store.records))
-        good = records[[self._file_is_good(row) for row in records.itertuples()]]
-        known = good[good["module"].notna() & good["iteration"].notna() & good["dims"].notna()]
+        # an empty list would choose columns
+        good = records[np.array([self._file_is_good(row) for row in records.itertuples()], bool)]
+        known = good[_identified(good) & good["dims"].notna()]
         if bare := len(good) - len(known):
-            self.verdict.unchecked["tensors without metadata, of which only values were read"] += (
-                bare
-            )
+            reason = "tensors whose metadata do not say what they are: only values were read"
+            self.verdict.unchecked[reason] += bare
         known = self._without_recomputed(known)
         self._replicas(known)
         for run_id, of_run in known.groupby("run_id", sort=False):
@@ -87,7 +88,7 @@ class Verification:
         everything = pd.concat(
             [frame for frame in (self.store.records, self.store.missing) if len(frame)]
         )
-        everything = everything[everything["module"].notna()]
+        everything = everything[_identified(everything)]
         own = everything["run_id"] == run_id
         events = [event for event in self.store.events if event.get("run_id") == run_id]
         self.verdict.findings += schedule.check_run(
@@ -119,6 +120,8 @@ class Verification:
             self.verdict.findings.append(Finding("file", row.path, text))
             return False
         self.verdict.checked["files"] += 1
+        if tensor.is_floating_point() and tensor.element_size() == 1:
+            tensor = tensor.float()  # torch has no isfinite for 8 bits
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             nan = int(tensor.isnan().sum())
             text = f"{nan} NaN and {int(tensor.isinf().sum())} Inf of {tensor.numel()} values"
@@ -130,10 +133,15 @@ class Verification:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if row.dtype is not None and dtype != row.dtype:
             raise ValueError(f"holds {dtype}, but its record says {row.dtype}")
-        if row.dims is None or row.global_shape is None or row.slice is not None:
+        if row.dims is None:
+            return
+        cuts, letters = parse_dims(row.dims), row.dims.partition("|")[0].split()
+        if len(letters) != tensor.dim():
+            raise ValueError(f"its shape is {list(tensor.shape)}, but its dims are {row.dims!r}")
+        if row.global_shape is None or row.slice is not None:
             return
         shape = list(tensor.shape)
-        for cut in parse_dims(row.dims):
+        for cut in cuts:
             if cut.axis is not None and not pd.isna(size := getattr(row, f"{cut.group}_size")):
                 shape[cut.axis] *= int(size)
         if shape != list(row.global_shape):
@@ -147,10 +155,12 @@ class Verification:
         keys = [*IDENTITY, "rank"]
         ordered = records.sort_values("counter", kind="stable")
         again = ordered.duplicated(keys)
-        first = ordered[~again].set_index(keys)["path"]
-        for row in ordered[again].itertuples():
-            key = tuple(getattr(row, name) for name in keys)
-            self._same(row, str(first[key]), "the first of the same pass")
+        if again.any():
+            own = zip(*(ordered[~again][name] for name in keys), strict=True)
+            first = dict(zip(own, ordered["path"][~again], strict=True))
+            for row in ordered[again].itertuples():
+                key = tuple(getattr(row, name) for name in keys)
+                self._same(row, first[key], "the first of the same pass")
         return ordered[~again].sort_index()
 
     def _replicas(self, records: pd.DataFrame) -> None:
@@ -170,3 +180,8 @@ class Verification:
             self.verdict.findings.append(Finding("replica", row.path, f"{text}: {difference}"))
         else:
             self.verdict.checked["replicas"] += 1
+
+
+def _identified(records: pd.DataFrame) -> Any:
+    """Which records say of what run, pass, rank and layer they are."""
+    return records[[*IDENTITY, "rank"]].notna().all(axis=1)

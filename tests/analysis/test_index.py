@@ -114,6 +114,19 @@ def test_an_index_with_a_value_of_another_type_is_a_problem_and_its_files_are_op
     assert sources(store) == {"file"}
 
 
+def test_a_file_that_two_lines_name_is_told(tmp_path):
+    paths = write_dump(tmp_path, layers=1)
+    [index] = tmp_path.glob("*.jsonl")
+    first = index.read_text().splitlines()[0]
+    index.write_text(index.read_text() + first.replace('"counter": 1,', '"counter": 99,') + "\n")
+    store = TensorStore(tmp_path)
+    assert [str(problem) for problem in store.problems] == [
+        f"{paths[0]}: 2 lines of indexes name it; the last counts"
+    ]
+    assert len(store) == len(LAYER)
+    assert store.records["counter"].tolist() == [*range(2, len(LAYER) + 1), 99]
+
+
 def test_metadata_of_another_type_are_a_problem(tmp_path):
     [path, *_] = write_dump(tmp_path, layers=1)
     payload = torch.load(path, weights_only=True)
@@ -128,7 +141,11 @@ def test_metadata_of_another_type_are_a_problem(tmp_path):
 def test_a_run_card_that_is_none_is_a_problem(tmp_path):
     write_dump(tmp_path, layers=1)
     [card] = tmp_path.glob("run_*.json")
-    for content, said in (("{", "the run card is not read"), ("[]", "a JSON list, no run card")):
+    for content, said in (
+        ("{", "the run card is not read"),
+        ("[]", "a JSON list, no run card"),
+        ('{"arguments": []}', "no run card: its arguments are a list, no dict"),
+    ):
         card.write_text(content)
         store = TensorStore(tmp_path)
         assert store.run_card("20250908_095200_abc123") == {}

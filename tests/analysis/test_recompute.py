@@ -274,3 +274,21 @@ def test_unnormalized_probabilities_are_those_of_another_order_of_division():
     formats = Formats(None, GemmFormats(MXFP8, MXFP8, unnormalized=True))
     outcomes = {name: o for _, name, o in attention([attention_tensors()], formats, 1.0)}
     assert outcomes["output"].wrong
+
+
+def test_where_some_values_are_not_finite_the_others_are_compared():
+    """A NaN in a key: queries from its place on have none; the others are as they should be."""
+    tensors = attention_tensors()
+    tensors["key"][5] = torch.nan
+    outputs = tensors["output"].clone()
+    outputs[5:] = torch.nan
+    formats = Formats(None, None)
+
+    def outcome(output):
+        return next(o for _, n, o in attention([tensors | {"output": output}], formats, 1.0)
+                    if n == "output")  # fmt: skip
+
+    assert not outcome(outputs).wrong
+    assert "NaN or Inf where it should be none" in outcome(outputs.nan_to_num(nan=1.0)).text
+    outputs[0, 0, 0] += 1
+    assert outcome(outputs).wrong

@@ -92,6 +92,8 @@ def test_how_dims_are_read():
     for wrong in ("s b h[tp", "s b h{tp}", "s b h | sum[tp]"):
         with pytest.raises(ValueError, match=r"dims .* is not understood; as in"):
             parse_dims(wrong)
+    with pytest.raises(ValueError, match="no parallel group 'mp'; there are tp, pp, dp"):
+        parse_dims("s b h[mp]")
 
 
 def test_a_gap_is_refused_and_named(tmp_path):

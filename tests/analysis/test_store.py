@@ -88,6 +88,12 @@ def test_subfolders_are_searched_and_unfinished_files_skipped(tmp_path):
         ({"layer": 1}, 28),
         ({"layer_idx": [0, 1], "iteration": 2}, 28),
         ({"iteration": range(2, 9)}, 28),
+        ({"iteration": range(2, 10**15)}, 28),
+        ({"iteration": range(2, 0, -1)}, 56),
+        ({"iteration": range(2, 2)}, 0),
+        ({"counter": range(1, 57, 8)}, 7),
+        ({"counter": range(56, 0, -8)}, 7),
+        ({"pp": range(9)}, 0),
         ({"tensor_name": ["input", "weight"]}, 8),
         ({"operation": "backward", "layer_type": "attention"}, 16),
         ({"phase": "post", "quant_type": "mxfp8"}, 28),
@@ -136,7 +142,12 @@ def test_the_tensor_is_memory_mapped_and_correct(tmp_path):
     loaded = store.load(record)
     expected = torch.load(path, weights_only=True)["tensor"]
     assert loaded.dtype == torch.bfloat16
-    for found in (loaded, store.load(store.records.iloc[0]), store.load(0)):
+    for found in (
+        loaded,
+        store.load(store.records.iloc[0]),
+        store.load(0),
+        store.load(np.int64(0)),
+    ):
         assert torch.equal(found, expected)
     mapped = Path("/proc/self/maps")
     if mapped.exists():

@@ -10,6 +10,7 @@ import torch
 
 from megatron.analysis.__main__ import main
 from megatron.analysis.store import TensorStore
+from tests.analysis.fake_dump import records
 from tests.analysis.verifying import change_card, count, path_of, verify
 from tests.subprocesses import run
 
@@ -235,6 +236,60 @@ def test_foreign_files_are_read_and_the_rest_is_said_to_be_unchecked(tmp_path):
     verdict = verify(tmp_path)
     assert verdict.findings == []
     assert list(verdict.unchecked.values()) == [1]
+
+
+def foreign(folder, **changes):
+    """One file with the metadata of another program."""
+    folder.mkdir()
+    [first, *_] = records(run_id="r", quant_type="bf16", layers=1)
+    metadata = first[0].to_metadata() | changes
+    tensor = changes.pop("tensor", torch.ones(first[1], dtype=torch.bfloat16))
+    metadata |= {"dtype": str(tensor.dtype).removeprefix("torch.")}
+    metadata.pop("tensor", None)
+    torch.save({"tensor": tensor, "metadata": metadata}, folder / "a.pt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dims": "s b h[mp]"}, "dims 's b h[mp]': no parallel group 'mp'"),
+        ({"dims": "s b"}, "its shape is [64, 2, 64], but its dims are 's b'"),
+        ({"dims": "s b {h}", "global_shape": None}, "'{h}' is not understood"),
+        ({"tensor": torch.tensor([[[torch.nan]]]).to(torch.float8_e4m3fn)}, "1 NaN and 0 Inf of 1"),
+    ],
+)
+def test_strange_metadata_are_an_error_of_their_file(tmp_path, changes, said):
+    if "tensor" in changes:
+        changes = changes | {"shape": [1, 1, 1], "global_shape": [1, 1, 1]}
+    verdict = verify(foreign(tmp_path / "dump", **changes))
+    [error] = [each for each in verdict.errors if each.what in ("file", "values")]
+    assert error.where == str(tmp_path / "dump" / "a.pt")
+    assert said in error.text
+
+
+@pytest.mark.parametrize(
+    "changes", [{"run_id": None}, {"rank": None}, {"micro_batch": None}, {"dims": None}]
+)
+def test_what_does_not_say_what_it_is_is_counted(tmp_path, changes):
+    verdict = verify(foreign(tmp_path / "dump", **changes))
+    assert [each.what for each in verdict.findings if not each.note] == []
+    [(reason, number)] = verdict.unchecked.items()
+    assert number == 1
+    assert "metadata do not say what they are" in reason
+
+
+def test_a_layer_type_of_another_program_is_read(tmp_path):
+    verdict = verify(foreign(tmp_path / "dump", layer_type="norm"))
+    assert verdict.errors == []
+    assert verdict.checked["files"] == 1
+
+
+def test_nothing_readable_is_an_error(tmp_path, capsys):
+    (tmp_path / "a.pt").write_bytes(b"")
+    assert main(["verify", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert told.startswith(f"ERROR  file: {tmp_path / 'a.pt'}: the file is empty")
 
 
 def test_the_command(dumps, copied, capsys):
