@@ -37,8 +37,8 @@ tensor is missing that the run must have left.
 
 A result of a linear layer may be off its exact value by what any order of summation in float32 and
 one rounding to its dtype can do; one of attention by four times what moving every score by one unit
-in the last place does. What cannot be checked (stochastic rounding, unnormalized probabilities,
-dropout) is counted, with the reason.
+in the last place does. What cannot be checked (stochastic rounding, dropout, parts of tensors) is
+counted, with the reason.
 """
 _VERIFY_EXAMPLES = """\
 A line for each finding (an error, or a note that makes nothing wrong), then a summary.

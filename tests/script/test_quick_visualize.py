@@ -39,7 +39,7 @@ def test_a_corrupt_file_is_named_and_the_others_are_drawn(tmp_path):
     done = visualize("--tensor_dir", tmp_path / "logs", "--output_dir", tmp_path / "draw")
     assert done.returncode == 1
     assert f"[ERROR] {paths[0]}: the file is empty\n" in done.stderr
-    assert f"[ERROR] {paths[1]}: corrupt or cut short: " in done.stderr
+    assert f"[ERROR] {paths[1]}: no archive of torch.save: corrupt, cut short" in done.stderr
     assert "[ERROR] 2 file(s) are not in the picture" in done.stderr
     assert (tmp_path / "draw" / "quick_analysis.png").exists()
     text = (tmp_path / "draw" / "tensor_stats.txt").read_text()
