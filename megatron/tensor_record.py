@@ -57,6 +57,7 @@ PARTIAL_SUFFIX = ".partial"  #: ends the name of a file that is still being writ
 
 _BATCH = 1 << 20  #: bytes of an index that are read at a time
 
+
 def operation_of(tensor_name: str) -> str:
     """The pass in which a tensor of that name arises: forward or backward."""
     if tensor_name.endswith("_codes"):

@@ -27,12 +27,12 @@ from megatron.analysis.recompute import Outcome, as_outcome, check_not_random
 from megatron.analysis.recorded_formats import NotCheckedError, Softmax
 from megatron.analysis.shards import bits, differences
 from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
-from megatron.tensor_record import ON_REQUEST
+from megatron.tensor_record import PAIRWISE
 
 MASKED = -10000.0  #: Megatron's score of a hidden key
 _TIMES = 4.0  #: how much more than the measured effect of rounding is allowed
 _OPERANDS, _GRADIENTS = ("query", "key", "value"), ("grad_query", "grad_key", "grad_value")
-_FORWARD = ("output", *ON_REQUEST)
+_FORWARD = ("output", *PAIRWISE)
 RESULTS = (*_FORWARD, *_GRADIENTS)  #: what follows from the operands
 
 

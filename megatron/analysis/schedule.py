@@ -27,7 +27,7 @@ import pandas as pd
 from megatron.analysis import record_numbers
 from megatron.analysis.finding import Finding
 from megatron.analysis.record_numbers import in_words
-from megatron.tensor_record import ON_REQUEST, TENSOR_NAMES
+from megatron.tensor_record import OF_ITERATION, ON_REQUEST, TENSOR_NAMES
 
 _PASS = ["iteration", "micro_batch"]
 _NUMBERS = (
@@ -230,20 +230,18 @@ def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
 
 
 def _passes_of_tensors(records: pd.DataFrame) -> set[tuple[int, int, int, str, str]]:
-    """Rank, pass, module and name of each tensor that is there; a weight that an iteration has once
-    is in all of its passes.
+    """Rank, pass, module and name of each tensor that is there; one of those that an iteration may
+    have once (a weight) is in all of its passes.
     """
     names = ["rank", *_PASS, "module", "tensor_name"]
     have = set(records[names].itertuples(index=False, name=None))
-    weights = records[records["tensor_name"] == "weight"]
-    once = weights.drop_duplicates(names)
-    if once.duplicated(["rank", "iteration", "module"]).any():
-        return have
     batches = records["micro_batch"].unique().tolist()
-    for rank, iteration, module in once[["rank", "iteration", "module"]].itertuples(
-        index=False, name=None
-    ):
-        have |= {(rank, iteration, batch, module, "weight") for batch in batches}
+    for name in OF_ITERATION:
+        once = records.loc[records["tensor_name"] == name, names].drop_duplicates()
+        if once.duplicated(["rank", "iteration", "module"]).any():
+            continue
+        for rank, iteration, _, module, _ in once.itertuples(index=False, name=None):
+            have |= {(rank, iteration, batch, module, name) for batch in batches}
     return have
 
 

@@ -130,7 +130,7 @@ class TensorStore:
             ValueError: a tensor of another kind.
             UnreadableTensorError: as of `load`.
         """
-        if isinstance(record, int):
+        if isinstance(record, Integral):
             record = self.records.loc[record]
         metadata = {name: _field(record, name) for name in ("codes", "format")}
         if not isinstance(metadata["codes"], dict):

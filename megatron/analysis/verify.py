@@ -76,7 +76,12 @@ class Verification:
         if bare := len(good) - len(known):
             reason = "tensors whose metadata do not say what they are: only values were read"
             self.verdict.unchecked[reason] += bare
-        known = self._without_recomputed(known)
+        codes = known["codes"].notna()
+        if codes.any():
+            self.verdict.unchecked["codes and scales, of which only the file was read"] += sum(
+                codes
+            )
+        known = self._without_recomputed(known[~codes])
         self._replicas(known)
         for run_id, of_run in known.groupby("run_id", sort=False):
             self._run(str(run_id), of_run)

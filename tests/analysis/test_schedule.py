@@ -143,9 +143,10 @@ def test_the_one_weight_of_an_iteration_recomputes_all_of_its_passes(copied):
     folder = copied("one")
     whole = verify(folder)
     [index] = folder.glob("*.jsonl")
-    kept = []
+    kept, again = [], 0  # an older writer wrote a weight with every micro-batch
     for line in map(json.loads, index.read_text().splitlines()):
         if line["tensor_name"] == "weight" and line["micro_batch"] == 1:
+            again += 1
             (folder / line["file"]).unlink()
         else:
             kept.append(line)
@@ -154,7 +155,7 @@ def test_the_one_weight_of_an_iteration_recomputes_all_of_its_passes(copied):
     verdict = verify(folder)
     assert verdict.findings == []
     assert verdict.unchecked == {}
-    assert verdict.checked == whole.checked - Counter(files=8)
+    assert verdict.checked == whole.checked - Counter(files=again)
     store = TensorStore(folder)
     where = {"layer": 1, "module": "linear_fc1", "tensor_name": "weight"}
     first, second = (store.load_global(micro_batch=batch, **where) for batch in (0, 1))

@@ -227,7 +227,8 @@ def test_tensors_of_two_ranks_put_together_are_those_of_one(dumps, layout):
     store = TensorStore(dumps / layout)
     assert store.records["rank"].nunique() == 2
     expected, found = tensors(TensorStore(dumps / "one")), tensors(store)
-    assert len(expected) == 2 * 2 * 32
+    # weights are written with the first micro-batch only
+    assert len(expected) == 2 * 2 * 32 - 2 * 4
     assert found.keys() == expected.keys()
     for key, tensor in found.items():
         size = 2 if layout.startswith("tp2") else 1

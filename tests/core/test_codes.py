@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.analysis.store import TensorStore
+from megatron.analysis.verify import Verification
 from megatron.core.collection_limits import OVERHEAD
 from megatron.fake_quant import dequantize, fake_quantize
 from megatron.fake_quant.gemm import SLOTS
@@ -42,6 +43,15 @@ def rounded_to_nearest(tmp_path_factory):
     options = ("--micro-batches", "2", "--dtype", "bf16")
     collect(dump, *options, flags=flags, CUSTOM_QUANT_TYPE="mxfp8")
     return TensorStore(dump)
+
+
+def test_the_dump_is_verified_and_codes_are_counted(rounded_to_nearest):
+    verdict = Verification(rounded_to_nearest).run()
+    assert verdict.errors == []
+    codes = rounded_to_nearest.records["codes"].notna().sum()
+    assert verdict.unchecked == {"codes and scales, of which only the file was read": codes}
+    attention = verdict.checked["results of attention, bit for bit"]
+    assert attention == 2 * 2 * 5, "layers, micro-batches; output, probabilities and gradients"
 
 
 def test_every_slot_of_every_matmul_is_there(rounded_to_nearest):
