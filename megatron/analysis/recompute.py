@@ -49,9 +49,19 @@ class Outcome:
 
 
 def linear(
-    tensors: Mapping[str, Tensor], formats: GemmFormats, slack: float
+    tensors: Mapping[str, Tensor],
+    formats: GemmFormats,
+    slack: float,
+    codes: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Outcome | NotCheckedError]]:
-    """Each result that is there, checked; why not, where it cannot be."""
+    """Each result that is there, checked; why not, where it cannot be.
+
+    Args:
+        tensors: by name.
+        formats: what the operands went through.
+        slack: see the module's docstring.
+        codes: of each slot whose codes were saved, the values that they stand for.
+    """
     for name, operands in LINEAR.items():
         if name not in tensors:
             continue
@@ -62,7 +72,7 @@ def linear(
             saved = tensors[name].flatten(0, -2)
             if not one.dtype == other.dtype == saved.dtype:
                 raise NotCheckedError("operands and result have different dtypes")
-            a, bt = _operands(name, one, other, formats)
+            a, bt = _operands(name, one, other, formats, codes or {})
             yield name, _compare(saved, a, bt, formats if name != "output" else None, slack)
         except (NotCheckedError, RuntimeError, ValueError) as error:
             yield name, as_outcome(error)
@@ -76,35 +86,65 @@ def as_outcome(error: Exception) -> Outcome | NotCheckedError:
     return Outcome(exact=False, excess=torch.inf, text=f"its operands do not fit: {line}")
 
 
-def _operands(name: str, one: Tensor, other: Tensor, formats: GemmFormats) -> tuple[Tensor, Tensor]:
+def _operands(
+    name: str, one: Tensor, other: Tensor, formats: GemmFormats, codes: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
     """The two factors of a result's GEMM, quantized: tokens T, input K, output N features."""
+
+    def of(slot: str, x: Tensor, axis: int, *, fill: bool = False) -> Tensor:
+        operand: Operand = getattr(formats, slot)
+        return quantized(operand, x, axis, fill=fill, stored=codes.get(slot))
+
     straight = formats.straight_through
     if name == "output":
-        a_TK = quantized(formats.fprop_a, one, -1)
-        return a_TK, quantized(formats.fprop_b, other, -1).t()
+        return of("fprop_a", one, -1), of("fprop_b", other, -1).t()
     if name == "grad_input":
-        c_TN = quantized(formats.dgrad_c, one, -1)
-        operand, axis = (formats.fprop_b, -1) if straight else (formats.dgrad_b, -2)
-        return c_TN, quantized(operand, other, axis)
-    c_TN = quantized(formats.wgrad_c, one, -2, fill=True)
-    operand, axis = (formats.fprop_a, -1) if straight else (formats.wgrad_a, -2)
-    return c_TN.t(), quantized(operand, other, axis, fill=not straight)
+        slot, axis = ("fprop_b", -1) if straight else ("dgrad_b", -2)
+        return of("dgrad_c", one, -1), of(slot, other, axis)
+    slot, axis = ("fprop_a", -1) if straight else ("wgrad_a", -2)
+    return of("wgrad_c", one, -2, fill=True).t(), of(slot, other, axis, fill=not straight)
 
 
-def quantized(operand: Operand, x: Tensor, axis: int, *, fill: bool = False) -> Tensor:
+def quantized(
+    operand: Operand, x: Tensor, axis: int, *, fill: bool = False, stored: Tensor | None = None
+) -> Tensor:
     """The operand as the GEMM saw it.
 
+    Args:
+        operand: what it went through.
+        x: the saved tensor.
+        axis: the reduction axis.
+        fill: see `Operand.quantized`.
+        stored: the values that its saved codes stand for. They are taken where the rounding was
+            random, and must be those of `x` where it was not.
+
     Raises:
-        NotCheckedError: it was rounded with random bits, which are not saved.
+        NotCheckedError: it was rounded with random bits, and has no codes.
+        ValueError: codes that are not those of the tensor.
     """
-    check_not_random(operand)
-    return operand.quantized(x, axis=axis, fill=fill)
+    if stored is None:
+        check_not_random(operand)
+        return operand.quantized(x, axis=axis, fill=fill)
+    if is_random(operand):
+        rotated = operand.rotated(x, axis=axis, fill=fill)
+        if stored.shape != rotated.shape:
+            raise ValueError(f"codes of shape {list(stored.shape)} for {list(rotated.shape)}")
+        return stored
+    again = operand.quantized(x, axis=axis, fill=fill)
+    if not torch.equal(bits(again), bits(stored)):
+        raise ValueError("the saved codes of an operand are not those of the saved tensor")
+    return again
+
+
+def is_random(operand: Operand) -> bool:
+    """Whether it is rounded stochastically."""
+    return operand.format is not None and operand.format.rounding == "stochastic"
 
 
 def check_not_random(*operands: Operand) -> None:
     """Refuse stochastic rounding."""
-    if any(each.format is not None and each.format.rounding == "stochastic" for each in operands):
-        raise NotCheckedError("stochastic rounding: the random bits are not saved")
+    if any(map(is_random, operands)):
+        raise NotCheckedError("stochastic rounding: no codes were saved (--collect-tensors codes)")
 
 
 def _compare(

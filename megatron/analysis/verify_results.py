@@ -18,6 +18,9 @@ from megatron.analysis.recompute import LINEAR, Outcome, linear
 from megatron.analysis.recompute_attention import RESULTS, Formats, attention
 from megatron.analysis.recorded_formats import NotCheckedError, Softmax
 from megatron.analysis.store import TensorStore
+from megatron.fake_quant import dequantize
+from megatron.fake_quant.gemm import SLOTS
+from megatron.tensor_record import CODES, OF_ITERATION
 
 _UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, scale and dropout"
 #: A pass of a linear layer is one rank's; of attention, of the ranks that share its sequences.
@@ -38,9 +41,9 @@ class Results:
     def check(self, progress: Callable[[], object]) -> Iterator[Result]:
         """Every result, with how it stands to the recomputed one."""
         of_attention = self.records["layer_type"] == "attention"
-        weights = self._weights()
+        once = self._of_iteration()
         for key, rows in self._passes(self.records[~of_attention], _LINEAR_PASS):
-            for row, outcome in self._linear(rows, weights.get((key[0], *key[2:]))):
+            for row, outcome in self._linear(rows, once.get((key[0], *key[2:]), {})):
                 yield "linear layers", row, outcome
             progress()
         found: list[tuple[Any, Outcome | NotCheckedError]] = []
@@ -58,22 +61,31 @@ class Results:
     def _passes(records: pd.DataFrame, keys: list[str]) -> Any:
         return records.groupby(keys, sort=False, dropna=False)
 
-    def _weights(self) -> dict[tuple[Any, ...], Any]:
-        """One record of each weight by iteration, module and rank: it is the same in every
-        micro-batch, and may be written with one of them only.
+    def _of_iteration(self) -> dict[tuple[Any, ...], dict[str, Any]]:
+        """Records of weights and their codes, by name, for each iteration, module and rank: they
+        are the same in every micro-batch, and may be written with one of them only.
         """
-        weights = self.records[self.records["tensor_name"] == "weight"]
-        return {(row.iteration, row.module, row.rank): row for row in weights.itertuples()}
+        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for row in self.records[self.records["tensor_name"].isin(OF_ITERATION)].itertuples():
+            found.setdefault((row.iteration, row.module, row.rank), {})[row.tensor_name] = row
+        return found
 
     def _tensors(self, rows: Iterable[Any]) -> dict[str, Tensor]:
-        return {row.tensor_name: self.store.load(row) for row in rows}
+        return {row.tensor_name: self.store.load(row) for row in rows if row.codes is None}
+
+    def _codes(self, by_name: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The values that saved codes of a linear layer's operands stand for, by slot."""
+        return {
+            slot: dequantize(self.store.load_codes(by_name[name]))
+            for slot, name in zip(SLOTS, CODES["linear"], strict=True)
+            if name in by_name
+        }
 
     def _linear(
-        self, rows: pd.DataFrame, weight: Any
+        self, rows: pd.DataFrame, once: Mapping[str, Any]
     ) -> Iterator[tuple[Any, Outcome | NotCheckedError]]:
         """The results of one pass of one layer on one rank, by the reading that fits best."""
-        by_name = {} if weight is None else {"weight": weight}
-        by_name |= {row.tensor_name: row for row in rows.itertuples()}
+        by_name = dict(once) | {row.tensor_name: row for row in rows.itertuples()}
         first = rows.iloc[0]
         try:
             _check_whole(by_name.values())
@@ -88,10 +100,10 @@ class Results:
         except NotCheckedError as reason:
             yield from ((by_name[name], reason) for name in LINEAR if name in by_name)
             return
-        tensors = self._tensors(by_name.values())
+        tensors, codes = self._tensors(by_name.values()), self._codes(by_name)
         best: dict[str, Outcome | NotCheckedError] = {}
         for formats in readings:
-            for name, outcome in linear(tensors, formats, self.slack):
+            for name, outcome in linear(tensors, formats, self.slack, codes):
                 best[name] = _better(best.get(name), outcome)
         yield from ((by_name[name], outcome) for name, outcome in best.items())
 

@@ -3,17 +3,19 @@ multiplied.
 """
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.analysis.store import TensorStore
-from megatron.analysis.verify import Verification
 from megatron.core.collection_limits import OVERHEAD
 from megatron.fake_quant import dequantize, fake_quantize
 from megatron.fake_quant.gemm import SLOTS
 from megatron.fake_quant.recipe_config import GEMMS
 from megatron.tensor_record import CODES, ON_REQUEST, TENSOR_NAMES
+from tests.analysis.verifying import count, verify
 from tests.core.test_collection import collect, pick
 
 RECIPE = """
@@ -43,15 +45,6 @@ def rounded_to_nearest(tmp_path_factory):
     options = ("--micro-batches", "2", "--dtype", "bf16")
     collect(dump, *options, flags=flags, CUSTOM_QUANT_TYPE="mxfp8")
     return TensorStore(dump)
-
-
-def test_the_dump_is_verified_and_codes_are_counted(rounded_to_nearest):
-    verdict = Verification(rounded_to_nearest).run()
-    assert verdict.errors == []
-    codes = rounded_to_nearest.records["codes"].notna().sum()
-    assert verdict.unchecked == {"codes and scales, of which only the file was read": codes}
-    attention = verdict.checked["results of attention, bit for bit"]
-    assert attention == 2 * 2 * 5, "layers, micro-batches; output, probabilities and gradients"
 
 
 def test_every_slot_of_every_matmul_is_there(rounded_to_nearest):
@@ -141,6 +134,9 @@ def test_random_bits_are_those_of_the_matmul(tmp_path):
                 assert torch.equal(store.load(record).flatten(0, -2), expected)
                 found[name] += 1
     assert found == dict.fromkeys(found, 8)
+    verdict = verify(dump, exact=True)
+    assert verdict.errors == []
+    assert count(verdict.checked, "results of linear layers, bit for bit") == 3 * 8
     for record in pick(records, tensor_name="fprop_input_codes"):
         content = torch.load(dump / record["file"], weights_only=True)
         assert set(content["scales"]) == {"blocks", "tensor"}, "of nvfp4"
@@ -149,8 +145,19 @@ def test_random_bits_are_those_of_the_matmul(tmp_path):
         assert content["tensor"].nbytes == 64 * 64 // 2 or record["module"].endswith("fc2")
 
 
-def test_the_run_card_and_verify_agree_that_nothing_is_missing(rounded_to_nearest):
+def test_verify_misses_nothing_and_finds_codes_of_another_tensor(rounded_to_nearest, tmp_path):
     (card,) = rounded_to_nearest.folder.glob("run_*.json")
     assert set(ON_REQUEST) - {"attention_scores"} <= set(
         json.loads(card.read_text())["selection"]["tensors"]
     )
+    found = verify(rounded_to_nearest.folder, exact=True)
+    assert found.errors == []
+    assert count(found.checked, "results of linear layers, bit for bit") == 2 * 4 * 3 * 2
+    shutil.copytree(rounded_to_nearest.folder, tmp_path / "copy")
+    record = rounded_to_nearest.select(tensor_name="fprop_input_codes").iloc[0]
+    path = tmp_path / "copy" / Path(record["path"]).name
+    content = torch.load(path, weights_only=True)
+    content["tensor"][0, 0] ^= 1
+    torch.save(content, path)
+    (error,) = verify(tmp_path / "copy").errors
+    assert "codes of an operand are not those of the saved tensor" in str(error)
