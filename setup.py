@@ -18,6 +18,7 @@ RUNTIME = {
     "psutil": "7.2.2",  # without it megatron-core's checkpoint writer hangs
     "sentencepiece": "0.2.3",  # tokenizers of the default corpus and of the Llama 2 family
     "transformers": "5.23.0",  # Hugging Face tokenizers; no model of theirs is used
+    "safetensors": "0.8.0",  # weights in the Hugging Face format
     "tensorboard": "2.21.0",  # scalars of a training run
     "tqdm": "4.70.1",  # progress bars
     "pyyaml": "6.0.3",  # recipes

@@ -64,6 +64,18 @@ def assign_identities(model: torch.nn.Module) -> None:
                 module.identity = ModuleIdentity(_with_global_expert(name, first), index)
 
 
+def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's parameters by their names in the whole model; a shared one comes once."""
+    layers = {f"{name}.": layer for name, layer in transformer_layers(model)}
+    for name, parameter in model.named_parameters():
+        prefix = next((prefix for prefix in layers if name.startswith(prefix)), None)
+        if prefix is not None:
+            layer = layers[prefix]
+            whole = re.sub(r"\d+\.$", f"{layer.layer_number - 1}.", prefix)
+            name = _with_global_expert(whole + name.removeprefix(prefix), _first_expert(layer))
+        yield name, parameter
+
+
 def _first_expert(layer: torch.nn.Module) -> int:
     """The global number of this rank's first expert; 0 in a layer without experts."""
     of_experts = (getattr(module, "local_expert_indices", None) for module in layer.modules())

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.training import options
 from megatron.training.config_args import add_config_arguments
 from megatron.training.errors import UserError
+from megatron.training.hf import flags as hf
 from megatron.training.option_fields import add_options
 from megatron.training.validation import complete
 
@@ -44,6 +45,14 @@ examples:
       --data-path dataset/default/corpus_text_document --tokenizer-type SentencePieceTokenizer \\
       --tokenizer-model model/default/tokenizer.model --save checkpoints/run1 \\
       --load checkpoints/run1 --save-interval 100 ...
+
+  # go on from published weights in another layout; write them back when training ends
+  torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 4 --bf16 \\
+      --load-hf model/llama3.2-1b --save-hf model/trained --tokenizer-type HuggingFaceTokenizer \\
+      --tokenizer-model model/llama3.2-1b --seq-length 4096 --train-iters 1000 --lr 1e-5 ...
+
+  # convert a checkpoint of this program, without training
+  python pretrain_gpt.py --load checkpoints/run1 --save-hf model/run1 --train-iters 0 ...
 """
 
 
@@ -96,7 +105,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         raise UserError(_about_unknown(unknown[0], option_names(parser)))
-    return complete(args, list(CONFIGS))
+    model, notes = hf.prepare(args, hf.given_flags(parser, argv))
+    run = complete(args, list(CONFIGS))
+    run.notes.extend(notes)
+    run.hf = model
+    if model is None and args.save_hf is not None:
+        run.hf = hf.describe(args)
+    return run
 
 
 def _about_unknown(argument: str, known: list[str]) -> str:

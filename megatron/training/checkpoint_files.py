@@ -85,6 +85,13 @@ def write_tracker(directory: Path, iteration: int) -> None:
     partial.replace(directory / TRACKER)
 
 
+def resumes(args: argparse.Namespace) -> bool:
+    """Whether `--load` names a checkpoint, which then goes before `--load-hf`."""
+    if args.load is None:
+        return False
+    return args.ckpt_step is not None or latest_iteration(args.load) is not None
+
+
 def folder_to_load(args: argparse.Namespace) -> Path | None:
     """The checkpoint to read; None to start anew, as an empty folder allows that is also `--save`.
 
@@ -98,7 +105,8 @@ def folder_to_load(args: argparse.Namespace) -> Path | None:
     if iteration is None:
         own = args.save is not None and Path(args.load).resolve() == Path(args.save).resolve()
         if own and not there and not args.finetune:
-            print_rank_0(f"> no checkpoint in {args.load} yet: starting from scratch")
+            start = "scratch" if args.load_hf is None else f"--load-hf {args.load_hf}"
+            print_rank_0(f"> no checkpoint in {args.load} yet: starting from {start}")
             return None
         if there:
             raise UserError(

@@ -32,6 +32,7 @@ from megatron.training.checkpoint_files import (
     write_tracker,
 )
 from megatron.training.errors import RunError, UserError
+from megatron.training.hf.loading import load_weights
 from megatron.training.logging import Progress
 from megatron.training.report import print_rank_0
 from megatron.training.train_step import Trained
@@ -101,7 +102,7 @@ def save_checkpoint(run: Run, trained: Trained, progress: Progress) -> None:
 
 
 def load_checkpoint(run: Run, trained: Trained) -> Progress:
-    """Continue from `--load`; returns where the run stands. Collective.
+    """Continue from `--load`, or start from `--load-hf`; returns where the run stands. Collective.
 
     Raises:
         UserError: there is no checkpoint, or it belongs to another model.
@@ -109,7 +110,13 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
     args = run.args
     folder = folder_to_load(args)
     if folder is None:
+        if args.load_hf is not None:
+            load_weights(trained.model, run.hf, args.load_hf)
+            if trained.optimizer is not None:
+                trained.optimizer.reload_model_params()
         return Progress()
+    if args.load_hf is not None:
+        print_rank_0(f"> resuming from --load {args.load}: the weights of --load-hf are not read")
     print_rank_0(f" loading checkpoint from {folder}")
     common = dist_checkpointing.load_common_state_dict(str(folder))
     _check_architecture(args, common, folder)

@@ -111,7 +111,7 @@ def build_stage(run: Run, vocab_size: int, vp_stage: int | None = None) -> GPTMo
     )
 
 
-def build_model(run: Run, vocab_size: int) -> list[torch.nn.Module]:
+def build_chunks(run: Run, vocab_size: int) -> list[torch.nn.Module]:
     """This rank's stages: one, or several with the interleaved schedule."""
     stages = run.args.virtual_pipeline_model_parallel_size
     chunks = [
@@ -125,6 +125,12 @@ def build_model(run: Run, vocab_size: int) -> list[torch.nn.Module]:
     chunks = [chunk.to(device.current()) for chunk in chunks]
     if run.transformer.fp16 or run.transformer.bf16:
         chunks = [Float16Module(run.transformer, chunk) for chunk in chunks]
+    return chunks
+
+
+def build_model(run: Run, vocab_size: int) -> list[torch.nn.Module]:
+    """The stages, ready to be trained: with buffers for their gradients."""
+    chunks = build_chunks(run, vocab_size)
     wrapped = [
         DistributedDataParallel(
             config=run.transformer,

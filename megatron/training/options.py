@@ -201,6 +201,19 @@ class CheckpointOptions:
     load_optim: bool = option(True, "read the optimizer's state")
     load_rng: bool = option(True, "read the random states")
     finetune: bool = option(False, "load the weights only and start at iteration 0")
+    load_hf: str | None = option(
+        None,
+        "start from a Hugging Face checkpoint (safetensors of LlamaForCausalLM or "
+        "DeepseekV2ForCausalLM); sets the flags of the architecture that were not given. A "
+        "checkpoint in --load goes first",
+        metavar="DIR",
+    )
+    save_hf: str | None = option(
+        None,
+        "write the weights in the Hugging Face format when training ends; with --train-iters 0 "
+        "only convert those of --load or --load-hf",
+        metavar="DIR",
+    )
     ckpt_format: str = option("torch_dist", "", choices=("torch_dist",))
 
 

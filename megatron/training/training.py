@@ -29,6 +29,10 @@ from megatron.training.collection import (
 )
 from megatron.training.errors import RunError
 from megatron.training.evaluate import evaluate, print_evaluation
+from megatron.training.hf.convert import convert
+from megatron.training.hf.flags import check_vocabulary, converts
+from megatron.training.hf.loading import check_weights
+from megatron.training.hf.writing import check_export, save_weights
 from megatron.training.initialize import initialize
 from megatron.training.logging import (
     Interval,
@@ -62,9 +66,15 @@ def pretrain(run: Run) -> None:
     for line in policy.current().describe():
         print_rank_0(f"> format of {line}")
     check_save_directory(args)
+    check_export(run)
+    check_weights(run)
     tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
-    args.padded_vocab_size = model.padded_vocab_size(args, tokenizer.vocab_size)
+    tokens = check_vocabulary(args, run.hf, tokenizer.vocab_size)
+    args.padded_vocab_size = model.padded_vocab_size(args, tokens)
     run.transformer.timers = run.optimizer.timers = timers
+    if converts(args):
+        convert(run)
+        return
 
     chunks = model.build_model(run, args.padded_vocab_size)
     optimizer = model.build_optimizer(run, chunks)
@@ -163,6 +173,7 @@ class Loop:
             else:
                 print_rank_0(f"> stopping after iteration {self.progress.iteration}: {reason}")
             self._save(last=True)
+            self._export()
         finally:
             self.tensorboard.close()
 
@@ -277,3 +288,9 @@ class Loop:
             save_checkpoint(self.run_, self.trained, self.progress)
         self.saved_at = self.progress.iteration
         self.interval.started += time.perf_counter() - paused
+
+    def _export(self) -> None:
+        """Write the weights in the Hugging Face format, if that was asked for."""
+        if self.args.save_hf is not None:
+            with whole_weights(self.trained.model, self.run_):
+                save_weights(self.run_, self.trained.model)

@@ -13,6 +13,7 @@ from megatron.training.config_args import fill_defaults, flagged_fields
 from megatron.training.derivation import derive, installed
 from megatron.training.errors import UserError
 from megatron.training.experts_and_mla import check_experts, check_mla
+from megatron.training.hf.architectures import Model
 from megatron.training.paths import blend_prefixes, check_prefix
 
 
@@ -27,6 +28,7 @@ class Run:
     optimizer: OptimizerConfig
     ddp: DistributedDataParallelConfig
     notes: list[str]  #: what was derived against what was given, for the log
+    hf: Model | None = None  #: of --load-hf, or that --save-hf is to write
 
 
 def complete(args: argparse.Namespace, generated: list[type]) -> Run:

@@ -1,0 +1,102 @@
+"""Which architecture a config.json or a command line means."""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.training.errors import UserError
+from megatron.training.hf import deepseek_v2, llama
+from megatron.training.hf.layouts import Layout, Source
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of transformers that the model here can be."""
+
+    name: str  #: its class
+    model_type: str
+    flags: Callable[[dict[str, Any]], dict[str, Any]]
+    config: Callable[[argparse.Namespace], dict[str, Any]]
+    tensors: Callable[[dict[str, Any]], dict[str, Layout]]
+
+
+LLAMA = Architecture("LlamaForCausalLM", "llama", llama.flags, llama.config, llama.tensors)
+DEEPSEEK_V2 = Architecture(
+    "DeepseekV2ForCausalLM",
+    "deepseek_v2",
+    deepseek_v2.flags,
+    deepseek_v2.config,
+    deepseek_v2.tensors,
+)
+ARCHITECTURES = (LLAMA, DEEPSEEK_V2)
+
+
+@dataclass
+class Model:
+    """A model as transformers describes it."""
+
+    architecture: Architecture
+    config: dict[str, Any]
+
+    @property
+    def tensors(self) -> dict[str, Layout]:
+        """How each tensor of ours is put together, by its name in the whole model."""
+        return self.architecture.tensors(self.config)
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """Every tensor of theirs by its name."""
+        return {s.name: s for layout in self.tensors.values() for s in layout.sources}
+
+
+def read_model(folder: str) -> Model:
+    """What the config.json of a checkpoint says.
+
+    Raises:
+        UserError: there is none, or it is of a model that cannot be built here.
+    """
+    path = Path(folder, CONFIG)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"--load-hf {folder} holds no {CONFIG}; name a folder as transformers' "
+            "save_pretrained writes it"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}; get the file again") from error
+    names = config.get("architectures") or [] if isinstance(config, dict) else []
+    for architecture in ARCHITECTURES:
+        if names == [architecture.name]:
+            return Model(architecture, config)
+    raise UserError(
+        f"{path} is of {' and '.join(map(str, names)) or 'no architecture'}; --load-hf takes "
+        f"{' or '.join(a.name for a in ARCHITECTURES)}"
+    )
+
+
+def flags_of(model: Model, folder: str) -> dict[str, Any]:
+    """What the command line must say for a checkpoint.
+
+    Raises:
+        UserError: the config.json asks for what cannot be computed here, or lacks a number.
+    """
+    where = Path(folder, CONFIG)
+    try:
+        return model.architecture.flags(model.config)
+    except KeyError as error:
+        raise UserError(f"{where} has no {error.args[0]}; get the file again") from error
+    except ValueError as error:
+        raise UserError(f"{where} has {error}; give another checkpoint") from error
+
+
+def described(args: argparse.Namespace) -> Model:
+    """The model of a complete command line; `vocab_size` is still missing."""
+    architecture = DEEPSEEK_V2 if args.multi_latent_attention else LLAMA
+    config = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    return Model(architecture, config | architecture.config(args) | {"hidden_act": "silu"})

@@ -1,0 +1,24 @@
+"""`--save-hf` with `--train-iters 0`: weights from one format into the other.
+
+The model is built without an optimizer and without buffers for gradients, so that a conversion
+needs the memory of the weights and of one file.
+"""
+
+from megatron.training import model
+from megatron.training.checkpointing import load_checkpoint
+from megatron.training.hf.writing import save_weights
+from megatron.training.report import print_rank_0
+from megatron.training.train_step import Trained
+from megatron.training.validation import Run
+
+
+def convert(run: Run) -> None:
+    """Read `--load` or `--load-hf`, write `--save-hf`.
+
+    Raises:
+        UserError: what the user can mend, on all ranks alike.
+    """
+    print_rank_0("> converting weights: nothing is trained or evaluated (--train-iters 0)")
+    chunks = model.build_chunks(run, run.args.padded_vocab_size)
+    load_checkpoint(run, Trained(chunks, None, None))
+    save_weights(run, chunks)

@@ -1,0 +1,197 @@
+"""DeepSeek-V2-Lite: DeepseekV2ForCausalLM in ours.
+
+Of the positional part of queries and keys transformers takes neighboring rows for a pair, as
+complex numbers; megatron-core's multi-latent attention first sorts the same rows into halves, for
+queries and keys alike, so that every product of the two is the same sum. No row changes its place.
+
+transformers gives the norm of the latent an epsilon of 1e-6, whatever `rms_norm_eps` is; here both
+are `--norm-epsilon`. In the published models they are equal.
+"""
+
+import argparse
+from typing import Any
+
+from megatron.training.hf.layouts import Layout, Source, columns, rows, whole
+from megatron.training.hf.llama import BLOCKS, check_blocks, gated, norms, outside_of_layers
+from megatron.training.hf.rope import Unsupported, yarn_flags
+
+LATENT_NORM_EPSILON = 1e-6  #: fixed in transformers
+
+
+def flags(config: dict[str, Any]) -> dict[str, Any]:
+    """What the command line must say for this config.json.
+
+    Raises:
+        Unsupported: what the model here cannot compute.
+    """
+    check_blocks(config)
+    _check_attention(config)
+    _check_routing(config)
+    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace", 0)
+    return (
+        BLOCKS
+        | {
+            "num_layers": layers,
+            "hidden_size": config["hidden_size"],
+            "ffn_hidden_size": config["intermediate_size"],
+            "num_attention_heads": config["num_attention_heads"],
+            "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
+            "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            "q_lora_rank": config.get("q_lora_rank"),
+            "kv_lora_rank": config["kv_lora_rank"],
+            "qk_head_dim": config["qk_nope_head_dim"],
+            "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
+            "v_head_dim": config["v_head_dim"],
+            "num_moe_experts": config["n_routed_experts"],
+            "moe_router_topk": config["num_experts_per_tok"],
+            "moe_ffn_hidden_size": config["moe_intermediate_size"],
+            "moe_shared_expert_intermediate_size": _shared_size(config),
+            "moe_shared_expert_gate": False,
+            "moe_layer_freq": [0] * dense + [1] * (layers - dense),
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": True,
+            "moe_router_topk_scaling_factor": _scaling(config.get("routed_scaling_factor")),
+            "moe_router_enable_expert_bias": False,
+            "moe_router_num_groups": None,
+            "moe_router_group_topk": None,
+            "moe_expert_capacity_factor": None,
+        }
+        | yarn_flags(config)
+    )
+
+
+def _check_attention(config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    if (config.get("num_key_value_heads") or heads) != heads:
+        raise Unsupported(
+            f"num_key_value_heads {config['num_key_value_heads']}; here it is {heads}"
+        )
+
+
+def _check_routing(config: dict[str, Any]) -> None:
+    """What transformers 5 ignores of a published config.json is refused where it would matter."""
+    for name, value, why in (
+        ("topk_method", "greedy", "megatron-core ranks groups of experts by another sum"),
+        ("scoring_func", "softmax", "DeepSeek-V2 scores experts by a softmax"),
+        ("norm_topk_prob", False, "the weights of the chosen experts are left as they are"),
+        ("moe_layer_freq", 1, "every layer behind the dense ones has experts"),
+    ):
+        found = config.get(name)
+        if found is not None and found != value:
+            raise Unsupported(f"{name} {found!r}; here it is {value!r}: {why}")
+    if not config.get("n_routed_experts") or not config.get("n_shared_experts"):
+        raise Unsupported("no routed or no shared experts; DeepSeek-V2 has both")
+    if config.get("first_k_dense_replace", 0) >= config["num_hidden_layers"]:
+        raise Unsupported("dense layers alone; DeepSeek-V2 has layers with experts")
+
+
+def _shared_size(config: dict[str, Any]) -> int:
+    return config["n_shared_experts"] * config["moe_intermediate_size"]
+
+
+def _scaling(factor: float | None) -> float | None:
+    """megatron-core takes no factor for a factor of 1."""
+    return None if factor in (None, 1) else float(factor)
+
+
+def config(args: argparse.Namespace) -> dict[str, Any]:
+    """The config.json of a model trained with these flags; `vocab_size` is the caller's."""
+    inner, shared = args.moe_ffn_hidden_size, args.moe_shared_expert_intermediate_size
+    pattern = layer_pattern(args.moe_layer_freq, args.num_layers)
+    found: dict[str, Any] = {
+        "num_hidden_layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "intermediate_size": args.ffn_hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "num_key_value_heads": args.num_attention_heads,
+        "rms_norm_eps": args.layernorm_epsilon,
+        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
+        "max_position_embeddings": args.max_position_embeddings,
+        "q_lora_rank": args.q_lora_rank,
+        "kv_lora_rank": args.kv_lora_rank,
+        "qk_nope_head_dim": args.qk_head_dim,
+        "qk_rope_head_dim": args.qk_pos_emb_head_dim,
+        "v_head_dim": args.v_head_dim,
+        "n_routed_experts": args.num_moe_experts,
+        "n_shared_experts": (shared or 0) // inner if inner else 0,
+        "num_experts_per_tok": args.moe_router_topk,
+        "moe_intermediate_size": inner,
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": [*pattern, 1].index(1),
+        "routed_scaling_factor": args.moe_router_topk_scaling_factor or 1.0,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "rope_theta": float(args.rotary_base),
+    }
+    if args.rope_type == "yarn":
+        found["rope_scaling"] = {
+            "type": "yarn",
+            "factor": args.rotary_scaling_factor,
+            "original_max_position_embeddings": args.original_max_position_embeddings,
+            "beta_fast": args.beta_fast,
+            "beta_slow": args.beta_slow,
+            "mscale": args.mscale,
+            "mscale_all_dim": args.mscale_all_dim,
+        }
+    return found
+
+
+def layer_pattern(pattern: int | list[int], layers: int) -> list[int]:
+    """`--moe-layer-freq` layer by layer: 1 where there are experts."""
+    if isinstance(pattern, int):
+        return [int(index % pattern == 0) for index in range(layers)]
+    return list(pattern)
+
+
+def tensors(config: dict[str, Any]) -> dict[str, Layout]:
+    """Every tensor of ours by its name in the whole model."""
+    found = outside_of_layers(config)
+    hidden = config["hidden_size"]
+    for index in range(config["num_hidden_layers"]):
+        ours, theirs = f"decoder.layers.{index}.", f"model.layers.{index}."
+        found |= norms(ours, theirs, hidden)
+        found |= _attention(ours + "self_attention.", theirs + "self_attn.", config)
+        ours, theirs = ours + "mlp.", theirs + "mlp."
+        if index < config.get("first_k_dense_replace", 0):
+            found |= gated(ours, theirs, hidden, config["intermediate_size"])
+        else:
+            found |= _experts(ours, theirs, config)
+    return found
+
+
+def _attention(ours: str, theirs: str, config: dict[str, Any]) -> dict[str, Layout]:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    latent, rank = config["kv_lora_rank"], config.get("q_lora_rank")
+    plain, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    queries, values = heads * (plain + turned), config["v_head_dim"]
+
+    def theirs_of(name: str, *shape: int) -> Source:
+        return Source(f"{theirs}{name}.weight", shape)
+
+    found = {
+        "linear_kv_down_proj": rows(theirs_of("kv_a_proj_with_mqa", latent + turned, hidden)),
+        "kv_layernorm": whole(theirs_of("kv_a_layernorm", latent)),
+        "linear_kv_up_proj": rows(theirs_of("kv_b_proj", heads * (plain + values), latent)),
+        "linear_proj": columns(theirs_of("o_proj", hidden, heads * values)),
+    }
+    if rank is None:
+        found["linear_q_proj"] = rows(theirs_of("q_proj", queries, hidden))
+    else:
+        found["linear_q_down_proj"] = rows(theirs_of("q_a_proj", rank, hidden))
+        found["q_layernorm"] = whole(theirs_of("q_a_layernorm", rank))
+        found["linear_q_up_proj"] = rows(theirs_of("q_b_proj", queries, rank))
+    return {f"{ours}{name}.weight": layout for name, layout in found.items()}
+
+
+def _experts(ours: str, theirs: str, config: dict[str, Any]) -> dict[str, Layout]:
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    number = config["n_routed_experts"]
+    found = {f"{ours}router.weight": whole(Source(f"{theirs}gate.weight", (number, hidden)))}
+    for expert in range(number):
+        names = f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}."
+        found |= gated(*names, hidden, inner)
+    names = f"{ours}shared_experts.", f"{theirs}shared_experts."
+    return found | gated(*names, hidden, _shared_size(config))

@@ -1,0 +1,154 @@
+"""Llama 2 and 3: LlamaForCausalLM in ours.
+
+Rotary dimensions are halves in both, so no row changes its place but by query group.
+"""
+
+import argparse
+from typing import Any
+
+from megatron.training.hf.layouts import Layout, Source, columns, query_groups, rows, vocabulary
+from megatron.training.hf.layouts import whole as same
+from megatron.training.hf.rope import LLAMA3, Unsupported, llama3_flags
+
+#: What every model with LLama's blocks is, and flags that would make it another.
+BLOCKS: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "quick_geglu": False,
+    "squared_relu": False,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "no_rope_freq": None,
+    "layernorm_zero_centered_gamma": False,
+    "apply_residual_connection_post_layernorm": False,
+    "qk_l2_norm": False,
+    "attention_output_gate": False,
+    "window_size": None,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "mtp_num_layers": None,
+}
+
+
+def flags(config: dict[str, Any]) -> dict[str, Any]:
+    """What the command line must say for this config.json.
+
+    Raises:
+        Unsupported: what the model here cannot compute.
+    """
+    check_blocks(config)
+    heads = config["num_attention_heads"]
+    return (
+        BLOCKS
+        | {
+            "num_layers": config["num_hidden_layers"],
+            "hidden_size": config["hidden_size"],
+            "ffn_hidden_size": config["intermediate_size"],
+            "num_attention_heads": heads,
+            "num_query_groups": config.get("num_key_value_heads") or heads,
+            "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
+            "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
+            "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+            "qk_layernorm": False,
+            "num_moe_experts": None,
+            "multi_latent_attention": False,
+        }
+        | llama3_flags(config)
+    )
+
+
+def check_blocks(config: dict[str, Any]) -> None:
+    """Refuse what neither Llama's nor DeepSeek's blocks have here."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise Unsupported(f"hidden_act {config['hidden_act']!r}; here it is silu")
+    for name in ("attention_bias", "mlp_bias"):
+        if config.get(name):
+            raise Unsupported(f"{name}; here the projections have no biases")
+    if config.get("quantization_config"):
+        raise Unsupported("quantization_config; give the weights in bf16, fp16 or fp32")
+
+
+def config(args: argparse.Namespace) -> dict[str, Any]:
+    """The config.json of a model trained with these flags; `vocab_size` is the caller's."""
+    found: dict[str, Any] = {
+        "num_hidden_layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "intermediate_size": args.ffn_hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "num_key_value_heads": args.num_query_groups,
+        "head_dim": args.kv_channels,
+        "rms_norm_eps": args.layernorm_epsilon,
+        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
+        "rope_theta": float(args.rotary_base),
+        "max_position_embeddings": args.max_position_embeddings,
+    }
+    if args.use_rope_scaling:
+        found["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": args.rope_scaling_factor,
+            **LLAMA3,
+        }
+    return found
+
+
+def tensors(config: dict[str, Any]) -> dict[str, Layout]:
+    """Every tensor of ours by its name in the whole model."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    groups = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or hidden // heads
+    found = outside_of_layers(config)
+    for index in range(config["num_hidden_layers"]):
+        ours, theirs = f"decoder.layers.{index}.", f"model.layers.{index}."
+        query, key, value = (
+            Source(f"{theirs}self_attn.{name}_proj.weight", (count * width, hidden))
+            for name, count in (("q", heads), ("k", groups), ("v", groups))
+        )
+        output = Source(f"{theirs}self_attn.o_proj.weight", (hidden, heads * width))
+        found |= norms(ours, theirs, hidden)
+        found |= {
+            f"{ours}self_attention.linear_qkv.weight": query_groups(
+                query, key, value, groups=groups
+            ),
+            f"{ours}self_attention.linear_proj.weight": columns(output),
+        }
+        found |= gated(ours + "mlp.", theirs + "mlp.", hidden, config["intermediate_size"])
+    return found
+
+
+def outside_of_layers(config: dict[str, Any]) -> dict[str, Layout]:
+    """Embedding, last norm and head; a tied head (which only a last pipeline stage has for itself)
+    is the embedding.
+    """
+    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    embedding = vocabulary(Source("model.embed_tokens.weight", (vocab, hidden)))
+    tied = config.get("tie_word_embeddings", False)
+    head = embedding if tied else vocabulary(Source("lm_head.weight", (vocab, hidden)))
+    return {
+        "embedding.word_embeddings.weight": embedding,
+        "decoder.final_layernorm.weight": same(Source("model.norm.weight", (hidden,))),
+        "output_layer.weight": head,
+    }
+
+
+def norms(ours: str, theirs: str, hidden: int) -> dict[str, Layout]:
+    """The norms in front of a layer's attention and in front of its MLP."""
+    return {
+        f"{ours}{a}.weight": same(Source(f"{theirs}{b}.weight", (hidden,)))
+        for a, b in (
+            ("input_layernorm", "input_layernorm"),
+            ("pre_mlp_layernorm", "post_attention_layernorm"),
+        )
+    }
+
+
+def gated(ours: str, theirs: str, hidden: int, inner: int) -> dict[str, Layout]:
+    """A gated MLP: gate and up are one matrix in ours, cut rank by rank."""
+    gate, up = (Source(f"{theirs}{name}_proj.weight", (inner, hidden)) for name in ("gate", "up"))
+    down = Source(f"{theirs}down_proj.weight", (hidden, inner))
+    return {f"{ours}linear_fc1.weight": rows(gate, up), f"{ours}linear_fc2.weight": columns(down)}

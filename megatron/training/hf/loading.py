@@ -1,0 +1,99 @@
+"""Weights of a Hugging Face checkpoint into the model of this rank, whatever the layout."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megatron.core import parallel_state
+from megatron.core.module_identity import global_parameters
+from megatron.core.utils import unwrap_model
+from megatron.training.checkpoint_files import resumes
+from megatron.training.errors import UserError
+from megatron.training.hf.architectures import Model
+from megatron.training.hf.layouts import Layout, Piece
+from megatron.training.hf.ranks import all_succeed, first_rank_does
+from megatron.training.hf.reading import Weights
+from megatron.training.report import print_rank_0
+from megatron.training.validation import Run
+
+
+def parts(
+    chunks: list[torch.nn.Module], tensors: dict[str, Layout]
+) -> Iterator[tuple[str, torch.nn.Parameter, Layout, list[Piece]]]:
+    """Each parameter of this rank, and what of theirs it is.
+
+    tensors: how each of ours is put together, by its name in the whole model.
+    """
+    for chunk in unwrap_model(chunks):
+        for name, parameter in global_parameters(chunk):
+            layout = tensors[name]
+            rank, ranks = _place(name)
+            length = parameter.shape[layout.dim]
+            yield name, parameter, layout, layout.pieces(rank=rank, ranks=ranks, length=length)
+
+
+def _place(name: str) -> tuple[int, int]:
+    """This rank's number among those that share a tensor."""
+    if ".local_experts." in name:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+def check_weights(run: Run) -> None:
+    """Find out before the model is built whether its weights can be read. Collective.
+
+    Raises:
+        UserError: on all ranks alike.
+    """
+    args = run.args
+    if args.load_hf is None:
+        return
+
+    def check() -> None:
+        if resumes(args):
+            return
+        with Weights(args.load_hf) as weights:
+            tied = bool(run.hf.config.get("tie_word_embeddings"))
+            weights.check(run.hf.sources, tied=tied)
+
+    first_rank_does(check)
+
+
+@torch.no_grad()
+def load_weights(chunks: list[torch.nn.Module], model: Model, folder: str) -> None:
+    """Read this rank's share of every tensor. Collective.
+
+    Raises:
+        UserError: a file cannot be read, on all ranks alike.
+    """
+    print_rank_0(f" loading weights from {folder}")
+    problem = None
+    with Weights(folder) as weights:
+        try:
+            _read(weights, chunks, model)
+        except UserError as error:
+            problem = str(error)
+    all_succeed(problem)
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, weights.bytes_read)
+    least, most = (f"{count / 2**20:.1f} MiB" for count in (min(counts), max(counts)))
+    print_rank_0(f"  weights loaded; each rank read {least} to {most}")
+
+
+def _read(weights: Weights, chunks: list[torch.nn.Module], model: Model) -> None:
+    mine = list(parts(chunks, model.tensors))
+    bar = tqdm(mine, desc="loading", unit="tensor", disable=None if dist.get_rank() == 0 else True)
+    for _, parameter, layout, pieces in bar:
+        if layout.padded:
+            parameter.zero_()  # the rows of padding
+        for piece in pieces:
+            here = parameter.data.narrow(layout.dim, piece.at, piece.stop - piece.start)
+            here.copy_(weights.read(piece))

@@ -1,0 +1,154 @@
+"""A folder of safetensors files: what is in it, whether it is whole, and parts of its tensors.
+
+A file is opened by its header; of a tensor only the rows or columns that are asked for are read.
+"""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron.training.errors import UserError
+from megatron.training.hf.layouts import Piece, Source
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+#: Stored types that are numbers of their own, without scales beside them.
+PLAIN = ("F64", "F32", "F16", "BF16")
+#: Computed from the config.json; older checkpoints store it.
+COMPUTED = ".rotary_emb.inv_freq"
+
+
+class Weights:
+    """The tensors of a checkpoint; open within `with`."""
+
+    def __init__(self, folder: str):
+        self.folder = Path(folder)
+        self.bytes_read = 0
+        self._files: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Weights":
+        self._of_tensor = self._index()
+        return self
+
+    def __exit__(self, *reason) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def _index(self) -> dict[str, str]:
+        """The file of each tensor.
+
+        Raises:
+            UserError: files are missing, or there are none.
+        """
+        index = self.folder / INDEX
+        if not index.is_file():
+            return self._names_in_single()
+        try:
+            of_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(of_tensor.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{index} is no index of tensors ({error}); get the file again"
+            ) from error
+        if any(Path(name).name != name for name in names):
+            raise UserError(f"{index} names files outside of its folder; get the file again")
+        missing = [name for name in names if not (self.folder / name).is_file()]
+        if missing:
+            raise UserError(
+                f"--load-hf {self.folder} lacks {len(missing)} of its {len(names)} files: "
+                f"{', '.join(missing)}; get them"
+            )
+        return of_tensor
+
+    def _names_in_single(self) -> dict[str, str]:
+        if (self.folder / SINGLE).is_file():
+            return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        raise UserError(
+            f"--load-hf {self.folder} holds neither {INDEX} nor {SINGLE}; other formats (.bin, "
+            ".pth) are not read, because such a file can run code: write it again with "
+            "transformers' save_pretrained"
+        )
+
+    def _open(self, name: str):
+        if name not in self._files:
+            path = self.folder / name
+            try:
+                opened = safe_open(path, framework="pt", device="cpu")
+                self._files[name] = self._stack.enter_context(opened)
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"{path} is not whole or no safetensors file ({error}); get the file again"
+                ) from error
+        return self._files[name]
+
+    def check(self, expected: dict[str, Source], *, tied: bool) -> None:
+        """Open every file and compare what is there with what the model has.
+
+        Raises:
+            UserError: names the first tensors that are missing, superfluous or of another shape.
+        """
+        missing = [name for name in expected if name not in self._of_tensor]
+        if missing:
+            raise UserError(f"--load-hf {self.folder} lacks {_some(missing)}; get its files again")
+        ignored = {"lm_head.weight"} if tied else set()
+        unknown = [
+            name
+            for name in self._of_tensor
+            if name not in expected and name not in ignored and not name.endswith(COMPUTED)
+        ]
+        if unknown:
+            raise UserError(
+                f"--load-hf {self.folder} has {_some(unknown)}, for which the model here has no "
+                "place; they would be lost: give a checkpoint of the plain architecture"
+            )
+        for source in expected.values():
+            self._check_tensor(source)
+
+    def _check_tensor(self, source: Source) -> None:
+        file = self._of_tensor[source.name]
+        try:
+            stored = self._open(file).get_slice(source.name)
+        except SafetensorError as error:
+            raise UserError(
+                f"{self.folder / file} lacks {source.name}, which {INDEX} says it has; get the "
+                "file again"
+            ) from error
+        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        if shape != source.shape:
+            raise UserError(
+                f"{source.name} in {self.folder / file} is {shape}, but by config.json it is "
+                f"{source.shape}; get both again"
+            )
+        if dtype not in PLAIN:
+            raise UserError(
+                f"{source.name} in {self.folder / file} is stored as {dtype}; --load-hf takes "
+                f"{', '.join(PLAIN)}"
+            )
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        """A piece of a tensor, and no more of it.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        name = piece.source.name
+        try:
+            stored = self._open(self._of_tensor[name]).get_slice(name)
+            part = slice(piece.start, piece.stop)
+            tensor = stored[part] if piece.dim == 0 else stored[:, part]
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{name} in {self.folder} cannot be read: {error}; get the file again"
+            ) from error
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"

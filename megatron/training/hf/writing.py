@@ -1,0 +1,219 @@
+"""Weights from the ranks into a Hugging Face checkpoint.
+
+Each tensor of theirs is put together on the first rank from what the ranks hold of it, one after
+another, and written when a file is full: the first rank needs memory for one file and one tensor,
+the others for their share of one tensor. Files are numbered before they are written, from the
+shapes alone. What the disk refuses is told to all ranks behind each file.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from megatron.core import parallel_state
+from megatron.core.module_identity import natural_order
+from megatron.training import device
+from megatron.training.configs import params_dtype
+from megatron.training.errors import RunError
+from megatron.training.hf import flags, folders
+from megatron.training.hf.architectures import Model
+from megatron.training.hf.layouts import Piece, Source
+from megatron.training.hf.loading import parts
+from megatron.training.hf.ranks import first_rank_does
+from megatron.training.hf.reading import SINGLE
+from megatron.training.report import print_rank_0
+from megatron.training.validation import Run
+
+FILE_BYTES = 2 * 2**30  #: of a file, unless one tensor alone is larger
+
+Place = tuple[int, int, int]  #: dimension, start and stop in a tensor of theirs
+
+
+def check_export(run: Run) -> None:
+    """Find out before training whether `--save-hf` can be written. Collective.
+
+    Raises:
+        UserError: on all ranks alike.
+    """
+    if run.args.save_hf is not None:
+        first_rank_does(lambda: folders.check_target(run.args.save_hf))
+
+
+@torch.no_grad()
+def save_weights(run: Run, chunks: list[torch.nn.Module]) -> None:
+    """Write `--save-hf`. Collective.
+
+    Raises:
+        RunError: the disk refused, on all ranks alike.
+    """
+    args, dtype = run.args, params_dtype(run.args)
+    print_rank_0(f"saving weights to {args.save_hf}")
+    partial: list[Path] = []
+
+    def begin() -> None:
+        with _refusals(args.save_hf):
+            partial.append(folders.begin(args.save_hf))
+
+    def finish() -> None:
+        with _refusals(args.save_hf):
+            folders.copy_companions(partial[0], flags.tokenizer_folder(args))
+            folders.write_config(partial[0], run.hf.config, dtype)
+            folders.put_in_place(partial[0], args.save_hf)
+
+    first_rank_does(begin)
+    export = _Export(run.hf, chunks, dtype)
+    for number, sources in enumerate(export.files):
+        tensors = {source.name: export.gather(source) for source in sources}
+
+        def write(number=number, tensors=tensors) -> None:
+            with _refusals(args.save_hf):
+                save_file(tensors, partial[0] / export.file_name(number), {"format": "pt"})
+
+        first_rank_does(write)
+    if len(export.files) > 1:
+        first_rank_does(lambda: export.write_index(partial[0], args.save_hf))
+    first_rank_does(finish)
+    print_rank_0(f"successfully saved weights to {args.save_hf}")
+
+
+@contextmanager
+def _refusals(folder: str) -> Iterator[None]:
+    """What the disk refuses, as an error of the run."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"the weights {folder} could not be written: {error}; make room or choose another "
+            "--save-hf, then resume with --load"
+        ) from error
+
+
+@dataclass
+class _Held:
+    """What this rank has of a tensor of theirs."""
+
+    parts: list[tuple[torch.Tensor, Piece]] = field(default_factory=list)
+
+    @property
+    def places(self) -> list[Place]:
+        return [(p.dim, p.start, p.stop) for _, p in self.parts]
+
+    def message(self) -> torch.Tensor:
+        """All parts, one behind the other."""
+        found = [t.narrow(p.dim, p.at, p.stop - p.start) for t, p in self.parts]
+        return torch.cat([part.reshape(-1) for part in found])
+
+
+class _Export:
+    """The tensors of all ranks, in the order in which they are written."""
+
+    def __init__(self, model: Model, chunks: list[torch.nn.Module], dtype: torch.dtype):
+        self.dtype = dtype
+        sources = sorted(model.sources.values(), key=lambda source: natural_order(source.name))
+        self.files = _cut(sources, dtype.itemsize)
+        self._held = _held_here(model, chunks)
+        places = {name: held.places for name, held in self._held.items()}
+        self._of_ranks: list[dict[str, list[Place]]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(self._of_ranks, places)
+        self._bar = tqdm(
+            total=len(sources), desc="saving", unit="tensor", disable=None if _is_first() else True
+        )
+
+    def gather(self, source: Source) -> torch.Tensor | None:
+        """The whole tensor on the first rank, None on the others."""
+        whole = torch.empty(source.shape, dtype=self.dtype) if _is_first() else None
+        for rank, places in enumerate(self._of_ranks):
+            if source.name in places:
+                self._collect(source, rank, whole)
+        self._bar.update()
+        return whole
+
+    def _collect(self, source: Source, rank: int, whole: torch.Tensor | None) -> None:
+        """Move what one rank has of a tensor into the whole."""
+        places = self._of_ranks[rank][source.name]
+        here, message = dist.get_rank(), None
+        if here == rank:
+            message = self._held[source.name].message()
+            assert message.dtype == self.dtype, f"{source.name} is {message.dtype}"
+            if rank != 0:
+                dist.send(message.view(torch.uint8), dst=0)
+        elif here == 0:
+            numbers = sum(prod(_shape(source, place)) for place in places)
+            message = torch.empty(numbers, dtype=self.dtype, device=device.current())
+            dist.recv(message.view(torch.uint8), src=rank)
+        if whole is not None:
+            _put(message.cpu(), whole, [(place, _shape(source, place)) for place in places])
+
+    def file_name(self, number: int) -> str:
+        """What a file is called, counted from 0."""
+        if len(self.files) == 1:
+            return SINGLE
+        return f"model-{number + 1:05d}-of-{len(self.files):05d}.safetensors"
+
+    def write_index(self, partial: Path, folder: str) -> None:
+        """Say which file holds which tensor."""
+        names = {s.name: self.file_name(n) for n, file in enumerate(self.files) for s in file}
+        total = sum(prod(s.shape) * self.dtype.itemsize for file in self.files for s in file)
+        with _refusals(folder):
+            folders.write_index(partial, names, total)
+
+
+def _is_first() -> bool:
+    return dist.get_rank() == 0
+
+
+def _cut(sources: list[Source], itemsize: int) -> list[list[Source]]:
+    """The tensors of each file."""
+    files: list[list[Source]] = [[]]
+    room = FILE_BYTES
+    for source in sources:
+        size = prod(source.shape) * itemsize
+        if files[-1] and size > room:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(source)
+        room -= size
+    return files
+
+
+def _held_here(model: Model, chunks: list[torch.nn.Module]) -> dict[str, _Held]:
+    """What this rank contributes: of equal copies, one rank's."""
+    tied = bool(model.config.get("tie_word_embeddings"))
+    found: dict[str, _Held] = {}
+    for name, parameter, layout, pieces in parts(chunks, model.tensors):
+        copy_of_embedding = tied and name == "output_layer.weight"
+        if not copy_of_embedding and _contributes(name, split=layout.split):
+            for piece in pieces:
+                found.setdefault(piece.source.name, _Held()).parts.append((parameter.data, piece))
+    return found
+
+
+def _contributes(name: str, *, split: bool) -> bool:
+    if ".local_experts." in name:
+        return parallel_state.get_expert_data_parallel_rank() == 0
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
+        return False
+    return split or parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _shape(source: Source, place: Place) -> tuple[int, ...]:
+    """The shape of a part."""
+    dim, start, stop = place
+    return tuple(stop - start if i == dim else size for i, size in enumerate(source.shape))
+
+
+def _put(
+    message: torch.Tensor, whole: torch.Tensor, places: list[tuple[Place, tuple[int, ...]]]
+) -> None:
+    """Lay the parts of a message where they belong."""
+    sizes = [prod(shape) for _, shape in places]
+    for part, ((dim, start, stop), shape) in zip(message.split(sizes), places, strict=True):
+        whole.narrow(dim, start, stop - start).copy_(part.view(shape))

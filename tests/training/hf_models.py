@@ -1,0 +1,116 @@
+"""Small checkpoints with random weights, written by transformers itself, and its logits of them.
+
+Weights are larger than a new model's, so that no softmax is flat, and norms are not all ones: a
+tensor in the wrong place shows.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TOKENS = 96  #: of the sequences that logits are compared on
+VOCABULARY = 120
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}
+#: Llama 3.2's scaling; with this base some wavelengths lie on each side of both bounds.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 50000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+DEEPSEEK: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 48,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 5120,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.15,
+}
+#: DeepSeek-V2-Lite's, of a shorter original, so that a short sequence shows it.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.9,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    """A checkpoint; `kv_lora_rank` in `changes` or not says which architecture.
+
+    file_size: largest file, as save_pretrained has it.
+    """
+    from transformers import (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    file_size = changes.pop("file_size", "100KB")
+    dtype = changes.pop("dtype", torch.float32)
+    deepseek = "kv_lora_rank" in changes
+    torch.manual_seed(sum(map(ord, folder.name)))
+    if deepseek:
+        model = DeepseekV2ForCausalLM(DeepseekV2Config(**changes))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.to(dtype).save_pretrained(folder, max_shard_size=file_size)
+    return folder
+
+
+def read(folder: Path, **changes: Any) -> torch.nn.Module:
+    """transformers' model of a checkpoint, in its own type."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, attn_implementation="eager", **changes
+    )
+    return model.eval()
+
+
+def sample() -> torch.Tensor:
+    """Two sequences of tokens."""
+    return torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return model(sample()).logits

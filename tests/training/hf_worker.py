@@ -1,0 +1,96 @@
+"""Loads Hugging Face checkpoints into our model in one or several layouts, writes the logits of
+`hf_models.sample()`, and writes the weights back.
+
+    hf_worker.py CASES.json     a list of {"options": [...], "logits": FILE}
+
+The options are those of pretrain_gpt.py; a layout has all of torchrun's ranks.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.training import device
+
+device.prepare()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.num_microbatches_calculator import (  # noqa: E402
+    unset_num_microbatches_calculator,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel.mappings import (  # noqa: E402
+    gather_from_tensor_model_parallel_region,
+)
+from megatron.training import initialize, model  # noqa: E402
+from megatron.training.arguments import parse_args  # noqa: E402
+from megatron.training.hf.loading import check_weights, load_weights  # noqa: E402
+from megatron.training.hf.writing import save_weights  # noqa: E402
+from tests.training.hf_models import TOKENS, sample  # noqa: E402
+
+
+def forward_step(_, chunk):
+    tokens = sample()
+    positions = torch.arange(TOKENS).expand_as(tokens)
+    return chunk(tokens, positions, None), lambda output, non_loss_data: output
+
+
+def logits_of(run, chunks) -> torch.Tensor | None:
+    """All of them, from one rank of the last stage."""
+    stages = run.args.virtual_pipeline_model_parallel_size
+    outputs = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[None] * len(chunks) if stages else None,
+        model=chunks if stages else chunks[0],
+        num_microbatches=run.args.pipeline_model_parallel_size,
+        seq_length=TOKENS,
+        micro_batch_size=2,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    if not outputs:
+        return None
+    whole = gather_from_tensor_model_parallel_region(outputs[0])
+    mine = parallel_state.get_data_parallel_rank() == 0
+    return whole if mine and parallel_state.get_tensor_model_parallel_rank() == 0 else None
+
+
+def run_case(options: list[str], out: str) -> None:
+    run = parse_args(options)
+    initialize.initialize(run.args)
+    check_weights(run)
+    run.transformer.timers = None
+    padded = model.padded_vocab_size(run.args, run.hf.config["vocab_size"])
+    chunks = model.build_chunks(run, padded)
+    load_weights(chunks, run.hf, run.args.load_hf)
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        logits = logits_of(run, chunks)
+    if logits is not None:
+        torch.save(logits, out)
+    if run.args.save_hf:
+        save_weights(run, chunks)
+    parallel_state.destroy_model_parallel()
+    unset_num_microbatches_calculator()
+
+
+def main(cases: Path) -> None:
+    start = initialize._start_processes
+
+    def start_once(args):
+        if not dist.is_initialized():
+            start(args)
+
+    initialize._start_processes = partial(start_once)
+    for case in json.loads(cases.read_text()):
+        run_case(case["options"], case["logits"])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
