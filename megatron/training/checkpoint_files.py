@@ -1,6 +1,7 @@
 """The folders and names of checkpoints: finding the one to read, and putting a new one in place."""
 
 import argparse
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -83,6 +84,21 @@ def write_tracker(directory: Path, iteration: int) -> None:
     partial = directory / f"{TRACKER}.partial"
     partial.write_text(str(iteration), encoding="utf-8")
     partial.replace(directory / TRACKER)
+
+
+def bring_back(args: argparse.Namespace) -> None:
+    """Undo half a replacement: the run was killed after `put_in_place` had moved the outdated
+    checkpoint of an iteration away and before the new one had its name. Collective.
+    """
+    if args.load is None:
+        return
+    if dist.get_rank() == 0:
+        for outdated in Path(args.load).glob("iter_*.old"):
+            final = outdated.with_suffix("")
+            if not final.exists():
+                with contextlib.suppress(OSError):  # said to be missing then
+                    outdated.rename(final)
+    dist.barrier()
 
 
 def resumes(args: argparse.Namespace) -> bool:

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.utils import unwrap_model
 from megatron.training import optimizer_state, random_state
 from megatron.training.checkpoint_files import (
+    bring_back,
     checkpoint_folder,
     folder_to_load,
     put_in_place,
@@ -108,6 +109,7 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
         UserError: there is no checkpoint, or it belongs to another model.
     """
     args = run.args
+    bring_back(args)
     folder = folder_to_load(args)
     if folder is None:
         if args.load_hf is not None:

@@ -80,7 +80,8 @@ def test_a_loss_that_is_not_finite_shows_in_the_interval():
 
 def arguments(**values) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"load": None, "save": None, "ckpt_step": None, "finetune": False} | values
+        **{"load": None, "save": None, "ckpt_step": None, "finetune": False, "load_hf": None}
+        | values
     )
 
 
