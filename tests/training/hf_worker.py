@@ -1,18 +1,22 @@
 """Loads Hugging Face checkpoints into our model in one or several layouts, writes the logits of
 `hf_models.sample()`, and writes the weights back.
 
-    hf_worker.py CASES.json     a list of {"options": [...], "logits": FILE}
+    hf_worker.py CASES.json     a list of {"options": [...], "folder": DIR}
+
+DIR gets logits.pt, and reads_<rank>.json: how many numbers of each tensor the rank read from the
+files. Files of the weights written back hold 100 kB.
 
 The options are those of pretrain_gpt.py; a layout has all of torchrun's ranks.
 """
 
 import json
 import sys
-from functools import partial
+from collections import Counter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
 from megatron.training import device
 
@@ -28,6 +32,7 @@ from megatron.core.tensor_parallel.mappings import (  # noqa: E402
 )
 from megatron.training import initialize, model  # noqa: E402
 from megatron.training.arguments import parse_args  # noqa: E402
+from megatron.training.hf import reading, writing  # noqa: E402
 from megatron.training.hf.loading import check_weights, load_weights  # noqa: E402
 from megatron.training.hf.writing import save_weights  # noqa: E402
 from tests.training.hf_models import TOKENS, sample  # noqa: E402
@@ -59,7 +64,42 @@ def logits_of(run, chunks) -> torch.Tensor | None:
     return whole if mine and parallel_state.get_tensor_model_parallel_rank() == 0 else None
 
 
-def run_case(options: list[str], out: str) -> None:
+class Counted:
+    """An open safetensors file that counts what is taken out of it."""
+
+    def __init__(self, path, reads, **options):
+        self._opened, self._reads = safe_open(path, **options), reads
+
+    def __enter__(self):
+        self._file = self._opened.__enter__()
+        return self
+
+    def __exit__(self, *reason):
+        return self._opened.__exit__(*reason)
+
+    def keys(self):
+        return self._file.keys()
+
+    def get_slice(self, name):
+        return CountedSlice(self._file.get_slice(name), name, self._reads)
+
+
+class CountedSlice:
+    """A tensor in such a file."""
+
+    def __init__(self, stored, name, reads):
+        self._stored, self._name, self._reads = stored, name, reads
+        self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+
+    def __getitem__(self, index):
+        part = self._stored[index]
+        self._reads[self._name] += part.numel()
+        return part
+
+
+def run_case(options: list[str], folder: Path) -> None:
+    reads = Counter()
+    reading.safe_open = lambda path, **options: Counted(path, reads, **options)
     run = parse_args(options)
     initialize.initialize(run.args)
     check_weights(run)
@@ -72,7 +112,8 @@ def run_case(options: list[str], out: str) -> None:
     with torch.no_grad():
         logits = logits_of(run, chunks)
     if logits is not None:
-        torch.save(logits, out)
+        torch.save(logits, folder / "logits.pt")
+    (folder / f"reads_{dist.get_rank()}.json").write_text(json.dumps(reads))
     if run.args.save_hf:
         save_weights(run, chunks)
     parallel_state.destroy_model_parallel()
@@ -86,9 +127,10 @@ def main(cases: Path) -> None:
         if not dist.is_initialized():
             start(args)
 
-    initialize._start_processes = partial(start_once)
+    initialize._start_processes = start_once
+    writing.FILE_BYTES = 100_000
     for case in json.loads(cases.read_text()):
-        run_case(case["options"], case["logits"])
+        run_case(case["options"], Path(case["folder"]))
     dist.destroy_process_group()
 
 

@@ -3,6 +3,8 @@ what we write back is, bit for bit, what transformers wrote.
 """
 
 import json
+import math
+import re
 import sys
 from pathlib import Path
 
@@ -83,7 +85,7 @@ def worked(ranks: int, checkpoints: dict[str, Path], folder: Path) -> dict[str, 
             *("--seq-length", hf_models.TOKENS, "--micro-batch-size", "2"),
             *("--global-batch-size", 16),
         ]
-        cases.append({"options": [str(o) for o in options], "logits": str(out / "logits.pt")})
+        cases.append({"options": [str(o) for o in options], "folder": str(out)})
     (folder / "cases.json").write_text(json.dumps(cases))
     env = environment(PYTHONPATH=REPO)
     if ranks == 1:
@@ -94,9 +96,16 @@ def worked(ranks: int, checkpoints: dict[str, Path], folder: Path) -> dict[str, 
     return results
 
 
+@pytest.fixture(scope="module")
+def two_ranks(checkpoints, tmp_path_factory):
+    return worked(2, checkpoints, tmp_path_factory.mktemp("ranks2"))
+
+
 @pytest.fixture(scope="module", params=[1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def results(request, checkpoints, tmp_path_factory):
+def results(request, checkpoints, tmp_path_factory, two_ranks):
     ranks = request.param
+    if ranks == 2:
+        return ranks, two_ranks
     return ranks, worked(ranks, checkpoints, tmp_path_factory.mktemp(f"ranks{ranks}"))
 
 
@@ -124,6 +133,71 @@ def test_weights_come_back_bit_for_bit(results, checkpoints, theirs):
             assert ours[name].dtype == tensor.dtype
             assert torch.equal(ours[name], tensor), f"{name} of {name_of(case)}"
         assert torch.equal(hf_models.logits(back), theirs[case[0]])
+
+
+def reads_of(folder: Path, ranks: int) -> list[dict[str, int]]:
+    return [json.loads((folder / f"reads_{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def sizes_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor, from the headers of the files alone."""
+    shapes = {}
+    for path in folder.glob("*.safetensors"):
+        raw = path.read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        shapes |= {k: tuple(v["shape"]) for k, v in header.items() if k != "__metadata__"}
+    return shapes
+
+
+def expected_reads(case, rank: int, name: str, shape: tuple[int, ...]) -> int:
+    """How many numbers of a tensor one of two ranks needs, by the rules of each layout."""
+    checkpoint, layout = case
+    count = math.prod(shape)
+    layer = re.search(r"layers\.(\d+)", name)
+    if PIPELINE[0] in layout:
+        if layer is None:
+            shared = checkpoint == "llama32" and "embed" in name
+            return count if shared or rank == int("embed" not in name) else 0
+        per_rank = int(layer[1]) // 2 if "--num-layers-per" not in str(layout) else int(layer[1])
+        return count if per_rank % 2 == rank else 0
+    expert = re.search(r"\.experts\.(\d+)", name)
+    if EXPERTS[0] in layout and expert:
+        return count if int(expert[1]) // 2 == rank else 0
+    if TENSOR[0] in layout and shape[0] == hf_models.VOCABULARY:
+        return (64, 56)[rank] * shape[1]  # 128 rows over two ranks, the last 8 of padding
+    if TENSOR[0] in layout and len(shape) == 2 and "mlp.gate.weight" not in name:
+        return count // 2
+    return count
+
+
+@pytest.mark.parametrize("case", CASES[2], ids=name_of)
+def test_a_rank_reads_what_it_needs_and_no_more(case, two_ranks, checkpoints):
+    reads = reads_of(two_ranks[name_of(case)], 2)
+    shapes = sizes_of(checkpoints[case[0]])
+    assert shapes
+    for rank, found in enumerate(reads):
+        wanted = {name: expected_reads(case, rank, name, shape) for name, shape in shapes.items()}
+        assert found == {name: count for name, count in wanted.items() if count}
+
+
+def test_weights_are_written_to_numbered_files_of_bounded_size(two_ranks, checkpoints):
+    case = ("deepseek", (*SEQUENCE, *EXPERTS, "--expert-tensor-parallel-size", "1"))
+    back = two_ranks[name_of(case)] / "back"
+    files = sorted(back.glob("*.safetensors"))
+    number = len(files)
+    assert number > 5
+    assert [f.name for f in files] == [
+        f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)
+    ]
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {f.name for f in files}
+    shapes = sizes_of(back)
+    assert shapes == sizes_of(checkpoints["deepseek"])
+    assert index["metadata"]["total_size"] == 4 * sum(map(math.prod, shapes.values()))
+    for file in files:
+        held = [name for name, where in index["weight_map"].items() if where == file.name]
+        assert len(held) == 1 or sum(4 * math.prod(shapes[n]) for n in held) <= 100_000
+    assert not back.with_name("back.partial").exists()
 
 
 @pytest.mark.parametrize(

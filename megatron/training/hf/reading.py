@@ -4,7 +4,6 @@ A file is opened by its header; of a tensor only the rows or columns that are as
 """
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from megatron.training.hf.layouts import Piece, Source
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+#: What was read of an open file stays mapped, and counts as this process's memory.
+OPEN_FILES = 4
 #: Stored types that are numbers of their own, without scales beside them.
 PLAIN = ("F64", "F32", "F16", "BF16")
 #: Computed from the config.json; older checkpoints store it.
@@ -29,15 +30,15 @@ class Weights:
         self.folder = Path(folder)
         self.bytes_read = 0
         self._files: dict[str, Any] = {}
-        self._stack = ExitStack()
 
     def __enter__(self) -> "Weights":
         self._of_tensor = self._index()
         return self
 
     def __exit__(self, *reason) -> None:
+        for file in self._files.values():
+            file.__exit__(None, None, None)
         self._files.clear()
-        self._stack.close()
 
     def _index(self) -> dict[str, str]:
         """The file of each tensor.
@@ -75,11 +76,15 @@ class Weights:
         )
 
     def _open(self, name: str):
+        """A file; of those opened before the last ones stay open."""
         if name not in self._files:
             path = self.folder / name
+            if len(self._files) == OPEN_FILES:
+                oldest = next(iter(self._files))
+                self._files.pop(oldest).__exit__(None, None, None)
             try:
                 opened = safe_open(path, framework="pt", device="cpu")
-                self._files[name] = self._stack.enter_context(opened)
+                self._files[name] = opened.__enter__()
             except (SafetensorError, OSError) as error:
                 raise UserError(
                     f"{path} is not whole or no safetensors file ({error}); get the file again"
