@@ -173,7 +173,7 @@ class Loop:
             else:
                 print_rank_0(f"> stopping after iteration {self.progress.iteration}: {reason}")
             self._save(last=True)
-            self._export()
+            self._export(early=reason is not None)
         finally:
             self.tensorboard.close()
 
@@ -289,8 +289,14 @@ class Loop:
         self.saved_at = self.progress.iteration
         self.interval.started += time.perf_counter() - paused
 
-    def _export(self) -> None:
-        """Write the weights in the Hugging Face format, if that was asked for."""
-        if self.args.save_hf is not None:
-            with whole_weights(self.trained.model, self.run_):
-                save_weights(self.run_, self.trained.model)
+    def _export(self, *, early: bool) -> None:
+        """Write the weights in the Hugging Face format, if that was asked for and the run will not
+        go on: the command that resumes it would find the folder taken.
+        """
+        if self.args.save_hf is None:
+            return
+        if early and self.args.save is not None:
+            print_rank_0(f"> --save-hf waits until --train-iters {self.args.train_iters}")
+            return
+        with whole_weights(self.trained.model, self.run_):
+            save_weights(self.run_, self.trained.model)

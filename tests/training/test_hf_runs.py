@@ -76,26 +76,32 @@ def test_the_optimizer_trains_the_weights_that_were_read(corpus, llama, tmp_path
 def test_a_restarted_run_resumes_and_exports_what_an_uninterrupted_one_does(
     corpus, deepseek, tmp_path
 ):
-    """The same command, killed while it wrote the weights back, and started again."""
+    """The same command three times: stopped half way, killed while it wrote the weights back, and
+    with nothing left to do but that.
+    """
     common = ("--data-path", corpus, "--load-hf", deepseek, *MOVING)
     whole = finished(*common, "--save-hf", tmp_path / "whole")
     assert not equal(tmp_path / "whole", deepseek)
 
     out, folder = tmp_path / "out", tmp_path / "ck"
-    restart = (*common, "--save-hf", out, "--save", folder, "--load", folder, "--save-interval", 2)
+    restart = (*common, "--save-hf", out, "--save", folder, "--load", folder)
+    half = finished(*restart, "--exit-interval", "2")
+    assert f"> no checkpoint in {folder} yet: starting from --load-hf {deepseek}" in half.output
+    assert "> --save-hf waits until --train-iters 4" in half.output
+
     env = environment(PYTHONPATH=REPO, KILL_AT="megatron.training.hf.folders:write_config:1")
-    done = run([sys.executable, WORKER, *BATCH, *restart], env=env)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
-    assert f"> no checkpoint in {folder} yet: starting from --load-hf {deepseek}" in done.stdout
+    killed = run([sys.executable, WORKER, *BATCH, *restart], env=env)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    assert f"> resuming from --load {folder}: the weights of --load-hf are not" in killed.stdout
+    rest = Training(0, killed.stdout, killed.stderr)
+    assert half.lines | rest.lines == whole.lines
     assert not out.exists()
     left = {path.name for path in out.with_name("out.partial").iterdir()}
     assert left == {"model.safetensors", "generation_config.json"}
     with pytest.raises(ValueError, match="Unrecognized model"):
         hf_models.read(out.with_name("out.partial"))
 
-    resumed = finished(*restart, "--ckpt-step", "2")
-    assert f"> resuming from --load {folder}: the weights of --load-hf are not" in resumed.output
-    assert {i: line for i, line in whole.lines.items() if i > 2} == resumed.lines
+    assert not finished(*restart).lines
     assert equal(out, tmp_path / "whole")
     assert not out.with_name("out.partial").exists()
 
