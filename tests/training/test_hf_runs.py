@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from tests.subprocesses import REPO, environment, run
+from tests.subprocesses import REPO, environment, free_port, run
 from tests.training import hf_models
 from tests.training.hf_models import DEEPSEEK, LLAMA, YARN
-from tests.training.runs import MODEL, NO_DROPOUT, Training, train
+from tests.training.runs import ENTRY, MODEL, NO_DROPOUT, Training, train
 from tests.training.test_deepseek import DEEPSEEK as DEEPSEEK_FLAGS
 
 WORKER = Path(__file__).with_name("killed_worker.py")
@@ -105,6 +105,10 @@ def test_a_restarted_run_resumes_and_exports_what_an_uninterrupted_one_does(
     assert equal(out, tmp_path / "whole")
     assert not out.with_name("out.partial").exists()
 
+    again = ("--load", folder, "--load-hf", deepseek, "--save-hf", tmp_path / "again")
+    finished(*again, "--train-iters", "0", model=("--make-vocab-size-divisible-by", "8"))
+    assert equal(tmp_path / "again", out)
+
 
 def test_a_checkpoint_of_ours_is_exported_and_converted_alike(corpus, tmp_path):
     """Written over two ranks when training ends; the checkpoint converted on one gives the same,
@@ -179,3 +183,17 @@ def test_two_ranks_stop_alike(corpus, llama, tmp_path):
     assert done.status != 0
     assert done.errors.count("[ERROR] ") == 1
     assert 'pretrain_gpt.py", line' not in done.errors, "a rank printed a traceback"
+
+
+def test_what_the_disk_refuses_ends_both_ranks_with_one_line(deepseek, tmp_path):
+    """No file may be larger than 100 KiB, as if the disk were full then."""
+    out = tmp_path / "out"
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port())
+    options = ("--load-hf", deepseek, "--save-hf", out, "--train-iters", "0", *TENSOR)
+    command = [sys.executable, *launch, ENTRY, *options, "--make-vocab-size-divisible-by", "8"]
+    done = run(["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command])
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if "[ERROR] " in line]
+    assert f"[ERROR] the weights {out} could not be written: " in line
+    assert 'pretrain_gpt.py", line' not in done.stderr, "a rank printed a traceback"
+    assert not out.exists()
