@@ -1,0 +1,104 @@
+"""What a real format would store: the weights of each model's linear layers, packed.
+
+    python benchmarks/storage.py
+    python benchmarks/storage.py --formats mxfp8 nvfp4 mx:e3m4:b16
+
+A simulation keeps every tensor in its own dtype and saves nothing. Here each shape of weight of the
+models in `script/configs/` is packed by `megatron.fake_quant.packing.quantize`, codes and scales
+along the reduction axis, and the bytes are counted; embeddings, norms and the router stay as they
+are and do not count. Of each shape 64 rows are packed: rows have the same bytes. Prints Markdown
+and writes it to `docs/results/storage.md`.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPO), str(REPO / "script")]
+
+from configs.architecture import Architecture  # noqa: E402  found by the line above
+from configs.models import MODELS  # noqa: E402
+from megatron.fake_quant.packing import quantize  # noqa: E402
+
+FORMATS = ("bf16", "mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4", "hifp8", "hifp4", "fp8_e4m3")
+ROWS = 64
+
+
+def linear_weights(model: Architecture) -> Iterator[tuple[int, int, int]]:
+    """Output features, input features and number of each weight of the linear layers."""
+    layers, hidden, heads = model.num_hidden_layers, model.hidden_size, model.num_attention_heads
+    if (latent := model.latent) is None:
+        size = model.head_dim or hidden // heads
+        yield (heads + 2 * model.num_key_value_heads) * size, hidden, layers
+        yield hidden, heads * size, layers
+    else:
+        rope, nope = latent.qk_rope_head_dim, latent.qk_nope_head_dim
+        yield heads * (nope + rope), hidden, layers
+        yield latent.kv_lora_rank + rope, hidden, layers
+        yield heads * (nope + latent.v_head_dim), latent.kv_lora_rank, layers
+        yield hidden, heads * latent.v_head_dim, layers
+    dense = layers
+    if (experts := model.experts) is not None:
+        dense = experts.first_k_dense_replace
+        routed, shared = experts.n_routed_experts, experts.n_shared_experts
+        size = experts.moe_intermediate_size
+        yield 2 * size, hidden, (layers - dense) * routed
+        yield hidden, size, (layers - dense) * routed
+        yield 2 * size * shared, hidden, layers - dense
+        yield hidden, size * shared, layers - dense
+    yield 2 * model.intermediate_size, hidden, dense
+    yield hidden, model.intermediate_size, dense
+
+
+def packed_bytes(model: Architecture, name: str) -> float:
+    """Of all weights of the linear layers."""
+    total = 0.0
+    for out, features, number in linear_weights(model):
+        quantized = quantize(torch.randn(ROWS, features, dtype=torch.bfloat16), name)
+        total += quantized.nbytes / ROWS * out * number
+    return total
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), metavar="FORMAT")
+    parser.add_argument("--output", type=Path, default=REPO / "docs" / "results" / "storage.md")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(1)
+    head = ["format", *(f"{model.title}, GB" for model in MODELS.values()), "bits a value"]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head))]
+    models = [model.full.architecture for model in MODELS.values()]
+    values = [sum(out * into * n for out, into, n in linear_weights(model)) for model in models]
+    for name in options.formats:
+        try:
+            sizes = [packed_bytes(model, name) for model in models]
+        except ValueError as error:
+            parser.error(str(error))
+        bits = 8 * sum(sizes) / sum(values)
+        lines.append(
+            f"| {name} | " + " | ".join(f"{size / 1e9:.4g}" for size in sizes) + f" | {bits:.4g} |"
+        )
+    numbers = ", ".join(
+        f"{model.title} {count:,}" for model, count in zip(MODELS.values(), values, strict=True)
+    )
+    command = " ".join(["python benchmarks/storage.py", *sys.argv[1:]])
+    text = "\n".join(
+        [
+            *("# What a real format would store", "", f"`{command}`", ""),
+            f"Weights of the linear layers ({numbers}), codes and scales.",
+            *("", *lines, ""),
+        ]
+    )
+    print(text)
+    options.output.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
