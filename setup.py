@@ -19,6 +19,13 @@ RUNTIME = {
     "sentencepiece": "0.2.3",  # tokenizers of the default corpus and of the Llama 2 family
     "transformers": "5.23.0",  # Hugging Face tokenizers; no model of theirs is used
     "safetensors": "0.8.0",  # weights in the Hugging Face format
+    "tiktoken": "0.14.0",  # tokenizers of the Llama 3 family as Meta ships them
+    # Downloading and reading corpora: here and not in an extra, because .venv is made once and
+    # every script must find in it what it needs. Together they take 200 MB, torch takes 750.
+    "datasets": "5.2.0",  # Wikipedia and Dolma from the Hugging Face hub
+    "pyarrow": "26.0.1",  # Parquet files, as the hub has them
+    "aiohttp": "3.14.5",  # with it `datasets` downloads what is not on the hub itself, as Dolma
+    "zstandard": "0.25.0",  # .jsonl.zst files
     "tensorboard": "2.21.0",  # scalars of a training run
     "tqdm": "4.70.1",  # progress bars
     "pyyaml": "6.0.3",  # recipes
@@ -48,6 +55,7 @@ LINT = {
 ON_PYTHON_3_10 = {
     "numpy": "2.2.6",
     "transformers": "5.20.2",
+    "pyarrow": "25.0.1",
     "pandas": "2.3.3",
     "matplotlib": "3.10.9",
     "hypothesis": "6.168.5",

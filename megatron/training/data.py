@@ -20,6 +20,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.errors import RankError, RunError, UserError
+from megatron.training.manifest import check_fits
 from megatron.training.paths import blend_prefixes, default_cache, parse_blend
 from megatron.training.report import print_rank_0
 from megatron.training.samplers import SequentialSampler
@@ -59,8 +60,12 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
     """The splits this run uses; on ranks that read nothing their value is None. Collective.
 
     Raises:
-        UserError: the data is too small for its split or cannot be read.
+        UserError: the data is too small for its split, was made with another tokenizer, or cannot
+            be read.
     """
+    for blend in (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path):
+        for prefix in blend_prefixes(blend) if blend else ():
+            check_fits(prefix, tokenizer)
     if args.mock_data:  # or it warns that it keeps no indices, which are not worth keeping
         logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
     sizes = split_sizes(args)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron.training.collection_options import CollectionOptions
 from megatron.training.option_fields import option
+from megatron.training.tokenizer import TOKENIZER_TYPES
 
 
 @dataclass(kw_only=True)
@@ -175,10 +176,12 @@ class DataOptions:
     )
     tokenizer_type: str | None = option(
         None,
-        "SentencePieceTokenizer, HuggingFaceTokenizer or NullTokenizer",
-        choices=("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
+        "kind of the tokenizer (default: by what is at --tokenizer-model)",
+        choices=TOKENIZER_TYPES,
     )
-    tokenizer_model: str | None = option(None, "a .model file or a folder", metavar="PATH")
+    tokenizer_model: str | None = option(
+        None, "a .model, .tiktoken or tokenizer.json file, or a folder with one", metavar="PATH"
+    )
     vocab_size: int | None = option(
         None, "size of the vocabulary before padding; required by NullTokenizer", type=int
     )

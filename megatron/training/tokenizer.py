@@ -3,11 +3,16 @@
 The classes are the wheel's (`megatron.core.tokenizers`). What is added here: the type can be read
 off the path, a path that is wrong is explained before a library trips over it, and a missing
 folder is never taken for the name of a model on the Hugging Face hub, so nothing is downloaded.
+Files in tiktoken's format are read by a class of ours; many texts are tokenized faster than one by
+one; and a fingerprint tells whether data were made with the tokenizer that training uses.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +21,12 @@ from megatron.training.errors import UserError
 if TYPE_CHECKING:
     from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
-TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+TOKENIZER_TYPES = (
+    "SentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+)
 
 #: What AutoTokenizer needs to find in a folder.
 HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -27,21 +37,37 @@ def guess_tokenizer_type(path: str | Path) -> str:
     path = Path(path)
     if not path.exists():
         raise UserError(
-            f"the tokenizer {path} does not exist; give a SentencePiece .model file, "
-            "or a folder with a Hugging Face tokenizer (tokenizer.json) or a tokenizer.model"
+            f"the tokenizer {path} does not exist; give a SentencePiece .model file, a .tiktoken "
+            "file, or a folder with a Hugging Face tokenizer (tokenizer.json) or a tokenizer.model"
         )
     if path.is_file():
-        return "HuggingFaceTokenizer" if path.suffix == ".json" else "SentencePieceTokenizer"
+        return "HuggingFaceTokenizer" if path.suffix == ".json" else _type_of_file(path)
     # A Llama 2 folder has both, and its tokenizer.json says the same as its tokenizer.model; in a
     # Llama 3 folder tokenizer.model is not a SentencePiece model. So Hugging Face's goes first.
     if any((path / name).is_file() for name in HUGGING_FACE_FILES):
         return "HuggingFaceTokenizer"
-    if (path / "tokenizer.model").is_file():
-        return "SentencePieceTokenizer"
+    if (file := _file_in(path)) is not None:
+        return _type_of_file(file)
     raise UserError(
-        f"the folder {path} holds no tokenizer; it needs one of "
-        f"{', '.join(HUGGING_FACE_FILES)} (Hugging Face) or tokenizer.model (SentencePiece)"
+        f"the folder {path} holds no tokenizer; it needs one of {', '.join(HUGGING_FACE_FILES)} "
+        "(Hugging Face), tokenizer.model (SentencePiece or tiktoken) or a .tiktoken file"
     )
+
+
+def _file_in(folder: Path) -> Path | None:
+    """The tokenizer's file in a folder that has no Hugging Face tokenizer."""
+    if (folder / "tokenizer.model").is_file():
+        return folder / "tokenizer.model"
+    found = sorted(folder.glob("*.tiktoken"))
+    return found[0] if len(found) == 1 else None
+
+
+def _type_of_file(path: Path) -> str:
+    """Both kinds are called tokenizer.model; tiktoken's is text, SentencePiece's is not."""
+    with path.open("rb") as file:
+        first = file.readline(1000)
+    tiktoken = re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", first)
+    return "TikTokenizer" if tiktoken else "SentencePieceTokenizer"
 
 
 def build_tokenizer(
@@ -70,9 +96,53 @@ def build_tokenizer(
         return _from_wheel("null", None, vocab_size=vocab_size)
     if model_path is None:
         raise UserError(f"the {tokenizer_type} needs a file or folder; give --tokenizer-model")
-    if tokenizer_type == "SentencePieceTokenizer":
-        return _sentencepiece(Path(model_path))
-    return _hugging_face(Path(model_path))
+    make = {
+        "SentencePieceTokenizer": _sentencepiece,
+        "HuggingFaceTokenizer": _hugging_face,
+        "TikTokenizer": _tiktoken,
+    }[tokenizer_type]
+    return make(Path(model_path))
+
+
+#: Text that tokenizers cut differently: spaces, digits, cases, scripts, code, an emoji.
+PROBE = "Hello  world's 12345.67\n\tdef f(x): return x**2  # naïve, 漢字かな 한국어 Привет 🙂\r\n"
+
+
+def fingerprint(tokenizer: MegatronTokenizerText) -> str:
+    """Equal for two tokenizers with the same tokens, ids and end-of-document id.
+
+    It is made of what a tokenizer does and not of its files, which each release of a library
+    writes a little differently: the token of every id, and the ids of `PROBE`.
+    """
+    digest = hashlib.sha256()
+    digest.update(f"{tokenizer.vocab_size} {tokenizer.eod}\n".encode())
+    if tokenizer.library != "null":
+        for number, token in sorted(tokenizer.inv_vocab.items()):
+            digest.update(f"{number} {token!r}\n".encode())
+        digest.update(repr(tokenizer.tokenize(PROBE)).encode())
+    return digest.hexdigest()
+
+
+def batch_encoder(tokenizer: MegatronTokenizerText) -> Callable[[list[str]], list[list[int]]]:
+    """A function that gives the ids of each of many texts: those of `tokenizer.tokenize`, faster.
+
+    The wheel asks Hugging Face's tokenizers for the tokens as strings and then for the id of each.
+    """
+    inner = tokenizer._tokenizer
+    if tokenizer.library == "huggingface" and getattr(inner.tokenizer, "is_fast", False):
+        backend = inner.tokenizer.backend_tokenizer
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            backend.no_truncation()  # what the file may ask for, as the wheel's own calls do
+            backend.no_padding()
+            backend.encode_special_tokens = inner.tokenizer.split_special_tokens
+            found = backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in found]
+
+        return encode
+    if tokenizer.library == "sentencepiece" and not inner.legacy and inner.ignore_extra_whitespaces:
+        return lambda texts: inner.tokenizer.encode(texts, out_type=int, num_threads=1)
+    return lambda texts: [tokenizer.tokenize(text) for text in texts]
 
 
 def _sentencepiece(path: Path) -> MegatronTokenizerText:
@@ -83,8 +153,26 @@ def _sentencepiece(path: Path) -> MegatronTokenizerText:
         return _from_wheel("sentencepiece", file)
     except (RuntimeError, OSError) as error:  # sentencepiece raises either, by release
         raise UserError(
-            f"{file} is not a SentencePiece model; if it belongs to Llama 3, give the folder with "
-            "its tokenizer.json and the type HuggingFaceTokenizer"
+            f"{file} is not a SentencePiece model; if it belongs to Llama 3, give the type "
+            "TikTokenizer, or the folder with its tokenizer.json and HuggingFaceTokenizer"
+        ) from error
+
+
+def _tiktoken(path: Path) -> MegatronTokenizerText:
+    file = _file_in(path) if path.is_dir() else path
+    if file is None or not file.is_file():
+        raise UserError(
+            f"{path} has no file in tiktoken's format; a TikTokenizer needs a tokenizer.model or "
+            ".tiktoken file with lines of base64 and rank"
+        )
+    from megatron.training.tiktoken_tokenizer import TiktokenTokenizer
+
+    try:
+        return TiktokenTokenizer(str(file), {"library": "tiktoken"})
+    except ValueError as error:
+        raise UserError(
+            f"{file} is not in tiktoken's format ({error}); get it again, or give another "
+            "--tokenizer-type"
         ) from error
 
 

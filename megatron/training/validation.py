@@ -15,6 +15,7 @@ from megatron.training.errors import UserError
 from megatron.training.experts_and_mla import check_experts, check_mla
 from megatron.training.hf.architectures import Model
 from megatron.training.paths import blend_prefixes, check_prefix
+from megatron.training.tokenizer import guess_tokenizer_type
 
 
 @dataclass
@@ -65,7 +66,6 @@ def _check_required(args: argparse.Namespace) -> None:
         "seq_length",
         "micro_batch_size",
         "lr",
-        "tokenizer_type",
     ):
         if getattr(args, name) is None:
             raise UserError(f"--{name.replace('_', '-')} is missing; give it a value")
@@ -261,6 +261,12 @@ def _check_data(args: argparse.Namespace) -> None:
     for blend in (args.data_path, *per_split):
         for prefix in blend_prefixes(blend) if blend else ():
             check_prefix(prefix)
+    if args.tokenizer_type is None:
+        if args.tokenizer_model is None:
+            raise UserError(
+                "--tokenizer-model is missing; give it a value, or --tokenizer-type NullTokenizer"
+            )
+        args.tokenizer_type = guess_tokenizer_type(args.tokenizer_model)
     if args.tokenizer_type == "NullTokenizer":
         if args.vocab_size is None:
             raise UserError("--tokenizer-type NullTokenizer needs --vocab-size; give it")

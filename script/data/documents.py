@@ -1,37 +1,39 @@
-"""Text on disk -> documents -> token ids: what a worker of preprocess.py does.
+"""Documents -> token ids: what to read and how to tokenize it, and what a worker does with a batch.
 
-A document keeps the file and the line where it begins, so that an error can name them.
+A document keeps the file and the line where it begins, so that what is said of it can name them.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import signal
+import threading
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-BATCH_BYTES = 1 << 20
-FORMATS = ("text", "jsonl")
+from readers import Batch, Position, guess_format
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What to read and how to tokenize it; each field is the option of the same name."""
 
-    input: tuple[Path, ...]
+    input: tuple[Path, ...]  # files, in the order of their documents
     output_prefix: Path
     json_keys: tuple[str, ...] = ("text",)
-    input_format: str | None = None  # None: by the name of each file
+    input_format: str | None = None  # None: by each file's name
     document_separator: str = ""
+    wikipedia: bool = False  # text has titles above its articles
     tokenizer_type: str | None = None
     tokenizer_model: Path | None = None
     vocab_size: int | None = None
     append_eod: bool = False
     workers: int = 1
-    skip_bad_lines: bool = False
+    strict: bool = False
     overwrite: bool = False
 
     def prefix(self, key: str) -> str:
@@ -39,66 +41,22 @@ class Settings:
         return f"{self.output_prefix}_{key}_document"
 
     def format_of(self, path: Path) -> str:
-        by_name = "jsonl" if path.suffix in (".jsonl", ".json", ".ndjson") else "text"
-        return self.input_format or by_name
-
-
-@dataclass
-class Batch:
-    """Raw documents in the order of the input, with the line where each begins."""
-
-    path: Path
-    format: str
-    documents: list[tuple[int, bytes]] = field(default_factory=list)
-    bytes_read: int = 0
+        return self.input_format or guess_format(path, wikipedia=self.wikipedia)
 
 
 @dataclass
 class Tokens:
     """A tokenized batch: of each key the ids, one after another, and each document's length."""
 
-    ids: dict[str, Any]  # numpy arrays of the output's dtype
-    lengths: dict[str, list[int]]
+    file: int
+    end: Position
+    last: bool
     bytes_read: int
-    text_bytes: dict[str, int]
-    bad_lines: int
-
-
-def read_batches(settings: Settings) -> Iterator[Batch]:
-    """The input in batches of about BATCH_BYTES; only a document that is larger exceeds it."""
-    for path in settings.input:
-        kind = settings.format_of(path)
-        with path.open("rb") as file:
-            cut = _lines(file) if kind == "jsonl" else _paragraphs(file, settings)
-            batch = Batch(path, kind)
-            for line, document, size in cut:
-                if document:
-                    batch.documents.append((line, document))
-                batch.bytes_read += size
-                if batch.bytes_read >= BATCH_BYTES:
-                    yield batch
-                    batch = Batch(path, kind)
-            yield batch
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes, int]]:
-    """(line number, line, bytes read); an empty line yields no document."""
-    for number, line in enumerate(file, start=1):
-        yield number, line.strip(), len(line)
-
-
-def _paragraphs(file: BinaryIO, settings: Settings) -> Iterator[tuple[int, bytes, int]]:
-    """(first line number, document, bytes read), cut at the lines that are the separator."""
-    separator = settings.document_separator.strip().encode()
-    first, lines, size = 1, list[bytes](), 0
-    for number, line in enumerate(file, start=1):
-        size += len(line)
-        if line.strip() == separator:
-            yield first, b"".join(lines).strip(b"\r\n"), size
-            first, lines, size = number + 1, [], 0
-        else:
-            lines.append(line)
-    yield first, b"".join(lines).strip(b"\r\n"), size
+    ids: dict[str, Any] = field(default_factory=dict)  # numpy arrays of the output's dtype
+    lengths: dict[str, Any] = field(default_factory=dict)  # int32
+    text_bytes: dict[str, int] = field(default_factory=dict)
+    read: int = 0  # documents without a fault, those without text among them
+    bad: list[tuple[int, str]] = field(default_factory=list)  # line, what is wrong with it
 
 
 class Encoder:
@@ -110,7 +68,7 @@ class Encoder:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not")
             from megatron.core.datasets.indexed_dataset import DType
-            from megatron.training.tokenizer import build_tokenizer
+            from megatron.training.tokenizer import batch_encoder, build_tokenizer
 
         self.settings = settings
         self.tokenizer = build_tokenizer(
@@ -121,13 +79,16 @@ class Encoder:
                 f"the tokenizer {settings.tokenizer_model} has no end-of-document token; "
                 "leave --append-eod out, or set eos_token in its tokenizer_config.json"
             )
-        self.dtype = DType.optimal_dtype(self.tokenizer.vocab_size)
+        self.vocab_size = self.tokenizer.vocab_size
+        self.dtype = DType.optimal_dtype(self.vocab_size)
+        self.encode_texts = batch_encoder(self.tokenizer)
 
     @classmethod
     def start_worker(cls, settings: Settings) -> None:
         """The initializer of a worker: a forked one has the parent's encoder already."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         if cls.shared is None:
             cls.shared = cls(settings)
 
@@ -137,53 +98,106 @@ class Encoder:
         return cls.shared.encode(batch)
 
     def encode(self, batch: Batch) -> Tokens:
-        import numpy as np
-
-        keys = self.settings.json_keys
-        ids: dict[str, list[int]] = {key: [] for key in keys}
-        lengths: dict[str, list[int]] = {key: [] for key in keys}
-        text_bytes = dict.fromkeys(keys, 0)
-        bad_lines = 0
-        for line, document in batch.documents:
+        tokens = Tokens(batch.file, batch.end, batch.last, batch.bytes_read)
+        lines: list[int] = []
+        columns: dict[str, list[str]] = {key: [] for key in self.settings.json_keys}
+        for line, document in batch:
             try:
                 texts = self.texts(batch, document)
-                tokens = {key: self.tokenizer.tokenize(text) for key, text in texts.items()}
             except ValueError as error:
-                if not (self.settings.skip_bad_lines and batch.format == "jsonl"):
-                    raise ValueError(f"{batch.path}:{line}: {error}") from error
-                bad_lines += 1
+                tokens.bad.append((line, str(error)))
                 continue
-            for key in keys:
-                if not tokens.get(key):
-                    continue
-                document_ids = tokens[key] + [self.tokenizer.eod] * self.settings.append_eod
-                ids[key].extend(document_ids)
-                lengths[key].append(len(document_ids))
-                text_bytes[key] += len(texts[key].encode())
-        arrays = {key: np.array(ids[key], dtype=self.dtype) for key in keys}
-        return Tokens(arrays, lengths, batch.bytes_read, text_bytes, bad_lines)
+            lines.append(line)
+            for key in columns:
+                columns[key].append(texts[key])
+        faulty: dict[int, str] = {}
+        encoded = {key: self._encode(texts, faulty) for key, texts in columns.items()}
+        if faulty:
+            tokens.bad = sorted(tokens.bad + [(lines[i], why) for i, why in faulty.items()])
+        tokens.read = len(lines) - len(faulty)
+        for key, arrays in encoded.items():
+            kept = [i for i, ids in enumerate(arrays) if len(ids) and i not in faulty]
+            self._collect(tokens, key, [arrays[i] for i in kept])
+            tokens.text_bytes[key] = sum(len(columns[key][i].encode()) for i in kept)
+        if tokens.bad and self.settings.strict:
+            line, why = tokens.bad[0]
+            raise ValueError(f"{batch.path}:{line}: {why}")
+        return tokens
 
-    def texts(self, batch: Batch, document: bytes) -> dict[str, str]:
-        """The text of each key; ValueError says what is wrong with the document."""
+    def _encode(self, texts: list[str], faulty: dict[int, str]) -> list[Any]:
+        """The ids of each text; of those that have none, `faulty` gets the reason."""
+        import numpy as np
+
         try:
-            text = document.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not UTF-8 ({error.reason}); convert the file with iconv") from error
-        if batch.format == "text":
-            return {self.settings.json_keys[0]: text.replace("\r\n", "\n")}
+            found = self.encode_texts(texts)
+        except ValueError:  # the NullTokenizer reads numbers only: find out which
+            found = []
+            for i, text in enumerate(texts):
+                try:
+                    found.append(self.tokenizer.tokenize(text))
+                except ValueError as error:
+                    faulty[i] = str(error)
+                    found.append([])
+        arrays = [np.asarray(ids, dtype=np.int64) for ids in found]
+        for i, ids in enumerate(arrays):
+            if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+                faulty[i] = f"a token id is not within the vocabulary of {self.vocab_size}"
+        return arrays
+
+    def _collect(self, tokens: Tokens, key: str, arrays: list[Any]) -> None:
+        import numpy as np
+
+        if self.settings.append_eod:
+            eod = np.array([self.tokenizer.eod], dtype=np.int64)
+            arrays = [part for ids in arrays for part in (ids, eod)]
+        lengths = np.array([len(ids) for ids in arrays], dtype=np.int32)
+        if self.settings.append_eod:
+            lengths = lengths[0::2] + lengths[1::2]
+        tokens.lengths[key] = lengths
+        joined = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
+        tokens.ids[key] = joined.astype(self.dtype)
+
+    def texts(self, batch: Batch, document: Any) -> dict[str, str]:
+        """The text of each key; ValueError says what is wrong with the document."""
+        keys = self.settings.json_keys
+        if batch.format == "parquet":
+            if None in document:
+                raise ValueError(f"no text in the column {keys[document.index(None)]!r}")
+            return {key: _decode(cell) for key, cell in zip(keys, document, strict=True)}
+        text = _decode(document).removeprefix("\ufeff")
+        if batch.format != "jsonl":
+            return {keys[0]: text.replace("\r\n", "\n")}
         try:
             record = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"not JSON ({error.msg} at column {error.colno}); correct the line, or leave such "
-                "lines out with --skip-bad-lines"
-            ) from error
+            raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+        except RecursionError as error:
+            raise ValueError("not JSON that can be read (nested too deep)") from error
         if not isinstance(record, dict):
-            raise ValueError("not a JSON object; give one object a line, or --skip-bad-lines")
-        for key in self.settings.json_keys:
+            raise ValueError("not a JSON object; give one object a line")
+        for key in keys:
             if not isinstance(record.get(key), str):
+                there = ", ".join(map(repr, record)) or "no keys"
                 raise ValueError(
-                    f"no text under the key {key!r} (there are {', '.join(record) or 'no keys'}); "
-                    "name the key in --json-keys, or leave such lines out with --skip-bad-lines"
+                    f"no text under the key {key!r} (there are {there}); name the key in "
+                    "--json-keys"
                 )
-        return {key: record[key] for key in self.settings.json_keys}
+            try:
+                record[key].encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"half of a surrogate pair under the key {key!r}") from error
+        return {key: record[key] for key in keys}
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its workers, which would wait for ever."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _decode(document: bytes) -> str:
+    try:
+        return document.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error.reason}); convert the file with iconv") from error

@@ -2,19 +2,28 @@
 
     python script/data/preprocess.py --input wiki.txt --output-prefix dataset/wiki \
         --tokenizer-model model/llama3.2-1b --append-eod
+    python script/data/preprocess.py --input wikipedia/ --output-prefix dataset/wiki ...
+    python script/data/preprocess.py --check dataset/wiki_text_document
 
-writes dataset/wiki_text_document.bin and .idx, through megatron-core's own builder. The flags are
-those of Megatron-LM's tools/preprocess_data.py. A text file is cut into documents at blank lines;
-of a JSONL file every line is a document, and each of --json-keys gets a pair of files.
+writes dataset/wiki_text_document.bin, .idx and .json, which remembers the tokenizer. The flags are
+those of Megatron-LM's tools/preprocess_data.py. Input is files and folders of them: JSONL and
+Parquet (a line or row is a document, and each of --json-keys gets its files), text (documents are
+parted by blank lines) and wikitext (articles begin with ` = Title = `); all but Parquet may be
+compressed with gzip, bzip2 or zstandard.
 
 Documents are read in batches that a pool of processes tokenizes and the parent writes in the order
 of the input, so the files are the same for any number of workers, and memory holds a few batches
-only. The files appear under their names when they are complete, the index last.
+only. The files appear under their names when they are complete. A run that was interrupted, or that
+failed, keeps what is done in PREFIX.partial: the same command goes on from there.
+
+Lines that are no documents are left out, counted and listed in PREFIX_bad_lines.txt; with --strict
+the first one ends the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -24,24 +33,21 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from documents import FORMATS, Batch, Encoder, Settings, Tokens, read_batches
+from documents import Encoder, Settings, Tokens
+from progress import Progress
+from readers import FORMATS, Batch, Position, read_file
+
+if TYPE_CHECKING:
+    from megatron.training.manifest import Manifest
 
 REPO = Path(__file__).resolve().parents[2]
 
-
-@dataclass
-class Count:
-    """What went into one pair of files."""
-
-    prefix: str
-    dtype: str = ""
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
+#: What a folder may hold besides data, as the `datasets` library writes it.
+NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".txt", ".text", ".tokens")
 
 
 def tokenize(settings: Settings, batches: Iterable[Batch]) -> Iterator[Tokens]:
@@ -56,6 +62,7 @@ def tokenize(settings: Settings, batches: Iterable[Batch]) -> Iterator[Tokens]:
     )
     waiting: deque[Future[Tokens]] = deque()
     try:
+        pool.submit(os.getpid).result()  # all are forked now, before a reader starts threads
         for batch in batches:
             waiting.append(pool.submit(Encoder.run, batch))
             if len(waiting) >= 2 * settings.workers:
@@ -66,159 +73,235 @@ def tokenize(settings: Settings, batches: Iterable[Batch]) -> Iterator[Tokens]:
         pool.shutdown(cancel_futures=True)
 
 
-class Output:
-    """One `.bin`/`.idx` pair, written under other names until `publish`."""
+def read_batches(settings: Settings, progress: Progress) -> Iterator[Batch]:
+    """The input from where `progress` is."""
+    first, start = progress.mark.file, progress.mark.position
+    for number in range(first, len(settings.input)):
+        path = settings.input[number]
+        if not path.exists():
+            raise ValueError(f"{path} has disappeared; put it back")
+        progress.begin_file(number)
+        yield from read_file(path, settings, number=number, start=start)
+        start = Position()
 
-    def __init__(self, prefix: str, dtype: type) -> None:
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-        self.count = Count(prefix, dtype.__name__)
-        self.final = [Path(f"{prefix}.bin"), Path(f"{prefix}.idx")]
-        self.partial = [path.with_name(f"{path.name}.{os.getpid()}.partial") for path in self.final]
-        self.builder = IndexedDatasetBuilder(str(self.partial[0]), dtype)
+def expand(inputs: Iterable[Path]) -> tuple[Path, ...]:
+    """The files that are named, and those in the folders that are, in the order of their names.
 
-    def add(self, ids: Any, lengths: list[int], text_bytes: int) -> None:
-        start = 0
-        for length in lengths:
-            self.builder.add_document(ids[start : start + length], [length])
-            start += length
-        self.count.documents += len(lengths)
-        self.count.tokens += start
-        self.count.text_bytes += text_bytes
+    Raises:
+        ValueError: a file or folder has no data.
+    """
+    files: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if _is_data(path, file))
+            if not found:
+                raise ValueError(
+                    f"the folder {path} holds no data; give one with {', '.join(DATA_SUFFIXES)} "
+                    "files (.gz, .zst and .bz2 too), or wikiextractor's wiki_00 and so on"
+                )
+            files += found
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise ValueError(
+                f"the input {path} is not a file or folder; name text, JSONL or Parquet in --input"
+            )
+    for path in files:
+        if not path.stat().st_size:
+            raise ValueError(f"the input {path} is empty; leave it out, or get it again")
+    return tuple(files)
 
-    def publish(self) -> None:
-        self.builder.finalize(str(self.partial[1]))
-        self.final[1].unlink(missing_ok=True)  # never an old index beside new tokens
-        for partial, final in zip(self.partial, self.final, strict=True):
-            partial.replace(final)
 
-    def discard(self) -> None:
-        self.builder.data_file.close()
-        for partial in self.partial:
-            partial.unlink(missing_ok=True)
+def _is_data(folder: Path, file: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    if hidden or file.name in NOT_DATA:
+        return False
+    stem = file.name.removesuffix(".gz").removesuffix(".zst").removesuffix(".bz2")
+    return (stem.endswith(DATA_SUFFIXES) or stem.startswith("wiki_")) and file.is_file()
 
 
 def check(settings: Settings) -> None:
     """Refuse what cannot work before megatron-core is imported, which takes seconds."""
-    for path in settings.input:
-        if not path.is_file():
-            raise ValueError(f"the input {path} is not a file; name text or JSONL files in --input")
     if settings.workers < 1:
         raise ValueError(f"--workers {settings.workers} is below 1; give the number of processes")
-    if len(settings.json_keys) > 1 and any(settings.format_of(p) == "text" for p in settings.input):
-        raise ValueError(
-            f"text has no keys, but --json-keys names {len(settings.json_keys)}; "
-            "name one, or give --input-format jsonl if the files are JSONL"
-        )
-    if not settings.overwrite:
-        for key in settings.json_keys:
-            for suffix in (".idx", ".bin"):
-                if Path(settings.prefix(key) + suffix).exists():
-                    raise ValueError(
-                        f"{settings.prefix(key)}{suffix} exists; give --overwrite to replace it, "
-                        "or another --output-prefix"
-                    )
+    for path in settings.input if len(settings.json_keys) > 1 else ():
+        if (kind := settings.format_of(path)) in ("text", "wikitext"):
+            raise ValueError(
+                f"{path} is {kind}, which has no keys, but --json-keys names "
+                f"{len(settings.json_keys)}; name one, or give --input-format"
+            )
+    if settings.overwrite or Path(f"{settings.output_prefix}.partial", "progress.json").exists():
+        return
+    for key in settings.json_keys:
+        for suffix in (".idx", ".bin", ".json"):
+            if Path(settings.prefix(key) + suffix).exists():
+                raise ValueError(
+                    f"{settings.prefix(key)}{suffix} exists; give --overwrite to replace it, "
+                    "or another --output-prefix"
+                )
 
 
-def preprocess(settings: Settings) -> tuple[list[Count], int]:
-    """Do it all; what was written, and how many bad lines were skipped."""
+def preprocess(settings: Settings) -> dict[str, Manifest]:
+    """Do it all, or the rest of it; the manifest of each pair of files by its prefix."""
     from tqdm import tqdm
 
+    settings = dataclasses.replace(settings, input=expand(settings.input))
     check(settings)
-    total = sum(path.stat().st_size for path in settings.input)
+    Encoder.shared = encoder = Encoder(settings)
+    from megatron.training.manifest import TokenizerRecord
+
+    record = TokenizerRecord.of(encoder.tokenizer)
     settings.output_prefix.parent.mkdir(parents=True, exist_ok=True)
-    Encoder.shared = Encoder(settings)
-    dtype = Encoder.shared.dtype
-    bad_lines = 0
     tqdm.monitor_interval = 0  # its thread would be copied into the workers
-    outputs: dict[str, Output] = {}
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=None)
-    try:
-        for key in settings.json_keys:
-            outputs[key] = Output(settings.prefix(key), dtype)
-        for tokens in tokenize(settings, read_batches(settings)):
-            for key, output in outputs.items():
-                output.add(tokens.ids[key], tokens.lengths[key], tokens.text_bytes[key])
-            bad_lines += tokens.bad_lines
+    with Progress(settings, dataclasses.asdict(record), encoder.dtype) as progress:
+        if not progress.complete:
+            _write(settings, progress)
+        manifests = {key: _manifest(settings, progress, key, record) for key in settings.json_keys}
+        progress.publish({key: manifest.to_json() for key, manifest in manifests.items()})
+    return {settings.prefix(key): manifest for key, manifest in manifests.items()}
+
+
+def _write(settings: Settings, progress: Progress) -> None:
+    from tqdm import tqdm
+
+    mark = progress.mark
+    if progress.resumed:
+        done = max(count.documents for count in mark.counts.values())
+        print(f"Going on after {done:,} documents of an interrupted run.", file=sys.stderr)
+    sizes = [path.stat().st_size for path in settings.input]
+    with tqdm(
+        total=sum(sizes), initial=sum(sizes[: mark.file]), unit="B", unit_scale=True, disable=None
+    ) as bar:
+        for tokens in tokenize(settings, read_batches(settings, progress)):
+            progress.add(tokens)
             bar.update(tokens.bytes_read)
-        for key, output in outputs.items():
-            if not output.count.documents:
-                raise ValueError(
-                    f"no text under the key {key!r} in {', '.join(map(str, settings.input))} "
-                    f"({total} bytes, {bad_lines} bad lines); give files that have text"
-                )
-        for output in outputs.values():
-            output.publish()
-    finally:
-        bar.close()
-        for output in outputs.values():
-            output.discard()
-    return [output.count for output in outputs.values()], bad_lines
+            documents = max(count.documents for count in progress.mark.counts.values())
+            bar.set_postfix_str(f"{documents:,} documents", refresh=False)
+    for key, count in progress.mark.counts.items():
+        if not count.documents:
+            raise ValueError(
+                f"no text under the key {key!r} in the {len(settings.input)} input files "
+                f"({settings.input[0]} first); give files that have text"
+            )
 
 
-def parse(argv: list[str] | None) -> Settings:
+def _manifest(settings: Settings, progress: Progress, key: str, record: object) -> Manifest:
+    from megatron.training.manifest import Manifest
+
+    count = progress.mark.counts[key]
+    return Manifest(
+        tokenizer=record,
+        dtype=progress.dtype.name,
+        documents=count.documents,
+        tokens=count.tokens,
+        text_bytes=count.text_bytes,
+        bad_lines=progress.mark.bad_lines,
+        json_key=key,
+        append_eod=settings.append_eod,
+        sources=tuple((name, size) for name, size, _ in progress.inputs),
+    )
+
+
+def parse(argv: list[str] | None) -> Settings | argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", type=Path, nargs="+", required=True, help="text or JSONL files")
-    add("--output-prefix", type=Path, required=True, help="writes PREFIX_<key>_document.bin, .idx")
-    add("--json-keys", nargs="+", default=["text"], help="keys of the text in JSONL (text)")
-    add("--input-format", choices=FORMATS, help="default: jsonl for .jsonl, .json, .ndjson")
+    add("--input", type=Path, nargs="+", help="files and folders")
+    add("--output-prefix", type=Path, help="writes PREFIX_<key>_document.bin, .idx, .json")
+    add("--json-keys", nargs="+", default=["text"], help="keys or columns of the text (text)")
+    add("--input-format", choices=FORMATS, help="default: by each file's name")
     add("--document-separator", default="", metavar="LINE", help="of text (default: a blank line)")
-    add("--tokenizer-type", help="default: by what is at --tokenizer-model")
-    add("--tokenizer-model", type=Path, help="a .model file or a Hugging Face folder")
-    add("--vocab-size", type=int, help="of the NullTokenizer, whose text is numbers")
+    add_tokenizer(parser)
     add("--append-eod", action="store_true", help="end each document with the eod token")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    add("--workers", type=int, default=cores or 1, help=f"processes (here {cores})")
-    add("--skip-bad-lines", action="store_true", help="count bad JSONL lines instead of stopping")
-    add("--overwrite", action="store_true", help="replace existing output")
+    add_running(parser)
+    add("--check", metavar="PREFIX", help="check PREFIX.bin, .idx and .json, and write nothing")
     options = vars(parser.parse_args(argv))
+    if (prefix := options.pop("check")) is not None:
+        return argparse.Namespace(check=prefix, **options)
+    for name in ("input", "output_prefix"):
+        if options[name] is None:
+            parser.error(f"--{name.replace('_', '-')} is missing")
     for name in ("input", "json_keys"):
         options[name] = tuple(options[name])
     return Settings(**options)
 
 
-def main(argv: list[str] | None = None) -> int:
-    settings = parse(argv)
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tokenizer-type", help="default: by what is at --tokenizer-model")
+    add("--tokenizer-model", type=Path, help="a .model or .tiktoken file, or a folder")
+    add("--vocab-size", type=int, help="of the NullTokenizer, whose text is numbers")
+
+
+def add_running(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    add("--workers", type=int, default=cores or 1, help=f"processes (here {cores})")
+    add("--strict", action="store_true", help="stop at the first line that is no document")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace existing output, and an interrupted run of other input or options",
+    )
+
+
+def report(settings: Settings, manifests: dict[str, Manifest], seconds: float) -> None:
+    """Say what was written and what to do with it."""
+    for prefix, made in manifests.items():
+        print(
+            f"{prefix}.bin, .idx: {made.documents:,} documents, {made.tokens:,} tokens "
+            f"({made.dtype}), {made.text_bytes:,} bytes of text"
+        )
+        if made.bad_lines:
+            bad_lines = f"{settings.output_prefix}_bad_lines.txt"
+            print(f"left out {made.bad_lines:,} bad lines; they are in {bad_lines}")
+    print(f"{seconds:.1f} s. Next: train on it and collect tensors with")
+    print(
+        f"  bash run_tensor_collection.sh single mxfp8 --data-path {next(iter(manifests))} "
+        f"--tokenizer-path {settings.tokenizer_model}"
+    )
+
+
+def attempt(settings: Settings) -> int:
+    """Preprocess and report; the exit status."""
     # One thread a process, set before numpy and the tokenizers start theirs.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     sys.path.insert(0, str(REPO))
     started = time.perf_counter()
+    status = 1
     try:
-        counts, bad_lines = preprocess(settings)
+        report(settings, preprocess(settings), time.perf_counter() - started)
+        return 0
     except ValueError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
-        return 1
     except OSError as error:
         print(f"[ERROR] {error}; check the path and the space on the disk", file=sys.stderr)
-        return 1
     except BrokenProcessPool:
         print(
             "[ERROR] a worker was killed, probably for lack of memory; give fewer --workers",
             file=sys.stderr,
         )
-        return 1
     except KeyboardInterrupt:
-        print("[ERROR] interrupted; nothing was written", file=sys.stderr)
-        return 130
-    seconds = time.perf_counter() - started
-    for count in counts:
-        print(
-            f"{count.prefix}.bin, .idx: {count.documents:,} documents, {count.tokens:,} tokens "
-            f"({count.dtype}), {count.text_bytes:,} bytes of text"
-        )
-    if bad_lines:
-        print(f"skipped {bad_lines:,} bad lines")
-    print(f"{seconds:.1f} s. Next: train on it and collect tensors with")
-    print(
-        f"  bash run_tensor_collection.sh single mxfp8 --data-path {counts[0].prefix} "
-        f"--tokenizer-path {settings.tokenizer_model}"
-    )
-    return 0
+        print("[ERROR] interrupted", file=sys.stderr)
+        status = 130
+    partial = Path(f"{settings.output_prefix}.partial")
+    if (partial / "progress.json").exists():
+        print(f"What is done is kept in {partial}: the same command goes on.", file=sys.stderr)
+    return status
+
+
+def main(argv: list[str] | None = None) -> int:
+    settings = parse(argv)
+    if isinstance(settings, Settings):
+        return attempt(settings)
+    sys.path.insert(0, str(REPO))
+    from check_dataset import check_and_report
+
+    return check_and_report(settings)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ def test_the_files_are_there_and_nothing_else(made):
         "data/corpus.jsonl",
         "data/corpus_text_document.bin",
         "data/corpus_text_document.idx",
+        "data/corpus_text_document.json",
         "model/.lock",
         "model/tokenizer.model",
     ]

@@ -14,7 +14,6 @@ SCRIPT = REPO / "script/data/preprocess.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
 import preprocess  # noqa: E402
-from documents import Settings, read_batches  # noqa: E402
 
 TEXT = " = Heading = \n\nFirst document,\ntwo lines.\n\n\n \nSecond naïve document.\n"
 DOCUMENTS = [" = Heading = ", "First document,\ntwo lines.", "Second naïve document."]
@@ -76,18 +75,14 @@ def test_text_becomes_documents_that_end_with_eod(tmp_path, tokenizer):
     size = sum(len(text.encode()) for text in DOCUMENTS)
     assert f"3 documents, {tokens} tokens (uint16), {size} bytes" in result.stdout
     assert "--data-path out/wiki_text_document" in result.stdout
-    assert leftovers(tmp_path / "out") == ["wiki_text_document.bin", "wiki_text_document.idx"]
-
-
-def test_another_separator(tmp_path):
-    (tmp_path / "in.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\nstill one\r\n---\r\ntwo")
-    settings = Settings(
-        input=(tmp_path / "in.txt",), output_prefix=tmp_path / "out", document_separator="---"
-    )
-    (batch,) = read_batches(settings)
-    assert [line for line, _ in batch.documents] == [1, 5]
-    assert batch.documents[1][1] == b"two"
-    assert batch.bytes_read == (tmp_path / "in.txt").stat().st_size
+    assert leftovers(tmp_path / "out") == [
+        f"wiki_text_document.{suffix}" for suffix in ("bin", "idx", "json")
+    ]
+    manifest = json.loads((tmp_path / "out/wiki_text_document.json").read_text())
+    assert (manifest["documents"], manifest["tokens"], manifest["text_bytes"]) == (3, tokens, size)
+    assert manifest["sources"] == [["in.txt", len(TEXT.encode())]]
+    assert manifest["tokenizer"]["vocab_size"] == 2048
+    assert not (tmp_path / "out/wiki.partial").exists()
 
 
 def test_the_files_do_not_depend_on_the_number_of_workers(tmp_path, tokenizer):
@@ -96,13 +91,6 @@ def test_the_files_do_not_depend_on_the_number_of_workers(tmp_path, tokenizer):
         for number in range(6000):
             words = " ".join(str(number * k) for k in range(1 + number * 37 % 90))
             file.write(json.dumps({"text": words}) + "\n")
-    size = (tmp_path / "in.jsonl").stat().st_size
-    batches = list(
-        read_batches(Settings(input=(tmp_path / "in.jsonl",), output_prefix=tmp_path / "x"))
-    )
-    assert len(batches) >= 2
-    assert sum(batch.bytes_read for batch in batches) == size
-
     contents = []
     for workers in ("1", "3"):
         options = ["--input", "in.jsonl", "--output-prefix", f"w{workers}/a"]
@@ -110,7 +98,7 @@ def test_the_files_do_not_depend_on_the_number_of_workers(tmp_path, tokenizer):
         result = call(tmp_path, *options)
         assert result.returncode == 0, result.stderr
         prefix = tmp_path / f"w{workers}/a_text_document"
-        contents.append([Path(f"{prefix}{end}").read_bytes() for end in (".bin", ".idx")])
+        contents.append([Path(f"{prefix}{end}").read_bytes() for end in (".bin", ".idx", ".json")])
     assert contents[0] == contents[1]
     assert len(read_documents(tmp_path / "w3/a_text_document")) == 6000
 
@@ -125,19 +113,35 @@ def test_each_json_key_gets_its_files(tmp_path, tokenizer):
     assert decoded(tmp_path / "o_body_document", tokenizer) == ["aaa"], "an empty text is left out"
 
 
-BAD = '{"text": "good"}\n{"text": \n[1]\n{"words": "x"}\n{"text": 3}\n'
+BAD = b'{"text": "good"}\n{"text": \n[1]\n{"words": "x", "id": 1}\n{"text": 3}\n'
+BAD += b'{"text": "\\ud800"}\n{"text": "\xff"}\n' + b"[" * 100000 + b'\n{"text": "last"}'
+REASONS = [
+    "2: not JSON (Expecting value at column",
+    "3: not a JSON object",
+    "4: no text under the key 'text' (there are 'words', 'id'); name the key in --json-keys",
+    "5: no text under the key 'text' (there are 'text')",
+    "6: half of a surrogate pair",
+    "7: not UTF-8",
+    "8: not JSON",
+]
 
 
-def test_bad_lines_stop_it_or_are_counted(tmp_path, tokenizer):
-    (tmp_path / "in.jsonl").write_text(BAD)
+def test_bad_lines_are_counted_and_listed_or_stop_it(tmp_path, tokenizer):
+    (tmp_path / "in.jsonl").write_bytes(BAD)
     options = ["--input", "in.jsonl", "--output-prefix", "o", "--workers", "2"]
     options += ["--tokenizer-model", str(tokenizer)]
-    check_error(call(tmp_path, *options), "in.jsonl:2: not JSON", "--skip-bad-lines")
+    check_error(call(tmp_path, *options, "--strict"), "in.jsonl:2: not JSON (Expecting value")
     assert leftovers(tmp_path) == []
-    result = call(tmp_path, *options, "--skip-bad-lines")
+    assert not (tmp_path / "o.partial").exists(), "nothing was done that could be kept"
+    result = call(tmp_path, *options)
     assert result.returncode == 0, result.stderr
-    assert "skipped 4 bad lines" in result.stdout
-    assert decoded(tmp_path / "o_text_document", tokenizer) == ["good"]
+    assert "left out 7 bad lines; they are in o_bad_lines.txt" in result.stdout
+    listed = (tmp_path / "o_bad_lines.txt").read_text().splitlines()
+    assert len(listed) == len(REASONS)
+    for line, reason in zip(listed, REASONS, strict=True):
+        assert line.startswith(f"in.jsonl:{reason}")
+    assert decoded(tmp_path / "o_text_document", tokenizer) == ["good", "last"]
+    assert json.loads((tmp_path / "o_text_document.json").read_text())["bad_lines"] == 7
 
 
 def test_an_existing_result_is_kept_unless_told_otherwise(tmp_path, tokenizer):
@@ -159,6 +163,9 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
     assert read_documents(tmp_path / "o_text_document") == [[7, 70000, 100000]]
 
 
+JSONL = ["--input-format", "jsonl"]
+
+
 # --- errors, in this process: each takes seconds in another ---------------------------------------
 
 
@@ -167,6 +174,7 @@ def fails(tmp_path, capsys, *options: str) -> str:
     arguments = ["--input", str(tmp_path / "in.txt"), "--output-prefix", str(tmp_path / "o")]
     assert preprocess.main([*arguments, "--workers", "1", *options]) == 1
     assert leftovers(tmp_path) == []
+    assert not (tmp_path / "o.partial").exists()
     printed = capsys.readouterr()
     assert printed.out == ""
     return printed.err
@@ -175,17 +183,24 @@ def fails(tmp_path, capsys, *options: str) -> str:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        (None, [], "in.txt is not a file; name text or JSONL files in --input"),
+        (None, [], "in.txt is not a file or folder; name text, JSONL or Parquet in --input"),
+        (b"", ["NULL"], "in.txt is empty; leave it out"),
         (b"x", ["--workers", "0"], "--workers 0 is below 1"),
-        (b"x", ["--json-keys", "a", "b"], "text has no keys, but --json-keys names 2"),
+        (b"x", ["--json-keys", "a", "b"], "is text, which has no keys, but --json-keys names 2"),
         (b"x", ["--tokenizer-model", "/missing"], "the tokenizer /missing does not exist; give"),
         (b"x", ["--tokenizer-type", "Mine"], "unknown tokenizer type 'Mine'; choose one of Sent"),
         (b"x", [], "unknown tokenizer type None; choose one of"),
-        (b" \n\n", ["NULL"], "no text under the key 'text' in"),
-        (b"1\n\n2 x", ["NULL"], "in.txt:3: invalid literal for int()"),
+        (b" \n\n", ["NULL"], "in.txt holds no document; leave it out, or get it again"),
+        (b"1\n\n2 x", ["NULL", "--strict"], "in.txt:3: invalid literal for int()"),
+        (b"1\n\n11", ["NULL", "--strict"], "in.txt:3: a token id is not within the vocabulary of"),
         (b"1\n\xff", ["NULL"], "in.txt:1: not UTF-8"),
-        (b"[1]", ["NULL", "--input-format", "jsonl"], "in.txt:1: not a JSON object; give one"),
-        (b"{}", ["NULL", "--input-format", "jsonl"], "in.txt:1: no text under the key 'text'"),
+        (b"[1]", ["NULL", *JSONL], "in.txt:1: not a JSON object; give one"),
+        (b"{}", ["NULL", *JSONL], "in.txt:1: no text under the key 'text' (there are no keys)"),
+        (b'{"id": 1}\n' * 3, ["NULL", *JSONL], "none of the first 3 documents of"),
+        (b'{"text": ""}', ["NULL", *JSONL], "no text under the key 'text' in the 1 input files"),
+        (b"<doc id=1>", ["NULL"], "in.txt has <doc> elements; run wikiextractor with --json"),
+        (b"PAR1 or not", ["NULL", "--input-format", "parquet"], "damaged, or no Parquet file"),
+        (b"\x1f\x8b\x08 not", ["NULL"], "in.txt is damaged or was cut short"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, capsys, text, options, message):

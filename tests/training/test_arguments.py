@@ -204,13 +204,25 @@ def test_mistakes_are_explained(flags, message):
     assert "; " in str(caught.value), "what; what to do"
 
 
-@pytest.mark.parametrize("missing", ["--num-layers", "--lr", "--tokenizer-type", "--seq-length"])
+@pytest.mark.parametrize("missing", ["--num-layers", "--lr", "--seq-length"])
 def test_what_is_required_is_named(missing):
     arguments = list(MINIMAL)
     position = arguments.index(missing)
     del arguments[position : position + 2]
     with pytest.raises(UserError, match=f"{missing} is missing; give it a value"):
         parse_args(arguments)
+
+
+def test_the_tokenizers_type_is_read_off_its_path(tmp_path):
+    position = MINIMAL.index("--tokenizer-type")
+    arguments = [*MINIMAL[:position], *MINIMAL[position + 4 :]]
+    with pytest.raises(UserError, match="--tokenizer-model is missing; give it a value, or --tok"):
+        parse_args(arguments)
+    with pytest.raises(UserError, match="none does not exist; give a SentencePiece"):
+        parse_args([*arguments, "--tokenizer-model", str(tmp_path / "none")])
+    (tmp_path / "llama3.model").write_text("IQ== 0\n")
+    run = parse_args([*arguments, "--tokenizer-model", str(tmp_path / "llama3.model")])
+    assert run.args.tokenizer_type == "TikTokenizer"
 
 
 def test_a_missing_data_file_is_named(tmp_path):

@@ -1,0 +1,190 @@
+"""Tokenizers in tiktoken's format: a file of `base64-of-the-bytes rank` lines.
+
+Llama 3's `tokenizer.model` and OpenAI's `*.tiktoken` files are such. The file holds the byte pairs
+alone; how text is split before they are merged, and which special tokens follow them, is
+convention. It is chosen by the number of ranks, and a file of another number is taken for one of
+Llama 3's kind. (The class of that name in the wheel reads another format, JSON with the special
+tokens first.)
+
+Special tokens are never made from text: `<|end_of_text|>` in a document is taken apart like any
+other word, as Llama 3's own code does with what users write.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from pathlib import Path
+
+import tiktoken
+
+from megatron.core.tokenizers.text.libraries.abstract_tokenizer import MegatronTokenizerTextAbstract
+from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
+
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+_CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a file of byte pairs does not say."""
+
+    name: str
+    pattern: str  #: splits text into the words within which bytes are merged
+    special_tokens: dict[str, int]  #: name: id
+    eod: str
+    bos: str | None = None
+    pad: str | None = None
+
+
+def _llama3(ranks: int) -> Family:
+    """256 special tokens behind the ranks, those that matter by Llama 3.2's names for them."""
+    names = [f"<|reserved_special_token_{number}|>" for number in range(256)]
+    known = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id"}
+    known |= {6: "start_header_id", 7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}
+    reserved = iter(names)
+    tokens = [f"<|{known[i]}|>" if i in known else next(reserved) for i in range(256)]
+    return Family(
+        "llama3",
+        _LLAMA3,
+        {token: ranks + i for i, token in enumerate(tokens)},
+        eod="<|end_of_text|>",
+        bos="<|begin_of_text|>",
+        pad="<|finetune_right_pad_id|>",
+    )
+
+
+def _openai(name: str, pattern: str, **special_tokens: int) -> Family:
+    tokens = {f"<|{token}|>": number for token, number in special_tokens.items()}
+    return Family(name, pattern, tokens, eod="<|endoftext|>")
+
+
+_FILL_IN = ("fim_prefix", "fim_middle", "fim_suffix")
+FAMILIES = {
+    50256: _openai("r50k_base", _GPT2, endoftext=50256),
+    50280: _openai("p50k_base", _GPT2, endoftext=50256),
+    100256: _openai(
+        "cl100k_base",
+        _CL100K,
+        endoftext=100257,
+        **{name: 100258 + i for i, name in enumerate(_FILL_IN)},
+        endofprompt=100276,
+    ),
+    199998: _openai("o200k_base", _O200K, endoftext=199999, endofprompt=200018),
+}
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """The byte pairs of a tiktoken file.
+
+    Raises:
+        ValueError: naming the line that is not `base64 rank`.
+    """
+    ranks: dict[bytes, int] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except (ValueError, binascii.Error) as error:
+                raise ValueError(f"line {number} is not 'base64 rank'") from error
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise ValueError(f"the byte {missing[0]} has no rank, so that not every text has tokens")
+    if len(set(ranks.values())) != len(ranks):
+        raise ValueError("two tokens have the same rank")
+    return ranks
+
+
+class TiktokenFile(MegatronTokenizerTextAbstract):
+    """What megatron-core asks of a tokenizer's library, of a file in tiktoken's format."""
+
+    chat_template = None
+    mask_id = cls_id = sep_id = unk_id = None
+
+    def __init__(self, path: str) -> None:
+        ranks = read_ranks(Path(path))
+        self.family = FAMILIES.get(len(ranks)) or _llama3(max(ranks.values()) + 1)
+        self.tokenizer = tiktoken.Encoding(
+            self.family.name,
+            pat_str=self.family.pattern,
+            mergeable_ranks=ranks,
+            special_tokens=self.family.special_tokens,
+        )
+        self.inv_vocab = {rank: token.decode("latin-1") for token, rank in ranks.items()}
+        self.inv_vocab |= {number: name for name, number in self.family.special_tokens.items()}
+        self.vocab_size = self.tokenizer.n_vocab
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Ids by token; a token's bytes stand as the characters of the same numbers."""
+        return {token: number for number, token in self.inv_vocab.items()}
+
+    def text_to_ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode_ordinary(text)
+
+    def ids_to_text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+    def text_to_tokens(self, text: str) -> list[str]:
+        return self.ids_to_tokens(self.text_to_ids(text))
+
+    def tokens_to_text(self, tokens: list[str]) -> str:
+        return self.ids_to_text(self.tokens_to_ids(tokens))
+
+    def tokens_to_ids(self, tokens: list[str]) -> list[int]:
+        vocab = self.vocab
+        return [vocab[token] for token in tokens]
+
+    def ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [self.inv_vocab[number] for number in ids]
+
+    def add_special_tokens(self, special_tokens: list | dict) -> None:
+        raise NotImplementedError("a tiktoken file has the special tokens of its family alone")
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int]:
+        return []
+
+    def _id(self, name: str | None) -> int | None:
+        return None if name is None else self.family.special_tokens[name]
+
+    @property
+    def eod(self) -> int | None:
+        return self._id(self.family.eod)
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.eod
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._id(self.family.bos)
+
+    @property
+    def pad_id(self) -> int | None:
+        return self._id(self.family.pad)
+
+
+class TiktokenTokenizer(MegatronTokenizerText):
+    """The tokenizer that training and datasets use, over a `TiktokenFile`."""
+
+    def _restore_model(self, **kwargs: object) -> TiktokenFile:
+        return TiktokenFile(self.path)

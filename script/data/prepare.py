@@ -1,0 +1,98 @@
+"""Wikipedia or Dolma, downloaded or from a folder -> the `.bin/.idx` pair that the scripts use.
+
+    python script/data/prepare.py wikipedia --input dumps/ --tokenizer-model model/llama3.2-1b
+    python script/data/prepare.py dolma --limit-files 4
+
+prepare_wikipedia.sh and prepare_dolma.sh call it. Everything is done by preprocess.py: an
+interrupted call goes on where it was, and the same input makes the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from documents import Settings
+from download import HUB, download
+from preprocess import REPO, add_running, add_tokenizer, attempt
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("corpus", choices=tuple(HUB))
+    add("--input", type=Path, nargs="+", help="files and folders, instead of a download")
+    add("--output-prefix", type=Path, help="default: dataset/NAME_processed/NAME_processed")
+    add_tokenizer(parser)
+    add("--hub-dataset", metavar="NAME", help="data set on the Hugging Face hub")
+    add("--hub-part", metavar="NAME", help="its configuration (Wikipedia) or version (Dolma)")
+    add("--limit-files", type=int, metavar="N", help="download the first N files only")
+    add("--download-dir", type=Path, metavar="DIR", help="default: dataset/downloads/NAME")
+    add_running(parser)
+    return parser.parse_args(argv)
+
+
+def complete(options: argparse.Namespace, home: Path) -> Settings:
+    """Where the input lies, after downloading it if need be.
+
+    Raises:
+        ValueError: it cannot be had, or there is no tokenizer.
+    """
+    corpus = options.corpus
+    model, kind = options.tokenizer_model, options.tokenizer_type
+    if model is None and kind != "NullTokenizer":
+        model = home / "model" / "llama3.2-1b"
+        if not model.exists():
+            raise ValueError(
+                f"no tokenizer at {model}; put Llama 3.2's there, or name a Hugging Face folder, a "
+                "SentencePiece .model file or a .tiktoken file in --tokenizer-model"
+            )
+    inputs = options.input
+    if inputs is None:
+        name, part = HUB[corpus]
+        folder = options.download_dir or home / "dataset" / "downloads" / corpus
+        if options.limit_files is not None and options.limit_files < 1:
+            raise ValueError(f"--limit-files {options.limit_files} is below 1")
+        inputs = download(
+            corpus,
+            folder,
+            name=options.hub_dataset or name,
+            part=options.hub_part or part,
+            limit=options.limit_files,
+        )
+    return Settings(
+        input=tuple(inputs),
+        output_prefix=options.output_prefix
+        or home / "dataset" / f"{corpus}_processed" / f"{corpus}_processed",
+        wikipedia=corpus == "wikipedia",
+        tokenizer_type=kind,
+        tokenizer_model=model,
+        vocab_size=options.vocab_size,
+        append_eod=True,
+        workers=options.workers,
+        strict=options.strict,
+        overwrite=options.overwrite,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    home = Path() if Path.cwd() == REPO else REPO
+    try:
+        settings = complete(options, home)
+    except ValueError as error:
+        print(f"[ERROR] {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("[ERROR] interrupted; files that are complete are kept", file=sys.stderr)
+        return 130
+    return attempt(settings)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main())

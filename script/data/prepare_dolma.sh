@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Dolma -> dataset/dolma_processed/dolma_processed_text_document.bin, .idx and .json.
+#
+#   bash script/data/prepare_dolma.sh                       # downloads v1_6-sample (16 GB compressed)
+#   bash script/data/prepare_dolma.sh --hub-part v1_7 --limit-files 8
+#   bash script/data/prepare_dolma.sh --input DIR           # a folder of yours; no network is needed
+#
+# DIR holds .json.gz files (or .jsonl.zst, .jsonl, Parquet) with a document a line and its text in
+# `text`, in any depth of folders. Called again after an interruption it goes on, download and all.
+#
+#   --input PATH...         files and folders, instead of a download
+#   --output-prefix PREFIX  other files than the above; _text_document is added
+#   --tokenizer-model PATH  Hugging Face folder, SentencePiece .model or .tiktoken file
+#                           (model/llama3.2-1b)
+#   --tokenizer-type TYPE   HuggingFaceTokenizer, SentencePieceTokenizer, TikTokenizer (by the path)
+#   --hub-dataset NAME      another data set on the hub with lists in urls/ (allenai/dolma)
+#   --hub-part NAME         another version: v1_7 has 4.5 TB (v1_6-sample)
+#   --limit-files N         download the first N files only
+#   --download-dir DIR      where the files go (dataset/downloads/dolma)
+#   --workers N             processes (one a core)
+#   --strict                stop at the first line that is no document
+#   --overwrite             replace existing files
+#   -h, --help              print this
+#
+# Exit status: 0 the files are there; 1 something is wrong; 2 wrong option; 130 interrupted.
+set -euo pipefail
+
+# shellcheck source=script/driver.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/../driver.sh"
+
+case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
+
+find_python
+exec "$py" "$repo/script/data/prepare.py" dolma "$@"

@@ -1,0 +1,338 @@
+"""The output of a preprocessing run while it is made, and how an interrupted run goes on.
+
+Beside the output there is a folder `<output-prefix>.partial`:
+
+    <key>.bin         token ids, one document after another
+    <key>.lengths     tokens of each document (int32)
+    bad_lines.txt     what was left out: file:line: reason
+    progress.json     how long each of these was, and where the input was read from next
+    lock              held by the process that writes
+
+Every few seconds, and when a run stops for any reason, the files are flushed to the disk and then
+`progress.json` is replaced in one step. A run that starts cuts the files to the lengths there and
+reads on, so what it writes is what one run would have written. At the end the index is made and the
+files are moved to their names, the index last.
+
+megatron-core's IndexedDatasetBuilder writes the same bytes, which a test holds; but it keeps a
+hundred bytes of every document in memory, and what it wrote cannot be continued.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from documents import Settings, Tokens
+from readers import Position
+
+COMMIT_SECONDS = 5.0
+HOPELESS = 1000  # bad documents of a file that has not a single good one
+LENGTH_BYTES = 4
+INDEX_BLOCK = 1 << 20  # documents at a time
+
+
+@dataclass
+class Count:
+    """What went into one pair of files."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+
+
+@dataclass
+class Mark:
+    """How far a run is."""
+
+    file: int = 0  # index of the input that is read from next
+    position: Position = field(default_factory=Position)
+    counts: dict[str, Count] = field(default_factory=dict)
+    bad_lines: int = 0
+    bad_bytes: int = 0
+    file_read: int = 0  # documents of this file, and those of them that were left out
+    file_bad: int = 0
+
+    def copy(self) -> Mark:
+        return replace(self, counts={key: replace(count) for key, count in self.counts.items()})
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Mark:
+        counts = {key: Count(**count) for key, count in fields.pop("counts").items()}
+        return cls(position=Position(**fields.pop("position")), counts=counts, **fields)
+
+
+def identity(path: Path) -> list[Any]:
+    """What tells whether a file is the one that was read."""
+    status = path.stat()
+    return [path.name, status.st_size, status.st_mtime_ns]
+
+
+class Progress:
+    """The files of a run, written in the order of the input. Use it as a context manager."""
+
+    def __init__(self, settings: Settings, tokenizer: dict[str, Any], dtype: type) -> None:
+        import numpy as np
+
+        self.settings, self.dtype = settings, np.dtype(dtype)
+        self.folder = Path(f"{settings.output_prefix}.partial")
+        # What the output depends on beside the input.
+        self.options = {
+            "tokenizer": tokenizer,
+            "json_keys": list(settings.json_keys),
+            "input_format": settings.input_format,
+            "document_separator": settings.document_separator,
+            "wikipedia": settings.wikipedia,
+            "append_eod": settings.append_eod,
+            "strict": settings.strict,
+        }
+        self.mark = Mark(counts={key: Count() for key in settings.json_keys})
+        self.file_start = self.mark.copy()
+        self.inputs: list[list[Any]] = []  # identities, up to the file that is read
+        self.resumed = False
+        self.complete = False  # all is read; the files are being moved to their names
+        self.files: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> Progress:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = (self.folder / "lock").open("w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.lock.close()
+            raise ValueError(
+                f"another process is writing {self.settings.output_prefix}; wait for it, or give "
+                "another --output-prefix"
+            ) from error
+        try:
+            self._resume()
+            if not self.complete:
+                self._open()
+        except BaseException:
+            self._close()
+            raise
+        self.committed = time.monotonic()
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        """Keep what is there for a later run; nothing, where there is nothing."""
+        try:
+            if self.complete:
+                return
+            if any(count.documents for count in self.mark.counts.values()):
+                self.commit()
+            else:
+                shutil.rmtree(self.folder, ignore_errors=True)
+        except OSError:
+            if kind is None:
+                raise  # else the reason for leaving counts: most likely the same full disk
+        finally:
+            self._close()
+
+    def _open(self) -> None:
+        sizes = self._sizes(self.mark)
+        for name, size in sizes.items():
+            file = self.files[name] = (self.folder / name).open("ab")
+            if file.tell() < size:
+                raise ValueError(
+                    f"{self.folder / name} is shorter than progress.json says; delete the folder "
+                    f"{self.folder} to start anew"
+                )
+        if self.resumed:
+            self.commit()  # before the cut, which may go back to the start of a file
+        for name, size in sizes.items():
+            self.files[name].truncate(size)
+
+    def _close(self) -> None:
+        for file in (*self.files.values(), self.lock):
+            try:
+                file.close()
+            except OSError:  # a full disk: what was not committed is written again
+                continue
+        self.files = {}
+
+    def _sizes(self, mark: Mark) -> dict[str, int]:
+        sizes = {"bad_lines.txt": mark.bad_bytes}
+        for key, count in mark.counts.items():
+            sizes[f"{key}.bin"] = count.tokens * self.dtype.itemsize
+            sizes[f"{key}.lengths"] = count.documents * LENGTH_BYTES
+        return sizes
+
+    def _resume(self) -> None:
+        path = self.folder / "progress.json"
+        if not path.is_file():
+            return
+        state = json.loads(path.read_text())
+        problem = self._differs(state)
+        if problem and self.settings.overwrite:
+            path.unlink()
+        elif problem:
+            raise ValueError(
+                f"{self.folder} holds an interrupted run, but {problem}; give --overwrite to start "
+                "anew"
+            )
+        else:
+            now, start = Mark.from_json(state["mark"]), Mark.from_json(state["file_start"])
+            inputs, files = state["inputs"], self.settings.input
+            # A file that was read in part may have been mended since: then it is read again.
+            same = now.file >= len(inputs) or (
+                now.file < len(files) and identity(files[now.file]) == inputs[now.file]
+            )
+            self.mark, self.file_start = (now if same else start.copy()), start
+            self.inputs = inputs[: now.file]
+            self.resumed, self.complete = True, state["complete"]
+
+    def _differs(self, state: dict[str, Any]) -> str:
+        for name, value in self.options.items():
+            if state["options"][name] != value:
+                return f"with another {name.replace('_', ' ')}"
+        done = state["inputs"][: state["mark"]["file"]]
+        for path, known in zip(self.settings.input, done, strict=False):
+            if identity(path) != known:
+                return f"the input {path} has changed since, or {known[0]} was read in its place"
+        if len(done) > len(self.settings.input):
+            return f"with more input ({done[len(self.settings.input)][0]})"
+        return ""
+
+    def begin_file(self, number: int) -> None:
+        """Note the file as it is when it is opened."""
+        if len(self.inputs) <= number:
+            self.inputs.append(identity(self.settings.input[number]))
+
+    def add(self, tokens: Tokens) -> None:
+        """Write a batch.
+
+        Raises:
+            ValueError: nothing in this file can be used.
+        """
+        path = self.settings.input[tokens.file]
+        mark = self.mark
+        for key in mark.counts:
+            self.files[f"{key}.bin"].write(tokens.ids[key].data)
+            self.files[f"{key}.lengths"].write(tokens.lengths[key].data)
+        said = "".join(f"{path}:{line}: {why}\n" for line, why in tokens.bad).encode()
+        self.files["bad_lines.txt"].write(said)
+        for key, count in mark.counts.items():
+            count.documents += len(tokens.lengths[key])
+            count.tokens += len(tokens.ids[key])
+            count.text_bytes += tokens.text_bytes[key]
+        mark.bad_lines += len(tokens.bad)
+        mark.bad_bytes += len(said)
+        mark.file_read += tokens.read
+        mark.file_bad += len(tokens.bad)
+        mark.position = tokens.end
+        self._check_use(path, tokens)
+        if tokens.last:
+            mark.file, mark.position = tokens.file + 1, Position()
+            mark.file_read = mark.file_bad = 0
+            self.file_start = mark.copy()
+        if time.monotonic() - self.committed >= COMMIT_SECONDS:
+            self.commit()
+
+    def _check_use(self, path: Path, tokens: Tokens) -> None:
+        mark = self.mark
+        if mark.file_read or not (tokens.last or mark.file_bad >= HOPELESS):
+            return
+        self.mark = self.file_start.copy()  # so that a mended file is read from its start
+        if not mark.file_bad:
+            raise ValueError(f"{path} holds no document; leave it out, or get it again")
+        with (self.folder / "bad_lines.txt").open("rb") as file:
+            self.files["bad_lines.txt"].flush()
+            file.seek(self.file_start.bad_bytes)
+            first = file.readline().decode().strip()
+        raise ValueError(
+            f"none of the first {mark.file_bad} documents of {path} can be used; {first}"
+        )
+
+    def commit(self) -> None:
+        """Make what was added survive anything that happens from now on."""
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        state = {
+            "options": self.options,
+            "mark": asdict(self.mark),
+            "file_start": asdict(self.file_start),
+            "inputs": self.inputs,
+            "complete": self.complete,
+        }
+        path = self.folder / "progress.json"
+        partial = path.with_suffix(".new")
+        with partial.open("w") as file:
+            json.dump(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        self.committed = time.monotonic()
+
+    def publish(self, manifests: dict[str, str]) -> None:
+        """Give the files their names, the index last, and forget the folder.
+
+        Interrupted at any point, the same command does the rest.
+        """
+        if not self.complete:
+            self.commit()
+            for key, manifest in manifests.items():
+                write_index(
+                    self.folder / f"{key}.idx",
+                    self.folder / f"{key}.lengths",
+                    documents=self.mark.counts[key].documents,
+                    dtype=self.dtype.type,
+                )
+                (self.folder / f"{key}.json").write_text(manifest)
+            self.complete = True
+            self.commit()
+        for key in self.mark.counts:
+            prefix = self.settings.prefix(key)
+            if (self.folder / f"{key}.idx").exists():
+                Path(f"{prefix}.idx").unlink(missing_ok=True)  # never an old one beside new tokens
+            for suffix in (".json", ".bin", ".idx"):
+                if (source := self.folder / f"{key}{suffix}").exists():
+                    source.replace(f"{prefix}{suffix}")
+        report, bad_lines = self.report, self.folder / "bad_lines.txt"
+        if self.mark.bad_lines and bad_lines.exists():
+            bad_lines.replace(report)
+        elif not self.mark.bad_lines:
+            report.unlink(missing_ok=True)  # of an earlier run
+        shutil.rmtree(self.folder)
+        self._close()
+
+    @property
+    def report(self) -> Path:
+        """The lines that were left out, where there are any."""
+        return Path(f"{self.settings.output_prefix}_bad_lines.txt")
+
+
+def write_index(path: Path, lengths: Path, *, documents: int, dtype: type) -> None:
+    """The index of megatron-core's indexed datasets, of documents that are a sequence each."""
+    import numpy as np
+
+    from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
+
+    def blocks() -> Iterator[Any]:
+        with lengths.open("rb") as file:
+            while len(block := np.fromfile(file, dtype=np.int32, count=INDEX_BLOCK)):
+                yield block
+
+    with path.open("wb") as file:
+        file.write(_INDEX_HEADER)
+        file.write(struct.pack("<QBQQ", 1, DType.code_from_dtype(dtype), documents, documents + 1))
+        for block in blocks():
+            block.tofile(file)
+        end = 0  # the byte where each document begins
+        for block in blocks():
+            ends = end + np.cumsum(block, dtype=np.int64) * DType.size(dtype)
+            (ends - block.astype(np.int64) * DType.size(dtype)).tofile(file)
+            end = int(ends[-1])
+        for start in range(0, documents + 1, INDEX_BLOCK):
+            numbers = np.arange(start, min(start + INDEX_BLOCK, documents + 1), dtype=np.int64)
+            numbers.tofile(file)
+        file.flush()
+        os.fsync(file.fileno())
