@@ -5,6 +5,7 @@ A document keeps the file and the line where it begins, so that what is said of 
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -115,47 +116,43 @@ class Encoder:
         if faulty:
             tokens.bad = sorted(tokens.bad + [(lines[i], why) for i, why in faulty.items()])
         tokens.read = len(lines) - len(faulty)
-        for key, arrays in encoded.items():
-            kept = [i for i, ids in enumerate(arrays) if len(ids) and i not in faulty]
-            self._collect(tokens, key, [arrays[i] for i in kept])
+        for key, ids in encoded.items():
+            kept = [i for i, found in enumerate(ids) if found and i not in faulty]
+            self._collect(tokens, key, [ids[i] for i in kept])
             tokens.text_bytes[key] = sum(len(columns[key][i].encode()) for i in kept)
         if tokens.bad and self.settings.strict:
             line, why = tokens.bad[0]
             raise ValueError(f"{batch.path}:{line}: {why}")
         return tokens
 
-    def _encode(self, texts: list[str], faulty: dict[int, str]) -> list[Any]:
+    def _encode(self, texts: list[str], faulty: dict[int, str]) -> list[list[int]]:
         """The ids of each text; of those that have none, `faulty` gets the reason."""
-        import numpy as np
-
         try:
             found = self.encode_texts(texts)
         except ValueError:  # the NullTokenizer reads numbers only: find out which
             found = []
             for i, text in enumerate(texts):
                 try:
-                    found.append(self.tokenizer.tokenize(text))
+                    found.append(self.tokenizer.tokenize(text) if text else [])
                 except ValueError as error:
                     faulty[i] = str(error)
                     found.append([])
-        arrays = [np.asarray(ids, dtype=np.int64) for ids in found]
-        for i, ids in enumerate(arrays):
-            if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
-                faulty[i] = f"a token id is not within the vocabulary of {self.vocab_size}"
-        return arrays
+        if self.tokenizer.library == "null":  # the only one that gives ids it does not have
+            for i, ids in enumerate(found):
+                if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+                    faulty[i] = f"a token id is not within the vocabulary of {self.vocab_size}"
+        return found
 
-    def _collect(self, tokens: Tokens, key: str, arrays: list[Any]) -> None:
+    def _collect(self, tokens: Tokens, key: str, documents: list[list[int]]) -> None:
         import numpy as np
 
         if self.settings.append_eod:
-            eod = np.array([self.tokenizer.eod], dtype=np.int64)
-            arrays = [part for ids in arrays for part in (ids, eod)]
-        lengths = np.array([len(ids) for ids in arrays], dtype=np.int32)
-        if self.settings.append_eod:
-            lengths = lengths[0::2] + lengths[1::2]
-        tokens.lengths[key] = lengths
-        joined = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
-        tokens.ids[key] = joined.astype(self.dtype)
+            for ids in documents:
+                ids.append(self.tokenizer.eod)
+        tokens.lengths[key] = np.array([len(ids) for ids in documents], dtype=np.int32)
+        count = int(tokens.lengths[key].sum(dtype=np.int64))
+        joined = itertools.chain.from_iterable(documents)
+        tokens.ids[key] = np.fromiter(joined, dtype=self.dtype, count=count)
 
     def texts(self, batch: Batch, document: Any) -> dict[str, str]:
         """The text of each key; ValueError says what is wrong with the document."""

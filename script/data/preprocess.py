@@ -257,11 +257,13 @@ def report(settings: Settings, manifests: dict[str, Manifest], seconds: float) -
         if made.bad_lines:
             bad_lines = f"{settings.output_prefix}_bad_lines.txt"
             print(f"left out {made.bad_lines:,} bad lines; they are in {bad_lines}")
-    print(f"{seconds:.1f} s. Next: train on it and collect tensors with")
-    print(
-        f"  bash run_tensor_collection.sh single mxfp8 --data-path {next(iter(manifests))} "
-        f"--tokenizer-path {settings.tokenizer_model}"
-    )
+    print(f"{seconds:.1f} s.")
+    if settings.tokenizer_model is not None:
+        print(
+            "Next: train on it and collect tensors with\n"
+            f"  bash run_tensor_collection.sh single mxfp8 --data-path {next(iter(manifests))} "
+            f"--tokenizer-path {settings.tokenizer_model}"
+        )
 
 
 def attempt(settings: Settings) -> int:

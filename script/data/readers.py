@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 BATCH_BYTES = 1 << 20
 #: A document beyond this is no document: most likely the file has another format.
 LARGEST_DOCUMENT = 256 << 20
-PARQUET_ROWS = 64  # decoded at a time
+PARQUET_ROWS = 32  # decoded at a time
 FORMATS = ("text", "wikitext", "jsonl", "parquet")
 
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstandard"}
@@ -263,7 +263,8 @@ def _parquet(path: Path, settings: Any, number: int, start: Position) -> Iterato
     import pyarrow.parquet as pq
 
     try:
-        # Pages are read as they are needed: a row group of any size takes little memory.
+        # Pages, which have a MB as a rule, are read as they are needed: a row group of any size
+        # takes little memory.
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             _check_columns(path, file.schema_arrow, settings.json_keys)
             size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)

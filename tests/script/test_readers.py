@@ -16,9 +16,9 @@ from tests.subprocesses import REPO
 
 sys.path.insert(0, str(REPO / "script/data"))
 
-import readers  # noqa: E402
-from documents import Settings  # noqa: E402
-from readers import Position, guess_format, read_file  # noqa: E402
+import readers
+from documents import Settings
+from readers import Position, guess_format, read_file
 
 random.seed(0)
 WORDS = ["naïve", "漢字", "word", "= =", "12", "\u2028", "x" * 50]
@@ -114,7 +114,16 @@ def test_another_separator(tmp_path):
 
 
 def test_what_is_no_title_of_an_article(tmp_path):
-    lines = [" = Title = ", "", " = = Part = = ", "", "x", " = not behind an empty line = ", "", "="]
+    lines = [
+        " = Title = ",
+        "",
+        " = = Part = = ",
+        "",
+        "x",
+        " = not behind an empty line = ",
+        "",
+        "=",
+    ]
     path = tmp_path / "in.txt"
     path.write_text("\n".join([*lines, "", "= Second =", "", "text"]))
     (batch,) = read_file(path, settings(path, wikipedia=True))
@@ -150,7 +159,7 @@ def test_a_truncated_file_is_damaged_wherever_it_was_cut(tmp_path, compression):
     whole = path.read_bytes()
     for size in (len(whole) // 3, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match="in.jsonl.* is damaged or was cut short"):
+        with pytest.raises(ValueError, match=r"in\.jsonl.* is damaged or was cut short"):
             list(read_file(path, settings(path)))
 
 
@@ -189,4 +198,5 @@ def test_the_columns_of_parquet(tmp_path):
         list(read_file(path, settings(path, json_keys=("body",))))
     with pytest.raises(ValueError, match="the column 'id' holds int64, not text"):
         list(read_file(path, settings(path, json_keys=("id",))))
-    assert list(read_file(path, settings(path), start=Position(1)))[0].documents == [(2, (None,))]
+    (batch,) = read_file(path, settings(path), start=Position(1))
+    assert batch.documents == [(2, (None,))]

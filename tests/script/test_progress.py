@@ -1,0 +1,290 @@
+"""Interrupted, failing and repeated runs of script/data/preprocess.py: what they leave behind."""
+
+import gzip
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.subprocesses import REPO, environment, run
+
+SCRIPTS = REPO / "script/data"
+sys.path.insert(0, str(SCRIPTS))
+
+import preprocess  # noqa: E402
+import progress  # noqa: E402
+import readers  # noqa: E402
+from documents import Encoder  # noqa: E402
+
+NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "60000", "--append-eod")
+ENDS = (".bin", ".idx", ".json")
+
+
+def numbers(seed: int) -> str:
+    return " ".join(str((seed * 7919 + k * 31) % 60000) for k in range(1 + seed % 60))
+
+
+def make_inputs(folder: Path, files: int = 4, documents: int = 150) -> list[Path]:
+    """JSONL with a bad line in each file, every other one compressed."""
+    paths = []
+    for number in range(files):
+        rows = [{"text": numbers(number * documents + i)} for i in range(documents)]
+        lines = [json.dumps(row) for row in rows]
+        lines.insert(documents // 2, "bad")
+        path = folder / f"part{number}.jsonl{'.gz' * (number % 2)}"
+        content = "\n".join(lines).encode()
+        path.write_bytes(gzip.compress(content, mtime=0) if number % 2 else content)
+        paths.append(path)
+    return paths
+
+
+def call(folder: Path, prefix: str, *options: str) -> int:
+    """Preprocess `folder`/part* in this process."""
+    inputs = sorted(map(str, folder.glob("part*")))
+    arguments = ["--input", *inputs, "--output-prefix", str(folder / prefix), "--workers", "1"]
+    return preprocess.main([*arguments, *NULL, *options])
+
+
+def result(folder: Path, prefix: str) -> list[bytes]:
+    """What a run made; its partial folder must be gone."""
+    assert not (folder / f"{prefix}.partial").exists()
+    names = [f"{prefix}_text_document{end}" for end in ENDS] + [f"{prefix}_bad_lines.txt"]
+    return [(folder / name).read_bytes() for name in names]
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    """A commit behind every batch of some 700 bytes."""
+    monkeypatch.setattr(readers, "BATCH_BYTES", 700)
+    monkeypatch.setattr(progress, "COMMIT_SECONDS", 0.0)
+
+
+def stop_after(monkeypatch, batches: int, error: BaseException) -> None:
+    """Let the tokenizer fail behind so many batches, once."""
+    encode, count = Encoder.encode, iter(range(batches + 1))
+
+    def failing(self, batch):
+        if next(count, None) == batches:
+            raise error
+        return encode(self, batch)
+
+    monkeypatch.setattr(Encoder, "encode", failing)
+
+
+def test_interrupted_runs_make_what_one_run_makes(tmp_path, monkeypatch, small_batches, capsys):
+    """Interrupted again and again, within files and at their ends."""
+    make_inputs(tmp_path)
+    assert call(tmp_path, "whole") == 0
+    whole = result(tmp_path, "whole")
+    capsys.readouterr()
+
+    stops = 0
+    for batches in (1, 7, 3, 40, 2, 11, 1000):
+        with monkeypatch.context() as patch:
+            stop_after(patch, batches, KeyboardInterrupt())
+            status = call(tmp_path, "cut")
+        if status == 0:
+            break
+        stops += 1
+        assert status == 130
+        assert "cut.partial: the same command goes on" in capsys.readouterr().err
+        assert not list(tmp_path.glob("cut_*")), "nothing has a final name before it is complete"
+    assert stops >= 5
+    assert status == 0
+    printed = capsys.readouterr()
+    assert "documents of an interrupted run" in printed.err
+    assert "left out 4 bad lines" in printed.out
+    assert result(tmp_path, "cut") == whole
+
+
+def test_a_run_interrupted_while_it_publishes(tmp_path, monkeypatch, capsys):
+    make_inputs(tmp_path)
+    assert call(tmp_path, "whole") == 0
+    whole = result(tmp_path, "whole")
+    replace = Path.replace
+    for moved in range(4):
+        prefix = f"cut{moved}"
+        count = iter(range(100))
+
+        def failing(self, target, count=count, moved=moved):
+            final = self.parent.suffix == ".partial" and self.name != "progress.new"
+            if final and next(count) == moved:
+                raise KeyboardInterrupt
+            return replace(self, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", failing)
+            assert call(tmp_path, prefix) == 130
+        assert (tmp_path / f"{prefix}_text_document.bin").exists() == (moved >= 2)
+        assert call(tmp_path, prefix) == 0
+        assert result(tmp_path, prefix) == whole
+
+
+def test_a_killed_run_is_continued_and_leaves_no_worker(tmp_path):
+    inputs = make_inputs(tmp_path, files=3, documents=3000)
+    assert call(tmp_path, "whole") == 0
+    code = (
+        "import sys, progress, readers, preprocess\n"
+        "progress.COMMIT_SECONDS = 0.0; readers.BATCH_BYTES = 9000\n"
+        "sys.exit(preprocess.main(sys.argv[1:]))"
+    )
+    arguments = ["--input", *map(str, inputs), "--output-prefix", str(tmp_path / "cut"), *NULL]
+    command = [sys.executable, "-c", code, *arguments, "--workers", "2"]
+    state = tmp_path / "cut.partial/progress.json"
+    with subprocess.Popen(command, cwd=SCRIPTS, env=environment(), stderr=subprocess.DEVNULL) as p:
+        deadline = time.monotonic() + 120
+        while not state.exists():
+            assert p.poll() is None, "it ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        workers = psutil.Process(p.pid).children()
+        p.kill()
+    assert len(workers) == 2
+    assert not psutil.wait_procs(workers, timeout=30)[1], "workers outlive their parent"
+    mark = json.loads(state.read_text())["mark"]
+    assert 0 < mark["counts"]["text"]["documents"] < 9000
+    assert not list(tmp_path.glob("cut_*"))
+    assert call(tmp_path, "cut") == 0
+    assert result(tmp_path, "cut") == result(tmp_path, "whole")
+
+
+def test_a_damaged_file_that_is_mended_is_read_again(tmp_path, small_batches, capsys):
+    damaged = make_inputs(tmp_path)[1]
+    assert call(tmp_path, "whole") == 0
+    good = damaged.read_bytes()
+    damaged.write_bytes(good[: len(good) // 2])
+    assert call(tmp_path, "cut") == 1
+    error = capsys.readouterr().err
+    assert f"[ERROR] {damaged} is damaged or was cut short" in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.glob("cut_*"))
+    damaged.write_bytes(good)
+    assert call(tmp_path, "cut") == 0
+    made, whole = result(tmp_path, "cut"), result(tmp_path, "whole")
+    assert made == whole
+
+
+def test_a_file_that_disappears_and_comes_back(tmp_path, monkeypatch, small_batches, capsys):
+    paths = make_inputs(tmp_path)
+    assert call(tmp_path, "whole") == 0
+    begin = progress.Progress.begin_file
+
+    def losing(self, number):
+        if number == 1:
+            paths[2].rename(tmp_path / "elsewhere")
+        begin(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.Progress, "begin_file", losing)
+        assert call(tmp_path, "cut") == 1
+    assert f"[ERROR] {paths[2]} has disappeared; put it back" in capsys.readouterr().err
+    (tmp_path / "elsewhere").rename(paths[2])
+    assert call(tmp_path, "cut") == 0
+    assert result(tmp_path, "cut") == result(tmp_path, "whole")
+
+
+def test_what_was_read_already_must_not_change(tmp_path, monkeypatch, small_batches, capsys):
+    paths = make_inputs(tmp_path)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 60, KeyboardInterrupt())
+        assert call(tmp_path, "cut") == 130
+    assert json.loads((tmp_path / "cut.partial/progress.json").read_text())["mark"]["file"] >= 1
+    capsys.readouterr()
+    assert call(tmp_path, "cut", "--json-keys", "body") == 1
+    assert "holds an interrupted run, but with another json keys" in capsys.readouterr().err
+    assert call(tmp_path, "cut", "--strict") == 1
+    paths[0].write_text(json.dumps({"text": "1 2 3"}))
+    assert call(tmp_path, "cut") == 1
+    assert "part0.jsonl has changed since" in capsys.readouterr().err
+    assert call(tmp_path, "cut", "--overwrite") == 0
+    assert call(tmp_path, "whole") == 0
+    assert result(tmp_path, "cut") == result(tmp_path, "whole")
+
+
+def test_two_runs_do_not_write_the_same_files(tmp_path, capsys):
+    make_inputs(tmp_path)
+    (tmp_path / "o.partial").mkdir()
+    with (tmp_path / "o.partial/lock").open("w") as lock:
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert call(tmp_path, "o") == 1
+    assert "another process is writing" in capsys.readouterr().err
+    assert call(tmp_path, "o") == 0
+
+
+def test_a_full_disk(tmp_path):
+    """A limit on the size of files stands for it: writing fails in the middle of the tokens."""
+    make_inputs(tmp_path)
+    assert call(tmp_path, "whole") == 0
+    code = (
+        "import sys, resource, progress, readers, preprocess\n"
+        "progress.COMMIT_SECONDS = 0.0; readers.BATCH_BYTES = 3000\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
+        "sys.exit(preprocess.main(sys.argv[1:]))"
+    )
+    inputs = sorted(map(str, tmp_path.glob("part*")))
+    arguments = ["--input", *inputs, "--output-prefix", str(tmp_path / "cut"), *NULL]
+    done = run([sys.executable, "-c", code, *arguments, "--workers", "2"], cwd=SCRIPTS)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "check the path and the space on the disk" in done.stderr
+    assert "cut.partial: the same command goes on" in done.stderr
+    assert not list(tmp_path.glob("cut_*"))
+    assert call(tmp_path, "cut") == 0
+    assert result(tmp_path, "cut") == result(tmp_path, "whole")
+
+
+def test_the_index_is_that_of_megatron_cores_builder(tmp_path, monkeypatch):
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    monkeypatch.setattr(progress, "INDEX_BLOCK", 100)
+    for dtype in (np.uint16, np.int32):
+        lengths = np.random.default_rng(0).integers(1, 9, 250).astype(np.int32)
+        lengths.tofile(tmp_path / "lengths")
+        builder = IndexedDatasetBuilder(str(tmp_path / "b.bin"), dtype)
+        for length in lengths.tolist():
+            builder.add_document(np.zeros(length), [length])
+        builder.finalize(str(tmp_path / "b.idx"))
+        progress.write_index(tmp_path / "o.idx", tmp_path / "lengths", documents=250, dtype=dtype)
+        assert (tmp_path / "o.idx").read_bytes() == (tmp_path / "b.idx").read_bytes()
+
+
+LONG = ("0" * 59 + "7 ") * 2000 + "7"  # much text and few tokens: those take time
+PEAKS = """
+import resource, sys, preprocess, readers
+readers.BATCH_BYTES, readers.PARQUET_ROWS = 1 << 16, 4  # that the smaller input has many batches
+def peak(name):
+    arguments = ["--input", name, "--output-prefix", name + "_out", "--workers", "1"]
+    assert preprocess.main([*arguments, *sys.argv[1:]]) == 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print([peak(f"{size}.{kind}") for kind in ("jsonl.gz", "parquet") for size in ("small", "large")])
+"""
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path):
+    """Sixteen times the input, short documents and long ones; Parquet in a single row group."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for name, times in (("small", 1), ("large", 16)):
+        texts = ["7"] * 5000 * times + [f"{i} {LONG}" for i in range(40 * times)]
+        with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt", compresslevel=1) as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(  # a page, which is decoded as a whole, has at least so many rows
+            pa.table({"text": texts}), path, len(texts), use_dictionary=False, write_batch_size=8
+        )
+        assert pq.ParquetFile(path).num_row_groups == 1
+    env = environment(PYTHONPATH=SCRIPTS)
+    done = run([sys.executable, "-c", PEAKS, *NULL], cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    gz_small, gz_large, parquet_small, parquet_large = json.loads(done.stdout.splitlines()[-1])
+    # The text grows by 73 MB, and by 146 MB where it is held as str and as bytes.
+    assert gz_large - gz_small < 8_000, "KiB"
+    assert parquet_large - parquet_small < 24_000, "KiB"
