@@ -19,7 +19,7 @@ from download import HUB, download
 from preprocess import REPO, add_running, add_tokenizer, attempt
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -33,7 +33,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--limit-files", type=int, metavar="N", help="download the first N files only")
     add("--download-dir", type=Path, metavar="DIR", help="default: dataset/downloads/NAME")
     add_running(parser)
-    return parser.parse_args(argv)
+    return parser
 
 
 def complete(options: argparse.Namespace, home: Path) -> Settings:
@@ -80,7 +80,7 @@ def complete(options: argparse.Namespace, home: Path) -> Settings:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
+    options = command_line().parse_args(argv)
     home = Path() if Path.cwd() == REPO else REPO
     try:
         settings = complete(options, home)

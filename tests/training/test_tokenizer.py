@@ -1,14 +1,23 @@
 """megatron/training/tokenizer.py: the wheel's tokenizers, from files made here."""
 
+import base64
+import shutil
 import sys
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatron.training.tokenizer import build_tokenizer, guess_tokenizer_type
+from megatron.training.tokenizer import (
+    PROBE,
+    batch_encoder,
+    build_tokenizer,
+    fingerprint,
+    guess_tokenizer_type,
+)
 from tests.subprocesses import REPO, run
 
+KINDS = ("sentencepiece", "hugging_face", "both", "no_eos", "tiktoken", "qwen")
 TEXT = "def f(x):\n    return {x!r}  # naïve, 漢字 🙂\n"
 
 
@@ -23,7 +32,7 @@ def folders(tmp_path_factory):
     )
     result = run([sys.executable, "-c", train], cwd=REPO)
     assert result.returncode == 0, result.stderr
-    made = {name: root / name for name in ("sentencepiece", "hugging_face", "both", "no_eos")}
+    made = {name: root / name for name in KINDS}
     for folder in made.values():
         folder.mkdir()
     for name in ("sentencepiece", "both"):
@@ -43,7 +52,22 @@ def folders(tmp_path_factory):
         fast = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
         fast.save_pretrained(made[name])
     PreTrainedTokenizerFast(tokenizer_object=bpe).save_pretrained(made["no_eos"])
+    write_tiktoken(made["tiktoken"] / "tokenizer.model", merges=60)
+    write_tiktoken(made["qwen"] / "qwen.tiktoken", merges=61)
     return made
+
+
+def write_tiktoken(path, merges: int) -> None:
+    """Bytes in the order of their numbers, then words of TEXT and their beginnings."""
+    tokens = [bytes([number]) for number in range(256)]
+    for word in TEXT.replace("(", " ").encode().split() * 9:
+        for end in range(2, len(word) + 1):
+            if word[:end] not in tokens and len(tokens) < 256 + merges:
+                tokens.append(word[:end])
+    for number in range(256 + merges - len(tokens)):
+        tokens.append(b"ab" + bytes([65 + number]))
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def test_the_path_says_the_type(folders):
@@ -52,6 +76,8 @@ def test_the_path_says_the_type(folders):
     assert guess_tokenizer_type(file) == "SentencePieceTokenizer"
     assert guess_tokenizer_type(folders["hugging_face"]) == "HuggingFaceTokenizer"
     assert guess_tokenizer_type(folders["both"]) == "HuggingFaceTokenizer"
+    for path in (folders["tiktoken"], folders["tiktoken"] / "tokenizer.model", folders["qwen"]):
+        assert guess_tokenizer_type(path) == "TikTokenizer"
 
 
 @pytest.mark.parametrize(
@@ -63,6 +89,8 @@ def test_the_path_says_the_type(folders):
         (None, "hugging_face", 1),
         (None, "sentencepiece", 2),
         (None, "no_eos", None),
+        (None, "tiktoken", 316 + 1),
+        ("TikTokenizer", "qwen", 317 + 1),
     ],
 )
 def test_text_comes_back_exactly(folders, kind, name, eod):
@@ -95,6 +123,104 @@ def test_megatron_core_can_identify_them(folders):
     assert first != second
 
 
+TEXTS = [TEXT, PROBE, "", " ", "</s> <|end_of_text|>", TEXT * 50, "a  b\n\n\n\tc", "\u2028"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_many_texts_get_the_ids_that_each_gets(folders, name):
+    tokenizer = build_tokenizer(None, folders[name])
+    assert batch_encoder(tokenizer)(TEXTS) == [tokenizer.tokenize(text) for text in TEXTS]
+
+
+def test_many_texts_get_the_ids_that_each_gets_where_the_file_says_otherwise(folders, tmp_path):
+    """Truncation and padding in tokenizer.json, and special tokens that text may not make."""
+    tokenizer = Tokenizer.from_file(str(folders["hugging_face"] / "tokenizer.json"))
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=9)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", split_special_tokens=True
+    )
+    fast.save_pretrained(tmp_path)
+    built = build_tokenizer(None, tmp_path)
+    found = batch_encoder(build_tokenizer(None, tmp_path))(TEXTS)
+    assert found == [built.tokenize(text) for text in TEXTS]
+    assert 1 not in found[4], "</s> in a text"
+
+
+def test_a_tiktoken_file_gives_the_ids_of_its_hugging_face_conversion(folders, tmp_path):
+    """transformers' own converter is the reference, with Llama 3's pattern."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    from megatron.training.tiktoken_tokenizer import _LLAMA3
+
+    file = folders["tiktoken"] / "tokenizer.model"
+    reference = TikTokenConverter(vocab_file=str(file), pattern=_LLAMA3).converted()
+    tokenizer = build_tokenizer("TikTokenizer", file)
+    for text in (TEXT, PROBE, "I'LL 1234567 xx  \n\n y", "naïve"):
+        assert tokenizer.tokenize(text) == reference.encode(text, add_special_tokens=False).ids
+        assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+    assert tokenizer.vocab_size == 316 + 256
+    names = {i: name for i, name in tokenizer.inv_vocab.items() if i >= 316}
+    offsets = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 9: "eot_id"}
+    offsets |= {2: "reserved_special_token_0", 11: "reserved_special_token_3"}
+    offsets[255] = "reserved_special_token_247"
+    assert all(names[316 + i] == f"<|{name}|>" for i, name in offsets.items())
+    assert len(set(names.values())) == 256
+    assert (tokenizer.bos, tokenizer.eod, tokenizer.pad) == (316, 317, 320)
+    assert 317 not in tokenizer.tokenize("<|end_of_text|>"), "text does not make special tokens"
+
+
+def test_the_families_are_those_of_the_tiktoken_package(monkeypatch):
+    """Its constructors would download the ranks; everything else they say is compared."""
+    from tiktoken_ext import openai_public
+
+    from megatron.training.tiktoken_tokenizer import FAMILIES
+
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: {})
+    monkeypatch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda *_, **__: {})
+    for ranks, family in FAMILIES.items():
+        theirs = getattr(openai_public, family.name)()
+        assert family.pattern == theirs["pat_str"]
+        assert family.special_tokens == theirs["special_tokens"]
+        if "explicit_n_vocab" in theirs:
+            assert theirs["explicit_n_vocab"] == ranks + 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"IQ== 0\nIg== x\n", "line 2 is not 'base64 rank'"),
+        (b"IQ== 0\n??? 1\n", "line 2 is not 'base64 rank'"),
+        (b"IQ== 0\n", "the byte 0 has no rank"),
+        (b"AA== 0\n" * 2, "the byte 1 has no rank"),
+        ("".join(f"{base64.b64encode(bytes([i])).decode()} 1\n" for i in range(256)).encode(),
+         "two tokens have the same rank"),
+    ],
+)  # fmt: skip
+def test_a_damaged_tiktoken_file(tmp_path, content, message):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(
+        ValueError, match=rf"tokenizer.model is not in tiktoken's format \({message}"
+    ):
+        build_tokenizer(None, tmp_path)
+
+
+def test_a_fingerprint_is_of_what_a_tokenizer_does(folders, tmp_path):
+    prints = {name: fingerprint(build_tokenizer(None, folders[name])) for name in KINDS}
+    assert prints["both"] == prints["hugging_face"]
+    assert len(set(prints.values())) == len(KINDS) - 1
+    shutil.copytree(folders["hugging_face"], tmp_path / "copy")
+    path = tmp_path / "copy/tokenizer.json"
+    text = path.read_text()
+    path.write_text(" " + text)
+    assert fingerprint(build_tokenizer(None, tmp_path / "copy")) == prints["hugging_face"]
+    path.write_text(text.replace('"add_prefix_space": false', '"add_prefix_space": true'))
+    assert path.read_text() != text
+    assert fingerprint(build_tokenizer(None, tmp_path / "copy")) != prints["hugging_face"]
+    first, second = (build_tokenizer("NullTokenizer", vocab_size=size) for size in (9, 10))
+    assert fingerprint(first) != fingerprint(second)
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "message"),
     [
@@ -107,6 +233,8 @@ def test_megatron_core_can_identify_them(folders):
         ("HuggingFaceTokenizer", "missing", "holds no Hugging Face tokenizer"),
         ("SentencePieceTokenizer", "empty", r"tokenizer.model does not exist; a SentencePiece"),
         ("SentencePieceTokenizer", "text.model", "text.model is not a SentencePiece model; if it"),
+        ("TikTokenizer", "empty", "empty has no file in tiktoken's format; a TikTokenizer needs"),
+        ("TikTokenizer", "text.model", "text.model is not in tiktoken's format"),
         ("HuggingFaceTokenizer", "broken", "cannot read the tokenizer"),
     ],
 )
