@@ -8,7 +8,7 @@ Beside the output there is a folder `<output-prefix>.partial`:
     progress.json     how long each of these was, and where the input was read from next
     lock              held by the process that writes
 
-Every few seconds, and when a run stops for any reason, the files are flushed to the disk and then
+Twice a minute, and when a run stops for any reason, the files are flushed to the disk and then
 `progress.json` is replaced in one step. A run that starts cuts the files to the lengths there and
 reads on, so what it writes is what one run would have written. At the end the index is made and the
 files are moved to their names, the index last.
@@ -33,7 +33,7 @@ from typing import Any, BinaryIO
 from documents import Settings, Tokens
 from readers import Position
 
-COMMIT_SECONDS = 5.0
+COMMIT_SECONDS = 30.0
 HOPELESS = 1000  # bad documents of a file that has not a single good one
 LENGTH_BYTES = 4
 INDEX_BLOCK = 1 << 20  # documents at a time
@@ -278,7 +278,8 @@ class Progress:
         Interrupted at any point, the same command does the rest.
         """
         if not self.complete:
-            self.commit()
+            for file in self.files.values():
+                file.flush()
             for key, manifest in manifests.items():
                 write_index(
                     self.folder / f"{key}.idx",

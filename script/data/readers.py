@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-BATCH_BYTES = 1 << 20
+BATCH_BYTES = 1 << 18  # small enough that workers end at about the same time
 #: A document beyond this is no document: most likely the file has another format.
 LARGEST_DOCUMENT = 256 << 20
 PARQUET_ROWS = 32  # decoded at a time
