@@ -25,15 +25,17 @@ def test_documents_end_with_an_empty_line_and_keep_the_text():
 
 
 def test_the_ratio_is_taken_round_by_round():
-    ours, theirs = preprocessing.NAMES
+    ours, load, theirs = preprocessing.NAMES
+    turn = preprocessing.Turn
     rounds = [
-        {ours: preprocessing.Turn(a, a), theirs: preprocessing.Turn(b, 3 * b)}
+        {ours: turn(a, a), load: turn(a, 2 * a), theirs: turn(b, 3 * b)}
         for a, b in ((1, 2), (2, 2), (4, 12))
     ]
     lines = preprocessing.table(rounds, 100, 3_000_000, 500_000).splitlines()
     assert lines[2] == f"| {ours} | 2.00 | 2.00 | 50 | 1.5 | 0.25 |"
-    assert lines[3] == f"| {theirs} | 2.00 | 6.00 | 50 | 1.5 | 0.25 |"
-    assert "over theirs: 2 (1.5 to 2.5); documents a CPU second: 6 (4.5 to 7.5)." in lines[-1]
+    assert lines[4] == f"| {theirs} | 2.00 | 6.00 | 50 | 1.5 | 0.25 |"
+    assert "on the disk: 3 (2.5 to 3.5); over `map` alone" in lines[-1]
+    assert "finds Arrow: 2 (1.5 to 2.5). Documents a CPU second: 8 (6.5 to 9.5); 6" in lines[-1]
 
 
 def test_two_rounds_have_no_quartiles(capsys):
