@@ -91,9 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     text = "\n".join(
         [
             *("# What a real format would store", "", f"`{command}`", ""),
-            f"Weights of the linear layers ({numbers}), codes and scales. An element of 5 to 8 bits "
-            "takes a byte here; what a format needs without that, `python -m megatron.fake_quant "
-            "list` says.",
+            f"Weights of the linear layers ({numbers}), codes and scales. An element of 5 to 8 "
+            "bits takes a byte here; `python -m megatron.fake_quant list` has what it needs.",
             *("", *lines, ""),
         ]
     )
