@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron.core import outcomes
 from megatron.core._record_writer import RecordWriter
 from megatron.core.background_writer import BackgroundWriter, Writer
 from megatron.core.collection_clock import clock
@@ -20,6 +21,7 @@ from megatron.core.module_identity import ModuleIdentity
 from megatron.core.ring import Ring
 from megatron.core.room import Room
 from megatron.core.run_card import collect_run_card, rank_coordinates
+from megatron.core.uninterrupted import uninterrupted
 from megatron.tensor_record import OF_ITERATION, TIMESTAMP, TensorRecord
 
 logger = logging.getLogger(__name__)
@@ -170,7 +172,8 @@ class TensorSaver:
             return
         started = time.perf_counter()
         try:
-            self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})
+            with uninterrupted:
+                self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})
         except (RuntimeError, MemoryError) as error:  # of torch's allocators
             self.give_up(f"no host memory for {fields['tensor_name']}: {error}")
         self.blocked += time.perf_counter() - started
@@ -229,7 +232,8 @@ class TensorSaver:
 
     def outcome(self) -> dict[str, Any]:
         """How this rank fared, as plain values; waits until everything is on disk."""
-        self._writer.drain()
+        with uninterrupted:
+            self._writer.drain()
         tensors, size = self._writer.written
         return {
             "rank": self.coordinates["world"],
@@ -246,11 +250,8 @@ class TensorSaver:
         """Write the run card with how the run stands, from the first rank."""
         if self.is_first:
             ranks = self.ranks or [self.outcome()]
-            outcome = {"status": status, "iterations": clock.completed, "ranks": ranks}
-            outcome["reason"] = reason
-            outcome["error"] = next((r["error"] for r in ranks if r["error"]), None)
-            outcome["limit"] = next((r["limit"] for r in ranks if r["limit"]), None)
-            self._writer.write_run_card(self._card | outcome)
+            outcome = outcomes.of_run(ranks, status, reason)
+            self._writer.write_run_card(self._card | {"iterations": clock.completed} | outcome)
 
     def close(self, aborted: str | None = None) -> str | None:
         """End the collection; returns what went wrong with it, if anything did.
@@ -263,20 +264,15 @@ class TensorSaver:
                 self.keep(aborted)
             self._ring.clear()
         ranks = self.ranks or [self.outcome()]
-        status = "finished" if aborted is None else "aborted"
-        if any(rank["limit"] for rank in ranks):
-            status = "limited"
-        if any(rank["error"] for rank in ranks):
-            status = "failed"
         self._room.close()
-        failure = None
+        failure = outcomes.failure(ranks)
         try:
-            self.write_card(status, aborted)
+            self.write_card(outcomes.status(ranks, aborted), aborted)
         except OSError as error:
-            failure = f"the run card in {self.settings.directory}: {error}"
+            failure = failure or f"the run card in {self.settings.directory}: {error}"
         with contextlib.suppress(OSError):
             self._writer.close()
-        return self.error or failure
+        return failure
 
 
 def _nothing_to_evict() -> bool:

@@ -33,6 +33,7 @@ from megatron.core.module_identity import ModuleIdentity
 from megatron.core.quantized_module import Quantized
 from megatron.core.saver import TensorSaver
 from megatron.core.selection import Selection
+from megatron.core.uninterrupted import uninterrupted
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,10 @@ def configure(
     if plan:
         _saver = Planner(wanted, run_id)
         return
-    _saver = together(lambda: TensorSaver.start(wanted, run_id, args, quantization=quantization))
+    with uninterrupted:  # else a run card could be left that nobody closes
+        _saver = together(
+            lambda: TensorSaver.start(wanted, run_id, args, quantization=quantization)
+        )
     if _saver.is_first:
         logger.info("saving tensors to %s (run %s)", wanted.directory, run_id)
 
@@ -150,7 +154,8 @@ def begin_iteration() -> None:
                 "iteration came to; call megatron.core.tensor_saver.observe(loss, grad_norm) after "
                 "each, or leave collect_ring out"
             )
-        _saver.begin_iteration()
+        with uninterrupted:
+            _saver.begin_iteration()
 
 
 def end_iteration() -> None:
@@ -173,7 +178,8 @@ def observe(loss: float | None, grad_norm: float | None) -> str | None:
     """
     global _observed
     _observed = clock.completed
-    return None if _saver is None else _saver.observe(loss, grad_norm)
+    with uninterrupted:
+        return None if _saver is None else _saver.observe(loss, grad_norm)
 
 
 def flush() -> None:
@@ -274,14 +280,16 @@ def settle() -> list[str]:
 
 
 def close(aborted: str | None = None) -> str | None:
-    """End the collection; returns what went wrong with it on this rank, or None.
+    """End the collection; returns what went wrong with it on this rank, after `settle` on any of
+    them, or None.
 
     Args:
         aborted: why the training ended before its time, for the run card.
     """
     global _saver
-    saver, _saver = _saver, None
-    return None if saver is None else saver.close(aborted)
+    with uninterrupted:
+        saver, _saver = _saver, None
+        return None if saver is None else saver.close(aborted)
 
 
 def close_at_exit() -> None:

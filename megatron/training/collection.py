@@ -156,8 +156,9 @@ def close_collection() -> None:
     """End the collection.
 
     Raises:
-        RunError: this rank could not write.
+        RunError: a rank could not write; on all ranks alike, the run card apart, which is the
+            first rank's.
     """
     failure = tensor_saver.close()
     if failure is not None:
-        raise RunError(failure)
+        raise RunError(f"the collection is not complete: {failure}")

@@ -4,18 +4,22 @@ torchrun passes the signal to all ranks, so that nothing has to be agreed on. A 
 collective does not run Python's handler until its peers are gone and the collective fails; then it
 finds the signal waiting and leaves as well.
 
-The handler raises `Interrupted`. Code that Python calls back from C++ (autograd, destructors) may
-lose an exception, so the signal is also remembered, and the loop asks for it at every micro-batch.
+The handler raises `Interrupted`, where a collection of tensors is at work at the end of that. Code
+that Python calls back from C++ (autograd, destructors) may lose an exception, so the signal is also
+remembered, and the loop asks for it at every micro-batch.
 """
 
 import contextlib
 import os
 import signal
+import sys
+import time
 from collections.abc import Iterator
 
 from megatron.training.errors import Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_TOGETHER = 3.0  #: seconds: torchrun and what started it both pass a signal on
 _received: int | None = None
 
 
@@ -31,17 +35,21 @@ def raise_if_received() -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn the signals into `Interrupted` within the block; a second one ends the process."""
+    """Turn the signals into `Interrupted` within the block; a later second one ends the process."""
     global _received
     _received = None
-    owner = os.getpid()
+    owner, since = os.getpid(), 0.0
 
     def handle(number: int, frame) -> None:
+        nonlocal since
         global _received
-        if _received is not None or os.getpid() != owner:  # a worker, forked from here
+        if os.getpid() != owner:  # a worker, forked from here
             os._exit(128 + number)
-        _received = number
-        raise Interrupted(number)
+        if _received is None:
+            _received, since = number, time.monotonic()
+            _interrupt(Interrupted(number))
+        elif time.monotonic() - since > _TOGETHER:
+            os._exit(128 + number)
 
     previous = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
@@ -49,3 +57,11 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _interrupt(error: Interrupted) -> None:
+    """Raise `error` as soon as may be."""
+    core = sys.modules.get("megatron.core.uninterrupted")
+    if core is None:  # megatron-core is not imported yet, and takes seconds
+        raise error
+    core.uninterrupted.interrupt(error)

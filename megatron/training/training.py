@@ -89,13 +89,12 @@ def pretrain(run: Run) -> None:
         print_rank_0("> stopping before training (--quant-audit)")
         return
     datasets = data.build_datasets(args, tokenizer)
-    configure_collection(args, chunks, progress.iteration, quantization)
-    if args.collect_plan:
-        print_plan(run, trained, progress, datasets["train"])
-        return
-    loop = Loop(run, trained, progress, datasets, timers)
     try:
-        loop.run()
+        configure_collection(args, chunks, progress.iteration, quantization)
+        if args.collect_plan:
+            print_plan(run, trained, progress, datasets["train"])
+            return
+        Loop(run, trained, progress, datasets, timers).run()
         report_limits()
     except BaseException as error:
         tensor_saver.close(aborted=str(error) or type(error).__name__)

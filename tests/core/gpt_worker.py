@@ -35,6 +35,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--own-attention", action="store_true", help="ours, without formats")
     parser.add_argument("--attention-dropout", type=float, default=0.0)
+    parser.add_argument("--hidden-dropout", type=float, default=0.0)
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=1)
     parser.add_argument("--layers", type=int, default=2)
@@ -75,7 +76,7 @@ def build(options: argparse.Namespace) -> list[torch.nn.Module]:
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=options.bias,
-        hidden_dropout=0.0,
+        hidden_dropout=options.hidden_dropout,
         attention_dropout=options.attention_dropout,
         attention_softmax_in_fp32=True,
         masked_softmax_fusion=False,

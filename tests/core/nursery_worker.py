@@ -1,0 +1,112 @@
+"""Has children that collect tensors, and ends each at the instant that it is told to.
+
+    python nursery_worker.py DIR
+
+A line of input is `birth SECONDS SIGNAL...` or `first SECONDS SIGNAL...`: a child is forked, which
+collects into DIR as a trainer of ours does; SECONDS after its birth, or after it has begun with the
+first tensor, it gets each SIGNAL. A line of output says how it ended: `{"status": as subprocess has
+it, "first": seconds from its birth to the first tensor, "seconds": from then or from birth to its
+end}`. A child begins where this process has imported everything, so that its life is nothing but
+collecting.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+
+import torch
+
+import megatron.cpu_backend
+
+megatron.cpu_backend.activate()
+
+from megatron.core import tensor_saver  # noqa: E402  needs the backend
+from megatron.core.collection_clock import MicroBatch, clock  # noqa: E402
+from megatron.core.module_identity import ModuleIdentity  # noqa: E402
+from megatron.training.errors import Interrupted  # noqa: E402
+from megatron.training.signals import interruptible  # noqa: E402
+
+ITERATIONS, MICRO_BATCHES, LAYERS = 4, 2, 8
+TENSORS = ITERATIONS * MICRO_BATCHES * LAYERS
+#: Of three tensors: most of the time training waits for a write.
+HOST_GIB = 3 * 4096 / 2**30
+
+
+def collect(folder: str, begun: int) -> None:
+    tensor_saver.configure(
+        {"seed": 1},
+        save_tensors=True,
+        save_dir=folder,
+        control_iter=0,
+        collect_micro_batches=0,
+        collect_max_host_gib=HOST_GIB,
+    )
+    os.write(begun, b".")
+    for _ in range(ITERATIONS):
+        tensor_saver.begin_iteration()
+        for micro_batch in range(MICRO_BATCHES):
+            clock.micro_batch = MicroBatch(clock.iteration, micro_batch)
+            for layer in range(LAYERS):
+                identity = ModuleIdentity(f"decoder.layers.{layer}.mlp.linear_fc1", layer)
+                capture = tensor_saver.capture(identity, "linear")
+                capture.save("input", torch.full((8, 2, 64), float(layer)), dims="s b h")
+        tensor_saver.end_iteration()
+
+
+def live(folder: str, begun: int) -> int:
+    """A trainer's life, and its exit status."""
+    try:
+        with interruptible():
+            try:
+                collect(folder, begun)
+                tensor_saver.settle()
+            except BaseException as error:
+                tensor_saver.close(aborted=str(error))
+                raise
+            return int(tensor_saver.close() is not None)
+    except Interrupted as interruption:
+        return interruption.status
+
+
+def raise_one(folder: str, since: str, seconds: float, numbers: list[int]) -> dict:
+    begun, begins = os.pipe()
+    born = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        status = 70
+        try:
+            status = live(folder, begins)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
+    os.close(begins)
+    first = None
+    if since == "first":
+        os.read(begun, 1)
+        first = time.monotonic() - born
+    time.sleep(seconds)
+    for number in numbers:
+        os.kill(child, number)  # a child that is done is still there until it is waited for
+    _, status = os.waitpid(child, 0)
+    os.close(begun)
+    return {
+        "status": os.waitstatus_to_exitcode(status),
+        "first": first,
+        "seconds": time.monotonic() - born - (first or 0.0),
+    }
+
+
+def main() -> None:
+    torch.full((8, 2, 64), 1.0)  # what torch makes at first use is there before the first fork
+    assert threading.active_count() == 1, "a fork has no threads"
+    for line in sys.stdin:
+        since, seconds, *numbers = line.split()
+        found = raise_one(sys.argv[1], since, float(seconds), [int(each) for each in numbers])
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""A collecting process may end at any instant, by a kill or by a signal that it can answer."""
+
+import contextlib
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.core.dumps import assert_sound, index_lines, partial_files
+from tests.subprocesses import REPO, environment
+
+WORKER = Path(__file__).with_name("nursery_worker.py")
+TENSORS = 4 * 2 * 8  #: that a child writes
+PROMPT = 20.0  #: seconds: no end may wait for the patience with a disk, which is 300
+
+
+class Nursery:
+    """See the worker. Lives are as long as the first, which nothing ended."""
+
+    def __init__(self, process: subprocess.Popen, seed: int):
+        self._process, self._random = process, random.Random(seed)
+        whole = self._raise_one("first", 0.0)
+        assert whole["status"] == 0
+        self._writing = whole["seconds"]
+        self._life = whole["first"] + whole["seconds"]
+
+    def _raise_one(self, since: str, seconds: float, *numbers: int) -> dict:
+        self._process.stdin.write(" ".join(map(str, (since, seconds, *map(int, numbers)))) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def end(self, times: int, *numbers: int) -> Iterator[dict]:
+        """Children that were ended by signals: a third at instants all over a life, the others
+        while they wrote.
+        """
+        ended = 0
+        for attempt in range(5 * times):
+            since, length = [("first", self._writing), ("birth", self._life)][attempt % 3 == 0]
+            at = self._random.uniform(0.0, length)
+            found = self._raise_one(since, at, *numbers) | {"at": at}
+            if found["status"] != 0:  # else it was done before
+                ended += 1
+                yield found
+            if ended == times:
+                return
+        pytest.fail(f"{ended} of {5 * times} processes lived until they were to end")
+
+
+@pytest.fixture
+def nursery(tmp_path):
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, str(WORKER), str(tmp_path)],
+                cwd=REPO,
+                env=environment(PYTHONPATH=REPO),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        stack.callback(process.kill)
+        yield Nursery(process, seed=20)
+
+
+MANY = pytest.mark.parametrize(
+    "times", [8, pytest.param(50, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+
+
+@MANY
+def test_kills_at_any_instant_leave_a_sound_folder(nursery, tmp_path, times):
+    """All in one folder."""
+    known = assert_sound(tmp_path)
+    assert len(known) == TENSORS
+    cut_short, unfinished, cards = 0, 0, set()
+    for end in nursery.end(times, signal.SIGKILL):
+        assert end["status"] == -signal.SIGKILL
+        before, known = known, assert_sound(tmp_path, known)
+        cut_short += 0 < len(known) - len(before) < TENSORS
+        for path in new(tmp_path, cards):
+            unfinished += json.loads(path.read_text())["status"] == "running"
+    assert cut_short >= times // 3, "most were killed while they wrote"
+    assert unfinished >= cut_short
+
+
+def new(folder: Path, seen: set[Path]) -> set[Path]:
+    """Run cards that were not there before."""
+    found = set(folder.glob("run_*.json")) - seen
+    seen |= found
+    return found
+
+
+@MANY
+@pytest.mark.parametrize(
+    "numbers", [[signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]], ids=["once", "passed-on-twice"]
+)
+def test_signals_at_any_instant_end_a_run_soon_and_lose_nothing(nursery, tmp_path, times, numbers):
+    """What was taken before the signal is on disk, and the card says what ended the run."""
+    known, cards, aborted = assert_sound(tmp_path), set(), 0
+    new(tmp_path, cards)
+    for end in nursery.end(times, *numbers):
+        assert end["status"] == 128 + numbers[0]
+        assert end["seconds"] < end["at"] + PROMPT
+        known = assert_sound(tmp_path, known)
+        assert partial_files(tmp_path) == []
+        for path in new(tmp_path, cards):
+            card = json.loads(path.read_text())
+            written = card["ranks"][0]["tensors"]
+            if card["status"] == "finished":
+                assert written == TENSORS, "the signal came after the last of them"
+            else:
+                assert (card["status"], card["reason"]) == ("aborted", numbers[0].name)
+                aborted += 0 < written < TENSORS
+            index = tmp_path / f"index_{card['run_id']}_rank00.jsonl"
+            lines = index_lines(index) if written else []
+            assert sorted(line["counter"] for line in lines) == list(range(1, written + 1))
+    assert aborted >= times // 3

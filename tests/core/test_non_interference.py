@@ -1,0 +1,74 @@
+"""Collecting changes nothing that training computes: losses, every gradient, every new weight and
+every random generator are the same bits with and without it, in each parallel layout, whatever is
+collected, in whatever way, and whether or not it can be written.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.subprocesses import REPO, environment, torchrun
+
+WORKER = Path(__file__).with_name("interference_worker.py")
+LAYOUTS = {
+    "one-rank": (1, ()),
+    "tensor": (2, ("--tp", "2")),
+    "tensor-sequence": (2, ("--tp", "2", "--sequence-parallel")),
+    "pipeline": (2, ("--pp", "2", "--micro-batches", "3")),
+    "interleaved": (2, ("--pp", "2", "--vpp", "2", "--layers", "4")),
+    "context": (2, ("--cp", "2")),
+    "experts": (2, ("--ep", "2")),
+    "data": (2, ()),
+    "distributed-optimizer": (2, ("--distributed-optimizer",)),
+    "recompute": (1, ("--recompute",)),
+}
+#: One that communicates in every matmul, and one whose backward passes belong to earlier forwards.
+FAST = ("tensor-sequence", "pipeline")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow, id=name)
+        for name in LAYOUTS
+    ],
+)
+def test_training_is_the_same_bits_however_tensors_are_collected(tmp_path, layout):
+    ranks, options = LAYOUTS[layout]
+    dtype = ("--dtype", "bf16" if layout != "context" else "fp32")
+    env = environment(PYTHONPATH=REPO)
+    result = torchrun(WORKER, "--folder", tmp_path, *dtype, *options, ranks=ranks, env=env)
+    assert result.returncode == 0, result.stderr[-3000:]
+    for rank in range(ranks):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert_the_measure_is_sharp(found, last_stage="--pp" not in options or rank == 1)
+        for quant_type, of_type in found.items():
+            off = of_type.pop("off")["steps"]
+            for way, run in of_type.items():
+                where = f"{way}, {quant_type}, rank {rank}"
+                for step, expected in zip(run["steps"], off, strict=True):
+                    for what, value in expected.items():
+                        assert step[what] == value, f"{what} differ: {where}"
+                assert run["partial"] == 0
+                assert (run["error"] is None) == (way != "vanished"), f"{run['error']}: {where}"
+            files = {way: run["files"] for way, run in of_type.items()}
+            assert files.pop("vanished") == 0
+            assert files["everything"] == files["ring"] == files["little_memory"]
+            assert files["limited"] == 50
+            assert 0 < files["flag"] < files["everything"]
+            assert 0 < files["first_rank"] <= files["everything"]
+
+
+def assert_the_measure_is_sharp(found: dict, *, last_stage: bool) -> None:
+    """What is compared tells two iterations and two formats apart."""
+    plain, quantized = (of_type["off"]["steps"] for of_type in found.values())
+    for steps in (plain, quantized):
+        first, second = steps
+        assert bool(first["losses"]) == last_stage
+        assert first["grads"], "there are gradients"
+        for name in first["grads"]:
+            assert first["grads"][name] != second["grads"][name], name
+        assert first["random"] != second["random"], "dropout draws"
+        assert first["weights"] != second["weights"]
+    assert plain[0]["grads"] != quantized[0]["grads"]
