@@ -1,0 +1,124 @@
+"""Starts `pretrain_gpt.py` with a collection that meets trouble, and reads what came of it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.subprocesses import REPO, TIMEOUT, environment, free_port
+from tests.training.runs import MODEL, NO_DROPOUT
+
+WORKER = Path(__file__).with_name("faulty_worker.py")
+TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+LAYOUTS = {"one": (1, ()), "tensor": (2, TENSOR), "pipeline": (2, PIPELINE)}
+TENSORS = 4 * (4 * (4 * 6 + 8 - 4) + 4)  #: of an iteration: 4 layers, 4 micro-batches
+STOPPED = "collection stopped after "
+
+
+@dataclass
+class Ended:
+    """A run that is over."""
+
+    statuses: list[int]  #: of each rank
+    output: str
+    errors: str
+    steps: list[dict[str, float]]  #: loss and gradient norm of each iteration, every digit
+    cards: list[dict] = field(default_factory=list)  #: of the folder, if it is there
+    memory: dict[str, int] = field(default_factory=dict)  #: of the first rank: limit, peak
+
+    def said(self, what: str) -> int:
+        """Lines of the log with these words; errors at the end not counted."""
+        lines = self.errors.splitlines()
+        return sum(what in line and "[ERROR]" not in line for line in lines)
+
+    def reported(self, what: str) -> int:
+        """Errors with these words that ended the run."""
+        return sum(what in line and "[ERROR]" in line for line in self.errors.splitlines())
+
+
+@dataclass
+class Started:
+    """Ranks that run, each a process of ours: torchrun would end the others when one fails."""
+
+    processes: list[subprocess.Popen]
+    scratch: Path
+    dump: Path
+
+    def end(self) -> Ended:
+        """Wait until all are done."""
+        outputs = [process.communicate(timeout=TIMEOUT) for process in self.processes]
+        steps, memory = self.scratch / "steps.json", self.scratch / "memory.json"
+        cards = sorted(self.dump.glob("run_*.json"))
+        return Ended(
+            [process.returncode for process in self.processes],
+            "".join(out for out, _ in outputs),
+            "".join(err for _, err in outputs),
+            json.loads(steps.read_text()) if steps.exists() else [],
+            [json.loads(card.read_text()) for card in cards],
+            json.loads(memory.read_text()) if memory.exists() else {},
+        )
+
+
+def start(
+    scratch: Path,
+    *options: str | Path,
+    layout: str = "one",
+    dump: Path | None = None,
+    collect: bool = True,
+    **faults: str | float | Path,
+) -> Started:
+    """Start a run of six iterations that collects everything, unless `options` say otherwise.
+
+    Args:
+        scratch: an empty folder of the run.
+        layout: one of LAYOUTS.
+        dump: for the tensors.
+        faults: see the worker.
+    """
+    dump = scratch / "dump" if dump is None else dump
+    ranks, flags = LAYOUTS[layout]
+    words: list[str | Path] = [*MODEL, *NO_DROPOUT, "--mock-data", *flags]
+    words = [word for word in words if word not in ("--split", "80,10,10")]
+    if collect:
+        words += ["--save-tensors", "--tensor-save-dir", dump, "--collect-micro-batches", "0"]
+        words += ["--collect-keep-free-gib", "0"]
+        if "--collect-ring" not in options:
+            words += ["--control-iter", "0"]
+    scratch.mkdir(parents=True, exist_ok=True)
+    env = environment(
+        PYTHONPATH=REPO,
+        STEPS_FILE=scratch / "steps.json",
+        MEMORY_FILE=scratch / "memory.json",
+        FAULTS=json.dumps({name: str(value) for name, value in faults.items()}),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), *map(str, words), *map(str, options)],
+            cwd=REPO,
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    return Started(processes, scratch, dump)
+
+
+def losses(ended: Ended) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each iteration."""
+    return [(step["loss"], step["norm"]) for step in ended.steps]
+
+
+def verify(folder: Path, run_id: str) -> subprocess.CompletedProcess[str]:
+    """`python -m megatron.analysis verify` on one run of a folder."""
+    command = [sys.executable, "-m", "megatron.analysis", "verify", str(folder), "--run", run_id]
+    return subprocess.run(
+        command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
+    )
