@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,14 +44,38 @@ def check_writable(directory: Path) -> None:
         ) from None
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace `path` by `content` at once."""
-    partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    try:
-        partial.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+class CardFile:
+    """A run card, which is written when the run begins and replaced when it ends.
+
+    Between the two, a file of zeros keeps room for the last one: a run whose disk is full must be
+    able to say so there.
+    """
+
+    ROOM = 64 << 10  #: bytes
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
+
+    def write(self, content: dict[str, Any], *, last: bool) -> None:
+        """Put `content` in the card's place, at once.
+
+        Raises:
+            OSError: the file system refused; the card is as it was.
+        """
+        text = json.dumps(content, indent=2, default=str) + "\n"
+        try:
+            with self._partial.open("r+b" if self._partial.exists() else "wb") as file:
+                file.write(text.encode())
+                file.truncate()
+            self._partial.replace(self._path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # of what went wrong, the first is told
+                self._partial.unlink(missing_ok=True)
+            raise
+        if not last:
+            with contextlib.suppress(OSError):  # what is written first will say so
+                self._partial.write_bytes(bytes(self.ROOM))
 
 
 class _Counted:
@@ -110,7 +135,8 @@ class RecordWriter:
         self.records = 0
         self.bytes = 0
         self._index_path = directory / index_name(run_id, rank)
-        self._index: IO[str] | None = None
+        self._index: FileIO | None = None
+        self._card = CardFile(directory / run_card_name(run_id))
 
     def write(
         self,
@@ -139,7 +165,11 @@ class RecordWriter:
                 record = replace(record, timestamp=_a_second_later(record.timestamp))
         line = record.to_metadata() | {"file": record.filename, "bytes": size}
         with index:
-            self.append(line)
+            try:
+                self.append(line)
+            except OSError:
+                (self.directory / record.filename).unlink(missing_ok=True)
+                raise
             self.records += 1
             self.bytes += size
 
@@ -158,11 +188,21 @@ class RecordWriter:
         return size
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add a line to the index."""
+        """Add a line to the index, or nothing.
+
+        Raises:
+            OSError: the file system refused.
+        """
         if self._index is None:
-            self._index = self._index_path.open("a", encoding="utf-8")
-        self._index.write(json.dumps(line) + "\n")
-        self._index.flush()
+            self._index = self._index_path.open("ab", buffering=0)
+        end, rest = self._index.tell(), (json.dumps(line) + "\n").encode()
+        try:
+            while rest:
+                rest = rest[self._index.write(rest) :]
+        except OSError:
+            self._index.truncate(end)
+            self._index.seek(end)
+            raise
 
     def _publish(self, partial: Path, record: TensorRecord) -> None:
         """Give the finished file its name.
@@ -180,9 +220,9 @@ class RecordWriter:
                 raise FileExistsError(f"{path} exists already") from None
             partial.rename(path)
 
-    def write_run_card(self, card: dict[str, Any]) -> None:
-        """Write or replace this run's card."""
-        write_json(self.directory / run_card_name(self.run_id), card)
+    def write_run_card(self, card: dict[str, Any], *, last: bool) -> None:
+        """Write this run's card, or replace it by the last one."""
+        self._card.write(card, last=last)
 
     def close(self) -> None:
         """Close the index."""

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -42,7 +43,7 @@ class Writer(Protocol):
     def submit(self, copy: HostCopy, record: TensorRecord) -> None: ...
     def fail(self, why: str) -> None: ...
     def append(self, line: dict[str, Any]) -> None: ...
-    def write_run_card(self, card: dict[str, Any]) -> None: ...
+    def write_run_card(self, card: dict[str, Any], *, last: bool) -> None: ...
     def drain(self) -> None: ...
     def close(self) -> None: ...
 
@@ -70,6 +71,7 @@ class BackgroundWriter:
         self._jobs: queue.SimpleQueue[tuple[HostCopy, TensorRecord] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._index = threading.Lock()
+        self._events: deque[dict[str, Any]] = deque()  #: that the disk has not taken yet
         self._dead = False  #: the disk may hold up whoever touches it
 
     @property
@@ -129,15 +131,20 @@ class BackgroundWriter:
         copy.release()
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add an event to the index, if the disk lets it."""
-        if not self._dead:
-            with self._index, contextlib.suppress(OSError):
-                self._writer.append(self._complete(line))
+        """Add an event to the index, at the end if the disk does not let it now."""
+        self._events.append(self._complete(line))
+        self._write_events()
 
-    def write_run_card(self, card: dict[str, Any]) -> None:
-        """Write or replace this run's card."""
+    def _write_events(self) -> None:
+        with self._index, contextlib.suppress(OSError):
+            while self._events and not self._dead:
+                self._writer.append(self._events[0])
+                self._events.popleft()
+
+    def write_run_card(self, card: dict[str, Any], *, last: bool) -> None:
+        """Write this run's card, or replace it by the last one."""
         if not self._dead:
-            self._writer.write_run_card(card)
+            self._writer.write_run_card(card, last=last)
 
     def drain(self) -> None:
         """Wait until everything is written, or the writing has ended."""
@@ -152,6 +159,7 @@ class BackgroundWriter:
         if not self._dead:  # else one of them hangs in the file system
             for thread in self._threads:
                 thread.join()
+            self._write_events()
             self._writer.close()
 
     def _wait_for_one(self) -> bool:

@@ -80,7 +80,7 @@ class CountingWriter:
     def append(self, line: dict[str, Any]) -> None:
         """There is no index."""
 
-    def write_run_card(self, card: dict[str, Any]) -> None:
+    def write_run_card(self, card: dict[str, Any], *, last: bool) -> None:
         """There is no run card."""
 
     def drain(self) -> None:

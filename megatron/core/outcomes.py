@@ -1,4 +1,4 @@
-"""How a collection ended, from how its ranks fared: plain values, as `TensorSaver.outcome` has them."""
+"""How a collection ended, from how its ranks fared (`TensorSaver.outcome`)."""
 
 from typing import Any
 

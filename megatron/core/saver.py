@@ -251,7 +251,8 @@ class TensorSaver:
         if self.is_first:
             ranks = self.ranks or [self.outcome()]
             outcome = outcomes.of_run(ranks, status, reason)
-            self._writer.write_run_card(self._card | {"iterations": clock.completed} | outcome)
+            card = self._card | {"iterations": clock.completed} | outcome
+            self._writer.write_run_card(card, last=status != "running")
 
     def close(self, aborted: str | None = None) -> str | None:
         """End the collection; returns what went wrong with it, if anything did.

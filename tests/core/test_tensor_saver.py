@@ -11,7 +11,7 @@ from megatron.core.capture import global_shape
 from megatron.core.collection_clock import MicroBatch, clock
 from megatron.core.module_identity import ModuleIdentity
 from megatron.fake_quant import policy
-from megatron.tensor_record import parse_filename, read_index
+from megatron.tensor_record import parse_filename, read_events, read_index
 
 LAYER = ModuleIdentity("decoder.layers.0.mlp.linear_fc1", 0)
 
@@ -37,6 +37,10 @@ def records(folder):
     tensor_saver.flush()
     found = [r for path in sorted(folder.glob("index_*.jsonl")) for r in read_index(path)]
     return sorted(found, key=lambda r: (r["run_id"], r["counter"]))  # threads write side by side
+
+
+def events(folder):
+    return [e for path in folder.glob("index_*.jsonl") for e in read_events(path)]
 
 
 def test_nothing_is_written_unless_asked(tmp_path, monkeypatch):
@@ -194,9 +198,12 @@ def test_a_full_disk_ends_the_collection_and_not_the_training(small_disk, caplog
     for record in found:
         torch.load(small_disk / record["file"], weights_only=True)
     assert {path.name for path in small_disk.glob("*.pt")} == {r["file"] for r in found}
-    assert not list(small_disk.glob("*.partial"))
     assert sum("collection stopped" in message for message in caplog.messages) == 1
     assert f"after {len(found)} tensors" in tensor_saver.close()
+    assert not list(small_disk.glob("*.partial"))
+    (card,) = small_disk.glob("run_*.json")
+    assert json.loads(card.read_text())["status"] == "failed", "room was kept for it"
+    assert [event["event"] for event in events(small_disk)] == ["failed"]
 
 
 def test_the_run_card_says_how_the_run_ended(tmp_path):

@@ -1,9 +1,9 @@
 """`exact_worker.py` with trouble for the collection, as $FAULTS says, a JSON object:
 
-    at, command    a shell command, which the first rank runs before iteration `at`
-    slow           seconds that every write takes longer
-    hang_after     writes after which a rank's file system takes nothing any more
-    patience       seconds without a write after which a disk counts as dead
+at, command    a shell command, which the first rank runs before iteration `at`
+slow           seconds that every write takes longer
+hang_after     writes after which a rank's file system takes nothing any more
+patience       seconds without a write after which a disk counts as dead
 """
 
 import json
