@@ -84,7 +84,7 @@ def start(
     if collect:
         words += ["--save-tensors", "--tensor-save-dir", dump, "--collect-micro-batches", "0"]
         words += ["--collect-keep-free-gib", "0"]
-        if "--collect-ring" not in options:
+        if not {"--collect-ring", "--collect-iterations"} & set(options):
             words += ["--control-iter", "0"]
     scratch.mkdir(parents=True, exist_ok=True)
     env = environment(
