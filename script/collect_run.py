@@ -61,7 +61,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--grace",
         type=float,
         default=15.0,
-        help="seconds to end by itself before a process is killed (default: %(default)g)",
+        help="seconds to end by itself, or to write a further tensor, before a process is killed "
+        "(default: %(default)g)",
     )
     add("--next", default="", help="the command to try next, for the report")
     parser.add_argument(
@@ -126,7 +127,11 @@ def main(arguments: list[str] | None = None) -> int:
         status, why = watch(tree, follower, interrupts, LogFile(path), args)
     finally:
         # also after an end of its own: a command may leave processes behind
-        left = tree.stop(args.grace, lambda: interrupts.at_once)
+        left = tree.stop(
+            args.grace,
+            at_once=lambda: interrupts.at_once,
+            busy=lambda: follower.poll() > 0,  # what waits in memory is written
+        )
     follower.poll(last=True)
     print_report(follower.tally, args, path, time.monotonic() - started)
     if left:

@@ -26,6 +26,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
 _POLL = 0.05  #: seconds between two looks while waiting for processes to end
+_BUSY = 20  #: times the grace that processes may be busy
 
 
 @dataclass(frozen=True)
@@ -71,21 +72,32 @@ class ProcessTree:
         table = self._look()
         return [pid for pid, started in self._seen.items() if _lives(table, pid, started)]
 
-    def stop(self, grace: float, at_once: Callable[[], bool] = bool) -> list[int]:
+    def stop(
+        self,
+        grace: float,
+        at_once: Callable[[], bool] = bool,
+        busy: Callable[[], bool] = bool,
+    ) -> list[int]:
         """Ask every process to end, end those that are left after `grace` seconds, or when
         `at_once` says so.
+
+        As long as `busy` says that they are at something that is worth the wait, the seconds begin
+        anew; not for ever.
 
         Returns the processes that outlive even that (stuck in the kernel, or of another user).
         """
         for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
             asked: set[int] = set()
             end = time.monotonic() + seconds
+            last = end + (_BUSY - 1) * seconds
             while members := self.members():
                 for pid in members:
                     if pid not in asked or number == signal.SIGKILL:
                         with contextlib.suppress(ProcessLookupError, PermissionError):
                             os.kill(pid, number)
                         asked.add(pid)
+                if number == signal.SIGTERM and busy():
+                    end = min(time.monotonic() + seconds, last)
                 if time.monotonic() >= end or (number == signal.SIGTERM and at_once()):
                     break
                 time.sleep(_POLL)

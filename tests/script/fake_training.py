@@ -91,6 +91,16 @@ def main() -> int:
     if behaviour == "stall":
         note(pid_file, os.getpid())
         time.sleep(600)
+    if behaviour == "queue":  # at the end it writes what waits, for two seconds
+        try:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            note(pid_file, os.getpid())
+            time.sleep(600)
+        except KeyboardInterrupt:
+            for _ in range(20):
+                collect(folder, 1)
+                time.sleep(0.1)
+            return 143
     if behaviour == "stubborn":  # ignores TERM, and so does a grandchild in a session of its own
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child = subprocess.Popen([sys.executable, "-c", HANG], start_new_session=True)

@@ -214,6 +214,18 @@ def test_a_second_interrupt_does_not_wait_for_the_grace(tmp_path):
     assert not any(map(alive, started(tmp_path)))
 
 
+def test_training_has_time_to_write_what_waits(tmp_path):
+    """Four times the grace, as long as tensors arrive."""
+    collecting = subprocess.Popen(
+        command(tmp_path, "queue"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for((tmp_path / "pids").exists)
+    collecting.send_signal(signal.SIGTERM)
+    out, _ = collecting.communicate(timeout=LIMIT)
+    assert collecting.returncode == 143
+    assert "mxfp8: 126 tensors" in out, "6 before the signal, 20 times 6 after it"
+
+
 def test_a_daemon_that_training_leaves_behind_is_stopped(tmp_path):
     done = collect(tmp_path, "orphan")
     assert done.returncode == 0, done.stderr
