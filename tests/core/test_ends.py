@@ -16,6 +16,7 @@ from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("nursery_worker.py")
 TENSORS = 4 * 2 * 8  #: that a child writes
+TIMES = 50
 PROMPT = 20.0  #: seconds: no end may wait for the patience with a disk, which is 300
 
 
@@ -68,24 +69,18 @@ def nursery(tmp_path):
         yield Nursery(process, seed=20)
 
 
-MANY = pytest.mark.parametrize(
-    "times", [8, pytest.param(50, marks=pytest.mark.slow)], ids=["some", "many"]
-)
-
-
-@MANY
-def test_kills_at_any_instant_leave_a_sound_folder(nursery, tmp_path, times):
+def test_kills_at_any_instant_leave_a_sound_folder(nursery, tmp_path):
     """All in one folder."""
     known = assert_sound(tmp_path)
     assert len(known) == TENSORS
     cut_short, unfinished, cards = 0, 0, set()
-    for end in nursery.end(times, signal.SIGKILL):
+    for end in nursery.end(TIMES, signal.SIGKILL):
         assert end["status"] == -signal.SIGKILL
         before, known = known, assert_sound(tmp_path, known)
         cut_short += 0 < len(known) - len(before) < TENSORS
         for path in new(tmp_path, cards):
             unfinished += json.loads(path.read_text())["status"] == "running"
-    assert cut_short >= times // 3, "most were killed while they wrote"
+    assert cut_short >= TIMES // 3, "most were killed while they wrote"
     assert unfinished >= cut_short
 
 
@@ -96,15 +91,14 @@ def new(folder: Path, seen: set[Path]) -> set[Path]:
     return found
 
 
-@MANY
 @pytest.mark.parametrize(
     "numbers", [[signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]], ids=["once", "passed-on-twice"]
 )
-def test_signals_at_any_instant_end_a_run_soon_and_lose_nothing(nursery, tmp_path, times, numbers):
+def test_signals_at_any_instant_end_a_run_soon_and_lose_nothing(nursery, tmp_path, numbers):
     """What was taken before the signal is on disk, and the card says what ended the run."""
     known, cards, aborted = assert_sound(tmp_path), set(), 0
     new(tmp_path, cards)
-    for end in nursery.end(times, *numbers):
+    for end in nursery.end(TIMES, *numbers):
         assert end["status"] == 128 + numbers[0]
         assert end["seconds"] < end["at"] + PROMPT
         known = assert_sound(tmp_path, known)
@@ -120,4 +114,4 @@ def test_signals_at_any_instant_end_a_run_soon_and_lose_nothing(nursery, tmp_pat
             index = tmp_path / f"index_{card['run_id']}_rank00.jsonl"
             lines = index_lines(index) if written else []
             assert sorted(line["counter"] for line in lines) == list(range(1, written + 1))
-    assert aborted >= times // 3
+    assert aborted >= TIMES // 3
