@@ -12,6 +12,7 @@ collecting.
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ from megatron.training.signals import interruptible  # noqa: E402
 
 ITERATIONS, MICRO_BATCHES, LAYERS = 4, 2, 8
 TENSORS = ITERATIONS * MICRO_BATCHES * LAYERS
+ANSWERED = (signal.SIGINT, signal.SIGTERM)
 #: Of three tensors: most of the time training waits for a write.
 HOST_GIB = 3 * 4096 / 2**30
 
@@ -60,13 +62,17 @@ def live(folder: str, begun: int) -> int:
     """A trainer's life, and its exit status."""
     try:
         with interruptible():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ANSWERED)
             try:
                 collect(folder, begun)
                 tensor_saver.settle()
             except BaseException as error:
                 tensor_saver.close(aborted=str(error))
                 raise
-            return int(tensor_saver.close() is not None)
+            else:
+                return int(tensor_saver.close() is not None)
+            finally:
+                signal.pthread_sigmask(signal.SIG_BLOCK, ANSWERED)
     except Interrupted as interruption:
         return interruption.status
 
@@ -102,6 +108,7 @@ def raise_one(folder: str, since: str, seconds: float, numbers: list[int]) -> di
 def main() -> None:
     torch.full((8, 2, 64), 1.0)  # what torch makes at first use is there before the first fork
     assert threading.active_count() == 1, "a fork has no threads"
+    signal.pthread_sigmask(signal.SIG_BLOCK, ANSWERED)  # until a child can answer them
     for line in sys.stdin:
         since, seconds, *numbers = line.split()
         found = raise_one(sys.argv[1], since, float(seconds), [int(each) for each in numbers])
