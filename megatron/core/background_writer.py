@@ -158,7 +158,7 @@ class BackgroundWriter:
             self._jobs.put(None)
         if not self._dead:  # else one of them hangs in the file system
             for thread in self._threads:
-                thread.join()
+                thread.join(self._patience)
             self._write_events()
             self._writer.close()
 
@@ -179,12 +179,19 @@ class BackgroundWriter:
 
     def _start(self) -> None:
         """Threads that run once there is something to write: a fork before that has none."""
-        if len(self._threads) < min(THREADS, self.pending):
-            thread = threading.Thread(
-                target=self._run, name=f"tensor-writer-{len(self._threads)}", daemon=True
-            )
-            self._threads.append(thread)
+        if len(self._threads) >= min(THREADS, self.pending):
+            return
+        thread = threading.Thread(
+            target=self._run, name=f"tensor-writer-{len(self._threads)}", daemon=True
+        )
+        try:
             thread.start()
+        except RuntimeError:  # there may be no further one; while Python 3.12 ends, none at all
+            if not self._threads:
+                self._jobs.put(None)
+                self._run()
+        else:
+            self._threads.append(thread)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -36,7 +36,9 @@ class HostCopy:
         for part in self.scales.values():
             part.wait()
         if self._copied is not None:
-            self._copied.synchronize()
+            # A new thread stands on the first device, and would make itself a context there.
+            with torch.cuda.device(self._copied.device):
+                self._copied.synchronize()
 
     def release(self) -> None:
         """Give the memory back; the tensor must not be read any more."""
@@ -80,8 +82,10 @@ class HostMemory:
         copy.copy_(tensor.detach(), non_blocking=pinned)
         copied = None
         if pinned:
-            copied = torch.cuda.Event()
-            copied.record(torch.cuda.current_stream(tensor.device))
+            stream = torch.cuda.current_stream(tensor.device)
+            tensor.record_stream(stream)  # it may come from another, which would use it again
+            copied = torch.cuda.Event(blocking=True)  # else who waits keeps a core busy
+            copied.record(stream)
         return HostCopy(copy, self, buffer, kind, copied)
 
     def _take(self, kind: tuple[int, bool], make_room: Callable[[], bool]) -> torch.Tensor | None:
@@ -110,13 +114,17 @@ class HostMemory:
 
     def _shrink(self, most: int) -> None:
         """Let go of spare memory down to `most` bytes."""
+        pinned = False
         while self._spare_bytes > most:
             kind = next(iter(self._spare))
             if self._spare[kind]:
                 self._spare[kind].pop()
                 self._spare_bytes -= _taken(*kind)
+                pinned |= kind[1]
             else:
                 del self._spare[kind]
+        if pinned:  # torch keeps it, for tensors of that size alone
+            torch.accelerator.empty_host_cache()
 
     def _take_back(self, buffer: torch.Tensor, kind: tuple[int, bool]) -> None:
         with self.changed:

@@ -204,6 +204,74 @@ def test_a_disk_that_hangs_does_not_hang_training(disk, caplog):
     assert not list(disk.directory.iterdir()), "a disk that hangs is not touched again"
 
 
+def test_a_thread_that_hangs_does_not_hang_the_end_where_another_one_failed(tmp_path):
+    class Half(RecordWriter):
+        def write(self, tensor, record, index, scales):
+            if record.counter == 1:
+                hangs.wait(60)
+            raise OSError("No space left on device")
+
+    hangs = threading.Event()
+    writer = BackgroundWriter(Half(tmp_path, "run", 0), HostMemory(4 * SIZE), patience=0.3)
+    for counter in (1, 2):
+        writer.submit(writer.hold(TENSOR, {}, nothing), record(counter))
+    started = time.monotonic()
+    writer.close()
+    assert time.monotonic() - started < 30
+    hangs.set()
+    assert "No space left" in writer.error
+
+
+def test_where_no_thread_can_be_started_the_caller_writes(tmp_path, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    writer = BackgroundWriter(RecordWriter(tmp_path, "run", 0), HostMemory(2 * SIZE))
+    fill(writer, 5)
+    writer.close()
+    assert (writer.error, writer.written[0], writer.memory.used) == (None, 5, 0)
+    assert len(list(tmp_path.glob("*.pt"))) == 5
+
+
+def test_pinned_memory_that_is_let_go_of_is_given_back(monkeypatch):
+    given_back = []
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given_back.append(1))
+    memory = HostMemory(4 * SIZE)
+    for pinned in (False, True):
+        memory.used += SIZE
+        memory._take_back(torch.empty(SIZE, dtype=torch.uint8), (SIZE, pinned))
+    assert memory.copy(torch.ones(3 * 256), nothing) is not None
+    assert not given_back, "ordinary memory goes by itself"
+    assert memory.copy(torch.ones(128), nothing) is not None
+    assert given_back, "torch would keep it, beside what takes its place"
+    assert memory.peak <= 4 * SIZE
+
+
+@pytest.mark.gpu
+def test_what_is_written_of_a_cuda_tensor_is_what_it_was_when_it_was_shown(tmp_path):
+    writer = BackgroundWriter(RecordWriter(tmp_path, "run", 0), HostMemory(64 << 20))
+    torch.manual_seed(1)
+    shown = []
+    for counter in range(1, 41):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x = torch.randn(512, 1024, device="cuda")
+            view = x[:, ::2].t() if counter % 2 else x
+            shown.append(view.cpu())
+            copy = writer.hold(view, {"tensor": x[0, 0]}, nothing)
+            assert copy is not None
+            assert copy.tensor.is_pinned()
+            writer.submit(copy, record(counter))
+            x.zero_()  # at once
+            del x, view
+    writer.close()
+    assert writer.error is None
+    assert writer.memory.peak <= 64 << 20
+    for number, path in enumerate(sorted(tmp_path.glob("*.pt"))):
+        content = torch.load(path, weights_only=True)
+        assert torch.equal(content["tensor"], shown[number])
+
+
 def test_patience_counts_from_the_last_write_and_not_from_the_first(disk):
     disk.open.set()
     writer = BackgroundWriter(disk, HostMemory(2 * SIZE), patience=0.5)
