@@ -10,12 +10,12 @@ may fall short of it by one tensor a rank.
 Counted are the `.pt` files; the index takes about a kilobyte a tensor more.
 """
 
-import math
-import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from megatron.core.machine_memory import machine_memory
 
 GIB = 1 << 30
 LIMIT_FLAGS = (
@@ -24,10 +24,11 @@ LIMIT_FLAGS = (
     "collect_keep_free_gib",
     "collect_max_host_gib",
 )
+ENDLESS = 2.0**60  #: files, or GiB: no limit that anything reaches
 OVERHEAD = 4096  #: bytes that a file has at most beyond its tensor's
 KEEP_FREE = 1.0  #: GiB
 KEEP_FREE_SHARE = 0.05  #: of a file system on which that is less
-HOST_SHARE = 0.1  #: of a machine's memory, if no flag says otherwise
+HOST_SHARE = 0.1  #: of the memory that there is, if no flag says otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,12 @@ class Limits:
             "--collect-max-files": collect_max_files,
             "--collect-max-host-gib": collect_max_host_gib,
         }.items():
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if value is not None and not 0 < value < ENDLESS:
                 raise ValueError(
                     f"{flag} is {value}; give more than 0, or leave it out for no limit"
                 )
         free = collect_keep_free_gib
-        if free is not None and not (free >= 0 and math.isfinite(free)):
+        if free is not None and not 0 <= free < ENDLESS:
             raise ValueError(f"--collect-keep-free-gib is {free}; give 0 or more")
         return cls(
             None if collect_max_gib is None else int(collect_max_gib * GIB),
@@ -83,18 +84,22 @@ class Limits:
                 f"--collect-max-files {self.max_files} is less than one for each of the {ranks} "
                 f"ranks that collect; give {ranks} or more, or fewer ranks with --collect-ranks"
             )
+        host = default_host_bytes() if self.host_bytes is None else self.host_bytes
         return replace(
             self,
             max_bytes=None if self.max_bytes is None else self.max_bytes // ranks,
             max_files=None if self.max_files is None else self.max_files // ranks,
-            host_bytes=(self.host_bytes or default_host_bytes()) // on_machine,
+            host_bytes=host // on_machine,
         )
 
     def kept_free(self, folder: Path) -> int:
         """Bytes of the file system of `folder` that stay free."""
+        return self._kept_of(shutil.disk_usage(folder).total)
+
+    def _kept_of(self, disk: int) -> int:
         if self.keep_free is not None:
             return self.keep_free
-        return int(min(KEEP_FREE * GIB, KEEP_FREE_SHARE * shutil.disk_usage(folder).total))
+        return int(min(KEEP_FREE * GIB, KEEP_FREE_SHARE * disk))
 
     def of_files(self, files: int, size: int) -> str | None:
         """Which limit so many files of that size together are over, if they are."""
@@ -108,10 +113,11 @@ class Limits:
         """Whether `needed` further bytes would leave too little free, and how little."""
         if self.keep_free == 0:
             return None
-        free, kept = shutil.disk_usage(folder).free, self.kept_free(folder)
-        if free - needed >= kept:
+        disk = shutil.disk_usage(folder)  # once: it is asked before every tensor
+        kept = self._kept_of(disk.total)
+        if disk.free - needed >= kept:
             return None
-        return f"{gib(free)} are free, and --collect-keep-free-gib keeps {gib(kept)}"
+        return f"{gib(disk.free)} are free, and --collect-keep-free-gib keeps {gib(kept)}"
 
     def describe(self) -> dict[str, Any]:
         """As plain values, for the run card."""
@@ -124,8 +130,8 @@ class Limits:
 
 
 def default_host_bytes() -> int:
-    """A tenth of this machine's memory."""
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * HOST_SHARE)
+    """A tenth of the memory that this machine, container or job has."""
+    return int(machine_memory() * HOST_SHARE)
 
 
 def gib(size: float) -> str:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.core.collection_limits import LIMIT_FLAGS, Limits
 from megatron.core.flag_file import FlagFile
 from megatron.core.iteration_windows import check_in_run, how_many
@@ -21,6 +23,8 @@ RING_FLAGS = (
     "collect_loss_jump",
     "collect_grad_norm_jump",
 )
+#: Environment variables that say how many ranks a machine has.
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 #: Who reads which flags; the others are the selection's.
 PARTS = {"limits": LIMIT_FLAGS, "ring": RING_FLAGS, "flag file": ("collect_flag_file",)}
 
@@ -90,13 +94,18 @@ def read_settings(
         control_iter=control_iter,
         selection=chosen,
         limits=Limits.parse(**of_part["limits"]).share(
-            chosen.ranks.count(world_size), _on_machine()
+            chosen.ranks.count(world_size), _on_machine(world_size)
         ),
         ring=ring,
         flag_file=flag_file,
     )
 
 
-def _on_machine() -> int:
-    """Ranks of this run on this machine, as torchrun says."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def _on_machine(world_size: int) -> int:
+    """Ranks of this run on this machine, as torchrun, mpirun or srun says; else one a device, and
+    where there is none all of them.
+    """
+    for name in LOCAL_SIZES:
+        if (value := os.environ.get(name, "")).isdecimal():
+            return max(1, min(int(value), world_size))
+    return min(world_size, torch.cuda.device_count() or world_size)

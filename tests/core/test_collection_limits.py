@@ -1,6 +1,7 @@
 """How much a collection may write, and what it says when that is reached."""
 
 import json
+import os
 import re
 import shutil
 from types import SimpleNamespace
@@ -8,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core import collection_limits, tensor_saver
+from megatron.core import collection_limits, collection_settings, machine_memory, tensor_saver
 from megatron.core.collection_clock import MicroBatch, clock
-from megatron.core.collection_limits import GIB, OVERHEAD, Limits, gib
+from megatron.core.collection_limits import GIB, OVERHEAD, Limits, default_host_bytes, gib
+from megatron.core.collection_settings import read_settings
 from megatron.tensor_record import read_events, read_index
 from tests.core.test_tensor_saver import save
 
@@ -106,11 +108,85 @@ def test_ranks_have_equal_shares():
         ("collect_max_files", 0),
         ("collect_keep_free_gib", -1.0),
         ("collect_keep_free_gib", float("inf")),
+        ("collect_max_gib", 1e300),
+        ("collect_max_host_gib", 1e300),
     ],
 )
 def test_limits_that_let_nothing_through_are_refused(flag, value):
-    with pytest.raises(ValueError, match=rf"--{flag.replace('_', '-')} is {value}; give "):
+    said = f"--{flag.replace('_', '-')} is {value}; give "
+    with pytest.raises(ValueError, match=re.escape(said)):
         Limits.parse(**{flag: value})
+
+
+def test_a_tiny_limit_of_memory_is_not_taken_for_none():
+    assert Limits.parse(collect_max_host_gib=1e-12).share(1).host_bytes == 0
+    assert Limits.parse().share(2, 2).host_bytes == default_host_bytes() // 2
+
+
+def test_the_disk_is_asked_once_a_tensor(tmp_path, monkeypatch):
+    asked = []
+
+    def usage(folder):
+        asked.append(folder)
+        return SimpleNamespace(total=1000 * GIB, free=900 * GIB, used=0)
+
+    monkeypatch.setattr(collection_limits.shutil, "disk_usage", usage)
+    assert Limits().of_disk(tmp_path, 100) is None
+    assert asked == [tmp_path]
+
+
+@pytest.mark.parametrize(
+    ("variables", "devices", "ranks"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4", "SLURM_NTASKS_PER_NODE": "8"}, 8, 4),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 8, 2),
+        ({"SLURM_NTASKS_PER_NODE": "8"}, 1, 8),
+        ({"SLURM_NTASKS_PER_NODE": "99"}, 0, 16),  # of the job, not of this run
+        ({}, 8, 8),
+        ({}, 0, 16),
+    ],
+)
+def test_ranks_of_a_machine_share_its_memory_whoever_started_them(
+    monkeypatch, variables, devices, ranks
+):
+    for name in collection_settings.LOCAL_SIZES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    found = read_settings({"world_size": 16}, None, None, 0, {"collect_max_host_gib": 16.0})
+    assert found.limits.host_bytes == 16 * GIB // ranks
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/job/step\n", {"job/memory.max": 5 << 20, "job/step/memory.max": "max"}, 5 << 20),
+        ("0::/of/the/host\n", {"memory.max": 7 << 20}, 7 << 20),
+        (
+            "3:cpu:/a\n2:memory:/a\n",
+            {"memory/a/memory.limit_in_bytes": 3 << 20, "a/memory.max": 1},
+            3 << 20,
+        ),
+        ("0::/\n", {"memory.max": "max"}, None),
+        ("0::/\n", {}, None),
+        (None, {"memory.max": 1}, None),
+    ],
+    ids=["job", "container", "version 1", "no limit", "no file", "no groups"],
+)
+def test_the_memory_of_a_container_or_a_job_is_what_counts(
+    tmp_path, monkeypatch, own, files, limit
+):
+    monkeypatch.setattr(machine_memory, "GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine_memory, "OWN", tmp_path / "own")
+    if own is not None:
+        (tmp_path / "own").write_text(own)
+    for name, content in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert machine_memory.machine_memory() == (limit or machine)
 
 
 def test_a_read_only_folder_is_refused_before_training(read_only_disk):
