@@ -13,7 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -142,7 +142,7 @@ def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[
     most = settings.control_iter or train_iters
     if settings.ring is not None:  # the ones of one event
         most = settings.ring.iterations
-    return [each for each in islice(left, most) if each <= train_iters] if most else []
+    return list(islice(takewhile(lambda each: each <= train_iters, left), most))
 
 
 def make_plan(planner: Planner, iterations: Sequence[int], samples: int, done: int) -> Plan:

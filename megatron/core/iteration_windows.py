@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 ENDLESS = sys.maxsize
 
@@ -128,7 +128,8 @@ def check_in_run(
     if not iterations.source or (train_iters is not None and done >= train_iters):
         return
     most = ENDLESS if train_iters is None else train_iters
-    found = [each for each in islice(iterations.after(done), max(control_iter, 1)) if each <= most]
+    trained = takewhile(lambda each: each <= most, iterations.after(done))
+    found = list(islice(trained, max(control_iter, 1)))
     if not found:
         end = "on" if train_iters is None else f"to {train_iters}"
         raise ValueError(

@@ -126,9 +126,9 @@ class Selection:
                 "positive number"
             )
         number = NumberSelection.parse
-        tensors = words(collect_tensors)
-        names = _names(tensors, words(collect_operations))
-        slices = Slices.parse(words(collect_slice))
+        tensors = words("--collect-tensors", collect_tensors)
+        names = _names(tensors, words("--collect-operations", collect_operations))
+        slices = Slices.parse(words("--collect-slice", collect_slice))
         if slices.by_letter and not names.isdisjoint(ALL_CODES):
             raise ValueError(
                 "--collect-slice cuts tensors, and codes stand for whole blocks of one; leave it "
@@ -139,16 +139,23 @@ class Selection:
             micro_batches=collect_micro_batches,
             layers=number(collect_layers, num_layers, flag="--collect-layers", what="layers"),
             ranks=number(collect_ranks, world_size, flag="--collect-ranks", what="ranks"),
-            modules=tuple(words(collect_modules)),
+            modules=tuple(words("--collect-modules", collect_modules)),
             names=names,
             named=frozenset(tensors) - {"all"},
             slices=slices,
         )
 
 
-def words(values: Sequence[str] | None) -> list[str]:
-    """The values of a flag that takes several, with spaces or commas between them."""
-    return [word for value in values or () for word in re.split(r"[,\s]+", value) if word]
+def words(flag: str, values: Sequence[str] | None) -> list[str]:
+    """The values of a flag that takes several, with spaces or commas between them.
+
+    Raises:
+        ValueError: it was given, and without a value: all would be collected.
+    """
+    found = [word for value in values or () for word in re.split(r"[,\s]+", value) if word]
+    if values and not found:
+        raise ValueError(f"{flag} has no value; give some, or leave it out for all")
+    return found
 
 
 def matches(module: str, glob: str) -> bool:

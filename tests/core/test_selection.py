@@ -131,6 +131,11 @@ def test_windows_that_the_run_never_enters_are_refused(flags, done, trained, ref
         check_in_run(found, 1, done, trained)
 
 
+def test_iterations_after_the_last_are_not_gone_through():
+    with pytest.raises(ValueError, match="names 10 of the iterations 1 to 100"):
+        check_in_run(Iterations.parse(None, None, 10), 10**15, 0, 100)
+
+
 def test_fewer_iterations_than_are_to_be_collected_are_refused():
     found = Iterations.parse(None, None, 4)
     check_in_run(found, 3, 0, 9)
@@ -203,6 +208,8 @@ def test_modules_tensors_and_operations_are_added_up(flags, expected):
         ({"collect_ranks": "4"}, "--collect-ranks 4: 4 is not within the ranks 0 to 3"),
         ({"collect_micro_batches": -1}, "--collect-micro-batches is -1; give 0 for no limit"),
         ({"collect_slice": ["s=0-5"]}, "'s=0-5' is not understood; give DIM=START:STOP"),
+        ({"collect_tensors": [""]}, "--collect-tensors has no value; give some, or leave it out"),
+        ({"collect_modules": [" ,"]}, "--collect-modules has no value"),
         ({"collect_slice": ["q=0:5"]}, "'q=0:5' is not understood.* s .sequence."),
         ({"collect_slice": ["s=5:5"]}, "s=5:5 is empty; STOP is above START"),
         ({"collect_slice": ["s=0:5:0"]}, "s=0:5:0 is empty"),
