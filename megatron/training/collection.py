@@ -23,6 +23,8 @@ from megatron.training.report import print_rank_0
 from megatron.training.train_step import Step, Trained, run_schedule
 from megatron.training.validation import Run
 
+#: Further ones that a run has no use for without a collection.
+OTHERS = {"control_iter": None, "tensor_save_dir": None}
 #: Those that `tensor_saver.configure` hands on to those who read them.
 FLAGS = {
     field.name: field.default
@@ -37,7 +39,8 @@ def check_collection(args: argparse.Namespace) -> None:
     Raises:
         UserError: see above.
     """
-    given = [name for name, default in FLAGS.items() if getattr(args, name) != default]
+    all_flags = OTHERS | FLAGS
+    given = [name for name, default in all_flags.items() if getattr(args, name) != default]
     try:
         asked = args.save_tensors or args.collect_plan or tensor_saver.enabled_by_environment()
         if given and not asked:

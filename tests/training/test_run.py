@@ -135,6 +135,8 @@ def test_a_loss_that_is_not_finite_is_shown_and_stops_the_run():
     [
         (("--custom-quant-type", "mxfp9"), "unknown quantization type 'mxfp9'"),
         (("--collect-layers", "0"), "--collect-layers was given, but no tensors are collected"),
+        (("--control-iter", "3"), "--control-iter was given, but no tensors are collected"),
+        (("--tensor-save-dir", "t"), "--tensor-save-dir was given, but no tensors are collected"),
         (
             ("--collect-plan", "--collect-modules", "linear_x"),
             "--collect-modules: 'linear_x' matches none of the 5 modules",
@@ -143,7 +145,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_stops_the_run():
         (("--load", "nowhere/at/all"), "--load nowhere/at/all holds no checkpoint"),
         (("--save", "/proc/checkpoints"), "--save /proc/checkpoints cannot be made"),
     ],
-    ids=["type", "unused", "modules", "start", "load", "save"],
+    ids=["type", "unused", "iterations", "folder", "modules", "start", "load", "save"],
 )
 def test_mistakes_found_later_are_one_line(options, message):
     training = train(*options, model=(*SHORT, "--num-layers", "1"))
