@@ -30,7 +30,7 @@
 #   --collect-layers SPEC      all, or numbers: first,last or 0,2-4 (all; quick: first,last)
 #   --collect-modules GLOBS    linear_fc*,mlp.*,core_attention: a module's name or the end of it (all)
 #   --collect-tensors NAMES    input,grad_output,...; all,attention_probs adds what comes on request
-#                              only: attention_scores, attention_probs (all)
+#                              only: attention_scores, attention_probs, codes (all)
 #   --collect-operations LIST  forward, backward or both (forward,backward)
 #   --collect-ranks SPEC       world ranks that write, as layers (all)
 #   --collect-slice PARTS      a part of each tensor, by the letters of its dims: s=0:128,h=0:256:2
