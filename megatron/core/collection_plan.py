@@ -21,6 +21,7 @@ import torch
 from megatron.core._ranks import from_all_ranks
 from megatron.core._record_writer import serialize
 from megatron.core.collection_settings import Settings
+from megatron.core.host_memory import taken_by
 from megatron.core.saver import TensorSaver
 from megatron.tensor_record import TensorRecord
 
@@ -31,6 +32,13 @@ class _Uncopied:
 
     tensor: torch.Tensor
     scales: dict[str, torch.Tensor]
+    pinned: bool
+
+    @property
+    def held(self) -> int:
+        """Bytes of host memory that a copy takes."""
+        parts = (self.tensor, *self.scales.values())
+        return sum(taken_by(part.nbytes, self.pinned) for part in parts)
 
     def release(self) -> None:
         """There is nothing to give back."""
@@ -64,15 +72,16 @@ class CountingWriter:
     ) -> _Uncopied:
         """Tensors of these shapes and types."""
         like = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in scales.items()}
-        return _Uncopied(torch.empty(tensor.shape, dtype=tensor.dtype), like)
+        return _Uncopied(torch.empty(tensor.shape, dtype=tensor.dtype), like, tensor.is_cuda)
 
     def submit(self, copy: _Uncopied, record: TensorRecord) -> None:
         """Remember the record, the tensor's shape and type, and the size of its file."""
         size = serialize(copy.tensor, record, copy.scales)
         self.records += 1
         self.bytes += size
-        on_meta = {name: x.to("meta") for name, x in copy.scales.items()}
-        self.counted.append((record, _Uncopied(copy.tensor.to("meta"), on_meta), size))
+        scales = {name: x.to("meta") for name, x in copy.scales.items()}
+        on_meta = replace(copy, tensor=copy.tensor.to("meta"), scales=scales)
+        self.counted.append((record, on_meta, size))
 
     def fail(self, why: str) -> None:
         """There is nothing to fail."""
@@ -114,6 +123,7 @@ class Segment:
     stop: int
     tensors: Counter[tuple[int, str, str]]  #: of one iteration, by layer, layer type and name
     bytes: Counter[tuple[int, str, str]]
+    held: int  #: bytes of host memory that one iteration takes, if nothing of it is written yet
 
 
 @dataclass(frozen=True)
@@ -228,7 +238,8 @@ class _Sizes:
             of = (record.layer_idx, record.layer_type, record.tensor_name)
             tensors[of] += 1
             size[of] += self._known[key]
-        return Segment(start, stop, tensors, size)
+        held = sum(uncopied.held for _, uncopied, _ in self._counted)
+        return Segment(start, stop, tensors, size, held)
 
 
 def _width(number: int) -> int:

@@ -89,7 +89,7 @@ class HostMemory:
         return HostCopy(copy, self, buffer, kind, copied)
 
     def _take(self, kind: tuple[int, bool], make_room: Callable[[], bool]) -> torch.Tensor | None:
-        taken = _taken(*kind)
+        taken = taken_by(*kind)
         if taken > self.limit:
             return None
         while True:
@@ -109,7 +109,7 @@ class HostMemory:
         of_kind = self._spare.get(kind)
         if not of_kind:
             return None
-        self._spare_bytes -= _taken(*kind)
+        self._spare_bytes -= taken_by(*kind)
         return of_kind.pop()
 
     def _shrink(self, most: int) -> None:
@@ -119,7 +119,7 @@ class HostMemory:
             kind = next(iter(self._spare))
             if self._spare[kind]:
                 self._spare[kind].pop()
-                self._spare_bytes -= _taken(*kind)
+                self._spare_bytes -= taken_by(*kind)
                 pinned |= kind[1]
             else:
                 del self._spare[kind]
@@ -128,12 +128,12 @@ class HostMemory:
 
     def _take_back(self, buffer: torch.Tensor, kind: tuple[int, bool]) -> None:
         with self.changed:
-            self.used -= _taken(*kind)
+            self.used -= taken_by(*kind)
             self._spare[kind] = [*self._spare.pop(kind, ()), buffer]
-            self._spare_bytes += _taken(*kind)
+            self._spare_bytes += taken_by(*kind)
             self.changed.notify_all()
 
 
-def _taken(size: int, pinned: bool) -> int:
+def taken_by(size: int, pinned: bool) -> int:
     """Bytes that a buffer takes: torch's allocator of pinned memory gives powers of two."""
     return 1 << (size - 1).bit_length() if pinned and size else size

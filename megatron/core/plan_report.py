@@ -104,10 +104,7 @@ def _memory(plan: Plan) -> list[str]:
     limit, ring = plan.settings.limits.host_bytes, plan.settings.ring
     assert limit is not None, "the limits are a rank's share"
     iterations = 1 if ring is None else ring.iterations
-    most = max(
-        (segment.bytes.total() for _, segment in _all(plan)),
-        default=0,
-    )
+    most = max((segment.held for _, segment in _all(plan)), default=0)
     held = f"{gib(most * iterations)} for {iterations} iteration(s)"
     line = f"  memory of a rank: {gib(limit)} (--collect-max-host-gib), {held}: "
     if most * iterations <= limit:

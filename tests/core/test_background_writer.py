@@ -4,6 +4,7 @@ import contextlib
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.core import tensor_saver
 from megatron.core._record_writer import RecordWriter
 from megatron.core.background_writer import BackgroundWriter
 from megatron.core.collection_clock import MicroBatch, clock
+from megatron.core.collection_plan import CountingWriter
 from megatron.core.host_memory import HostMemory
 from megatron.core.run_card import rank_coordinates
 from megatron.tensor_record import TensorRecord, read_events, read_index
@@ -246,6 +248,16 @@ def test_pinned_memory_that_is_let_go_of_is_given_back(monkeypatch):
     assert memory.copy(torch.ones(128), nothing) is not None
     assert given_back, "torch would keep it, beside what takes its place"
     assert memory.peak <= 4 * SIZE
+
+
+def test_a_plan_reckons_with_the_memory_that_copies_take():
+    parts = torch.ones(3 * 256), torch.ones(5)
+    memory = HostMemory(1 << 20)
+    for part in parts:
+        memory.copy(part, nothing)
+    planned = CountingWriter().hold(parts[0], {"tensor": parts[1]}, nothing)
+    assert planned.held == memory.used == 3 * 1024 + 20
+    assert replace(planned, pinned=True).held == 4096 + 32, "pinned: powers of two"
 
 
 @pytest.mark.gpu
