@@ -159,6 +159,8 @@ class BackgroundWriter:
         if not self._dead:  # else one of them hangs in the file system
             for thread in self._threads:
                 thread.join(self._patience)
+            self._dead = any(thread.is_alive() for thread in self._threads)
+        if not self._dead:
             self._write_events()
             self._writer.close()
 

@@ -219,9 +219,11 @@ def test_a_thread_that_hangs_does_not_hang_the_end_where_another_one_failed(tmp_
         writer.submit(writer.hold(TENSOR, {}, nothing), record(counter))
     started = time.monotonic()
     writer.close()
+    writer.append({"event": "dropped"})
     assert time.monotonic() - started < 30
-    hangs.set()
     assert "No space left" in writer.error
+    assert len(read_events(tmp_path / "index_run_rank00.jsonl")) == 1, "not touched again"
+    hangs.set()
 
 
 def test_where_no_thread_can_be_started_the_caller_writes(tmp_path, monkeypatch):
