@@ -109,17 +109,20 @@ class Ring:
         why = self._anomalies.look(iteration, loss, grad_norm)
         return None if self.over else why
 
-    def release(self, submit: Callable[[HostCopy, dict[str, Any]], None]) -> list[int]:
-        """Hand everything to `submit`, oldest first; returns the iterations.
+    def release(self, submit: Callable[[HostCopy, dict[str, Any]], bool]) -> list[int]:
+        """Hand everything to `submit`, oldest first; returns the iterations of which that took
+        anything.
 
         An event counts where iterations were collected, also on a rank that writes none of them:
         all ranks must agree on when the ring is over.
         """
         self.kept += bool(self._iterations)
-        numbers = [iteration.number for iteration in self._iterations if iteration.held]
+        numbers = []
         while self._iterations:
-            for copy, fields in self._iterations.popleft().held:
-                submit(copy, fields)
+            iteration = self._iterations.popleft()
+            taken = [submit(copy, fields) for copy, fields in iteration.held]
+            if any(taken):
+                numbers.append(iteration.number)
         return numbers
 
     def clear(self) -> None:

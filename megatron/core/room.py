@@ -20,20 +20,22 @@ class Room:
         self._settings = settings
         self._writer = writer
         self._rank = rank
+        self._full: str | None = None  #: the limit, if it is one of what may be written
 
     def take(self, size: int, fields: dict[str, Any]) -> bool:
         """Whether a tensor of `size` bytes may be written; it counts as dropped if not."""
         try:
-            why = self.limit or self._what_is_over(size + OVERHEAD)
+            why = self._full or self._what_is_over(size + OVERHEAD)
             if why is not None and self._writer.pending:  # of these the sizes are not known yet
                 self._writer.drain()
-                why = self.limit or self._what_is_over(size + OVERHEAD)
+                why = self._full or self._what_is_over(size + OVERHEAD)
         except OSError as error:
             folder = self._settings.directory
             self._writer.fail(f"cannot write to {folder}: {error}; name another --tensor-save-dir")
             return False
         if why is None:
             return True
+        self._full = why
         self.drop(size, fields, why)
         return False
 

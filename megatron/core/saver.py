@@ -210,11 +210,13 @@ class TensorSaver:
         elif self.error is None:
             self._room.drop_for_memory(size, fields)
 
-    def _submit_if_room(self, copy: HostCopy, fields: dict[str, Any]) -> None:
-        if self.error is None and self._room.take(copy.nbytes, fields):
+    def _submit_if_room(self, copy: HostCopy, fields: dict[str, Any]) -> bool:
+        found = self.error is None and self._room.take(copy.nbytes, fields)
+        if found:
             self._submit(copy, fields)
         else:
             copy.release()
+        return found
 
     def _submit(self, copy: HostCopy, fields: dict[str, Any]) -> None:
         self._counter += 1

@@ -117,7 +117,11 @@ def test_an_iteration_that_memory_has_no_room_for_is_a_limit(tmp_path, caplog):
     configure(tmp_path, collect_ring=2, collect_max_host_gib=3 * SIZE / GIB)
     train(tensors=4)
     assert train(loss=math.nan, tensors=4)
-    assert saved_iterations(tmp_path) == []
+    assert saved_iterations(tmp_path) == [1, 1, 1], "what memory did hold is not lost"
+    train(), train()
+    assert train(loss=math.nan)
+    kept = [event["iterations"] for event in events(tmp_path) if event["event"] == "kept"]
+    assert kept == [[1], []], "of iterations that were written"
     (line,) = tensor_saver.settle()
     assert "--collect-max-host-gib lets this rank hold 288 bytes: rank 0 stopped collecting" in line
     assert sum("stopped collecting" in m for m in caplog.messages) == 1
