@@ -107,7 +107,9 @@ class TensorRecord:
     shape: list[int]  #: of this file's tensor
     dtype: str  #: e.g. "bfloat16"
     #: a letter a dimension and the group that shards it, e.g. "s b h[tp]". "s[cp:zigzag]": of the
-    #: 2 * cp_size chunks of the sequence this file has those numbered cp and 2 * cp_size - 1 - cp
+    #: 2 * cp_size chunks of the sequence this file has those numbered cp and 2 * cp_size - 1 - cp.
+    #: "g[tp:2]": two ranks, one after the other, have the same, or with "| partial[tp:2]" parts of
+    #: its sum
     dims: str
     global_shape: list[int]  #: of the logical tensor over all shards, also where this is a slice
     rank: dict[str, int]  #: world, tp, pp, dp, cp, ep, etp and their sizes (tp_size, ...)

@@ -7,6 +7,8 @@ groups over which the tensor is a partial sum.
     s[cp:zigzag] b h       of 2 * cp_size chunks along s, rank r has those numbered r and
                            2 * cp_size - 1 - r
     s b o | partial[tp]    added over the tensor-parallel ranks
+    s b g[tp:2] d          joined along g; two ranks, one after the other, have the same part
+    s b g[tp:2] d | partial[tp:2]    the two have parts of a sum
 
 Ranks of a group that `dims` does not name hold replicas. Data-parallel ranks hold other data,
 except of a weight. An expert belongs to the ranks of its own groups: whose data it saw says the
@@ -18,7 +20,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ from torch import Tensor
 
 from megatron.analysis.record_columns import GROUPS
 
-_LETTER = re.compile(r"(?P<letter>\w+)(\[(?P<group>\w+)(?P<zigzag>:zigzag)?\])?")
-_PARTIAL = re.compile(r"partial\[(\w+(?:,\w+)*)\]")
+_LETTER = re.compile(
+    r"(?P<letter>\w+)(\[(?P<group>\w+)((?P<zigzag>:zigzag)|:(?P<copies>[1-9]\d*))?\])?"
+)
+_PARTIAL = re.compile(r"partial\[(\w+(?:,\w+)*)(:[1-9]\d*)?\]")
 _EXPERT = r"\blocal_experts\.\d+\b"
 
 
@@ -41,6 +45,8 @@ class Cut:
     group: str
     axis: int | None
     zigzag: bool = False
+    copies: int = 1  #: ranks, one after another, that have the same part
+    summed: bool = False  #: they have parts of a sum
 
 
 def parse_dims(dims: str) -> list[Cut]:
@@ -56,12 +62,16 @@ def parse_dims(dims: str) -> list[Cut]:
         if match is None:
             raise ValueError(f"dims {dims!r}: {word!r} is not understood; as in 's b h[tp]'")
         if match["group"]:
-            cuts.append(Cut(match["group"], axis, zigzag=bool(match["zigzag"])))
+            copies, zigzag = int(match["copies"] or 1), bool(match["zigzag"])
+            cuts.append(Cut(match["group"], axis, zigzag=zigzag, copies=copies))
     for word in sums.split():
         match = _PARTIAL.fullmatch(word)
         if match is None:
             raise ValueError(f"dims {dims!r}: {word!r} is not understood; as in '| partial[tp]'")
-        cuts += [Cut(group, None) for group in match[1].split(",")]
+        if match[2]:
+            cuts = [replace(c, summed=True) if c.group == match[1] else c for c in cuts]
+        else:
+            cuts += [Cut(group, None) for group in match[1].split(",")]
     if unknown := [cut.group for cut in cuts if cut.group not in GROUPS]:
         raise ValueError(
             f"dims {dims!r}: no parallel group {unknown[0]!r}; there are {', '.join(GROUPS)}"
@@ -201,6 +211,8 @@ def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor:
             groups.setdefault(place[:-1], []).append(shards[place])
         try:
             shards = {place: _of_group(parts, cut) for place, parts in groups.items()}
+        except _CopiesDifferError as error:
+            raise ValueError(f"{of_tensor}: {error}") from None
         except (RuntimeError, TypeError) as error:
             raise ValueError(
                 f"{of_tensor}: its shards along {cut.group} do not fit together ({error}); the "
@@ -209,10 +221,31 @@ def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor:
     return shards[()]
 
 
+class _CopiesDifferError(Exception):
+    """Ranks that should have the same part have not."""
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0, dtype=torch.float64).to(parts[0].dtype)
+
+
+def _one_of(copies: list[Tensor], cut: Cut) -> Tensor:
+    for other in copies[1:]:
+        if difference := differences(copies[0], other):
+            raise _CopiesDifferError(
+                f"{cut.copies} ranks of {cut.group}, one after another, should have the same part, "
+                f"but {difference}"
+            )
+    return copies[0]
+
+
 def _of_group(parts: list[Tensor], cut: Cut) -> Tensor:
     """The tensor of which the ranks of one group, in order, have these parts."""
     if cut.axis is None:
-        return torch.stack(parts).sum(0, dtype=torch.float64).to(parts[0].dtype)
+        return _sum(parts)
+    if cut.copies > 1:
+        together = [parts[at : at + cut.copies] for at in range(0, len(parts), cut.copies)]
+        parts = [_sum(each) if cut.summed else _one_of(each, cut) for each in together]
     if cut.zigzag:
         halves = [part.chunk(2, cut.axis) for part in parts]
         parts = [half[0] for half in halves] + [half[1] for half in reversed(halves)]

@@ -200,11 +200,14 @@ def over_context(dims: str, coordinates: dict[str, int]) -> str:
 
 
 def global_shape(shape: list[int], dims: str, coordinates: dict[str, int]) -> list[int]:
-    """The shape over all shards: a dimension marked `[tp]` is that much larger."""
+    """The shape over all shards: a dimension marked `[tp]` is that much larger, one marked `[tp:2]`
+    half as much.
+    """
     letters = dims.partition("|")[0].split()
     assert len(letters) == len(shape), f"dims {dims!r} do not describe a tensor of shape {shape}"
     sizes = []
     for size, letter in zip(shape, letters, strict=True):
-        group = letter.partition("[")[2].rstrip("]").partition(":")[0]
-        sizes.append(size * coordinates[f"{group}_size"] if group else size)
+        group, _, how = letter.partition("[")[2].rstrip("]").partition(":")
+        copies = int(how) if how.isdigit() else 1
+        sizes.append(size * coordinates[f"{group}_size"] // copies if group else size)
     return sizes

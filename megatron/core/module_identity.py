@@ -34,6 +34,7 @@ class Identified:
     """A module that `assign_identities` gives its name; outside of a model it has none."""
 
     identity: ModuleIdentity | None = None
+    group_copies: int  #: of attention
 
 
 def transformer_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -53,6 +54,11 @@ def assign_identities(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, Identified):
             module.identity = ModuleIdentity(name, -1)
+        if isinstance(attention := getattr(module, "core_attention", None), Identified):
+            # Of more ranks than groups, which only the layer around it tells: it is given a
+            # configuration with as many groups as there are ranks.
+            groups = attention.config.num_query_groups, module.config.num_query_groups
+            attention.group_copies = groups[0] // groups[1]
     for local_name, layer in transformer_layers(model):
         index = layer.layer_number - 1
         global_name = re.sub(r"\d+$", str(index), local_name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.analysis.store import TensorStore
 from megatron.fake_quant import get_format
 from megatron.fake_quant.gemm import GemmFormats, quantized_matmul
 from megatron.tensor_record import (
@@ -278,6 +279,32 @@ def test_tensor_parallel_shards_carry_their_coordinates(tmp_path, sequence_paral
             whole = shards[0]["tensor"]
             assert torch.equal(whole, shards[1]["tensor"]), f"{module} {name} are no replicas"
         assert list(whole.shape) == shards[0]["global_shape"] == shards[1]["global_shape"]
+
+
+def test_more_ranks_than_query_groups_hold_copies_of_keys_and_parts_of_their_gradients(tmp_path):
+    """Put together, the gradients are those that autograd gives for the tensors put together."""
+    options = ("--tp", "4", "--layers", "1", "--micro-batches", "1")
+    records = collect(tmp_path / "dump", *options, ranks=4)
+    keys = pick(records, tensor_name="key")
+    assert [r["dims"] for r in keys] == ["s b g[tp:2] d"] * 4
+    assert [r["global_shape"] for r in keys] == [[32, 2, 2, 16]] * 4
+    store = TensorStore(tmp_path / "dump")
+    q, k, v, out, dout, dq, dk, dv = (
+        store.load_global(layer_type="attention", tensor_name=name)
+        for name in (
+            *("query", "key", "value", "output"),
+            *("grad_output", "grad_query", "grad_key", "grad_value"),
+        )
+    )
+    assert (q.shape, k.shape, dv.shape) == ((32, 2, 4, 16), (32, 2, 2, 16), (32, 2, 2, 16))
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    heads = [x.permute(1, 2, 0, 3) for x in (q, *(y.repeat_interleave(2, 2) for y in (k, v)))]
+    context = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+    context = context.permute(2, 0, 1, 3).flatten(2)
+    torch.testing.assert_close(context, out)
+    expected = torch.autograd.grad(context, (q, k, v), dout)
+    for ours, saved in zip(expected, (dq, dk, dv), strict=True):
+        torch.testing.assert_close(saved, ours)
 
 
 def test_recomputed_forwards_are_marked_and_equal_the_first(tmp_path):

@@ -39,6 +39,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
 
     operations = ("qk", "pv")
     layer_type = "attention"
+    group_copies = 1  #: tensor-parallel ranks that have the same query group, one after another
 
     def __init__(self, config, *args, k_channels=None, v_channels=None, **kwargs):
         super().__init__(as_one_rank(config), *args, **kwargs)
@@ -82,9 +83,14 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
             ("key", key, "g", operand_names(qk, "fprop_b", "dgrad_b")),
             ("value", value, "g", operand_names(pv, "fprop_b", "dgrad_b")),
         ):
-            dims = f"s b {heads}[tp] d"
+            dims = of_grad = f"s b {heads}[tp] d"
+            if heads == "g" and self.group_copies > 1:
+                dims = f"s b g[tp:{self.group_copies}] d"
+                of_grad = f"{dims} | partial[tp:{self.group_copies}]"
             capture.save(name, tensor, dims=dims, format=format_names)
-            watched.append(capture.watch_operand(tensor, f"grad_{name}", dims=dims, phase="post"))
+            watched.append(
+                capture.watch_operand(tensor, f"grad_{name}", dims=of_grad, phase="post")
+            )
         return watched
 
     def _quantized_forward(
