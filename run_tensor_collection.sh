@@ -78,7 +78,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
 
 case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
 
-mode='' quant_type='' quant_recipe='' control_iter='' collect_plan=''
+unbounded='' mode='' quant_type='' quant_recipe='' control_iter='' collect_plan=''
 for name in $collection_flags; do printf -v "${name//-/_}" %s ''; done
 tensor_path='' tensor_dir='' tokenizer_path='' data_path='' dtype=bf16 preset='' nproc=${NPROC:-1}
 checkpoint_path=none stall_timeout=600 verbose=''
@@ -120,7 +120,13 @@ elif [[ $mode != batch ]]; then
   one quant_type "$quant_type" "${positional[1]-}" "${CUSTOM_QUANT_TYPE:-mxfp8}"
   types=("$quant_type")
 fi
-if [[ -z $collect_iterations$collect_ring$collect_flag_file ]]; then
+for word in ${training_flags[@]+"${training_flags[@]}"}; do
+  case $word in # these end the collection in ways of their own, wherever they stand
+    --collect-ring | --collect-ring=* | --collect-flag-file | --collect-flag-file=*) unbounded=yes ;;
+  esac
+done
+if [[ -n $collect_ring$collect_flag_file ]]; then unbounded=yes; fi
+if [[ -z $collect_iterations$unbounded ]]; then
   : "${control_iter:=1}" # else as many as are named, or none
 fi
 : "${collect_micro_batches:=1}"
@@ -184,7 +190,7 @@ collect() {
   if [[ $mode == batch ]]; then next=; fi # drawn together, at the end
   run_child "$py" "$repo/script/collect_run.py" --name "$1" --tensor-dir "$tensors" \
     --log-dir "${home}logs" --control-iter "${control_iter:-0}" --stall-timeout "$stall_timeout" \
-    --next "$next" ${collect_ring:+--may-be-empty} ${collect_flag_file:+--may-be-empty} \
+    --next "$next" ${unbounded:+--may-be-empty} \
     ${verbose:+--verbose} -- "${training[@]}"
 }
 

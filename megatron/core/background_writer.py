@@ -8,6 +8,7 @@ of this rank. It never ends or holds up training: what still waits is dropped.
 import contextlib
 import logging
 import queue
+import shutil
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.core._record_writer import RecordWriter
-from megatron.core.collection_limits import OVERHEAD
+from megatron.core.collection_limits import OVERHEAD, Disk
 from megatron.core.host_memory import HostCopy, HostMemory
 from megatron.tensor_record import TensorRecord
 
@@ -35,6 +36,7 @@ class Writer(Protocol):
     bytes: int
     pending: int
     pending_bytes: int
+    disk: Disk | None
     written: tuple[int, int]
 
     def hold(
@@ -63,6 +65,7 @@ class BackgroundWriter:
         self.error: str | None = None  #: why writing has ended
         self.pending = 0  #: records that wait or are being written
         self.pending_bytes = 0  #: that they take on disk at most
+        self.disk: Disk | None = None  #: as it was after the last write
         self.memory = memory
         self._writer = writer
         self._complete = complete
@@ -136,10 +139,15 @@ class BackgroundWriter:
         self._write_events()
 
     def _write_events(self) -> None:
-        with self._index, contextlib.suppress(OSError):
-            while self._events and not self._dead:
-                self._writer.append(self._events[0])
-                self._events.popleft()
+        if not self._index.acquire(timeout=1.0):  # a thread hangs in the file system with it
+            return
+        try:
+            with contextlib.suppress(OSError):
+                while self._events and not self._dead:
+                    self._writer.append(self._events[0])
+                    self._events.popleft()
+        finally:
+            self._index.release()
 
     def write_run_card(self, card: dict[str, Any], *, last: bool) -> None:
         """Write this run's card, or replace it by the last one."""
@@ -203,6 +211,7 @@ class BackgroundWriter:
                     copy.wait()
                     scales = {name: part.tensor for name, part in copy.scales.items()}
                     self._writer.write(copy.tensor, record, self._index, scales)
+                    self.disk = shutil.disk_usage(self._writer.directory)
             except Exception as error:  # whatever it is, training goes on
                 self._fail_to_write(str(error) or repr(error))
             finally:

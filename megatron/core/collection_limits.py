@@ -13,7 +13,7 @@ Counted are the `.pt` files; the index takes about a kilobyte a tensor more.
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.core.machine_memory import machine_memory
 
@@ -29,6 +29,13 @@ OVERHEAD = 4096  #: bytes that a file has at most beyond its tensor's
 KEEP_FREE = 1.0  #: GiB
 KEEP_FREE_SHARE = 0.05  #: of a file system on which that is less
 HOST_SHARE = 0.1  #: of the memory that there is, if no flag says otherwise
+
+
+class Disk(Protocol):
+    """What `shutil.disk_usage` gives."""
+
+    total: int
+    free: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +116,13 @@ class Limits:
             return f"--collect-max-gib lets this rank write {gib(self.max_bytes)}"
         return None
 
-    def of_disk(self, folder: Path, needed: int) -> str | None:
-        """Whether `needed` further bytes would leave too little free, and how little."""
+    def of_disk(self, folder: Path, needed: int, disk: Disk | None = None) -> str | None:
+        """Whether `needed` further bytes would leave too little free, and how little; `disk` is
+        what `shutil.disk_usage` said of the folder last, if that may count.
+        """
         if self.keep_free == 0:
             return None
-        disk = shutil.disk_usage(folder)  # once: it is asked before every tensor
+        disk = disk or shutil.disk_usage(folder)
         kept = self._kept_of(disk.total)
         if disk.free - needed >= kept:
             return None

@@ -56,6 +56,7 @@ class CountingWriter:
     error: str | None = None
     pending = 0
     pending_bytes = 0
+    disk = None
 
     def __init__(self) -> None:
         self.records = 0

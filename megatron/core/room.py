@@ -42,7 +42,10 @@ class Room:
     def _what_is_over(self, most: int) -> str | None:
         limits, writer = self._settings.limits, self._writer
         why = limits.of_files(writer.records + 1, writer.bytes + most)
-        return why or limits.of_disk(self._settings.directory, writer.pending_bytes + most)
+        # While threads write, one of them looks at the disk: if it hangs, so does not training.
+        disk = writer.disk if writer.pending else None
+        needed = writer.pending_bytes + most
+        return why or limits.of_disk(self._settings.directory, needed, disk)
 
     def drop(self, size: int, fields: dict[str, Any], why: str) -> None:
         """Leave a tensor out for a limit, and say so the first time."""

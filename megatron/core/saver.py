@@ -175,7 +175,7 @@ class TensorSaver:
             with uninterrupted:
                 self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})
         except (RuntimeError, MemoryError) as error:  # of torch's allocators
-            self.give_up(f"no host memory for {fields['tensor_name']}: {error}")
+            self.give_up(f"no memory to copy {fields['tensor_name']}: {error}")
         self.blocked += time.perf_counter() - started
 
     def give_up(self, why: str) -> None:

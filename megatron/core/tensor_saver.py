@@ -42,6 +42,7 @@ UNNAMED = ModuleIdentity("", -1)  #: of a layer that stands in no model
 
 _saver: TensorSaver | None = None
 _configured = False
+_owner = 0  #: the process that collects
 _observed = 0  #: completed iterations whose numbers the trainer has told
 
 
@@ -77,7 +78,7 @@ def configure(
     Raises:
         ValueError: what the user can mend, on all ranks alike whichever rank met it.
     """
-    global _saver, _configured, _observed
+    global _saver, _configured, _observed, _owner
     close()
     _configured, _observed = True, 0
     clock.reset(iteration)
@@ -95,6 +96,7 @@ def configure(
     _check_alike(wanted is not None)
     if wanted is None:
         return
+    _owner = os.getpid()
     atexit.register(close_at_exit)
     if from_all_ranks(bool(model))[0]:
         _check_reached(wanted.selection, model)
@@ -294,5 +296,7 @@ def close(aborted: str | None = None) -> str | None:
 
 def close_at_exit() -> None:
     """Of a trainer that never closes: whatever waits is written before Python ends."""
+    if os.getpid() != _owner:  # a process forked from here, without the writer's threads
+        return
     error = getattr(sys, "last_value", None)  # what Python has just printed the traceback of
     close(None if error is None else f"{type(error).__name__}: {error}")

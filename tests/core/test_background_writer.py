@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -218,6 +219,8 @@ def test_a_thread_that_hangs_does_not_hang_the_end_where_another_one_failed(tmp_
     for counter in (1, 2):
         writer.submit(writer.hold(TENSOR, {}, nothing), record(counter))
     started = time.monotonic()
+    while writer.error is None and time.monotonic() - started < 30:
+        time.sleep(0.01)
     writer.close()
     writer.append({"event": "dropped"})
     assert time.monotonic() - started < 30
@@ -323,7 +326,7 @@ def test_memory_that_cannot_be_had_ends_the_collection_and_not_the_training(
     monkeypatch.setattr(HostMemory, "copy", no_memory)
     clock.micro_batch = MicroBatch(1, 0)
     save()
-    assert "no host memory for input: Default" in tensor_saver.current().error
+    assert "no memory to copy input: Default" in tensor_saver.current().error
     assert "select less, or lower --collect-max-host-gib" in tensor_saver.close()
 
 
@@ -369,3 +372,34 @@ def test_room_for_the_last_run_card_is_there_from_the_start(tmp_path):
     assert json.loads(card.read_text()) == {"status": "failed"}
     assert card.stat().st_ino == file, "the same blocks, less what it did not need"
     assert not room.exists()
+
+
+def test_a_thread_that_hangs_with_the_index_holds_up_no_event(disk):
+    writer = BackgroundWriter(disk, HostMemory(2 * SIZE))
+    fill(writer, 1)
+    with writer._index:  # as that thread would
+        started = time.monotonic()
+        writer.append({"event": "switched"})
+        assert time.monotonic() - started < 30
+    disk.open.set()
+    writer.close()
+    (event,) = read_events(disk.directory / "index_run_rank00.jsonl")
+    assert event["event"] == "switched", "it is written once that can be done"
+
+
+def test_while_threads_write_training_does_not_ask_the_disk(tmp_path, monkeypatch, fresh_saver):
+    tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path), collect_micro_batches=0)
+    asked = []
+    usage = shutil.disk_usage
+
+    def ask(folder):
+        asked.append(threading.current_thread() is threading.main_thread())
+        return usage(folder)
+
+    monkeypatch.setattr(shutil, "disk_usage", ask)
+    clock.micro_batch = MicroBatch(1, 0)
+    for _ in range(200):
+        save(torch.ones(64, 64, 8))
+    assert tensor_saver.close() is None
+    assert 1 <= sum(asked) < 200
+    assert len(asked) - sum(asked) == 200, "a look after each write"
