@@ -5,7 +5,6 @@ import json
 import shutil
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from megatron.core import tensor_saver
 from megatron.core._record_writer import RecordWriter
 from megatron.core.background_writer import BackgroundWriter
 from megatron.core.collection_clock import MicroBatch, clock
-from megatron.core.collection_plan import CountingWriter
 from megatron.core.host_memory import HostMemory
 from megatron.core.run_card import rank_coordinates
 from megatron.tensor_record import TensorRecord, read_events, read_index
@@ -85,53 +83,6 @@ def fill(writer: BackgroundWriter, tensors: int) -> None:
         copy = writer.hold(TENSOR, {}, nothing)
         assert copy is not None
         writer.submit(copy, record(counter))
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        torch.arange(1000.0)[10:20],
-        torch.arange(100.0).view(10, 10).t(),
-        torch.ones(1).expand(50),
-        torch.arange(100.0)[::7],
-        torch.zeros(0, 4),
-        torch.tensor(3.0),
-        torch.nn.Parameter(torch.randn(4)),
-        torch.arange(9).to(torch.bfloat16),
-    ],
-    ids=["slice", "transposed", "expanded", "strided", "empty", "scalar", "parameter", "bf16"],
-)
-def test_a_copy_owns_its_elements_and_nothing_else(view):
-    copy = HostMemory(1 << 20).copy(view, nothing).tensor
-    assert torch.equal(copy, view.detach())
-    assert copy.is_contiguous()
-    assert not copy.requires_grad
-    assert type(copy) is torch.Tensor
-    assert copy.untyped_storage().nbytes() == copy.numel() * copy.element_size()
-
-
-def test_a_copy_stays_when_training_changes_the_tensor():
-    x = torch.zeros(8)
-    copy = HostMemory(1 << 20).copy(x, nothing)
-    x += 1
-    assert torch.equal(copy.tensor, torch.zeros(8))
-
-
-def test_memory_is_used_again_and_never_beyond_its_limit():
-    memory = HostMemory(4 * SIZE)
-    copies = [memory.copy(TENSOR, nothing) for _ in range(4)]
-    assert memory.copy(TENSOR, nothing) is None
-    where = {copy.tensor.data_ptr() for copy in copies}
-    assert len(where) == 4, "copies that are in use never share memory"
-    for copy in copies:
-        copy.release()
-    again = memory.copy(TENSOR + 1, nothing)
-    assert again.tensor.data_ptr() in where
-    assert torch.equal(again.tensor, TENSOR + 1)
-    large = memory.copy(torch.ones(3 * 256), nothing)  # spare memory makes way for it
-    assert large is not None
-    assert memory.peak == 4 * SIZE
-    assert memory.copy(torch.ones(5 * 256), lambda: pytest.fail("no waiting helps")) is None
 
 
 def test_training_waits_for_the_disk_where_memory_is_used_up(disk):
@@ -241,30 +192,6 @@ def test_where_no_thread_can_be_started_the_caller_writes(tmp_path, monkeypatch)
     assert len(list(tmp_path.glob("*.pt"))) == 5
 
 
-def test_pinned_memory_that_is_let_go_of_is_given_back(monkeypatch):
-    given_back = []
-    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given_back.append(1))
-    memory = HostMemory(4 * SIZE)
-    for pinned in (False, True):
-        memory.used += SIZE
-        memory._take_back(torch.empty(SIZE, dtype=torch.uint8), (SIZE, pinned))
-    assert memory.copy(torch.ones(3 * 256), nothing) is not None
-    assert not given_back, "ordinary memory goes by itself"
-    assert memory.copy(torch.ones(128), nothing) is not None
-    assert given_back, "torch would keep it, beside what takes its place"
-    assert memory.peak <= 4 * SIZE
-
-
-def test_a_plan_reckons_with_the_memory_that_copies_take():
-    parts = torch.ones(3 * 256), torch.ones(5)
-    memory = HostMemory(1 << 20)
-    for part in parts:
-        memory.copy(part, nothing)
-    planned = CountingWriter().hold(parts[0], {"tensor": parts[1]}, nothing)
-    assert planned.held == memory.used == 3 * 1024 + 20
-    assert replace(planned, pinned=True).held == 4096 + 32, "pinned: powers of two"
-
-
 @pytest.mark.gpu
 def test_what_is_written_of_a_cuda_tensor_is_what_it_was_when_it_was_shown(tmp_path):
     writer = BackgroundWriter(RecordWriter(tmp_path, "run", 0), HostMemory(64 << 20))
@@ -328,50 +255,6 @@ def test_memory_that_cannot_be_had_ends_the_collection_and_not_the_training(
     save()
     assert "no memory to copy input: Default" in tensor_saver.current().error
     assert "select less, or lower --collect-max-host-gib" in tensor_saver.close()
-
-
-class HalfFull:
-    """An index on a disk that takes half a line more."""
-
-    def __init__(self, file):
-        self._file, self._left = file, 100
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
-
-    def write(self, data: bytes) -> int:
-        if not self._left:
-            raise OSError(28, "No space left on device")
-        taken, self._left = self._file.write(data[: self._left]), 0
-        return taken
-
-
-def test_a_file_whose_line_the_disk_does_not_take_goes_again(tmp_path):
-    writer = RecordWriter(tmp_path, "run", 0)
-    lock = threading.Lock()
-    writer.write(TENSOR, record(1), lock, {})
-    whole, writer._index = writer._index, HalfFull(writer._index)
-    with pytest.raises(OSError, match="No space left"):
-        writer.write(TENSOR, record(2), lock, {})
-    writer._index = whole
-    writer.write(TENSOR, record(3), lock, {})
-    lines = [json.loads(line) for line in (tmp_path / "index_run_rank00.jsonl").open()]
-    assert [line["counter"] for line in lines] == [1, 3], "nothing is left of half a line"
-    assert {path.name for path in tmp_path.glob("*.pt")} == {line["file"] for line in lines}
-    assert writer.records == 2
-    writer.close()
-
-
-def test_room_for_the_last_run_card_is_there_from_the_start(tmp_path):
-    writer = RecordWriter(tmp_path, "run", 0)
-    writer.write_run_card({"status": "running"}, last=False)
-    card, room = tmp_path / "run_run.json", tmp_path / "run_run.json.partial"
-    assert room.stat().st_blocks * 512 >= room.stat().st_size == 1 << 16
-    file = room.stat().st_ino
-    writer.write_run_card({"status": "failed"}, last=True)
-    assert json.loads(card.read_text()) == {"status": "failed"}
-    assert card.stat().st_ino == file, "the same blocks, less what it did not need"
-    assert not room.exists()
 
 
 def test_a_thread_that_hangs_with_the_index_holds_up_no_event(disk):
