@@ -67,13 +67,14 @@ VALUE_COLUMNS = (
 #: codes_used          codes that occur              codes     codes that the element has
 #: code_entropy        bits                          (all three NaN for bf16 and fp16)
 #: blocks              with a scale of their own     zero_blocks, nan_blocks   among them
-#: scale_min scale_max scale_median                  of the stored scale's exponent: E8M0 byte - 127;
-#:                     nvfp4: log2 of the E4M3 number; of blocks that are neither zero nor NaN
+#: scale_min scale_max scale_median    of the stored scale's exponent: E8M0 byte - 127; nvfp4 and
+#:                     hifp4: log2 of the scale; over blocks that are neither zero nor NaN
 #: scales_used         distinct scales
-#: block_range         mean of log2(largest / smallest magnitude above zero) in a block, in binades
+#: block_range         mean over the blocks that are neither zero nor NaN of the distance of the
+#:                     binades of their largest and their smallest magnitude above zero
 #: block_range_max     the largest
-#: headroom            mean of log2(largest number * scale / largest magnitude) of a block, in
-#:                     binades; negative: the block saturates
+#: headroom            mean over these blocks of log2(largest number * scale / largest magnitude);
+#:                     negative: the block saturates
 #: axis_disagreement   share of values that become another number along the other axis
 #: axis_sqnr_db        10 log10(sum x^2 / sum (y_row - y_column)^2)
 FORMAT_COLUMNS = (

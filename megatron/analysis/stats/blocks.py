@@ -1,0 +1,142 @@
+"""The blocks of a tensor: their largest and smallest magnitudes, and what follows for a format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.analysis.stats import scan
+from megatron.analysis.stats.coder import Coder, classify
+from megatron.analysis.stats.compiled import kernel
+from megatron.analysis.stats.errors import RANGES, Errors, headroom_bins
+from megatron.analysis.stats.halves import UNUSUAL, exponents, widened
+from megatron.analysis.stats.layout import Layout
+from megatron.analysis.stats.plan import Group
+from megatron.fake_quant.fused.bits import INFINITY, MAGNITUDE
+
+Bits = NDArray[np.int32]  #: of float32
+
+
+@dataclass
+class Extremes:
+    """Largest magnitude of each block of a piece, NaN and Inf included, and the smallest above zero.
+
+    Of 16-bit values patterns (the smallest one too low, see `scan`), else float32 bits.
+    """
+
+    largest: NDArray[Any]
+    smallest: NDArray[Any]
+    half: torch.dtype | None  #: of the values, if of 16 bits
+
+    def bits(self) -> Bits:
+        """Of the largest."""
+        return self.largest if self.half is None else widened(self.half)[self.largest]
+
+
+def block_extremes(
+    piece: NDArray[Any], layout: Layout, size: int, axis: str, half: torch.dtype | None
+) -> Extremes:
+    """Of the blocks along rows [outer, rows, blocks], along columns [outer, blocks, columns], or
+    of square ones (axis "all"): as along rows, `size` rows of which are the same then.
+    """
+    outer, rows, columns = piece.shape
+    if axis == "column":
+        shape = (outer, -(-rows // size), columns)
+    else:
+        shape = (outer, rows, columns // layout.run * -(-layout.run // size))
+    largest, smallest = np.empty(shape, piece.dtype), np.empty(shape, piece.dtype)
+    if axis == "column":
+        (scan.column_extremes16 if half else scan.column_extremes32)(piece, size, largest, smallest)
+    else:
+        of_rows = scan.block_extremes16 if half else scan.block_extremes32
+        of_rows(piece, size, layout.run, largest, smallest)
+        if axis == "all":
+            scan.square_extremes(largest, smallest, size)
+    return Extremes(largest, smallest, half)
+
+
+def classes_of(extremes: Extremes, group: Group, coder: Coder) -> NDArray[np.uint8]:
+    """The class of each block."""
+    return _classes(extremes.bits(), group, coder)
+
+
+def _classes(amax: Bits, group: Group, coder: Coder) -> NDArray[np.uint8]:
+    found = np.empty(amax.shape, np.uint8)
+    element = coder.element._replace(emax=np.int32(group.emax))
+    classify(amax.ravel(), element, coder.rule, found.ravel())
+    return found
+
+
+@dataclass
+class BlockCounts:
+    """How often blocks have a largest magnitude, and a distance to the smallest."""
+
+    amax: dict[int, int] = field(default_factory=dict)  #: by float32 bits
+    ranges: NDArray[np.int64] = field(default_factory=lambda: np.zeros(RANGES, np.int64))
+
+    def add(self, extremes: Extremes, square: int) -> None:
+        """Count the blocks of a piece; of square ones, `square` rows of which are the same, one."""
+        largest, smallest = extremes.largest, extremes.smallest
+        if square:
+            largest, smallest = (np.ascontiguousarray(x[:, ::square]) for x in (largest, smallest))
+        found, counts = scan.counted(largest.ravel())
+        bits = found if extremes.half is None else widened(extremes.half)[found]
+        for amax, count in zip(bits.tolist(), counts.tolist(), strict=True):
+            self.amax[amax] = self.amax.get(amax, 0) + count
+        if extremes.half is None:
+            _count_ranges32(largest.ravel(), smallest.ravel(), self.ranges)
+        else:
+            of_pattern = exponents(extremes.half)
+            _count_ranges16(largest.ravel(), smallest.ravel(), of_pattern, self.ranges)
+
+
+@kernel
+def _count_ranges16(largest: Any, smallest: Any, exponents: Any, ranges: Any) -> None:
+    """Blocks by exponent(largest) - exponent(smallest above zero); without zero and NaN ones."""
+    for i in range(len(largest)):
+        high = exponents[largest[i]]
+        if high != UNUSUAL:
+            ranges[high - exponents[smallest[i] + 1]] += 1
+
+
+@kernel
+def _count_ranges32(largest: Any, smallest: Any, ranges: Any) -> None:
+    """As `_count_ranges16`, of float32 bits."""
+    for i in range(len(largest)):
+        high, low = largest[i], smallest[i]
+        if 0 < high < INFINITY:
+            ranges[_exponent(high) - _exponent(low)] += 1
+
+
+@kernel
+def _exponent(bits: Any) -> Any:
+    """Of a positive number, plus 127."""
+    exponent = bits >> 23
+    if exponent == 0:
+        exponent = 1
+        while bits < (1 << 23):
+            bits = bits << 1
+            exponent -= 1
+    return exponent
+
+
+def add_blocks(errors: Errors, blocks: BlockCounts, group: Group, coder: Coder) -> None:
+    """What the counted blocks say of one format."""
+    bits = np.fromiter(blocks.amax.keys(), np.int32, len(blocks.amax))
+    counts = np.fromiter(blocks.amax.values(), np.int64, len(blocks.amax))
+    classes = _classes(bits, group, coder)
+    np.add.at(errors.scales, coder.bytes[classes], counts)
+    zero, unusual = bits == 0, (bits & MAGNITUDE) >= INFINITY
+    errors.blocks += (counts.sum(), counts[zero].sum(), counts[unusual].sum())
+    errors.block_range += blocks.ranges
+    usual = ~zero & ~unusual
+    amax = bits[usual].view(np.float32).astype(np.float64)
+    top = float(np.int32(coder.element.top).view(np.float32)) * float(coder.rule.decode)
+    scale = coder.up[classes[usual]].astype(np.float64)
+    with np.errstate(divide="ignore"):  # a scale that underflows to zero
+        room = np.log2(top * scale / amax)
+    headroom_bins(errors, room, counts[usual])

@@ -1,0 +1,157 @@
+"""What a format does to a tensor, as mergeable counts and sums, and the numbers that follow.
+
+Counts of a whole are the sums of those of its parts, exactly; sums are float64 and agree to 1e-10
+whatever the partition.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.analysis.stats import account
+from megatron.analysis.stats.account import (
+    BIAS,
+    BINADES,
+    COMPARED,
+    L1,
+    LARGEST_ERROR,
+    POISONED,
+    RELATIVE,
+    SATURATED,
+    SQUARED,
+    UNDERFLOW,
+    VALUES,
+    XX,
+    XY,
+    YY,
+)
+
+RANGES = 278  #: exponents of float32 from 2^-149 to 2^127, and the differences between them
+HEADROOM_STEPS, HEADROOM_FROM = 8, -1.0  #: bins in a binade, and where they begin
+HEADROOM_BINS = 25
+
+
+class Errors:
+    """Of one format along one axis; see `account` for the places.
+
+    All counts lie in one array and all sums in another, of which the attributes are parts.
+    """
+
+    def __init__(self, codes: int, ints: NDArray[np.int64] | None = None,
+                 floats: NDArray[np.float64] | None = None):  # fmt: skip
+        sizes = (account.COUNTS, 3 * BINADES, 256, 3, RANGES, HEADROOM_BINS, 2, codes)
+        self.ints = np.zeros(sum(sizes), np.int64) if ints is None else ints
+        self.floats = np.zeros(account.SUMS + 3 * BINADES + 2) if floats is None else floats
+        parts = np.split(self.ints, list(itertools.accumulate(sizes))[:-1])
+        self.counts, by_binade, self.scales, self.blocks = parts[:4]
+        self.block_range, self.headroom, self.disagreement, self.codes = parts[4:]
+        self.binade_counts = by_binade.reshape(3, BINADES)
+        self.totals = self.floats[: account.SUMS]
+        self.binade_sums = self.floats[account.SUMS : -2].reshape(3, BINADES)
+        self.headroom_sum, self.disagreement_sum = self.floats[-2:-1], self.floats[-1:]
+
+    def __iadd__(self, other: Errors) -> Errors:
+        largest = max(self.totals[LARGEST_ERROR], other.totals[LARGEST_ERROR])
+        self.ints += other.ints
+        self.floats += other.floats
+        self.totals[LARGEST_ERROR] = largest
+        return self
+
+    def copy(self) -> Errors:
+        """With arrays of its own."""
+        return Errors(len(self.codes), self.ints.copy(), self.floats.copy())
+
+    @property
+    def sums(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64],
+                            NDArray[np.float64]]:  # fmt: skip
+        """As the kernels take them."""
+        return self.counts, self.totals, self.binade_counts, self.binade_sums
+
+    def numbers(self) -> dict[str, float]:
+        """The columns of the table that follow from the errors, see `result.FORMAT_COLUMNS`."""
+        n, by_binade = int(self.counts[COMPARED]), self.binade_counts
+        xx, yy, xy, bias, largest = (
+            float(self.totals[i]) for i in (XX, YY, XY, BIAS, LARGEST_ERROR)
+        )
+        squared = float(self.binade_sums[SQUARED].sum())
+        nonzero = int(by_binade[VALUES].sum())
+        finite = n + int(self.counts[account.LOST])
+        return {
+            "mse": _ratio(squared, n),
+            "rmse": math.sqrt(_ratio(squared, n)),
+            "sqnr_db": decibels(xx, squared) if nonzero else math.nan,
+            "cosine": _ratio(xy, math.sqrt(xx) * math.sqrt(yy)),
+            "bias": _ratio(bias, n),
+            "relative_bias": _ratio(bias, float(self.totals[L1])),
+            "relative_error": _ratio(float(self.binade_sums[RELATIVE].sum()), nonzero),
+            "max_error": largest if n else math.nan,
+            "compared": n,
+            "poisoned": int(self.counts[POISONED]),
+            "underflow": _ratio(int(by_binade[UNDERFLOW].sum()), nonzero),
+            "saturated": _ratio(int(by_binade[SATURATED].sum()), finite),
+            **self._code_numbers(),
+            **self._disagreement_numbers(xx),
+        }
+
+    def _code_numbers(self) -> dict[str, float]:
+        if not len(self.codes):
+            return dict.fromkeys(("codes_used", "codes", "code_entropy"), math.nan)
+        share = self.codes[self.codes > 0] / max(int(self.codes.sum()), 1)
+        return {
+            "codes_used": len(share),
+            "codes": len(self.codes),
+            "code_entropy": float(-(share * np.log2(share)).sum()) + 0.0,
+        }
+
+    def _disagreement_numbers(self, xx: float) -> dict[str, float]:
+        differ, of = self.disagreement.tolist()
+        if not of:
+            return {"axis_disagreement": math.nan, "axis_sqnr_db": math.nan}
+        return {
+            "axis_disagreement": differ / of,
+            "axis_sqnr_db": decibels(xx, float(self.disagreement_sum[0])) if xx else math.nan,
+        }
+
+    def block_numbers(self, exponents: NDArray[np.float64]) -> dict[str, float]:
+        """Those of the blocks; `exponents` of the scales by byte."""
+        names = ("blocks", "zero_blocks", "nan_blocks")
+        found: dict[str, float] = dict(zip(names, self.blocks.tolist(), strict=True))
+        scales = self.scales.copy()
+        scales[0] -= found["zero_blocks"]
+        scales[~np.isfinite(exponents)] = 0
+        used = np.flatnonzero(scales)
+        ranges, usual = np.flatnonzero(self.block_range), int(self.block_range.sum())
+        median = np.searchsorted(np.cumsum(scales[used]), scales.sum() / 2) if len(used) else 0
+        total = float(self.block_range @ np.arange(RANGES))
+        return found | {
+            "scale_min": float(exponents[used[0]]) if len(used) else math.nan,
+            "scale_max": float(exponents[used[-1]]) if len(used) else math.nan,
+            "scale_median": float(exponents[used[median]]) if len(used) else math.nan,
+            "scales_used": len(used),
+            "block_range": _ratio(total, usual),
+            "block_range_max": float(ranges[-1]) if usual else math.nan,
+            "headroom": _ratio(float(self.headroom_sum[0]), usual),
+        }
+
+
+def headroom_bins(errors: Errors, room: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
+    """Add blocks by log2(largest number * scale / largest magnitude)."""
+    room = np.maximum(room, -RANGES)  # of a scale that underflowed to zero it is -inf
+    bins = np.clip((room - HEADROOM_FROM) * HEADROOM_STEPS, 0, HEADROOM_BINS - 1)
+    np.add.at(errors.headroom, bins.astype(np.int64), counts)
+    errors.headroom_sum += (counts * room).sum()
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10 of their ratio; inf without noise."""
+    if not noise:
+        return math.inf
+    return 10 * (math.log10(signal) - math.log10(noise)) if signal else -math.inf
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan

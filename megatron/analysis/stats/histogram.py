@@ -1,0 +1,137 @@
+"""Histograms of values whose bins are the 65,536 bfloat16 bit patterns.
+
+A value falls into the bin of its float32 pattern's upper half, that is, of itself rounded toward
+zero to 8 significant bits. bfloat16 data are thus counted value by value, and since every bin edge
+is a multiple of a power of two, the bins can be gathered afterwards into an evenly spaced histogram
+whose counts are exact (`Histogram.rebin`). The range to draw need not be known before the values
+are read. What it gives up: detail below 2^-7 of a value's magnitude.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+BINS = 1 << 16  #: bfloat16 patterns
+_INFINITY = 0x7F80  #: pattern of +inf; the ones above it are NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How often each bfloat16 pattern occurs, finite values only."""
+
+    counts: NDArray[np.int64]  #: [BINS], by pattern: 0x0000 up are positive, 0x8000 up negative
+
+    @classmethod
+    def empty(cls) -> Histogram:
+        """Of no values."""
+        return cls(np.zeros(BINS, dtype=np.int64))
+
+    def __add__(self, other: Histogram) -> Histogram:
+        return Histogram(self.counts + other.counts)
+
+    @property
+    def total(self) -> int:
+        """How many finite values there are."""
+        return int(self.counts.sum())
+
+    def magnitudes(self) -> NDArray[np.int64]:
+        """[32640] counts by magnitude: element p belongs to pattern p, whatever the sign."""
+        half = self.counts.reshape(2, BINS // 2)[:, :_INFINITY]
+        summed: NDArray[np.int64] = half.sum(axis=0)
+        return summed
+
+    def magnitude_quantile(self, share: float) -> float:
+        """The lower edge of the bin that `share` of the magnitudes do not exceed; NaN without
+        values.
+        """
+        counts = self.magnitudes()
+        total = int(counts.sum())
+        if not total:
+            return math.nan
+        pattern = int(np.searchsorted(np.cumsum(counts), max(math.ceil(share * total), 1)))
+        return float(_lower_edges()[min(pattern, _INFINITY - 1)])
+
+    def quantile(self, share: float) -> float:
+        """The value that `share` of the values do not exceed: of bfloat16 data an order statistic,
+        exact; of others its bin's edge toward zero, less than 2^-7 of it away. NaN without values.
+        """
+        half = self.counts.reshape(2, BINS // 2)[:, :_INFINITY]
+        counts = np.concatenate([half[1, ::-1], half[0]])
+        total = int(counts.sum())
+        if not total:
+            return math.nan
+        place = int(np.searchsorted(np.cumsum(counts), max(math.ceil(share * total), 1)))
+        edges = _lower_edges()
+        return float(
+            -edges[_INFINITY - 1 - place] if place < _INFINITY else edges[place - _INFINITY]
+        )
+
+    def octaves(self) -> NDArray[np.int64]:
+        """[255] counts by power of two: element e + 127 has the magnitudes from 2**e up to below
+        2**(e+1).
+
+        Element 0 has what is smaller, but not zero: float32's subnormal numbers and what underflows
+        to them.
+        """
+        counts = self.magnitudes()
+        counts[0] = 0
+        summed: NDArray[np.int64] = counts.reshape(-1, 1 << 7).sum(axis=1)
+        return summed
+
+    def rebin(self, grid: Grid) -> NDArray[np.int64]:
+        """[2 n] counts of the evenly spaced bins of `grid`, exact for dtypes up to float32.
+
+        A positive value is counted where a <= x < b, a negative one mirrored, zeros of either sign
+        in the first bin right of zero. Values outside of the grid are in no bin.
+        """
+        positive, negative = self.counts.reshape(2, BINS // 2)[:, :_INFINITY].copy()
+        positive[0] += negative[0]
+        negative[0] = 0
+        edges = _lower_edges()
+        inside = edges < grid.limit
+        index = np.floor(edges[inside] / grid.width).astype(np.int64)
+        sides = [np.zeros(grid.bins_a_side, dtype=np.int64) for _ in range(2)]
+        np.add.at(sides[0], index, negative[inside])
+        np.add.at(sides[1], index, positive[inside])
+        return np.concatenate([sides[0][::-1], sides[1]])
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Even bins, symmetric to zero, whose edges are edges of a `Histogram` too."""
+
+    width: float  #: a power of two
+    bins_a_side: int
+
+    @classmethod
+    def reaching(cls, magnitude: float) -> Grid:
+        """40 to 64 bins a side: the smallest such grid with `magnitude` inside."""
+        if not (math.isfinite(magnitude) and magnitude > 0.0):
+            magnitude = 0.75
+        # magnitude < 2**exponent, where bfloat16 has a step of 2**(exponent - 8) at most
+        exponent = math.frexp(magnitude)[1]
+        eighths = math.floor(math.ldexp(magnitude, 3 - exponent)) + 1
+        return cls(width=math.ldexp(1.0, exponent - 6), bins_a_side=8 * eighths)
+
+    @property
+    def limit(self) -> float:
+        """The bins reach from -limit to limit."""
+        return self.width * self.bins_a_side
+
+    def edges(self) -> NDArray[np.float64]:
+        """[2 n + 1] of the n bins a side."""
+        steps = np.arange(-self.bins_a_side, self.bins_a_side + 1, dtype=np.float64)
+        return np.multiply(steps, self.width, dtype=np.float64)
+
+
+@functools.cache
+def _lower_edges() -> NDArray[np.float64]:
+    """[32640] magnitude of each non-negative finite bfloat16 pattern."""
+    patterns = np.arange(_INFINITY, dtype=np.uint32) << np.uint32(16)
+    edges: NDArray[np.float64] = patterns.view(np.float32).astype(np.float64)
+    return edges

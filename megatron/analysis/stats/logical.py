@@ -1,0 +1,162 @@
+"""From the records of a dump to logical tensors: which files make up each, and how.
+
+A shard is quantized by itself, as its rank did. Replicas count once. Of partial sums the sum is
+what matters: their files are added first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from megatron.analysis.shards import Cut, data_ranks, parse_dims
+from megatron.analysis.stats.errors import Errors
+from megatron.analysis.stats.layout import Layout, layout_of
+from megatron.analysis.stats.values import Values, join
+
+KEYS = (
+    "run_id", "iteration", "micro_batch", "layer_type", "layer_idx", "module", "operation", "phase",
+    "tensor_name", "quant_type", "recomputed", "data_rank",
+)  # fmt: skip
+
+Place = tuple[int, ...]
+Found = dict[tuple[str, str], Errors]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is measured at once: a file, or several whose tensors are added."""
+
+    paths: tuple[str, ...]
+    layout: Layout
+    blocks: bool  #: whether formats with block scales make sense: not of a slice
+    nbytes: int  #: about, of one tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Logical:
+    """A tensor that is put together from parts."""
+
+    row: Any  #: the record of its first file, a named tuple
+    data_rank: int
+    cuts: tuple[Cut, ...]  #: without those of sums
+    parts: dict[Place, Part]  #: by the ranks in the groups of the cuts
+    files: int  #: all of them, replicas too
+    note: str
+
+    @property
+    def shape(self) -> list[int]:
+        """Of all parts together; of what there is if some are missing."""
+        shape = list(self.row.shape)
+        for number, cut in enumerate(self.cuts):
+            if cut.axis is not None:
+                shape[cut.axis] *= len({place[number] for place in self.parts})
+        return shape
+
+
+def logical_tensors(records: pd.DataFrame) -> Iterator[Logical]:
+    """The logical tensors of these records, in the order of their first files. Codes are no values
+    and are left out.
+    """
+    records = records[records["codes"].map(lambda codes: not isinstance(codes, dict))]
+    records = records.assign(data_rank=data_ranks(records))
+    head_dims = _head_dims(records)
+    alone = records["dims"].isna() | records["run_id"].isna()
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    keys = records[list(KEYS)].astype(object).where(records[list(KEYS)].notna(), None)
+    for row, key, single in zip(
+        records.itertuples(), keys.itertuples(index=False, name=None), alone, strict=True
+    ):
+        groups.setdefault((row.path,) if single else key, []).append(row)
+    for rows in groups.values():
+        yield _logical(rows, head_dims)
+
+
+def _head_dims(records: pd.DataFrame) -> dict[tuple[Any, ...], int]:
+    """Width of a head by layer, from the values, for tensors in which the heads are one."""
+    values = records[records["tensor_name"] == "value"]
+    return {
+        (row.run_id, row.layer_idx, row.layer_type): int(row.shape[-1])
+        for row in values.itertuples()
+        if row.shape
+    }
+
+
+def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> Logical:
+    first, notes = rows[0], []
+    cuts = [] if first.dims is None else parse_dims(first.dims)
+    known = [cut for cut in cuts if not pd.isna(getattr(first, cut.group, None))]
+    joined = [cut for cut in known if cut.axis is not None]
+    summed = [cut for cut in known if cut.axis is None]
+    head_dim = head_dims.get((first.run_id, first.layer_idx, first.layer_type))
+    places: dict[Place, dict[Place, Any]] = {}
+    for row in rows:
+        place, of_sum = _place(row, joined), _place(row, summed)
+        places.setdefault(place, {}).setdefault(of_sum, row)  # replicas: the first counts
+    notes += _missing(first, joined, set(places))
+    parts: dict[Place, Part] = {}
+    for place, addends in sorted(places.items()):
+        notes += _missing(first, summed, set(addends))
+        row = addends[min(addends)]
+        layout = layout_of(
+            tuple(row.shape), layer_type=row.layer_type, tensor_name=row.tensor_name,
+            head_dim=head_dim,
+        )  # fmt: skip
+        paths = tuple(addends[of_sum].path for of_sum in sorted(addends))
+        size = int(row.bytes) if not pd.isna(row.bytes) else 0
+        parts[place] = Part(paths, layout, row.slice is None, size)
+    if first.slice is not None:
+        notes.append("a slice: without formats that have block scales")
+    return Logical(
+        first,
+        int(first.data_rank),
+        tuple(joined),
+        parts,
+        len(rows),
+        "; ".join(dict.fromkeys(notes)),
+    )
+
+
+def _place(row: Any, cuts: Sequence[Cut]) -> Place:
+    return tuple(int(getattr(row, cut.group)) for cut in cuts)
+
+
+def _missing(row: Any, cuts: Sequence[Cut], found: set[Place]) -> list[str]:
+    """Which ranks' files are not there."""
+    notes = []
+    for number, cut in enumerate(cuts):
+        size = getattr(row, f"{cut.group}_size", None)
+        if size is None or pd.isna(size):
+            continue
+        there = {place[number] for place in found}
+        gone = [str(rank) for rank in range(int(size)) if rank not in there]
+        if gone:
+            what = "addends" if cut.axis is None else "shards"
+            notes.append(f"{what} of {cut.group} {', '.join(gone)} are missing")
+    return notes
+
+
+def put_together(
+    logical: Logical, measured: dict[Place, tuple[Values, Found]]
+) -> tuple[Values, Found]:
+    """The statistics of a tensor from those of its parts."""
+    values = {place: of_values for place, (of_values, _) in measured.items()}
+    for cut in reversed(logical.cuts):
+        groups: dict[Place, list[Values]] = {}
+        for place in sorted(values):
+            groups.setdefault(place[:-1], []).append(values[place])
+        values = {
+            place: join(parts, cut.axis, zigzag=cut.zigzag) if len(parts) > 1 else parts[0]
+            for place, parts in groups.items()
+        }
+    found: Found = {}
+    for _, of_formats in measured.values():
+        for key, errors in of_formats.items():
+            if key in found:
+                found[key] += errors
+            else:
+                found[key] = errors.copy() if len(measured) > 1 else errors
+    return values[()], found

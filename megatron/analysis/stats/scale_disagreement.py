@@ -1,0 +1,107 @@
+"""Where values become another number along the other axis, for scales of which there are too many
+to count their pairs: nvfp4. Every value is quantized twice, eight at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.analysis.stats.account import disagree_values
+from megatron.analysis.stats.coder import Coder
+from megatron.analysis.stats.compiled import kernel
+from megatron.analysis.stats.errors import Errors
+from megatron.analysis.stats.halves import widened
+from megatron.analysis.stats.vector import block_value
+from megatron.fake_quant.fused.bits import MAGNITUDE, as_float
+
+STRETCH = 512  #: columns at a time
+
+
+def disagree_scaled(
+    piece: NDArray[np.uint16], dtype: torch.dtype, classes: dict[str, NDArray[np.uint8]],
+    size: int, run: int, coder: Coder, errors: Errors,
+) -> None:  # fmt: skip
+    """Add the values of a piece of a 16-bit tensor that differ to `errors`."""
+    rows, columns = classes["row"], classes["column"]
+    usual = dtype == torch.bfloat16 and bool(
+        np.isfinite(coder.up[rows]).all() and np.isfinite(coder.up[columns]).all()
+    )
+    if usual:
+        count, total = _disagree(piece, rows, columns, size, run, coder)
+        errors.disagreement[0] += count
+        errors.disagreement_sum += total
+    else:  # NaN in some block, or float16, whose rounding has branches
+        bits = widened(dtype)[piece]
+        disagree_values(
+            bits, rows, columns, size, run, coder, errors.disagreement, errors.disagreement_sum
+        )
+
+
+@kernel
+def _disagree(piece: Any, rows: Any, columns: Any, size: Any, run: Any, coder: Any) -> Any:
+    """How many values differ, and the sum of the squared differences. Stretches of columns are
+    long, so that what it costs to enter a loop counts little, and each column has its own sum.
+    """
+    blocks_in_run = (run + size - 1) // size
+    count, total = 0, 0.0
+    downs, ups = np.empty(STRETCH, np.float32), np.empty(STRETCH, np.float32)
+    down, up = np.empty(STRETCH, np.float32), np.empty(STRETCH, np.float32)
+    one, other = np.empty(STRETCH, np.int32), np.empty(STRETCH, np.int32)
+    counts, totals = np.empty(STRETCH, np.int32), np.empty(STRETCH)
+    for o in range(piece.shape[0]):
+        for left in range(0, piece.shape[2], STRETCH):
+            right = min(left + STRETCH, piece.shape[2])
+            for top in range(0, piece.shape[1], size):
+                counts[:], totals[:] = 0, 0.0
+                classes = columns[o, top // size, left:right]
+                for j in range(len(classes)):
+                    downs[j], ups[j] = coder.down[classes[j]], coder.up[classes[j]]
+                for i in range(top, min(top + size, piece.shape[1])):
+                    _spread(rows[o, i], left, right, size, run, blocks_in_run, coder, down, up)
+                    values = piece[o, i, left:right]
+                    _line(values, down, up, downs, ups, coder, one, other, counts, totals)
+                for j in range(len(classes)):
+                    count += counts[j]
+                    total += totals[j]
+    return count, total
+
+
+@kernel
+def _spread(
+    classes: Any, left: Any, right: Any, size: Any, run: Any, blocks_in_run: Any, coder: Any,
+    down: Any, up: Any,
+) -> None:  # fmt: skip
+    """The scales of a row's blocks, for each column from left to right."""
+    j = left
+    while j < right:
+        place = j % run
+        last = min(min(j - place + (place // size + 1) * size, j - place + run), right)
+        class_ = classes[j // run * blocks_in_run + place // size]
+        down[j - left : last - left] = coder.down[class_]
+        up[j - left : last - left] = coder.up[class_]
+        j = last
+
+
+@kernel
+def _line(
+    values: Any, down: Any, up: Any, downs: Any, ups: Any, coder: Any, one: Any, other: Any,
+    counts: Any, totals: Any,
+) -> None:  # fmt: skip
+    """Loops that write one array each: with more, the compiler cannot rule out that they overlap,
+    and gives up on vectors.
+    """
+    for j in range(len(values)):
+        magnitude = np.int32(np.int32(np.int32(values[j]) << 16) & MAGNITUDE)
+        one[j] = block_value(magnitude, down[j], up[j], coder)
+    for j in range(len(values)):
+        magnitude = np.int32(np.int32(np.int32(values[j]) << 16) & MAGNITUDE)
+        other[j] = block_value(magnitude, downs[j], ups[j], coder)
+    for j in range(len(values)):
+        counts[j] += np.int32(1) if one[j] != other[j] else np.int32(0)
+    for j in range(len(values)):
+        difference = np.float64(as_float(one[j])) - np.float64(as_float(other[j]))
+        totals[j] += difference * difference

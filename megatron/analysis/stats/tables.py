@@ -1,0 +1,156 @@
+"""Counts 16-bit values by the classes of their blocks and their pattern, in bounded memory.
+
+A table has planes of 65,536 counts. In a `ClassTable` there is one for each class of the blocks
+along rows, or along columns. In a `PairTable` there is one for each pair of classes (of the block
+along the row and the one along the column that a value is in) that occurs: they are handed out as
+pairs turn up, and when too few are left, counting stops; the caller takes what is there and goes
+on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.analysis.stats.coder import CLASSES
+from megatron.analysis.stats.compiled import kernel
+
+PATTERNS = 1 << 16
+PLANES = 256  #: of a table; memory is taken when a plane is first used, 256 KiB each
+TABLE_BYTES = PLANES * PATTERNS * 4
+
+Cells = NDArray[np.float64]  #: counts [classes or pairs, patterns]: exact to 2^53
+
+
+class ClassTable:
+    """Counts by the class of the block along one axis."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros((CLASSES, PATTERNS), np.uint32)
+        self.occurs = np.zeros(CLASSES, np.bool_)
+
+    def take(self, patterns: NDArray[np.uint16]) -> tuple[NDArray[np.int32], Cells]:
+        """Classes, and their counts; the table is empty then.
+
+        patterns: all that were counted, and maybe more.
+        """
+        classes = np.flatnonzero(self.occurs).astype(np.int32)
+        cells = np.empty((len(classes), len(patterns)))
+        _take(self.counts, classes, patterns, cells)
+        self.occurs[:] = False
+        return classes, cells
+
+
+class PairTable:
+    """Counts by the classes along both axes."""
+
+    def __init__(self, planes: int = PLANES) -> None:
+        self.counts = np.zeros((planes, PATTERNS), np.uint32)
+        self.plane_of = np.full((CLASSES, CLASSES), -1, np.int32)
+        self.pairs = np.zeros((planes, 2), np.int32)  #: classes along row and column, by plane
+        self.used = 0
+
+    def take(self, patterns: NDArray[np.uint16]) -> tuple[NDArray[np.int32], Cells]:
+        """Pairs [n, 2], and their counts; the table is empty then."""
+        pairs = self.pairs[: self.used].copy()
+        cells = np.empty((self.used, len(patterns)))
+        _take(self.counts, np.arange(self.used, dtype=np.int32), patterns, cells)
+        self.plane_of[pairs[:, 0], pairs[:, 1]] = -1
+        self.used = 0
+        return pairs, cells
+
+
+@kernel
+def _take(counts: Any, planes: Any, patterns: Any, cells: Any) -> None:
+    """Move the counts of these planes and patterns to `cells`."""
+    for row in range(len(planes)):
+        plane, part = counts[planes[row]], cells[row]
+        for k in range(len(patterns)):
+            part[k] = plane[patterns[k]]
+            plane[patterns[k]] = 0
+
+
+@kernel
+def count_rows(piece: Any, classes: Any, size: Any, run: Any, counts: Any, occurs: Any) -> None:
+    """Count the values of `piece` [outer, rows, columns] by the classes of the blocks along rows,
+    [outer, rows, blocks].
+    """
+    blocks_in_run = (run + size - 1) // size
+    for o in range(piece.shape[0]):
+        for i in range(piece.shape[1]):
+            values, of_blocks = piece[o, i], classes[o, i]
+            for block in range(len(of_blocks)):
+                left = block // blocks_in_run * run + block % blocks_in_run * size
+                part = values[left : min(left + size, (block // blocks_in_run + 1) * run)]
+                occurs[of_blocks[block]] = True
+                plane = counts[of_blocks[block]]
+                for j in range(len(part)):
+                    plane[part[j]] += np.uint32(1)
+
+
+@kernel
+def count_columns(piece: Any, classes: Any, size: Any, counts: Any, occurs: Any) -> None:
+    """As `count_rows`, by the classes of the blocks along columns: [outer, blocks, columns]."""
+    flat = counts.ravel()
+    for o in range(piece.shape[0]):
+        for i in range(piece.shape[1]):
+            values, of_blocks = piece[o, i], classes[o, i // size]
+            if i % size == 0:
+                for j in range(len(of_blocks)):
+                    occurs[of_blocks[j]] = True
+            for j in range(len(values)):
+                flat[(np.uintp(of_blocks[j]) << np.uintp(16)) | np.uintp(values[j])] += np.uint32(1)
+
+
+@kernel
+def count_pairs(
+    piece: Any, rows: Any, columns: Any, size: Any, run: Any, counts: Any, plane_of: Any,
+    pairs: Any, used: Any, start: Any,
+) -> Any:  # fmt: skip
+    """As `count_rows`, by the classes of both blocks that a value is in, tile by tile (a block
+    high, a block wide) from tile `start` on.
+
+    Returns the planes in use, and the tile for which there were too few: the number of tiles where
+    all were counted.
+    """
+    outer, height, width = piece.shape
+    blocks_in_run = (run + size - 1) // size
+    across, down = width // run * blocks_in_run, (height + size - 1) // size
+    flat = counts.ravel()
+    for tile in range(start, outer * down * across):
+        o, strip, block = tile // (down * across), tile // across % down, tile % across
+        top, bottom = strip * size, min((strip + 1) * size, height)
+        left = block // blocks_in_run * run + block % blocks_in_run * size
+        right = min(left + size, (block // blocks_in_run + 1) * run)
+        seconds = columns[o, strip, left:right]
+        before = -1
+        for i in range(top, bottom):
+            if rows[o, i, block] != before:
+                before = rows[o, i, block]
+                for j in range(len(seconds)):
+                    if plane_of[before, seconds[j]] < 0:
+                        if used == len(pairs):
+                            return used, tile
+                        plane_of[before, seconds[j]] = used
+                        pairs[used, 0], pairs[used, 1] = before, seconds[j]
+                        used += 1
+        for i in range(top, bottom):
+            planes, part = plane_of[rows[o, i, block]], piece[o, i, left:right]
+            for j in range(len(part)):
+                plane = np.uintp(np.uint32(planes[seconds[j]]))
+                flat[(plane << np.uintp(16)) | np.uintp(part[j])] += np.uint32(1)
+    return used, outer * down * across
+
+
+def tile_of(shape: tuple[int, ...], size: int, run: int, tile: int) -> tuple[slice, slice, slice]:
+    """Where in a piece of this shape tile number `tile` lies."""
+    blocks_in_run = -(-run // size)
+    across, down = shape[2] // run * blocks_in_run, -(-shape[1] // size)
+    outer, rest = divmod(tile, down * across)
+    strip, block = divmod(rest, across)
+    left = block // blocks_in_run * run + block % blocks_in_run * size
+    right = min(left + size, (block // blocks_in_run + 1) * run)
+    rows = slice(strip * size, min((strip + 1) * size, shape[1]))
+    return slice(outer, outer + 1), rows, slice(left, right)

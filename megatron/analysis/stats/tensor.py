@@ -1,0 +1,362 @@
+"""Everything about one tensor: its values, and what each format does to them.
+
+16-bit tensors are counted: how often each of 65,536 patterns occurs, and for formats with block
+scales how often with which scale. All that a format does to a value follows from these two, so a
+format is computed for a few thousand patterns, not for millions of values; and formats whose blocks
+get the same scale share the counts. float32 values are too many to count and go one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.analysis.stats import moments, scan
+from megatron.analysis.stats.account import (
+    account_cells,
+    account_disagreement,
+    account_values,
+    disagree_values,
+)
+from megatron.analysis.stats.blocks import BlockCounts, add_blocks, block_extremes, classes_of
+from megatron.analysis.stats.coder import Coder, make_coder, number_of_codes
+from megatron.analysis.stats.errors import Errors
+from megatron.analysis.stats.halves import HALVES, INFINITY, numbers, widened
+from megatron.analysis.stats.histogram import BINS, Histogram
+from megatron.analysis.stats.layout import Layout
+from megatron.analysis.stats.pieces import LARGE, give_back, is_mapped, pieces
+from megatron.analysis.stats.plan import Group, Plan, axes_of
+from megatron.analysis.stats.sampled import measure_sampled
+from megatron.analysis.stats.scale_disagreement import disagree_scaled
+from megatron.analysis.stats.tables import (
+    Cells,
+    ClassTable,
+    PairTable,
+    count_columns,
+    count_pairs,
+    count_rows,
+    tile_of,
+)
+from megatron.analysis.stats.values import Values
+from megatron.analysis.stats.vector import account_blocks, disagree_blocks
+from megatron.fake_quant.formats import Format
+
+FLOAT32_INFINITY = np.int32(0x7F800000)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+FORMATTED = (*HALVES, torch.float32)  #: dtypes that formats can be computed of
+
+Found = dict[tuple[str, str], Errors]  #: by format and axis
+
+
+class Workspace:
+    """Memory that a worker uses again and again."""
+
+    def __init__(self) -> None:
+        self.pairs = PairTable()
+        self.classes = {axis: ClassTable() for axis in ("row", "column")}
+        self.classes["all"] = self.classes["row"]
+
+
+def measure(
+    tensor: Tensor, layout: Layout, plan: Plan, workspace: Workspace | None = None
+) -> tuple[Values, Found]:
+    """The statistics of a tensor of any real dtype; those of formats if it is of a dtype that
+    `fake_quantize` takes.
+
+    Raises:
+        TypeError: complex values.
+    """
+    if tensor.is_complex():
+        raise TypeError(f"complex values ({tensor.dtype}) have no order; nothing is computed")
+    tensor = tensor.detach().contiguous()
+    formats = [*plan.plain, *(f for group in plan.groups for f in group.formats), *plan.sampled]
+    found: Found = {}
+    if tensor.dtype in FORMATTED:
+        found = {
+            (fmt.name, axis): Errors(number_of_codes(fmt.element))
+            for fmt in formats for axis in axes_of(fmt)
+        }  # fmt: skip
+    if not tensor.numel():
+        tokens, channels = np.zeros(layout.tokens), np.zeros(layout.channels)
+        return Values(moments.Moments(), Histogram.empty(), tokens, channels), found
+    one = _Tensor(tensor, layout, workspace or Workspace())
+    values = one.values()
+    if found:
+        one.plain(plan.plain, found)
+        for group in plan.groups:
+            one.group(group, found)
+        for fmt in plan.sampled:
+            measure_sampled(tensor, layout, fmt, found)
+    return values, found
+
+
+class _Tensor:
+    """One tensor while it is measured."""
+
+    def __init__(self, tensor: Tensor, layout: Layout, workspace: Workspace):
+        self.layout, self.workspace, self.dtype = layout, workspace, tensor.dtype
+        self.half = tensor.dtype if tensor.dtype in HALVES else None
+        self.tensor = tensor
+        shape = (layout.outer, layout.rows, layout.columns)
+        self.bits: NDArray[Any] | None = None
+        if self.half is not None:
+            self.bits = tensor.view(torch.int16).numpy().view(np.uint16).reshape(shape)
+        elif tensor.dtype == torch.float32:
+            self.bits = tensor.view(torch.int32).numpy().reshape(shape)
+        self.mapped = tensor.nbytes >= LARGE and is_mapped(tensor.data_ptr())
+        self.patterns = np.zeros(0, np.uint16)  #: of a 16-bit type, those that occur
+        self.counts = np.zeros(0, np.int64)  #: of each of these
+        self.amax = 0.0  #: largest finite magnitude
+
+    def values(self) -> Values:
+        """The statistics of the values; finds patterns and amax on the way."""
+        if self.bits is None:
+            return self._other_values()
+        half, layout = self.half, self.layout
+        token = np.empty((layout.outer, layout.rows, math.prod(layout.tokens) // (
+            layout.outer * layout.rows)), self.bits.dtype)  # fmt: skip
+        channel = np.zeros(math.prod(layout.channels), self.bits.dtype)
+        counts, of_values = np.zeros(BINS, np.int64), moments.Moments()
+        row = 0
+        flat_token = token.reshape(-1, token.shape[-1])
+        for piece in pieces(self.bits, 1):
+            height = piece.shape[0] * piece.shape[1]
+            part = flat_token[row : row + height].reshape(piece.shape[0], piece.shape[1], -1)
+            row += height
+            if half is not None:
+                scan.amax16(piece, INFINITY[half], part, channel)
+                found, often = scan.counted(piece.ravel())
+                counts[found] += often
+            else:
+                scan.amax32(piece, FLOAT32_INFINITY, part, channel)
+                of_values += moments.of_values(piece.ravel().view(np.float32))
+                upper = (piece.ravel() >> 16).astype(np.uint16)
+                found, often = scan.counted(upper)
+                counts[found] += often
+            give_back(piece, mapped=self.mapped)
+        if half is not None:
+            self.patterns = np.flatnonzero(counts).astype(np.uint16)
+            self.counts = counts[self.patterns]
+            of_values = moments.of_counted(numbers(half)[self.patterns], self.counts)
+            counts = np.zeros(BINS, np.int64)
+            np.add.at(counts, widened(half)[self.patterns] >> 16 & 0xFFFF, self.counts)
+        self.amax = of_values.amax if of_values.finite else 0.0
+        return Values(
+            of_values, Histogram(_finite(counts)),
+            self._magnitudes(token).reshape(layout.tokens),
+            self._magnitudes(channel).reshape(layout.channels),
+        )  # fmt: skip
+
+    def _magnitudes(self, bits: NDArray[Any]) -> NDArray[np.float64]:
+        wide = bits if self.half is None else widened(self.half)[bits]
+        return wide.view(np.float32).astype(np.float64)
+
+    def _other_values(self) -> Values:
+        """Of a dtype that no format takes: through float64."""
+        layout, flat = self.layout, self.tensor.reshape(-1)
+        of_values, counts = moments.Moments(), np.zeros(BINS, np.int64)
+        width = math.prod(layout.channels)
+        token, channel = np.zeros(flat.numel() // width), np.zeros(width)
+        step = max((1 << 20) // width, 1) * width
+        for first in range(0, flat.numel(), step):
+            x = flat[first : first + step].to(torch.float64).numpy()
+            of_values += moments.of_values(x)
+            finite = np.where(np.isfinite(x), x, np.nan)
+            upper = np.clip(finite, -_FLOAT32_MAX, _FLOAT32_MAX).astype(np.float32)
+            found, often = np.unique(upper.view(np.uint32) >> 16, return_counts=True)
+            counts[found] += often
+            matrix = np.nan_to_num(np.abs(finite)).reshape(-1, width)
+            token[first // width : first // width + len(matrix)] = matrix.max(1)
+            np.maximum(channel, matrix.max(0), out=channel)
+        tokens, channels = token.reshape(layout.tokens), channel.reshape(layout.channels)
+        return Values(of_values, Histogram(_finite(counts)), tokens, channels)
+
+    def plain(self, formats: tuple[Format, ...], found: Found) -> None:
+        """Formats without blocks: every value is of class 0."""
+        coders = [(fmt, make_coder(fmt, self.dtype, self.amax)) for fmt in formats]
+        if self.half is not None:
+            bits, zero = widened(self.half)[self.patterns], np.zeros(1, np.int32)
+            for fmt, coder in coders:
+                errors = found[fmt.name, "all"]
+                cells = self.counts[None].astype(np.float64)
+                account_cells(bits, zero, cells, coder, errors.sums, errors.codes)
+            return
+        assert self.bits is not None
+        none = np.zeros((1, 1, 1), np.uint8)
+        for piece in pieces(self.bits, 1) if coders else ():
+            flat = piece.reshape(1, 1, -1)
+            size = flat.shape[2]
+            for fmt, coder in coders:
+                errors = found[fmt.name, "all"]
+                account_values(flat, none, size, size, True, coder, errors.sums, errors.codes)
+            give_back(piece, mapped=self.mapped)
+
+    def group(self, group: Group, found: Found) -> None:
+        """Formats with block scales."""
+        coders = [
+            (fmt, make_coder(fmt, self.dtype, self.amax, group.emax)) for fmt in group.formats
+        ]
+        axes = axes_of(group.first)
+        blocks = {axis: BlockCounts() for axis in axes}
+        counter = _Counter(self, group, coders, found) if self.half is not None else None
+        assert self.bits is not None
+        for piece in pieces(self.bits, group.size):
+            classes = {}
+            for axis in axes:
+                extremes = block_extremes(piece, self.layout, group.size, axis, self.half)
+                blocks[axis].add(extremes, group.size if group.square else 0)
+                classes[axis] = classes_of(extremes, group, coders[0][1])
+            if counter is not None:
+                counter.count(piece, classes)
+            else:
+                self.one_by_one(piece, classes, group.size, self.layout.run, coders, found)
+            give_back(piece, mapped=self.mapped)
+        if counter is not None:
+            counter.finish()
+        for fmt, coder in coders:
+            for axis in axes:
+                errors = found[fmt.name, axis]
+                add_blocks(errors, blocks[axis], group, coder)
+                if len(axes) > 1:
+                    errors.disagreement[1] = errors.counts[0] + errors.counts[1] + errors.counts[2]
+        self._share_disagreement(group, found)
+
+    def _share_disagreement(self, group: Group, found: Found) -> None:
+        """It was counted for the row; the column's is the same."""
+        for fmt in group.formats if not group.square else ():
+            row, column = found[fmt.name, "row"], found[fmt.name, "column"]
+            column.disagreement[0] = row.disagreement[0]
+            column.disagreement_sum[:] = row.disagreement_sum
+
+    def one_by_one(
+        self, piece: NDArray[np.int32], classes: dict[str, NDArray[np.uint8]], size: int, run: int,
+        coders: list[tuple[Format, Coder]], found: Found,
+    ) -> None:  # fmt: skip
+        """Float32 bits with the classes of their blocks, without counting them first."""
+        for fmt, coder in coders:
+            for axis, of_blocks in classes.items():
+                errors, along = found[fmt.name, axis], axis != "column"
+                account_values(piece, of_blocks, size, run, along, coder, errors.sums, errors.codes)
+            if "column" in classes:
+                row = found[fmt.name, "row"]
+                disagree_values(
+                    piece, classes["row"], classes["column"], size, run, coder,
+                    row.disagreement, row.disagreement_sum,
+                )  # fmt: skip
+
+
+class _Counter:
+    """Counts the values of a 16-bit tensor by class and pattern for one group of formats."""
+
+    def __init__(
+        self, tensor: _Tensor, group: Group, coders: list[tuple[Format, Coder]], found: Found
+    ):
+        self.tensor, self.group, self.coders, self.found = tensor, group, coders, found
+        self.counted = 0
+        assert tensor.half is not None
+        self.bits = widened(tensor.half)[tensor.patterns]
+
+    def count(self, piece: NDArray[np.uint16], classes: dict[str, NDArray[np.uint8]]) -> None:
+        """A piece with the classes of its blocks."""
+        self.counted += piece.size
+        if self.counted >= 1 << 32:  # the counts are uint32
+            self.finish()
+            self.counted = piece.size
+        if self.group.by_pairs:
+            self._count_pairs(piece, classes["row"], classes["column"])
+            return
+        size, run, workspace = self.group.size, self.tensor.layout.run, self.tensor.workspace
+        for axis, of_blocks in classes.items():
+            table = workspace.classes[axis]
+            if axis == "column":
+                count_columns(piece, of_blocks, size, table.counts, table.occurs)
+            else:
+                count_rows(piece, of_blocks, size, run, table.counts, table.occurs)
+        if not self.group.square:
+            for fmt, coder in self.coders:
+                row, dtype = self.found[fmt.name, "row"], self.tensor.dtype
+                disagree_scaled(piece, dtype, classes, size, run, coder, row)
+
+    def _count_pairs(
+        self, piece: NDArray[np.uint16], rows: NDArray[np.uint8], columns: NDArray[np.uint8]
+    ) -> None:
+        size, run, table = self.group.size, self.tensor.layout.run, self.tensor.workspace.pairs
+        tiles = piece.shape[0] * columns.shape[1] * rows.shape[2]
+        tile = 0
+        while tile < tiles:
+            before = tile
+            table.used, tile = count_pairs(
+                piece, rows, columns, size, run, table.counts, table.plane_of, table.pairs,
+                table.used, tile,
+            )  # fmt: skip
+            if tile < tiles:
+                self._evaluate_pairs()
+                if tile == before:  # more pairs in one tile than there are planes
+                    self._count_tile(piece, rows, columns, tile)
+                    tile += 1
+
+    def _count_tile(
+        self, piece: NDArray[np.uint16], rows: NDArray[np.uint8], columns: NDArray[np.uint8],
+        tile: int,
+    ) -> None:  # fmt: skip
+        """One tile, value by value."""
+        size, run = self.group.size, self.tensor.layout.run
+        where = tile_of(piece.shape, size, run, tile)
+        assert self.tensor.half is not None
+        bits = widened(self.tensor.half)[piece[where]]
+        of_row = rows[where[0], where[1], tile % rows.shape[2]][..., None]
+        of_column = columns[where[0], where[1].start // size][:, None, where[2]]
+        classes = {"row": of_row, "column": of_column}
+        self.tensor.one_by_one(bits, classes, size, bits.shape[2], self.coders, self.found)
+
+    def finish(self) -> None:
+        """Evaluate what the tables still hold."""
+        if self.group.by_pairs:
+            self._evaluate_pairs()
+            return
+        for axis in axes_of(self.group.first):
+            classes, cells = self.tensor.workspace.classes[axis].take(self.tensor.patterns)
+            self._evaluate(axis, classes, cells)
+
+    def _evaluate_pairs(self) -> None:
+        pairs, cells = self.tensor.workspace.pairs.take(self.tensor.patterns)
+        first, second = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
+        self._evaluate("row", *_marginal(first, cells))
+        self._evaluate("column", *_marginal(second, cells))
+        compare = disagree_blocks if self._fast else account_disagreement
+        for fmt, coder in self.coders:
+            row = self.found[fmt.name, "row"]
+            compare(self.bits, first, second, cells, coder, row.disagreement, row.disagreement_sum)
+
+    @property
+    def _fast(self) -> bool:
+        return self.tensor.dtype == torch.bfloat16
+
+    def _evaluate(self, axis: str, classes: NDArray[np.int32], cells: Cells) -> None:
+        add = account_blocks if self._fast else account_cells
+        for fmt, coder in self.coders:
+            errors = self.found[fmt.name, axis]
+            add(self.bits, classes, cells, coder, errors.sums, errors.codes)
+
+
+def _marginal(classes: NDArray[np.int32], cells: Cells) -> tuple[NDArray[np.int32], Cells]:
+    """Each class once, and the sums of its cells."""
+    found, place = np.unique(classes, return_inverse=True)
+    if len(found) == len(classes):
+        return classes, cells
+    summed = np.zeros((len(found), cells.shape[1]))
+    for index, row in zip(place.tolist(), cells, strict=True):
+        summed[index] += row
+    return found, summed
+
+
+def _finite(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Without the patterns of Inf and NaN."""
+    halves = counts.reshape(2, BINS // 2)
+    halves[:, 0x7F80:] = 0
+    return counts

@@ -1,0 +1,64 @@
+"""What is known of the values of a tensor, mergeable, before any format comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.analysis.stats.histogram import Histogram
+from megatron.analysis.stats.moments import Moments, merge
+
+OUTLIER = 6.0  #: times the median of the channels' largest magnitudes, beyond which one stands out
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Moments, histogram, and the largest finite magnitude of each token and channel."""
+
+    moments: Moments
+    histogram: Histogram
+    token_amax: NDArray[np.float64]  #: of the shape of the dimensions that count tokens
+    channel_amax: NDArray[np.float64]  #: of the shape of those that count channels
+
+    @property
+    def outliers(self) -> NDArray[np.int64]:
+        """Channels whose largest magnitude is far beyond that of the median channel."""
+        amax = self.channel_amax.ravel()
+        if not len(amax):
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(amax > OUTLIER * np.median(amax))
+
+
+def join(parts: Sequence[Values], axis: int | None, *, zigzag: bool = False) -> Values:
+    """Of a tensor, from the values of its shards along `axis` in the order of their ranks.
+
+    None: they are sets of values for the same places, whose largest magnitudes are wanted.
+    zigzag: of the 2n chunks along the axis, shard r has those numbered r and 2n - 1 - r.
+    """
+    first = parts[0]
+    of_token = first.token_amax.ndim
+    tokens, channels = [p.token_amax for p in parts], [p.channel_amax for p in parts]
+    by_token = axis is not None and axis < of_token
+    by_channel = axis is not None and not by_token
+    return Values(
+        merge(part.moments for part in parts),
+        Histogram(np.sum([part.histogram.counts for part in parts], axis=0)),
+        _joined(tokens, axis, zigzag) if by_token and axis is not None else _largest(tokens),
+        _joined(channels, axis - of_token, zigzag)
+        if by_channel and axis is not None
+        else _largest(channels),
+    )
+
+
+def _joined(parts: list[NDArray[np.float64]], axis: int, zigzag: bool) -> NDArray[np.float64]:
+    if zigzag:
+        halves = [np.array_split(part, 2, axis) for part in parts]
+        parts = [half[0] for half in halves] + [half[1] for half in reversed(halves)]
+    return np.concatenate(parts, axis)
+
+
+def _largest(parts: list[NDArray[np.float64]]) -> NDArray[np.float64]:
+    return np.maximum.reduce(parts)
