@@ -27,6 +27,7 @@ axes, because each GEMM quantizes its operands along its own reduction axis:
 `wgrad`; empty for results). Square blocks (`mxfp8:2d`) are the same along both and have axis "all".
 """
 
+from megatron.analysis.stats.engine import compute
 from megatron.analysis.stats.result import (
     FORMAT_COLUMNS,
     HEADROOM_EDGES,
@@ -47,4 +48,5 @@ __all__ = [
     "FormatArrays",
     "Statistics",
     "TensorArrays",
+    "compute",
 ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,31 +46,28 @@ class Histogram:
         summed: NDArray[np.int64] = half.sum(axis=0)
         return summed
 
-    def magnitude_quantile(self, share: float) -> float:
-        """The lower edge of the bin that `share` of the magnitudes do not exceed; NaN without
-        values.
-        """
-        counts = self.magnitudes()
-        total = int(counts.sum())
-        if not total:
-            return math.nan
-        pattern = int(np.searchsorted(np.cumsum(counts), max(math.ceil(share * total), 1)))
-        return float(_lower_edges()[min(pattern, _INFINITY - 1)])
-
     def quantile(self, share: float) -> float:
-        """The value that `share` of the values do not exceed: of bfloat16 data an order statistic,
-        exact; of others its bin's edge toward zero, less than 2^-7 of it away. NaN without values.
+        """See `quantiles`."""
+        return self.quantiles([share])[0]
+
+    def magnitude_quantile(self, share: float) -> float:
+        """See `magnitude_quantiles`."""
+        return self.magnitude_quantiles([share])[0]
+
+    def quantiles(self, shares: Sequence[float]) -> list[float]:
+        """The values that these shares of all values do not exceed: of bfloat16 data order
+        statistics, exact; of others the bin's edge toward zero, less than 2^-7 of the value away
+        (as long as it is no subnormal float32). NaN without values.
         """
         half = self.counts.reshape(2, BINS // 2)[:, :_INFINITY]
-        counts = np.concatenate([half[1, ::-1], half[0]])
-        total = int(counts.sum())
-        if not total:
-            return math.nan
-        place = int(np.searchsorted(np.cumsum(counts), max(math.ceil(share * total), 1)))
         edges = _lower_edges()
-        return float(
-            -edges[_INFINITY - 1 - place] if place < _INFINITY else edges[place - _INFINITY]
+        return _quantiles(
+            np.concatenate([half[1, ::-1], half[0]]), np.concatenate([-edges[::-1], edges]), shares
         )
+
+    def magnitude_quantiles(self, shares: Sequence[float]) -> list[float]:
+        """The same of the magnitudes."""
+        return _quantiles(self.magnitudes(), _lower_edges(), shares)
 
     def octaves(self) -> NDArray[np.int64]:
         """[255] counts by power of two: element e + 127 has the magnitudes from 2**e up to below
@@ -135,3 +133,15 @@ def _lower_edges() -> NDArray[np.float64]:
     patterns = np.arange(_INFINITY, dtype=np.uint32) << np.uint32(16)
     edges: NDArray[np.float64] = patterns.view(np.float32).astype(np.float64)
     return edges
+
+
+def _quantiles(
+    counts: NDArray[np.int64], edges: NDArray[np.float64], shares: Sequence[float]
+) -> list[float]:
+    below = np.cumsum(counts)
+    total = int(below[-1])
+    if not total:
+        return [math.nan] * len(shares)
+    ranks = [max(math.ceil(share * total), 1) for share in shares]
+    found: list[float] = edges[np.searchsorted(below, ranks)].tolist()
+    return found

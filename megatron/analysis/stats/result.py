@@ -7,15 +7,13 @@ whole numbers and never missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem
 
 #: Shares of which `tensors` has the quantile of the values (`q0.5`) and of the magnitudes (`m0.5`).
@@ -144,33 +142,3 @@ class Statistics:
     def joined(self) -> pd.DataFrame:
         """A row of `formats` with the columns of its tensor beside it: tidy data for a plot."""
         return self.formats.join(self.tensors, on="tensor")
-
-
-def compute(
-    store: TensorStore,
-    formats: Sequence[str] = (),
-    *,
-    select: pd.DataFrame | None = None,
-    workers: int | None = None,
-    max_memory: int | None = None,
-    scheduler: str | None = None,
-    cache: Path | None = None,
-    strict: bool = False,
-    progress: bool = False,
-) -> Statistics:
-    """Statistics of the tensors of a dump, each file read once.
-
-    Args:
-        formats: names of `megatron.fake_quant`; none: of the values only.
-        select: a part of `store.records`, as `store.select` gives it; all if None.
-        workers: threads; as many as there are processors if None.
-        max_memory: bytes that all of them may use; see `MEMORY`.
-        scheduler: address of a Dask scheduler, whose workers see the dump under the same path.
-        cache: a folder for results, from which a second call takes them; None: nothing is kept.
-        strict: raise for the first file that cannot be read, instead of listing it in `problems`.
-        progress: show a bar on a terminal.
-
-    Raises:
-        ValueError: an unknown format, or too little memory; under `strict` an unreadable file.
-    """
-    raise NotImplementedError
