@@ -1,6 +1,7 @@
 """Look into a dump of collected tensors.
 
 python -m megatron.analysis verify enhanced_tensor_logs/mxfp8      can it be trusted?
+python -m megatron.analysis stats enhanced_tensor_logs/mxfp8       what would formats do to it?
 python -m megatron.analysis COMMAND --help                         options and examples
 """
 
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
+
+from megatron.analysis import stats_command
 
 _RAW = argparse.RawDescriptionHelpFormatter
 
@@ -27,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m megatron.analysis", description=__doc__, formatter_class=_RAW)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_verify(commands)
+    _add_stats(commands)
     return parser
 
 
@@ -71,6 +75,18 @@ def _add_verify(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.set_defaults(command=_verify)
 
 
+def _add_stats(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "stats",
+        help="statistics of the values and of what formats do to them",
+        description=stats_command.DESCRIPTION,
+        epilog=stats_command.EXAMPLES,
+        formatter_class=_RAW,
+    )
+    stats_command.add_options(parser)
+    parser.set_defaults(command=stats_command.run)
+
+
 def _verify(arguments: argparse.Namespace) -> int:
     """Print findings and summary; returns the exit status."""
     from tqdm import tqdm
@@ -111,6 +127,9 @@ def main(arguments: list[str] | None = None) -> int:
         # Whoever read this has had enough; the interpreter must not try again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print("[ERROR] interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(f"[ERROR] {error}", file=sys.stderr)
     except ImportError as error:

@@ -1,25 +1,27 @@
 """Computes the statistics of every tensor of a dump: in parallel, each file read once.
 
-Threads, not processes: the time goes into torch's kernels, which release the interpreter, and
+Threads, not processes: the time goes into compiled loops, which release the interpreter's lock, and
 nothing is copied. A worker holds one piece of one tensor; histograms are kept by group, not by
 tensor (half a megabyte each), so memory does not grow with the dump.
 """
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 
-from megatron.analysis.statistics import Histogram, Summary, measure, merge
+from megatron.analysis.stats.histogram import Histogram
+from megatron.analysis.stats.layout import layout_of
+from megatron.analysis.stats.moments import Moments, merge
+from megatron.analysis.stats.plan import make_plan
+from megatron.analysis.stats.pool import one_torch_thread, processors
+from megatron.analysis.stats.tensor import measure
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem, UnreadableTensorError
 
@@ -30,7 +32,7 @@ RECORD_COLUMNS = (
     "run_id", "iteration", "micro_batch", "rank", "layer_type", "layer_idx", "module", "operation",
     "phase", "component", "tensor_name", "quant_type", "format", "dtype", "shape",
 )  # fmt: skip
-#: Columns of the table that are computed from the values: fields and properties of `Summary`.
+#: Columns of the table that are computed from the values: fields and properties of `Moments`.
 STATISTICS = ("count", "min", "max", "mean", "std", "rms", "amax", "zeros", "nan", "inf")
 
 
@@ -42,11 +44,11 @@ class Measurements:
     histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)  #: by GROUPING
     problems: list[Problem] = field(default_factory=list)  #: files that could not be read
 
-    def summary(self) -> Summary:
+    def summary(self) -> Moments:
         """Of all values."""
         return merge(self.table["summary"])
 
-    def by(self, column: str) -> dict[str, tuple[int, Summary]]:
+    def by(self, column: str) -> dict[str, tuple[int, Moments]]:
         """Number of tensors and their joint summary for each value of a column; most tensors first,
         then in the order in which they were written.
         """
@@ -80,16 +82,19 @@ def measure_dump(
     rows: dict[int, dict[str, Any]] = {}
     problems: dict[int, Problem] = {}
     histograms: dict[tuple[str, ...], Histogram] = {}
-    lock = threading.Lock()
+    lock, nothing = threading.Lock(), make_plan(())
 
     def work(position: int, record: Any) -> None:
         row = _row(record)
         try:
-            summary, histogram = measure(store.load(record))
+            tensor = store.load(record)
+            layout = layout_of(tuple(tensor.shape), layer_type=None, tensor_name=None)
+            values, _ = measure(tensor, layout, nothing)
         except (UnreadableTensorError, TypeError) as error:
             why = error.why if isinstance(error, UnreadableTensorError) else str(error)
             problems[position] = Problem(Path(record.path), why)
         else:
+            summary, histogram = values.moments, values.histogram
             row |= {name: getattr(summary, name) for name in STATISTICS} | {"summary": summary}
             key = tuple(row[name] for name in GROUPING)
             with lock:
@@ -102,7 +107,7 @@ def measure_dump(
             with lock:
                 progress(record)
 
-    with _one_torch_thread(), ThreadPoolExecutor(workers or _processors()) as pool:
+    with one_torch_thread(), ThreadPoolExecutor(workers or processors()) as pool:
         jobs = [pool.submit(work, *item) for item in enumerate(store.records.itertuples())]
         try:
             wait(jobs, return_when=FIRST_EXCEPTION)
@@ -123,23 +128,3 @@ def _row(record: Any) -> dict[str, Any]:
     row["rank"] = row["rank"] or 0
     row["path"] = Path(record.path)
     return row
-
-
-def _processors() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """The pool is the parallelism: a team of torch's own threads in each worker would only be in
-    the way.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

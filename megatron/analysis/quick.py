@@ -11,7 +11,6 @@ import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 import matplotlib
@@ -23,11 +22,12 @@ from matplotlib.gridspec import SubplotSpec
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from megatron.analysis.measure import Measurements, measure_dump
+from megatron.analysis.output import write_keeping
 from megatron.analysis.plots import plot_magnitude_histogram, plot_shares, plot_value_histogram
 from megatron.analysis.plots.shares import MOST
 from megatron.analysis.plots.style import ALARM, FAINT, RC, percent, short_count
 from megatron.analysis.plots.value_histogram import ALL
-from megatron.analysis.statistics import Grid
+from megatron.analysis.stats.histogram import Grid
 from megatron.analysis.stats_text import GROUPS, format_statistics
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem
@@ -86,8 +86,8 @@ def quick_analysis(
     picture = io.BytesIO()
     draw(dump, measured, problems).savefig(picture, format="png", dpi=DPI)
     kept = [
-        *_write(output / PICTURE, picture.getvalue()),
-        *_write(output / TEXT, text.encode()),
+        *write_keeping(output / PICTURE, picture.getvalue()),
+        *write_keeping(output / TEXT, text.encode()),
     ]
     missing = len(dump.missing)
     return QuickResult(output / PICTURE, output / TEXT, measured, problems, missing, kept)
@@ -245,20 +245,3 @@ def _headline(
         alarms.append(f"{len(problems)} files could not be read")
     if alarms:
         figure.text(0.98, 0.97, "\n".join(alarms), color=ALARM, ha="right", va="top")
-
-
-def _write(path: Path, content: bytes) -> list[Path]:
-    """Write at once, under a temporary name first. An earlier file with another content keeps its
-    content under a name with its time; that name is returned.
-    """
-    kept = []
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(content)
-    if path.exists() and path.read_bytes() != content:
-        written = datetime.fromtimestamp(path.stat().st_mtime)
-        aside = path.with_name(f"{path.stem}_{written:%Y%m%d_%H%M%S}{path.suffix}")
-        if not aside.exists():
-            path.replace(aside)
-            kept.append(aside)
-    partial.replace(path)
-    return kept

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from megatron.analysis.measure import STATISTICS, Measurements
-from megatron.analysis.statistics import Summary
+from megatron.analysis.stats.moments import Moments
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem
+from megatron.analysis.text_table import align
 
 GROUPS = (
     ("quant_type", "By quantization type"),
@@ -46,13 +47,13 @@ def format_statistics(
         *(f"  {line}" for line in _runs(dump)),
         "",
         "Overall",
-        *_align([("tensors", *STATISTICS), (len(measured.table), *_numbers(summary))], text=0),
+        *align([("tensors", *STATISTICS), (len(measured.table), *_numbers(summary))], text=0),
     ]
     for column, title in GROUPS:
         rows = [(name, n, *_numbers(group)) for name, (n, group) in measured.by(column).items()]
-        lines += ["", title, *_align([(column, "tensors", *STATISTICS), *rows], text=1)]
+        lines += ["", title, *align([(column, "tensors", *STATISTICS), *rows], text=1)]
     header = (*TENSOR_COLUMNS, *STATISTICS, "file")
-    lines += ["", "Tensors", *_align([header, *_tensor_rows(dump, measured.table)], text=0)]
+    lines += ["", "Tensors", *align([header, *_tensor_rows(dump, measured.table)], text=0)]
     if problems:
         lines += ["", "Could not be read", *(f"  {problem}" for problem in problems)]
     return "\n".join(lines) + "\n"
@@ -89,30 +90,7 @@ def _known(value: object) -> str:
     return str(value) or "-"
 
 
-def _numbers(summary: Summary) -> list[str]:
+def _numbers(summary: Moments) -> list[str]:
     """The statistics in nine significant digits; counts whole."""
     values = [getattr(summary, name) for name in STATISTICS]
     return [str(value) if isinstance(value, int) else f"{value:.9g}" for value in values]
-
-
-def _align(rows: Sequence[tuple[object, ...]], *, text: int) -> list[str]:
-    """Columns two spaces apart: the first `text` and whatever is not a number to the left."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    numeric = [all(_is_number(cell) for cell in column[1:]) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        padded = [
-            cell.rjust(width) if number and position >= text else cell.ljust(width)
-            for position, (cell, width, number) in enumerate(zip(row, widths, numeric, strict=True))
-        ]
-        lines.append(("  " + "  ".join(padded)).rstrip())
-    return lines
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return cell == "-"
-    return True

@@ -18,7 +18,7 @@ from megatron.analysis.stats.coder import (
     scaled_magnitude,
 )
 from megatron.analysis.stats.compiled import kernel
-from megatron.fake_quant.fused.bits import INFINITY, MAGNITUDE, as_float, inlined
+from megatron.fake_quant.fused.bits import INFINITY, MAGNITUDE, as_float
 
 BINADES = 255
 #: Rows of the counts by binade, of the sums by binade, and places in the other counts and sums.
@@ -28,7 +28,7 @@ COMPARED, POISONED, LOST, COUNTS = 0, 1, 2, 3
 XX, YY, XY, BIAS, L1, LARGEST_ERROR, SUMS = 0, 1, 2, 3, 4, 5, 6
 
 
-@inlined
+@kernel
 def account(bits: Any, result: Any, beyond: Any, n: Any, sums: Any) -> Any:
     """`n` values with these float32 bits become `result`; True if both are numbers.
 
@@ -67,7 +67,7 @@ def account(bits: Any, result: Any, beyond: Any, n: Any, sums: Any) -> Any:
     return compared
 
 
-@inlined
+@kernel
 def code_of(rounded: Any, bits: Any, codes: Any) -> Any:
     """The code of an element's magnitude with the sign of `bits`."""
     return codes[(rounded >> 16) | (np.int32(0x8000) if bits < 0 else np.int32(0))]
@@ -114,14 +114,14 @@ def account_disagreement(
                     disagree(patterns[k], first, second, n, coder, counts, totals)
 
 
-@inlined
+@kernel
 def value_of(bits: Any, class_: Any, coder: Any) -> Any:
     """What a value becomes, in bits."""
     rounded = element_magnitude(scaled_magnitude(bits, class_, coder), coder)
     return result_bits(rounded, bits, class_, coder)
 
 
-@inlined
+@kernel
 def disagree(
     bits: Any, first: Any, second: Any, n: Any, coder: Any, counts: Any, totals: Any
 ) -> None:
@@ -131,7 +131,7 @@ def disagree(
         differ(one, other, n, counts, totals)
 
 
-@inlined
+@kernel
 def differ(one: Any, other: Any, n: Any, counts: Any, totals: Any) -> None:
     """What one value became along both axes, in bits."""
     a, b = np.int32(one & MAGNITUDE), np.int32(other & MAGNITUDE)

@@ -23,7 +23,7 @@ Bits = NDArray[np.int32]  #: of float32
 
 @dataclass
 class Extremes:
-    """Largest magnitude of each block of a piece, NaN and Inf included, and the smallest above zero.
+    """Largest magnitude of each block, NaN and Inf included, and the smallest above zero.
 
     Of 16-bit values patterns (the smallest one too low, see `scan`), else float32 bits.
     """

@@ -74,7 +74,8 @@ class Cache:
             )
         except sqlite3.Error as error:
             raise ValueError(
-                f"{self.path} cannot be used as a cache ({error}); name another folder, or remove it"
+                f"{self.path} cannot be used as a cache ({error}); name another folder, or remove "
+                "the file"
             ) from None
         self._committed = time.monotonic()
 

@@ -1,11 +1,11 @@
 """One value at a time into a format: the arithmetic of the fused kernels of `megatron.fake_quant`,
 with the scale of each block given by its *class*.
 
-A class stands for the byte that the format stores for the block's scale: an E8M0 byte (of formats
-that are counted together one that differs from each format's own by a constant), in nvfp4 the code
-of an E4M3 number; 0 in formats without block scales. What a value becomes, and whether it underflows
-or saturates, follows from its bits and its class alone. That is why values can be counted by class
-and pattern first and quantized afterwards, a few thousand instead of millions.
+A class stands for the byte that the format stores for the block's scale. It is an E8M0 byte (of
+formats that are counted together one that differs from each format's own by a constant), in nvfp4
+the code of an E4M3 number, and 0 in formats without block scales. What a value becomes, and whether
+it underflows or saturates, follows from its bits and its class alone. That is why values can be
+counted by class and pattern first and quantized afterwards, a few thousand instead of millions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.fake_quant.fused.bits import (
     nearest_even,
 )
 from megatron.fake_quant.fused.bits import Element as ElementBits
-from megatron.fake_quant.fused.blocks import E4M3, FLOAT32_MAX, ONE, Rule, e8m0, power, scaled_up
+from megatron.fake_quant.fused.blocks import E4M3, FLOAT32_MAX, Rule, e8m0, power, scaled_up
 from megatron.fake_quant.fused.elementwise import LARGEST, nearest_hifloat8
 from megatron.fake_quant.nvfp4 import LARGEST as NVFP4_LARGEST
 from megatron.fake_quant.nvfp4 import SIXTH
@@ -171,7 +171,7 @@ def class_scales(stored: Any, rule: Any, down: Any, up: Any) -> None:
             field, mantissa = c >> 3, c & 7
             whole = mantissa + (8 if field > 0 else 0)
             up[c] = np.float32(whole) * as_float(np.int32((max(field, 1) - 10 + 127) << 23))
-            down[c] = min(ONE / np.float32(up[c] * rule.decode), FLOAT32_MAX)
+            down[c] = min(np.float32(1) / np.float32(up[c] * rule.decode), FLOAT32_MAX)
 
 
 @kernel

@@ -66,7 +66,7 @@ def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
 def on_threads(jobs: Sequence[Job], workers: int) -> Iterator[tuple[int, Outcome]]:
     """Outcomes by the jobs' numbers, in any order; few are in memory at a time."""
     waiting = batches(jobs)
-    with _one_torch_thread(), ThreadPoolExecutor(workers, "statistics") as threads:
+    with one_torch_thread(), ThreadPoolExecutor(workers, "statistics") as threads:
         running: set[Future[list[tuple[int, Outcome]]]] = set()
         try:
             while True:
@@ -92,8 +92,8 @@ def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, Outcome
         import distributed
     except ImportError:
         raise ValueError(
-            "--scheduler needs Dask; install it with pip install -e .[cluster], or leave the option "
-            "out: the work is then done by threads"
+            "--scheduler needs Dask; install it with pip install -e .[cluster], or leave the "
+            "option out: the work is then done by threads"
         ) from None
     try:
         client = distributed.Client(address, timeout="20s", set_as_default=False)
@@ -115,7 +115,7 @@ def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, Outcome
 
 
 @contextmanager
-def _one_torch_thread() -> Iterator[None]:
+def one_torch_thread() -> Iterator[None]:
     """The pool is the parallelism: a team of torch's own threads in each worker would only be in
     the way.
     """

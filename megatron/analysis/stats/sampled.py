@@ -99,7 +99,7 @@ def _add_values(errors: Errors, view: Tensor, result: Tensor, packed: QuantizedT
 
 
 def _limits(packed: QuantizedTensor) -> Tensor:
-    """The largest number of the format at the place of each value: its code, with the same scales."""
+    """The largest number of the format at the place of each value, by its code and the scales."""
     element = packed.format.element
     assert not isinstance(element, Cast)
     code = encode(positive_values(element)[-1:], element)

@@ -57,8 +57,10 @@ def _joined(parts: list[NDArray[np.float64]], axis: int, zigzag: bool) -> NDArra
     if zigzag:
         halves = [np.array_split(part, 2, axis) for part in parts]
         parts = [half[0] for half in halves] + [half[1] for half in reversed(halves)]
-    return np.concatenate(parts, axis)
+    joined: NDArray[np.float64] = np.concatenate(parts, axis)
+    return joined
 
 
 def _largest(parts: list[NDArray[np.float64]]) -> NDArray[np.float64]:
-    return np.maximum.reduce(parts)
+    largest: NDArray[np.float64] = np.maximum.reduce(parts)
+    return largest

@@ -1,0 +1,150 @@
+"""The result as text: a summary for a person, and all of it as CSV, JSON or aligned columns."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from megatron.analysis.stats.result import Statistics
+from megatron.analysis.text_table import align
+
+WORST = 5  #: tensors that the summary names
+_TENSOR = (
+    "iteration", "micro_batch", "data_rank", "layer_idx", "module", "operation", "tensor_name",
+    "quant_type", "dtype", "shape",
+)  # fmt: skip
+
+
+def summary(found: Statistics) -> str:
+    """What was measured, a line a format and axis, and the tensors that suffer most."""
+    tensors = found.tensors
+    count = int(tensors["count"].sum())
+    lines = [f"{len(tensors)} tensors, {count} values"]
+    for kind in ("nan", "inf"):
+        with_them = tensors[tensors[kind] > 0]
+        if len(with_them):
+            name = Path(with_them["path"].iloc[0]).name
+            total = int(with_them[kind].sum())
+            lines.append(f"  {total} {kind} in {len(with_them)} tensors; the first is {name}")
+    noted = tensors[tensors["note"] != ""]
+    for note, rows in noted.groupby("note", sort=False):
+        lines.append(f"  {len(rows)} tensors: {note}")
+    if len(found.formats):
+        lines += ["", *_by_format(found.formats), "", *_worst(found)]
+    return "\n".join(lines)
+
+
+def _by_format(formats: pd.DataFrame) -> list[str]:
+    header = ("format", "axis", "tensors", "median SQNR dB", "lowest", "underflow", "saturated")
+    rows: list[tuple[object, ...]] = [header]
+    groups = formats.groupby(["quantized_format", "axis"], sort=False, observed=True)
+    for (name, axis), part in groups:
+        sqnr = part["sqnr_db"].dropna()
+        weights = part["compared"].sum()
+        rows.append(
+            (
+                name, axis, len(part), _short(sqnr.median()), _short(sqnr.min()),
+                *(_percent((part[c] * part["compared"]).sum() / weights if weights else math.nan)
+                  for c in ("underflow", "saturated")),
+            )
+        )  # fmt: skip
+    return align(rows, text=2)
+
+
+def _worst(found: Statistics) -> list[str]:
+    operands = found.joined().dropna(subset=["sqnr_db"])
+    lowest = operands.sort_values("sqnr_db").drop_duplicates("tensor").head(WORST)
+    rows: list[tuple[object, ...]] = [("lowest SQNR dB", "format", "axis", "file")]
+    for row in lowest.to_dict("records"):
+        name = (row["quantized_format"], row["axis"], Path(row["path"]).name)
+        rows.append((_short(row["sqnr_db"]), *name))
+    return align(rows, text=0)
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def as_csv(found: Statistics) -> str:
+    """A row a tensor, format and axis with all columns; a row a tensor where there is no format."""
+    frame = found.joined().drop(columns="tensor") if len(found.formats) else found.tensors
+    text: str = frame.assign(shape=[_shape(shape) for shape in frame["shape"]]).to_csv(index=False)
+    return text
+
+
+def as_json(found: Statistics) -> str:
+    """Lists of tensors and of formats. JSON has no NaN and no inf: null and "inf"."""
+    content = {
+        "tensors": [_plain(row) for row in found.tensors.to_dict("records")],
+        "formats": [_plain(row) for row in found.formats.to_dict("records")],
+        "problems": [{"path": str(each.path), "why": each.why} for each in found.problems],
+    }
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def _plain(row: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(name): _value(value) for name, value in row.items()}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [int(each) for each in value]
+    if value is None or value is pd.NA:
+        return None
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value if isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def as_text(found: Statistics) -> str:
+    """Columns below each other, nine significant digits."""
+    tensors = found.tensors
+    columns = [name for name in tensors.columns if name not in ("run_id", "path", "note", "dims")]
+    named = [name for name in columns if name in _TENSOR]
+    numbers = [name for name in columns if tensors[name].dtype.kind in "if" and name not in named]
+    lines = [summary(found), "", "Tensors"]
+    rows = [("tensor", *named, *numbers, "file")]
+    for place, row in enumerate(tensors.to_dict("records")):
+        of_row = [_cell(row[name]) for name in (*named, *numbers)]
+        rows.append((str(place), *of_row, Path(row["path"]).name))
+    lines += align(rows, text=0)
+    if len(found.formats):
+        header = tuple(found.formats.columns)
+        body = [
+            tuple(_cell(value) for value in row) for row in found.formats.itertuples(index=False)
+        ]
+        lines += ["", "Formats", *align([header, *body], text=0)]
+    lines += ["", "Left out", *(f"  {each}" for each in found.problems)] if found.problems else []
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return _shape(value)
+    if value is None or value is pd.NA or value == "":
+        return "-"
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def _shape(shape: Any) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+#: By the ending of a file's name.
+WRITERS: dict[str, Callable[[Statistics], str]] = {
+    ".csv": as_csv,
+    ".json": as_json,
+    ".txt": as_text,
+}
