@@ -34,6 +34,11 @@ RUNTIME = {
     "seaborn": "0.13.2",  # figures of tidy tables
 }
 
+# What `--scheduler` of the analysis needs: statistics on a Dask cluster. One machine needs none.
+CLUSTER = {
+    "distributed": "2026.8.0",  # the scheduler's client; brings dask
+}
+
 # What tests/run_tests.sh needs besides.
 TEST = {
     "pytest": "9.2.0",  # the test runner
@@ -42,6 +47,7 @@ TEST = {
     "en_dtypes": "0.0.4",  # an independent implementation of HiFloat8
     "hypothesis": "6.170.15",  # looks for tensors that break a property of the formats
     "triton": "3.7.1",  # what torch's CUDA build brings: the GPU kernels, by its interpreter
+    **CLUSTER,  # the analysis on a cluster of processes of this machine
 }
 
 # What script/check.sh needs besides.
@@ -113,6 +119,7 @@ if __name__ == "__main__":
         # named `apex` on the Python Package Index is a different one.
         extras_require={
             "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # the range of megatron-core 0.16.1
+            "cluster": requirements(CLUSTER),
             "dev": requirements(TEST) + requirements(LINT),
         },
     )

@@ -78,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron.analysis.stats.export import WRITERS, summary
     from megatron.analysis.stats.select import select
     from megatron.analysis.store import TensorStore
+    from megatron.analysis.tensor_files import UnreadableTensorError
 
     if arguments.workers is not None and arguments.workers < 1:
         raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
@@ -90,17 +91,21 @@ def run(arguments: argparse.Namespace) -> int:
     store = TensorStore(arguments.folder)
     if arguments.run is not None:
         store = store.only(arguments.run)
-    found = compute(
-        store,
-        [] if arguments.formats == ["none"] else arguments.formats,
-        select=select(store, arguments.select) if arguments.select else None,
-        workers=arguments.workers,
-        max_memory=memory,
-        scheduler=arguments.scheduler,
-        cache=_cache(arguments.cache, arguments.folder),
-        strict=arguments.strict,
-        progress=True,
-    )
+    try:
+        found = compute(
+            store,
+            [] if arguments.formats == ["none"] else arguments.formats,
+            select=select(store, arguments.select) if arguments.select else None,
+            workers=arguments.workers,
+            max_memory=memory,
+            scheduler=arguments.scheduler,
+            cache=_cache(arguments.cache, arguments.folder),
+            strict=arguments.strict,
+            progress=True,
+        )
+    except UnreadableTensorError as error:
+        print(f"[ERROR] {error}", file=sys.stderr)
+        return LEFT_OUT
     for problem in found.problems:
         print(f"[ERROR] {problem}", file=sys.stderr)
     print(summary(found))

@@ -11,12 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.analysis.stats.coder import (
-    element_magnitude,
-    is_beyond,
-    result_bits,
-    scaled_magnitude,
-)
+from megatron.analysis.stats.coder import quantized
 from megatron.analysis.stats.compiled import kernel
 from megatron.fake_quant.fused.bits import INFINITY, MAGNITUDE, as_float
 
@@ -87,11 +82,8 @@ def account_cells(
             n = np.int64(cells[row, k])
             if n > 0:
                 bits = patterns[k]
-                scaled = scaled_magnitude(bits, class_, coder)
-                rounded = element_magnitude(scaled, coder)
-                result = result_bits(rounded, bits, class_, coder)
-                beyond = is_beyond(scaled, coder)
-                if account(bits, result, beyond, n, sums) and len(code_counts) > 0:
+                result, rounded, beyond = quantized(bits, np.int64(class_), coder)
+                if account(bits, result, beyond, np.int64(n), sums) and len(code_counts) > 0:
                     code_counts[code_of(rounded, bits, coder.codes)] += n
 
 
@@ -115,20 +107,14 @@ def account_disagreement(
 
 
 @kernel
-def value_of(bits: Any, class_: Any, coder: Any) -> Any:
-    """What a value becomes, in bits."""
-    rounded = element_magnitude(scaled_magnitude(bits, class_, coder), coder)
-    return result_bits(rounded, bits, class_, coder)
-
-
-@kernel
 def disagree(
     bits: Any, first: Any, second: Any, n: Any, coder: Any, counts: Any, totals: Any
 ) -> None:
     """One value with two classes."""
     if np.int32(bits & MAGNITUDE) < INFINITY:
-        one, other = value_of(bits, first, coder), value_of(bits, second, coder)
-        differ(one, other, n, counts, totals)
+        one = quantized(bits, np.int64(first), coder)[0]
+        other = quantized(bits, np.int64(second), coder)[0]
+        differ(one, other, np.int64(n), counts, totals)
 
 
 @kernel
@@ -160,11 +146,8 @@ def account_values(
                     class_ = classes[o, i, j // run * blocks_in_run + j % run // size]
                 else:
                     class_ = classes[o, i // size, j]
-                scaled = scaled_magnitude(bits, class_, coder)
-                rounded = element_magnitude(scaled, coder)
-                result = result_bits(rounded, bits, class_, coder)
-                beyond = is_beyond(scaled, coder)
-                if account(bits, result, beyond, 1, sums) and len(code_counts) > 0:
+                result, rounded, beyond = quantized(bits, np.int64(class_), coder)
+                if account(bits, result, beyond, np.int64(1), sums) and len(code_counts) > 0:
                     code_counts[code_of(rounded, bits, coder.codes)] += 1
 
 
@@ -190,7 +173,7 @@ def account_pairs(values: Any, results: Any, beyond: Any, sums: Any, codes: Any,
 ) -> None:  # fmt: skip
     """Values and what they became, as flat float32 bits; `codes` are counted."""
     for i in range(len(values)):
-        if account(values[i], results[i], beyond[i], 1, sums) and len(code_counts) > 0:
+        if account(values[i], results[i], beyond[i], np.int64(1), sums) and len(code_counts) > 0:
             code_counts[codes[i]] += 1
 
 
@@ -199,4 +182,4 @@ def disagree_pairs(rows: Any, columns: Any, values: Any, counts: Any, totals: An
     """What values became along both axes, as flat float32 bits."""
     for i in range(len(values)):
         if np.int32(values[i] & MAGNITUDE) < INFINITY:
-            differ(rows[i], columns[i], 1, counts, totals)
+            differ(rows[i], columns[i], np.int64(1), counts, totals)

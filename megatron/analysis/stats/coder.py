@@ -251,3 +251,13 @@ def result_bits(rounded: Any, bits: Any, class_: Any, coder: Any) -> Any:
     if coder.dtype == AS_FLOAT16:
         return np.int32(to_half(np.int32(value & MAGNITUDE)) | np.int32(value & SIGN))
     return value
+
+
+@kernel
+def quantized(bits: Any, class_: Any, coder: Any) -> Any:
+    """What a value becomes (float32 bits), its element's magnitude, and whether it was beyond the
+    largest. One function, not inlined by numba, so that it is compiled once.
+    """
+    scaled = scaled_magnitude(bits, class_, coder)
+    rounded = np.int32(element_magnitude(scaled, coder))
+    return np.int32(result_bits(rounded, bits, class_, coder)), rounded, is_beyond(scaled, coder)

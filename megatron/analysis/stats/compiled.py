@@ -16,12 +16,14 @@ from megatron.fake_quant import fused
 
 @functools.cache
 def _cache() -> Path:
-    """A folder for these very sources: numba itself would not see that an inlined helper in another
-    file was edited.
+    """A folder for the very sources of these kernels: numba itself would not see that a helper in
+    another file, which it inlined, was edited.
     """
     here = Path(__file__).parent
-    sources = [*sorted(here.glob("*.py")), *sorted(Path(fused.__file__).parent.glob("*.py"))]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    texts = [path.read_bytes() for path in sorted(here.glob("*.py"))]
+    texts = [text for text in texts if b"@kernel" in text or b"@inlined" in text]
+    texts += [path.read_bytes() for path in sorted(Path(fused.__file__).parent.glob("*.py"))]
+    digest = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     return Path(chosen or here / "__pycache__") / f"stats-{digest}"
 

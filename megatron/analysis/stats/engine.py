@@ -18,7 +18,7 @@ from megatron.analysis.stats.result import Statistics, TensorArrays
 from megatron.analysis.stats.values import Values
 from megatron.analysis.stats.work import Failure, Job, Outcome, measure_job, read_outcome
 from megatron.analysis.store import TensorStore
-from megatron.analysis.tensor_files import Problem
+from megatron.analysis.tensor_files import Problem, UnreadableTensorError
 
 _NO_FORMATS_OF = "no format is computed of {dtype} values"
 
@@ -48,7 +48,8 @@ def compute(
         progress: show a bar on a terminal.
 
     Raises:
-        ValueError: an unknown format, or too little memory; under `strict` an unreadable file.
+        ValueError: an unknown format, or too little memory.
+        UnreadableTensorError: under `strict`, a file that cannot be read.
     """
     names = make_plan(formats).names
     workers = affordable(workers, max_memory)
@@ -56,7 +57,7 @@ def compute(
     tensors = list(logical_tensors(records))
     problems = list(store.problems)
     if strict and problems:
-        raise ValueError(f"{problems[0]}; remove the file, or leave --strict out")
+        raise UnreadableTensorError(f"{problems[0]}; remove the file, or leave --strict out")
     frames = Frames()
     # a terminal gets a bar; a log gets nothing
     bar = tqdm(
@@ -72,7 +73,9 @@ def compute(
             if isinstance(result, Failure):
                 problem = Problem(Path(result.path), result.why)
                 if strict:
-                    raise ValueError(f"{problem}; remove the file, or leave --strict out")
+                    raise UnreadableTensorError(
+                        f"{problem}; remove the file, or leave --strict out"
+                    )
                 problems.append(problem)
                 continue
             frames.add(number, tensors[number], *result, _note(tensors[number], names, result[1]))

@@ -141,7 +141,8 @@ class Errors:
 def headroom_bins(errors: Errors, room: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
     """Add blocks by log2(largest number * scale / largest magnitude)."""
     room = np.maximum(room, -RANGES)  # of a scale that underflowed to zero it is -inf
-    bins = np.clip((room - HEADROOM_FROM) * HEADROOM_STEPS, 0, HEADROOM_BINS - 1)
+    # a scale that is no power of two is rounded: what should be 0 may come out a little less
+    bins = np.clip((np.round(room, 5) - HEADROOM_FROM) * HEADROOM_STEPS, 0, HEADROOM_BINS - 1)
     np.add.at(errors.headroom, bins.astype(np.int64), counts)
     errors.headroom_sum += (counts * room).sum()
 

@@ -7,10 +7,12 @@ nothing is loaded or compiled twice.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ import torch
 from megatron.analysis.stats.tables import TABLE_BYTES
 from megatron.analysis.stats.work import Job, Outcome, measure_jobs
 
+PATIENCE = "20s"  #: for a scheduler to answer
 BATCH_BYTES, BATCH_JOBS = 1 << 23, 64  #: small tensors are sent together
 #: Bytes that a process needs before it works, and that each of its threads may take: three tables
 #: of counts, a large tensor's mapped pages, and the arrays for a piece of it.
@@ -89,28 +92,34 @@ def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, Outcome
         ValueError: Dask is not installed, or no scheduler answers.
     """
     try:
-        import distributed
+        distributed: Any = importlib.import_module("distributed")
     except ImportError:
         raise ValueError(
             "--scheduler needs Dask; install it with pip install -e .[cluster], or leave the "
             "option out: the work is then done by threads"
         ) from None
     try:
-        client = distributed.Client(address, timeout="20s", set_as_default=False)
+        client = distributed.Client(address, timeout=PATIENCE, set_as_default=False)
     except (OSError, ValueError, TimeoutError) as error:
         raise ValueError(f"no Dask scheduler answers at {address!r} ({error})") from None
     with client:
-        found: Any = distributed.as_completed(with_results=True)
-        waiting, running = batches(jobs), 0
+        waiting = batches(jobs)
         room = 3 * max(sum(client.nthreads().values()), 1)
-        while True:
-            while running < room and (batch := next(waiting, None)):
+        first = [client.submit(measure_jobs, batch, pure=False) for batch in islice(waiting, room)]
+        found = distributed.as_completed(first, with_results=True)
+        running = len(first)
+        while running:
+            try:
+                _, outcomes = next(found)
+            except ImportError as error:
+                raise ValueError(
+                    f"a worker of {address} has no module {error.name!r}; start the workers with "
+                    "this tree in PYTHONPATH and the requirements of setup.py"
+                ) from None
+            running -= 1
+            if (batch := next(waiting, None)) is not None:
                 found.add(client.submit(measure_jobs, batch, pure=False))
                 running += 1
-            if not running:
-                return
-            _, outcomes = next(found)
-            running -= 1
             yield from outcomes
 
 

@@ -1,0 +1,141 @@
+"""Every statistic as its definition says, with numpy in float64 and loops over blocks. What a value
+becomes is asked of `fake_quantize`, and codes and scales of `quantize`, which have tests and
+oracles of their own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from megatron.analysis.stats.layout import Layout
+from megatron.fake_quant import fake_quantize, get_format, quantize
+from megatron.fake_quant.formats import Cast, TwoLevelScaling
+from megatron.fake_quant.packing import unpack_nibbles
+
+
+def view(x: torch.Tensor, layout: Layout, axis: str) -> tuple[torch.Tensor, int]:
+    """The tensor as the format sees it, and the axis."""
+    shape = (layout.outer, layout.rows, layout.columns)
+    if axis == "column":
+        return x.reshape(shape), 1
+    return x.reshape(*shape[:2], -1, layout.run).transpose(1, 2), -1
+
+
+def quantized(x: torch.Tensor, layout: Layout, name: str, axis: str) -> torch.Tensor:
+    """What each value becomes, in the order of `view` along that axis."""
+    seen, dim = view(x, layout, axis)
+    return fake_quantize(seen.contiguous(), name, dim)
+
+
+def errors(x: torch.Tensor, layout: Layout, name: str, axis: str) -> dict[str, float]:
+    """Columns of the table of formats that follow from values and results."""
+    a = view(x, layout, axis)[0].double().flatten().numpy()
+    b = quantized(x, layout, name, axis).double().flatten().numpy()
+    both = np.isfinite(a) & np.isfinite(b)
+    poisoned = int((np.isfinite(a) & np.isnan(b)).sum())
+    x_, y = a[both], b[both]
+    error, nonzero = y - x_, x_ != 0
+    signal, noise = (x_**2).sum(), (error**2).sum()
+    norms = math.sqrt(signal) * math.sqrt((y**2).sum())
+    return {
+        "compared": len(x_),
+        "poisoned": poisoned,
+        "mse": _mean(error**2),
+        "rmse": math.sqrt(_mean(error**2)) if len(x_) else math.nan,
+        "sqnr_db": _decibels(signal, noise) if nonzero.any() else math.nan,
+        "cosine": (x_ * y).sum() / norms if norms else math.nan,
+        "bias": _mean(error),
+        "relative_bias": error.sum() / np.abs(x_).sum() if nonzero.any() else math.nan,
+        "relative_error": _mean(np.abs(error[nonzero]) / np.abs(x_[nonzero])),
+        "max_error": float(np.abs(error).max()) if len(x_) else math.nan,
+        "underflow": _mean((y == 0)[nonzero].astype(float)),
+    }
+
+
+def disagreement(x: torch.Tensor, layout: Layout, name: str, axis: str) -> tuple[float, float]:
+    """Share of finite values that differ along the two axes, and its SQNR with the signal of those
+    that are numbers along `axis`.
+    """
+    row = quantized(x, layout, name, "row").transpose(1, 2).reshape(-1).double().numpy()
+    column = quantized(x, layout, name, "column").reshape(-1).double().numpy()
+    a = x.double().flatten().numpy()
+    finite = np.isfinite(a)
+    row, column, a = row[finite], column[finite], a[finite]
+    same = (row == column) | (np.isnan(row) & np.isnan(column))
+    both = np.isfinite(row) & np.isfinite(column)
+    compared = np.isfinite(row if axis == "row" else column)
+    noise = ((row - column)[both] ** 2).sum()
+    return float((~same).mean()), _decibels((a[compared] ** 2).sum(), noise)
+
+
+def codes(x: torch.Tensor, layout: Layout, name: str, axis: str) -> np.ndarray:
+    """How often each code occurs, of values that are finite before and after."""
+    fmt = get_format(name)
+    assert not isinstance(fmt.element, Cast)
+    seen, dim = view(x, layout, axis)
+    packed = quantize(seen.contiguous(), fmt, dim)
+    found = packed.codes
+    if fmt.element.bits <= 4:
+        found = unpack_nibbles(found, seen.shape[dim])
+    found = found.movedim(-1, dim).flatten().numpy()
+    both = seen.isfinite() & quantized(x, layout, name, axis).isfinite()
+    return np.bincount(found[both.flatten().numpy()], minlength=1 << fmt.element.bits)
+
+
+def blocks(x: torch.Tensor, layout: Layout, name: str, axis: str) -> dict[str, object]:
+    """What the blocks say, one block at a time."""
+    fmt = get_format(name)
+    seen, dim = view(x, layout, axis)
+    packed = quantize(seen.contiguous(), fmt, dim)
+    stored = packed.scales.block()
+    bytes_ = stored.flatten() if stored.dim() == seen.dim() else stored[..., 0].flatten()
+    rows = seen.movedim(dim, -1).double()
+    size = fmt.block_size
+    assert size is not None
+    ranges, zero, nan, rooms = [], 0, 0, []
+    top = float(getattr(fmt.element, "max", math.nan))
+    decode = float(packed.scales.whole()) if isinstance(fmt.scaling, TwoLevelScaling) else 1.0
+    flat = rows.reshape(-1, rows.shape[-1])
+    per_row = -(-flat.shape[1] // size)
+    for r, row in enumerate(flat.tolist()):
+        for place in range(per_row):
+            block = [abs(v) for v in row[place * size : (place + 1) * size]]
+            if any(not math.isfinite(v) for v in block):
+                nan += 1
+            elif not any(block):
+                zero += 1
+            else:
+                largest, smallest = max(block), min(v for v in block if v)
+                ranges.append(math.frexp(largest)[1] - math.frexp(smallest)[1])
+                scale = scale_value(int(bytes_[r * per_row + place]), name) * decode
+                rooms.append(math.log2(top * scale / largest) if scale else -278.0)
+    return {
+        "blocks": len(flat) * per_row,
+        "zero_blocks": zero,
+        "nan_blocks": nan,
+        "block_range": float(np.mean(ranges)) if ranges else math.nan,
+        "block_range_max": max(ranges) if ranges else math.nan,
+        "headroom": float(np.mean(rooms)) if rooms else math.nan,
+        "scales": np.bincount(bytes_.numpy(), minlength=256),
+    }
+
+
+def scale_value(byte: int, name: str) -> float:
+    """E8M0, or E4M3 of nvfp4, from the definitions of the formats."""
+    if name != "nvfp4":
+        return math.ldexp(1, byte - 127)
+    field, mantissa = divmod(byte, 8)
+    return math.ldexp(mantissa + (8 if field else 0), max(field, 1) - 10)
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if not noise:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf

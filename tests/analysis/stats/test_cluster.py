@@ -1,0 +1,77 @@
+"""The same statistics from a Dask cluster: a scheduler and worker processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pandas as pd
+import pytest
+
+from megatron.analysis import stats
+from megatron.analysis.__main__ import main
+from megatron.analysis.stats import pool
+from megatron.analysis.store import TensorStore
+from tests.analysis.fake_dump import write_dump
+from tests.subprocesses import REPO
+
+FORMATS = ["mxfp8", "nvfp4", "hifp8"]
+
+
+@pytest.fixture(scope="module")
+def address():
+    distributed = pytest.importorskip("distributed")
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(REPO)
+    cluster = distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, host="127.0.0.1"
+    )
+    try:
+        with cluster:
+            pids = {worker.pid for worker in cluster.workers.values()}
+            assert len(pids) == 2
+            assert os.getpid() not in pids
+            yield cluster.scheduler_address
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def test_a_cluster_gives_the_very_same_tables(address, tmp_path, monkeypatch, capsys):
+    write_dump(tmp_path / "dump", layers=1)
+    (tmp_path / "dump" / "broken.pt").write_bytes(b"")
+    store = TensorStore(tmp_path / "dump")
+    here = stats.compute(store, FORMATS)
+    monkeypatch.setattr(pool, "BATCH_JOBS", 3)
+    there = stats.compute(store, FORMATS, scheduler=address, cache=tmp_path / "cache")
+    pd.testing.assert_frame_equal(here.tensors, there.tensors)
+    pd.testing.assert_frame_equal(here.formats, there.formats)
+    assert there.problems == here.problems
+    # the results came back and are kept here
+    monkeypatch.setattr(pool, "batches", lambda jobs: iter([jobs] if jobs else []))
+    monkeypatch.setattr(pool, "measure_jobs", None)
+    again = stats.compute(store, FORMATS, cache=tmp_path / "cache")
+    pd.testing.assert_frame_equal(here.formats, again.formats)
+    monkeypatch.undo()
+    folder = str(tmp_path / "dump")
+    options = ["stats", folder, "--formats", "mxfp4", "--scheduler", address, "--cache", "none"]
+    assert main(options) == 3
+    assert "broken.pt" in capsys.readouterr().err
+
+
+def test_a_scheduler_that_is_not_there_is_an_error(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("distributed")
+    write_dump(tmp_path, layers=1)
+    monkeypatch.setattr(pool, "PATIENCE", "1s")
+    options = ["stats", str(tmp_path), "--scheduler", "tcp://127.0.0.1:1", "--cache", "none"]
+    assert main(options) == 2
+    assert "no Dask scheduler answers at 'tcp://127.0.0.1:1'" in capsys.readouterr().err
+
+
+def test_without_dask_the_message_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    write_dump(tmp_path, layers=1)
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    assert main(["stats", str(tmp_path), "--scheduler", "tcp://x:1", "--cache", "none"]) == 2
+    assert "pip install -e .[cluster]" in capsys.readouterr().err

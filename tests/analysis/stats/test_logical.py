@@ -1,0 +1,156 @@
+"""Shards of several ranks are statistics of one tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.analysis import stats
+from megatron.analysis.store import TensorStore
+from megatron.fake_quant import fake_quantize
+from tests.analysis.fake_dump import records, values, write_tensor
+
+FORMATS = ["mxfp8", "nvfp4", "hifp8", "fp8_e4m3"]
+GENERATOR = torch.Generator().manual_seed(5)
+
+
+def record_of(name: str, **changes):
+    found = (r for r, _, _ in records(run_id="r", quant_type="mxfp8", layers=1))
+    record = next(r for r in found if r.tensor_name == name)
+    return dataclasses.replace(record, **changes)
+
+
+def write_shards(folder, record, shards, *, group="tp", sizes=None):
+    for rank, shard in enumerate(shards):
+        place = {"world": rank, "world_size": len(shards), **(sizes or {})}
+        place |= {group: rank, f"{group}_size": len(shards)}
+        write_tensor(
+            folder, dataclasses.replace(record, shape=list(shard.shape), rank=place), shard
+        )
+
+
+def whole_and_parts(tmp_path, record, x, shards, **options):
+    """Statistics of a tensor that lies in one file, and in several."""
+    one, several = tmp_path / "one", tmp_path / "several"
+    for folder in (one, several):
+        folder.mkdir()
+    rank = {"world": 0, "world_size": 1}
+    write_tensor(one, dataclasses.replace(record, shape=list(x.shape), rank=rank), x)
+    write_shards(several, record, shards, **options)
+    found = [stats.compute(TensorStore(folder), FORMATS) for folder in (one, several)]
+    for each in found:
+        assert each.problems == []
+        assert len(each.tensors) == 1
+    return found
+
+
+def same_values(one, several):
+    a, b = one.tensors.iloc[0], several.tensors.iloc[0]
+    assert a["shape"] == b["shape"]
+    for name in stats.VALUE_COLUMNS:
+        # what is left of sums that cancel depends on their order
+        loose = {"mean": 1e-12 * a["rms"], "skewness": 1e-9}.get(name, 0)
+        assert b[name] == pytest.approx(a[name], rel=1e-9, abs=loose, nan_ok=True), name
+    for name in ("channel_amax", "token_amax", "patterns", "positive"):
+        np.testing.assert_array_equal(
+            getattr(several.arrays(0), name), getattr(one.arrays(0), name), name
+        )
+
+
+def test_shards_along_channels_are_joined_and_each_is_quantized_by_itself(tmp_path):
+    record = record_of("query", dims="s b n[tp] d")
+    x = values((64, 2, 4, 32), 0.3, GENERATOR)
+    shards = [part.contiguous() for part in x.chunk(2, 2)]
+    one, several = whole_and_parts(tmp_path, record, x, shards)
+    same_values(one, several)
+    assert several.tensors.iloc[0]["shards"] == 2
+    # blocks lie within heads: nothing changes; a scale of the tensor is one of the rank's tensor
+    formats = [found.formats.set_index(["quantized_format", "axis"]) for found in (one, several)]
+    for key in (("mxfp8", "row"), ("mxfp8", "column"), ("hifp8", "all")):
+        for column in ("mse", "sqnr_db", "underflow", "saturated", "relative_error"):
+            assert formats[1].loc[key, column] == pytest.approx(formats[0].loc[key, column])
+    errors = [fake_quantize(part, "fp8_e4m3").double() - part.double() for part in shards]
+    expected = torch.cat([error.flatten() for error in errors]).square().mean().item()
+    assert formats[1].loc[("fp8_e4m3", "all"), "mse"] == pytest.approx(expected, rel=1e-11)
+
+
+def test_shards_along_tokens_and_zigzag_are_put_in_order(tmp_path):
+    x = values((64, 2, 48), 1.0, GENERATOR)
+    record = record_of("input", dims="s[cp] b h")
+    same_values(*whole_and_parts(tmp_path / "plain", record, x, list(x.chunk(2)), group="cp"))
+    quarters = list(x.chunk(4))
+    shards = [torch.cat([quarters[0], quarters[3]]), torch.cat([quarters[1], quarters[2]])]
+    record = record_of("input", dims="s[cp:zigzag] b h")
+    same_values(*whole_and_parts(tmp_path / "zigzag", record, x, shards, group="cp"))
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path):
+    for name in ("plain", "zigzag"):
+        (tmp_path / name).mkdir()
+
+
+def test_replicas_count_once_and_partial_sums_are_added(tmp_path):
+    x = values((64, 2, 48), 1.0, GENERATOR)
+    one, several = whole_and_parts(tmp_path / "plain", record_of("input"), x, [x, x])
+    same_values(one, several)
+    assert several.tensors.iloc[0]["shards"] == 2
+    record = record_of("output", dims="s b o | partial[tp]")
+    addends = [values((64, 2, 48), 1.0, GENERATOR) for _ in range(2)]
+    total = (addends[0].double() + addends[1].double()).to(torch.bfloat16)
+    one, several = whole_and_parts(tmp_path / "zigzag", record, total, addends)
+    same_values(one, several)
+    assert several.formats["mse"].tolist() == one.formats["mse"].tolist()
+
+
+def test_data_parallel_ranks_are_tensors_of_their_own(tmp_path):
+    parts = [values((64, 2, 48), 1.0, GENERATOR) for _ in range(2)]
+    write_shards(tmp_path, record_of("input"), parts, group="dp")
+    write_shards(tmp_path, record_of("weight"), [parts[0][0], parts[0][0]], group="dp")
+    found = stats.compute(TensorStore(tmp_path))
+    inputs = found.tensors[found.tensors["tensor_name"] == "input"]
+    assert inputs["data_rank"].tolist() == [0, 1]
+    assert [round(rms, 6) for rms in inputs["rms"]] == [
+        round(part.double().square().mean().sqrt().item(), 6) for part in parts
+    ]
+    assert found.tensors["tensor_name"].tolist().count("weight") == 1
+
+
+@pytest.mark.parametrize("dims", ["s b h[tp]", "s b h | partial[tp]"])
+def test_one_rank_of_several_is_measured_and_what_is_missing_said(tmp_path, dims):
+    x = values((64, 2, 48), 1.0, GENERATOR)
+    write_shards(tmp_path, record_of("input", dims=dims), [x, x, x, x])
+    for path in sorted(tmp_path.glob("*rank0[123]*")):
+        path.unlink()
+    found = stats.compute(TensorStore(tmp_path), ["mxfp8"])
+    row = found.tensors.iloc[0]
+    assert "of tp 1, 2, 3 are missing" in row["note"]
+    assert row["count"] == x.numel()
+    assert not math.isnan(found.formats["sqnr_db"].iloc[0])
+
+
+def test_a_slice_has_no_blocks_and_recomputed_tensors_stay_apart(tmp_path):
+    x = values((64, 2, 48), 1.0, GENERATOR)
+    part = {"of": [64, 2, 480], "start": [0, 0, 0], "step": [1, 1, 10]}
+    write_tensor(tmp_path, record_of("input", shape=list(x.shape), slice=part, counter=1), x)
+    again = record_of("weight", shape=list(x.shape), recomputed=True, counter=3)
+    write_tensor(tmp_path, record_of("weight", shape=list(x.shape), counter=2), x)
+    write_tensor(tmp_path, again, x)
+    found = stats.compute(TensorStore(tmp_path), FORMATS)
+    assert found.tensors["recomputed"].tolist() == [False, False, True]
+    sliced = found.formats[found.formats["tensor"] == 0]
+    assert sliced["quantized_format"].tolist() == ["hifp8", "fp8_e4m3"]
+    assert "slice" in found.tensors["note"][0]
+
+
+def test_files_known_by_their_name_only_are_tensors_each(tmp_path):
+    for counter in (1, 2):
+        name = f"20250908_095220_000{counter}_linear_L0_forward_pre_linear_mxfp8_input.pt"
+        torch.save({"tensor": torch.randn(8, 4)}, tmp_path / name)
+    found = stats.compute(TensorStore(tmp_path), ["mxfp8"])
+    assert len(found.tensors) == 2
+    assert found.problems == []
