@@ -20,6 +20,7 @@ from megatron.analysis.stats.work import Failure, Job, Outcome, measure_job, rea
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem, UnreadableTensorError
 
+_STRICT = "remove the file, or leave --strict out"
 _NO_FORMATS_OF = "no format is computed of {dtype} values"
 
 
@@ -57,7 +58,8 @@ def compute(
     tensors = list(logical_tensors(records))
     problems = list(store.problems)
     if strict and problems:
-        raise UnreadableTensorError(f"{problems[0]}; remove the file, or leave --strict out")
+        first = problems[0]
+        raise UnreadableTensorError(first.path, f"{first.why}; {_STRICT}")
     frames = Frames()
     # a terminal gets a bar; a log gets nothing
     bar = tqdm(
@@ -73,9 +75,7 @@ def compute(
             if isinstance(result, Failure):
                 problem = Problem(Path(result.path), result.why)
                 if strict:
-                    raise UnreadableTensorError(
-                        f"{problem}; remove the file, or leave --strict out"
-                    )
+                    raise UnreadableTensorError(problem.path, f"{problem.why}; {_STRICT}")
                 problems.append(problem)
                 continue
             frames.add(number, tensors[number], *result, _note(tensors[number], names, result[1]))
