@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 #: A format has this colour in every figure.
 FORMAT_COLOURS = {
@@ -22,11 +24,18 @@ FORMAT_COLOURS = {
     "mxint8": "#b5838d",
     "nvfp4": "#bc4749",
     "hifp8": "#3d8f63",
+    "hifp4": "#93b84f",
     "fp8_e4m3": "#3a7ca5",
     "fp8_e5m2": "#81b1cc",
 }
 LAYER_COLOURS = {"attention": "#8e5c8b", "linear": "#b3922e"}
 OPERATION_COLOURS = {"forward": "#1f7a7a", "backward": "#c4587c"}
+#: A gradient has the colour of what it is the gradient of.
+TENSOR_COLOURS = {
+    "input": "#1f7a7a", "weight": "#b3922e", "output": "#5b6abf", "query": "#c4587c",
+    "key": "#8c6d46", "value": "#557a46", "attention_scores": "#94617c",
+    "attention_probs": "#3f88c5",
+}  # fmt: skip
 INK = "#222222"  #: text
 FAINT = "#6f6f6f"  #: text that explains
 RULE = "#d9d9d9"  #: lines that only guide the eye
@@ -61,12 +70,16 @@ RC: dict[Any, Any] = {
 
 
 def colour_of(name: str) -> str:
-    """The colour of a format, quantization type, layer type or operation; unknown names get a fixed
-    one too.
+    """The colour of a format, quantization type, layer type, operation or tensor; unknown names get
+    a fixed one too.
     """
-    for table in (LAYER_COLOURS, OPERATION_COLOURS, FORMAT_COLOURS):
+    for table in (LAYER_COLOURS, OPERATION_COLOURS, FORMAT_COLOURS, TENSOR_COLOURS):
         if name in table:
             return table[name]
+    if name.removeprefix("grad_") in TENSOR_COLOURS:
+        return TENSOR_COLOURS[name.removeprefix("grad_")]
+    if name.partition(":")[0] in FORMAT_COLOURS:  # a variant: `mxfp8:rceil`
+        return lighter(FORMAT_COLOURS[name.partition(":")[0]], 0.35)
     if name in _ALIASES:
         return FORMAT_COLOURS[_ALIASES[name]]
     for prefix, share in _SCOPES.items():
@@ -98,6 +111,18 @@ def percent(share: float) -> str:
     if text == "100" and share < 1.0:
         return ">99.9 %"
     return f"{text} %"
+
+
+def powers_of_two(axis: Axis, most: int = 9) -> None:
+    """Whole exponents as powers of two, at no more than `most` ticks."""
+    axis.set_major_locator(MaxNLocator(nbins=most, integer=True))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"$2^{{{x:.0f}}}$"))
+
+
+def guide(ax: Axes, axis: Literal["both", "x", "y"] = "y") -> None:
+    """Thin lines behind the data."""
+    ax.grid(axis=axis, color=RULE, linewidth=0.8)
+    ax.set_axisbelow(True)
 
 
 def quiet(ax: Axes) -> Axes:

@@ -1,0 +1,104 @@
+"""What a reader must not miss, in words and with the numbers behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+
+from megatron.analysis.plots.style import percent
+from megatron.fake_quant import get_format
+
+SATURATED = 0.001  #: share of values beyond the largest number
+#: The same where blocks have a scale: rounded down, it cuts some of the largest values by design,
+#: of the floor rule and of NVFP4 some per cent of all.
+SATURATED_IN_BLOCKS = 0.1
+UNDERFLOW = 0.1  #: share of values that become zero
+SQNR = 10.0  #: dB; the error has a tenth of the signal's power
+BIAS = 0.01  #: of the mean magnitude
+NAMED = 3  #: tensors that a warning names
+
+
+@dataclass(frozen=True)
+class Caution:
+    """One kind of trouble."""
+
+    kind: str  #: nan, saturation, underflow, low_sqnr, bias, dead_channels, outliers
+    text: str
+    tensors: tuple[int, ...]  #: all that it is about, worst first
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def find_cautions(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Caution]:
+    """Gravest first.
+
+    Args:
+        uses: `Material.uses`. tensors: `Material.tensors`.
+    """
+    found = _values(tensors)
+    for name, mine in uses.groupby("quantized_format", sort=False):
+        found += _of_format(str(name), mine)
+    grave = ("nan", "saturation", "poisoned", "underflow", "low_sqnr", "bias")
+    order = {kind: place for place, kind in enumerate((*grave, "dead_channels", "outliers"))}
+    return sorted(found, key=lambda warning: order[warning.kind])
+
+
+def _values(tensors: pd.DataFrame) -> list[Caution]:
+    """About the values themselves."""
+    special = tensors.assign(special=tensors["nan"] + tensors["inf"])
+    rules = (
+        ("nan", special, "special", 0, "hold NaN or Inf", lambda x: f"{x:.0f} values"),
+        ("dead_channels", tensors, "dead_channels", 0, "have channels of zeros only",
+         lambda x: f"{x:.0f} channels"),
+        ("outliers", tensors, "outlier_channels", 0,
+         "have outlier channels (6 times the median amax)", lambda x: f"{x:.0f} channels"),
+    )  # fmt: skip
+    return [w for rule in rules for w in _rule(*rule)]
+
+
+def _of_format(name: str, mine: pd.DataFrame) -> list[Caution]:
+    """About what one format does."""
+    mine = mine.assign(badness=-mine["sqnr_db"], bias_size=mine["relative_bias"].abs())
+    in_blocks = get_format(name).block_size is not None
+    saturated = SATURATED_IN_BLOCKS if in_blocks else SATURATED
+    rules = (
+        ("poisoned", "poisoned", 0, "turns finite values into NaN (of a block with NaN)",
+         lambda x: f"{x:.0f} values"),
+        ("saturation", "saturated", saturated, f"saturates more than {percent(saturated)}",
+         percent),
+        ("underflow", "underflow", UNDERFLOW,
+         f"makes zero of more than {percent(UNDERFLOW)} of the values", percent),
+        ("low_sqnr", "badness", -SQNR, f"has an SQNR below {SQNR:g} dB", lambda x: f"{-x:.1f} dB"),
+        ("bias", "bias_size", BIAS,
+         f"has a bias of more than {percent(BIAS)} of the mean magnitude", percent),
+    )  # fmt: skip
+    return [
+        warning
+        for kind, column, limit, words, number in rules
+        for warning in _rule(kind, mine, column, limit, words, number, name)
+    ]
+
+
+def _rule(
+    kind: str,
+    table: pd.DataFrame,
+    column: str,
+    limit: float,
+    words: str,
+    number: Callable[[float], str],
+    fmt: str = "",
+) -> list[Caution]:
+    """One warning if any row is beyond the limit."""
+    beyond = table[table[column] > limit].sort_values(column, ascending=False, kind="stable")
+    if beyond.empty:
+        return []
+    worst = ", ".join(
+        f"L{row['layer_idx']} {row['place']} ({number(row[column])})"
+        for row in beyond.drop_duplicates(["layer_idx", "place"]).head(NAMED).to_dict("records")
+    )
+    tensors = f"{len(beyond):,} of {len(table):,} tensors"
+    text = f"{fmt} {words}: {tensors}" if fmt else f"{tensors} {words}"
+    return [Caution(kind, f"{text}; worst: {worst}", tuple(beyond["tensor"]))]

@@ -1,0 +1,152 @@
+"""block_analysis/: the scales, room and codes of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from megatron.analysis.figures.codes import usage
+from megatron.analysis.figures.heatmaps import file_name
+from megatron.analysis.figures.material import (
+    Material,
+    NothingToDrawError,
+    headline,
+    legend,
+    sheet,
+)
+from megatron.analysis.plots import plot_block_map, plot_code_usage, plot_counts
+from megatron.analysis.plots.style import powers_of_two
+from megatron.analysis.scale_maps import scale_map
+from megatron.analysis.stats import HEADROOM_EDGES
+from megatron.analysis.tensor_files import UnreadableTensorError
+from megatron.fake_quant import get_format
+from megatron.fake_quant.formats import BlockScaling, Cast
+
+MAPS = 6  #: tensors on a sheet, of different places, those with the lowest SQNR first
+MOST_CODES = 256
+
+
+def draw(material: Material) -> Iterator[tuple[str, Figure]]:
+    """scale_map_<format>, headroom, block_range, scales, code_usage."""
+    formats = material.with_blocks()
+    if not formats:
+        raise NothingToDrawError("none of the formats has blocks; add mxfp8 to --formats")
+    for name in formats:
+        if not get_format(name).square:
+            yield f"scale_map_{file_name(name)}", maps(material, name)
+    yield "blocks", counted(material, formats)
+    yield "code_usage", codes(material)
+
+
+def worst(material: Material, fmt: str, count: int) -> pd.DataFrame:
+    """The tensor of each place with the lowest SQNR, lowest first."""
+    mine = material.uses[material.uses["quantized_format"] == fmt]
+    mine = mine[mine["count"] > 0].sort_values("sqnr_db", kind="stable")
+    return mine.drop_duplicates("place").head(count)
+
+
+def maps(material: Material, fmt: str) -> Figure:
+    """Scale maps of the worst tensors."""
+    rows = worst(material, fmt, MAPS)
+    drawn = []
+    for row in rows.itertuples():
+        try:
+            drawn.append((row, scale_map(material.load(row.tensor), fmt)))
+        except (UnreadableTensorError, ValueError):
+            continue  # only a part of it was collected, or its file is gone by now
+    if not drawn:
+        raise NothingToDrawError(f"no tensor that {fmt} could be drawn for could be loaded whole")
+    columns = min(3, len(drawn))
+    height = -(-len(drawn) // columns)
+    figure, axes = sheet(4.6 * columns, 3.5 * height + 0.8, height, columns)
+    for ax in axes[len(drawn) :]:
+        ax.set_visible(False)
+    for ax, (row, data) in zip(axes, drawn, strict=False):
+        title = f"L{row.layer_idx} {row.place}, {row.quant_type}, {row.sqnr_db:.1f} dB"
+        across = "output unit" if row.tensor_name.endswith("weight") else "row (token, head)"
+        plot_block_map(data, rows=across, columns="first value of the block", title=title, ax=ax)
+    note = "exponent of each block's stored scale, blocks along the last dimension; the tensors "
+    note += "with the lowest SQNR, one of each place; grey: zeros only"
+    headline(figure, f"{fmt}: scale maps", note)
+    return figure
+
+
+def counted(material: Material, formats: list[str]) -> Figure:
+    """Headroom, dynamic range and scales of blocks."""
+    figure, axes = sheet(14.0, 4.2, 1, 3)
+    found = {name: material.summed(name) for name in formats}
+    known = {name: part for name, part in found.items() if part is not None}
+    edges, step = HEADROOM_EDGES, HEADROOM_EDGES[1] - HEADROOM_EDGES[0]
+    room = [
+        pd.DataFrame({"format": n, "left": edges, "right": edges + step, "count": p.headroom})
+        for n, p in known.items()
+    ]
+    plot_counts(
+        pd.concat(room), xlabel="binades between largest value and largest number",
+        title="Headroom (negative: saturates)", ax=axes[0],
+    )  # fmt: skip
+    plot_counts(
+        _by_number({n: p.block_range for n, p in known.items()}, 0),
+        xlabel="binades between smallest and largest value", title="Dynamic range in a block",
+        ax=axes[1],
+    )  # fmt: skip
+    e8m0 = {
+        name: np.concatenate([[0], part.scales[1:]])  # the first: of blocks of zeros
+        for name, part in known.items()
+        if isinstance(get_format(name).scaling, BlockScaling)
+    }
+    if e8m0:
+        data = _by_number(e8m0, -127)
+        plot_counts(
+            data,
+            xlabel="scale of the block",
+            title="Scales (E8M0), without blocks of zeros",
+            ax=axes[2],
+        )
+        powers_of_two(axes[2].xaxis)
+    else:
+        axes[2].set_visible(False)
+    for ax in axes[1:]:
+        ax.set_ylabel("")
+    legend(figure, axes)
+    note = f"{material.origin}; ranges and scales without 0.01 % at each end"
+    headline(figure, "Blocks: room, range and scales", note)
+    return figure
+
+
+def _by_number(counts: dict[str, np.ndarray], first: int) -> pd.DataFrame:
+    """Counts of whole numbers from `first` on, without 0.01 % at each end."""
+    longest = max(len(part) for part in counts.values())
+    padded = {name: np.pad(part, (0, longest - len(part))) for name, part in counts.items()}
+    below = np.cumsum(sum(padded.values()))
+    low, high = np.searchsorted(below, [1e-4 * below[-1], (1 - 1e-4) * below[-1]])
+    low, high = int(low), int(high) + 1
+    left = np.arange(low, high) + first
+    return pd.concat(
+        pd.DataFrame({"format": name, "left": left, "right": left + 1, "count": part[low:high]})
+        for name, part in padded.items()
+    )
+
+
+def codes(material: Material) -> Figure:
+    """Usage of the codes of each format's elements."""
+    mine = [
+        name
+        for name in material.formats
+        if not isinstance(get_format(name).element, Cast)
+        and 1 << get_format(name).element.bits <= MOST_CODES
+    ]
+    found = {name: material.summed(name) for name in mine}
+    shown = {name: part for name, part in found.items() if part is not None and part.codes.any()}
+    if not shown:
+        raise NothingToDrawError("none of the formats has codes that are counted")
+    figure, axes = sheet(11.0, 2.4 * len(shown) + 0.9, len(shown), 1)
+    for ax, (name, part) in zip(axes, shown.items(), strict=True):
+        plot_code_usage(usage(name, part), title=name, ax=ax)
+    for ax in axes[:-1]:
+        ax.set_xlabel("")
+    headline(figure, "How often each code is used", f"{material.origin}; red: never used")
+    return figure

@@ -1,0 +1,144 @@
+"""distributions/: how the values of each tensor are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import NormalDist
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from megatron.analysis.figures.material import (
+    Material,
+    NothingToDrawError,
+    headline,
+    legend,
+    share_y,
+    sheet,
+    trimmed,
+)
+from megatron.analysis.figures.patterns import density, magnitude_quantiles, standard_quantiles
+from megatron.analysis.figures.ranges import format_ranges
+from megatron.analysis.plots import (
+    plot_boxes,
+    plot_density,
+    plot_exponent_histogram,
+    plot_quantiles,
+)
+
+KINDS = {"forward": "Activations", "weight": "Weights", "gradient": "Gradients"}
+MOST = 24  #: small pictures on one sheet
+
+
+def draw(material: Material) -> Iterator[tuple[str, Figure]]:
+    """exponents, histogram, box and qq."""
+    if not material.sums.patterns:
+        raise NothingToDrawError("no tensor has a value that could be counted")
+    yield "exponents", exponents(material)
+    yield "histogram", histogram(material)
+    yield "box", box(material)
+    yield "qq", quantile_quantile(material)
+
+
+def exponent_shares(material: Material, kind: str) -> pd.DataFrame:
+    """Shares by binade of the tensor names of one kind, for `plot_exponent_histogram`."""
+    table = material.tensors[material.tensors["kind"] == kind]
+    counts = {
+        str(name): material.sums.binades_of(set(part["place"]))
+        for name, part in table.groupby("tensor_name", sort=False)
+    }
+    chosen = trimmed(sum(counts.values(), start=np.zeros(255, dtype=np.int64)))
+    frames = [
+        pd.DataFrame(
+            {
+                "group": name,
+                "exponent": np.arange(255)[chosen] - 127,
+                "share": found[chosen] / max(found.sum(), 1),
+            }
+        )
+        for name, found in counts.items()
+    ]
+    return pd.concat(frames, ignore_index=True)
+
+
+def exponents(material: Material) -> Figure:
+    """Exponent histograms with the formats' ranges."""
+    kinds = [kind for kind in KINDS if (material.tensors["kind"] == kind).any()]
+    figure, axes = sheet(5.4 * len(kinds), 5.0, 1, len(kinds))
+    for ax, kind in zip(axes, kinds, strict=True):
+        mine = material.uses[material.uses["kind"] == kind]
+        ranges = format_ranges(material.formats, mine)
+        plot_exponent_histogram(exponent_shares(material, kind), ranges, title=KINDS[kind], ax=ax)
+    for ax in axes[1:]:
+        ax.set_ylabel("")
+    legend(figure, axes)
+    note = "bars: what each format reaches (thin: subnormal), for block formats a block of the "
+    note += "median scale; zeros and the lowest 0.01 % are left out"
+    headline(figure, "Values by magnitude, and what the formats reach", note)
+    return figure
+
+
+def histogram(material: Material) -> Figure:
+    """Small pictures, a place each."""
+    places = material.places[:MOST]
+    columns = min(4, len(places))
+    rows = -(-len(places) // columns)
+    figure, axes = sheet(3.1 * columns, 2.1 * rows + 0.9, rows, columns)
+    for ax in axes[len(places) :]:
+        ax.set_visible(False)
+    for ax, place in zip(axes, places, strict=False):
+        data = density(material.sums.patterns[place])
+        if data is None:
+            ax.text(0.5, 0.5, "one value only", ha="center", transform=ax.transAxes)
+            ax.set_title(place, loc="left", fontsize=9)
+            continue
+        plot_density(data.assign(group=place.rpartition(" ")[2]), ax=ax)
+        ax.set_title(place, loc="left", fontsize=9)
+    for ax in axes[: len(places) : columns]:
+        ax.set_ylabel("density")
+    left_out = len(material.places) - len(places)
+    more = f"; {left_out} more are not drawn" if left_out else ""
+    note = f"x: standard deviations from zero; dotted: normal; {material.origin}{more}"
+    headline(figure, "Distribution of values", note)
+    return figure
+
+
+def box(material: Material) -> Figure:
+    """Magnitudes of each place."""
+    rows = [
+        {"name": place, "group": place.rpartition(" ")[2]}
+        | magnitude_quantiles(material.sums.patterns[place])
+        for place in material.places
+    ]
+    figure, axes = sheet(9.5, 0.3 * len(rows) + 1.8)
+    plot_boxes(pd.DataFrame(rows), ax=axes[0])
+    note = "box: middle half; line in it: median; whiskers: 1 % to 99 %; tick: largest; hatched: "
+    headline(figure, "Magnitudes of each tensor", note + "gradients")
+    return figure
+
+
+def quantile_quantile(material: Material) -> Figure:
+    """Tails against a normal distribution."""
+    kinds = [kind for kind in KINDS if (material.tensors["kind"] == kind).any()]
+    figure, axes = sheet(4.9 * len(kinds), 6.2, 1, len(kinds))
+    normal = NormalDist()
+    shares = np.concatenate([10.0 ** np.arange(-6, -2), np.linspace(0.01, 0.99, 99)])
+    shares = np.union1d(shares, 1 - shares)
+    for ax, kind in zip(axes, kinds, strict=True):
+        found = [
+            pd.DataFrame(
+                {
+                    "group": place,
+                    "normal": [normal.inv_cdf(share) for share in shares],
+                    "value": standard_quantiles(material.sums.patterns[place], shares),
+                }
+            )
+            for place in material.places_of(kind)
+        ]
+        plot_quantiles(pd.concat(found, ignore_index=True).dropna(), title=KINDS[kind], ax=ax)
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, fontsize=8)
+    share_y(axes)
+    note = "linear up to 10 standard deviations, logarithmic beyond; from 1e-6 to 1 - 1e-6"
+    headline(figure, "Tails: quantiles against a normal distribution", note)
+    return figure

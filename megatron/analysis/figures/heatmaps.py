@@ -1,0 +1,110 @@
+"""heatmaps/: a number for each layer and tensor, or each layer and iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+
+from megatron.analysis.figures.material import Material, NothingToDrawError, headline, sheet
+from megatron.analysis.plots import plot_heatmap
+
+KINDS = {"forward": "Activations", "weight": "Weights", "gradient": "Gradients"}
+
+
+def draw(material: Material) -> Iterator[tuple[str, Figure]]:
+    """sqnr_<format>, sqnr_by_iteration_<format>, amax, rms, kurtosis."""
+    if material.tensors.empty:
+        raise NothingToDrawError("no tensor could be read")
+    norm = sqnr_norm(material)
+    for name in material.formats:
+        yield f"sqnr_{file_name(name)}", layer_by_tensor_sqnr(material, name, norm)
+    if material.tensors["iteration"].nunique() > 1:
+        for name in material.formats:
+            figure = layer_by_iteration_sqnr(material, name, norm)
+            yield f"sqnr_by_iteration_{file_name(name)}", figure
+    for column, title, label in (
+        ("amax", "Largest magnitude", "amax"),
+        ("rms", "Root mean square", "rms"),
+        ("kurtosis", "Kurtosis (3: normal)", "kurtosis"),
+    ):
+        yield column, layer_by_tensor_value(material, column, title, label)
+
+
+def file_name(fmt: str) -> str:
+    """A format's name without what file systems dislike."""
+    return fmt.replace(":", "-")
+
+
+def layer_name(layer: int) -> str:
+    """As a tick; -1 is a tensor of no known layer."""
+    return f"L{layer}" if layer >= 0 else "?"
+
+
+def cells(table: pd.DataFrame, value: str, column: str, order: list[object]) -> pd.DataFrame:
+    """Median of `value` by layer and `column`, as `plot_heatmap` takes it."""
+    found = table.groupby(["layer_idx", column])[value].median()
+    layers = sorted(table["layer_idx"].unique())
+    index = pd.MultiIndex.from_product([layers, order], names=["layer", "column"])
+    data = found.reindex(index).rename("value").reset_index()
+    return data.assign(row=data["layer"].map(layer_name))
+
+
+def sqnr_norm(material: Material) -> Normalize:
+    """One colour scale for all formats, so that their pictures can be compared."""
+    finite = material.uses["sqnr_db"].replace([np.inf, -np.inf], np.nan).dropna()
+    if finite.empty:
+        return Normalize(0, 40)
+    low, high = np.floor(finite.quantile(0.01)), np.ceil(finite.quantile(0.99))
+    return Normalize(float(low), float(max(high, low + 1)))
+
+
+def layer_by_tensor_sqnr(material: Material, fmt: str, norm: Normalize) -> Figure:
+    """How well one format represents each tensor."""
+    mine = material.uses[material.uses["quantized_format"] == fmt]
+    data = cells(mine, "sqnr_db", "place", list(material.places))
+    figure, axes = _sheet_for(data)
+    plot_heatmap(data, label="SQNR (dB)", norm=norm, ax=axes[0])
+    note = f"median of {material.origin}; blocks run as in the forward GEMM of an operand, else "
+    headline(figure, f"{fmt}: signal to quantization noise", note + "along the last dimension")
+    return figure
+
+
+def layer_by_iteration_sqnr(material: Material, fmt: str, norm: Normalize) -> Figure:
+    """Whether it gets better or worse in training, for each kind of tensor."""
+    mine = material.uses[material.uses["quantized_format"] == fmt]
+    kinds = [kind for kind in KINDS if (mine["kind"] == kind).any()]
+    iterations = sorted(mine["iteration"].unique())
+    layers = mine["layer_idx"].nunique()
+    width = max(3.6, 1.2 + 0.45 * len(iterations))
+    figure, axes = sheet(width * len(kinds), 0.32 * layers + 2.2, 1, len(kinds))
+    for ax, kind in zip(axes, kinds, strict=True):
+        data = cells(mine[mine["kind"] == kind], "sqnr_db", "iteration", list(iterations))
+        plot_heatmap(data, label="SQNR (dB)", title=KINDS[kind], norm=norm, ax=ax)
+        ax.set_xlabel("iteration")
+    headline(figure, f"{fmt}: SQNR by layer and iteration", f"median of {material.origin}")
+    return figure
+
+
+def layer_by_tensor_value(material: Material, column: str, title: str, label: str) -> Figure:
+    """A statistic of the values themselves, on a logarithmic color scale."""
+    data = cells(material.tensors, column, "place", list(material.places))
+    positive = data["value"][data["value"] > 0]
+    norm = (
+        LogNorm(positive.min(), max(positive.max(), positive.min() * 2)) if len(positive) else None
+    )
+    figure, axes = _sheet_for(data)
+    plot_heatmap(data, label=label, digits=".2g", cmap="cividis", norm=norm, ax=axes[0])
+    headline(figure, title, f"median of {material.origin}")
+    return figure
+
+
+def _sheet_for(data: pd.DataFrame) -> tuple[Figure, list]:  # type: ignore[type-arg]
+    columns, rows = data["column"].nunique(), min(data["row"].nunique(), 60)
+    found: tuple[Figure, list] = sheet(  # type: ignore[type-arg]
+        min(max(7.0, 2.2 + 0.48 * columns), 26.0), min(max(3.2, 2.3 + 0.32 * rows), 20.0)
+    )
+    return found

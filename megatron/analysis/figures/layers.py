@@ -1,0 +1,91 @@
+"""layer_analysis/ and gradients/: statistics of the values by layer and iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from megatron.analysis.figures.distributions import exponent_shares
+from megatron.analysis.figures.material import (
+    Material,
+    NothingToDrawError,
+    headline,
+    legend,
+    medians,
+    sheet,
+)
+from megatron.analysis.figures.ranges import format_ranges
+from megatron.analysis.plots import plot_exponent_histogram, plot_lines
+
+STATISTICS = (("rms", "root mean square"), ("amax", "largest magnitude"), ("kurtosis", "kurtosis"))
+
+
+def draw_layers(material: Material) -> Iterator[tuple[str, Figure]]:
+    """activations, weights, and iterations where there are several."""
+    if material.tensors.empty:
+        raise NothingToDrawError("no tensor could be read")
+    for kind, name in (("forward", "activations"), ("weight", "weights")):
+        mine = material.tensors[material.tensors["kind"] == kind]
+        if not mine.empty:
+            group = "tensor_name" if kind == "forward" else "part"
+            yield name, by(mine, "layer_idx", "layer", group, f"{name.title()} by layer", material)
+    if material.tensors["iteration"].nunique() > 1:
+        title = "Values over training"
+        yield (
+            "iterations",
+            by(material.tensors, "iteration", "iteration", "tensor_name", title, material),
+        )
+
+
+def draw_gradients(material: Material) -> Iterator[tuple[str, Figure]]:
+    """by_layer, exponents, underflow, and iterations where there are several."""
+    mine = material.tensors[material.tensors["kind"] == "gradient"]
+    if mine.empty:
+        raise NothingToDrawError("no gradient was collected; collect backward operations too")
+    yield "by_layer", by(mine, "layer_idx", "layer", "tensor_name", "Gradients by layer", material)
+    yield "exponents", exponents(material)
+    if material.formats:
+        yield "underflow", underflow(material)
+    if mine["iteration"].nunique() > 1:
+        title = "Gradients over training"
+        yield "iterations", by(mine, "iteration", "iteration", "tensor_name", title, material)
+
+
+def by(
+    table: pd.DataFrame, x: str, xlabel: str, group: str, title: str, material: Material
+) -> Figure:
+    """Three statistics side by side, a line a group."""
+    figure, axes = sheet(13.5, 4.4, 1, len(STATISTICS))
+    for ax, (column, label) in zip(axes, STATISTICS, strict=True):
+        data = medians(table, group, x, column)
+        plot_lines(data, xlabel=xlabel, ylabel=label, logarithmic=True, ax=ax)
+    legend(figure, axes)
+    headline(figure, title, f"median of {material.origin}")
+    return figure
+
+
+def exponents(material: Material) -> Figure:
+    """Gradients by magnitude."""
+    mine = material.uses[material.uses["kind"] == "gradient"]
+    figure, axes = sheet(9.0, 5.2)
+    ranges = format_ranges(material.formats, mine)
+    plot_exponent_histogram(exponent_shares(material, "gradient"), ranges, ax=axes[0])
+    legend(figure, axes)
+    headline(figure, "Gradients by magnitude, and what the formats reach", material.origin)
+    return figure
+
+
+def underflow(material: Material) -> Figure:
+    """What becomes zero, by layer."""
+    mine = material.uses[material.uses["kind"] == "gradient"]
+    figure, axes = sheet(9.0, 4.4, 1, 2)
+    for ax, column, label in zip(
+        axes, ("underflow", "sqnr_db"), ("share that becomes zero", "SQNR (dB)"), strict=True
+    ):
+        data = medians(mine, "quantized_format", "layer_idx", column)
+        plot_lines(data, xlabel="layer", ylabel=label, ax=ax)
+    legend(figure, axes)
+    headline(figure, "Gradients in each format, by layer", f"median of {material.origin}")
+    return figure

@@ -1,0 +1,152 @@
+"""statistics/ and global_statistics/: the numbers themselves, and one picture of all tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from megatron.analysis.cautions import find_cautions
+from megatron.analysis.figures.material import (
+    Material,
+    NothingToDrawError,
+    headline,
+    sheet,
+)
+from megatron.analysis.plots import plot_scales
+
+GROUPS = ("quant_type", "layer_type", "operation", "kind", "tensor_name")
+NUMBERS = ("sqnr_db", "cosine", "relative_bias", "underflow", "saturated", "axis_disagreement")
+
+
+def draw_statistics(material: Material) -> Iterator[tuple[str, Figure | str]]:
+    """scales, tensors.csv and formats.csv."""
+    if material.tensors.empty:
+        raise NothingToDrawError("no tensor could be read")
+    yield "scales", scales(material)
+    yield "tensors.csv", material.found.tensors.to_csv(index_label="tensor")
+    yield "formats.csv", material.found.formats.to_csv(index=False)
+
+
+def scales(material: Material) -> Figure:
+    """How large the values of each place are: the whole transformer on one page."""
+    table = material.tensors
+    found = table.groupby("place")[["m0.01", "rms", "amax"]].median()
+    found = found.reindex(material.places).reset_index()
+    found = found.rename(columns={"place": "name", "m0.01": "low", "amax": "high"})
+    found = found.assign(group=[name.rpartition(" ")[2] for name in found["name"]])
+    figure, axes = sheet(9.0, 0.3 * len(found) + 1.8)
+    plot_scales(found, ax=axes[0])
+    note = "dot: rms; line: from the 1 % quantile of magnitudes to the largest; "
+    headline(figure, "Scale of each tensor", f"{note}median of {material.origin}")
+    return figure
+
+
+def draw_global(material: Material) -> Iterator[tuple[str, str]]:
+    """global_statistics.json and .txt."""
+    found = summary(material)
+    yield "global_statistics.json", json.dumps(found, indent=1, allow_nan=False) + "\n"
+    yield "global_statistics.txt", as_text(found)
+
+
+def summary(material: Material) -> dict[str, Any]:
+    """All that is known of the dump as a whole; numbers that do not exist are null."""
+    table = material.tensors
+    finite = int(table["finite"].sum())
+    overall = {
+        "tensors": len(table),
+        "values": int(table["count"].sum()),
+        **{name: int(table[name].sum()) for name in ("finite", "nan", "inf", "zeros")},
+        "min": _plain(table["min"].min()),
+        "max": _plain(table["max"].max()),
+        "mean": _plain((table["mean"] * table["finite"]).sum() / finite) if finite else None,
+        "rms": _plain(_pooled_rms(table)),
+    }
+    groups: dict[str, Any] = {}
+    for column in GROUPS:
+        parts = table.groupby(column, sort=False)
+        groups[column] = {
+            str(name): {
+                "tensors": len(part),
+                "values": int(part["count"].sum()),
+                "rms": _plain(_pooled_rms(part)),
+                "amax": _plain(part["amax"].max()),
+            }
+            for name, part in parts
+        }
+    return {
+        "folder": str(material.store.folder),
+        "runs": material.store.runs(),
+        "overall": overall,
+        "groups": groups,
+        "formats": {name: _format(material, name) for name in material.formats},
+        "warnings": [str(warning) for warning in find_cautions(material.uses, material.tensors)],
+        "left_out": [str(problem) for problem in material.found.problems],
+        "missing": len(material.store.missing),
+    }
+
+
+def _pooled_rms(table: pd.DataFrame) -> float:
+    """Of all finite values together."""
+    finite = table["finite"].sum()
+    squares = (table["rms"].fillna(0.0) ** 2 * table["finite"]).sum()
+    return math.sqrt(squares / finite) if finite else math.nan
+
+
+def _format(material: Material, name: str) -> dict[str, Any]:
+    """Quartiles over the tensors."""
+    mine = material.uses[material.uses["quantized_format"] == name]
+    found: dict[str, Any] = {"tensors": len(mine)}
+    for column in NUMBERS:
+        known = mine[column].dropna()
+        if len(known):
+            shares = {"lowest": 0.0, "median": 0.5, "highest": 1.0}
+            found[column] = {
+                word: _plain(known.quantile(share, interpolation="nearest"))
+                for word, share in shares.items()
+            }
+    return found
+
+
+def _plain(value: float) -> float | str | None:
+    """For JSON, which has neither NaN nor Inf."""
+    value = float(value)
+    if math.isnan(value):
+        return None
+    return value if math.isfinite(value) else str(value)
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The same for people."""
+    lines = [f"Statistics of {found['folder']}", ""]
+    lines += [f"  {name:<8} {value}" for name, value in found["overall"].items()]
+    for column, groups in found["groups"].items():
+        lines += ["", f"By {column}"]
+        lines += [
+            f"  {name:<18} {part['tensors']:>7} tensors  {part['values']:>14} values  "
+            f"rms {_text(part['rms'])}  amax {_text(part['amax'])}"
+            for name, part in groups.items()
+        ]
+    for name, part in found["formats"].items():
+        lines += ["", f"{name}, {part['tensors']} tensors: lowest, median, highest"]
+        lines += [
+            f"  {column:<18} " + "  ".join(f"{_text(x):>13}" for x in numbers.values())
+            for column, numbers in part.items()
+            if isinstance(numbers, dict)
+        ]
+    for title, key in (("Warnings", "warnings"), ("Left out", "left_out")):
+        if found[key]:
+            lines += ["", title, *(f"  {line}" for line in found[key])]
+    if found["missing"]:
+        lines += ["", f"{found['missing']} files that an index names are not there"]
+    return "\n".join(lines) + "\n"
+
+
+def _text(value: float | str | None) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:.9g}"

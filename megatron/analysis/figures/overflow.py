@@ -1,0 +1,78 @@
+"""overflow_analysis/: what formats lose at both ends of their range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from megatron.analysis.figures.heatmaps import KINDS
+from megatron.analysis.figures.material import (
+    Material,
+    NothingToDrawError,
+    headline,
+    legend,
+    sheet,
+    trimmed,
+)
+from megatron.analysis.figures.quantization import by_tensor
+from megatron.analysis.plots import plot_error_by_magnitude, plot_heatmap
+from megatron.analysis.plots.style import percent
+
+
+def draw(material: Material) -> Iterator[tuple[str, Figure]]:
+    """underflow, saturation, underflow_by_magnitude, special_values."""
+    if not material.formats:
+        raise NothingToDrawError("no format was asked for; name some in --formats")
+    for name, column, title in (
+        ("underflow", "underflow", "Underflow: values that are not zero and become zero"),
+        ("saturation", "saturated", "Saturation: values beyond the largest number"),
+    ):
+        yield name, by_tensor(material, column, "share of values", title, shares=True)
+    yield "underflow_by_magnitude", underflow_by_magnitude(material)
+    if (material.tensors["nan"] + material.tensors["inf"]).any():
+        yield "special_values", special_values(material)
+
+
+def underflow_by_magnitude(material: Material) -> Figure:
+    """Which magnitudes vanish."""
+    kinds = [kind for kind in KINDS if (material.uses["kind"] == kind).any()]
+    figure, axes = sheet(4.6 * len(kinds), 4.2, 1, len(kinds), sharey=True)
+    for ax, kind in zip(axes, kinds, strict=True):
+        places = material.places_of(kind)
+        chosen = trimmed(material.sums.binades_of(set(places)))
+        frames = []
+        for name in material.formats:
+            found = material.summed(name, places)
+            if found is not None:
+                values, lost = found.values[chosen], found.underflow[chosen]
+                share = np.where(values > 0, lost / np.maximum(values, 1), np.nan)
+                exponents = np.arange(255)[chosen] - 127
+                frames.append(
+                    pd.DataFrame({"format": name, "exponent": exponents, "relative_error": share})
+                )
+        plot_error_by_magnitude(pd.concat(frames), title=KINDS[kind], ax=ax)
+        ax.set_yscale("linear")
+        ax.set_ylim(-0.02, 1.05)
+        ax.set_ylabel("share of values that become zero")
+        ax.yaxis.set_major_formatter(lambda y, _: percent(y))
+    for ax in axes[1:]:
+        ax.set_ylabel("")
+    legend(figure, axes)
+    headline(figure, "Which magnitudes vanish", material.origin)
+    return figure
+
+
+def special_values(material: Material) -> Figure:
+    """Where NaN and Inf are."""
+    table = material.tensors.assign(count=material.tensors["nan"] + material.tensors["inf"])
+    found = table.groupby(["layer_idx", "place"])["count"].sum().reset_index()
+    found = found[found["count"] > 0]
+    data = found.rename(columns={"layer_idx": "row", "place": "column", "count": "value"})
+    figure, axes = sheet(max(6.0, 2 + 0.5 * data["column"].nunique()), 4.0)
+    plot_heatmap(data, label="NaN and Inf values", digits=".0f", cmap="Reds", ax=axes[0])
+    axes[0].set_ylabel("layer")
+    headline(figure, "NaN and Inf", material.origin)
+    return figure

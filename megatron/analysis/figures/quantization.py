@@ -1,0 +1,106 @@
+"""quantization_analysis/: what each format does to the same tensors, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from megatron.analysis.figures.heatmaps import KINDS
+from megatron.analysis.figures.material import (
+    Material,
+    NothingToDrawError,
+    headline,
+    legend,
+    medians,
+    share_y,
+    sheet,
+    trimmed,
+)
+from megatron.analysis.plots import plot_dots, plot_error_by_magnitude, plot_lines
+
+
+def draw(material: Material) -> Iterator[tuple[str, Figure]]:
+    """sqnr_by_layer, sqnr_by_tensor, error_by_magnitude, bias, row_against_column."""
+    if not material.formats:
+        raise NothingToDrawError("no format was asked for; name some in --formats")
+    yield "sqnr_by_layer", by_layer(material)
+    yield "sqnr_by_tensor", by_tensor(material, "sqnr_db", "SQNR (dB)", "SQNR of each tensor")
+    yield "error_by_magnitude", error_by_magnitude(material)
+    title = "Bias: mean error over mean magnitude (zero: errors cancel)"
+    yield "bias", by_tensor(material, "relative_bias", "mean error / mean magnitude", title)
+    rows = material.uses["axis_disagreement"].notna()
+    if rows.any():
+        title = "Values that differ between row-wise and column-wise blocks"
+        yield (
+            "row_against_column",
+            by_tensor(material, "axis_disagreement", "share of values", title, shares=True),
+        )
+
+
+def by_layer(material: Material) -> Figure:
+    """Formats over the layers, for each kind of tensor."""
+    kinds = [kind for kind in KINDS if (material.uses["kind"] == kind).any()]
+    figure, axes = sheet(4.2 * len(kinds), 4.4, 1, len(kinds), sharey=True)
+    for ax, kind in zip(axes, kinds, strict=True):
+        mine = material.uses[material.uses["kind"] == kind]
+        data = medians(mine, "quantized_format", "layer_idx", "sqnr_db")
+        plot_lines(data, xlabel="layer", ylabel="SQNR (dB)", title=KINDS[kind], ax=ax)
+    for ax in axes[1:]:
+        ax.set_ylabel("")
+    legend(figure, axes)
+    headline(figure, "Formats on the same tensors, by layer", f"median of {material.origin}")
+    return figure
+
+
+def by_tensor(
+    material: Material, column: str, xlabel: str, title: str, *, shares: bool = False
+) -> Figure:
+    """Formats side by side, a row a place."""
+    mine = material.uses.dropna(subset=[column])
+    order = [place for place in material.places if place in set(mine["place"])]
+    found = mine.groupby(["quantized_format", "place"], sort=False)[column].median()
+    data = found.rename("value").reset_index()
+    data = data.rename(columns={"quantized_format": "group", "place": "name"})
+    data = data.assign(at=data["name"].map({place: i for i, place in enumerate(order)}))
+    figure, axes = sheet(9.0, 0.32 * len(order) + 2.2)
+    data = data.sort_values("at", kind="stable")
+    formats = pd.Categorical(data["group"], list(material.formats))
+    data = data.assign(group=formats.astype(str), rank=formats.codes)
+    plot_dots(data.sort_values(["at", "rank"]), xlabel=xlabel, shares=shares, ax=axes[0])
+    legend(figure, axes)
+    headline(figure, title, f"median of {material.origin}")
+    return figure
+
+
+def magnitude_errors(material: Material, kind: str) -> pd.DataFrame:
+    """Mean relative error of each binade and format, for `plot_error_by_magnitude`."""
+    places = material.places_of(kind)
+    chosen = trimmed(material.sums.binades_of(set(places)), 1e-3)
+    frames = []
+    for name in material.formats:
+        found = material.summed(name, places)
+        if found is None:
+            continue
+        values = found.values[chosen]
+        error = np.where(values > 0, found.relative_error[chosen] / np.maximum(values, 1), np.nan)
+        exponents = np.arange(255)[chosen] - 127
+        frames.append(
+            pd.DataFrame({"format": name, "exponent": exponents, "relative_error": error})
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def error_by_magnitude(material: Material) -> Figure:
+    """Where each format is precise."""
+    kinds = [kind for kind in KINDS if (material.uses["kind"] == kind).any()]
+    figure, axes = sheet(4.6 * len(kinds), 4.4, 1, len(kinds))
+    for ax, kind in zip(axes, kinds, strict=True):
+        plot_error_by_magnitude(magnitude_errors(material, kind), title=KINDS[kind], ax=ax)
+    share_y(axes)
+    legend(figure, axes)
+    note = "100 %: the value becomes zero; the lowest 0.1 % of the values are left out"
+    headline(figure, "Relative error by magnitude", note)
+    return figure

@@ -1,0 +1,50 @@
+"""The spread of magnitudes, a box a tensor, on an axis of powers of two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from megatron.analysis.plots.style import INK, colour_of, guide, lighter, powers_of_two, quiet
+
+
+def plot_boxes(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
+    """Draw a box a row: the middle half, the median, whiskers from 1 % to 99 %, the largest.
+
+    Args:
+        data: columns `name`, `group` (its colour), `p1`, `p25`, `p50`, `p75`, `p99`, `largest`:
+            magnitudes; what is zero ends at the left of the axis.
+    """
+    ax = plt.gca() if ax is None else ax
+    columns = ["p1", "p25", "p50", "p75", "p99", "largest"]
+    numbers = data[columns].to_numpy(dtype=float)
+    positive = numbers[numbers > 0]
+    floor = float(positive.min()) / 2 if positive.size else 0.5
+    logs = np.log2(np.maximum(numbers, floor))
+    for y, (row, values) in enumerate(zip(data.to_dict("records"), logs, strict=True)):
+        _box(ax, y, str(row["group"]), dict(zip(columns, values, strict=True)))
+    ax.set_yticks(range(len(data)), [str(name) for name in data["name"]])
+    ax.set_ylim(len(data) - 0.4, -0.6)
+    ax.tick_params(axis="y", length=0)
+    ax.margins(x=0.03)
+    powers_of_two(ax.xaxis)
+    guide(ax, "x")
+    ax.set_xlabel("magnitude")
+    ax.set_title(title, loc="left")
+    return quiet(ax)
+
+
+def _box(ax: Axes, y: int, group: str, at: dict[str, Any]) -> None:
+    colour = colour_of(group)
+    hatch = "////" if group.startswith("grad_") else None
+    ax.plot([at["p1"], at["p99"]], [y, y], color=colour, linewidth=1.2, zorder=1)
+    ax.barh(
+        y, at["p75"] - at["p25"], 0.6, left=at["p25"], color=lighter(colour, 0.6),
+        edgecolor=colour, hatch=hatch, zorder=2,
+    )  # fmt: skip
+    ax.plot([at["p50"], at["p50"]], [y - 0.3, y + 0.3], color=INK, linewidth=1.4, zorder=3)
+    ax.plot([at["largest"]], [y], marker="|", markersize=8, color=colour, zorder=3)

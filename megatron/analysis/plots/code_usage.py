@@ -1,0 +1,54 @@
+"""How often each code of a format occurs, in the order of the numbers that the codes stand for."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from megatron.analysis.plots.style import ALARM, colour_of, guide, percent, quiet, right_of_title
+
+
+def plot_code_usage(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
+    """Draw a bar a code, from the most negative number to the largest; unused codes are marked.
+
+    Args:
+        data: columns `format` (one), `value` (rising, -0 before 0), `count`.
+    """
+    ax = plt.gca() if ax is None else ax
+    counts = data["count"].to_numpy(dtype=float)
+    shares = counts / max(counts.sum(), 1.0)
+    x = np.arange(len(shares))
+    ax.bar(x, shares, width=1.0 if len(x) > 64 else 0.85, color=colour_of(data["format"].iloc[0]))
+    unused = x[counts == 0]
+    if len(unused):
+        ax.plot(
+            unused, np.full(len(unused), 0.015), "|", color=ALARM, markersize=5,
+            transform=ax.get_xaxis_transform(), label="never used",
+        )  # fmt: skip
+    every = 1 if len(x) <= 16 else len(x) // 8
+    ticks = [*range(0, len(x), every)]
+    values = data["value"].to_numpy(dtype=float)
+    ax.set_xticks(ticks, [_number(values[i]) for i in ticks])
+    plt.setp(ax.get_xticklabels(), fontsize=8)
+    ax.set_xlim(-0.8, len(x) - 0.2)
+    ax.set_ylim(0, 1.08 * max(float(shares.max()), 1e-9))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))
+    guide(ax)
+    ax.set(xlabel="number that the code stands for (before the scale)", ylabel="share of values")
+    ax.set_title(title, loc="left")
+    right_of_title(ax, f"{int((counts > 0).sum())} of {len(counts)} codes used")
+    return quiet(ax)
+
+
+def _number(value: float) -> str:
+    if value == 0:
+        return "-0" if np.signbit(value) else "0"
+    mantissa, exponent = np.frexp(abs(value))
+    sign = "-" if value < 0 else ""
+    if 0.01 <= abs(value) < 10000:
+        return f"{value:.4g}"
+    factor = "" if mantissa == 0.5 else f"{2 * mantissa:.3g}·"
+    return f"{sign}{factor}$2^{{{exponent - 1}}}$"

@@ -1,0 +1,38 @@
+"""Shares of counted things in rising bins, an outline a format: headroom, range, scales."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from megatron.analysis.plots.style import FILL, colour_of, guide, percent, quiet
+
+
+def plot_counts(
+    data: pd.DataFrame,
+    *,
+    xlabel: str,
+    ylabel: str = "share of blocks",
+    title: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw the histogram of each format.
+
+    Args:
+        data: columns `format`, `left`, `right`, `count`; bins without gaps.
+    """
+    ax = plt.gca() if ax is None else ax
+    for name, part in data.groupby("format", sort=False):
+        shares = part["count"] / max(part["count"].sum(), 1)
+        edges = [*part["left"], part["right"].iloc[-1]]
+        ax.stairs(shares, edges, fill=True, color=colour_of(str(name)), alpha=FILL)
+        ax.stairs(shares, edges, color=colour_of(str(name)), linewidth=1.5, label=str(name))
+    ax.set_xlim(data["left"].min(), data["right"].max())
+    ax.set_ylim(bottom=0)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))
+    guide(ax)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.set_title(title, loc="left")
+    return quiet(ax)

@@ -1,0 +1,37 @@
+"""How values are distributed in units of their standard deviation, on a logarithmic axis."""
+
+from __future__ import annotations
+
+import math
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from megatron.analysis.plots.style import FAINT, FILL, colour_of, guide, quiet
+
+
+def plot_density(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
+    """Draw the histogram as a density, and a normal distribution to compare with.
+
+    Args:
+        data: columns `group`, `left`, `right` (in standard deviations), `density`; rising bins.
+    """
+    ax = plt.gca() if ax is None else ax
+    for name, part in data.groupby("group", sort=False):
+        edges = [*part["left"], part["right"].iloc[-1]]
+        colour = colour_of(str(name))
+        ax.stairs(part["density"], edges, fill=True, color=colour, alpha=FILL)
+        ax.stairs(part["density"], edges, color=colour, linewidth=1.2, label=str(name))
+    low, high = float(data["left"].min()), float(data["right"].max())
+    x = np.linspace(max(low, -6), min(high, 6), 200)
+    ax.plot(x, np.exp(-x * x / 2) / math.sqrt(2 * math.pi), color=FAINT, linestyle=":", linewidth=1)
+    positive = data["density"][data["density"] > 0]
+    floor = float(positive.min()) if len(positive) else 1e-6
+    ax.set_ylim(max(floor / 2, 1e-9), 3 * max(float(data["density"].max()), 0.4))
+    ax.set_yscale("log")
+    ax.set_xlim(low, high)
+    guide(ax)
+    ax.set_title(title, loc="left")
+    return quiet(ax)

@@ -1,0 +1,37 @@
+"""The relative error of formats by the magnitude of the value: where each one is precise."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from megatron.analysis.plots.style import colour_of, guide, percent, powers_of_two, quiet
+
+
+def plot_error_by_magnitude(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
+    """Draw the mean relative error of the values in each binade, a step line a format.
+
+    Args:
+        data: columns `format`, `exponent`, `relative_error`; exponents without gaps, NaN where
+            there is no value.
+    """
+    ax = plt.gca() if ax is None else ax
+    for name, part in data.groupby("format", sort=False):
+        exponents = part["exponent"].tolist()
+        ax.stairs(
+            part["relative_error"], [*exponents, exponents[-1] + 1], baseline=None,
+            color=colour_of(str(name)), linewidth=1.5, label=str(name),
+        )  # fmt: skip
+    positive = data["relative_error"][data["relative_error"] > 0]
+    if len(positive):
+        ax.set_ylim(0.7 * float(positive.min()), 1.5 * float(positive.max()))
+        ax.set_yscale("log")
+    ax.set_xlim(data["exponent"].min(), data["exponent"].max() + 1)
+    powers_of_two(ax.xaxis)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))
+    guide(ax, "both")
+    ax.set(xlabel="magnitude", ylabel="mean |error| / |value|")
+    ax.set_title(title, loc="left")
+    return quiet(ax)

@@ -1,0 +1,81 @@
+"""A number for each cell of two categories: layer and tensor, layer and iteration."""
+
+from __future__ import annotations
+
+import math
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+
+from megatron.analysis.plots.style import FAINT, INK, TRACK
+
+MOST_NUMBERS = 700  #: cells beyond which numbers would not be read
+
+
+def plot_heatmap(
+    data: pd.DataFrame,
+    *,
+    label: str,
+    title: str = "",
+    digits: str = ".1f",
+    cmap: str = "viridis",
+    norm: Normalize | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw a cell a row of `data`, coloured by value and labelled with it where there is room.
+
+    Args:
+        data: columns `row`, `column`, `value`; rows and columns in the order of their first
+            appearance. A cell that is missing or NaN is grey; inf has the colour of the largest.
+        label: of the color bar: quantity and unit.
+    """
+    ax = plt.gca() if ax is None else ax
+    rows, columns = list(dict.fromkeys(data["row"])), list(dict.fromkeys(data["column"]))
+    cells = np.full((len(rows), len(columns)), np.nan)
+    place = {name: i for i, name in enumerate(rows)}, {name: i for i, name in enumerate(columns)}
+    for row, column, value in data[["row", "column", "value"]].itertuples(index=False):
+        cells[place[0][row], place[1][column]] = value
+    finite = cells[np.isfinite(cells)]
+    if norm is None:
+        low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
+        norm = Normalize(low, high if high > low else low + 1)
+    colours = plt.get_cmap(cmap).with_extremes(bad=TRACK)
+    shown = np.ma.masked_invalid(np.where(cells == np.inf, norm.vmax or 1.0, cells))
+    mesh = ax.pcolormesh(shown, cmap=colours, norm=norm, edgecolors="white", linewidth=0.6)
+    ax.invert_yaxis()
+    _name(ax, rows, columns)
+    if cells.size <= MOST_NUMBERS:
+        _write(ax, cells, digits, lambda value: colours(norm(value)))
+    bar = ax.figure.colorbar(mesh, ax=ax, pad=0.012, fraction=0.03, aspect=25)
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+    ax.spines[:].set_visible(False)
+    ax.set_title(title, loc="left")
+    return ax
+
+
+def _name(ax: Axes, rows: list[object], columns: list[object]) -> None:
+    """Ticks in the middle of the cells; of many, some."""
+    for names, setter, most in ((rows, ax.set_yticks, 40), (columns, ax.set_xticks, 60)):
+        every = math.ceil(len(names) / most)
+        chosen = range(0, len(names), every)
+        setter([i + 0.5 for i in chosen], [str(names[i]) for i in chosen])
+    ax.tick_params(length=0)
+    if max((len(str(name)) for name in columns), default=0) > 4:
+        plt.setp(ax.get_xticklabels(), rotation=40, ha="right", rotation_mode="anchor")
+
+
+def _write(ax: Axes, cells: np.ndarray, digits: str, colour: object) -> None:
+    size = 8 if cells.shape[1] <= 30 else 6
+    for (i, j), value in np.ndenumerate(cells):
+        if np.isnan(value):
+            ax.text(j + 0.5, i + 0.5, "-", ha="center", va="center", color=FAINT, fontsize=size)
+            continue
+        text = "exact" if value == np.inf else f"{value:{digits}}"
+        red, green, blue, _ = colour(min(value, 1e300))  # type: ignore[operator]
+        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+        ink = "white" if dark else INK
+        ax.text(j + 0.5, i + 0.5, text, ha="center", va="center", color=ink, fontsize=size)

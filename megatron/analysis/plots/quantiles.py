@@ -1,0 +1,44 @@
+"""Q-Q: quantiles of the values against those of a normal distribution."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from megatron.analysis.plots.style import FAINT, colour_of, guide, quiet
+
+LINEAR = 10.0  #: standard deviations up to which the axis is linear
+DASHES = ("-", "--", ":", "-.")
+
+
+def plot_quantiles(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
+    """Draw a line a group; on the diagonal lies what is normal, beyond it at the ends heavy tails.
+
+    Args:
+        data: columns `group`, `normal`, `value`: quantiles in standard deviations.
+    """
+    ax = plt.gca() if ax is None else ax
+    ends = (float(data["normal"].min()), float(data["normal"].max()))
+    ax.plot(ends, ends, color=FAINT, linewidth=1, linestyle=":", label="normal", zorder=1)
+    drawn: dict[str, int] = {}  #: lines of a colour: they differ in their dashes
+    for name, part in data.groupby("group", sort=False):
+        colour = colour_of(str(name).rpartition(" ")[2])
+        dashes = DASHES[drawn.get(colour, 0) % len(DASHES)]
+        drawn[colour] = drawn.get(colour, 0) + 1
+        ax.plot(
+            part["normal"], part["value"], color=colour, linestyle=dashes, linewidth=1.3,
+            label=str(name),
+        )  # fmt: skip
+    ax.set_yscale("symlog", linthresh=LINEAR, linscale=1.5)
+    ax.set_yticks([-100, -30, -10, -5, 0, 5, 10, 30, 100])
+    ax.set_yticks([], minor=True)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    reach = max(1.2 * float(data["value"].abs().max()), 6.0)
+    ax.set_ylim(-reach, reach)
+    ax.set_xlim(*ends)
+    guide(ax, "both")
+    ax.set(xlabel="quantile of a normal distribution (std)", ylabel="quantile of the values (std)")
+    ax.set_title(title, loc="left")
+    return quiet(ax)

@@ -1,0 +1,43 @@
+"""Parts of a whole for each name: which of a format's regions the values fall in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from megatron.analysis.plots.style import percent, quiet
+
+
+def plot_stacked_shares(
+    data: pd.DataFrame,
+    colours: Mapping[str, str],
+    *,
+    title: str = "",
+    xlabel: str = "share of values",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw a bar a name, its parts in the order of `colours`.
+
+    Args:
+        data: columns `name`, `part`, `share`; the shares of a name add up to one.
+    """
+    ax = plt.gca() if ax is None else ax
+    names = list(dict.fromkeys(data["name"]))
+    table = data.pivot_table(index="name", columns="part", values="share", aggfunc="sum")
+    table = table.reindex(index=names, columns=list(colours)).fillna(0.0)
+    left = pd.Series(0.0, index=names)
+    for part, colour in colours.items():
+        ax.barh(range(len(names)), table[part], 0.74, left=left, color=colour, label=part)
+        left = left + table[part]
+    ax.set_yticks(range(len(names)), [str(name) for name in names])
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.set_xlim(0, 1)
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: percent(x)))
+    ax.set_xlabel(xlabel)
+    ax.set_title(title, loc="left")
+    return quiet(ax)

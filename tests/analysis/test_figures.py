@@ -1,0 +1,196 @@
+"""The plots, by what they are made of."""
+
+from __future__ import annotations
+
+import math
+
+import matplotlib as mpl
+
+mpl.use("agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import StepPatch
+
+from megatron.analysis import plots
+from megatron.analysis.plots.style import FORMAT_COLOURS, TENSOR_COLOURS, colour_of
+
+
+@pytest.fixture
+def ax():
+    figure, axes = plt.subplots()
+    yield axes
+    plt.close(figure)
+
+
+def steps(ax):
+    return [patch for patch in ax.patches if isinstance(patch, StepPatch)]
+
+
+def test_every_plot_is_exported_and_takes_an_axes():
+    assert all(callable(getattr(plots, name)) for name in plots.__all__)
+
+
+def test_a_gradient_has_the_colour_of_its_tensor_and_a_variant_that_of_its_format_lighter():
+    assert colour_of("grad_weight") == TENSOR_COLOURS["weight"]
+    assert colour_of("mxfp8:rceil") not in (FORMAT_COLOURS["mxfp8"], FORMAT_COLOURS["mxfp4"])
+
+
+def test_exponent_histogram_draws_shares_and_the_part_of_a_range_that_is_seen(ax):
+    data = pd.DataFrame(
+        {"group": ["input"] * 3, "exponent": [-3, -2, -1], "share": [0.25, 0.5, 0.25]}
+    )
+    ranges = pd.DataFrame(
+        {"format": ["mxfp4", "hifp8"], "smallest": [-2.5, -22], "normal": [-2, -15],
+         "largest": [-0.5, 15]}
+    )  # fmt: skip
+    assert plots.plot_exponent_histogram(data, ranges, ax=ax) is ax
+    [outline] = steps(ax)
+    np.testing.assert_array_equal(outline.get_data().values, [0.25, 0.5, 0.25])
+    np.testing.assert_array_equal(outline.get_data().edges, [-3, -2, -1, 0])
+    bars = {
+        to_hex(line.get_color()): line.get_xdata().tolist()
+        for line in ax.get_lines()
+        if line.get_linewidth() == 7.0
+    }
+    assert bars[FORMAT_COLOURS["mxfp4"]] == [-2, -0.5]
+    assert bars[FORMAT_COLOURS["hifp8"]] == [-3, 0]  # cut to what is seen
+    assert {text.get_text() for text in ax.texts} == {"mxfp4", "hifp8"}
+    assert min(ax.get_yticks()) >= 0  # no shares below the histogram
+
+
+def test_heatmap_has_a_number_in_each_cell_and_marks_what_is_missing(ax):
+    data = pd.DataFrame(
+        {"row": ["L0", "L0", "L1", "L1"], "column": ["a", "b", "a", "b"],
+         "value": [10.0, 20.0, math.nan, math.inf]}
+    )  # fmt: skip
+    plots.plot_heatmap(data, label="SQNR (dB)", ax=ax)
+    assert [text.get_text() for text in ax.texts] == ["10.0", "20.0", "-", "exact"]
+    [mesh] = ax.collections
+    np.testing.assert_array_equal(mesh.get_array().filled(-1).ravel(), [10, 20, -1, 20])
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["L0", "L1"]
+    assert ax.yaxis_inverted()
+
+
+def test_lines_leave_out_what_is_not_finite_and_are_logarithmic_over_decades(ax):
+    data = pd.DataFrame(
+        {"group": ["mxfp8"] * 3 + ["hifp8"] * 2, "x": [0, 1, 2, 0, 1],
+         "value": [1.0, math.inf, 100.0, 2.0, 3.0]}
+    )  # fmt: skip
+    plots.plot_lines(data, xlabel="layer", ylabel="rms", logarithmic=True, ax=ax)
+    first, second = ax.get_lines()
+    assert first.get_xdata().tolist() == [0, 2]
+    assert [first.get_color(), second.get_color()] == [
+        FORMAT_COLOURS["mxfp8"], FORMAT_COLOURS["hifp8"],
+    ]  # fmt: skip
+    assert ax.get_yscale() == "log"
+
+
+def test_a_narrow_span_of_values_has_a_linear_axis(ax):
+    data = pd.DataFrame({"group": ["mxfp8"] * 2, "x": [0, 1], "value": [1.0, 1.5]})
+    plots.plot_lines(data, xlabel="layer", ylabel="rms", logarithmic=True, ax=ax)
+    assert ax.get_yscale() == "linear"
+
+
+def test_dots_put_a_share_of_zero_at_the_end_of_the_axis_and_say_so(ax):
+    data = pd.DataFrame(
+        {"group": ["mxfp8", "mxfp4", "mxfp8"], "name": ["a", "a", "b"], "value": [0.0, 0.1, 0.001]}
+    )
+    plots.plot_dots(data, xlabel="share", shares=True, ax=ax)
+    x = np.concatenate([dots.get_offsets()[:, 0] for dots in ax.collections])
+    assert sorted(x.round(9)) == [0.0001, 0.001, 0.1]
+    ax.figure.canvas.draw()
+    assert ax.get_xticklabels()[0].get_text() == "0"
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
+
+
+def test_error_by_magnitude_is_a_step_line_a_format(ax):
+    data = pd.DataFrame(
+        {"format": ["mxfp8"] * 2, "exponent": [-2, -1], "relative_error": [0.02, math.nan]}
+    )
+    plots.plot_error_by_magnitude(data, ax=ax)
+    [outline] = steps(ax)
+    np.testing.assert_array_equal(outline.get_data().values, [0.02, math.nan])
+    assert ax.get_yscale() == "log"
+
+
+def test_boxes_stand_at_the_logarithms_of_the_quantiles(ax):
+    data = pd.DataFrame(
+        [{"name": "qkv input", "group": "input", "p1": 0.0, "p25": 0.25, "p50": 0.5, "p75": 1.0,
+          "p99": 2.0, "largest": 4.0}]
+    )  # fmt: skip
+    plots.plot_boxes(data, ax=ax)
+    [box] = ax.patches
+    assert (box.get_x(), box.get_width()) == (-2, 2)
+    whiskers, median, largest = (line.get_xdata() for line in ax.get_lines())
+    assert list(whiskers) == [-3, 1]  # zero: half of the smallest that is drawn
+    assert list(median) == [-1, -1]
+    assert list(largest) == [2]
+
+
+def test_quantiles_of_one_colour_differ_in_their_dashes(ax):
+    one = pd.DataFrame({"normal": [-1.0, 0.0, 1.0], "value": [-9.0, 0.0, 20.0]})
+    data = pd.concat([one.assign(group="qkv input"), one.assign(group="fc1 input")])
+    plots.plot_quantiles(data, ax=ax)
+    _, first, second = ax.get_lines()
+    assert first.get_color() == second.get_color() == TENSOR_COLOURS["input"]
+    assert first.get_linestyle() != second.get_linestyle()
+    assert ax.get_ylim()[1] > 20
+
+
+def test_density_is_drawn_beside_a_normal_distribution(ax):
+    data = pd.DataFrame({"group": "input", "left": [-1, 0], "right": [0, 1], "density": [0.5, 0.5]})
+    plots.plot_density(data, ax=ax)
+    assert len(steps(ax)) == 2  # filled and outlined
+    [normal] = ax.get_lines()
+    assert normal.get_ydata().max() == pytest.approx(1 / math.sqrt(2 * math.pi), rel=1e-2)
+
+
+def test_block_map_is_an_image_whose_ticks_name_rows_and_values(ax):
+    data = pd.DataFrame([[1.0, 2.0], [3.0, np.nan]], index=[0, 10], columns=[0, 32])
+    plots.plot_block_map(data, rows="token", columns="first value", ax=ax)
+    [image] = ax.images
+    assert image.get_array().mask.tolist() == [[False, False], [False, True]]
+    assert ax.xaxis.get_major_formatter()(1, 0) == "32"
+    assert ax.yaxis.get_major_formatter()(1, 0) == "10"
+    assert ax.yaxis.get_major_formatter()(0.5, 0) == ""
+
+
+def test_code_usage_marks_the_codes_that_never_occur(ax):
+    data = pd.DataFrame({"format": "mxfp4", "value": [-1.0, -0.0, 0.0, 1.0], "count": [1, 0, 2, 1]})
+    plots.plot_code_usage(data, ax=ax)
+    assert [bar.get_height() for bar in ax.patches] == [0.25, 0, 0.5, 0.25]
+    [unused] = ax.get_lines()
+    assert unused.get_xdata().tolist() == [1]
+    assert ax.get_title(loc="right") == "3 of 4 codes used"
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["-1", "-0", "0", "1"]
+
+
+def test_stacked_shares_begin_where_the_part_before_ends(ax):
+    data = pd.DataFrame({"name": ["a", "a"], "part": ["low", "high"], "share": [0.25, 0.75]})
+    plots.plot_stacked_shares(data, {"low": "#ff0000", "high": "#0000ff"}, ax=ax)
+    assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [(0, 0.25), (0.25, 0.75)]
+
+
+def test_counts_are_drawn_as_shares_of_each_format(ax):
+    data = pd.DataFrame({"format": "mxfp8", "left": [0, 1], "right": [1, 2], "count": [1, 3]})
+    plots.plot_counts(data, xlabel="binades", ax=ax)
+    np.testing.assert_array_equal(steps(ax)[1].get_data().values, [0.25, 0.75])
+
+
+def test_scales_have_a_line_over_the_range_and_a_dot_at_the_rms(ax):
+    data = pd.DataFrame([{"name": "a", "group": "grad_input", "low": 0, "rms": 0.5, "high": 2.0}])
+    plots.plot_scales(data, ax=ax)
+    line, dot = ax.get_lines()
+    assert list(line.get_xdata()) == [-1, 1]  # low is zero: from the rms
+    assert list(dot.get_xdata()) == [-1]
+    assert dot.get_markerfacecolor() == "white"
+
+
+def test_attention_map_masks_zeros(ax):
+    plots.plot_attention_map(pd.DataFrame([[1.0, 0.0], [0.5, 0.5]]), ax=ax)
+    [image] = ax.images
+    assert image.get_array().mask.tolist() == [[False, True], [False, False]]
