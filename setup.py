@@ -32,6 +32,7 @@ RUNTIME = {
     "pandas": "3.1.1",  # the records of a dump as a table; tidy data for the plots
     "matplotlib": "3.11.2",  # figures
     "seaborn": "0.13.2",  # figures of tidy tables
+    "plotly": "7.1.0",  # its JavaScript goes into report.html, which needs no network then
 }
 
 # What `--scheduler` of the analysis needs: statistics on a Dask cluster. One machine needs none.

@@ -1,0 +1,60 @@
+"""report.html: one file to open by double click, or to send. No network, no server.
+
+The page's data are a JSON text in it (`content.py`), its pictures are made by Plotly's JavaScript,
+which stands in it too (`page.js` has what is ours).
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron.analysis.figures.material import Material
+from megatron.analysis.report.content import content
+
+_HERE = Path(__file__).parent
+
+
+def write_report(material: Material, path: Path) -> Path:
+    """Write the page, whole or not at all.
+
+    Raises:
+        ImportError: there is no plotly to take the JavaScript from.
+    """
+    page = render(content(material))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def render(data: dict[str, Any]) -> str:
+    """The page of this content."""
+    from plotly.offline import get_plotlyjs
+
+    parts = {
+        "title": html.escape(str(data["title"])),
+        "style": _part("page.css"),
+        # nothing in the data can end the script that holds it
+        "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "plotly": get_plotlyjs(),
+        "script": _part("page.js"),
+    }
+    page = _part("page.html")
+    before, *rest = page.split("{{")
+    pieces = [before]
+    for each in rest:
+        name, _, text = each.partition("}}")
+        pieces += [parts[name], text]
+    return "".join(pieces)
+
+
+def _part(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")

@@ -1,0 +1,183 @@
+"""What the report's page shows, as plain data: numbers are finite or null."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from megatron.analysis.cautions import find_cautions
+from megatron.analysis.figures.material import Material
+from megatron.analysis.plots.style import colour_of
+from megatron.analysis.report.details import details
+
+#: What a reader wants to know of a run, from its card.
+FACTS = ("quant_type", "started", "status", "reason", "device", "seed", "iterations", "platform")
+ARGUMENTS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "seq_length", "micro_batch_size", "global_batch_size", "lr", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "context_parallel_size",
+)  # fmt: skip
+MOST_DETAILS = 800  #: tensors that a click opens besides those that are listed
+WORST = 60  #: rows of the table of each format
+NAMED = 24  #: tensors that a warning links to
+
+
+def content(material: Material) -> dict[str, Any]:
+    """Everything on the page."""
+    tensors = material.tensors
+    cautions = find_cautions(material.uses, tensors)
+    lowest = worst(material)
+    named = [row[0] for rows in lowest.values() for row in rows]
+    named += [tensor for caution in cautions for tensor in caution.tensors[:NAMED]]
+    chosen = [*dict.fromkeys([*named, *chosen_tensors(material, MOST_DETAILS)])]
+    return {
+        "title": f"Tensors of {material.store.folder.name}",
+        "folder": str(material.store.folder),
+        "origin": material.origin,
+        "values": int(tensors["count"].sum()),
+        "left_out": [str(problem) for problem in material.found.problems],
+        "missing": len(material.store.missing),
+        "formats": [{"name": name, "colour": colour_of(name)} for name in material.formats],
+        "runs": [run(material, run_id) for run_id in runs_of(tensors)],
+        "layers": sorted(int(layer) for layer in tensors["layer_idx"].unique()),
+        "places": material.places,
+        "kinds": [kind_of(tensors, place) for place in material.places],
+        "cells": cells(material),
+        "cautions": [
+            {"kind": c.kind, "text": c.text, "tensors": list(c.tensors[:NAMED])} for c in cautions
+        ],
+        "worst": lowest,
+        "by_type": by_type(material),
+        "tensors": names(tensors),
+        "details": details(material, chosen),
+    }
+
+
+def runs_of(tensors: pd.DataFrame) -> list[str]:
+    """Ids, in the order of the table; tensors of unknown origin under the empty one."""
+    return list(dict.fromkeys(tensors["run_id"].fillna("").astype(str)))
+
+
+def kind_of(tensors: pd.DataFrame, place: str) -> str:
+    """forward, weight or gradient."""
+    return str(tensors.loc[tensors["place"] == place, "kind"].iloc[0])
+
+
+def run(material: Material, run_id: str) -> dict[str, Any]:
+    """A run's card and audit, as lines."""
+    tensors = material.tensors
+    mine = tensors[tensors["run_id"].fillna("") == run_id]
+    card: Mapping[str, Any] = material.store.run_card(run_id) if run_id else {}
+    found = card.get("arguments")
+    arguments: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    facts = [(name, card[name]) for name in FACTS if card.get(name) is not None]
+    for group in ("versions", "topology", "git"):
+        part = card.get(group)
+        if isinstance(part, Mapping):
+            text = ", ".join(f"{k} {v}" for k, v in part.items() if v is not None)
+            facts.append((group, text))
+    facts += [(name, arguments[name]) for name in ARGUMENTS if arguments.get(name) is not None]
+    return {
+        "id": run_id,
+        "type": str(mine["quant_type"].iloc[0]),
+        "colour": colour_of(str(mine["quant_type"].iloc[0])),
+        "tensors": len(mine),
+        "iterations": sorted(int(i) for i in mine["iteration"].unique()),
+        "facts": [(name, str(value)) for name, value in facts],
+        "audit": audit(card),
+    }
+
+
+def audit(card: Mapping[str, Any]) -> list[str]:
+    """What each matmul goes through, as the run printed it."""
+    lines = []
+    parts = card.get("quantization")
+    for part in parts if isinstance(parts, list) else []:
+        if isinstance(part, Mapping):
+            share = part.get("share_of_matmul_flops")
+            known = share if isinstance(share, (int, float)) else None
+            said = "" if known is None else f"{100 * known:.1f} % of the FLOPs in low precision"
+            lines.append(f"from iteration {part.get('iteration')}: {said}")
+            lines += [f"  {line}" for line in part.get("matmuls") or []]
+    return lines
+
+
+def cells(material: Material) -> list[list[Any]]:
+    """A row a cell of the heat map: run, iteration, layer, place, number of tensors, and for each
+    format the median SQNR (null: none; "inf": no error) and the tensor with the lowest.
+    """
+    runs = {name: i for i, name in enumerate(runs_of(material.tensors))}
+    places = {name: i for i, name in enumerate(material.places)}
+    keys = ["run_id", "iteration", "layer_idx", "place"]
+    table = material.uses.assign(run_id=material.uses["run_id"].fillna("").astype(str))
+    found: dict[tuple[Any, ...], dict[str, tuple[Any, int, int]]] = {}
+    for key, part in table.groupby([*keys, "quantized_format"], sort=False):
+        known = part["sqnr_db"].dropna()
+        lowest = int(part.loc[known.idxmin(), "tensor"] if len(known) else part["tensor"].iloc[0])
+        median = plain(known.median()) if len(known) else None
+        found.setdefault(key[:4], {})[key[4]] = (median, lowest, len(part))
+    rows: list[list[Any]] = []
+    for (run_id, iteration, layer, place), formats in found.items():
+        count = max(entry[2] for entry in formats.values())
+        rows.append([runs[run_id], int(iteration), int(layer), places[place], count])
+        for name in material.formats:
+            rows[-1] += formats[name][:2] if name in formats else (None, None)
+    return rows
+
+
+def worst(material: Material) -> dict[str, list[list[Any]]]:
+    """For each format the tensors with the lowest SQNR, and their SQNR, underflow, saturation and
+    relative bias.
+    """
+    columns = ["sqnr_db", "underflow", "saturated", "relative_bias"]
+    found = {}
+    for name in material.formats:
+        mine = material.uses[material.uses["quantized_format"] == name].dropna(subset=["sqnr_db"])
+        mine = mine.sort_values("sqnr_db", kind="stable").head(WORST)
+        found[name] = [
+            [int(row[0]), *(plain(value) for value in row[1:])]
+            for row in mine[["tensor", *columns]].itertuples(index=False)
+        ]
+    return found
+
+
+def by_type(material: Material) -> list[list[Any]]:
+    """How far each run is from the one without quantization: type, kind, layer, median."""
+    data = material.deviations
+    if data.empty:
+        return []
+    last = data[data["iteration"] == data["iteration"].max()]
+    groups = last.groupby(["quant_type", "kind", "layer_idx"], sort=False)["deviation"].median()
+    return [[*map(str, key[:2]), int(key[2]), plain(value)] for key, value in groups.items()]
+
+
+def names(tensors: pd.DataFrame) -> list[str]:
+    """What each tensor is, in a line."""
+    return [
+        f"L{row.layer_idx} {row.place}, {row.quant_type}, iteration {row.iteration}"
+        + (f", micro-batch {row.micro_batch}" if row.micro_batch else "")
+        + (f", data rank {row.data_rank}" if row.data_rank else "")
+        for row in tensors.itertuples()
+    ]
+
+
+def chosen_tensors(material: Material, most: int) -> list[int]:
+    """Those that a click opens: the last iteration of each run first, the lowest SQNR first."""
+    table = material.uses[["tensor", "run_id", "iteration", "sqnr_db"]].copy()
+    if table.empty:
+        return [int(i) for i in material.tensors["tensor"].head(most)]
+    last = table.groupby("run_id", dropna=False)["iteration"].transform("max")
+    table["age"] = last - table["iteration"]
+    lowest = table.groupby("tensor").agg({"age": "first", "sqnr_db": "min"})
+    return [int(i) for i in lowest.sort_values(["age", "sqnr_db"]).index[:most]]
+
+
+def plain(value: float) -> float | str | None:
+    """Six significant digits, for JSON: NaN is null, Inf a word."""
+    value = float(value)
+    if math.isnan(value):
+        return None
+    return float(f"{value:.6g}") if math.isfinite(value) else str(value)

@@ -1,0 +1,108 @@
+"""What opens when a cell of the report is clicked: histogram, error and block maps of a tensor."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import Tensor
+
+from megatron.analysis.figures.material import Material, trimmed
+from megatron.analysis.scale_maps import scale_map
+from megatron.analysis.tensor_files import UnreadableTensorError
+from megatron.fake_quant import get_format
+
+ROWS, BLOCKS = 48, 48  #: pixels of a block map at most
+NO_SCALE = -128  #: byte of a block without a scale
+VALUES = ("count", "min", "max", "mean", "std", "rms", "amax", "kurtosis", "zeros", "nan", "inf",
+          "outlier_channels", "dead_channels")  # fmt: skip
+NUMBERS = ("sqnr_db", "cosine", "relative_bias", "underflow", "saturated", "codes_used",
+           "block_range", "headroom", "axis_disagreement")  # fmt: skip
+
+
+def details(material: Material, chosen: Sequence[int]) -> dict[str, Any]:
+    """By tensor."""
+    uses = {
+        tensor: part for tensor, part in material.uses[
+            material.uses["tensor"].isin(list(chosen))
+        ].groupby("tensor", sort=False)
+    }  # fmt: skip
+    return {str(tensor): _detail(material, tensor, uses.get(tensor)) for tensor in chosen}
+
+
+def _detail(material: Material, tensor: int, uses: pd.DataFrame | None) -> dict[str, Any]:
+    row = material.tensors.loc[tensor]
+    arrays = material.found.arrays(tensor)
+    binades = arrays.positive + arrays.negative
+    shown = trimmed(binades)
+    found: dict[str, Any] = {
+        "file": Path(row["path"]).name,
+        "module": str(row["module"] or ""),
+        "shape": [int(size) for size in row["shape"]],
+        "dtype": str(row["dtype"]),
+        "shards": int(row["shards"]),
+        "facts": {name: short(row[name]) for name in VALUES},
+        "first": int(shown.start) - 127,
+        "values": binades[shown].tolist(),
+        "formats": {},
+        "maps": {},
+    }
+    for use in () if uses is None else uses.to_dict("records"):
+        name = use["quantized_format"]
+        part = arrays.formats[name, use["axis"]]
+        values = part.values[shown]
+        error = np.where(values > 0, part.relative_error[shown] / np.maximum(values, 1), np.nan)
+        found["formats"][name] = {
+            "axis": use["axis"],
+            "used_by": use["used_by"],
+            "lost": part.underflow[shown].tolist(),
+            "saturated": part.saturated[shown].tolist(),
+            "error": [short(value) for value in error],
+            "numbers": {column: short(use[column]) for column in NUMBERS},
+        }
+    found["maps"] = _maps(material, tensor)
+    return found
+
+
+def _maps(material: Material, tensor: int) -> dict[str, Any]:
+    """Block maps along the last dimension; none where the tensor cannot be put together."""
+    formats = [name for name in material.with_blocks() if not get_format(name).square]
+    if not formats:
+        return {}
+    try:
+        whole: Tensor = material.load(tensor)
+        tables = {name: scale_map(whole, name, rows=ROWS, blocks=BLOCKS) for name in formats}
+    except (UnreadableTensorError, ValueError):
+        return {}
+    return {name: _packed(table) for name, table in tables.items()}
+
+
+def _packed(table: pd.DataFrame) -> dict[str, Any]:
+    """Whole exponents as signed bytes: of NVFP4's scales, rounded down."""
+    exponents = table.to_numpy()
+    whole = np.where(np.isnan(exponents), NO_SCALE, np.floor(exponents))
+    content = whole.astype(np.int8).tobytes()
+    rows = [int(i) for i in table.index]
+    columns = [int(i) for i in table.columns]
+    return {
+        "rows": len(rows),
+        "every": rows[1] - rows[0] if len(rows) > 1 else 1,
+        "columns": len(columns),
+        "size": columns[1] - columns[0] if len(columns) > 1 else 1,
+        "bytes": base64.b64encode(content).decode(),
+    }
+
+
+def short(value: Any) -> float | int | str | None:
+    """Five significant digits; whole numbers as they are; NaN is null."""
+    number = float(value)
+    if math.isnan(number):
+        return None
+    if not math.isfinite(number):
+        return str(number)
+    return int(number) if number.is_integer() and abs(number) < 2**53 else float(f"{number:.5g}")

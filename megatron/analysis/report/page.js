@@ -1,0 +1,295 @@
+"use strict";
+// Everything on the page comes from the JSON in #data; text is set as text, never as markup.
+const data = JSON.parse(document.getElementById("data").textContent);
+const $ = (id) => document.getElementById(id);
+const FONT = { family: "system-ui, sans-serif", size: 12, color: "#222" };
+const CONFIG = { responsive: true, displaylogo: false };
+const MAGMA = [[0, "#000004"], [0.25, "#51127c"], [0.5, "#b73779"], [0.75, "#fc8961"], [1, "#fcfdbf"]];
+const KINDS = { forward: "activations", weight: "weights", gradient: "gradients" };
+let opened = null; // the tensor that is shown
+
+function make(tag, text, attributes = {}) {
+  const node = document.createElement(tag);
+  if (text !== undefined) node.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  return node;
+}
+
+function show(value) {
+  if (value === null || value === undefined) return "-";
+  if (typeof value !== "number") return String(value);
+  return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(4)));
+}
+
+const percent = (share) => (share === null ? "-" : `${show(100 * share)} %`);
+const decibel = (value) => (value === "inf" ? "exact" : value === null ? "-" : value.toFixed(1));
+const layout = (more) => ({
+  font: FONT, margin: { l: 60, r: 20, t: 34, b: 50 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
+  hovermode: "closest", ...more,
+});
+const axis = (title, more = {}) => ({ title: { text: title }, gridcolor: "#e5e5e5", zeroline: false, ...more });
+
+function fillSelect(id, entries, changed) {
+  $(id).replaceChildren(...entries.map(([value, text]) => make("option", text, { value })));
+  $(id).onchange = changed;
+}
+
+// What the three selectors say.
+const formatIndex = () => Number($("format").value);
+const formatName = () => data.formats[formatIndex()].name;
+const chosen = () => ({ run: Number($("run").value), iteration: Number($("iteration").value) });
+
+function drawHeatmap() {
+  const { run, iteration } = chosen();
+  const at = 5 + 2 * formatIndex();
+  const grid = () => data.layers.map(() => data.places.map(() => null));
+  const [z, text, tensor] = [grid(), grid(), grid()];
+  const finite = [];
+  for (const cell of data.cells) {
+    if (typeof cell[at] === "number") finite.push(cell[at]); // one scale for all runs
+    if (cell[0] !== run || cell[1] !== iteration) continue;
+    const [row, column] = [data.layers.indexOf(cell[2]), cell[3]];
+    z[row][column] = cell[at];
+    tensor[row][column] = cell[at + 1];
+    text[row][column] = decibel(cell[at]) + (cell[4] > 1 ? ` (${cell[4]} tensors)` : "");
+  }
+  const top = finite.reduce((a, b) => Math.max(a, b), 1);
+  for (const row of z) row.forEach((value, i) => { if (value === "inf") row[i] = top; });
+  const few = data.layers.length * data.places.length <= 900;
+  const trace = {
+    type: "heatmap", z, x: data.places, y: data.layers.map((l) => (l < 0 ? "?" : `L${l}`)), text,
+    customdata: tensor, xgap: 1, ygap: 1, colorscale: "Viridis",
+    zmin: finite.reduce((a, b) => Math.min(a, b), top), zmax: top, colorbar: { title: { text: "dB" } },
+    hovertemplate: "%{y} %{x}: %{text} dB<extra></extra>",
+    ...(few ? { texttemplate: "%{z:.1f}", textfont: { size: 9 } } : {}),
+  };
+  const height = Math.min(212 + 24 * data.layers.length, 900);
+  Plotly.react("heatmap", [trace], layout({
+    height, margin: { l: 46, r: 10, t: 32, b: 120 },
+    xaxis: { tickangle: -45, type: "category", automargin: true }, yaxis: { autorange: "reversed", type: "category" },
+  }), CONFIG);
+  $("heatmap").removeAllListeners?.("plotly_click");
+  $("heatmap").on("plotly_click", (event) => open(event.points[0].customdata));
+}
+
+function open(tensor) {
+  if (tensor === null || tensor === undefined) return;
+  opened = tensor;
+  $("detail").dataset.tensor = tensor;
+  $("detail-title").textContent = data.tensors[tensor];
+  const detail = data.details[tensor];
+  if (!detail) {
+    $("detail-facts").textContent = "The page has the details of the last iterations and the lowest SQNR only; "
+      + "draw this run alone with --run to have more.";
+    for (const id of ["histogram", "blockmap"]) Plotly.purge(id);
+    $("detail-table").replaceChildren();
+    $("block-note").textContent = "";
+    return;
+  }
+  const facts = Object.entries(detail.facts).map(([name, value]) => `${name.replaceAll("_", " ")} ${show(value)}`);
+  $("detail-facts").textContent = `${detail.module} [${detail.shape.join(" x ")}] ${detail.dtype}`
+    + (detail.shards > 1 ? `, put together from ${detail.shards} files` : "") + `: ${facts.join(", ")}. ${detail.file}`;
+  drawHistogram(detail);
+  drawBlockMap(detail);
+  drawNumbers(detail);
+}
+
+function drawHistogram(detail) {
+  const name = formatName();
+  const format = detail.formats[name];
+  const x = detail.values.map((_, i) => detail.first + i);
+  const labels = x.map((e) => `2<sup>${e}</sup>`);
+  const lost = format ? format.lost : x.map(() => 0);
+  const beyond = format ? format.saturated : x.map(() => 0);
+  const bar = (y, label, color) => ({
+    type: "bar", x, y, name: label, marker: { color }, customdata: labels,
+    hovertemplate: `%{y:,} ${label}, from %{customdata}<extra></extra>`,
+  });
+  const traces = [
+    bar(detail.values.map((n, i) => n - lost[i] - beyond[i]), "kept", data.formats[formatIndex()].colour),
+    bar(lost, "become zero", "#d9d9d9"), bar(beyond, "saturate", "#b3261e"),
+  ];
+  if (format) traces.push({
+    type: "scatter", mode: "lines+markers", x, y: format.error, name: "relative error", yaxis: "y2",
+    line: { color: "#222", width: 1 }, marker: { size: 4 }, customdata: labels,
+    hovertemplate: "mean relative error %{y:.2%}, from %{customdata}<extra></extra>",
+  });
+  const every = Math.ceil(x.length / 9);
+  const ticks = { tickvals: x.filter((e) => e % every === 0), ticktext: labels.filter((_, i) => x[i] % every === 0) };
+  Plotly.react("histogram", traces, layout({
+    height: 380, barmode: "stack", bargap: 0.06, title: { text: `Values by magnitude, ${name}`, font: { size: 13 }, x: 0.01 },
+    xaxis: axis("magnitude, from", ticks), yaxis: axis("values in a binade"), legend: { orientation: "h", y: -0.22 },
+    yaxis2: { title: { text: "mean relative error" }, overlaying: "y", side: "right", type: "log", dtick: 1, tickformat: ".3~%", showgrid: false, range: errorRange(format) },
+    margin: { l: 60, r: 70, t: 34, b: 50 },
+  }), CONFIG);
+}
+
+// Whole decades around the errors of a format, as exponents of ten.
+function errorRange(format) {
+  const known = (format?.error ?? []).filter((error) => error > 0);
+  if (!known.length) return [-3, 0.1];
+  return [Math.floor(Math.log10(Math.min(...known))), Math.ceil(Math.log10(Math.max(...known))) + 0.1];
+}
+
+function drawBlockMap(detail) {
+  const own = detail.maps[formatName()];
+  const name = own ? formatName() : Object.keys(detail.maps)[0];
+  if (!name) {
+    Plotly.purge("blockmap");
+    $("block-note").textContent = "No block map: no format with blocks is among the formats, or the tensor is not whole.";
+    return;
+  }
+  const map = detail.maps[name];
+  const bytes = Uint8Array.from(atob(map.bytes), (c) => c.charCodeAt(0));
+  const exponents = Array.from(new Int8Array(bytes.buffer), (e) => (e === -128 ? null : e));
+  const z = Array.from({ length: map.rows }, (_, i) => exponents.slice(i * map.columns, (i + 1) * map.columns));
+  Plotly.react("blockmap", [{
+    type: "heatmap", z, colorscale: MAGMA, x: z[0].map((_, i) => i * map.size), y: z.map((_, i) => i * map.every),
+    colorbar: { title: { text: "exponent" }, tickformat: "d" },
+    hovertemplate: "row %{y}, block from value %{x}: 2<sup>%{z}</sup><extra></extra>",
+  }], layout({
+    height: 380, title: { text: `Scales of the blocks, ${name}`, font: { size: 13 }, x: 0.01 },
+    xaxis: axis("first value of the block"), yaxis: axis("row", { autorange: "reversed" }),
+  }), CONFIG);
+  $("block-note").textContent = (own ? "" : `${formatName()} has no scales of blocks; these are those of ${name}. `)
+    + `Blocks along the last dimension; every ${map.every === 1 ? "" : `${map.every}th `}row, at most ${map.columns} blocks; empty: zeros only.`;
+}
+
+function drawNumbers(detail) {
+  const names = Object.keys(Object.values(detail.formats)[0]?.numbers ?? {});
+  const shares = new Set(["relative_bias", "underflow", "saturated", "axis_disagreement"]);
+  const head = make("tr");
+  for (const name of ["format", "blocks", ...names]) head.append(make("th", name.replaceAll("_", " ")));
+  const rows = Object.entries(detail.formats).map(([format, entry]) => {
+    const row = make("tr");
+    row.append(make("td", format), make("td", entry.axis + (entry.used_by ? ` (${entry.used_by})` : "")));
+    for (const name of names) {
+      const value = entry.numbers[name];
+      row.append(make("td", name === "sqnr_db" ? decibel(value) : shares.has(name) ? percent(value) : show(value)));
+    }
+    return row;
+  });
+  $("detail-table").replaceChildren(head, ...rows);
+}
+
+function drawWorst() {
+  const head = make("tr");
+  for (const name of ["tensor", "SQNR (dB)", "become zero", "saturate", "bias / mean magnitude"]) head.append(make("th", name));
+  const rows = (data.worst[formatName()] ?? []).map(([tensor, sqnr, lost, beyond, bias]) => {
+    const row = make("tr", undefined, { class: "open", tabindex: 0 });
+    for (const text of [data.tensors[tensor], decibel(sqnr), percent(lost), percent(beyond), percent(bias)]) row.append(make("td", text));
+    row.onclick = () => goTo(tensor);
+    row.onkeydown = (event) => { if (event.key === "Enter") goTo(tensor); };
+    return row;
+  });
+  $("worst-table").replaceChildren(head, ...rows);
+}
+
+function goTo(tensor) {
+  open(tensor);
+  $("detail").scrollIntoView();
+}
+
+const median = (values) => {
+  const sorted = values.filter((v) => typeof v === "number").sort((a, b) => a - b);
+  if (!sorted.length) return null;
+  const middle = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+};
+
+function drawFormats() {
+  const lines = (keys, pick, names) => data.formats.map((format, i) => ({
+    type: "scatter", mode: "lines+markers", name: format.name, line: { color: format.colour, width: 1.5 }, marker: { size: 7 }, x: names,
+    y: keys.map((key) => median(data.cells.filter((cell) => pick(cell) === key).map((cell) => cell[5 + 2 * i]))),
+  }));
+  const places = data.places.map((_, i) => i);
+  const marks = lines(places, (cell) => cell[3], data.places).map((trace) => ({ ...trace, mode: "markers" }));
+  Plotly.newPlot("by-place", marks, layout({
+    height: 400, xaxis: { tickangle: -45, automargin: true, type: "category" }, yaxis: axis("SQNR (dB), median"), legend: { orientation: "h", y: 1.12 },
+  }), CONFIG);
+  Plotly.newPlot("by-layer", lines(data.layers, (cell) => cell[2], data.layers), layout({
+    height: 320, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: axis("SQNR (dB), median of all tensors"),
+    legend: { orientation: "h", y: 1.15 },
+  }), CONFIG);
+}
+
+function drawTypes() {
+  if (!data.by_type.length) {
+    $("types-note").textContent = "The dump has no run without quantization beside others; collect one (bf16) with the same seed to compare.";
+    return;
+  }
+  $("types-note").textContent = "|x - x0| / |x0| of the same tensor in the run without quantization, last iteration, median; dashed: gradients, dotted: weights.";
+  const dash = { forward: "solid", gradient: "dash", weight: "dot" };
+  const colours = Object.fromEntries(data.runs.map((run) => [run.type, run.colour]));
+  const groups = new Map();
+  for (const [type, kind, layer, value] of data.by_type) {
+    const key = `${type}, ${KINDS[kind]}`;
+    if (!groups.has(key)) groups.set(key, {
+      type: "scatter", mode: "lines+markers", name: key, x: [], y: [], line: { color: colours[type], dash: dash[kind], width: 1.5 },
+    });
+    groups.get(key).x.push(layer);
+    groups.get(key).y.push(value > 0 ? value : null);
+  }
+  Plotly.newPlot("by-type", [...groups.values()], layout({
+    height: 400, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: axis("|x - x0| / |x0|", { type: "log" }),
+  }), CONFIG);
+}
+
+function drawTexts() {
+  $("origin").textContent = `${data.origin}, ${show(data.values)} values, in ${data.folder}`;
+  $("cautions").replaceChildren(...(data.cautions.length ? data.cautions.map((caution) => {
+    const item = make("li", caution.text);
+    const more = make("details");
+    more.append(make("summary", "open"));
+    for (const tensor of caution.tensors) {
+      const button = make("button", data.tensors[tensor], { class: "tensor" });
+      button.onclick = () => goTo(tensor);
+      more.append(button);
+    }
+    item.append(more);
+    return item;
+  }) : [make("li", "none: no NaN, no saturation, no format loses more than the limits allow")]));
+  $("cards").replaceChildren(...data.runs.map((run) => {
+    const card = make("details");
+    card.append(make("summary", `${run.type}: ${run.id || "(unknown run)"}, ${show(run.tensors)} tensors`));
+    const table = make("table");
+    for (const [name, value] of run.facts) {
+      const row = make("tr");
+      row.append(make("td", name.replaceAll("_", " ")), make("td", value));
+      row.lastChild.style.textAlign = "left";
+      table.append(row);
+    }
+    card.append(table, make("pre", run.audit.join("\n") || "The run card has no audit."));
+    return card;
+  }));
+  const left = data.left_out.map((line) => make("p", `left out: ${line}`));
+  if (data.missing) left.push(make("p", `${data.missing} files that an index names are not there`));
+  $("left-out").replaceChildren(...left);
+}
+
+function iterations() {
+  const run = data.runs[Number($("run").value)];
+  fillSelect("iteration", run.iterations.map((i) => [i, i]), drawHeatmap);
+  $("iteration").value = run.iterations.at(-1);
+}
+
+fillSelect("format", data.formats.map((format, i) => [i, format.name]), () => {
+  drawHeatmap();
+  drawWorst();
+  if (opened !== null) open(opened);
+});
+fillSelect("run", data.runs.map((run, i) => [i, `${run.type} (${run.id || "unknown run"})`]), () => {
+  iterations();
+  drawHeatmap();
+});
+iterations();
+drawTexts();
+if (data.formats.length) {
+  drawHeatmap();
+  drawWorst();
+  drawFormats();
+  const first = data.worst[formatName()]?.[0];
+  if (first) open(first[0]);
+}
+drawTypes();
+document.body.dataset.ready = "yes";
