@@ -8,8 +8,10 @@
 #   bash run_tensor_draw.sh --mode visualize --tensor-dir ./enhanced_tensor_logs --output-dir ./draw
 #   bash run_tensor_draw.sh --mode both --quant-type mxfp8 --control-iter 3
 #
-# Leaves draw/quick_analysis.png and draw/tensor_stats.txt; earlier ones are kept under a name with
-# their time.
+# Leaves everything that `python -m megatron.analysis draw` makes: draw/report.html to click through,
+# draw/quick_analysis.png and draw/tensor_stats.txt for the first look (earlier ones are kept under a
+# name with their time), and a folder for each kind of figure. Exit status 3: all is drawn but files
+# that could not be read.
 #
 # Mode and type, in their places or as options
 #   --mode M           collect, visualize or both (visualize)
@@ -19,7 +21,7 @@
 #                      visualize without a type draws all that is below DIR
 #                      (TENSOR_SAVE_DIR if set, else enhanced_tensor_logs); --tensor-path is
 #                      the same
-#   --output-dir DIR   where the picture and the text go (draw)
+#   --output-dir DIR   where all of it goes (draw)
 #   --run ID           visualize: only this run; latest: the newest (all; both: its own)
 # Collecting
 #   any other option, and flags after --, as in run_tensor_collection.sh; see its --help
@@ -88,7 +90,7 @@ fi
 if [[ $mode == both ]]; then run=latest; fi
 if [[ $mode != collect ]]; then
   find_python
-  draw=("$py" "$repo/script/visualization/quick_visualize.py" --tensor_dir "$folder"
+  draw=("$py" "$repo/script/visualization/tensor_visualizer.py" --tensor_dir "$folder"
     --output_dir "$output_dir" ${run:+--run "$run"})
   if [[ -n ${DRY_RUN-} ]]; then
     printf '%q ' "${draw[@]}"

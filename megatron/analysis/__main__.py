@@ -2,6 +2,9 @@
 
 python -m megatron.analysis verify enhanced_tensor_logs/mxfp8      can it be trusted?
 python -m megatron.analysis stats enhanced_tensor_logs/mxfp8       what would formats do to it?
+python -m megatron.analysis draw enhanced_tensor_logs              everything as pictures
+python -m megatron.analysis report enhanced_tensor_logs            one page to click through
+python -m megatron.analysis quick enhanced_tensor_logs/mxfp8       the first look
 python -m megatron.analysis COMMAND --help                         options and examples
 """
 
@@ -14,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.analysis import stats_command
+from megatron.analysis import draw_command, stats_command
 
 _RAW = argparse.RawDescriptionHelpFormatter
 
@@ -31,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_verify(commands)
     _add_stats(commands)
+    _add_drawing(commands)
     return parser
 
 
@@ -113,6 +117,23 @@ def _verify(arguments: argparse.Namespace) -> int:
     errors, notes = len(verdict.errors), len(verdict.findings) - len(verdict.errors)
     print(f"{errors} error(s), {notes} note(s)")
     return 1 if errors else 0
+
+
+def _add_drawing(commands: argparse._SubParsersAction[_Parser]) -> None:
+    for name, about, says in (
+        ("draw", "draw everything", draw_command.DRAW),
+        ("report", "write report.html", draw_command.REPORT),
+        ("quick", "the first look", draw_command.QUICK),
+    ):
+        parser = commands.add_parser(
+            name,
+            help=about,
+            description=says,
+            epilog=draw_command.epilog(name),
+            formatter_class=_RAW,
+        )
+        draw_command.add_options(parser, name)
+        parser.set_defaults(command=draw_command.run)
 
 
 def main(arguments: list[str] | None = None) -> int:

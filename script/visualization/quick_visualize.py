@@ -10,8 +10,8 @@ type and operation; the text has the statistics, overall, by group and tensor by
 of the two files is there already with another content, the earlier one is kept under a name with
 its time.
 
-Exit status: 0 if every file was read, 1 if some or all were not (the others are drawn all the
-same), 2 for a wrong option. Errors go to standard error.
+Exit status: 0 if every file was read, 3 if some were not (the others are drawn all the same), 1 if
+none was, 2 for a wrong option. Errors go to standard error.
 """
 
 from __future__ import annotations
@@ -120,7 +120,10 @@ def report(result: object, folder: Path) -> int:
         print(f"[ERROR] {problem}", file=sys.stderr)
     if result.problems:
         left_out = len(result.problems)
-        return fail(f"{left_out} file(s) are not in the picture; replace or remove them")
+        return fail(
+            f"{left_out} file(s) are not in the picture; replace or remove them",
+            status=3,
+        )
     return 0
 
 

@@ -37,7 +37,7 @@ def test_a_corrupt_file_is_named_and_the_others_are_drawn(tmp_path):
     paths[0].write_bytes(b"")
     paths[1].write_bytes(paths[1].read_bytes()[:1000])
     done = visualize("--tensor_dir", tmp_path / "logs", "--output_dir", tmp_path / "draw")
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert f"[ERROR] {paths[0]}: the file is empty\n" in done.stderr
     assert f"[ERROR] {paths[1]}: no archive of torch.save: corrupt, cut short" in done.stderr
     assert "[ERROR] 2 file(s) are not in the picture" in done.stderr

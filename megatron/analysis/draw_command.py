@@ -1,0 +1,147 @@
+"""`python -m megatron.analysis draw`, `report` and `quick`: options, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.analysis.stats_command import LEFT_OUT, parse_size
+
+DEFAULT_FORMATS = "mxfp8 mxfp4 nvfp4 hifp8 and those of the dump"
+
+DRAW = """\
+Draw everything that can be drawn of a dump, and write report.html, one file without need of a
+network. Shards of several ranks are drawn as the tensors that they are parts of.
+
+Statistics are computed once and kept in DIR/.statistics: a second call is quick, an interrupted one
+goes on. Figures that need what the dump does not have are left out, with the reason.
+"""
+REPORT = """\
+Write report.html, one file to open by double click or to send: run cards and audit, a heat map of
+SQNR by layer and tensor in which a click opens the histogram and the block map of a tensor, formats
+and types compared, the worst tensors first, and warnings in words.
+"""
+QUICK = """\
+The first look at a dump: quick_analysis.png and tensor_stats.txt.
+"""
+STATUS = """\
+Exit status: 0 all is drawn; 2 a wrong option, or a folder without tensors or that cannot be
+written; 3 drawn without files that could not be read, each is named (with --strict the first one
+ends it).
+"""
+EXAMPLES = {
+    "draw": """
+examples:
+  python -m megatron.analysis draw enhanced_tensor_logs --output-dir draw
+  python -m megatron.analysis draw dump --formats mxfp8 mxfp8:rceil --figures heatmaps report
+  python -m megatron.analysis draw dump --figures block_analysis --image pdf
+""",
+    "report": """
+examples:
+  python -m megatron.analysis report enhanced_tensor_logs
+  python -m megatron.analysis report dump --run latest --formats mxfp4 mxfp4:2d nvfp4
+""",
+    "quick": """
+examples:
+  python -m megatron.analysis quick enhanced_tensor_logs/mxfp8
+""",
+}
+
+
+def epilog(command: str) -> str:
+    """What `--help` ends with; for draw the table of figures too."""
+    if command != "draw":
+        return STATUS + EXAMPLES[command]
+    from megatron.analysis.output_names import SAYS
+
+    lines = [f"  {name:<22} {says}" for name, says in SAYS.items()]
+    return "\n".join(["figures:", *lines, "", STATUS]) + EXAMPLES[command]
+
+
+def add_options(parser: argparse.ArgumentParser, command: str) -> None:
+    """Those of one of the three commands."""
+    from megatron.analysis.output_names import IMAGES, SAYS
+
+    parser.add_argument("folder", type=Path, metavar="DIR", help="searched with its subfolders")
+    parser.add_argument(
+        "--output-dir", "--output_dir", type=Path, default=Path("draw"), metavar="DIR",
+        help="made if missing (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--run", metavar="ID", help="only this run; 'latest' for the newest")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="threads (default: one a processor)"
+    )
+    if command != "quick":
+        parser.add_argument(
+            "--formats", nargs="+", metavar="FORMAT",
+            help=f"names of megatron.fake_quant (default: {DEFAULT_FORMATS})",
+        )  # fmt: skip
+        parser.add_argument("--max-memory", metavar="SIZE", help="that may be used, as in 800M")
+        parser.add_argument(
+            "--scheduler", metavar="ADDRESS", help="of a Dask cluster that sees DIR under its path"
+        )
+        parser.add_argument(
+            "--strict", action="store_true", help="stop at the first file that cannot be read"
+        )
+    if command == "draw":
+        parser.add_argument(
+            "--figures", nargs="+", default=list(SAYS), choices=list(SAYS), metavar="NAME",
+            help="some of the list below (default: all)",
+        )  # fmt: skip
+        parser.add_argument("--image", default="png", choices=IMAGES, help="(default: %(default)s)")
+    parser.set_defaults(figures_of=command)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw, say what was made; returns the exit status."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from megatron.analysis.draw import draw
+
+    if arguments.workers is not None and arguments.workers < 1:
+        raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
+    only = arguments.figures_of
+    computing: dict[str, Any] = {"workers": arguments.workers}
+    if only != "quick":
+        memory = arguments.max_memory
+        computing |= {
+            "max_memory": None if memory is None else parse_size(memory),
+            "scheduler": arguments.scheduler,
+            "strict": arguments.strict,
+        }
+    result = draw(
+        arguments.folder,
+        arguments.output_dir,
+        formats=getattr(arguments, "formats", None),
+        figures=arguments.figures if only == "draw" else [only],
+        image=getattr(arguments, "image", "png"),
+        run=arguments.run,
+        say=_printer(),
+        progress=True,
+        **computing,
+    )
+    return say_result(result.problems, result.missing, result.tensors)
+
+
+def _printer() -> Callable[[str], None]:
+    return lambda path: print(f"Wrote {path}", flush=True)
+
+
+def say_result(problems: Sequence[object], missing: dict[str, str], tensors: int) -> int:
+    """The closing lines; returns the exit status."""
+    print(f"{tensors} tensors")
+    for folder, why in missing.items():
+        print(f"  no {folder}: {why}")
+    for problem in problems:
+        print(f"[ERROR] {problem}", file=sys.stderr)
+    if problems:
+        print(
+            f"[ERROR] {len(problems)} file(s) were left out; replace or remove them",
+            file=sys.stderr,
+        )
+        return LEFT_OUT
+    return 0

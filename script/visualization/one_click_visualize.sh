@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Draw everything that can be drawn of collected tensors, and report.html.
+#
+#   bash script/visualization/one_click_visualize.sh [tensor_dir] [output_dir] [workers] [option...]
+#   bash script/visualization/one_click_visualize.sh enhanced_tensor_logs draw 4
+#   bash script/visualization/one_click_visualize.sh dump draw 4 --formats mxfp8 hifp8
+#
+#   tensor_dir  searched with its subfolders (enhanced_tensor_logs)
+#   output_dir  made if missing (draw)
+#   workers     threads that read (one a processor)
+# Options after these go to `python -m megatron.analysis draw`, whose exit status is this script's.
+#
+# DRY_RUN=1 prints the command and runs nothing.
+set -euo pipefail
+
+repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
+
+usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }
+
+case " $* " in *' -h '* | *' --help '*) usage && exit ;; esac
+
+places=()
+while (($#)) && [[ $1 != -* ]] && ((${#places[@]} < 3)); do
+  places+=("$1")
+  shift
+done
+draw=(-m megatron.analysis draw "${places[0]-enhanced_tensor_logs}"
+  --output-dir "${places[1]-draw}" ${places[2]:+--workers "${places[2]}"} "$@")
+export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
+if [[ -n ${DRY_RUN-} ]]; then
+  printf '%q ' python3 "${draw[@]}"
+  echo
+  exit
+fi
+py=$(bash "$repo/script/setup_env.sh")
+exec "$py" "${draw[@]}"

@@ -1,0 +1,287 @@
+"""`python -m megatron.analysis draw`: every output, and its numbers against naive ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from megatron.analysis import draw as drawing
+from megatron.analysis.__main__ import main
+from megatron.analysis.figures.attention import entropy, head_errors
+from megatron.analysis.figures.deviations import relative_distance
+from megatron.analysis.figures.hifp8 import REGIONS, region_shares
+from megatron.analysis.figures.material import Material, short_module
+from megatron.analysis.figures.patterns import magnitude_quantiles, standard_quantiles
+from megatron.analysis.output_names import SAYS
+from megatron.analysis.outputs import OUTPUTS
+from megatron.analysis.scale_maps import scale_map
+from megatron.analysis.stats import compute
+from megatron.analysis.store import TensorStore
+from megatron.fake_quant import fake_quantize, quantize
+from tests.analysis.drawing import FORMATS, write_two_types
+from tests.analysis.fake_dump import write_dump
+
+PNG = b"\x89PNG\r\n\x1a\n"
+FIGURES = {
+    "distributions": ["exponents", "histogram", "box", "qq"],
+    "heatmaps": [*(f"sqnr_{name}" for name in FORMATS),
+                 *(f"sqnr_by_iteration_{name}" for name in FORMATS), "amax", "rms", "kurtosis"],
+    "comparisons": ["exponents_by_type", "rms_by_type", "deviation"],
+    "quantization_analysis": ["sqnr_by_layer", "sqnr_by_tensor", "error_by_magnitude", "bias",
+                              "row_against_column"],
+    "statistics": ["scales"],
+    "attention_maps": ["probabilities_L0", "head_error"],
+    "hifp8_analysis": ["regions", "error_by_region", "error_by_magnitude", "code_usage"],
+    "overflow_analysis": ["underflow", "saturation", "underflow_by_magnitude"],
+    "layer_analysis": ["activations", "weights", "iterations"],
+    "block_analysis": [*(f"scale_map_{name}" for name in FORMATS if name != "hifp8"), "blocks",
+                       "code_usage"],
+    "gradients": ["by_layer", "exponents", "underflow", "iterations"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("logs")
+    write_two_types(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drawn(dump, tmp_path_factory):
+    """Everything of the dump, small; and what `draw` says."""
+    output = tmp_path_factory.mktemp("draw")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawing, "DPI", 40)
+        everything = [name for name in SAYS if name != "report"]
+        return output, drawing.draw(dump, output, formats=FORMATS, figures=everything)
+
+
+@pytest.fixture(scope="module")
+def material(dump):
+    store = TensorStore(dump)
+    return Material(store, compute(store, FORMATS), tuple(FORMATS))
+
+
+def test_the_names_for_help_are_those_of_the_outputs():
+    assert set(SAYS) == {"quick", *OUTPUTS, "report"}
+
+
+def test_every_output_is_there_and_nothing_else(drawn):
+    output, result = drawn
+    expected = {f"{folder}/{name}.png" for folder, names in FIGURES.items() for name in names}
+    expected |= {"quick_analysis.png", "tensor_stats.txt", "statistics/tensors.csv",
+                 "statistics/formats.csv", "global_statistics/global_statistics.json",
+                 "global_statistics/global_statistics.txt"}  # fmt: skip
+    found = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
+    assert found == expected
+    assert {path.relative_to(output).as_posix() for path in result.files} == expected
+    assert all((output / name).read_bytes()[:8] == PNG for name in found if name.endswith("png"))
+    assert (result.missing, result.problems, result.tensors) == ({}, [], 114)
+
+
+def test_the_global_numbers_are_those_of_the_files(dump, drawn):
+    found = json.loads((drawn[0] / "global_statistics/global_statistics.json").read_text())
+    store = TensorStore(dump)
+    values = torch.cat([store.load(i).double().flatten() for i in range(len(store))])
+    assert found["overall"]["tensors"] == len(store)
+    assert found["overall"]["values"] == values.numel()
+    assert found["overall"]["zeros"] == int((values == 0).sum())
+    assert found["overall"]["max"] == values.max()
+    assert found["overall"]["rms"] == pytest.approx(float(values.square().mean().sqrt()), rel=1e-9)
+    assert found["overall"]["mean"] == pytest.approx(float(values.mean()), abs=1e-9)
+    assert set(found["groups"]["quant_type"]) == {"bf16", "mxfp8"}
+    text = (drawn[0] / "global_statistics/global_statistics.txt").read_text()
+    assert f"values   {values.numel()}" in text
+
+
+def test_a_cell_is_the_sqnr_of_its_tensor(material):
+    mine = material.uses
+    [row] = mine[
+        (mine["quantized_format"] == "mxfp4") & (mine["place"] == "qkv input")
+        & (mine["layer_idx"] == 1) & (mine["iteration"] == 2) & (mine["quant_type"] == "bf16")
+    ].to_dict("records")  # fmt: skip
+    x = material.load(row["tensor"])
+    error = fake_quantize(x, "mxfp4", axis=-1).double() - x.double()
+    sqnr = 10 * math.log10(x.double().square().sum() / error.square().sum())
+    assert row["sqnr_db"] == pytest.approx(sqnr, rel=1e-9)
+
+
+def test_an_operand_is_quantized_as_in_its_first_gemm(material):
+    """V along keys, for P V; all else along the last dimension."""
+    mine = material.uses[material.uses["quantized_format"] == "mxfp8"]
+    axes = mine.groupby("place")["axis"].unique()
+    assert axes["core value"].tolist() == ["column"]
+    assert axes["core query"].tolist() == axes["qkv weight"].tolist() == ["row"]
+    assert not mine["tensor"].duplicated().any()
+    assert list(dict.fromkeys(material.uses["quantized_format"])) == FORMATS  # as asked for
+
+
+def test_the_sums_are_those_of_the_tensors(material):
+    found = material.summed("mxfp4", ["qkv input"])
+    mine = material.uses[
+        (material.uses["place"] == "qkv input") & (material.uses["quantized_format"] == "mxfp4")
+    ]
+    assert found.values.sum() == (mine["count"] - mine["zeros"]).sum()
+    assert found.codes.sum() == mine["count"].sum()
+    squares = (mine["mse"] * mine["compared"]).sum()
+    assert found.squared_error.sum() == pytest.approx(squares, rel=1e-9)
+
+
+def test_places_come_forward_first_and_experts_are_one_place(material):
+    assert material.places[:3] == ["qkv input", "qkv weight", "qkv output"]
+    assert material.places[-1] == "qkv grad_weight"
+    assert short_module("decoder.layers.3.mlp.experts.local_experts.12.linear_fc1") == (
+        "experts.experts.fc1"
+    )
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
+def test_a_scale_map_has_the_stored_scales(name):
+    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    x[3, :32] = 0
+    found = scale_map(x, name)
+    size = 16 if name == "nvfp4" else 32
+    stored = quantize(x, name, axis=-1).scales.blocks
+    exponents = (
+        stored.view(torch.float8_e4m3fn).double().log2()
+        if name == "nvfp4"
+        else stored.double() - 127
+    )
+    expected = exponents.numpy().copy()
+    expected[3, : 32 // size] = np.nan
+    np.testing.assert_array_equal(found.to_numpy(), expected)
+    assert found.columns.tolist() == list(range(0, 96, size))
+
+
+def test_a_scale_map_of_a_large_tensor_has_evenly_spaced_rows_with_the_whole_tensors_scale():
+    x = torch.ones(100, 64)
+    x[99, 63] = 1000.0  # in no row that is taken
+    found = scale_map(x, "nvfp4", rows=30)
+    assert found.index.tolist() == list(range(0, 100, 4))
+    whole = quantize(x, "nvfp4", axis=-1).scales.blocks.view(torch.float8_e4m3fn).double().log2()
+    np.testing.assert_array_equal(found.to_numpy(), whole.numpy()[::4])
+
+
+def test_regions_of_hifloat8_add_up_and_agree_with_its_spacing():
+    counts = np.arange(255)
+    assert sum(region_shares(counts).values()) == pytest.approx(1.0)
+    for name, bits in (("3 bits, 2^-3..2^3", 3), ("2 bits, 2^4..2^7", 2), ("1 bit, 2^8..2^15", 1)):
+        first, last = (int(e) for e in name.partition(", ")[2].replace("2^", "").split(".."))
+        inside = REGIONS[name][1](np.arange(-30, 30))
+        assert (np.arange(-30, 30)[inside] == np.arange(first, last + 1)).all()
+        step = 2.0 ** (first - bits)
+        x = torch.tensor([2.0**first + step, 2.0**first + step / 4])
+        assert fake_quantize(x, "hifp8").tolist() == [2.0**first + step, 2.0**first]
+
+
+def test_quantiles_of_counted_patterns_are_those_of_the_values():
+    x = torch.randn(20001, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    patterns = np.bincount(x.view(torch.int16).int().numpy() & 0xFFFF, minlength=1 << 16)
+    found = magnitude_quantiles(patterns)
+    magnitudes = np.sort(x.float().abs().numpy())
+    assert found["p50"] == magnitudes[10000]
+    assert found["largest"] == magnitudes[-1]
+    shares = np.array([1e-6, 0.25, 0.5])
+    standard = standard_quantiles(patterns, shares)
+    assert math.isnan(standard[0])  # less than one value
+    values = np.sort(x.double().numpy())
+    expected = (values[[5000, 10000]] - values.mean()) / values.std()
+    np.testing.assert_allclose(standard[1:], expected, rtol=1e-9)
+
+
+def test_heads_have_the_error_of_their_own_probabilities():
+    probs = torch.rand(2, 3, 8, 64, generator=torch.Generator().manual_seed(0))
+    found = head_errors(probs, "nvfp4")
+    whole = fake_quantize(probs, "nvfp4", axis=-1)  # under one scale of the tensor
+    for head, sqnr in enumerate(found):
+        x = probs[:, head]
+        error = (whole[:, head].double() - x.double()).square().sum()
+        assert sqnr == pytest.approx(float(10 * torch.log10(x.double().square().sum() / error)))
+    assert entropy(torch.full((4, 8), 1 / 8)) == pytest.approx(3.0)
+    assert entropy(torch.eye(4)) == 0.0
+
+
+def test_the_distance_of_two_runs_is_relative_to_the_one_without_quantization(material):
+    data = material.deviations
+    assert set(data["quant_type"]) == {"mxfp8"}
+    assert len(data) == 57  # the tensors of one run
+    x, base = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])
+    assert relative_distance(x, base) == pytest.approx(1 / math.sqrt(2))
+    assert math.isnan(relative_distance(x, torch.zeros(2)))
+    assert math.isnan(relative_distance(x, torch.zeros(3)))
+
+
+def test_a_bad_file_is_named_the_rest_is_drawn_and_the_status_is_3(dump, tmp_path, capsys):
+    folder = tmp_path / "logs"
+    shutil.copytree(dump / "mxfp8", folder)
+    empty, cut = sorted(folder.glob("*.pt"))[:2]
+    empty.write_bytes(b"")
+    cut.write_bytes(cut.read_bytes()[:500])
+    (folder / "foreign.pt").write_bytes(b"no tensor")
+    options = ["--output-dir", str(tmp_path / "draw"), "--figures", "global_statistics"]
+    assert main(["draw", str(folder), *options]) == 3
+    errors = capsys.readouterr().err
+    assert all(f"[ERROR] {path}" in errors for path in (empty, cut, folder / "foreign.pt"))
+    assert "[ERROR] 3 file(s) were left out" in errors
+    found = json.loads((tmp_path / "draw/global_statistics/global_statistics.json").read_text())
+    assert found["overall"]["tensors"] == 55
+    assert len(found["left_out"]) == 3
+    assert main(["draw", str(folder), *options, "--strict"]) == 2
+    assert "[ERROR]" in capsys.readouterr().err
+
+
+def test_what_a_dump_lacks_is_said(tmp_path, capsys):
+    write_dump(tmp_path / "logs", layers=1)
+    names = ["comparisons", "attention_maps", "hifp8_analysis", "block_analysis"]
+    options = ["--output-dir", str(tmp_path / "draw"), "--formats", "fp8_e4m3", "--figures", *names]
+    assert main(["draw", str(tmp_path / "logs"), *options]) == 0
+    said = capsys.readouterr().out
+    assert "no comparisons: there is one type only (mxfp8)" in said
+    assert "no attention_maps: attention_probs were not collected" in said
+    assert "no hifp8_analysis: hifp8 is not among the formats" in said
+    assert "no block_analysis: none of the formats has blocks" in said
+    assert not list((tmp_path / "draw").rglob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--formats", "mxfp9"], "unknown format 'mxfp9'"),
+        (["--figures", "pie"], "invalid choice: 'pie'"),
+        (["--workers", "0"], "--workers is 0; give 1 or more"),
+        (["--run", "none_such"], "no run 'none_such'"),
+    ],
+)
+def test_wrong_options(dump, tmp_path, capsys, options, message):
+    try:
+        status = main(["draw", str(dump), "--output-dir", str(tmp_path), *options])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.p*"))
+
+
+def test_a_folder_without_tensors(tmp_path, capsys):
+    assert main(["report", str(tmp_path), "--output-dir", str(tmp_path / "draw")]) == 2
+    assert "[ERROR]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("image", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_other_images(dump, tmp_path, image, start):
+    options = ["--output-dir", str(tmp_path), "--figures", "statistics", "--image", image]
+    assert main(["draw", str(dump), *options]) == 0
+    assert (tmp_path / "statistics" / f"scales.{image}").read_bytes().startswith(start)
+
+
+def test_the_tables_are_written_as_they_are(drawn, material):
+    found = pd.read_csv(drawn[0] / "statistics" / "formats.csv")
+    assert len(found) == len(material.found.formats)
+    np.testing.assert_allclose(found["mse"], material.found.formats["mse"], rtol=1e-12)
