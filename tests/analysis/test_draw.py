@@ -16,10 +16,11 @@ from megatron.analysis.__main__ import main
 from megatron.analysis.figures.attention import entropy, head_errors
 from megatron.analysis.figures.deviations import relative_distance
 from megatron.analysis.figures.hifp8 import REGIONS, region_shares
-from megatron.analysis.figures.material import Material, short_module
+from megatron.analysis.figures.material import Material, NothingToDrawError, short_module
 from megatron.analysis.figures.patterns import magnitude_quantiles, standard_quantiles
 from megatron.analysis.output_names import SAYS
 from megatron.analysis.outputs import OUTPUTS
+from megatron.analysis.report.content import content
 from megatron.analysis.scale_maps import scale_map
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
@@ -248,6 +249,34 @@ def test_what_a_dump_lacks_is_said(tmp_path, capsys):
     assert "no hifp8_analysis: hifp8 is not among the formats" in said
     assert "no block_analysis: none of the formats has blocks" in said
     assert not list((tmp_path / "draw").rglob("*.png"))
+
+
+@pytest.fixture
+def strange(tmp_path):
+    """Tensors of one value, without a finite one, and one of which only the name is known."""
+    first, weight, output, query, key, *_ = write_dump(tmp_path, layers=1, index=False)
+    for path, value in ((first, math.nan), (weight, 0.0), (query, math.inf), (key, 1.0)):
+        payload = torch.load(path, weights_only=True)
+        payload["tensor"] = torch.full_like(payload["tensor"], value)
+        torch.save(payload, path)
+    torch.save(torch.randn(8, 8), output.with_name(output.name.replace("_0003_", "_0900_")))
+    return tmp_path
+
+
+def test_strange_values_make_no_figure_fail(strange):
+    formats = (*FORMATS, "fp8_e4m3", "hifp4", "mxfp8:2d", "bf16")
+    store = TensorStore(strange)
+    material = Material(store, compute(store, formats), formats)
+    lacking = set()
+    for name, make in OUTPUTS.items():
+        try:
+            assert [made for _, made in make(material)], name
+        except NothingToDrawError:
+            lacking.add(name)
+    assert lacking == {"comparisons", "attention_maps"}
+    found = content(material)
+    assert found["cautions"][0]["kind"] == "nan"
+    json.dumps(found, allow_nan=False)
 
 
 @pytest.mark.parametrize(

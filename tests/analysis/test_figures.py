@@ -190,6 +190,22 @@ def test_scales_have_a_line_over_the_range_and_a_dot_at_the_rms(ax):
     assert dot.get_markerfacecolor() == "white"
 
 
+@pytest.mark.parametrize(
+    ("plot", "columns", "options"),
+    [
+        (plots.plot_exponent_histogram, ["group", "exponent", "share"], {}),
+        (plots.plot_lines, ["group", "x", "value"], {"xlabel": "x", "ylabel": "y"}),
+        (plots.plot_dots, ["group", "name", "value"], {"xlabel": "x"}),
+        (plots.plot_error_by_magnitude, ["format", "exponent", "relative_error"], {}),
+        (plots.plot_quantiles, ["group", "normal", "value"], {}),
+        (plots.plot_counts, ["format", "left", "right", "count"], {"xlabel": "x"}),
+    ],
+)
+def test_a_plot_without_data_says_so(ax, plot, columns, options):
+    assert plot(pd.DataFrame(columns=columns), title="A", ax=ax, **options) is ax
+    assert [text.get_text() for text in ax.texts] == ["no values to draw"]
+
+
 def test_attention_map_masks_zeros(ax):
     plots.plot_attention_map(pd.DataFrame([[1.0, 0.0], [0.5, 0.5]]), ax=ax)
     [image] = ax.images

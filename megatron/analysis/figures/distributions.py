@@ -137,7 +137,8 @@ def quantile_quantile(material: Material) -> Figure:
             for place in material.places_of(kind)
         ]
         plot_quantiles(pd.concat(found, ignore_index=True).dropna(), title=KINDS[kind], ax=ax)
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, fontsize=8)
+        if ax.has_data():
+            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, fontsize=8)
     share_y(axes)
     note = "linear up to 10 standard deviations, logarithmic beyond; from 1e-6 to 1 - 1e-6"
     headline(figure, "Tails: quantiles against a normal distribution", note)

@@ -198,12 +198,12 @@ def sheet(
 
 
 def share_y(axes: Sequence[Axes]) -> None:
-    """One range for all, wide enough for each; only the first says what it is."""
-    limits = [ax.get_ylim() for ax in axes]
-    low, high = min(low for low, _ in limits), max(high for _, high in limits)
-    for ax in axes:
-        ax.set_ylim(low, high)
-    for ax in axes[1:]:
+    """One range for all that have data, wide enough for each; the first says what it is."""
+    drawn = [ax for ax in axes if ax.has_data()]
+    limits = [ax.get_ylim() for ax in drawn]
+    for ax in drawn:
+        ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+    for ax in drawn[1:]:
         ax.set_ylabel("")
         ax.tick_params(axis="y", which="both", labelleft=False)
 

@@ -9,7 +9,15 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from megatron.analysis.plots.style import INK, colour_of, guide, lighter, powers_of_two, quiet
+from megatron.analysis.plots.style import (
+    INK,
+    colour_of,
+    guide,
+    lighter,
+    nothing,
+    powers_of_two,
+    quiet,
+)
 
 
 def plot_boxes(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
@@ -20,6 +28,8 @@ def plot_boxes(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -
             magnitudes; what is zero ends at the left of the axis.
     """
     ax = plt.gca() if ax is None else ax
+    if data.empty:
+        return nothing(ax, title)
     columns = ["p1", "p25", "p50", "p75", "p99", "largest"]
     numbers = data[columns].to_numpy(dtype=float)
     positive = numbers[numbers > 0]

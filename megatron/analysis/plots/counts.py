@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from megatron.analysis.plots.style import FILL, colour_of, guide, percent, quiet
+from megatron.analysis.plots.style import FILL, colour_of, guide, nothing, percent, quiet
 
 
 def plot_counts(
@@ -24,6 +24,8 @@ def plot_counts(
         data: columns `format`, `left`, `right`, `count`; bins without gaps.
     """
     ax = plt.gca() if ax is None else ax
+    if not data["count"].any():
+        return nothing(ax, title)
     for name, part in data.groupby("format", sort=False):
         shares = part["count"] / max(part["count"].sum(), 1)
         edges = [*part["left"], part["right"].iloc[-1]]

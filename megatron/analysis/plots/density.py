@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from megatron.analysis.plots.style import FAINT, FILL, colour_of, guide, quiet
+from megatron.analysis.plots.style import FAINT, FILL, colour_of, guide, nothing, quiet
 
 
 def plot_density(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
@@ -19,6 +19,8 @@ def plot_density(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None)
         data: columns `group`, `left`, `right` (in standard deviations), `density`; rising bins.
     """
     ax = plt.gca() if ax is None else ax
+    if data.empty:
+        return nothing(ax, title)
     for name, part in data.groupby("group", sort=False):
         edges = [*part["left"], part["right"].iloc[-1]]
         colour = colour_of(str(name))

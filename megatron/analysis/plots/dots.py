@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from megatron.analysis.plots.style import RULE, colour_of, guide, percent, quiet
+from megatron.analysis.plots.style import RULE, colour_of, guide, nothing, percent, quiet
 
 ZERO = "0"
 
@@ -29,6 +29,8 @@ def plot_dots(
             left end, under a tick that says 0.
     """
     ax = plt.gca() if ax is None else ax
+    if not np.isfinite(data["value"].astype(float)).any():
+        return nothing(ax, title)
     names = list(dict.fromkeys(data["name"]))
     place = {name: i for i, name in enumerate(names)}
     values = data["value"].astype(float)

@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from megatron.analysis.plots.style import colour_of, guide, percent, powers_of_two, quiet
+from megatron.analysis.plots.style import colour_of, guide, nothing, percent, powers_of_two, quiet
 
 
 def plot_error_by_magnitude(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
@@ -18,6 +18,8 @@ def plot_error_by_magnitude(data: pd.DataFrame, *, title: str = "", ax: Axes | N
             there is no value.
     """
     ax = plt.gca() if ax is None else ax
+    if not data["relative_error"].notna().any():
+        return nothing(ax, title)
     for name, part in data.groupby("format", sort=False):
         exponents = part["exponent"].tolist()
         ax.stairs(
@@ -25,9 +27,9 @@ def plot_error_by_magnitude(data: pd.DataFrame, *, title: str = "", ax: Axes | N
             color=colour_of(str(name)), linewidth=1.5, label=str(name),
         )  # fmt: skip
     positive = data["relative_error"][data["relative_error"] > 0]
-    if len(positive):
-        ax.set_ylim(0.7 * float(positive.min()), 1.5 * float(positive.max()))
-        ax.set_yscale("log")
+    low, high = (positive.min(), positive.max()) if len(positive) else (0.01, 1.0)  # all exact
+    ax.set_ylim(0.7 * float(low), 1.5 * float(high))
+    ax.set_yscale("log")
     ax.set_xlim(data["exponent"].min(), data["exponent"].max() + 1)
     powers_of_two(ax.xaxis)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))

@@ -7,7 +7,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from megatron.analysis.plots.style import FAINT, colour_of, guide, percent, powers_of_two, quiet
+from megatron.analysis.plots.style import (
+    FAINT,
+    colour_of,
+    guide,
+    nothing,
+    percent,
+    powers_of_two,
+    quiet,
+)
 
 LANE = 0.085  #: of the height of the axes, for the range of one format
 
@@ -28,6 +36,8 @@ def plot_exponent_histogram(
             has numbers, from `normal` on in full precision. A bar each, below the histogram.
     """
     ax = plt.gca() if ax is None else ax
+    if data.empty:
+        return nothing(ax, title)
     lanes = [] if ranges is None else ranges.to_dict("records")
     for name, part in data.groupby("group", sort=False):
         exponents = part["exponent"].tolist()

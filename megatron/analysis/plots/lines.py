@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from megatron.analysis.plots.style import colour_of, guide, quiet
+from megatron.analysis.plots.style import colour_of, guide, nothing, quiet
 
 NARROW = 8.0  #: largest over smallest value, from which on a logarithmic axis is one
 
@@ -28,6 +28,8 @@ def plot_lines(
         data: columns `group`, `x` (whole numbers), `value`.
     """
     ax = plt.gca() if ax is None else ax
+    if not np.isfinite(data["value"].astype(float)).any():
+        return nothing(ax, title)
     for name, part in data.groupby("group", sort=False):
         part = part[np.isfinite(part["value"].astype(float))].sort_values("x")
         if logarithmic:

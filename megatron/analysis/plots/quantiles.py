@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from megatron.analysis.plots.style import FAINT, colour_of, guide, quiet
+from megatron.analysis.plots.style import FAINT, colour_of, guide, nothing, quiet
 
 LINEAR = 10.0  #: standard deviations up to which the axis is linear
 DASHES = ("-", "--", ":", "-.")
@@ -20,6 +20,8 @@ def plot_quantiles(data: pd.DataFrame, *, title: str = "", ax: Axes | None = Non
         data: columns `group`, `normal`, `value`: quantiles in standard deviations.
     """
     ax = plt.gca() if ax is None else ax
+    if data.empty:
+        return nothing(ax, title)
     ends = (float(data["normal"].min()), float(data["normal"].max()))
     ax.plot(ends, ends, color=FAINT, linewidth=1, linestyle=":", label="normal", zorder=1)
     drawn: dict[str, int] = {}  #: lines of a colour: they differ in their dashes

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from megatron.analysis.plots.style import colour_of, guide, powers_of_two, quiet
+from megatron.analysis.plots.style import colour_of, guide, nothing, powers_of_two, quiet
 
 
 def plot_scales(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
@@ -18,6 +18,8 @@ def plot_scales(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) 
             left out.
     """
     ax = plt.gca() if ax is None else ax
+    if data.empty:
+        return nothing(ax, title)
     numbers = data[["low", "rms", "high"]].astype(float)
     logs = np.log2(numbers.where(numbers > 0))
     for y, (group, row) in enumerate(zip(data["group"], logs.itertuples(index=False), strict=True)):

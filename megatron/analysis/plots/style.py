@@ -125,6 +125,16 @@ def guide(ax: Axes, axis: Literal["both", "x", "y"] = "y") -> None:
     ax.set_axisbelow(True)
 
 
+def nothing(ax: Axes, title: str) -> Axes:
+    """Axes for data that has no number to draw: it says so."""
+    ax.text(0.5, 0.5, "no values to draw", color=FAINT, ha="center", va="center",
+            transform=ax.transAxes)  # fmt: skip
+    ax.set_xticks([])
+    ax.set_yticks([])
+    ax.set_title(title, loc="left")
+    return quiet(ax)
+
+
 def quiet(ax: Axes) -> Axes:
     """Take off what carries no information."""
     ax.spines[["top", "right"]].set_visible(False)
