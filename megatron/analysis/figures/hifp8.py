@@ -141,6 +141,8 @@ def error_by_magnitude(material: Material, fmt: str) -> Figure:
         data = magnitude_errors(material, kind)
         data = data[data["format"] == fmt]
         plot_error_by_magnitude(data, title=KINDS[kind], ax=ax)
+        if not ax.has_data():
+            continue
         low, high = ax.get_xlim()
         for name, (colour, inside) in REGIONS.items():
             mine = EXPONENTS[inside(EXPONENTS)]
