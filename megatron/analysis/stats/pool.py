@@ -106,7 +106,7 @@ def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, Outcome
         waiting = batches(jobs)
         room = 3 * max(sum(client.nthreads().values()), 1)
         first = [client.submit(measure_jobs, batch, pure=False) for batch in islice(waiting, room)]
-        found = distributed.as_completed(first, with_results=True)
+        found = distributed.as_completed(first, loop=client.loop, with_results=True)
         running = len(first)
         while running:
             try:
