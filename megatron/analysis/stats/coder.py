@@ -119,6 +119,12 @@ def make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> C
 
     emax: of the group's classes, see `plan.Group`.
     """
+    follows = isinstance(fmt.scaling, (TensorScaling, TwoLevelScaling))
+    return _make_coder(fmt, dtype, amax if follows else 0.0, emax)
+
+
+@functools.lru_cache(maxsize=64)
+def _make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> Coder:
     kind, element, beyond, limit = FLOAT, _HALF, LARGEST, LARGEST
     if isinstance(fmt.element, ElementFormat):
         element = element_bits(fmt.element)

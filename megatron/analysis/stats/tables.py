@@ -109,8 +109,9 @@ def count_pairs(
     piece: Any, rows: Any, columns: Any, size: Any, run: Any, counts: Any, plane_of: Any,
     pairs: Any, used: Any, start: Any,
 ) -> Any:  # fmt: skip
-    """As `count_rows`, by the classes of both blocks that a value is in, tile by tile (a block
-    high, a block wide) from tile `start` on.
+    """As `count_rows`, by the classes of both blocks that a value is in, from tile `start` on. A
+    tile is a block high and a block wide; `size` rows of tiles are gone through in the order of
+    memory, after planes were found for all their pairs.
 
     Returns the planes in use, and the tile for which there were too few: the number of tiles where
     all were counted.
@@ -119,29 +120,50 @@ def count_pairs(
     blocks_in_run = (run + size - 1) // size
     across, down = width // run * blocks_in_run, (height + size - 1) // size
     flat = counts.ravel()
-    for tile in range(start, outer * down * across):
-        o, strip, block = tile // (down * across), tile // across % down, tile % across
+    tile = start
+    while tile < outer * down * across:
+        o, strip, first = tile // (down * across), tile // across % down, tile % across
         top, bottom = strip * size, min((strip + 1) * size, height)
-        left = block // blocks_in_run * run + block % blocks_in_run * size
-        right = min(left + size, (block // blocks_in_run + 1) * run)
-        seconds = columns[o, strip, left:right]
-        before = -1
+        last = first
+        while last < across:
+            left = last // blocks_in_run * run + last % blocks_in_run * size
+            right = min(left + size, (last // blocks_in_run + 1) * run)
+            of_rows, seconds = rows[o, top:bottom, last], columns[o, strip, left:right]
+            used, enough = _find_planes(of_rows, seconds, plane_of, pairs, used)
+            if not enough:
+                break
+            last += 1
         for i in range(top, bottom):
-            if rows[o, i, block] != before:
-                before = rows[o, i, block]
-                for j in range(len(seconds)):
-                    if plane_of[before, seconds[j]] < 0:
-                        if used == len(pairs):
-                            return used, tile
-                        plane_of[before, seconds[j]] = used
-                        pairs[used, 0], pairs[used, 1] = before, seconds[j]
-                        used += 1
-        for i in range(top, bottom):
-            planes, part = plane_of[rows[o, i, block]], piece[o, i, left:right]
-            for j in range(len(part)):
-                plane = np.uintp(np.uint32(planes[seconds[j]]))
-                flat[(plane << np.uintp(16)) | np.uintp(part[j])] += np.uint32(1)
-    return used, outer * down * across
+            values, classes, seconds = piece[o, i], rows[o, i], columns[o, strip]
+            for block in range(first, last):
+                left = block // blocks_in_run * run + block % blocks_in_run * size
+                right = min(left + size, (block // blocks_in_run + 1) * run)
+                planes = plane_of[classes[block]]
+                part, others = values[left:right], seconds[left:right]
+                for j in range(len(part)):
+                    plane = np.uintp(np.uint32(planes[others[j]]))
+                    flat[(plane << np.uintp(16)) | np.uintp(part[j])] += np.uint32(1)
+        tile += last - first
+        if last < across:
+            return used, tile
+    return used, tile
+
+
+@kernel
+def _find_planes(rows: Any, columns: Any, plane_of: Any, pairs: Any, used: Any) -> Any:
+    """Give a plane to each pair of these classes; whether there were enough."""
+    for i in range(len(rows)):
+        if i > 0 and rows[i] == rows[i - 1]:
+            continue
+        planes = plane_of[rows[i]]
+        for j in range(len(columns)):
+            if planes[columns[j]] < 0:
+                if used == len(pairs):
+                    return used, False
+                planes[columns[j]] = used
+                pairs[used, 0], pairs[used, 1] = rows[i], columns[j]
+                used += 1
+    return used, True
 
 
 def tile_of(shape: tuple[int, ...], size: int, run: int, tile: int) -> tuple[slice, slice, slice]:
