@@ -46,7 +46,8 @@ class Errors:
         sizes = (account.COUNTS, 3 * BINADES, 256, 3, RANGES, HEADROOM_BINS, 2, codes)
         self.ints = np.zeros(sum(sizes), np.int64) if ints is None else ints
         self.floats = np.zeros(account.SUMS + 3 * BINADES + 2) if floats is None else floats
-        parts = np.split(self.ints, list(itertools.accumulate(sizes))[:-1])
+        ends = list(itertools.accumulate(sizes))
+        parts = [self.ints[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         self.counts, by_binade, self.scales, self.blocks = parts[:4]
         self.block_range, self.headroom, self.disagreement, self.codes = parts[4:]
         self.binade_counts = by_binade.reshape(3, BINADES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
 from typing import Any
@@ -142,6 +143,7 @@ def format_numbers(fmt: Format, errors: Errors) -> dict[str, float]:
     return found | errors.block_numbers(scale_exponents(fmt))
 
 
+@functools.cache
 def scale_exponents(fmt: Format) -> NDArray[np.float64]:
     """The base-2 logarithm of what each scale byte stands for, NaN where that is no number."""
     if isinstance(fmt.scaling, BlockScaling):

@@ -138,10 +138,10 @@ def _lower_edges() -> NDArray[np.float64]:
 def _quantiles(
     counts: NDArray[np.int64], edges: NDArray[np.float64], shares: Sequence[float]
 ) -> list[float]:
-    below = np.cumsum(counts)
-    total = int(below[-1])
-    if not total:
+    present = np.flatnonzero(counts)
+    if not len(present):
         return [math.nan] * len(shares)
-    ranks = [max(math.ceil(share * total), 1) for share in shares]
-    found: list[float] = edges[np.searchsorted(below, ranks)].tolist()
+    below = np.cumsum(counts[present])
+    ranks = [max(math.ceil(share * int(below[-1])), 1) for share in shares]
+    found: list[float] = edges[present[np.searchsorted(below, ranks)]].tolist()
     return found
