@@ -5,8 +5,8 @@
     python benchmarks/analysis.py --dump FOLDER       # of a dump that is there
     python benchmarks/analysis.py --quick             # small, seconds: does it run?
 
-The dump comes from run_tensor_collection.sh: the tiny Llama with a larger hidden size, one iteration
-in mxfp8. It is read once before, so that all find it in memory. `plain` loads a file, copies it to
+The dump comes from run_tensor_collection.sh: the tiny Llama with a larger hidden size, one
+iteration in mxfp8. It is read once before, so that all find it in memory. `plain` loads a file, copies it to
 float32 and makes one call of torch or numpy for each statistic and format (on all cores), of one
 tensor in some; its time is scaled by the bytes. What values become is computed by our fused kernels
 there too. Each measurement has a process of its own, whose peak memory is shown.
@@ -52,14 +52,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--formats", nargs="+", default=list(FORMATS), metavar="FORMAT")
     add("--every", type=int, default=16, metavar="N", help="plain: one tensor in N (16)")
     add("--rounds", type=int, default=3, metavar="N", help="the best of so many counts (3)")
-    add("--records", type=int, nargs="+", default=[1000, 10_000, 100_000], metavar="N",
-        help="numbers of tiny tensors, for the linearity")  # fmt: skip
+    add("--records", type=int, nargs="+", metavar="N",
+        help="numbers of tiny tensors, for the linearity (1000 10000 100000)")  # fmt: skip
     add("--scratch", type=Path, metavar="FOLDER", help="for what is written and deleted again")
-    add("--quick", action="store_true", help="a small dump and 300 records; writes no file")
+    add("--quick", action="store_true", help="a small dump, 90 records; writes no file")
     add("--output", type=Path, metavar="FILE", help="default: docs/results/analysis.md")
     options = parser.parse_args(arguments)
+    options.records = options.records or ([30, 90] if options.quick else [1000, 10_000, 100_000])
     if options.quick:
-        options.records, options.every, options.rounds = [100, 300], 2, 1
+        options.every, options.rounds = 2, 1
     elif options.output is None:
         options.output = REPO / "docs" / "results" / "analysis.md"
     return options

@@ -1,4 +1,4 @@
-"""One measurement of `analysis.py`, in a process of its own, whose peak memory is therefore its own.
+"""One measurement of `analysis.py`, in a process of its own: so is its peak memory.
 
     analysis_worker.py ours FOLDER WORKERS FORMAT...
     analysis_worker.py naive FOLDER EVERY FORMAT...      one tensor in EVERY

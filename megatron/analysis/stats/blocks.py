@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ class Extremes:
 
     def bits(self) -> Bits:
         """Of the largest."""
+        if self.half == torch.bfloat16:
+            return self.largest.astype(np.int32) << 16
         return self.largest if self.half is None else widened(self.half)[self.largest]
 
 
@@ -71,12 +73,13 @@ def _classes(amax: Bits, group: Group, coder: Coder) -> NDArray[np.uint8]:
     return found
 
 
-@dataclass
 class BlockCounts:
     """How often blocks have a largest magnitude, and a distance to the smallest."""
 
-    amax: dict[int, int] = field(default_factory=dict)  #: by float32 bits
-    ranges: NDArray[np.int64] = field(default_factory=lambda: np.zeros(RANGES, np.int64))
+    def __init__(self) -> None:
+        self.ranges = np.zeros(RANGES, np.int64)  #: blocks by difference of the exponents
+        self._found: list[Bits] = []
+        self._counts: list[NDArray[np.int64]] = []
 
     def add(self, extremes: Extremes, square: int) -> None:
         """Count the blocks of a piece; of square ones, `square` rows of which are the same, one."""
@@ -84,14 +87,22 @@ class BlockCounts:
         if square:
             largest, smallest = (np.ascontiguousarray(x[:, ::square]) for x in (largest, smallest))
         found, counts = scan.counted(largest.ravel())
-        bits = found if extremes.half is None else widened(extremes.half)[found]
-        for amax, count in zip(bits.tolist(), counts.tolist(), strict=True):
-            self.amax[amax] = self.amax.get(amax, 0) + count
+        self._found.append(found if extremes.half is None else widened(extremes.half)[found])
+        self._counts.append(counts)
         if extremes.half is None:
             _count_ranges32(largest.ravel(), smallest.ravel(), self.ranges)
         else:
             of_pattern = exponents(extremes.half)
             _count_ranges16(largest.ravel(), smallest.ravel(), of_pattern, self.ranges)
+
+    def largest(self) -> tuple[Bits, NDArray[np.int64]]:
+        """Float32 bits of largest magnitudes, and how many blocks have each."""
+        if len(self._found) == 1:
+            return self._found[0], self._counts[0]
+        found, place = np.unique(np.concatenate(self._found), return_inverse=True)
+        counts = np.zeros(len(found), np.int64)
+        np.add.at(counts, place, np.concatenate(self._counts))
+        return found, counts
 
 
 @kernel
@@ -126,8 +137,7 @@ def _exponent(bits: Any) -> Any:
 
 def add_blocks(errors: Errors, blocks: BlockCounts, group: Group, coder: Coder) -> None:
     """What the counted blocks say of one format."""
-    bits = np.fromiter(blocks.amax.keys(), np.int32, len(blocks.amax))
-    counts = np.fromiter(blocks.amax.values(), np.int64, len(blocks.amax))
+    bits, counts = blocks.largest()
     classes = _classes(bits, group, coder)
     np.add.at(errors.scales, coder.bytes[classes], counts)
     zero, unusual = bits == 0, (bits & MAGNITUDE) >= INFINITY
