@@ -111,7 +111,7 @@ def test_all_of_them_at_once_are_named_by_the_drawing_and_the_others_are_drawn(
     for kind, path in spoilt.items():
         SPOILT[kind](path, made)
     arguments = ["--tensor_dir", str(tmp_path / "dump"), "--output_dir", str(draw)]
-    assert quick_visualize.main(arguments) == 1
+    assert quick_visualize.main(arguments) == 3
     told = capsys.readouterr()
     *lines, last = told.err.splitlines()
     named = [line.removeprefix("[ERROR] ").split(".pt: ")[0] + ".pt" for line in lines]
@@ -140,7 +140,7 @@ def test_the_drawing_script_refuses_code_as_a_user_runs_it(tmp_path):
             *("--tensor-dir", tmp_path / "dump", "--output-dir", tmp_path / "draw"),
         ]
     )
-    assert done.returncode == 1
+    assert done.returncode == 3
     for path in (paths[0], paths[0].with_name("new.pt")):
         assert f"[ERROR] {path}: it holds other things than tensors" in done.stderr
     assert "Traceback" not in done.stderr
