@@ -6,10 +6,11 @@
     python benchmarks/analysis.py --quick             # small, seconds: does it run?
 
 The dump comes from run_tensor_collection.sh: the tiny Llama with a larger hidden size, one
-iteration in mxfp8. It is read once before, so that all find it in memory. `plain` loads a file, copies it to
-float32 and makes one call of torch or numpy for each statistic and format (on all cores), of one
-tensor in some; its time is scaled by the bytes. What values become is computed by our fused kernels
-there too. Each measurement has a process of its own, whose peak memory is shown.
+iteration in mxfp8. It is read once before, so that all find it in memory. `plain` loads a file,
+copies it to float32 and makes one call of torch or numpy for each statistic and format (on all
+cores), of one tensor in some; its time is scaled by the bytes. What values become is computed by
+our fused kernels there too. Each measurement has a process of its own, whose peak memory is shown;
+CPU seconds are those of all its threads.
 
 The records for the linearity are tiny tensors (8 x 32, bf16), written for the purpose.
 Prints Markdown tables and writes them to `docs/results/analysis.md`, with the command.
@@ -40,7 +41,7 @@ MODEL = (
 SMALL = (
     "--num-layers 1 --hidden-size 128 --seq-length 64 --micro-batch-size 1 --global-batch-size 1"
 )
-HEAD = ("what", "workers", "tensors", "GB", "seconds", "GB/s", "over plain", "peak MiB")
+HEAD = ("what", "workers", "tensors", "GB", "seconds", "CPU s", "GB/s", "over plain", "peak MiB")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -142,7 +143,7 @@ def _row(
     ratio = speed / (plain["bytes"] / plain["seconds"] / 1e9)
     return (
         what, workers, f"{one['tensors']}", f"{one['bytes'] / 1e9:.3g}", f"{one['seconds']:.4g}",
-        f"{speed:.3g}", f"{ratio:.3g}", f"{one['peak']:.0f}",
+        f"{one['cpu']:.4g}", f"{speed:.3g}", f"{ratio:.3g}", f"{one['peak']:.0f}",
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ def test_it_measures_a_dump_and_tiny_tensors(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line[:2] == "| "]
     assert [row[:3] for row in rows[2:4]] == [["plain", "all", "7"], ["ours", "1", "14"]]
-    assert float(rows[2][6]) == 1.0
+    assert float(rows[2][7]) == 1.0
     assert [row[0] for row in rows[-2:]] == ["5", "20"]
     assert list(tmp_path.iterdir()) == [tmp_path / "dump"]
 
