@@ -149,13 +149,19 @@ class _Work:
 
     def _add(
         self, number: int, place: Place, contents: dict[str, bytes]
-    ) -> Iterator[tuple[int, tuple[Values, Found]]]:
+    ) -> Iterator[tuple[int, tuple[Values, Found] | Failure]]:
         if number in self._failed:
             return
         measured = self._measured.setdefault(number, {})
         measured[place] = read_outcome(contents, self.formats)
-        if len(measured) == len(self.tensors[number].parts):
-            yield number, put_together(self.tensors[number], self._measured.pop(number))
+        tensor = self.tensors[number]
+        if len(measured) < len(tensor.parts):
+            return
+        try:
+            yield number, put_together(tensor, self._measured.pop(number))
+        except ValueError as error:  # files of several tensors under one record
+            path = tensor.row.path
+            yield number, Failure(path, f"its shards do not fit together ({error})")
 
 
 def _note(tensor: Logical, formats: Sequence[str], found: Found) -> str:

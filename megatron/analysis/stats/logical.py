@@ -64,7 +64,7 @@ def logical_tensors(records: pd.DataFrame) -> Iterator[Logical]:
     records = records[records["codes"].map(lambda codes: not isinstance(codes, dict))]
     records = records.assign(data_rank=data_ranks(records))
     head_dims = _head_dims(records)
-    alone = records["dims"].isna() | records["run_id"].isna()
+    alone = records["run_id"].isna() | records["dims"].map(lambda dims: _cuts(dims) is None)
     groups: dict[tuple[Any, ...], list[Any]] = {}
     keys = records[list(KEYS)].astype(object).where(records[list(KEYS)].notna(), None)
     for row, key, single in zip(
@@ -87,19 +87,26 @@ def _head_dims(records: pd.DataFrame) -> dict[tuple[Any, ...], int]:
 
 def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> Logical:
     first, notes = rows[0], []
-    cuts = [] if first.dims is None else parse_dims(first.dims)
+    cuts = _cuts(first.dims) or []
+    if any(cut.axis is not None and cut.axis >= len(first.shape) for cut in cuts):
+        cuts = []
+    if first.dims is not None and _cuts(first.dims) is None:
+        notes.append(f"dims {first.dims!r} are not understood: each file is a tensor")
     known = [cut for cut in cuts if not pd.isna(getattr(first, cut.group, None))]
     joined = [cut for cut in known if cut.axis is not None]
-    summed = [cut for cut in known if cut.axis is None]
+    summed = [cut for cut in known if cut.axis is None or cut.summed]
     head_dim = head_dims.get((first.run_id, first.layer_idx, first.layer_type))
     places: dict[Place, dict[Place, Any]] = {}
     for row in rows:
-        place, of_sum = _place(row, joined), _place(row, summed)
+        place = tuple(_rank(row, cut) // cut.copies for cut in joined)
+        of_sum = tuple(
+            _rank(row, c) if c.axis is None else _rank(row, c) % c.copies for c in summed
+        )
         places.setdefault(place, {}).setdefault(of_sum, row)  # replicas: the first counts
-    notes += _missing(first, joined, set(places))
+    notes += _missing(first, joined, set(places), "shards")
     parts: dict[Place, Part] = {}
     for place, addends in sorted(places.items()):
-        notes += _missing(first, summed, set(addends))
+        notes += _missing(first, summed, set(addends), "addends")
         row = addends[min(addends)]
         layout = layout_of(
             tuple(row.shape), layer_type=row.layer_type, tensor_name=row.tensor_name,
@@ -120,21 +127,33 @@ def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> Logi
     )
 
 
-def _place(row: Any, cuts: Sequence[Cut]) -> Place:
-    return tuple(int(getattr(row, cut.group)) for cut in cuts)
+def _cuts(dims: Any) -> list[Cut] | None:
+    """How a tensor is cut; None if that is not said."""
+    try:
+        return parse_dims(dims) if isinstance(dims, str) else None
+    except ValueError:
+        return None
 
 
-def _missing(row: Any, cuts: Sequence[Cut], found: set[Place]) -> list[str]:
-    """Which ranks' files are not there."""
+def _rank(row: Any, cut: Cut) -> int:
+    """The record's place in the group of a cut."""
+    return int(getattr(row, cut.group))
+
+
+def _missing(row: Any, cuts: Sequence[Cut], found: set[Place], what: str) -> list[str]:
+    """Which parts' files are not there: they are numbered as the ranks are, or, where several
+    ranks have one part, as the parts.
+    """
     notes = []
     for number, cut in enumerate(cuts):
         size = getattr(row, f"{cut.group}_size", None)
         if size is None or pd.isna(size):
             continue
+        shards = what == "shards"
+        parts = int(size) // cut.copies if shards else cut.copies if cut.summed else int(size)
         there = {place[number] for place in found}
-        gone = [str(rank) for rank in range(int(size)) if rank not in there]
+        gone = [str(part) for part in range(parts) if part not in there]
         if gone:
-            what = "addends" if cut.axis is None else "shards"
             notes.append(f"{what} of {cut.group} {', '.join(gone)} are missing")
     return notes
 

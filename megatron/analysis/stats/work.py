@@ -96,8 +96,10 @@ def _load(part: Part) -> Tensor:
     for path in part.paths:
         try:
             tensor, _ = read_tensor(Path(path))
-        except (UnreadableTensorError, OSError) as error:
-            raise _UnreadableError(path, str(error)) from None
+        except UnreadableTensorError as error:
+            raise _UnreadableError(path, error.why) from None
+        except OSError as error:
+            raise _UnreadableError(path, error.strerror or str(error)) from None
         if tuple(tensor.shape) != part.layout.shape:
             raise _UnreadableError(
                 path,

@@ -190,6 +190,7 @@ def test_files_that_cannot_be_read_are_named_counted_and_left_out(tmp_path, caps
     assert main(["stats", str(tmp_path), "--formats", "mxfp8"]) == 3
     printed = capsys.readouterr()
     for path in bad:
+        assert printed.err.count(str(path)) == 1
         assert f"[ERROR] {path}: " in printed.err
     assert "4 file(s) were left out" in printed.err
     assert f"{len(LAYER) - 3} tensors, " in printed.out

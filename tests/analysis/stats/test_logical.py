@@ -154,3 +154,27 @@ def test_files_known_by_their_name_only_are_tensors_each(tmp_path):
     found = stats.compute(TensorStore(tmp_path), ["mxfp8"])
     assert len(found.tensors) == 2
     assert found.problems == []
+
+
+def test_ranks_that_have_copies_of_a_part_or_parts_of_its_sum(tmp_path):
+    x = values((64, 2, 4, 32), 0.3, GENERATOR)
+    halves = [part.contiguous() for part in x.chunk(2, 2)]
+    record = record_of("key", dims="s b g[tp:2] d")
+    same_values(*whole_and_parts(tmp_path / "plain", record, x, [h for h in halves for _ in "ab"]))
+    rest = [values(half.shape, 0.1, GENERATOR) for half in halves]
+    record = record_of("grad_key", dims="s b g[tp:2] d | partial[tp:2]")
+    sums = [(a.double() + b.double()).bfloat16() for a, b in zip(halves, rest, strict=True)]
+    addends = [halves[0], rest[0], halves[1], rest[1]]
+    one, several = whole_and_parts(tmp_path / "zigzag", record, torch.cat(sums, 2), addends)
+    same_values(one, several)
+
+
+def test_shards_that_do_not_fit_and_strange_dims_are_said(tmp_path):
+    parts = [values((64, 2, 48), 1.0, GENERATOR), values((32, 2, 48), 1.0, GENERATOR)]
+    write_shards(tmp_path / "plain", record_of("input", dims="s b h[tp]"), parts)
+    found = stats.compute(TensorStore(tmp_path / "plain"), ["mxfp8"])
+    assert len(found.tensors) == 0
+    assert "do not fit together" in found.problems[0].why
+    write_shards(tmp_path / "zigzag", record_of("input", dims="s b <h>"), parts)
+    found = stats.compute(TensorStore(tmp_path / "zigzag"), ["mxfp8"])
+    assert found.tensors["note"].str.contains("are not understood").tolist() == [True, True]
