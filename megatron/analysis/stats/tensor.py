@@ -17,14 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.analysis.stats import moments, scan
-from megatron.analysis.stats.account import (
-    account_cells,
-    account_disagreement,
-    account_values,
-    disagree_values,
-)
+from megatron.analysis.stats.account import account_cells, account_values
 from megatron.analysis.stats.blocks import BlockCounts, add_blocks, block_extremes, classes_of
-from megatron.analysis.stats.coder import Coder, make_coder, number_of_codes
+from megatron.analysis.stats.coder import make_coder, number_of_codes
+from megatron.analysis.stats.counter import Counter, Workspace, one_by_one
 from megatron.analysis.stats.errors import Errors
 from megatron.analysis.stats.halves import HALVES, INFINITY, numbers, widened
 from megatron.analysis.stats.histogram import BINS, Histogram
@@ -32,18 +28,7 @@ from megatron.analysis.stats.layout import Layout
 from megatron.analysis.stats.pieces import LARGE, give_back, is_mapped, pieces
 from megatron.analysis.stats.plan import Group, Plan, axes_of
 from megatron.analysis.stats.sampled import measure_sampled
-from megatron.analysis.stats.scale_disagreement import disagree_scaled
-from megatron.analysis.stats.tables import (
-    Cells,
-    ClassTable,
-    PairTable,
-    count_columns,
-    count_pairs,
-    count_rows,
-    tile_of,
-)
 from megatron.analysis.stats.values import Values
-from megatron.analysis.stats.vector import account_blocks, disagree_blocks
 from megatron.fake_quant.formats import Format
 
 FLOAT32_INFINITY = np.int32(0x7F800000)
@@ -51,15 +36,6 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 FORMATTED = (*HALVES, torch.float32)  #: dtypes that formats can be computed of
 
 Found = dict[tuple[str, str], Errors]  #: by format and axis
-
-
-class Workspace:
-    """Memory that a worker uses again and again."""
-
-    def __init__(self) -> None:
-        self.pairs = PairTable()
-        self.classes = {axis: ClassTable() for axis in ("row", "column")}
-        self.classes["all"] = self.classes["row"]
 
 
 def measure(
@@ -203,7 +179,11 @@ class _Tensor:
         ]
         axes = axes_of(group.first)
         blocks = {axis: BlockCounts() for axis in axes}
-        counter = _Counter(self, group, coders, found) if self.half is not None else None
+        counter = None
+        if self.half is not None:
+            counter = Counter(
+                self.half, self.layout, self.patterns, self.workspace, group, coders, found
+            )  # fmt: skip
         assert self.bits is not None
         for piece in pieces(self.bits, group.size):
             classes = {}
@@ -214,7 +194,7 @@ class _Tensor:
             if counter is not None:
                 counter.count(piece, classes)
             else:
-                self.one_by_one(piece, classes, group.size, self.layout.run, coders, found)
+                one_by_one(piece, classes, group.size, self.layout.run, coders, found)
             give_back(piece, mapped=self.mapped)
         if counter is not None:
             counter.finish()
@@ -232,127 +212,6 @@ class _Tensor:
             row, column = found[fmt.name, "row"], found[fmt.name, "column"]
             column.disagreement[0] = row.disagreement[0]
             column.disagreement_sum[:] = row.disagreement_sum
-
-    def one_by_one(
-        self, piece: NDArray[np.int32], classes: dict[str, NDArray[np.uint8]], size: int, run: int,
-        coders: list[tuple[Format, Coder]], found: Found,
-    ) -> None:  # fmt: skip
-        """Float32 bits with the classes of their blocks, without counting them first."""
-        for fmt, coder in coders:
-            for axis, of_blocks in classes.items():
-                errors, along = found[fmt.name, axis], axis != "column"
-                account_values(piece, of_blocks, size, run, along, coder, errors.sums, errors.codes)
-            if "column" in classes:
-                row = found[fmt.name, "row"]
-                disagree_values(
-                    piece, classes["row"], classes["column"], size, run, coder,
-                    row.disagreement, row.disagreement_sum,
-                )  # fmt: skip
-
-
-class _Counter:
-    """Counts the values of a 16-bit tensor by class and pattern for one group of formats."""
-
-    def __init__(
-        self, tensor: _Tensor, group: Group, coders: list[tuple[Format, Coder]], found: Found
-    ):
-        self.tensor, self.group, self.coders, self.found = tensor, group, coders, found
-        self.counted = 0
-        assert tensor.half is not None
-        self.bits = widened(tensor.half)[tensor.patterns]
-
-    def count(self, piece: NDArray[np.uint16], classes: dict[str, NDArray[np.uint8]]) -> None:
-        """A piece with the classes of its blocks."""
-        self.counted += piece.size
-        if self.counted >= 1 << 32:  # the counts are uint32
-            self.finish()
-            self.counted = piece.size
-        if self.group.by_pairs:
-            self._count_pairs(piece, classes["row"], classes["column"])
-            return
-        size, run, workspace = self.group.size, self.tensor.layout.run, self.tensor.workspace
-        for axis, of_blocks in classes.items():
-            table = workspace.classes[axis]
-            if axis == "column":
-                count_columns(piece, of_blocks, size, table.counts, table.occurs)
-            else:
-                count_rows(piece, of_blocks, size, run, table.counts, table.occurs)
-        if not self.group.square:
-            for fmt, coder in self.coders:
-                row, dtype = self.found[fmt.name, "row"], self.tensor.dtype
-                disagree_scaled(piece, dtype, classes, size, run, coder, row)
-
-    def _count_pairs(
-        self, piece: NDArray[np.uint16], rows: NDArray[np.uint8], columns: NDArray[np.uint8]
-    ) -> None:
-        size, run, table = self.group.size, self.tensor.layout.run, self.tensor.workspace.pairs
-        tiles = piece.shape[0] * columns.shape[1] * rows.shape[2]
-        tile = 0
-        while tile < tiles:
-            before = tile
-            table.used, tile = count_pairs(
-                piece, rows, columns, size, run, table.counts, table.plane_of, table.pairs,
-                table.used, tile,
-            )  # fmt: skip
-            if tile < tiles:
-                self._evaluate_pairs()
-                if tile == before:  # more pairs in one tile than there are planes
-                    self._count_tile(piece, rows, columns, tile)
-                    tile += 1
-
-    def _count_tile(
-        self, piece: NDArray[np.uint16], rows: NDArray[np.uint8], columns: NDArray[np.uint8],
-        tile: int,
-    ) -> None:  # fmt: skip
-        """One tile, value by value."""
-        size, run = self.group.size, self.tensor.layout.run
-        where = tile_of(piece.shape, size, run, tile)
-        assert self.tensor.half is not None
-        bits = widened(self.tensor.half)[piece[where]]
-        of_row = rows[where[0], where[1], tile % rows.shape[2]][..., None]
-        of_column = columns[where[0], where[1].start // size][:, None, where[2]]
-        classes = {"row": of_row, "column": of_column}
-        self.tensor.one_by_one(bits, classes, size, bits.shape[2], self.coders, self.found)
-
-    def finish(self) -> None:
-        """Evaluate what the tables still hold."""
-        if self.group.by_pairs:
-            self._evaluate_pairs()
-            return
-        for axis in axes_of(self.group.first):
-            classes, cells = self.tensor.workspace.classes[axis].take(self.tensor.patterns)
-            self._evaluate(axis, classes, cells)
-
-    def _evaluate_pairs(self) -> None:
-        pairs, cells = self.tensor.workspace.pairs.take(self.tensor.patterns)
-        first, second = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
-        self._evaluate("row", *_marginal(first, cells))
-        self._evaluate("column", *_marginal(second, cells))
-        compare = disagree_blocks if self._fast else account_disagreement
-        for fmt, coder in self.coders:
-            row = self.found[fmt.name, "row"]
-            compare(self.bits, first, second, cells, coder, row.disagreement, row.disagreement_sum)
-
-    @property
-    def _fast(self) -> bool:
-        return self.tensor.dtype == torch.bfloat16
-
-    def _evaluate(self, axis: str, classes: NDArray[np.int32], cells: Cells) -> None:
-        add = account_blocks if self._fast else account_cells
-        for fmt, coder in self.coders:
-            errors = self.found[fmt.name, axis]
-            add(self.bits, classes, cells, coder, errors.sums, errors.codes)
-
-
-def _marginal(classes: NDArray[np.int32], cells: Cells) -> tuple[NDArray[np.int32], Cells]:
-    """Each class once, and the sums of its cells."""
-    found, place = np.unique(classes, return_inverse=True)
-    if len(found) == len(classes):
-        return classes, cells
-    summed = np.zeros((len(found), cells.shape[1]))
-    for index, row in zip(place.tolist(), cells, strict=True):
-        summed[index] += row
-    return found, summed
 
 
 def _finite(counts: NDArray[np.int64]) -> NDArray[np.int64]:

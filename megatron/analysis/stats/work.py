@@ -20,9 +20,10 @@ from megatron.analysis.stats.cache import (
     unpack_values,
 )
 from megatron.analysis.stats.coder import number_of_codes
+from megatron.analysis.stats.counter import Workspace
 from megatron.analysis.stats.logical import Found, Part
 from megatron.analysis.stats.plan import Plan, axes_of, make_plan
-from megatron.analysis.stats.tensor import Workspace, measure
+from megatron.analysis.stats.tensor import measure
 from megatron.analysis.stats.values import Values
 from megatron.analysis.tensor_files import UnreadableTensorError, read_tensor
 from megatron.fake_quant.names import get_format
