@@ -11,22 +11,14 @@ from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from megatron.fake_quant.plots.value_grids import COLOURS
+
 #: A format has this colour in every figure.
 FORMAT_COLOURS = {
     "none": "#9a9a9a",
     "bf16": "#4c4c4c",
     "fp16": "#7d7461",
-    "mxfp8": "#2a6f97",
-    "mxfp8_e5m2": "#6ba3c4",
-    "mxfp6_e3m2": "#7a5195",
-    "mxfp6_e2m3": "#a97fbf",
-    "mxfp4": "#e07a5f",
-    "mxint8": "#b5838d",
-    "nvfp4": "#bc4749",
-    "hifp8": "#3d8f63",
-    "hifp4": "#93b84f",
-    "fp8_e4m3": "#3a7ca5",
-    "fp8_e5m2": "#81b1cc",
+    **COLOURS,
 }
 LAYER_COLOURS = {"attention": "#8e5c8b", "linear": "#b3922e"}
 OPERATION_COLOURS = {"forward": "#1f7a7a", "backward": "#c4587c"}

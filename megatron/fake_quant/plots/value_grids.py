@@ -18,7 +18,7 @@ from megatron.fake_quant import grid
 from megatron.fake_quant.describe import number
 from megatron.fake_quant.formats import Cast, Element, Format
 
-#: The colours that `megatron.analysis` gives formats.
+#: A format has this colour in every picture, those of `megatron.analysis` too.
 COLOURS: Mapping[str, str] = MappingProxyType(
     {
         "mxfp8": "#2a6f97",
