@@ -47,10 +47,11 @@ def _disagree(piece: Any, rows: Any, columns: Any, size: Any, run: Any, coder: A
     """
     blocks_in_run = (run + size - 1) // size
     count, total = 0, 0.0
+    element, decode = coder.element, coder.rule.decode
     downs, ups = np.empty(STRETCH, np.float32), np.empty(STRETCH, np.float32)
     down, up = np.empty(STRETCH, np.float32), np.empty(STRETCH, np.float32)
     one, other = np.empty(STRETCH, np.int32), np.empty(STRETCH, np.int32)
-    counts, totals = np.empty(STRETCH, np.int32), np.empty(STRETCH)
+    counts, totals = np.zeros(STRETCH, np.int32), np.zeros(STRETCH)
     for o in range(piece.shape[0]):
         for left in range(0, piece.shape[2], STRETCH):
             right = min(left + STRETCH, piece.shape[2])
@@ -62,7 +63,10 @@ def _disagree(piece: Any, rows: Any, columns: Any, size: Any, run: Any, coder: A
                 for i in range(top, min(top + size, piece.shape[1])):
                     _spread(rows[o, i], left, right, size, run, blocks_in_run, coder, down, up)
                     values = piece[o, i, left:right]
-                    _line(values, down, up, downs, ups, coder, one, other, counts, totals)
+                    _values(values, down, up, element, decode, one)
+                    _values(values, downs, ups, element, decode, other)
+                    n = len(values)
+                    _compare(one[:n], other[:n], counts[:n], totals[:n])
                 for j in range(len(classes)):
                     count += counts[j]
                     total += totals[j]
@@ -75,32 +79,35 @@ def _spread(
     down: Any, up: Any,
 ) -> None:  # fmt: skip
     """The scales of a row's blocks, for each column from left to right."""
-    j = left
-    while j < right:
-        place = j % run
-        last = min(min(j - place + (place // size + 1) * size, j - place + run), right)
-        class_ = classes[j // run * blocks_in_run + place // size]
-        down[j - left : last - left] = coder.down[class_]
-        up[j - left : last - left] = coder.up[class_]
-        j = last
+    place = left % run  # within a run
+    block = left // run * blocks_in_run + place // size
+    first, end = left, left - place + run
+    last = min(left - place % size + size, end)
+    while first < right:
+        one, other = coder.down[classes[block]], coder.up[classes[block]]
+        for j in range(first - left, min(last, right) - left):
+            down[j], up[j] = one, other
+        first, block = last, block + 1
+        if last == end:
+            end += run
+        last = min(last + size, end)
 
 
 @kernel
-def _line(
-    values: Any, down: Any, up: Any, downs: Any, ups: Any, coder: Any, one: Any, other: Any,
-    counts: Any, totals: Any,
-) -> None:  # fmt: skip
+def _values(values: Any, down: Any, up: Any, element: Any, decode: Any, results: Any) -> None:
+    """What a row becomes, in float32 bits."""
+    for j in range(len(values)):
+        magnitude = np.int32(np.int32(np.int32(values[j]) << 16) & MAGNITUDE)
+        results[j] = block_value(magnitude, down[j], up[j], element, decode)
+
+
+@kernel
+def _compare(one: Any, other: Any, counts: Any, totals: Any) -> None:
     """Loops that write one array each: with more, the compiler cannot rule out that they overlap,
     and gives up on vectors.
     """
-    for j in range(len(values)):
-        magnitude = np.int32(np.int32(np.int32(values[j]) << 16) & MAGNITUDE)
-        one[j] = block_value(magnitude, down[j], up[j], coder)
-    for j in range(len(values)):
-        magnitude = np.int32(np.int32(np.int32(values[j]) << 16) & MAGNITUDE)
-        other[j] = block_value(magnitude, downs[j], ups[j], coder)
-    for j in range(len(values)):
+    for j in range(len(counts)):
         counts[j] += np.int32(1) if one[j] != other[j] else np.int32(0)
-    for j in range(len(values)):
+    for j in range(len(totals)):
         difference = np.float64(as_float(one[j])) - np.float64(as_float(other[j]))
         totals[j] += difference * difference

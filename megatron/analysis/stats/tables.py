@@ -77,31 +77,41 @@ def count_rows(piece: Any, classes: Any, size: Any, run: Any, counts: Any, occur
     """Count the values of `piece` [outer, rows, columns] by the classes of the blocks along rows,
     [outer, rows, blocks].
     """
-    blocks_in_run = (run + size - 1) // size
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
             values, of_blocks = piece[o, i], classes[o, i]
-            for block in range(len(of_blocks)):
-                left = block // blocks_in_run * run + block % blocks_in_run * size
-                part = values[left : min(left + size, (block // blocks_in_run + 1) * run)]
-                occurs[of_blocks[block]] = True
-                plane = counts[of_blocks[block]]
-                for j in range(len(part)):
-                    plane[part[j]] += np.uint32(1)
+            block = 0
+            for first in range(0, len(values), run):
+                for left in range(first, first + run, size):
+                    part = values[left : min(left + size, first + run)]
+                    occurs[of_blocks[block]] = True
+                    plane = counts[of_blocks[block]]
+                    for j in range(len(part)):
+                        plane[part[j]] += np.uint32(1)
+                    block += 1
 
 
 @kernel
 def count_columns(piece: Any, classes: Any, size: Any, counts: Any, occurs: Any) -> None:
     """As `count_rows`, by the classes of the blocks along columns: [outer, blocks, columns]."""
-    flat = counts.ravel()
+    flat, base = counts.ravel(), np.empty(piece.shape[2], np.uint32)
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
-            values, of_blocks = piece[o, i], classes[o, i // size]
             if i % size == 0:
-                for j in range(len(of_blocks)):
+                of_blocks = classes[o, i // size]
+                for j in range(len(base)):
                     occurs[of_blocks[j]] = True
-            for j in range(len(values)):
-                flat[(np.uintp(of_blocks[j]) << np.uintp(16)) | np.uintp(values[j])] += np.uint32(1)
+                    base[j] = np.uint32(of_blocks[j]) << np.uint32(16)
+            _count(piece[o, i], base, flat)
+
+
+@kernel
+def _count(values: Any, base: Any, flat: Any) -> None:
+    """A row of values, each into its plane. One long loop: entering many short ones costs more than
+    what is done in them.
+    """
+    for j in range(len(values)):
+        flat[np.uintp(base[j] | np.uint32(values[j]))] += np.uint32(1)
 
 
 @kernel
@@ -119,7 +129,7 @@ def count_pairs(
     outer, height, width = piece.shape
     blocks_in_run = (run + size - 1) // size
     across, down = width // run * blocks_in_run, (height + size - 1) // size
-    flat = counts.ravel()
+    flat, base = counts.ravel(), np.empty(width, np.uint32)
     tile = start
     while tile < outer * down * across:
         o, strip, first = tile // (down * across), tile // across % down, tile % across
@@ -134,15 +144,18 @@ def count_pairs(
                 break
             last += 1
         for i in range(top, bottom):
-            values, classes, seconds = piece[o, i], rows[o, i], columns[o, strip]
+            # the row's classes are often those of the row above: then nothing changes
             for block in range(first, last):
-                left = block // blocks_in_run * run + block % blocks_in_run * size
-                right = min(left + size, (block // blocks_in_run + 1) * run)
-                planes = plane_of[classes[block]]
-                part, others = values[left:right], seconds[left:right]
-                for j in range(len(part)):
-                    plane = np.uintp(np.uint32(planes[others[j]]))
-                    flat[(plane << np.uintp(16)) | np.uintp(part[j])] += np.uint32(1)
+                class_ = rows[o, i, block]
+                if i == top or class_ != rows[o, i - 1, block]:
+                    left = block // blocks_in_run * run + block % blocks_in_run * size
+                    right = min(left + size, (block // blocks_in_run + 1) * run)
+                    for j in range(left, right):
+                        plane = plane_of[class_, columns[o, strip, j]]
+                        base[j] = np.uint32(plane) << np.uint32(16)
+            left = first // blocks_in_run * run + first % blocks_in_run * size
+            end = last // blocks_in_run * run + last % blocks_in_run * size
+            _count(piece[o, i, left:end], base[left:end], flat)
         tile += last - first
         if last < across:
             return used, tile

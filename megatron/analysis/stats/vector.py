@@ -47,11 +47,11 @@ _PLACES = 9
 
 
 @inlined
-def block_value(magnitude: Any, down: Any, up: Any, coder: Any) -> Any:
+def block_value(magnitude: Any, down: Any, up: Any, element: Any, decode: Any) -> Any:
     """What a bfloat16 magnitude becomes, in bits: `coder.result_bits` without branches."""
     scaled = as_bits(as_float(magnitude) * down)
-    rounded = nearest_even(min(scaled, coder.element.top), coder.element)
-    return to_bfloat16(as_bits(np.float32(as_float(rounded) * up) * coder.rule.decode))
+    rounded = nearest_even(min(scaled, element.top), element)
+    return to_bfloat16(as_bits(np.float32(as_float(rounded) * up) * decode))
 
 
 @kernel
@@ -97,17 +97,18 @@ def _tile(
     many values are finite before and after, and what they become. Loops write one array each: with
     more, the compiler cannot rule out that they overlap, and gives up on vectors.
     """
+    element, decode, limit = coder.element, coder.rule.decode, coder.limit
     for k in range(len(n)):
-        scaled = min(as_bits(as_float(magnitudes[k]) * down), coder.element.top)
-        upper[k] = np.int32(nearest_even(scaled, coder.element) >> 16)
+        scaled = min(as_bits(as_float(magnitudes[k]) * down), element.top)
+        upper[k] = np.int32(nearest_even(scaled, element) >> 16)
     for k in range(len(n)):
-        became[k] = block_value(magnitudes[k], down, up, coder)
+        became[k] = block_value(magnitudes[k], down, up, element, decode)
     for k in range(len(n)):
         kept[k] = n[k] if magnitudes[k] < INFINITY and became[k] < INFINITY else 0.0
     beyond, zero, finite, lost = part[_BEYOND], part[_ZERO], part[_FINITE], part[_LOST]
     for k in range(len(n)):
         scaled = as_bits(as_float(magnitudes[k]) * down)
-        beyond[k] += n[k] if scaled > coder.limit and magnitudes[k] < INFINITY else 0.0
+        beyond[k] += n[k] if scaled > limit and magnitudes[k] < INFINITY else 0.0
     for k in range(len(n)):
         lost[k] += n[k] if magnitudes[k] < INFINITY and became[k] >= INFINITY else 0.0
         became[k] = became[k] if became[k] < INFINITY else 0
@@ -210,10 +211,11 @@ def _compare(
     squares: Any,
 ) -> None:  # fmt: skip
     """Neighboring patterns with one pair of classes; loops as in `_tile`."""
+    element, decode = coder.element, coder.rule.decode
     for k in range(len(n)):
-        one[k] = block_value(magnitudes[k], downs[0], ups[0], coder)
+        one[k] = block_value(magnitudes[k], downs[0], ups[0], element, decode)
     for k in range(len(n)):
-        other[k] = block_value(magnitudes[k], downs[1], ups[1], coder)
+        other[k] = block_value(magnitudes[k], downs[1], ups[1], element, decode)
     for k in range(len(n)):
         different = one[k] != other[k] and magnitudes[k] < INFINITY
         differ[k] += n[k] if different else 0.0
