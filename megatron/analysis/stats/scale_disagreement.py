@@ -85,8 +85,13 @@ def _spread(
     last = min(left - place % size + size, end)
     while first < right:
         one, other = coder.down[classes[block]], coder.up[classes[block]]
-        for j in range(first - left, min(last, right) - left):
-            down[j], up[j] = one, other
+        # counting from 0 saves a check for negative indices
+        downs = down[first - left : min(last, right) - left]
+        ups = up[first - left : min(last, right) - left]
+        for j in range(len(downs)):
+            downs[j] = one
+        for j in range(len(ups)):
+            ups[j] = other
         first, block = last, block + 1
         if last == end:
             end += run

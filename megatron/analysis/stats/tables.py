@@ -127,55 +127,69 @@ def count_pairs(
     all were counted.
     """
     outer, height, width = piece.shape
-    blocks_in_run = (run + size - 1) // size
-    across, down = width // run * blocks_in_run, (height + size - 1) // size
-    flat, base = counts.ravel(), np.empty(width, np.uint32)
+    down, edges = (height + size - 1) // size, _edges(width, size, run)
+    across = len(edges)
+    flat = counts.ravel()
+    # for each class of a row: where the planes of its pairs with a strip's columns begin, and of
+    # which strip that is known
+    bases = np.empty((CLASSES, width), np.uint32)
+    known = np.full((CLASSES, across), -1, np.int64)
     tile = start
     while tile < outer * down * across:
-        o, strip, first = tile // (down * across), tile // across % down, tile % across
-        top, bottom = strip * size, min((strip + 1) * size, height)
-        last = first
+        number, first = tile // across, tile % across
+        o, top = number // down, number % down * size
+        bottom = min(top + size, height)
+        last, enough = first, True
         while last < across:
-            left = last // blocks_in_run * run + last % blocks_in_run * size
-            right = min(left + size, (last // blocks_in_run + 1) * run)
-            of_rows, seconds = rows[o, top:bottom, last], columns[o, strip, left:right]
-            used, enough = _find_planes(of_rows, seconds, plane_of, pairs, used)
+            left, right = edges[last]
+            for i in range(top, bottom):
+                class_ = rows[o, i, last]
+                if known[class_, last] != number:
+                    seconds, base = columns[o, number % down, left:right], bases[class_, left:right]
+                    used, enough = _find_planes(class_, seconds, plane_of, pairs, used, base)
+                    if not enough:
+                        break
+                    known[class_, last] = number
             if not enough:
                 break
             last += 1
         for i in range(top, bottom):
-            # the row's classes are often those of the row above: then nothing changes
+            values, of_row = piece[o, i], rows[o, i]
             for block in range(first, last):
-                class_ = rows[o, i, block]
-                if i == top or class_ != rows[o, i - 1, block]:
-                    left = block // blocks_in_run * run + block % blocks_in_run * size
-                    right = min(left + size, (block // blocks_in_run + 1) * run)
-                    for j in range(left, right):
-                        plane = plane_of[class_, columns[o, strip, j]]
-                        base[j] = np.uint32(plane) << np.uint32(16)
-            left = first // blocks_in_run * run + first % blocks_in_run * size
-            end = last // blocks_in_run * run + last % blocks_in_run * size
-            _count(piece[o, i, left:end], base[left:end], flat)
+                left, right = edges[block]
+                _count(values[left:right], bases[of_row[block], left:right], flat)
         tile += last - first
-        if last < across:
-            return used, tile
+        if not enough:
+            break
     return used, tile
 
 
 @kernel
-def _find_planes(rows: Any, columns: Any, plane_of: Any, pairs: Any, used: Any) -> Any:
-    """Give a plane to each pair of these classes; whether there were enough."""
-    for i in range(len(rows)):
-        if i > 0 and rows[i] == rows[i - 1]:
-            continue
-        planes = plane_of[rows[i]]
-        for j in range(len(columns)):
-            if planes[columns[j]] < 0:
-                if used == len(pairs):
-                    return used, False
-                planes[columns[j]] = used
-                pairs[used, 0], pairs[used, 1] = rows[i], columns[j]
-                used += 1
+def _edges(width: Any, size: Any, run: Any) -> Any:
+    """Where the blocks of a row begin and end: [blocks, 2]."""
+    found = np.empty((width // run * ((run + size - 1) // size), 2), np.uint32)
+    block = 0
+    for first in range(0, width, run):
+        for left in range(first, first + run, size):
+            found[block, 0], found[block, 1] = left, min(left + size, first + run)
+            block += 1
+    return found
+
+
+@kernel
+def _find_planes(class_: Any, columns: Any, plane_of: Any, pairs: Any, used: Any, base: Any) -> Any:
+    """Give a plane to each pair of a row's class with these classes of columns, and put where it
+    begins into `base`; whether there were enough.
+    """
+    planes = plane_of[class_]
+    for j in range(len(columns)):
+        if planes[columns[j]] < 0:
+            if used == len(pairs):
+                return used, False
+            planes[columns[j]] = used
+            pairs[used, 0], pairs[used, 1] = class_, columns[j]
+            used += 1
+        base[j] = np.uint32(planes[columns[j]]) << np.uint32(16)
     return used, True
 
 
