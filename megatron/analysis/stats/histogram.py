@@ -59,15 +59,18 @@ class Histogram:
         statistics, exact; of others the bin's edge toward zero, less than 2^-7 of the value away
         (as long as it is no subnormal float32). NaN without values.
         """
-        half = self.counts.reshape(2, BINS // 2)[:, :_INFINITY]
-        edges = _lower_edges()
-        return _quantiles(
-            np.concatenate([half[1, ::-1], half[0]]), np.concatenate([-edges[::-1], edges]), shares
-        )
+        present = np.flatnonzero(self.counts)
+        below_zero = np.searchsorted(present, BINS // 2)
+        ascending = np.concatenate([present[below_zero:][::-1], present[:below_zero]])
+        return _quantiles(self.counts[ascending], _signed_edges()[ascending], shares)
 
     def magnitude_quantiles(self, shares: Sequence[float]) -> list[float]:
         """The same of the magnitudes."""
-        return _quantiles(self.magnitudes(), _lower_edges(), shares)
+        present = np.flatnonzero(self.counts)
+        magnitudes = present & (BINS // 2 - 1)
+        order = np.argsort(magnitudes, kind="stable")
+        edges = _lower_edges()[magnitudes[order]]
+        return _quantiles(self.counts[present[order]], edges, shares)
 
     def octaves(self) -> NDArray[np.int64]:
         """[255] counts by power of two: element e + 127 has the magnitudes from 2**e up to below
@@ -135,13 +138,22 @@ def _lower_edges() -> NDArray[np.float64]:
     return edges
 
 
+@functools.cache
+def _signed_edges() -> NDArray[np.float64]:
+    """[BINS] bin edge toward zero of each bfloat16 pattern; NaN for those of Inf and NaN."""
+    edges = np.full((2, BINS // 2), math.nan)
+    edges[0, :_INFINITY] = _lower_edges()
+    edges[1, :_INFINITY] = -_lower_edges()
+    return edges.ravel()
+
+
 def _quantiles(
     counts: NDArray[np.int64], edges: NDArray[np.float64], shares: Sequence[float]
 ) -> list[float]:
-    present = np.flatnonzero(counts)
-    if not len(present):
+    """Of bins in ascending order, none of them empty."""
+    if not len(counts):
         return [math.nan] * len(shares)
-    below = np.cumsum(counts[present])
+    below = np.cumsum(counts)
     ranks = [max(math.ceil(share * int(below[-1])), 1) for share in shares]
-    found: list[float] = edges[present[np.searchsorted(below, ranks)]].tolist()
+    found: list[float] = edges[np.searchsorted(below, ranks)].tolist()
     return found

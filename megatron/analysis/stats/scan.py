@@ -21,34 +21,42 @@ ZERO32 = np.int32(0)
 LARGEST32 = np.int32(0x7FFFFFFF)
 
 
-FEW = 1 << 13  #: values that are sorted rather than counted in a table
+#: Fewer values than this are sorted rather than counted in a table; more would overflow its counts.
+FEW, MANY = 1 << 13, 1 << 32
 
 
 def counted(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Which values (uint16 or int32) occur, ascending, and how often."""
-    if values.dtype != np.uint16 or len(values) < FEW:
-        found, counts = np.unique(values, return_counts=True)
+    """Which values (flat; uint16 or int32) occur, ascending, and how often."""
+    if values.dtype == np.uint16 and FEW <= len(values) < MANY:
+        found, counts = _patterns(values)
         return found, counts
-    table = np.zeros(1 << 16, np.int64)
-    count_patterns(values, table)
-    found = np.flatnonzero(table).astype(np.uint16)
-    return found, table[found]
+    found, counts = np.unique(values, return_counts=True)
+    return found, counts
 
 
 @kernel
-def count_patterns(values: Any, counts: Any) -> None:
-    """Add how often each of the 65,536 patterns occurs in flat `values`.
+def _patterns(values: Any) -> Any:
+    """Of the 65,536 patterns those that occur, and how often.
 
     Two neighbors that are equal would wait for each other: they go to different tables.
     """
-    other = np.zeros(counts.size, np.int64)
+    table, other = np.zeros(1 << 16, np.uint32), np.zeros(1 << 16, np.uint32)
     for i in range(0, len(values) - 1, 2):
-        counts[values[i]] += 1
-        other[values[i + 1]] += 1
+        table[values[i]] += np.uint32(1)
+        other[values[i + 1]] += np.uint32(1)
     if len(values) % 2:
-        counts[values[len(values) - 1]] += 1
-    for i in range(len(other)):
-        counts[i] += other[i]
+        table[values[len(values) - 1]] += np.uint32(1)
+    number = 0
+    for pattern in range(len(table)):
+        table[pattern] += other[pattern]
+        number += 1 if table[pattern] else 0
+    found, counts = np.empty(number, np.uint16), np.empty(number, np.int64)
+    place = 0
+    for pattern in range(len(table)):
+        if table[pattern]:
+            found[place], counts[place] = pattern, table[pattern]
+            place += 1
+    return found, counts
 
 
 @kernel
