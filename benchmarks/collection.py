@@ -209,17 +209,26 @@ def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace
     low, middle, high = statistics.quantiles(ratios, n=4)
     blocked = statistics.median(step["blocked"] for step in of_all)
     host = max(step["host"] for step in of_all)
-    shares = [ours / raw for ours, raw in zip(disk["ours"], disk["raw"], strict=True)]
     return [
         f"- Everything collected: the training thread is blocked {blocked * 1e3:.4g} ms a step, "
         f"{middle:.3g} times what plain copies of the same tensors to the host take (quartiles "
         f"{low:.3g} to {high:.3g}).",
         f"- Host memory of the collection: at most {host:.0f} MiB, of the "
         f"{options.host_gib * 1024:.0f} MiB that it may take (`--collect-max-host-gib`).",
-        f"- The writer alone: {statistics.median(disk['ours']) / 1e9:.3g} GB/s, a raw sequential "
-        f"write {statistics.median(disk['raw']) / 1e9:.3g} GB/s; ours over raw "
-        f"{statistics.median(shares):.3g} (rounds {min(shares):.3g} to {max(shares):.3g}).",
+        f"- The writer alone, until all is on the disk: {_beside(disk, '_synced')}.",
+        f"- The writer alone, until all is in the page cache: {_beside(disk, '')}.",
     ]
+
+
+def _beside(disk: dict[str, list[float]], until: str) -> str:
+    """Ours and a raw write, and their ratio round by round."""
+    ours, raw = disk[f"ours{until}"], disk[f"raw{until}"]
+    shares = [one / other for one, other in zip(ours, raw, strict=True)]
+    return (
+        f"{statistics.median(ours) / 1e9:.3g} GB/s, a raw sequential write "
+        f"{statistics.median(raw) / 1e9:.3g} GB/s; ours over raw {statistics.median(shares):.3g} "
+        f"(rounds {min(shares):.3g} to {max(shares):.3g})"
+    )
 
 
 def page(options: argparse.Namespace, workers: dict[str, Worker], disk: dict, release: str) -> str:

@@ -4,10 +4,11 @@
     python benchmarks/storage.py --formats mxfp8 nvfp4 mx:e3m4:b16
 
 A simulation keeps every tensor in its own dtype and saves nothing. Here each shape of weight of the
-models in `script/configs/` is packed by `megatron.fake_quant.packing.quantize`, codes and scales
-along the reduction axis, and the bytes are counted; embeddings, norms and the router stay as they
-are and do not count. Of each shape 64 rows are packed: rows have the same bytes. Prints Markdown
-and writes it to `docs/results/storage.md`.
+models in `script/configs/` is packed by `megatron.fake_quant.packing.quantize` along the reduction
+axis; its codes count with the bits that the format defines (ours lie in bytes and halves of bytes),
+its scales as they are. Embeddings, norms and the router stay as they are and do not count. Of each
+shape 64 rows are packed: rows have the same bytes. Prints Markdown and writes it to
+`docs/results/storage.md`.
 """
 
 import argparse
@@ -22,6 +23,7 @@ sys.path[:0] = [str(REPO), str(REPO / "script")]
 
 from configs.architecture import Architecture  # noqa: E402  found by the line above
 from configs.models import MODELS  # noqa: E402
+from megatron.fake_quant.names import get_format  # noqa: E402
 from megatron.fake_quant.packing import quantize  # noqa: E402
 
 FORMATS = ("bf16", "mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4", "hifp8", "hifp4", "fp8_e4m3")
@@ -54,12 +56,14 @@ def linear_weights(model: Architecture) -> Iterator[tuple[int, int, int]]:
     yield hidden, model.intermediate_size, dense
 
 
-def packed_bytes(model: Architecture, name: str) -> float:
+def stored_bytes(model: Architecture, name: str) -> float:
     """Of all weights of the linear layers."""
-    total = 0.0
+    bits, total = get_format(name).element.bits, 0.0
     for out, features, number in linear_weights(model):
         quantized = quantize(torch.randn(ROWS, features, dtype=torch.bfloat16), name)
-        total += quantized.nbytes / ROWS * out * number
+        blocks, whole = quantized.scales.blocks, quantized.scales.tensor
+        row = features * bits / 8 + (0 if blocks is None else blocks.nbytes / ROWS)
+        total += number * (out * row + (0 if whole is None else whole.nbytes))
     return total
 
 
@@ -77,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     values = [sum(out * into * n for out, into, n in linear_weights(model)) for model in models]
     for name in options.formats:
         try:
-            sizes = [packed_bytes(model, name) for model in models]
+            sizes = [stored_bytes(model, name) for model in models]
         except ValueError as error:
             parser.error(str(error))
         bits = 8 * sum(sizes) / sum(values)
@@ -91,8 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = "\n".join(
         [
             *("# What a real format would store", "", f"`{command}`", ""),
-            f"Weights of the linear layers ({numbers}), codes and scales. An element of 5 to 8 "
-            "bits takes a byte here; `python -m megatron.fake_quant list` has what it needs.",
+            f"Weights of the linear layers ({numbers}), codes and scales.",
             *("", *lines, ""),
         ]
     )

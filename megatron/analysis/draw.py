@@ -1,30 +1,27 @@
-"""Everything that can be drawn of a dump, in one command: statistics once, then figure by figure.
+"""Everything that can be drawn of a dump, in one command: statistics once, then the outputs.
 
     result = draw(Path("enhanced_tensor_logs"), Path("draw"))
     result.files, result.missing, result.problems
 
-A file is written under a temporary name and then renamed: an interrupted call leaves whole files
-only, and the next one takes the statistics from the cache.
+After an interrupted call the next one takes the statistics from the cache.
 """
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
+from tqdm import tqdm
 
 from megatron.analysis import stats
-from megatron.analysis.figures.material import Material, NothingToDrawError
-from megatron.analysis.output_names import IMAGES, QUICK, REPORT, SAYS
-from megatron.analysis.outputs import OUTPUTS, Draw
-from megatron.analysis.plots.style import RC
-from megatron.analysis.quick import check_output, quick_analysis
+from megatron.analysis.figures.material import Material
+from megatron.analysis.making import Order, make_all
+from megatron.analysis.output_names import IMAGES, SAYS
+from megatron.analysis.quick import check_output
+from megatron.analysis.stats.pool import affordable
 from megatron.analysis.stats_command import CACHE_FOLDER
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem
@@ -32,7 +29,6 @@ from megatron.fake_quant import get_format
 
 #: What is compared where nothing is asked for, besides the types of the dump.
 FORMATS = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
-DPI = 150
 _SCOPES = ("FA_linear_", "linear_", "FA_")
 
 
@@ -88,18 +84,22 @@ def draw(
     result.problems, result.tensors = list(found.problems), len(found.tensors)
     if found.tensors.empty:
         raise ValueError(_nothing_readable(folder, result.problems))
-    if QUICK in figures:
-        quick = quick_analysis(folder, output, run=run, workers=computing.get("workers"))
-        _made(result, say, quick.picture, quick.text)
     material = Material(store, found, chosen, progress)
-    with matplotlib.rc_context(RC):
-        for name, make in OUTPUTS.items():
-            if name in figures:
-                _draw_one(make, material, output / name, image, result, say)
-    if REPORT in figures:
-        from megatron.analysis.report import write_report
-
-        _made(result, say, write_report(material, output / "report.html"))
+    workers = affordable(computing.get("workers"), computing.get("max_memory"))
+    names = [name for name in SAYS if name in figures]
+    bar = tqdm(
+        total=len(names), desc="Drawing", unit="output", leave=False,
+        disable=None if progress else True,
+    )  # fmt: skip
+    with bar:
+        for made in make_all(names, Order(material, output, image, run), workers):
+            bar.update()
+            result.missing |= made.missing
+            for path in made.files:
+                result.files.append(path)
+                if say is not None:
+                    say(str(path))
+    result.missing = dict(sorted(result.missing.items()))
     return result
 
 
@@ -124,50 +124,6 @@ def _cache(folder: Path, output: Path) -> Path:
     if os.access(cache if cache.exists() else folder, os.W_OK):
         return cache
     return output / CACHE_FOLDER
-
-
-def _draw_one(
-    make: Draw, material: Material, output: Path, image: str, result: DrawResult,
-    say: Callable[[str], None] | None,
-) -> None:  # fmt: skip
-    """Save the figures of one folder, or say what they lack."""
-    try:
-        for name, made in make(material):
-            if isinstance(made, str):
-                path, content = output / name, made.encode()
-            else:
-                path = output / f"{name}.{image}"
-                content = picture(made, image)
-            _made(result, say, write(path, content))
-    except NothingToDrawError as error:
-        result.missing[output.name] = str(error)
-
-
-def picture(figure: Figure, image: str) -> bytes:
-    """The file's content: the same for the same figure, whenever it is made."""
-    content = io.BytesIO()
-    undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    figure.savefig(content, format=image, dpi=DPI, metadata=undated[image])
-    return content.getvalue()
-
-
-def write(path: Path, content: bytes) -> Path:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
-
-
-def _made(result: DrawResult, say: Callable[[str], None] | None, *paths: Path) -> None:
-    for path in paths:
-        result.files.append(path)
-        if say is not None:
-            say(str(path))
 
 
 def _check(kind: str, given: Sequence[str], accepted: Sequence[str]) -> None:

@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     )  # fmt: skip
     parser.add_argument("--run", metavar="ID", help="only this run; 'latest' for the newest")
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="threads (default: one a processor)"
+        "--workers", type=int, metavar="N", help="at a time (default: one a processor)"
     )
     if command != "quick":
         parser.add_argument(
@@ -128,7 +128,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _printer() -> Callable[[str], None]:
-    return lambda path: print(f"Wrote {path}", flush=True)
+    from tqdm import tqdm
+
+    def say(path: str) -> None:
+        tqdm.write(f"Wrote {path}")  # above the bar where there is one
+        sys.stdout.flush()
+
+    return say
 
 
 def say_result(problems: Sequence[object], missing: dict[str, str], tensors: int) -> int:

@@ -1,36 +1,35 @@
-"""Computes the statistics of every tensor of a dump: in parallel, each file read once.
+"""What the quick look needs: moments tensor by tensor and histograms by group, in one reading.
 
-Threads, not processes: the time goes into compiled loops, which release the interpreter's lock, and
-nothing is copied. A worker holds one piece of one tensor; histograms are kept by group, not by
-tensor (half a megabyte each), so memory does not grow with the dump.
+Histograms are kept by group, not by tensor (half a megabyte each), so memory does not grow with the
+dump.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from tqdm import tqdm
 
+from megatron.analysis.stats.assembly import Assembly
 from megatron.analysis.stats.histogram import Histogram
-from megatron.analysis.stats.layout import layout_of
+from megatron.analysis.stats.logical import Logical, logical_tensors
 from megatron.analysis.stats.moments import Moments, merge
-from megatron.analysis.stats.plan import make_plan
-from megatron.analysis.stats.pool import one_torch_thread, processors
-from megatron.analysis.stats.tensor import measure
+from megatron.analysis.stats.pool import on_threads, processors
+from megatron.analysis.stats.work import Failure
 from megatron.analysis.store import TensorStore
-from megatron.analysis.tensor_files import Problem, UnreadableTensorError
+from megatron.analysis.tensor_files import Problem
 
 #: Histograms are kept apart by these columns.
 GROUPING = ("quant_type", "layer_type", "operation")
-#: Columns of the table that come from the record; `rank` is the world rank.
+#: Columns of the table that come from the records: `data_rank` is the data-parallel rank whose data
+#: it is, `shards` the number of files, `shape` that of the logical tensor.
 RECORD_COLUMNS = (
-    "run_id", "iteration", "micro_batch", "rank", "layer_type", "layer_idx", "module", "operation",
-    "phase", "component", "tensor_name", "quant_type", "format", "dtype", "shape",
+    "run_id", "iteration", "micro_batch", "data_rank", "shards", "layer_type", "layer_idx",
+    "module", "operation", "phase", "component", "tensor_name", "quant_type", "format", "dtype",
+    "shape",
 )  # fmt: skip
 #: Columns of the table that are computed from the values: fields and properties of `Moments`.
 STATISTICS = ("count", "min", "max", "mean", "std", "rms", "amax", "zeros", "nan", "inf")
@@ -70,61 +69,47 @@ class Measurements:
 
 
 def measure_dump(
-    store: TensorStore,
-    *,
-    workers: int | None = None,
-    progress: Callable[[object], None] | None = None,
+    store: TensorStore, *, workers: int | None = None, progress: bool = False
 ) -> Measurements:
-    """Measure every tensor of a dump; `progress` gets the record of each, from any thread.
+    """Measure every logical tensor of a dump: shards are put together, replicas count once, codes
+    are no values. `progress` shows a bar on a terminal.
 
     A file that cannot be read is a problem in the result, and all the others are measured.
     """
+    tensors = list(logical_tensors(store.records))
     rows: dict[int, dict[str, Any]] = {}
     problems: dict[int, Problem] = {}
     histograms: dict[tuple[str, ...], Histogram] = {}
-    lock, nothing = threading.Lock(), make_plan(())
-
-    def work(position: int, record: Any) -> None:
-        row = _row(record)
-        try:
-            tensor = store.load(record)
-            layout = layout_of(tuple(tensor.shape), layer_type=None, tensor_name=None)
-            values, _ = measure(tensor, layout, nothing)
-        except (UnreadableTensorError, TypeError) as error:
-            why = error.why if isinstance(error, UnreadableTensorError) else str(error)
-            problems[position] = Problem(Path(record.path), why)
-        else:
-            summary, histogram = values.moments, values.histogram
-            row |= {name: getattr(summary, name) for name in STATISTICS} | {"summary": summary}
+    assembly = Assembly(tensors, (), None)
+    outcomes = on_threads(assembly.jobs(), workers or processors())
+    hidden = None if progress else True  # None: hidden where there is no terminal
+    with tqdm(
+        total=len(tensors), desc="Reading", unit="tensor", disable=hidden, leave=False
+    ) as bar:
+        for number, result in assembly.results(outcomes):
+            bar.update()
+            if isinstance(result, Failure):
+                problems[number] = Problem(Path(result.path), result.why)
+                continue
+            moments, histogram = result[0].moments, result[0].histogram
+            row = _row(tensors[number])
+            row |= {name: getattr(moments, name) for name in STATISTICS} | {"summary": moments}
+            rows[number] = row
             key = tuple(row[name] for name in GROUPING)
-            with lock:
-                rows[position] = row
-                if key in histograms:
-                    histograms[key].counts[:] += histogram.counts
-                else:
-                    histograms[key] = histogram
-        if progress is not None:
-            with lock:
-                progress(record)
-
-    with one_torch_thread(), ThreadPoolExecutor(workers or processors()) as pool:
-        jobs = [pool.submit(work, *item) for item in enumerate(store.records.itertuples())]
-        try:
-            wait(jobs, return_when=FIRST_EXCEPTION)
-        finally:  # an interrupt or our own mistake: do not measure the rest first
-            pool.shutdown(cancel_futures=True)
-    for job in jobs:
-        job.result()
+            if key in histograms:
+                histograms[key].counts[:] += histogram.counts
+            else:
+                histograms[key] = histogram
     columns = [*RECORD_COLUMNS, *STATISTICS, "summary", "path"]
-    table = pd.DataFrame([rows[position] for position in sorted(rows)], columns=columns)
-    return Measurements(table, histograms, [problems[position] for position in sorted(problems)])
+    table = pd.DataFrame([rows[number] for number in sorted(rows)], columns=columns)
+    return Measurements(table, histograms, [problems[number] for number in sorted(problems)])
 
 
-def _row(record: Any) -> dict[str, Any]:
+def _row(tensor: Logical) -> dict[str, Any]:
     """The record's part of a row; what groups tensors is never null."""
-    known = {name: getattr(record, name) for name in RECORD_COLUMNS}
+    known = {name: getattr(tensor.row, name, None) for name in RECORD_COLUMNS}
     row = {name: None if value is pd.NA else value for name, value in known.items()}
     row |= {name: str(row[name] or "unknown") for name in GROUPING}
-    row["rank"] = row["rank"] or 0
-    row["path"] = Path(record.path)
+    row |= {"data_rank": tensor.data_rank, "shards": tensor.files, "shape": tensor.shape}
+    row["path"] = Path(tensor.row.path)
     return row

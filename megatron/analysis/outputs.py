@@ -18,13 +18,15 @@ from megatron.analysis.figures import (
     overflow,
     quantization,
 )
-from megatron.analysis.figures.material import Material
+from megatron.analysis.figures.material import Material, NothingToDrawError
 
-#: Gives a name and a figure, or a file name with its suffix and a text, one after the other.
+#: Gives a name and a figure, or a file name with its suffix and a text, one after the other; for a
+#: figure that lacks something while others do not, the reason.
 Draw = (
     Callable[[Material], Iterator[tuple[str, Figure]]]
     | Callable[[Material], Iterator[tuple[str, str]]]
     | Callable[[Material], Iterator[tuple[str, Figure | str]]]
+    | Callable[[Material], Iterator[tuple[str, Figure | NothingToDrawError]]]
 )
 
 #: By folder; `output_names.SAYS` has the same names, and what they hold.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +37,7 @@ BULK = 0.999  #: share of the values that the histogram is fitted to
 REACH = 4.0  #: how many times as far as the bulk it reaches, if there is a value that far out
 TAIL = 1e-4  #: share of the smallest magnitudes that may be left out
 DPI = 150
+COUNTED = {"iteration": "iteration", "layer": "layer_idx"}  #: in the headline
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def quick_analysis(
     *,
     run: str | None = None,
     workers: int | None = None,
-    progress: Callable[[TensorStore], Callable[[object], None]] | None = None,
+    progress: bool = False,
 ) -> QuickResult:
     """Draw `quick_analysis.png` and write `tensor_stats.txt` into `output`.
 
@@ -66,8 +66,7 @@ def quick_analysis(
 
     Args:
         run: only the tensors of this run; `latest` for the one that started last.
-        progress: is told the dump when its size is known, and returns what to call after each
-            tensor.
+        progress: show a bar on a terminal.
 
     Raises:
         ValueError: no tensor to draw, or the output folder cannot be written; the message says what
@@ -77,7 +76,7 @@ def quick_analysis(
     dump = TensorStore(folder)
     if run is not None:
         dump = dump.only(run)
-    measured = measure_dump(dump, workers=workers, progress=progress(dump) if progress else None)
+    measured = measure_dump(dump, workers=workers, progress=progress)
     problems = [*dump.problems, *measured.problems]
     if measured.table.empty:
         listed = "".join(f"\n  {problem}" for problem in problems[:10])
@@ -233,9 +232,9 @@ def _headline(
     title = f"{named}: {len(table):,} tensors, {short_count(summary.count)} values"
     runs = [run for run in table["run_id"].dropna().unique()]
     facts = [str(dump.folder), f"run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs"]
-    for column, word in (("iteration", "iteration"), ("layer_idx", "layer"), ("rank", "rank")):
-        if known := table[column].dropna().nunique():
-            facts.append(f"{known} {word}{'s' if known > 1 else ''}")
+    counted = {word: table[column].dropna().nunique() for word, column in COUNTED.items()}
+    counted["rank"] = dump.records["rank"].dropna().nunique()
+    facts += [f"{n} {word}{'s' if n > 1 else ''}" for word, n in counted.items() if n]
     figure.text(0.02, 0.975, title, va="top", fontsize=16, fontweight="bold")
     figure.text(0.02, 0.925, "   ·   ".join(facts), va="top", color=FAINT)
     alarms = []

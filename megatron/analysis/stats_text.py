@@ -22,8 +22,8 @@ GROUPS = (
     ("operation", "By operation"),
 )
 TENSOR_COLUMNS = (
-    "iteration", "micro_batch", "rank", "layer_idx", "module", "operation", "phase", "tensor_name",
-    "quant_type", "format", "dtype", "shape",
+    "iteration", "micro_batch", "data_rank", "layer_idx", "module", "operation", "phase",
+    "tensor_name", "quant_type", "format", "dtype", "shape", "shards",
 )  # fmt: skip
 
 

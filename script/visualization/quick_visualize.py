@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +60,6 @@ def main(arguments: list[str] | None = None) -> int:
         import matplotlib
 
         matplotlib.use("agg")
-        from tqdm import tqdm
 
         from megatron.analysis.quick import quick_analysis
     except ImportError as error:
@@ -69,17 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
             f'no module {error.name!r} in {sys.executable}; use "$(bash script/setup_env.sh)"'
         )
 
-    bars: list[tqdm] = []
-
-    def progress(dump: object) -> Callable[[object], None]:
-        # a terminal gets a bar; a log gets nothing but the last line
-        bar = tqdm(total=len(dump), unit="tensor", desc="Reading", disable=None, leave=False)  # type: ignore[arg-type]
-        bars.append(bar)
-        return lambda _: bar.update() and None
-
     try:
         result = quick_analysis(
-            args.tensor_dir, args.output_dir, run=args.run, workers=args.workers, progress=progress
+            args.tensor_dir, args.output_dir, run=args.run, workers=args.workers, progress=True
         )
     except ValueError as error:
         return fail(str(error))
@@ -87,9 +77,6 @@ def main(arguments: list[str] | None = None) -> int:
         return fail(f"{error.filename or args.output_dir}: {error.strerror or error}")
     except KeyboardInterrupt:
         return fail("interrupted; nothing was written", status=130)
-    finally:
-        for bar in bars:
-            bar.close()
     return report(result, args.tensor_dir)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megatron.analysis import draw as drawing
+from megatron.analysis import making
 from megatron.analysis.__main__ import main
 from megatron.analysis.figures.attention import entropy, head_errors
 from megatron.analysis.figures.deviations import relative_distance
@@ -59,7 +61,7 @@ def drawn(dump, tmp_path_factory):
     """Everything of the dump, small; and what `draw` says."""
     output = tmp_path_factory.mktemp("draw")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing, "DPI", 40)
+        patch.setattr(making, "DPI", 40)
         everything = [name for name in SAYS if name != "report"]
         return output, drawing.draw(dump, output, formats=FORMATS, figures=everything)
 
@@ -85,6 +87,21 @@ def test_every_output_is_there_and_nothing_else(drawn):
     assert {path.relative_to(output).as_posix() for path in result.files} == expected
     assert all((output / name).read_bytes()[:8] == PNG for name in found if name.endswith("png"))
     assert (result.missing, result.problems, result.tensors) == ({}, [], 114)
+
+
+def test_one_process_makes_the_same_bytes_as_several(dump, drawn, monkeypatch, tmp_path):
+    monkeypatch.setattr(making, "DPI", 40)
+    some = ["quick", "gradients", "global_statistics"]
+    one = drawing.draw(dump, tmp_path, formats=FORMATS, figures=some, workers=1)
+    assert len(one.files) == 2 + len(FIGURES["gradients"]) + 2
+    for path in one.files:
+        assert path.read_bytes() == (drawn[0] / path.relative_to(tmp_path)).read_bytes()
+
+
+def test_a_process_that_is_killed_ends_in_words_not_in_waiting(dump, monkeypatch, tmp_path):
+    monkeypatch.setitem(OUTPUTS, "gradients", lambda material: os.kill(os.getpid(), 9))
+    with pytest.raises(ValueError, match=r"the system ended a process that drew.*--workers 1"):
+        drawing.draw(dump, tmp_path, formats=FORMATS, figures=["gradients", "quick"], workers=2)
 
 
 def test_the_global_numbers_are_those_of_the_files(dump, drawn):

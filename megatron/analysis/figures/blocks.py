@@ -13,6 +13,7 @@ from megatron.analysis.figures.heatmaps import file_name
 from megatron.analysis.figures.material import (
     Material,
     NothingToDrawError,
+    attempt,
     headline,
     legend,
     sheet,
@@ -29,16 +30,16 @@ MAPS = 6  #: tensors on a sheet, of different places, those with the lowest SQNR
 MOST_CODES = 256
 
 
-def draw(material: Material) -> Iterator[tuple[str, Figure]]:
-    """scale_map_<format>, headroom, block_range, scales, code_usage."""
+def draw(material: Material) -> Iterator[tuple[str, Figure | NothingToDrawError]]:
+    """scale_map_<format>, blocks, code_usage."""
     formats = material.with_blocks()
     if not formats:
         raise NothingToDrawError("none of the formats has blocks; add mxfp8 to --formats")
     for name in formats:
         if not get_format(name).square:
-            yield f"scale_map_{file_name(name)}", maps(material, name)
+            yield f"scale_map_{file_name(name)}", attempt(maps, material, name)
     yield "blocks", counted(material, formats)
-    yield "code_usage", codes(material)
+    yield "code_usage", attempt(codes, material)
 
 
 def worst(material: Material, fmt: str, count: int) -> pd.DataFrame:
@@ -58,7 +59,7 @@ def maps(material: Material, fmt: str) -> Figure:
         except (UnreadableTensorError, ValueError):
             continue  # only a part of it was collected, or its file is gone by now
     if not drawn:
-        raise NothingToDrawError(f"no tensor that {fmt} could be drawn for could be loaded whole")
+        raise NothingToDrawError("no tensor with values was collected whole, or its file is gone")
     columns = min(3, len(drawn))
     height = -(-len(drawn) // columns)
     figure, axes = sheet(4.6 * columns, 3.5 * height + 0.8, height, columns)

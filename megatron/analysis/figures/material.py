@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,15 @@ class NothingToDrawError(Exception):
     """What a figure needs and the dump does not have, in words."""
 
 
-@dataclass(frozen=True)
+def attempt(make: Callable[..., Figure], *arguments: object) -> Figure | NothingToDrawError:
+    """A figure, or what it lacks: the others of its folder are drawn all the same."""
+    try:
+        return make(*arguments)
+    except NothingToDrawError as error:
+        return error
+
+
+@dataclass(eq=False)
 class Material:
     """A dump with its statistics, as the figures take it."""
 

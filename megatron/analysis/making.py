@@ -1,0 +1,144 @@
+"""Makes the outputs of a dump one by one: figures, texts, the page.
+
+Several at a time are made by processes, not threads: matplotlib holds the interpreter's lock. They
+are forked when the tables are there, and share them. A file is written under a temporary name and
+then renamed: an interrupted call leaves whole files only.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib
+import torch
+from matplotlib.figure import Figure
+
+from megatron.analysis.figures.material import Material, NothingToDrawError
+from megatron.analysis.output_names import QUICK, REPORT
+from megatron.analysis.outputs import OUTPUTS
+from megatron.analysis.plots.style import RC
+from megatron.analysis.quick import quick_analysis
+
+DPI = 150
+#: What takes longest is begun first, so that no process is left alone with it at the end.
+SLOW = (REPORT, "heatmaps", "comparisons", "attention_maps")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What outputs are made of, and where they go."""
+
+    material: Material
+    output: Path
+    image: str  #: png, svg or pdf
+    run: str | None
+
+
+@dataclass
+class Made:
+    """One output's files, and what could not be made."""
+
+    files: list[Path] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)  #: output or figure -> what it lacks
+
+
+def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]:
+    """Make the outputs, `workers` at a time; they come as they are done.
+
+    Raises:
+        ValueError: the system ended a process.
+    """
+    workers = min(workers, len(names))
+    if workers <= 1 or "fork" not in multiprocessing.get_all_start_methods():
+        yield from (make(name, order) for name in names)
+        return
+    # read once, here: every process needs them
+    _ = order.material.uses, order.material.sums
+    ordered = sorted(names, key=lambda name: SLOW.index(name) if name in SLOW else len(SLOW))
+    fork = multiprocessing.get_context("fork")
+    try:
+        with ProcessPoolExecutor(workers, fork, initializer=_begin, initargs=(order,)) as pool:
+            jobs = [pool.submit(_make, name) for name in ordered]
+            try:
+                yield from (job.result() for job in as_completed(jobs))
+            finally:  # an interrupt or an error: do not make the rest first
+                pool.shutdown(cancel_futures=True)
+    except BrokenProcessPool:
+        raise ValueError(
+            "the system ended a process that drew, maybe for lack of memory; files that were made "
+            "are whole; --workers 1 draws one after the other"
+        ) from None
+
+
+_order: list[Order] = []  # of this process, if it was forked to draw
+
+
+def _begin(order: Order) -> None:
+    """In a process that was just forked: it has no threads but this one, and no terminal; an
+    interrupt is its parent's to answer.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    order.material.progress = False
+    _order.append(order)
+
+
+def _make(name: str) -> Made:
+    return make(name, _order[0])
+
+
+def make(name: str, order: Order) -> Made:
+    """Make one output of `output_names.SAYS`."""
+    made, output = Made(), order.output / name
+    if name == QUICK:
+        quick = quick_analysis(order.material.store.folder, order.output, run=order.run, workers=1)
+        made.files += [quick.picture, quick.text]
+        return made
+    if name == REPORT:
+        from megatron.analysis.report import write_report
+
+        made.files.append(write_report(order.material, order.output / "report.html"))
+        return made
+    try:
+        with matplotlib.rc_context(RC):
+            for title, drawn in OUTPUTS[name](order.material):
+                if isinstance(drawn, NothingToDrawError):
+                    made.missing[f"{name}/{title}"] = str(drawn)
+                    continue
+                if isinstance(drawn, str):
+                    path, content = output / title, drawn.encode()
+                else:
+                    path = output / f"{title}.{order.image}"
+                    content = picture(drawn, order.image)
+                made.files.append(write(path, content))
+    except NothingToDrawError as error:
+        made.missing[name] = str(error)
+    return made
+
+
+def picture(figure: Figure, image: str) -> bytes:
+    """The file's content: the same for the same figure, whenever it is made."""
+    content = io.BytesIO()
+    undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    figure.savefig(content, format=image, dpi=DPI, metadata=undated[image])
+    return content.getvalue()
+
+
+def write(path: Path, content: bytes) -> Path:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
