@@ -17,10 +17,11 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron.analysis import stats
+from megatron.analysis.earlier import remember, set_aside
 from megatron.analysis.figures.material import Material
 from megatron.analysis.making import Order, make_all
-from megatron.analysis.output_names import IMAGES, SAYS
-from megatron.analysis.quick import check_output
+from megatron.analysis.output_names import IMAGES, QUICK, SAYS
+from megatron.analysis.quick import check_output, quick_analysis
 from megatron.analysis.stats.pool import affordable
 from megatron.analysis.stats_command import CACHE_FOLDER
 from megatron.analysis.store import TensorStore
@@ -37,7 +38,9 @@ class DrawResult:
     """What was made, what could not be, and why."""
 
     files: list[Path] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)  #: output -> what the dump lacks
+    missing: dict[str, str] = field(default_factory=dict)  #: output or figure -> what is lacking
+    failed: dict[str, str] = field(default_factory=dict)  #: figure -> our mistake, a traceback
+    kept: list[Path] = field(default_factory=list)  #: earlier results, under their new names
     problems: list[Problem] = field(default_factory=list)  #: files of the dump that were left out
     tensors: int = 0
 
@@ -73,6 +76,8 @@ def draw(
     for name in formats or ():
         get_format(name)
     check_output(output)
+    if list(figures) == [QUICK]:  # needs no format
+        return _quick(folder, output, run, computing.get("workers"), say, progress)
     store = TensorStore(folder)
     store = store.only(run) if run is not None else store
     result = DrawResult()
@@ -91,16 +96,36 @@ def draw(
         total=len(names), desc="Drawing", unit="output", leave=False,
         disable=None if progress else True,
     )  # fmt: skip
+    result.kept = set_aside(output, names, folder)
+    files: dict[str, list[Path]] = {}
     with bar:
         for made in make_all(names, Order(material, output, image, run), workers):
             bar.update()
             result.missing |= made.missing
+            result.failed |= made.failed
+            files[made.name] = made.files
             for path in made.files:
                 result.files.append(path)
                 if say is not None:
                     say(str(path))
     result.missing = dict(sorted(result.missing.items()))
+    remember(output, folder, files)
     return result
+
+
+def _quick(
+    folder: Path, output: Path, run: str | None, workers: int | None,
+    say: Callable[[str], None] | None, progress: bool,
+) -> DrawResult:  # fmt: skip
+    """The first look alone."""
+    quick = quick_analysis(folder, output, run=run, workers=workers, progress=progress)
+    for path in (quick.picture, quick.text):
+        if say is not None:
+            say(str(path))
+    return DrawResult(
+        [quick.picture, quick.text], problems=quick.problems, kept=quick.kept,
+        tensors=len(quick.measurements.table),
+    )  # fmt: skip
 
 
 def default_formats(store: TensorStore) -> list[str]:
@@ -133,5 +158,7 @@ def _check(kind: str, given: Sequence[str], accepted: Sequence[str]) -> None:
 
 
 def _nothing_readable(folder: Path, problems: Sequence[Problem]) -> str:
+    if not problems:
+        return f"{folder} has codes only, and no values to draw; collect other tensors too"
     listed = "".join(f"\n  {problem}" for problem in problems[:10])
     return f"none of the {len(problems)} .pt files in {folder} can be read:{listed}"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.analysis.stats_command import LEFT_OUT, parse_size
+
+if TYPE_CHECKING:
+    from megatron.analysis.draw import DrawResult
 
 DEFAULT_FORMATS = "mxfp8 mxfp4 nvfp4 hifp8 and those of the dump"
 
@@ -28,9 +31,9 @@ QUICK = """\
 The first look at a dump: quick_analysis.png and tensor_stats.txt.
 """
 STATUS = """\
-Exit status: 0 all is drawn; 2 a wrong option, or a folder without tensors or that cannot be
-written; 3 drawn without files that could not be read, each is named (with --strict the first one
-ends it).
+Exit status: 0 all is drawn; 1 a figure failed by our mistake, the others are drawn; 2 a wrong
+option, or a folder without tensors or that cannot be written; 3 drawn without files that could not
+be read, each is named (with --strict the first one ends it).
 """
 EXAMPLES = {
     "draw": """
@@ -101,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     matplotlib.use("agg")
     from megatron.analysis.draw import draw
+    from megatron.analysis.tensor_files import UnreadableTensorError
 
     if arguments.workers is not None and arguments.workers < 1:
         raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
@@ -113,18 +117,22 @@ def run(arguments: argparse.Namespace) -> int:
             "scheduler": arguments.scheduler,
             "strict": arguments.strict,
         }
-    result = draw(
-        arguments.folder,
-        arguments.output_dir,
-        formats=getattr(arguments, "formats", None),
-        figures=arguments.figures if only == "draw" else [only],
-        image=getattr(arguments, "image", "png"),
-        run=arguments.run,
-        say=_printer(),
-        progress=True,
-        **computing,
-    )
-    return say_result(result.problems, result.missing, result.tensors)
+    try:
+        result = draw(
+            arguments.folder,
+            arguments.output_dir,
+            formats=getattr(arguments, "formats", None),
+            figures=arguments.figures if only == "draw" else [only],
+            image=getattr(arguments, "image", "png"),
+            run=arguments.run,
+            say=_printer(),
+            progress=True,
+            **computing,
+        )
+    except UnreadableTensorError as error:  # under --strict
+        print(f"[ERROR] {error}", file=sys.stderr)
+        return LEFT_OUT
+    return say_result(result)
 
 
 def _printer() -> Callable[[str], None]:
@@ -137,17 +145,20 @@ def _printer() -> Callable[[str], None]:
     return say
 
 
-def say_result(problems: Sequence[object], missing: dict[str, str], tensors: int) -> int:
+def say_result(result: DrawResult) -> int:
     """The closing lines; returns the exit status."""
-    print(f"{tensors} tensors")
-    for folder, why in missing.items():
-        print(f"  no {folder}: {why}")
-    for problem in problems:
+    print(f"{result.tensors} tensors")
+    for path in result.kept:
+        print(f"  kept what was there before as {path}")
+    for name, why in result.missing.items():
+        print(f"  no {name}: {why}")
+    for name, trace in result.failed.items():
+        print(f"[ERROR] {name} failed, which is a mistake of this program; please report it:\n"
+              f"{trace.rstrip()}", file=sys.stderr)  # fmt: skip
+    for problem in result.problems:
         print(f"[ERROR] {problem}", file=sys.stderr)
-    if problems:
-        print(
-            f"[ERROR] {len(problems)} file(s) were left out; replace or remove them",
-            file=sys.stderr,
-        )
+    if result.problems:
+        left_out = len(result.problems)
+        print(f"[ERROR] {left_out} file(s) were left out; replace or remove them", file=sys.stderr)
         return LEFT_OUT
-    return 0
+    return 1 if result.failed else 0

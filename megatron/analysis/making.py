@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import multiprocessing
-import os
 import signal
+import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -21,15 +22,19 @@ import matplotlib
 import torch
 from matplotlib.figure import Figure
 
-from megatron.analysis.figures.material import Material, NothingToDrawError
+from megatron.analysis.figures.material import Make, Material, NothingToDrawError
+from megatron.analysis.output import write
 from megatron.analysis.output_names import QUICK, REPORT
 from megatron.analysis.outputs import OUTPUTS
 from megatron.analysis.plots.style import RC
 from megatron.analysis.quick import quick_analysis
+from megatron.analysis.tensor_files import UnreadableTensorError
 
 DPI = 150
 #: What takes longest is begun first, so that no process is left alone with it at the end.
 SLOW = (REPORT, "heatmaps", "comparisons", "attention_maps")
+#: These take nothing from the tensors' histograms.
+WITHOUT_SUMS = {QUICK, "heatmaps", "statistics", "attention_maps", "global_statistics", REPORT}
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,10 @@ class Order:
 class Made:
     """One output's files, and what could not be made."""
 
+    name: str
     files: list[Path] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)  #: output or figure -> what it lacks
+    failed: dict[str, str] = field(default_factory=dict)  #: by our mistake -> the traceback
 
 
 def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]:
@@ -60,8 +67,13 @@ def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]
     if workers <= 1 or "fork" not in multiprocessing.get_all_start_methods():
         yield from (make(name, order) for name in names)
         return
-    # read once, here: every process needs them
-    _ = order.material.uses, order.material.sums
+    # once, here, what several processes need
+    material = order.material
+    _ = material.uses
+    if {*names} - WITHOUT_SUMS:
+        _ = material.sums
+    if {"comparisons", REPORT} <= {*names}:
+        _ = material.deviations
     ordered = sorted(names, key=lambda name: SLOW.index(name) if name in SLOW else len(SLOW))
     fork = multiprocessing.get_context("fork")
     try:
@@ -82,46 +94,69 @@ _order: list[Order] = []  # of this process, if it was forked to draw
 
 
 def _begin(order: Order) -> None:
-    """In a process that was just forked: it has no threads but this one, and no terminal; an
-    interrupt is its parent's to answer.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """In a process that was just forked: it has no threads but this one, and no terminal."""
+    signal.signal(signal.SIGINT, _stop)
     torch.set_num_threads(1)
     order.material.progress = False
     _order.append(order)
 
 
+def _stop(*_: object) -> None:
+    """On an interrupt: no file is left half, no further output is begun, the parent says so."""
+    _order.clear()
+    sys.exit(130)
+
+
 def _make(name: str) -> Made:
-    return make(name, _order[0])
+    return make(name, _order[0]) if _order else Made(name)
 
 
 def make(name: str, order: Order) -> Made:
-    """Make one output of `output_names.SAYS`."""
-    made, output = Made(), order.output / name
-    if name == QUICK:
-        quick = quick_analysis(order.material.store.folder, order.output, run=order.run, workers=1)
-        made.files += [quick.picture, quick.text]
-        return made
-    if name == REPORT:
-        from megatron.analysis.report import write_report
+    """Make one output of `output_names.SAYS`. What goes wrong with it is told, and the others are
+    made: hours of statistics stand behind them.
 
-        made.files.append(write_report(order.material, order.output / "report.html"))
-        return made
+    Raises:
+        ImportError: a package is missing.
+    """
+    made = Made(name)
+    try:
+        if name == QUICK:
+            folder = order.material.store.folder
+            quick = quick_analysis(folder, order.output, run=order.run, workers=1)
+            made.files += [quick.picture, quick.text]
+        elif name == REPORT:
+            from megatron.analysis.report import write_report
+
+            made.files.append(write_report(order.material, order.output / "report.html"))
+        else:
+            for title, draw in OUTPUTS[name](order.material):
+                _draw(f"{name}/{title}", draw, order, made)
+    except (NothingToDrawError, UnreadableTensorError, OSError) as error:
+        made.missing[name] = str(error)
+    except ImportError:
+        raise
+    except Exception as error:
+        made.failed[name] = "".join(traceback.format_exception(error))
+    return made
+
+
+def _draw(name: str, draw: Make, order: Order, made: Made) -> None:
+    """One figure or text, or why there is none."""
     try:
         with matplotlib.rc_context(RC):
-            for title, drawn in OUTPUTS[name](order.material):
-                if isinstance(drawn, NothingToDrawError):
-                    made.missing[f"{name}/{title}"] = str(drawn)
-                    continue
-                if isinstance(drawn, str):
-                    path, content = output / title, drawn.encode()
-                else:
-                    path = output / f"{title}.{order.image}"
-                    content = picture(drawn, order.image)
-                made.files.append(write(path, content))
-    except NothingToDrawError as error:
+            drawn = draw()
+            if isinstance(drawn, str):
+                path, content = order.output / name, drawn.encode(errors="backslashreplace")
+            else:
+                path = order.output / f"{name}.{order.image}"
+                content = picture(drawn, order.image)
+    except (NothingToDrawError, UnreadableTensorError, OSError) as error:
         made.missing[name] = str(error)
-    return made
+        return
+    except Exception as error:
+        made.failed[name] = "".join(traceback.format_exception(error))
+        return
+    made.files.append(write(path, content))
 
 
 def picture(figure: Figure, image: str) -> bytes:
@@ -130,15 +165,3 @@ def picture(figure: Figure, image: str) -> bytes:
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
     figure.savefig(content, format=image, dpi=DPI, metadata=undated[image])
     return content.getvalue()
-
-
-def write(path: Path, content: bytes) -> Path:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path

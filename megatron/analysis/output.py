@@ -1,4 +1,4 @@
-"""Writes result files: whole or not at all, and never over an earlier result."""
+"""Writes result files: whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from datetime import datetime
 from pathlib import Path
 
 
+def write(path: Path, content: bytes) -> Path:
+    """Write at once, under a temporary name first; what was there is replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
 def write_keeping(path: Path, content: bytes) -> list[Path]:
-    """Write at once, under a temporary name first. An earlier file with another content keeps its
-    content under a name with its time; that name is returned.
+    """The same, but an earlier file with another content keeps its content under a name with its
+    time; that name is returned.
     """
     kept = []
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(content)
     if path.exists() and path.read_bytes() != content:
         written = datetime.fromtimestamp(path.stat().st_mtime)
         aside = path.with_name(f"{path.stem}_{written:%Y%m%d_%H%M%S}{path.suffix}")
         if not aside.exists():
             path.replace(aside)
             kept.append(aside)
-    partial.replace(path)
+    write(path, content)
     return kept

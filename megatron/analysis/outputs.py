@@ -18,16 +18,11 @@ from megatron.analysis.figures import (
     overflow,
     quantization,
 )
-from megatron.analysis.figures.material import Material, NothingToDrawError
+from megatron.analysis.figures.material import Material
 
-#: Gives a name and a figure, or a file name with its suffix and a text, one after the other; for a
-#: figure that lacks something while others do not, the reason.
-Draw = (
-    Callable[[Material], Iterator[tuple[str, Figure]]]
-    | Callable[[Material], Iterator[tuple[str, str]]]
-    | Callable[[Material], Iterator[tuple[str, Figure | str]]]
-    | Callable[[Material], Iterator[tuple[str, Figure | NothingToDrawError]]]
-)
+#: Gives a figure's name and what draws it; or a file's name with its suffix, and what gives its
+#: text. What draws says what it lacks by `NothingToDrawError`; the others are made all the same.
+Draw = Callable[[Material], Iterator[tuple[str, Callable[[], Figure | str]]]]
 
 #: By folder; `output_names.SAYS` has the same names, and what they hold.
 OUTPUTS: dict[str, Draw] = {

@@ -17,7 +17,7 @@ from megatron.analysis import making
 from megatron.analysis.__main__ import main
 from megatron.analysis.figures.attention import entropy, head_errors
 from megatron.analysis.figures.deviations import relative_distance
-from megatron.analysis.figures.hifp8 import REGIONS, region_shares
+from megatron.analysis.figures.hifp8 import REGIONS, by_region, region_shares
 from megatron.analysis.figures.material import Material, NothingToDrawError, short_module
 from megatron.analysis.figures.patterns import magnitude_quantiles, standard_quantiles
 from megatron.analysis.output_names import SAYS
@@ -28,7 +28,7 @@ from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize, quantize
 from tests.analysis.drawing import FORMATS, write_two_types
-from tests.analysis.fake_dump import write_dump
+from tests.analysis.fake_dump import records, write_dump, write_tensor
 
 PNG = b"\x89PNG\r\n\x1a\n"
 FIGURES = {
@@ -82,11 +82,15 @@ def test_every_output_is_there_and_nothing_else(drawn):
     expected |= {"quick_analysis.png", "tensor_stats.txt", "statistics/tensors.csv",
                  "statistics/formats.csv", "global_statistics/global_statistics.json",
                  "global_statistics/global_statistics.txt"}  # fmt: skip
-    found = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
+    assert (output / ".drawn.json").exists()
+    found = {
+        path.relative_to(output).as_posix() for path in output.rglob("[!.]*") if path.is_file()
+    }
     assert found == expected
     assert {path.relative_to(output).as_posix() for path in result.files} == expected
     assert all((output / name).read_bytes()[:8] == PNG for name in found if name.endswith("png"))
-    assert (result.missing, result.problems, result.tensors) == ({}, [], 114)
+    assert (result.failed, result.problems, result.tensors) == ({}, [], 114)
+    assert result.missing == {"overflow_analysis/special_values": "every value is finite"}
 
 
 def test_one_process_makes_the_same_bytes_as_several(dump, drawn, monkeypatch, tmp_path):
@@ -102,6 +106,39 @@ def test_a_process_that_is_killed_ends_in_words_not_in_waiting(dump, monkeypatch
     monkeypatch.setitem(OUTPUTS, "gradients", lambda material: os.kill(os.getpid(), 9))
     with pytest.raises(ValueError, match=r"the system ended a process that drew.*--workers 1"):
         drawing.draw(dump, tmp_path, formats=FORMATS, figures=["gradients", "quick"], workers=2)
+
+
+def test_a_figure_that_fails_takes_no_other_with_it(dump, monkeypatch, tmp_path, capsys):
+    def broken(material):
+        yield "first", lambda: "text"
+        yield "second", lambda: 1 / 0
+        yield "third.txt", lambda: "text"
+
+    monkeypatch.setitem(OUTPUTS, "gradients", broken)
+    options = ["--output-dir", str(tmp_path), "--figures", "gradients", "global_statistics"]
+    assert main(["draw", str(dump), *options, "--formats", "mxfp8"]) == 1
+    assert (tmp_path / "gradients" / "third.txt").read_text() == "text"
+    assert (tmp_path / "global_statistics" / "global_statistics.txt").exists()
+    errors = capsys.readouterr().err
+    assert "[ERROR] gradients/second failed, which is a mistake of this program" in errors
+    assert "ZeroDivisionError" in errors
+
+
+def test_figures_of_another_dump_are_kept_and_stale_ones_of_the_same_go(dump, tmp_path, capsys):
+    options = ["--output-dir", str(tmp_path / "draw"), "--figures", "heatmaps", "--formats"]
+    assert main(["draw", str(dump / "bf16"), *options, "mxfp8", "mxfp4"]) == 0
+    names = {path.name for path in (tmp_path / "draw" / "heatmaps").iterdir()}
+    assert {"sqnr_mxfp8.png", "sqnr_mxfp4.png", "amax.png"} < names
+    (tmp_path / "draw" / "heatmaps" / "mine.txt").write_text("a note")
+    assert main(["draw", str(dump / "bf16"), *options, "mxfp8"]) == 0
+    assert "kept" not in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "draw" / "heatmaps").iterdir()}
+    assert {"sqnr_mxfp8.png", "amax.png", "mine.txt"} < names
+    assert "sqnr_mxfp4.png" not in names
+    assert main(["draw", str(dump / "mxfp8"), *options, "mxfp8"]) == 0
+    assert "kept what was there before as" in capsys.readouterr().out
+    [aside] = (tmp_path / "draw").glob("heatmaps_*")
+    assert {path.name for path in aside.iterdir()} == names
 
 
 def test_the_global_numbers_are_those_of_the_files(dump, drawn):
@@ -188,15 +225,33 @@ def test_a_scale_map_of_a_large_tensor_has_evenly_spaced_rows_with_the_whole_ten
 
 
 def test_regions_of_hifloat8_add_up_and_agree_with_its_spacing():
-    counts = np.arange(255)
-    assert sum(region_shares(counts).values()) == pytest.approx(1.0)
     for name, bits in (("3 bits, 2^-3..2^3", 3), ("2 bits, 2^4..2^7", 2), ("1 bit, 2^8..2^15", 1)):
         first, last = (int(e) for e in name.partition(", ")[2].replace("2^", "").split(".."))
-        inside = REGIONS[name][1](np.arange(-30, 30))
-        assert (np.arange(-30, 30)[inside] == np.arange(first, last + 1)).all()
+        assert REGIONS[name][1] == (first, last)
         step = 2.0 ** (first - bits)
         x = torch.tensor([2.0**first + step, 2.0**first + step / 4])
         assert fake_quantize(x, "hifp8").tolist() == [2.0**first + step, 2.0**first]
+
+
+def test_regions_tell_what_is_lost_and_what_saturates_as_it_was_counted(tmp_path):
+    record, shape, _ = next(records(run_id="r", quant_type="hifp8", layers=1))
+    x = torch.full(shape, 1.0, dtype=torch.bfloat16).flatten()
+    x[:6] = torch.tensor([2.0**15, 50000.0, -1e6, 2.0**-23, 2.0**-24, 0.0])
+    write_tensor(tmp_path, record, x.reshape(shape))
+    store = TensorStore(tmp_path)
+    found = Material(store, compute(store, ["hifp8"]), ("hifp8",)).summed("hifp8")
+    table = by_region(found).set_index("region")
+    y = fake_quantize(x, "hifp8")
+    assert y[:6].tolist() == [2.0**15, 2.0**15, -(2.0**15), 2.0**-22, 0.0, 0.0]
+    assert table["values"].loc["saturated (beyond 2^15)"] == 2
+    assert table["values"].loc["1 bit, 2^8..2^15"] == 1
+    assert table["values"].loc["lost (becomes zero)"] == 1
+    assert table["values"].loc["denormal: powers of two"] == 1
+    assert table["values"].sum() == x.numel() - 1  # without the zero
+    assert table["error"].loc["1 bit, 2^8..2^15"] == 0
+    squared = (y.double() - x.double()).square()
+    assert table["error"].loc["saturated (beyond 2^15)"] == pytest.approx(squared[1:3].sum().item())
+    assert region_shares(found)[["values", "error"]].sum().tolist() == pytest.approx([1.0, 1.0])
 
 
 def test_quantiles_of_counted_patterns_are_those_of_the_values():
@@ -229,7 +284,8 @@ def test_heads_have_the_error_of_their_own_probabilities():
 def test_the_distance_of_two_runs_is_relative_to_the_one_without_quantization(material):
     data = material.deviations
     assert set(data["quant_type"]) == {"mxfp8"}
-    assert len(data) == 57  # the tensors of one run
+    assert set(data["iteration"]) == {2}  # the last one
+    assert len(data) == 29  # its tensors of one run
     x, base = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])
     assert relative_distance(x, base) == pytest.approx(1 / math.sqrt(2))
     assert math.isnan(relative_distance(x, torch.zeros(2)))
@@ -251,7 +307,7 @@ def test_a_bad_file_is_named_the_rest_is_drawn_and_the_status_is_3(dump, tmp_pat
     found = json.loads((tmp_path / "draw/global_statistics/global_statistics.json").read_text())
     assert found["overall"]["tensors"] == 55
     assert len(found["left_out"]) == 3
-    assert main(["draw", str(folder), *options, "--strict"]) == 2
+    assert main(["draw", str(folder), *options, "--strict"]) == 3
     assert "[ERROR]" in capsys.readouterr().err
 
 
@@ -285,11 +341,18 @@ def test_strange_values_make_no_figure_fail(strange):
     store = TensorStore(strange)
     material = Material(store, compute(store, formats), formats)
     lacking = set()
-    for name, make in OUTPUTS.items():
+    for name, output in OUTPUTS.items():
         try:
-            assert [made for _, made in make(material)], name
+            made = dict(output(material))
         except NothingToDrawError:
             lacking.add(name)
+            continue
+        assert made
+        for title, draw in made.items():
+            try:
+                assert draw(), title
+            except NothingToDrawError:
+                lacking.add(f"{name}/{title}")
     assert lacking == {"comparisons", "attention_maps"}
     found = content(material)
     assert found["cautions"][0]["kind"] == "nan"

@@ -12,11 +12,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from matplotlib.colors import to_hex
 from matplotlib.patches import StepPatch
 
 from megatron.analysis import plots
+from megatron.analysis.figures.ranges import format_ranges
 from megatron.analysis.plots.style import FORMAT_COLOURS, TENSOR_COLOURS, colour_of
+from megatron.fake_quant import fake_quantize
 
 
 @pytest.fixture
@@ -75,18 +78,55 @@ def test_heatmap_has_a_number_in_each_cell_and_marks_what_is_missing(ax):
     assert ax.yaxis_inverted()
 
 
-def test_lines_leave_out_what_is_not_finite_and_are_logarithmic_over_decades(ax):
+def test_lines_mark_what_the_axis_has_no_place_for_and_are_logarithmic_over_decades(ax):
     data = pd.DataFrame(
-        {"group": ["mxfp8"] * 3 + ["hifp8"] * 2, "x": [0, 1, 2, 0, 1],
-         "value": [1.0, math.inf, 100.0, 2.0, 3.0]}
+        {"group": ["mxfp8"] * 4 + ["hifp8"] * 3, "x": [0, 1, 2, 3, 0, 1, 2],
+         "value": [1.0, math.inf, 100.0, math.nan, 2.0, 3.0, 0.0]}
     )  # fmt: skip
     plots.plot_lines(data, xlabel="layer", ylabel="rms", logarithmic=True, ax=ax)
-    first, second = ax.get_lines()
-    assert first.get_xdata().tolist() == [0, 2]
-    assert [first.get_color(), second.get_color()] == [
-        FORMAT_COLOURS["mxfp8"], FORMAT_COLOURS["hifp8"],
+    lines = {line.get_label(): line for line in ax.get_lines() if line.get_linestyle() != "None"}
+    assert lines["mxfp8"].get_xdata().tolist() == [0, 2]
+    assert lines["hifp8"].get_xdata().tolist() == [0, 1]
+    assert {name: line.get_color() for name, line in lines.items()} == {
+        name: FORMAT_COLOURS[name] for name in ("mxfp8", "hifp8")
+    }
+    marks = [
+        (line.get_marker(), line.get_xdata().tolist(), line.get_color())
+        for line in ax.get_lines() if line.get_linestyle() == "None" and len(line.get_xdata())
     ]  # fmt: skip
+    assert marks == [("^", [1], FORMAT_COLOURS["mxfp8"]), ("v", [2], FORMAT_COLOURS["hifp8"])]
+    assert ax.get_title(loc="right") == "▴ infinite, ▾ zero"
     assert ax.get_yscale() == "log"
+
+
+def test_zeros_are_drawn_on_a_linear_axis(ax):
+    data = pd.DataFrame({"group": ["mxfp8"] * 3, "x": [0, 1, 2], "value": [0.0, 1.0, 2.0]})
+    plots.plot_lines(data, xlabel="layer", ylabel="rms", logarithmic=True, ax=ax)
+    assert ax.get_yscale() == "linear"
+    assert ax.get_lines()[0].get_ydata().tolist() == [0, 1, 2]
+
+
+def test_many_formats_leave_room_for_the_histogram(ax):
+    data = pd.DataFrame({"group": ["input"] * 2, "exponent": [-2, -1], "share": [0.5, 0.5]})
+    names = [f"mx:e3m2:b{size}" for size in range(8, 28)]
+    ranges = pd.DataFrame({"format": names, "smallest": -9.0, "normal": -5.0, "largest": 3.0})
+    plots.plot_exponent_histogram(data, ranges, ax=ax)
+    low, high = ax.get_ylim()
+    assert low < 0 < 0.5 < high
+    assert -low < high
+
+
+def test_the_reach_of_hifloat4_has_its_two_bits_of_exponent():
+    x = torch.tensor([7.0] + [0.0] * 63)
+    assert fake_quantize(x, "hifp4").max() == 7.0
+    table = pd.DataFrame({"quantized_format": ["hifp4"], "scale_median": [0.0], "amax": [7.0]})
+    [row] = format_ranges(["hifp4"], table).to_dict("records")
+    assert 2.0 ** row["largest"] == pytest.approx(7.0)
+
+
+def test_variants_of_a_format_can_be_told_apart():
+    names = ["mxfp8", "mxfp8:rceil", "mxfp8:2d", "mxfp8:sr", "mx:e3m4:b16:rceil", "mx:e2m3:b32"]
+    assert len({colour_of(name) for name in names}) == len(names)
 
 
 def test_a_narrow_span_of_values_has_a_linear_axis(ax):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from megatron.analysis.figures.material import (
+    Make,
     Material,
     NothingToDrawError,
     headline,
@@ -25,7 +27,7 @@ LAYERS = 8  #: drawn, evenly spaced
 PIXELS = 512  #: of a map's side at most
 
 
-def draw(material: Material) -> Iterator[tuple[str, Figure]]:
+def draw(material: Material) -> Iterator[tuple[str, Make]]:
     """probabilities_L<layer> and head_error."""
     table = material.tensors
     mine = table[table["tensor_name"] == "attention_probs"]
@@ -40,10 +42,10 @@ def draw(material: Material) -> Iterator[tuple[str, Figure]]:
     loaded = {int(row.layer_idx): by_head(material.load(row.tensor)) for row in last.itertuples()}
     every = -(-len(loaded) // LAYERS)
     for layer in list(loaded)[::every]:
-        figure = probabilities(loaded[layer], f"Layer {layer}: attention probabilities")
-        yield f"probabilities_L{layer}", figure
+        title = f"Layer {layer}: attention probabilities"
+        yield f"probabilities_L{layer}", partial(probabilities, loaded[layer], title)
     if material.formats:
-        yield "head_error", head_error(loaded, material.formats)
+        yield "head_error", partial(head_error, loaded, material.formats)
 
 
 def by_head(probs: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,9 +13,9 @@ from matplotlib.figure import Figure
 from megatron.analysis.figures.codes import usage
 from megatron.analysis.figures.heatmaps import file_name
 from megatron.analysis.figures.material import (
+    Make,
     Material,
     NothingToDrawError,
-    attempt,
     headline,
     legend,
     sheet,
@@ -22,6 +24,7 @@ from megatron.analysis.plots import plot_block_map, plot_code_usage, plot_counts
 from megatron.analysis.plots.style import powers_of_two
 from megatron.analysis.scale_maps import scale_map
 from megatron.analysis.stats import HEADROOM_EDGES
+from megatron.analysis.stats.coder import NAN_E8M0
 from megatron.analysis.tensor_files import UnreadableTensorError
 from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import BlockScaling, Cast
@@ -30,16 +33,16 @@ MAPS = 6  #: tensors on a sheet, of different places, those with the lowest SQNR
 MOST_CODES = 256
 
 
-def draw(material: Material) -> Iterator[tuple[str, Figure | NothingToDrawError]]:
+def draw(material: Material) -> Iterator[tuple[str, Make]]:
     """scale_map_<format>, blocks, code_usage."""
     formats = material.with_blocks()
     if not formats:
         raise NothingToDrawError("none of the formats has blocks; add mxfp8 to --formats")
     for name in formats:
         if not get_format(name).square:
-            yield f"scale_map_{file_name(name)}", attempt(maps, material, name)
-    yield "blocks", counted(material, formats)
-    yield "code_usage", attempt(codes, material)
+            yield f"scale_map_{file_name(name)}", partial(maps, material, name)
+    yield "blocks", partial(counted, material, formats)
+    yield "code_usage", partial(codes, material)
 
 
 def worst(material: Material, fmt: str, count: int) -> pd.DataFrame:
@@ -66,7 +69,7 @@ def maps(material: Material, fmt: str) -> Figure:
     for ax in axes[len(drawn) :]:
         ax.set_visible(False)
     for ax, (row, data) in zip(axes, drawn, strict=False):
-        title = f"L{row.layer_idx} {row.place}, {row.quant_type}, {row.sqnr_db:.1f} dB"
+        title = f"L{row.layer_idx} {row.place}, {row.quant_type}, {_decibels(material, row):.1f} dB"
         across = "output unit" if row.tensor_name.endswith("weight") else "row (token, head)"
         plot_block_map(data, rows=across, columns="first value of the block", title=title, ax=ax)
     note = "exponent of each block's stored scale, blocks along the last dimension; the tensors "
@@ -75,11 +78,22 @@ def maps(material: Material, fmt: str) -> Figure:
     return figure
 
 
+def _decibels(material: Material, row: Any) -> float:
+    """SQNR with blocks along the last dimension, as the map shows them."""
+    table = material.found.formats
+    mine = table[
+        (table["tensor"] == row.tensor) & (table["quantized_format"] == row.quantized_format)
+    ]
+    return float(mine.loc[mine["axis"] == "row", "sqnr_db"].iloc[0])
+
+
 def counted(material: Material, formats: list[str]) -> Figure:
     """Headroom, dynamic range and scales of blocks."""
-    figure, axes = sheet(14.0, 4.2, 1, 3)
     found = {name: material.summed(name) for name in formats}
     known = {name: part for name, part in found.items() if part is not None}
+    if not known:
+        raise NothingToDrawError("no tensor was collected whole")
+    figure, axes = sheet(14.0, 4.2, 1, 3)
     edges, step = HEADROOM_EDGES, HEADROOM_EDGES[1] - HEADROOM_EDGES[0]
     room = [
         pd.DataFrame({"format": n, "left": edges, "right": edges + step, "count": p.headroom})
@@ -95,7 +109,7 @@ def counted(material: Material, formats: list[str]) -> Figure:
         ax=axes[1],
     )  # fmt: skip
     e8m0 = {
-        name: np.concatenate([[0], part.scales[1:]])  # the first: of blocks of zeros
+        name: of_numbers(material, name, part.scales)
         for name, part in known.items()
         if isinstance(get_format(name).scaling, BlockScaling)
     }
@@ -104,7 +118,7 @@ def counted(material: Material, formats: list[str]) -> Figure:
         plot_counts(
             data,
             xlabel="scale of the block",
-            title="Scales (E8M0), without blocks of zeros",
+            title="Scales (E8M0), without blocks of zeros or NaN",
             ax=axes[2],
         )
         powers_of_two(axes[2].xaxis)
@@ -118,11 +132,24 @@ def counted(material: Material, formats: list[str]) -> Figure:
     return figure
 
 
+def of_numbers(material: Material, fmt: str, scales: np.ndarray) -> np.ndarray:
+    """Blocks by E8M0 byte, without those of zeros only (they store the smallest scale) and those
+    with a NaN.
+    """
+    mine = material.uses[material.uses["quantized_format"] == fmt]
+    found: np.ndarray = scales.copy()
+    found[0] -= int(mine["zero_blocks"].sum())
+    found[NAN_E8M0] = 0
+    return found
+
+
 def _by_number(counts: dict[str, np.ndarray], first: int) -> pd.DataFrame:
     """Counts of whole numbers from `first` on, without 0.01 % at each end."""
     longest = max(len(part) for part in counts.values())
     padded = {name: np.pad(part, (0, longest - len(part))) for name, part in counts.items()}
     below = np.cumsum(sum(padded.values()))
+    if not below[-1]:
+        return pd.DataFrame({"format": [], "left": [], "right": [], "count": []})
     low, high = np.searchsorted(below, [1e-4 * below[-1], (1 - 1e-4) * below[-1]])
     low, high = int(low), int(high) + 1
     left = np.arange(low, high) + first

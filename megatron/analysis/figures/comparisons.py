@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from megatron.analysis.figures.heatmaps import KINDS
 from megatron.analysis.figures.material import (
+    KINDS,
+    Make,
     Material,
     NothingToDrawError,
     headline,
@@ -21,7 +23,7 @@ from megatron.analysis.figures.material import (
 from megatron.analysis.plots import plot_exponent_histogram, plot_lines
 
 
-def draw(material: Material) -> Iterator[tuple[str, Figure]]:
+def draw(material: Material) -> Iterator[tuple[str, Make]]:
     """exponents_by_type, rms_by_type, deviation."""
     types = list(dict.fromkeys(material.tensors["quant_type"]))
     if len(types) < 2:
@@ -29,15 +31,15 @@ def draw(material: Material) -> Iterator[tuple[str, Figure]]:
         raise NothingToDrawError(
             f"there is one type only ({only}); collect others beside it, as `batch` does"
         )
-    yield "exponents_by_type", exponents_by_type(material, types)
-    yield "rms_by_type", by_type(material, "rms", "rms", "Root mean square by layer")
-    if not material.deviations.empty:
-        yield "deviation", deviation(material.deviations)
+    yield "exponents_by_type", partial(exponents_by_type, material, types)
+    title = "Root mean square by layer"
+    yield "rms_by_type", partial(by_type, material, "rms", "rms", title)
+    yield "deviation", partial(deviation, material)
 
 
 def exponents_by_type(material: Material, types: list[str]) -> Figure:
     """Whether training in another type moves the values."""
-    kinds = [kind for kind in KINDS if (material.tensors["kind"] == kind).any()]
+    kinds = material.kinds(material.tensors)
     figure, axes = sheet(4.6 * len(kinds), 4.2, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
         places = set(material.places_of(kind))
@@ -54,7 +56,8 @@ def exponents_by_type(material: Material, types: list[str]) -> Figure:
             for name, found in counts.items()
             if found.any()
         ]
-        plot_exponent_histogram(pd.concat(frames), title=KINDS[kind], ax=ax)
+        data = pd.concat(frames) if frames else pd.DataFrame()
+        plot_exponent_histogram(data, title=KINDS[kind], ax=ax)
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)
@@ -65,7 +68,7 @@ def exponents_by_type(material: Material, types: list[str]) -> Figure:
 
 def by_type(material: Material, column: str, ylabel: str, title: str) -> Figure:
     """A statistic by layer, a line a type."""
-    kinds = [kind for kind in KINDS if (material.tensors["kind"] == kind).any()]
+    kinds = material.kinds(material.tensors)
     figure, axes = sheet(4.2 * len(kinds), 4.2, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
         mine = material.tensors[material.tensors["kind"] == kind]
@@ -76,13 +79,17 @@ def by_type(material: Material, column: str, ylabel: str, title: str) -> Figure:
     return figure
 
 
-def deviation(data: pd.DataFrame) -> Figure:
-    """How quantization's error grows through the layers and iterations."""
-    kinds = [kind for kind in KINDS if (data["kind"] == kind).any()]
-    last = data["iteration"].max()
+def deviation(material: Material) -> Figure:
+    """How quantization's error grows through the layers."""
+    data = material.deviations
+    if data.empty:
+        raise NothingToDrawError(
+            "no tensor of a bf16 run has a counterpart, whole and of the same shape, in another run"
+        )
+    kinds = material.kinds(data)
     figure, axes = sheet(4.2 * len(kinds), 4.4, 1, len(kinds), sharey=True)
     for ax, kind in zip(axes, kinds, strict=True):
-        mine = data[(data["kind"] == kind) & (data["iteration"] == last)]
+        mine = data[data["kind"] == kind]
         shown = medians(mine, "quant_type", "layer_idx", "deviation")
         plot_lines(
             shown, xlabel="layer", ylabel="|x - x0| / |x0|", title=KINDS[kind], logarithmic=True,
@@ -91,6 +98,10 @@ def deviation(data: pd.DataFrame) -> Figure:
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)
-    note = f"x0: the same tensor of the run without quantization; iteration {last}, median"
+    last = data.groupby("quant_type")["iteration"].first()
+    at = ", ".join(f"{name} {iteration}" for name, iteration in last.items())
+    if last.nunique() == 1:
+        at = str(last.iloc[0])
+    note = f"x0: the same tensor of the run without quantization; median, iteration {at}"
     headline(figure, "How far each run is from the one without quantization", note)
     return figure

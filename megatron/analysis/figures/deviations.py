@@ -25,7 +25,8 @@ def deviations(
     """How far each run's tensors are from the same tensors of the unquantized run.
 
     Columns `quant_type`, `kind`, `layer_idx`, `iteration`, `deviation`: |x - x0| / |x0| in the
-    Euclidean norm. Empty where no run is without quantization, or no tensor has a counterpart.
+    Euclidean norm, in the last iteration that a type has in common with the unquantized run. Empty
+    where no run is without quantization, or no tensor has a counterpart.
 
     Args:
         tensors: `Material.tensors`.
@@ -38,12 +39,15 @@ def deviations(
     if baseline is None:
         return pd.DataFrame(columns=columns)
     mine = table.drop_duplicates(["quant_type", *SAME], keep="last")  # of several runs the newest
+    mine = mine.astype({name: object for name in SAME}).fillna(dict.fromkeys(SAME, ""))
     base = mine[mine["quant_type"] == baseline].set_index(list(SAME))["tensor"].to_dict()
+    others = mine[mine["quant_type"] != baseline]
+    beside = [base.get(key) for key in others[list(SAME)].itertuples(index=False, name=None)]
+    others = others.assign(base=pd.array(beside, dtype="Int64")).dropna(subset=["base"])
+    last = others.groupby("quant_type")["iteration"].transform("max")
     rows = []
-    for row in bar(list(mine[mine["quant_type"] != baseline].itertuples()), "Comparing runs"):
-        other = base.get(tuple(getattr(row, name) for name in SAME))
-        if other is None:
-            continue
+    for row in bar(list(others[others["iteration"] == last].itertuples()), "Comparing runs"):
+        other = int(row.base)
         try:
             distance = relative_distance(load(row.tensor), load(other))
         except (UnreadableTensorError, ValueError):

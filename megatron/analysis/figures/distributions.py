@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from statistics import NormalDist
 
 import numpy as np
@@ -10,6 +11,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from megatron.analysis.figures.material import (
+    KINDS,
+    Make,
     Material,
     NothingToDrawError,
     headline,
@@ -27,18 +30,17 @@ from megatron.analysis.plots import (
     plot_quantiles,
 )
 
-KINDS = {"forward": "Activations", "weight": "Weights", "gradient": "Gradients"}
 MOST = 24  #: small pictures on one sheet
 
 
-def draw(material: Material) -> Iterator[tuple[str, Figure]]:
+def draw(material: Material) -> Iterator[tuple[str, Make]]:
     """exponents, histogram, box and qq."""
     if not material.sums.patterns:
         raise NothingToDrawError("no tensor has a value that could be counted")
-    yield "exponents", exponents(material)
-    yield "histogram", histogram(material)
-    yield "box", box(material)
-    yield "qq", quantile_quantile(material)
+    for name, make in (
+        ("exponents", exponents), ("histogram", histogram), ("box", box), ("qq", quantile_quantile),
+    ):  # fmt: skip
+        yield name, partial(make, material)
 
 
 def exponent_shares(material: Material, kind: str) -> pd.DataFrame:
@@ -64,7 +66,7 @@ def exponent_shares(material: Material, kind: str) -> pd.DataFrame:
 
 def exponents(material: Material) -> Figure:
     """Exponent histograms with the formats' ranges."""
-    kinds = [kind for kind in KINDS if (material.tensors["kind"] == kind).any()]
+    kinds = material.kinds(material.tensors)
     figure, axes = sheet(5.4 * len(kinds), 5.0, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
         mine = material.uses[material.uses["kind"] == kind]
@@ -120,7 +122,7 @@ def box(material: Material) -> Figure:
 
 def quantile_quantile(material: Material) -> Figure:
     """Tails against a normal distribution."""
-    kinds = [kind for kind in KINDS if (material.tensors["kind"] == kind).any()]
+    kinds = material.kinds(material.tensors)
     figure, axes = sheet(4.9 * len(kinds), 6.2, 1, len(kinds))
     normal = NormalDist()
     shares = np.concatenate([10.0 ** np.arange(-6, -2), np.linspace(0.01, 0.99, 99)])

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pandas as pd
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from megatron.analysis.figures.material import Material, NothingToDrawError, headline, sheet
+from megatron.analysis.figures.material import (
+    KINDS,
+    Make,
+    Material,
+    NothingToDrawError,
+    headline,
+    sheet,
+)
 from megatron.analysis.plots import plot_heatmap
 
-KINDS = {"forward": "Activations", "weight": "Weights", "gradient": "Gradients"}
 
-
-def draw(material: Material) -> Iterator[tuple[str, Figure]]:
+def draw(material: Material) -> Iterator[tuple[str, Make]]:
     """sqnr_<format>, sqnr_by_iteration_<format>, amax, rms, kurtosis."""
     if material.tensors.empty:
         raise NothingToDrawError("no tensor could be read")
     norm = sqnr_norm(material)
     for name in material.formats:
-        yield f"sqnr_{file_name(name)}", layer_by_tensor_sqnr(material, name, norm)
+        yield f"sqnr_{file_name(name)}", partial(layer_by_tensor_sqnr, material, name, norm)
     if material.tensors["iteration"].nunique() > 1:
         for name in material.formats:
-            figure = layer_by_iteration_sqnr(material, name, norm)
-            yield f"sqnr_by_iteration_{file_name(name)}", figure
+            make = partial(layer_by_iteration_sqnr, material, name, norm)
+            yield f"sqnr_by_iteration_{file_name(name)}", make
     for column, title, label in (
         ("amax", "Largest magnitude", "amax"),
         ("rms", "Root mean square", "rms"),
         ("kurtosis", "Kurtosis (3: normal)", "kurtosis"),
     ):
-        yield column, layer_by_tensor_value(material, column, title, label)
+        yield column, partial(layer_by_tensor_value, material, column, title, label)
 
 
 def file_name(fmt: str) -> str:
@@ -65,6 +71,7 @@ def sqnr_norm(material: Material) -> Normalize:
 def layer_by_tensor_sqnr(material: Material, fmt: str, norm: Normalize) -> Figure:
     """How well one format represents each tensor."""
     mine = material.uses[material.uses["quantized_format"] == fmt]
+    material.kinds(mine)
     data = cells(mine, "sqnr_db", "place", list(material.places))
     figure, axes = _sheet_for(data)
     plot_heatmap(data, label="SQNR (dB)", norm=norm, ax=axes[0])
@@ -76,7 +83,7 @@ def layer_by_tensor_sqnr(material: Material, fmt: str, norm: Normalize) -> Figur
 def layer_by_iteration_sqnr(material: Material, fmt: str, norm: Normalize) -> Figure:
     """Whether it gets better or worse in training, for each kind of tensor."""
     mine = material.uses[material.uses["quantized_format"] == fmt]
-    kinds = [kind for kind in KINDS if (mine["kind"] == kind).any()]
+    kinds = material.kinds(mine)
     iterations = sorted(mine["iteration"].unique())
     layers = mine["layer_idx"].nunique()
     width = max(3.6, 1.2 + 0.45 * len(iterations))

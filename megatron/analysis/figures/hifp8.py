@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from megatron.analysis.figures.codes import usage
-from megatron.analysis.figures.heatmaps import KINDS
 from megatron.analysis.figures.material import (
+    KINDS,
+    Make,
     Material,
     NothingToDrawError,
     headline,
@@ -31,28 +32,30 @@ from megatron.analysis.plots.style import INK, percent
 from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import HiFloat8
 
-#: Regions by |exponent|: name, first and last exponents, colour. HiFloat8 has 3, 2, 1 bits of
-#: mantissa the farther from 1, and powers of two only at the bottom.
-REGIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "lost (below 2^-23)": ("#b3261e", lambda e: e < -23),
-    "denormal: powers of two": ("#e0a458", lambda e: (e >= -23) & (e <= -16)),
-    "1 bit, 2^-15..2^-8": ("#a8cfb5", lambda e: (e >= -15) & (e <= -8)),
-    "2 bits, 2^-7..2^-4": ("#6fb187", lambda e: (e >= -7) & (e <= -4)),
-    "3 bits, 2^-3..2^3": ("#2c7a4f", lambda e: (e >= -3) & (e <= 3)),
-    "2 bits, 2^4..2^7": ("#6d9fb8", lambda e: (e >= 4) & (e <= 7)),
-    "1 bit, 2^8..2^15": ("#a9c6d6", lambda e: (e >= 8) & (e <= 15)),
-    "saturated (above 2^15)": ("#7a1f4b", lambda e: e > 15),
+#: Regions: name, first and last binade, colour. HiFloat8 has 3, 2, 1 bits of mantissa the farther
+#: from 1, and powers of two only at the bottom. Its largest number is 2^15 itself.
+REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
+    "lost (becomes zero)": ("#b3261e", (-127, -24)),
+    "denormal: powers of two": ("#e0a458", (-23, -16)),
+    "1 bit, 2^-15..2^-8": ("#a8cfb5", (-15, -8)),
+    "2 bits, 2^-7..2^-4": ("#6fb187", (-7, -4)),
+    "3 bits, 2^-3..2^3": ("#2c7a4f", (-3, 3)),
+    "2 bits, 2^4..2^7": ("#6d9fb8", (4, 7)),
+    "1 bit, 2^8..2^15": ("#a9c6d6", (8, 15)),
+    "saturated (beyond 2^15)": ("#7a1f4b", (16, 127)),
 }
+LOST, SATURATED = next(iter(REGIONS)), list(REGIONS)[-1]
 EXPONENTS = np.arange(255) - 127
 
 
-def draw(material: Material) -> Iterator[tuple[str, Figure]]:
+def draw(material: Material) -> Iterator[tuple[str, Make]]:
     """regions, code_usage, error_by_region, error_by_magnitude."""
     name = the_format(material)
-    yield "regions", regions(material)
-    yield "error_by_region", error_by_region(material, name)
-    yield "error_by_magnitude", error_by_magnitude(material, name)
-    yield "code_usage", code_usage(material, name)
+    for title, make in (
+        ("regions", regions), ("error_by_region", error_by_region),
+        ("error_by_magnitude", error_by_magnitude), ("code_usage", code_usage),
+    ):  # fmt: skip
+        yield title, partial(make, material, name)
 
 
 def the_format(material: Material) -> str:
@@ -64,22 +67,45 @@ def the_format(material: Material) -> str:
     raise NothingToDrawError("hifp8 is not among the formats; add it to --formats")
 
 
-def region_shares(counts: np.ndarray) -> dict[str, float]:
-    """Share of values above zero in magnitude, by region."""
-    total = max(int(counts.sum()), 1)
-    return {
-        name: float(counts[inside(EXPONENTS)].sum() / total)
-        for name, (_, inside) in REGIONS.items()
-    }
+def by_region(found: FormatSum) -> pd.DataFrame:
+    """Values and squared error of each region. What became zero and what lay beyond the largest
+    number was counted when it was quantized; in the highest binade, only 2^15 is a number.
+    """
+    kept = found.values - found.underflow - found.saturated
+    error = found.squared_error.copy()
+    beyond = np.where((found.saturated > 0) & (EXPONENTS >= 15), error, 0.0)
+    error -= beyond
+    rows = []
+    for name, (_, (first, last)) in REGIONS.items():
+        inside = slice(first + 127, last + 128)
+        count, lost = kept[inside].sum(), error[inside].sum()
+        if name == LOST:
+            count += found.underflow.sum()
+        if name == SATURATED:
+            count, lost = count + found.saturated.sum(), lost + beyond.sum()
+        rows.append({"region": name, "values": float(count), "error": float(lost)})
+    return pd.DataFrame(rows)
 
 
-def regions(material: Material) -> Figure:
+def region_shares(found: FormatSum) -> pd.DataFrame:
+    """The same as shares of all values that are not zero, and of the whole squared error."""
+    table = by_region(found)
+    for column in ("values", "error"):
+        table[column] /= table[column].sum() or 1.0
+    return table
+
+
+def regions(material: Material, fmt: str) -> Figure:
     """Which of the regions each tensor's values fall in."""
+    sums = {place: material.summed(fmt, [place]) for place in material.places}
     rows = [
         {"name": place, "part": part, "share": share}
-        for place in material.places
-        for part, share in region_shares(material.sums.binades_of({place})).items()
+        for place, found in sums.items()
+        if found is not None
+        for part, share in region_shares(found)[["region", "values"]].itertuples(index=False)
     ]
+    if not rows:
+        raise NothingToDrawError("no tensor has values that a format could be computed of")
     data = pd.DataFrame(rows)
     figure, axes = sheet(10.5, 0.3 * data["name"].nunique() + 2.2)
     colours = {name: colour for name, (colour, _) in REGIONS.items()}
@@ -91,13 +117,13 @@ def regions(material: Material) -> Figure:
 
 def error_by_region(material: Material, fmt: str) -> Figure:
     """Share of values and of the squared error in each region."""
-    kinds = [kind for kind in KINDS if (material.uses["kind"] == kind).any()]
+    kinds = material.kinds(material.uses)
     figure, axes = sheet(4.8 * len(kinds), 4.4, 1, len(kinds), sharey=True)
     names = list(REGIONS)
     for ax, kind in zip(axes, kinds, strict=True):
         found = material.summed(fmt, material.places_of(kind))
         assert found is not None
-        data = _region_table(found)
+        data = region_shares(found)
         y = np.arange(len(names))
         for column, shift, colour in (("values", -0.2, "#9aa5b1"), ("error", 0.2, "#3d8f63")):
             ax.barh(y + shift, data[column], 0.38, color=colour, label=f"share of {column}")
@@ -119,23 +145,9 @@ def error_by_region(material: Material, fmt: str) -> Figure:
     return figure
 
 
-def _region_table(found: FormatSum) -> pd.DataFrame:
-    values, errors = max(int(found.values.sum()), 1), found.squared_error.sum() or 1.0
-    return pd.DataFrame(
-        [
-            {
-                "region": name,
-                "values": found.values[inside(EXPONENTS)].sum() / values,
-                "error": found.squared_error[inside(EXPONENTS)].sum() / errors,
-            }
-            for name, (_, inside) in REGIONS.items()
-        ]
-    )
-
-
 def error_by_magnitude(material: Material, fmt: str) -> Figure:
     """The tapered precision as it shows in the data, over the regions."""
-    kinds = [kind for kind in KINDS if (material.uses["kind"] == kind).any()]
+    kinds = material.kinds(material.uses)
     figure, axes = sheet(4.8 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
         data = magnitude_errors(material, kind)
@@ -144,9 +156,8 @@ def error_by_magnitude(material: Material, fmt: str) -> Figure:
         if not ax.has_data():
             continue
         low, high = ax.get_xlim()
-        for name, (colour, inside) in REGIONS.items():
-            mine = EXPONENTS[inside(EXPONENTS)]
-            left, right = max(mine[0], low), min(mine[-1] + 1, high)
+        for name, (colour, (first, last)) in REGIONS.items():
+            left, right = max(first, low), min(last + 1, high)
             if left < right:
                 ax.axvspan(left, right, color=colour, alpha=0.18, linewidth=0, label=name)
     share_y(axes)
@@ -157,7 +168,7 @@ def error_by_magnitude(material: Material, fmt: str) -> Figure:
 
 def code_usage(material: Material, fmt: str) -> Figure:
     """Which codes occur."""
-    kinds = [kind for kind in KINDS if (material.uses["kind"] == kind).any()]
+    kinds = material.kinds(material.uses)
     figure, axes = sheet(11.0, 2.6 * len(kinds) + 0.9, len(kinds), 1)
     for ax, kind in zip(axes, kinds, strict=True):
         found = material.summed(fmt, material.places_of(kind))

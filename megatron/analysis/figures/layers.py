@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from megatron.analysis.figures.distributions import exponent_shares
 from megatron.analysis.figures.material import (
+    Make,
     Material,
     NothingToDrawError,
     headline,
@@ -22,7 +24,7 @@ from megatron.analysis.plots import plot_exponent_histogram, plot_lines
 STATISTICS = (("rms", "root mean square"), ("amax", "largest magnitude"), ("kurtosis", "kurtosis"))
 
 
-def draw_layers(material: Material) -> Iterator[tuple[str, Figure]]:
+def draw_layers(material: Material) -> Iterator[tuple[str, Make]]:
     """activations, weights, and iterations where there are several."""
     if material.tensors.empty:
         raise NothingToDrawError("no tensor could be read")
@@ -30,27 +32,30 @@ def draw_layers(material: Material) -> Iterator[tuple[str, Figure]]:
         mine = material.tensors[material.tensors["kind"] == kind]
         if not mine.empty:
             group = "tensor_name" if kind == "forward" else "part"
-            yield name, by(mine, "layer_idx", "layer", group, f"{name.title()} by layer", material)
+            title = f"{name.title()} by layer"
+            yield name, partial(by, mine, "layer_idx", "layer", group, title, material)
     if material.tensors["iteration"].nunique() > 1:
         title = "Values over training"
         yield (
             "iterations",
-            by(material.tensors, "iteration", "iteration", "tensor_name", title, material),
+            partial(by, material.tensors, "iteration", "iteration", "tensor_name", title, material),
         )
 
 
-def draw_gradients(material: Material) -> Iterator[tuple[str, Figure]]:
+def draw_gradients(material: Material) -> Iterator[tuple[str, Make]]:
     """by_layer, exponents, underflow, and iterations where there are several."""
     mine = material.tensors[material.tensors["kind"] == "gradient"]
     if mine.empty:
         raise NothingToDrawError("no gradient was collected; collect backward operations too")
-    yield "by_layer", by(mine, "layer_idx", "layer", "tensor_name", "Gradients by layer", material)
-    yield "exponents", exponents(material)
+    title = "Gradients by layer"
+    yield "by_layer", partial(by, mine, "layer_idx", "layer", "tensor_name", title, material)
+    yield "exponents", partial(exponents, material)
     if material.formats:
-        yield "underflow", underflow(material)
+        yield "underflow", partial(underflow, material)
     if mine["iteration"].nunique() > 1:
         title = "Gradients over training"
-        yield "iterations", by(mine, "iteration", "iteration", "tensor_name", title, material)
+        make = partial(by, mine, "iteration", "iteration", "tensor_name", title, material)
+        yield "iterations", make
 
 
 def by(

@@ -26,6 +26,7 @@ from megatron.analysis.store import TensorStore
 from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import BlockScaling, TwoLevelScaling
 
+KINDS = {"forward": "Activations", "weight": "Weights", "gradient": "Gradients"}
 #: GEMMs in the order in which one of them stands for an operand that several quantize.
 USES = ("fprop", "dgrad", "wgrad")
 _LAYER = re.compile(r"^(.*\blayers\.\d+\.)")
@@ -33,16 +34,11 @@ _EXPERT = re.compile(r"\blocal_experts\.\d+\b")
 _NOISE = ("self_attention.", "mlp.", "linear_")
 
 
+Make = Callable[[], Figure | str]  #: draws a figure or writes a text when it is called
+
+
 class NothingToDrawError(Exception):
     """What a figure needs and the dump does not have, in words."""
-
-
-def attempt(make: Callable[..., Figure], *arguments: object) -> Figure | NothingToDrawError:
-    """A figure, or what it lacks: the others of its folder are drawn all the same."""
-    try:
-        return make(*arguments)
-    except NothingToDrawError as error:
-        return error
 
 
 @dataclass(eq=False)
@@ -77,6 +73,8 @@ class Material:
         comes first in `USES`, else along the last dimension.
         """
         table = self.found.formats.copy()
+        if table.empty:
+            return table.join(self.tensors.drop(columns=["tensor"]).head(0), on="tensor")
         for name in ("quantized_format", "axis", "used_by"):  # categories would sort by themselves
             table[name] = table[name].astype(object).fillna("").astype(str)
         rank = table["used_by"].map(_first_use) + (table["axis"] == "column") * 0.5
@@ -87,6 +85,21 @@ class Material:
         wanted = {name: place for place, name in enumerate(self.formats)}
         joined = joined.assign(at=joined["quantized_format"].map(wanted))
         return joined.sort_values(["at", "tensor"], kind="stable").drop(columns=["at"])
+
+    def kinds(self, table: pd.DataFrame) -> list[str]:
+        """Those of `KINDS` that some row of `tensors` or `uses` is of.
+
+        Raises:
+            NothingToDrawError: there is no row.
+        """
+        found = [kind for kind in KINDS if (table["kind"] == kind).any()]
+        if not found:
+            raise NothingToDrawError(
+                "no tensor has values that a format could be computed of"
+                if "quantized_format" in table
+                else "no tensor could be read"
+            )
+        return found
 
     @functools.cached_property
     def sums(self) -> Sums:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 
 from megatron.analysis.cautions import find_cautions
 from megatron.analysis.figures.material import (
+    Make,
     Material,
     NothingToDrawError,
     headline,
@@ -23,13 +25,13 @@ GROUPS = ("quant_type", "layer_type", "operation", "kind", "tensor_name")
 NUMBERS = ("sqnr_db", "cosine", "relative_bias", "underflow", "saturated", "axis_disagreement")
 
 
-def draw_statistics(material: Material) -> Iterator[tuple[str, Figure | str]]:
+def draw_statistics(material: Material) -> Iterator[tuple[str, Make]]:
     """scales, tensors.csv and formats.csv."""
     if material.tensors.empty:
         raise NothingToDrawError("no tensor could be read")
-    yield "scales", scales(material)
-    yield "tensors.csv", material.found.tensors.to_csv(index_label="tensor")
-    yield "formats.csv", material.found.formats.to_csv(index=False)
+    yield "scales", partial(scales, material)
+    yield "tensors.csv", partial(material.found.tensors.to_csv, index_label="tensor")
+    yield "formats.csv", partial(material.found.formats.to_csv, index=False)
 
 
 def scales(material: Material) -> Figure:
@@ -46,11 +48,12 @@ def scales(material: Material) -> Figure:
     return figure
 
 
-def draw_global(material: Material) -> Iterator[tuple[str, str]]:
+def draw_global(material: Material) -> Iterator[tuple[str, Make]]:
     """global_statistics.json and .txt."""
     found = summary(material)
-    yield "global_statistics.json", json.dumps(found, indent=1, allow_nan=False) + "\n"
-    yield "global_statistics.txt", as_text(found)
+    text = json.dumps(found, indent=1, allow_nan=False) + "\n"
+    yield "global_statistics.json", lambda: text
+    yield "global_statistics.txt", partial(as_text, found)
 
 
 def summary(material: Material) -> dict[str, Any]:

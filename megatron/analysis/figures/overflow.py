@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from megatron.analysis.figures.heatmaps import KINDS
 from megatron.analysis.figures.material import (
+    KINDS,
+    Make,
     Material,
     NothingToDrawError,
     headline,
@@ -22,7 +24,7 @@ from megatron.analysis.plots import plot_error_by_magnitude, plot_heatmap
 from megatron.analysis.plots.style import percent
 
 
-def draw(material: Material) -> Iterator[tuple[str, Figure]]:
+def draw(material: Material) -> Iterator[tuple[str, Make]]:
     """underflow, saturation, underflow_by_magnitude, special_values."""
     if not material.formats:
         raise NothingToDrawError("no format was asked for; name some in --formats")
@@ -30,15 +32,14 @@ def draw(material: Material) -> Iterator[tuple[str, Figure]]:
         ("underflow", "underflow", "Underflow: values that are not zero and become zero"),
         ("saturation", "saturated", "Saturation: values beyond the largest number"),
     ):
-        yield name, by_tensor(material, column, "share of values", title, shares=True)
-    yield "underflow_by_magnitude", underflow_by_magnitude(material)
-    if (material.tensors["nan"] + material.tensors["inf"]).any():
-        yield "special_values", special_values(material)
+        yield name, partial(by_tensor, material, column, "share of values", title, shares=True)
+    yield "underflow_by_magnitude", partial(underflow_by_magnitude, material)
+    yield "special_values", partial(special_values, material)
 
 
 def underflow_by_magnitude(material: Material) -> Figure:
     """Which magnitudes vanish."""
-    kinds = [kind for kind in KINDS if (material.uses["kind"] == kind).any()]
+    kinds = material.kinds(material.uses)
     figure, axes = sheet(4.6 * len(kinds), 4.2, 1, len(kinds), sharey=True)
     for ax, kind in zip(axes, kinds, strict=True):
         places = material.places_of(kind)
@@ -70,6 +71,8 @@ def special_values(material: Material) -> Figure:
     table = material.tensors.assign(count=material.tensors["nan"] + material.tensors["inf"])
     found = table.groupby(["layer_idx", "place"])["count"].sum().reset_index()
     found = found[found["count"] > 0]
+    if found.empty:
+        raise NothingToDrawError("every value is finite")
     data = found.rename(columns={"layer_idx": "row", "place": "column", "count": "value"})
     figure, axes = sheet(max(6.0, 2 + 0.5 * data["column"].nunique()), 4.0)
     plot_heatmap(data, label="NaN and Inf values", digits=".0f", cmap="Reds", ax=axes[0])

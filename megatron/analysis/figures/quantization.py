@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from megatron.analysis.figures.heatmaps import KINDS
 from megatron.analysis.figures.material import (
+    KINDS,
+    Make,
     Material,
     NothingToDrawError,
     headline,
@@ -22,27 +24,31 @@ from megatron.analysis.figures.material import (
 from megatron.analysis.plots import plot_dots, plot_error_by_magnitude, plot_lines
 
 
-def draw(material: Material) -> Iterator[tuple[str, Figure]]:
+def draw(material: Material) -> Iterator[tuple[str, Make]]:
     """sqnr_by_layer, sqnr_by_tensor, error_by_magnitude, bias, row_against_column."""
     if not material.formats:
         raise NothingToDrawError("no format was asked for; name some in --formats")
-    yield "sqnr_by_layer", by_layer(material)
-    yield "sqnr_by_tensor", by_tensor(material, "sqnr_db", "SQNR (dB)", "SQNR of each tensor")
-    yield "error_by_magnitude", error_by_magnitude(material)
+    yield "sqnr_by_layer", partial(by_layer, material)
+    yield (
+        "sqnr_by_tensor",
+        partial(by_tensor, material, "sqnr_db", "SQNR (dB)", "SQNR of each tensor"),
+    )
+    yield "error_by_magnitude", partial(error_by_magnitude, material)
     title = "Bias: mean error over mean magnitude (zero: errors cancel)"
-    yield "bias", by_tensor(material, "relative_bias", "mean error / mean magnitude", title)
-    rows = material.uses["axis_disagreement"].notna()
-    if rows.any():
-        title = "Values that differ between row-wise and column-wise blocks"
-        yield (
-            "row_against_column",
-            by_tensor(material, "axis_disagreement", "share of values", title, shares=True),
-        )
+    yield (
+        "bias",
+        partial(by_tensor, material, "relative_bias", "mean error / mean magnitude", title),
+    )
+    title = "Values that differ between row-wise and column-wise blocks"
+    yield (
+        "row_against_column",
+        partial(by_tensor, material, "axis_disagreement", "share of values", title, shares=True),
+    )
 
 
 def by_layer(material: Material) -> Figure:
     """Formats over the layers, for each kind of tensor."""
-    kinds = [kind for kind in KINDS if (material.uses["kind"] == kind).any()]
+    kinds = material.kinds(material.uses)
     figure, axes = sheet(4.2 * len(kinds), 4.4, 1, len(kinds), sharey=True)
     for ax, kind in zip(axes, kinds, strict=True):
         mine = material.uses[material.uses["kind"] == kind]
@@ -60,6 +66,12 @@ def by_tensor(
 ) -> Figure:
     """Formats side by side, a row a place."""
     mine = material.uses.dropna(subset=[column])
+    if mine.empty:
+        raise NothingToDrawError(
+            "none of the formats has blocks that run along either axis"
+            if column == "axis_disagreement" and not material.uses.empty
+            else "no tensor has values that a format could be computed of"
+        )
     order = [place for place in material.places if place in set(mine["place"])]
     found = mine.groupby(["quantized_format", "place"], sort=False)[column].median()
     data = found.rename("value").reset_index()
@@ -90,12 +102,13 @@ def magnitude_errors(material: Material, kind: str) -> pd.DataFrame:
         frames.append(
             pd.DataFrame({"format": name, "exponent": exponents, "relative_error": error})
         )
-    return pd.concat(frames, ignore_index=True)
+    columns = ["format", "exponent", "relative_error"]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=columns)
 
 
 def error_by_magnitude(material: Material) -> Figure:
     """Where each format is precise."""
-    kinds = [kind for kind in KINDS if (material.uses["kind"] == kind).any()]
+    kinds = material.kinds(material.uses)
     figure, axes = sheet(4.6 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
         plot_error_by_magnitude(magnitude_errors(material, kind), title=KINDS[kind], ax=ax)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from megatron.fake_quant import get_format, grid
-from megatron.fake_quant.formats import Cast, TensorScaling, TwoLevelScaling
+from megatron.fake_quant.formats import Cast, GroupScaling, TensorScaling, TwoLevelScaling
 from megatron.fake_quant.nvfp4 import LARGEST as NVFP4_LARGEST
 
 
@@ -35,12 +35,14 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
                 shift += math.log2(amax / NVFP4_LARGEST) if amax > 0 else 0.0
         if math.isnan(shift):
             continue
+        # a bit for 8 values and one for 4 double an element each, its smallest ones stay
+        doubled = 2 if isinstance(fmt.scaling, GroupScaling) else 0
         rows.append(
             {
                 "format": name,
                 "smallest": math.log2(float(grid.positive_values(fmt.element)[0])) + shift,
                 "normal": math.log2(grid.smallest_normal(fmt.element)) + shift,
-                "largest": math.log2(largest) + shift,
+                "largest": math.log2(largest) + shift + doubled,
             }
         )
     return pd.DataFrame(rows, columns=["format", "smallest", "normal", "largest"])

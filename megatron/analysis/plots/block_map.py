@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from megatron.analysis.plots.style import TRACK
+from megatron.analysis.plots.style import TRACK, power
 
 
 def plot_block_map(
@@ -27,7 +27,7 @@ def plot_block_map(
     )
     bar = ax.figure.colorbar(image, ax=ax, pad=0.015, fraction=0.05)
     bar.ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda e, _: f"$2^{{{e:.0f}}}$"))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda e, _: power(2, round(e))))
     bar.outline.set_visible(False)
     for axis, names in ((ax.yaxis, data.index), (ax.xaxis, data.columns)):
         numbers = [int(name) for name in names]

@@ -8,7 +8,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from megatron.analysis.plots.style import ALARM, colour_of, guide, percent, quiet, right_of_title
+from megatron.analysis.plots.style import (
+    ALARM,
+    colour_of,
+    guide,
+    percent,
+    power,
+    quiet,
+    right_of_title,
+)
 
 
 def plot_code_usage(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
@@ -51,4 +59,4 @@ def _number(value: float) -> str:
     if 0.01 <= abs(value) < 10000:
         return f"{value:.4g}"
     factor = "" if mantissa == 0.5 else f"{2 * mantissa:.3g}·"
-    return f"{sign}{factor}$2^{{{exponent - 1}}}$"
+    return f"{sign}{factor}{power(2, exponent - 1)}"

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from megatron.analysis.plots.style import FAINT, FILL, colour_of, guide, nothing, quiet
+from megatron.analysis.plots.style import FAINT, FILL, colour_of, decades, guide, nothing, quiet
 
 
 def plot_density(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
@@ -33,6 +33,7 @@ def plot_density(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None)
     floor = float(positive.min()) if len(positive) else 1e-6
     ax.set_ylim(max(floor / 2, 1e-9), 3 * max(float(data["density"].max()), 0.4))
     ax.set_yscale("log")
+    decades(ax.yaxis)
     ax.set_xlim(low, high)
     guide(ax)
     ax.set_title(title, loc="left")

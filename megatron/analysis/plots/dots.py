@@ -8,7 +8,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from megatron.analysis.plots.style import RULE, colour_of, guide, nothing, percent, quiet
+from megatron.analysis.plots.style import (
+    RULE,
+    colour_of,
+    guide,
+    nothing,
+    percent,
+    quiet,
+    right_of_title,
+)
 
 ZERO = "0"
 
@@ -26,7 +34,7 @@ def plot_dots(
     Args:
         data: columns `group`, `name`, `value`.
         shares: values are shares, on a logarithmic axis; those that are exactly zero stand at its
-            left end, under a tick that says 0.
+            left end, under a tick that says 0. What is infinite is marked at the right end.
     """
     ax = plt.gca() if ax is None else ax
     if not np.isfinite(data["value"].astype(float)).any():
@@ -45,6 +53,10 @@ def plot_dots(
             x = np.where(x == 0, floor, x)
         shift = 0.11 * (lane - (len(groups) - 1) / 2)
         y = np.array([place[each] for each in part["name"]]) + shift
+        ax.plot(
+            np.full((x == np.inf).sum(), 0.992), y[x == np.inf], ">", color=colour_of(str(name)),
+            markersize=5, transform=ax.get_yaxis_transform(), clip_on=False,
+        )  # fmt: skip
         ax.scatter(
             x[keep], y[keep], s=26, color=colour_of(str(name)), edgecolors="white", linewidths=0.5,
             label=str(name), zorder=3,
@@ -54,6 +66,8 @@ def plot_dots(
     ax.tick_params(axis="y", length=0)
     if floor is not None:
         _share_axis(ax, floor, float(np.nanmax(values)) if values.notna().any() else 1.0)
+    if (values == np.inf).any():
+        right_of_title(ax, "▸ infinite")
     guide(ax, "x")
     ax.set_xlabel(xlabel)
     ax.set_title(title, loc="left")

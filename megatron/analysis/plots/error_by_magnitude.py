@@ -5,7 +5,7 @@ from __future__ import annotations
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from megatron.analysis.plots.style import colour_of, guide, nothing, percent, powers_of_two, quiet
 
@@ -33,6 +33,7 @@ def plot_error_by_magnitude(data: pd.DataFrame, *, title: str = "", ax: Axes | N
     ax.set_xlim(data["exponent"].min(), data["exponent"].max() + 1)
     powers_of_two(ax.xaxis)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))
+    ax.yaxis.set_minor_formatter(NullFormatter())
     guide(ax, "both")
     ax.set(xlabel="magnitude", ylabel="mean |error| / |value|")
     ax.set_title(title, loc="left")

@@ -18,6 +18,7 @@ from megatron.analysis.plots.style import (
 )
 
 LANE = 0.085  #: of the height of the axes, for the range of one format
+LANES = 0.45  #: of it at most, for all of them
 
 
 def plot_exponent_histogram(
@@ -48,10 +49,11 @@ def plot_exponent_histogram(
         )  # fmt: skip
     top = 1.1 * max(float(data["share"].max()), 1e-9)
     low, high = int(data["exponent"].min()), int(data["exponent"].max()) + 1
-    depth = LANE * len(lanes) / (1 - LANE * len(lanes)) * top
+    below = min(LANE * len(lanes), LANES)
+    depth = below / (1 - below) * top
     for place, lane in enumerate(lanes):
         y = -depth * (place + 0.65) / len(lanes)
-        _range(ax, lane, y, (low, high))
+        _range(ax, lane, y, (low, high), min(1.0, LANES / (LANE * len(lanes))))
     if lanes:
         ax.axhline(0, color=FAINT, linewidth=0.8)
     ax.set_xlim(low, high)
@@ -61,20 +63,27 @@ def plot_exponent_histogram(
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))
     guide(ax)
     ax.set(xlabel="magnitude", ylabel="share of values in a binade")
+    if lanes:  # beside the formats' names
+        longest = max(len(str(lane["format"])) for lane in lanes)
+        ax.yaxis.labelpad = max(ax.yaxis.labelpad, 5.0 * longest - 26)
     ax.set_title(title, loc="left")
     return quiet(ax)
 
 
-def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int]) -> None:
-    """One format's bar, thin where it has subnormal numbers; its name stands at the left."""
+def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], size: float) -> None:
+    """One format's bar, thin where it has subnormal numbers; its name stands at the left. Where
+    there are many, each has `size` times the usual height.
+    """
     colour = colour_of(str(lane["format"]))
     parts = (("smallest", "normal", 3.0), ("normal", "largest", 7.0))
     for start, end, width in parts:
         left, right = max(lane[start], seen[0]), min(lane[end], seen[1])
         if right > left:
-            ax.plot([left, right], [y, y], color=colour, linewidth=width, solid_capstyle="butt")
+            ax.plot(
+                [left, right], [y, y], color=colour, linewidth=width * size, solid_capstyle="butt"
+            )
     ax.annotate(
         str(lane["format"]), (0, y), xycoords=ax.get_yaxis_transform(), xytext=(-4, 0),
-        textcoords="offset points", ha="right", va="center", color=colour, fontsize=8,
-        annotation_clip=False,
+        textcoords="offset points", ha="right", va="center", color=colour, annotation_clip=False,
+        fontsize=8 * max(size, 0.6),
     )  # fmt: skip

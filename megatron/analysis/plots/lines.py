@@ -8,8 +8,16 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from megatron.analysis.plots.style import colour_of, guide, nothing, quiet
+from megatron.analysis.plots.style import (
+    colour_of,
+    decades,
+    guide,
+    nothing,
+    quiet,
+    right_of_title,
+)
 
+EXACT, ZERO = "▴ infinite", "▾ zero"
 NARROW = 8.0  #: largest over smallest value, from which on a logarithmic axis is one
 
 
@@ -22,7 +30,8 @@ def plot_lines(
     logarithmic: bool = False,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a line through the values of each group; what is not finite is left out.
+    """Draw a line through the values of each group. What an axis has no place for, infinity and on
+    a logarithmic one zero, is marked at its end; NaN is left out.
 
     Args:
         data: columns `group`, `x` (whole numbers), `value`.
@@ -30,24 +39,42 @@ def plot_lines(
     ax = plt.gca() if ax is None else ax
     if not np.isfinite(data["value"].astype(float)).any():
         return nothing(ax, title)
+    numbers = data["value"].astype(float)
+    positive = numbers[np.isfinite(numbers) & (numbers > 0)]
+    # over less than a decade a logarithmic axis would have no tick
+    log = logarithmic and len(positive) > 0 and positive.max() >= NARROW * positive.min()
     for name, part in data.groupby("group", sort=False):
-        part = part[np.isfinite(part["value"].astype(float))].sort_values("x")
-        if logarithmic:
-            part = part[part["value"] > 0]
+        part = part.sort_values("x")
+        values = part["value"].astype(float)
+        drawn = part[np.isfinite(values) & ((values > 0) if log else True)]
         dashed = "--" if str(name).startswith("grad_") else "-"
         ax.plot(
-            part["x"], part["value"], color=colour_of(str(name)), linestyle=dashed, marker="o",
+            drawn["x"], drawn["value"], color=colour_of(str(name)), linestyle=dashed, marker="o",
             markersize=3.5, linewidth=1.4, label=str(name),
         )  # fmt: skip
-    if logarithmic:
+        _at_the_edge(ax, part["x"][values == np.inf], colour_of(str(name)), top=True)
+        if log:
+            _at_the_edge(ax, part["x"][values == 0], colour_of(str(name)), top=False)
+    said = [EXACT] if (numbers == np.inf).any() else []
+    said += [ZERO] if log and (numbers == 0).any() else []
+    if said:
+        right_of_title(ax, ", ".join(said))
+    if log:
         ax.set_yscale("log")
-        low, high = (data["value"][data["value"] > 0].agg(["min", "max"])).fillna(1.0)
-        if high < NARROW * low:  # decades would leave no tick
-            ax.set_yscale("linear")
-            ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useOffset=False)
+        decades(ax.yaxis)
+    elif logarithmic:
+        ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useOffset=False)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0.04, y=0.08)
     guide(ax)
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.set_title(title, loc="left")
     return quiet(ax)
+
+
+def _at_the_edge(ax: Axes, x: pd.Series, colour: str, *, top: bool) -> None:
+    """Marks at the upper or lower end of the axes."""
+    ax.plot(
+        x, [0.985 if top else 0.015] * len(x), linestyle="", marker="^" if top else "v",
+        markersize=5, color=colour, transform=ax.get_xaxis_transform(), clip_on=False,
+    )  # fmt: skip

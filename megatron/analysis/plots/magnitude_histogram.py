@@ -9,7 +9,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from megatron.analysis.plots.style import FILL, RULE, colour_of, quiet, right_of_title, short_count
+from megatron.analysis.plots.style import (
+    FILL,
+    RULE,
+    colour_of,
+    power,
+    quiet,
+    right_of_title,
+    short_count,
+)
 
 
 def plot_magnitude_histogram(
@@ -35,7 +43,7 @@ def plot_magnitude_histogram(
     ax.set_xlim(data["exponent"].min(), data["exponent"].max() + 1)
     ax.set_ylim(0, 1.08 * max(float(data["count"].max()), 1.0))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"$2^{{{x:.0f}}}$"))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: power(2, round(x))))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=4))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short_count(y)))
     ax.grid(axis="y", color=RULE, linewidth=0.8)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import zlib
+from colorsys import hls_to_rgb
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from megatron.fake_quant.plots.value_grids import COLOURS
 
@@ -40,6 +41,8 @@ _ALIASES = {"mxfp8_e4m3": "mxfp8", "hif8": "hifp8", "hifloat8": "hifp8"}
 _SCOPES = {"FA_linear_": 0.2, "linear_": 0.4, "FA_": 0.6}
 _SPARE = ("#5f7470", "#8c6d46", "#6d597a", "#557a46", "#94617c", "#4f6d7a")
 
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
 RC: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -56,6 +59,8 @@ RC: dict[Any, Any] = {
     "ytick.color": FAINT,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
+    # names of modules and folders may have dollar signs: nothing is a formula
+    "text.parse_math": False,
     "legend.frameon": False,
     "legend.fontsize": 9,
 }  #: for `matplotlib.rc_context`, by whoever makes the figure
@@ -70,8 +75,12 @@ def colour_of(name: str) -> str:
             return table[name]
     if name.removeprefix("grad_") in TENSOR_COLOURS:
         return TENSOR_COLOURS[name.removeprefix("grad_")]
-    if name.partition(":")[0] in FORMAT_COLOURS:  # a variant: `mxfp8:rceil`
-        return lighter(FORMAT_COLOURS[name.partition(":")[0]], 0.35)
+    kind, _, variant = name.partition(":")
+    if variant and kind in FORMAT_COLOURS:  # `mxfp8:rceil`: one of eight shades
+        return lighter(FORMAT_COLOURS[kind], 0.2 + 0.07 * (zlib.crc32(variant.encode()) % 8))
+    if variant and kind == "mx":  # `mx:e3m4:b16:rceil`: any hue, but darker than what has a name
+        hue = zlib.crc32(variant.encode()) % 360 / 360
+        return str(to_hex(hls_to_rgb(hue, 0.36, 0.45)))
     if name in _ALIASES:
         return FORMAT_COLOURS[_ALIASES[name]]
     for prefix, share in _SCOPES.items():
@@ -108,7 +117,34 @@ def percent(share: float) -> str:
 def powers_of_two(axis: Axis, most: int = 9) -> None:
     """Whole exponents as powers of two, at no more than `most` ticks."""
     axis.set_major_locator(MaxNLocator(nbins=most, integer=True))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"$2^{{{x:.0f}}}$"))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: power(2, round(x))))
+
+
+def decades(axis: Axis) -> None:
+    """The ticks of a logarithmic axis, in numbers where they are short; those between decades have
+    none unless there is no decade.
+    """
+    axis.set_major_formatter(FuncFormatter(lambda x, _: _decade(x)))
+    low, high = sorted(axis.get_view_interval())
+    if not low > 0 or math.floor(math.log10(high)) - math.ceil(math.log10(low)) >= 1:
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_minor_formatter(FuncFormatter(lambda x, _: _decade(x)))
+
+
+def _decade(x: float) -> str:
+    exponent = math.floor(math.log10(x) + 1e-9) if x > 0 else 0
+    if -3 <= exponent <= 4:
+        return f"{x:g}"
+    mantissa = x / 10.0**exponent
+    return (
+        power(10, exponent) if abs(mantissa - 1) < 1e-6 else f"{mantissa:.3g}·{power(10, exponent)}"
+    )
+
+
+def power(base: int, exponent: int) -> str:
+    """2⁻³ as text."""
+    return f"{base}{str(exponent).translate(_RAISED)}"
 
 
 def guide(ax: Axes, axis: Literal["both", "x", "y"] = "y") -> None:

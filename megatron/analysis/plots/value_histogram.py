@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
-from megatron.analysis.plots.style import FAINT, colour_of, lighter, quiet, right_of_title
+from megatron.analysis.plots.style import FAINT, colour_of, decades, lighter, quiet, right_of_title
 
 ALL = "all values"  #: the group that is drawn filled, behind the others
 
@@ -43,6 +43,7 @@ def plot_value_histogram(
     # warns where there is nothing to scale to
     ax.set_ylim(0.7, 4.0 * max(float(data["count"].max()), 1.0))
     ax.set_yscale("log")
+    decades(ax.yaxis)
     ax.set_xlim(data["left"].min(), data["right"].max())
     ax.set(xlabel="value", ylabel="values in a bin")
     ax.set_title(title, loc="left")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import html
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from megatron.analysis.figures.material import Material
+from megatron.analysis.output import write
 from megatron.analysis.report.content import content
 
 _HERE = Path(__file__).parent
@@ -25,14 +25,7 @@ def write_report(material: Material, path: Path) -> Path:
         ImportError: there is no plotly to take the JavaScript from.
     """
     page = render(content(material))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+    return write(path, page.encode(errors="backslashreplace"))
 
 
 def render(data: dict[str, Any]) -> str:
