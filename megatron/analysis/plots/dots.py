@@ -53,10 +53,11 @@ def plot_dots(
             x = np.where(x == 0, floor, x)
         shift = 0.11 * (lane - (len(groups) - 1) / 2)
         y = np.array([place[each] for each in part["name"]]) + shift
-        ax.plot(
-            np.full((x == np.inf).sum(), 0.992), y[x == np.inf], ">", color=colour_of(str(name)),
-            markersize=5, transform=ax.get_yaxis_transform(), clip_on=False,
-        )  # fmt: skip
+        if (beyond := x == np.inf).any():
+            ax.plot(
+                np.full(beyond.sum(), 0.992), y[beyond], ">", color=colour_of(str(name)),
+                markersize=5, transform=ax.get_yaxis_transform(), clip_on=False,
+            )  # fmt: skip
         ax.scatter(
             x[keep], y[keep], s=26, color=colour_of(str(name)), edgecolors="white", linewidths=0.5,
             label=str(name), zorder=3,

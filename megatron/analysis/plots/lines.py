@@ -74,6 +74,8 @@ def plot_lines(
 
 def _at_the_edge(ax: Axes, x: pd.Series, colour: str, *, top: bool) -> None:
     """Marks at the upper or lower end of the axes."""
+    if x.empty:  # a line without points has no extent, which upsets the figure's layout
+        return
     ax.plot(
         x, [0.985 if top else 0.015] * len(x), linestyle="", marker="^" if top else "v",
         markersize=5, color=colour, transform=ax.get_xaxis_transform(), clip_on=False,
