@@ -129,7 +129,13 @@ def decades(axis: Axis) -> None:
     if not low > 0 or math.floor(math.log10(high)) - math.ceil(math.log10(low)) >= 1:
         axis.set_minor_formatter(NullFormatter())
     else:
-        axis.set_minor_formatter(FuncFormatter(lambda x, _: _decade(x)))
+        # 0.06 to 0.09 would stand on each other
+        axis.set_minor_formatter(FuncFormatter(lambda x, _: _decade(x) if _leads(x) else ""))
+
+
+def _leads(x: float) -> bool:
+    """Whether a number is 2 or 5 times a power of ten."""
+    return x > 0 and round(x / 10.0 ** math.floor(math.log10(x) + 1e-9)) in (2, 5)
 
 
 def _decade(x: float) -> str:
