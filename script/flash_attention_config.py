@@ -29,7 +29,8 @@ from configs.options import (
     split_flags,
 )
 from configs.quantizations import attention_choices, formats
-from configs.start import Formats, start
+from configs.run_names import Formats
+from configs.start import start
 
 OFF = "none"
 

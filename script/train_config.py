@@ -33,8 +33,9 @@ from configs.options import (
 )
 from configs.quantizations import AS_SET, accepted
 from configs.resolve import at_home, has_data
+from configs.run_names import Formats
 from configs.scripts import write_scripts
-from configs.start import Formats, start
+from configs.start import start
 from configs.trainings import TRAININGS
 
 

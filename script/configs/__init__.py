@@ -10,8 +10,8 @@ the matrix, change a table:
     trainings.py      iterations, batches, schedule
 
 The rest turns a choice into a command: layout.py (ranks), resolve.py (files and devices),
-command.py (the words), scripts.py (the generated scripts). Only the standard library is needed, so
-that a command can be shown on a machine without the environment.
+command.py (the words), run_names.py (the folders), scripts.py (the generated scripts). Only the
+standard library is needed, so that a command can be shown on a machine without the environment.
 """
 
 import sys

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from configs.layout import UNEVEN_STAGES, Launch, Layout, check_model, check_ranks
 from configs.models import Preset
-from configs.names import ConfigError, number
+from configs.names import ConfigError, last_value, number
 from configs.resolve import REPO, Files, say, tokenizer_type
 from configs.trainings import OPTIMIZER, Schedule
 
@@ -90,12 +90,17 @@ class Experiment:
             train_iters = schedule.train_iters
         # no fewer than are to be collected
         return Sizes(
-            train_iters=max(train_iters, _whole_value("--control-iter", self.flags)),
+            train_iters=max(train_iters, self._collected()),
             micro_batch_size=given.micro_batch_size or preset.micro_batch_size,
             global_batch_size=given.global_batch_size,
             seq_length=seq_length,
             lr=given.lr or preset.lr,
         )
+
+    def _collected(self) -> int:
+        """Iterations that the user's flags ask to collect; what is no number training refuses."""
+        text = last_value("--control-iter", self.flags) or ""
+        return int(text) if text.isdecimal() else 0
 
     def _batch(self, sizes: Sizes) -> Sizes:
         """With the global batch: what was given must fit the ranks, a default is made to."""
@@ -130,14 +135,3 @@ class Experiment:
         if self.schedule.save_interval is not None:
             words += ["--save-interval", str(self.schedule.save_interval)]
         return [*words, "--load", self.checkpoint] if self.resume else words
-
-
-def _whole_value(flag: str, words: Sequence[str]) -> int:
-    """The number that follows a flag the last time that it is given; 0 where there is none."""
-    value = 0
-    for index, word in enumerate(words):
-        name, equals, text = word.partition("=")
-        if name == flag:
-            text = text if equals else "".join(words[index + 1 : index + 2])
-            value = int(text) if text.isdecimal() else 0
-    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 Entry = TypeVar("Entry")
@@ -44,3 +44,13 @@ def pick(kind: str, name: str, table: Mapping[str, Entry], more: str = "") -> En
 def number(value: float) -> str:
     """A number as people write it on a command line: 1e-5, 0.0003, 500000."""
     return f"{value:.12g}".replace("e-0", "e-")
+
+
+def last_value(flag: str, words: Sequence[str]) -> str | None:
+    """What follows a flag the last time that it is given, which is what counts."""
+    value = None
+    for index, word in enumerate(words):
+        name, equals, text = word.partition("=")
+        if name == flag:
+            value = text if equals else next(iter(words[index + 1 : index + 2]), "")
+    return value

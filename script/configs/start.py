@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs import run_names
 from configs.command import Experiment, Sizes
 from configs.datasets import DATASETS, Dataset
 from configs.layout import Launch, Layout
@@ -27,17 +28,10 @@ from configs.resolve import (
     resolve_data,
     say,
 )
+from configs.run_names import Formats
 from configs.trainings import TRAININGS
 
 NOTHING = "none"  #: in place of a checkpoint's folder
-
-
-@dataclass(frozen=True, kw_only=True)
-class Formats:
-    """What is quantized."""
-
-    name: str  #: in the run's name
-    flags: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +48,16 @@ class Selection:
         return self.preset == "tiny"
 
 
-def run_name(selection: Selection, formats: Formats) -> str:
+def run_name(selection: Selection, formats: Formats, flags: Sequence[str], python: str) -> str:
+    """Of the folders, and for the user."""
     options = selection.options
-    parts = [options.model, options.dataset, formats.name]
-    if options.training_config != "default":
-        parts.append(options.training_config)
-    if selection.is_tiny:
-        parts.append("tiny")
-    return "_".join(part for part in parts if part).replace(":", "-").replace(",", "_")
+    return run_names.join(
+        options.model,
+        options.dataset or run_names.data_name(options.data_path),
+        formats.effective_name(flags, python),
+        None if options.training_config == "default" else options.training_config,
+        "tiny" if selection.is_tiny else None,
+    )
 
 
 def check_names(options: argparse.Namespace) -> None:
@@ -155,10 +151,10 @@ def files_of(selection: Selection, python: str) -> Files:
 
 
 def experiment(
-    selection: Selection, formats: Formats, flags: Sequence[str], python: str
+    selection: Selection, name: str, formats: Formats, flags: Sequence[str], python: str
 ) -> Experiment:
-    """Everything that the command says."""
-    options, name = selection.options, run_name(selection, formats)
+    """Everything that the command of the run called `name` says."""
+    options = selection.options
     checkpoint = options.checkpoint_path
     if checkpoint is None:
         checkpoint = NOTHING if selection.is_tiny else at_home(f"checkpoints/{name}")
@@ -193,11 +189,12 @@ def start(options: argparse.Namespace, formats: Formats, flags: Sequence[str]) -
     check_names(options)
     python = interpreter(dry_run=options.dry_run)
     selection = select(options, python)
-    command = experiment(selection, formats, flags, python).command(python)
+    name = run_name(selection, formats, flags, python)
+    command = experiment(selection, name, formats, flags, python).command(python)
     if options.dry_run:
         print(shlex.join(command))
         return 0
-    say(f"Training {run_name(selection, formats)}:\n  {shlex.join(command)}")
+    say(f"Training {name}:\n  {shlex.join(command)}")
     sys.stdout.flush()
     os.execvpe(command[0], command, training_environment())
 

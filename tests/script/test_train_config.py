@@ -138,6 +138,58 @@ def test_settings_leave_the_formats_to_the_environment(dry):
     assert words.count("--custom-quant-type") == 1
 
 
+@pytest.fixture
+def formats_unsaid(monkeypatch, tmp_path):
+    """Nothing says formats: no variable, and a settings file that is not there yet."""
+    for name in ("CUSTOM", "LINEAR", "QK", "PV"):
+        monkeypatch.delenv(f"{name}_QUANT_TYPE", raising=False)
+    monkeypatch.delenv("QUANT_RECIPE", raising=False)
+    path = tmp_path / "settings.json"
+    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(path))
+    return path
+
+
+def test_runs_with_other_formats_have_other_folders(dry, refused, formats_unsaid, monkeypatch):
+    """Whoever says the formats: a checkpoint of one is never resumed in another."""
+
+    def folder(quantization, *flags):
+        words, _ = dry(*CELL[:-1], quantization, "--", *flags)
+        assert value(words, "--tensorboard-dir").endswith(Path(value(words, "--save")).name)
+        return value(words, "--save").removeprefix("checkpoints/llama31-8b_wikipedia_")
+
+    assert folder("settings") == "bf16"
+    assert folder("settings", "--custom-quant-type", "nvfp4:2d") == "nvfp4-2d"
+    assert folder("settings", "--custom-quant-type=mxfp4") == "mxfp4"
+    assert folder("mxfp8", "--pv-quant", "none") == "FA_linear_mxfp8"
+    recipe = str(REPO / "examples/recipes/nvfp4_pretraining.yaml")
+    assert folder("settings", "--quant-recipe", recipe) == "recipe_nvfp4_pretraining"
+    formats_unsaid.write_text('{"linear": "mxfp8", "qk": "mxfp8"}')
+    assert folder("settings") == "FA_linear_mxfp8"
+    monkeypatch.setenv("CUSTOM_QUANT_TYPE", "hifp8")
+    assert folder("settings") == "hifp8"
+    message = refused(*CELL[:-1], "settings", "--dry-run", "--", "--custom-quant-type", "mxpf8")
+    assert message.startswith("flag --custom-quant-type: unknown quantization type 'mxpf8'")
+
+
+def test_a_python_without_torch_can_still_show_a_command(dry, monkeypatch, tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\nexit 1\n")
+    bare.chmod(0o755)
+    monkeypatch.setenv("LAB_PYTHON", str(bare))
+    words, said = dry(*CELL[:-1], "settings")
+    assert value(words, "--save").endswith("_settings")
+    assert "a run puts the effective formats in place of 'settings'" in said
+
+
+def test_data_of_no_dataset_are_in_the_name(dry, files):
+    cell = ("--model", "llama31-8b", "--quantization", "bf16")
+    prefix = Path(files[3]).with_name("novels_text_document")
+    for suffix in (".bin", ".idx"):
+        prefix.with_suffix(suffix).touch()
+    words, _ = dry(*cell, *files[:2], "--data-path", str(prefix))
+    assert value(words, "--save") == "checkpoints/llama31-8b_novels_bf16"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
