@@ -101,11 +101,27 @@ def _setting(given: int | None, variable: str, kind: Callable[[str], int]) -> in
         raise ConfigError(f"environment variable {variable}: {error}") from None
 
 
+def _refuse_one_of_several(options: argparse.Namespace, *, said: bool) -> None:
+    """Refuse a command line that speaks of other machines where this is the only one: each would
+    train alone, and all into the same folders.
+    """
+    if said and not options.node_rank:
+        return  # as a job script has it that was given one machine
+    for name in ("node_rank", "master_addr"):
+        if (given := getattr(options, name)) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {given} is of a run on several machines, but "
+                f"{'--nnodes is 1' if said else 'nothing says how many'}; give their number in "
+                "--nnodes (or NNODES)"
+            )
+
+
 def layout_of(selection: Selection, python: str) -> Layout:
     """The model's own layout, with what the user says.
 
     Raises:
-        ConfigError: this machine has fewer GPUs than processes.
+        ConfigError: this machine has fewer GPUs than processes, or it is one of several and
+            nothing says of how many.
     """
     options = selection.options
     given = {
@@ -115,6 +131,8 @@ def layout_of(selection: Selection, python: str) -> Layout:
     }
     given = {name: value for name, value in given.items() if value is not None}
     layout = dataclasses.replace(selection.model.preset(selection.preset).layout, **given)
+    if layout.nnodes == 1:
+        _refuse_one_of_several(options, said="nnodes" in given)
     looks = layout.world > 1 and not options.dry_run
     devices = cuda_devices(python, dry_run=False) if looks else 0
     if 0 < devices < layout.nproc_per_node:

@@ -39,6 +39,15 @@ def test_cluster_options_pass_through(dry, monkeypatch):
     assert [value(words, flag) for flag in ("--node-rank", "--master-addr")] == ["0", "1"]
 
 
+def test_one_machine_may_have_a_number_all_the_same(dry, monkeypatch):
+    """A job script that was given one machine; an environment that numbers all machines."""
+    words, _ = dry(*CELL, *TINY, "--nnodes", "1", "--node-rank", "0", "--master-addr", "a")
+    assert "--node-rank" not in words
+    monkeypatch.setenv("NODE_RANK", "3")
+    monkeypatch.setenv("MASTER_ADDR", "a")
+    assert "--node-rank" not in dry(*CELL, *TINY)[0]
+
+
 def test_a_default_batch_grows_to_fit_the_ranks(dry):
     words, said = dry(*CELL, *TINY, "--nproc-per-node", "3")
     assert value(words, "--global-batch-size") == "6"
@@ -63,6 +72,12 @@ def test_a_default_batch_grows_to_fit_the_ranks(dry):
          "name in --master-addr"),
         (("--nnodes", "2", "--master-addr", "a", "--node-rank", "2"), "--node-rank is 2; of 2 "
          "machines the ranks are 0 to 1"),
+        (("--node-rank", "1", "--master-addr", "a"), "--node-rank 1 is of a run on several "
+         "machines, but nothing says how many; give their number in --nnodes (or NNODES)"),
+        (("--node-rank", "0"), "--node-rank 0 is of a run on several machines, but nothing"),
+        (("--master-addr", "a"), "--master-addr a is of a run on several machines, but nothing"),
+        (("--nnodes", "1", "--node-rank", "1"), "--node-rank 1 is of a run on several machines, "
+         "but --nnodes is 1"),
         (("--nproc-per-node", "0"), "argument --nproc-per-node: '0' is no whole number"),
     ],
 )  # fmt: skip
