@@ -8,6 +8,9 @@
 repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 home=$repo/
 if [[ $PWD == "$repo" ]]; then home=; fi
+case ${DRY_RUN-} in # a switch that says no is one that is not there, for what this starts too
+  0 | [Ff]alse | FALSE | [Nn]o | NO) DRY_RUN= ;;
+esac
 
 # Options of a collection that are handed on under the same names, each with one value.
 collection_flags="collect-start collect-every collect-iterations collect-micro-batches collect-layers \
@@ -86,6 +89,7 @@ find_python() {
   if [[ -n ${DRY_RUN-} ]]; then
     py=${LAB_PYTHON:-python3}
     if [[ -x $repo/.venv/bin/python ]]; then py=$repo/.venv/bin/python; fi
+    command -v "$py" >/dev/null || die "there is no '$py'; name a Python 3.10 or newer in LAB_PYTHON"
   else
     py=$(bash "$repo/script/setup_env.sh")
     export LAB_PYTHON=$py # the scripts that this one starts need not look again

@@ -31,6 +31,11 @@ def at_home(path: str) -> str:
     return path if Path.cwd() == REPO else str(REPO / path)
 
 
+def is_set(variable: str) -> bool:
+    """Whether a switch in the environment is on; script/driver.sh reads DRY_RUN the same way."""
+    return os.environ.get(variable, "").lower() not in ("", "0", "false", "no")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Files:
     """What a training reads."""
@@ -170,9 +175,15 @@ def interpreter(*, dry_run: bool) -> str:
     """The Python that has the requirements; made if need be. A dry run only looks.
 
     Raises:
+        MissingFile: LAB_PYTHON names no program.
         ConfigError: it cannot be made; the reason was printed.
     """
     if given := os.environ.get("LAB_PYTHON"):
+        if shutil.which(given) is None:
+            raise MissingFile(
+                f"LAB_PYTHON is '{given}', which is no program; name a Python 3.10 or newer, or "
+                "unset it"
+            )
         return given
     if dry_run:
         made = REPO / ".venv" / "bin" / "python"

@@ -25,6 +25,7 @@ from configs.resolve import (
     at_home,
     cuda_devices,
     interpreter,
+    is_set,
     resolve_data,
     say,
 )
@@ -203,7 +204,7 @@ def start(options: argparse.Namespace, formats: Formats, flags: Sequence[str]) -
     Raises:
         ConfigError: see what is refused above.
     """
-    options.dry_run = options.dry_run or bool(os.environ.get("DRY_RUN"))
+    options.dry_run = options.dry_run or is_set("DRY_RUN")
     check_names(options)
     python = interpreter(dry_run=options.dry_run)
     selection = select(options, python)

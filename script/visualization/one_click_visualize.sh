@@ -13,11 +13,10 @@
 # DRY_RUN=1 prints the command and runs nothing.
 set -euo pipefail
 
-repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
+# shellcheck source=script/driver.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/../driver.sh"
 
-usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }
-
-case " $* " in *' -h '* | *' --help '*) usage && exit ;; esac
+case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
 
 places=()
 while (($#)) && [[ $1 != -* ]] && ((${#places[@]} < 3)); do

@@ -29,7 +29,7 @@ def bash(script, *arguments, cwd=REPO, **variables):
     done = run(
         ["bash", script, *arguments],
         cwd=cwd,
-        env=environment(LAB_PYTHON=sys.executable, **variables),
+        env=environment(**{"LAB_PYTHON": sys.executable} | variables),
     )
     assert "Traceback" not in done.stderr
     assert "unbound variable" not in done.stderr
@@ -383,6 +383,22 @@ def test_a_dry_run_makes_no_folder(tmp_path):
     for words in commands:
         assert not Path(value(words, "--tensor-save-dir")).exists()
         assert not (REPO / value(words, "--tensorboard-dir")).exists()
+
+
+def test_a_switch_that_says_no_is_no_dry_run(corpus, tmp_path):
+    """The wrong folder is found by what a dry run leaves out."""
+    (tmp_path / "file").write_text("")
+    files = ("--tokenizer-path", corpus[0], "--data-path", corpus[1])
+    for no in ("0", "false"):
+        done = bash(COLLECT, "single", "--tensor-path", tmp_path / "file/x", *files, DRY_RUN=no)
+        assert done.returncode == 1
+        assert "[ERROR] cannot write to " in done.stderr
+
+
+def test_an_interpreter_that_is_not_there():
+    done = bash(COLLECT, "single", DRY_RUN="1", LAB_PYTHON="/nope")
+    assert done.returncode == 1
+    assert done.stderr.startswith("[ERROR] there is no '/nope'; name a Python 3.10 or newer in LAB")
 
 
 @ALL

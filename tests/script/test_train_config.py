@@ -224,6 +224,26 @@ def test_a_run_becomes_the_command_that_a_dry_run_prints(dry, files, monkeypatch
     assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "what the user says wins"
 
 
+@pytest.mark.parametrize("no", ["0", "", "false", "No"])
+def test_a_switch_that_says_no_is_no_dry_run(files, monkeypatch, plain_environment, capsys, no):
+    started = []
+    monkeypatch.setattr(os, "execvpe", lambda *call: started.append(call))
+    monkeypatch.setenv("DRY_RUN", no)
+    train_config.main([*CELL, *TINY, *files])
+    assert len(started) == 1
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("DRY_RUN", "1")
+    train_config.main([*CELL, *TINY, *files])
+    assert len(started) == 1
+
+
+def test_an_interpreter_that_is_not_there(refused, monkeypatch):
+    monkeypatch.setenv("LAB_PYTHON", "/nope")
+    for mode in ("--dry-run", "--preset=tiny"):
+        message = refused(*CELL, mode, status=1)
+        assert message.startswith("LAB_PYTHON is '/nope', which is no program; name a Python 3.10")
+
+
 def test_what_must_be_named(refused):
     assert refused().startswith("--quantization missing; --list prints")
     assert refused("--quantization", "bf16").startswith("--model and --dataset missing")
