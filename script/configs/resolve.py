@@ -143,26 +143,37 @@ def make_corpus(python: str) -> Files:
 
 
 def tokenizer_type(path: str) -> str:
-    """Megatron-LM's name for what is at `path`.
+    """Megatron-LM's name for what is at `path`, as `megatron.training.tokenizer` tells it.
 
     Raises:
-        MissingFile: a folder without a tokenizer.
+        MissingFile: a folder without a tokenizer, or with several.
     """
     place = Path(path)
     hugging_face = ("tokenizer.json", "tokenizer_config.json")
     if place.suffix == ".json" or any((place / name).is_file() for name in hugging_face):
         return "HuggingFaceTokenizer"
-    for file in (place, place / "tokenizer.model", *sorted(place.glob("*.tiktoken"))):
-        if file.is_file():
-            return "TikTokenizer" if _is_tiktoken(file) else "SentencePieceTokenizer"
-    if place.suffix == ".model":
+    file = _tokenizer_in(place) if place.is_dir() else place
+    if file.is_file():
+        return "TikTokenizer" if _is_tiktoken(file) else "SentencePieceTokenizer"
+    if file.suffix == ".model":
         return "SentencePieceTokenizer"
-    if place.is_dir():
+    return "HuggingFaceTokenizer"  # of a dry run: what the models were published with
+
+
+def _tokenizer_in(folder: Path) -> Path:
+    """The tokenizer's file in a folder that has no Hugging Face tokenizer."""
+    if (folder / "tokenizer.model").is_file():
+        return folder / "tokenizer.model"
+    found = sorted(folder.glob("*.tiktoken"))
+    if not found:
         raise MissingFile(
-            f"no tokenizer in the folder {path}; it needs tokenizer.json (Hugging Face), "
+            f"no tokenizer in the folder {folder}; it needs tokenizer.json (Hugging Face), "
             "tokenizer.model or a .tiktoken file"
         )
-    return "HuggingFaceTokenizer"  # of a dry run: what the models were published with
+    if len(found) > 1:
+        names = ", ".join(each.name for each in found)
+        raise MissingFile(f"several tokenizers in the folder {folder} ({names}); name one of them")
+    return found[0]
 
 
 def _is_tiktoken(path: Path) -> bool:

@@ -92,6 +92,18 @@ def test_tokenizers_are_told_apart_by_what_is_in_them(tmp_path, name, content, k
     assert resolve.tokenizer_type(str(tmp_path / name)) == kind
 
 
+def test_of_several_tokenizers_one_must_be_named(refused, dry, files, tmp_path):
+    for name in ("cl100k.tiktoken", "o200k.tiktoken"):
+        (tmp_path / name).write_bytes(b"IQ== 0\n")
+    message = refused(*CELL, "--tokenizer-path", str(tmp_path), *files[2:], "--dry-run", status=1)
+    assert message == (
+        f"several tokenizers in the folder {tmp_path} (cl100k.tiktoken, o200k.tiktoken); name one "
+        "of them"
+    )
+    one = ("--tokenizer-path", str(tmp_path / name))
+    assert value(dry(*CELL, *one, *files[2:])[0], "--tokenizer-type") == "TikTokenizer"
+
+
 def test_what_follows_two_dashes_is_last(dry, files):
     words, _ = dry(*CELL, *files, "--", "--seed", "7", "--lr", "1")
     assert words[-4:] == ["--seed", "7", "--lr", "1"]
