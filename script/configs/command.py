@@ -85,12 +85,14 @@ class Experiment:
         seq_length = given.seq_length or min(
             preset.seq_length, schedule.longest_sequence or preset.seq_length
         )
-        train_iters = given.train_iters
-        if train_iters is None:
-            train_iters = schedule.train_iters
-        # no fewer than are to be collected
+        collected = self._collected()
+        if given.train_iters is not None and given.train_iters < collected:
+            raise ConfigError(
+                f"--train-iters {given.train_iters} is fewer than --control-iter {collected}, the "
+                f"iterations to collect; give --train-iters {collected}, or collect fewer"
+            )
         return Sizes(
-            train_iters=max(train_iters, self._collected()),
+            train_iters=given.train_iters or max(schedule.train_iters, collected),
             micro_batch_size=given.micro_batch_size or preset.micro_batch_size,
             global_batch_size=given.global_batch_size,
             seq_length=seq_length,

@@ -144,6 +144,16 @@ def test_no_fewer_iterations_than_are_collected(dry):
     assert value(dry(*CELL, *TINY, "--", "--control-iter", "3")[0], "--train-iters") == "50"
 
 
+def test_fewer_iterations_than_are_collected_are_not_made_more(refused, dry):
+    message = refused(*CELL, *TINY, "--train-iters", "5", "--dry-run", "--", "--control-iter", "20")
+    assert message == (
+        "--train-iters 5 is fewer than --control-iter 20, the iterations to collect; give "
+        "--train-iters 20, or collect fewer"
+    )
+    words, _ = dry(*CELL, *TINY, "--train-iters", "20", "--", "--control-iter", "20")
+    assert value(words, "--train-iters") == "20"
+
+
 def test_settings_leave_the_formats_to_the_environment(dry):
     words, _ = dry(*CELL[:-1], "settings", "--", "--custom-quant-type", "nvfp4:2d")
     assert words[-2:] == ["--custom-quant-type", "nvfp4:2d"]
