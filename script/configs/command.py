@@ -28,11 +28,10 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One training, complete but for the words of its command."""
+    """One training, complete but for its files and the words of its command."""
 
     preset: Preset
     schedule: Schedule
-    files: Files
     tensorboard: str
     checkpoint: str | None  #: folder to save to; None: nothing is saved
     resume: bool  #: whether that folder holds a checkpoint
@@ -44,8 +43,9 @@ class Experiment:
     is_tiny: bool = False
     flags: Sequence[str] = ()  #: of the user, for `pretrain_gpt.py`: these win
 
-    def command(self, python: str) -> list[str]:
-        """The words; all that can be refused before training is refused here.
+    def settled(self) -> Experiment:
+        """With no size left open. What does not fit is refused here: files are looked for, and
+        made, only after that.
 
         Raises:
             ConfigError: says what would do.
@@ -54,7 +54,16 @@ class Experiment:
         uneven = any(word.split("=")[0] in UNEVEN_STAGES for word in self.flags)
         check_model(self.layout, self.preset.architecture, uneven_stages=uneven)
         check_ranks(self.layout, sizes.seq_length)
-        sizes = self._batch(sizes)
+        self.launch.check(self.layout)
+        return dataclasses.replace(self, sizes=self._batch(sizes))
+
+    def command(self, python: str, files: Files) -> list[str]:
+        """The words, of a settled experiment.
+
+        Raises:
+            MissingFile: there is no telling which tokenizer is meant.
+        """
+        sizes = self.sizes
         return [
             *self.launch.words(python, self.layout),
             str(REPO / "pretrain_gpt.py"),
@@ -71,8 +80,8 @@ class Experiment:
             *("--lr", number(sizes.lr), "--min-lr", number(sizes.lr / 10)),
             *PRECISIONS[self.dtype],
             *("--log-interval", "1"),
-            *("--tokenizer-type", tokenizer_type(self.files.tokenizer)),
-            *("--tokenizer-model", self.files.tokenizer, "--data-path", self.files.data),
+            *("--tokenizer-type", tokenizer_type(files.tokenizer)),
+            *("--tokenizer-model", files.tokenizer, "--data-path", files.data),
             *("--tensorboard-dir", self.tensorboard),
             *self._saving(),
             *self.formats,

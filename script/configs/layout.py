@@ -62,16 +62,14 @@ class Launch:
     master_addr: str | None = None
     master_port: int = 6000
 
-    def words(self, python: str, layout: Layout) -> list[str]:
-        """What stands before `pretrain_gpt.py`; one process needs no launcher.
+    def check(self, layout: Layout) -> None:
+        """Refuse machines that would not find each other.
 
         Raises:
-            ConfigError: several machines, and the first has no name.
+            ConfigError: the first of them has no name, or this one's number is none of theirs.
         """
-        torchrun = [python, "-m", "torch.distributed.run"]
-        processes = ["--nproc-per-node", str(layout.nproc_per_node)]
         if layout.nnodes == 1:
-            return [*torchrun, "--standalone", *processes] if layout.world > 1 else [python]
+            return
         if not self.master_addr:
             raise ConfigError(
                 f"--nnodes is {layout.nnodes}, but nothing says which machine is the first; give "
@@ -82,6 +80,14 @@ class Launch:
                 f"--node-rank is {self.node_rank}; of {layout.nnodes} machines the ranks are 0 to "
                 f"{layout.nnodes - 1}"
             )
+
+    def words(self, python: str, layout: Layout) -> list[str]:
+        """What stands before `pretrain_gpt.py`; one process needs no launcher."""
+        torchrun = [python, "-m", "torch.distributed.run"]
+        processes = ["--nproc-per-node", str(layout.nproc_per_node)]
+        if layout.nnodes == 1:
+            return [*torchrun, "--standalone", *processes] if layout.world > 1 else [python]
+        assert self.master_addr is not None, "check() comes first"
         return [
             *torchrun,
             *("--nnodes", str(layout.nnodes), "--node-rank", str(self.node_rank)),

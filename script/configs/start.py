@@ -172,7 +172,7 @@ def files_of(selection: Selection, python: str) -> Files:
 def experiment(
     selection: Selection, name: str, formats: Formats, flags: Sequence[str], python: str
 ) -> Experiment:
-    """Everything that the command of the run called `name` says."""
+    """All that the command of the run called `name` says, but the files."""
     options = selection.options
     checkpoint = options.checkpoint_path
     if checkpoint is None:
@@ -184,7 +184,6 @@ def experiment(
     return Experiment(
         preset=selection.model.preset(selection.preset),
         schedule=TRAININGS[options.training_config].preset(selection.preset),
-        files=files_of(selection, python),
         tensorboard=options.tensorboard_path or at_home(f"tensorboard_logs/{name}"),
         checkpoint=None if checkpoint == NOTHING else checkpoint,
         resume=resume,
@@ -209,7 +208,8 @@ def start(options: argparse.Namespace, formats: Formats, flags: Sequence[str]) -
     python = interpreter(dry_run=options.dry_run)
     selection = select(options, python)
     name = run_name(selection, formats, flags, python)
-    command = experiment(selection, name, formats, flags, python).command(python)
+    settled = experiment(selection, name, formats, flags, python).settled()
+    command = settled.command(python, files_of(selection, python))
     if options.dry_run:
         print(shlex.join(command))
         return 0

@@ -99,6 +99,14 @@ def test_layouts_of_experts(refused, words, message):
     assert refused(*DEEPSEEK, *words, "--dry-run").startswith(message)
 
 
+def test_a_wrong_layout_is_refused_before_a_corpus_is_made(refused, monkeypatch):
+    made = []
+    monkeypatch.setattr(start, "resolve_data", lambda *a, **k: made.append(a))
+    for wrong in (("--tp", "3"), ("--nnodes", "2"), ("--global-batch-size", "7")):
+        refused(*CELL, *TINY, *wrong)
+    assert made == []
+
+
 def test_more_processes_than_gpus_are_refused(refused, files, monkeypatch):
     monkeypatch.setattr(start, "cuda_devices", lambda python, dry_run: 2)
     message = refused(*CELL, "--preset", "full", *files)
