@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -67,7 +69,7 @@ class DataRequest:
     data: str | None
     default: Files  #: where nothing was named
     corpus: bool  #: whether the default corpus may stand in for a missing default
-    prepare: str | None = None  #: the command that makes the default
+    prepare: Sequence[str] = ()  #: the command that makes the default
     names: tuple[str, str] = ("--tokenizer-path", "--data-path")
 
 
@@ -85,7 +87,7 @@ def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
             say(f"No data named, and none in {files.data}: the default corpus is taken.")
             return default_corpus() if dry_run else make_corpus(python)
         if dry_run:
-            how = f"; '{request.prepare}' makes the data" if request.prepare else ""
+            how = f"; `{shlex.join(request.prepare)}` makes the data" if request.prepare else ""
             say(f"Not there yet: {_missing(files)}{how}.")
             return files
     data = request.data or files.data
@@ -117,16 +119,16 @@ def _check(files: Files, request: DataRequest, python: str) -> None:
             "tokenizer are made"
         )
     if not has_data(files.data):
-        how = (
-            f"{python} script/data/preprocess.py --input TEXT --output-prefix "
-            f"{files.data.removesuffix('_text_document')} --tokenizer-model {files.tokenizer} "
-            "--append-eod"
-        )
-        if request.prepare is not None and request.data is None:
-            how = request.prepare
+        how = [
+            *(python, at_home("script/data/preprocess.py"), "--input", "TEXT"),
+            *("--output-prefix", files.data.removesuffix("_text_document")),
+            *("--tokenizer-model", files.tokenizer, "--append-eod"),
+        ]
+        if request.prepare and request.data is None:
+            how = [*request.prepare]
         raise MissingFile(
             f"no data at {files.data} (it takes {files.data}.bin and {files.data}.idx); make them "
-            f"with '{how}', or name others in {data_name}; {small} is made"
+            f"with `{shlex.join(how)}`, or name others in {data_name}; {small} is made"
         )
 
 

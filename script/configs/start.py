@@ -162,9 +162,11 @@ def files_of(selection: Selection, python: str) -> Files:
         data=options.data_path,
         default=default,
         corpus=selection.is_tiny,
-        prepare=f"bash {at_home(dataset.prepare)} --tokenizer-model "
-        f"{options.tokenizer_path or default.tokenizer} --output-prefix "
-        f"{default.data.removesuffix('_text_document')}",
+        prepare=(
+            *("bash", at_home(dataset.prepare)),
+            *("--tokenizer-model", options.tokenizer_path or default.tokenizer),
+            *("--output-prefix", default.data.removesuffix("_text_document")),
+        ),
     )
     return resolve_data(request, python, dry_run=options.dry_run)
 

@@ -72,9 +72,29 @@ def test_missing_data_say_what_makes_them(refused, files):
     cell = ("--model", "deepseek2_lite", *CELL[2:])
     message = refused(*cell, "--preset", "full", *files[:2], status=1)
     assert (
-        f"make them with 'bash script/data/prepare_wikipedia.sh --tokenizer-model {files[1]} "
-        "--output-prefix dataset/wikipedia_processed_deepseek2/wikipedia_processed_deepseek2'"
+        f"make them with `bash script/data/prepare_wikipedia.sh --tokenizer-model {files[1]} "
+        "--output-prefix dataset/wikipedia_processed_deepseek2/wikipedia_processed_deepseek2`"
     ) in message
+
+
+def printed_command(message):
+    """The words of the command that a message says to run."""
+    return shlex.split(re.search("`(.+?)`", message)[1])
+
+
+def test_paths_with_a_blank_stay_one_word(dry, refused, tmp_path):
+    folder = tmp_path / "my models"
+    folder.mkdir()
+    for name in ("tok.model", "my text_document.bin", "my text_document.idx"):
+        (folder / name).touch()
+    tokenizer, data = str(folder / "tok.model"), str(folder / "my text_document")
+    words, _ = dry(*CELL, "--tokenizer-path", tokenizer, "--data-path", data)
+    assert (value(words, "--tokenizer-model"), value(words, "--data-path")) == (tokenizer, data)
+    for missing in ((), ("--data-path", str(folder / "none"))):
+        cell = ("--model", "deepseek2_lite", *CELL[2:], "--tokenizer-path", tokenizer, *missing)
+        command = printed_command(refused(*cell, "--dry-run", status=1))
+        assert value(command, "--tokenizer-model") == tokenizer
+    assert value(command, "--output-prefix") == str(folder / "none")
 
 
 @pytest.mark.parametrize(
