@@ -5,14 +5,15 @@
 #
 # Submit from the tree's root, which every machine must see. The first three words are the model,
 # the dataset and the quantization; options of script/train_config.py follow (see its --help), and
-# after -- flags of pretrain_gpt.py. One task a machine starts a process for each of its GPUs.
+# after -- flags of pretrain_gpt.py. One task a machine starts a process for each of its GPUs. The
+# log is slurm-NAME-JOB.log in the tree's root: sbatch opens it before anything can make a folder.
 #SBATCH --job-name=lowprec
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
-#SBATCH --output=%x_%j.log
+#SBATCH --output=slurm-%x-%j.log
 set -euo pipefail
 
 die() {
@@ -33,6 +34,8 @@ read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 LAB_PYTHON=$(bash script/setup_env.sh) # once, before the machines start
 export MASTER_ADDR MASTER_PORT LAB_PYTHON
+# since SLURM 22.05 srun does not take the job's own number, and would bind a task to one core
+if [[ -n ${SLURM_CPUS_PER_TASK-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
 # the machine's number is known to the task alone
 # shellcheck disable=SC2016

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 
@@ -128,7 +129,8 @@ def test_the_slurm_example_starts_each_machine_with_its_number(tmp_path):
     """With stand-ins for SLURM's commands, which run the tasks one after the other."""
     fakes = {
         "scontrol": "printf 'first\\nsecond\\n'",
-        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+        "srun": 'echo "cores: ${SRUN_CPUS_PER_TASK-unset}" >&2; shift; '
+        'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
     }
     for name, body in fakes.items():
         path = tmp_path / name
@@ -140,6 +142,7 @@ def test_the_slurm_example_starts_each_machine_with_its_number(tmp_path):
         "SLURM_JOB_ID": "12345",
         "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_PER_TASK": "64",
         "LAB_PYTHON": sys.executable,
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
     }
@@ -147,6 +150,7 @@ def test_the_slurm_example_starts_each_machine_with_its_number(tmp_path):
     script = REPO / "examples/slurm/pretrain.sh"
     done = run(["bash", script, *cell], cwd=tmp_path, env=environment(**slurm))
     assert done.returncode == 0, done.stderr
+    assert "cores: 64\n" in done.stderr
     machines = [shlex.split(line) for line in done.stdout.splitlines()]
     assert [value(words, "--node-rank") for words in machines] == ["0", "1"]
     for words in machines:
@@ -154,6 +158,16 @@ def test_the_slurm_example_starts_each_machine_with_its_number(tmp_path):
         assert value(words, "--master-addr") == "first"
         assert value(words, "--master-port") == "32345"
         assert value(words, "--custom-quant-type") == "FA_linear_mxfp8"
+    slurm["SLURM_CPUS_PER_TASK"] = ""
+    done = run(["bash", script, *cell], cwd=tmp_path, env=environment(**slurm))
+    assert "cores: unset\n" in done.stderr
     done = run(["bash", script, "deepseek2_lite"], env=environment(**slurm))
     assert done.returncode == 2
     assert "[ERROR] MODEL, DATASET and QUANTIZATION are missing" in done.stderr
+
+
+def test_the_slurm_example_s_log_is_not_for_git():
+    text = (REPO / "examples/slurm/pretrain.sh").read_text()
+    [name] = re.findall(r"^#SBATCH --output=(.+)$", text, re.M)
+    log = name.replace("%x", "job").replace("%j", "1")
+    assert run(["git", "check-ignore", "--quiet", "--no-index", log]).returncode == 0
