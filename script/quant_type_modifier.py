@@ -12,7 +12,8 @@ the environment win over this file; --check names each effective format and who 
 Before the first change the file is copied to <file>.backup, which later changes leave alone:
 --restore goes back to what was there before the first one. Several calls at a time are safe.
 
-Exit status: 0; 1 the file cannot be used; 2 wrong option.
+Exit status: 0; 1 the file cannot be used, or --check finds formats that a run would refuse; 2 wrong
+option. A change is made whatever the environment says; what there would stop a run is warned of.
 """
 
 from __future__ import annotations
@@ -145,7 +146,11 @@ def parsed(options: argparse.Namespace) -> dict[str, str]:
 
 
 def report(file: SettingsFile, formats: dict[str, str]) -> None:
-    """Print the effective formats; warn of those just set that something else overrules."""
+    """Print the effective formats; warn of those just set that something else overrules.
+
+    Raises:
+        ValueError: something says formats that are none; a run would refuse them.
+    """
     from megatron.fake_quant.policy import resolve
 
     policy = resolve()
@@ -178,7 +183,12 @@ def main(argv: list[str] | None = None) -> int:
         elif options.restore:
             done = file.restore()
             print("restored" if done else "nothing to restore: there was no change")
-        report(file, formats)
+        try:
+            report(file, formats)
+        except ValueError as error:
+            if options.check:
+                raise
+            print(f"[WARNING] done, but a run would be refused: {error}", file=sys.stderr)
     except ConfigError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return error.status

@@ -89,6 +89,19 @@ def test_a_value_that_something_else_overrules_is_warned_of(settings, call, monk
     )
 
 
+def test_a_wrong_environment_is_warned_of_and_changes_no_outcome(settings, call, monkeypatch):
+    monkeypatch.setenv("CUSTOM_QUANT_TYPE", "mxpf8")
+    wrong = "environment variable CUSTOM_QUANT_TYPE: unknown quantization type 'mxpf8'"
+    message = call("--linear-quant", "mxfp8").err
+    assert message.startswith(f"[WARNING] done, but a run would be refused: {wrong}")
+    assert read_settings(settings) == {"linear": "mxfp8"}
+    done = call("--restore")
+    assert done.out == "restored\n"
+    assert wrong in done.err
+    assert not settings.exists()
+    assert call("--check", status=1).err.startswith(f"[ERROR] {wrong}")
+
+
 def test_mistakes_change_nothing(settings, call):
     message = call("--linear-quant", "mxfp8", "--qk-quant", "mxpf8", status=2).err
     assert message.startswith("[ERROR] --qk-quant: unknown format 'mxpf8', did you mean mxfp8")
