@@ -12,7 +12,7 @@ import pytest
 from configs import start
 from configs.layout import tensor_sizes
 from configs.models import MODELS
-from tests.script.published import flags_of
+from tests.published import flags_of
 from tests.script.test_drivers import value
 from tests.subprocesses import REPO, environment, run
 

@@ -9,6 +9,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from configs.models import MODELS
 from configs.quantizations import PLACES, QUANTIZATIONS, accepted, places
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.fake_quant import policy
-from megatron.fake_quant.quant_type import PREFIXES, parse_type
+from megatron.fake_quant.quant_type import PREFIXES
 from megatron.training.arguments import parse_args
-from tests.script.published import PUBLISHED, flags_of
+from tests.published import PUBLISHED, flags_of
+from tests.script.meaning import MEANING
 from tests.subprocesses import REPO, environment, run
 
 CELLS = [(model, dataset, q) for model in MODELS for dataset in DATASETS for q in QUANTIZATIONS]
@@ -94,10 +96,11 @@ def test_stale_scripts_go_and_missing_ones_come(tmp_path, monkeypatch):
 
 def test_quantizations_mean_what_training_means_by_them(parsed):
     assert set(PLACES) == set(PREFIXES) - {""}
+    assert set(MEANING) == set(QUANTIZATIONS)
     for (_, _, quantization), training in parsed.items():
         chosen = policy.resolve({"custom_quant_type": training.args.custom_quant_type}, {})
-        expected = parse_type(quantization)
-        assert {op: choice.format for op, choice in chosen.choices.items()} == expected
+        found = {op: choice.name for op, choice in chosen.choices.items()}
+        assert found == dict(zip(("linear", "qk", "pv"), MEANING[quantization], strict=True))
         assert all(choice.source.startswith("flag") for choice in chosen.choices.values())
 
 
@@ -105,7 +108,8 @@ def test_a_format_alone_is_everywhere_and_its_words_say_so():
     for name in ("mxfp8", "mxfp4", "hifp8"):
         assert train_config.formats_of(name).flags == ("--custom-quant-type", name)
         assert accepted()[name] == f"{name} in linear layers, Q K^T and P V"
-        assert len(set(parse_type(name).values())) == 1
+        chosen = policy.resolve({"custom_quant_type": name}, {}).choices
+        assert [chosen[op].name for op in ("linear", "qk", "pv")] == [name] * 3
     assert accepted()["FA_mxfp4"] == "mxfp4 in Q K^T"
 
 
@@ -204,6 +208,7 @@ def test_deepseek_s_attention_and_experts(parsed):
         }
 
 
+#: All that may differ between a model and its tiny preset.
 SIZES = {
     "hidden_size",
     "intermediate_size",
@@ -213,17 +218,34 @@ SIZES = {
     "head_dim",
     "vocab_size",
     "vocab_multiple",
-    "latent",
-    "experts",
+    "latent.kv_lora_rank",
+    "latent.qk_nope_head_dim",
+    "latent.qk_rope_head_dim",
+    "latent.v_head_dim",
+    "experts.n_routed_experts",
+    "experts.num_experts_per_tok",
+    "experts.moe_intermediate_size",
 }
+
+
+def leaves(fields, prefix=""):
+    """The fields of an architecture and of its parts, with dotted names."""
+    found = {}
+    for name, value in fields.items():
+        found |= leaves(value, f"{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_tiny_preset_is_the_same_architecture(model):
     full, tiny = MODELS[model].full.architecture, MODELS[model].tiny.architecture
-    for name in full.__dataclass_fields__:
-        if name not in SIZES:
-            assert getattr(tiny, name) == getattr(full, name), name
+    kept = [
+        {name: value for name, value in leaves(asdict(each)).items() if name not in SIZES}
+        for each in (full, tiny)
+    ]
+    assert kept[0] == kept[1]
+    if model == "deepseek2_lite":
+        assert {"experts.routed_scaling_factor", "experts.aux_loss_alpha"} <= kept[0].keys()
     heads = full.num_attention_heads // full.num_key_value_heads
     assert tiny.num_attention_heads // tiny.num_key_value_heads == heads
     switches = [{word for word in each.flags() if word.startswith("--")} for each in (full, tiny)]

@@ -10,7 +10,7 @@ import pytest
 from configs.datasets import DATASETS
 from configs.models import MODELS
 from configs.quantizations import QUANTIZATIONS
-from megatron.fake_quant.quant_type import OPERATIONS, parse_type
+from tests.script.meaning import MEANING
 from tests.subprocesses import REPO, environment, run
 from tests.training.runs import Training
 
@@ -52,13 +52,13 @@ def check(training, quantization):
     assert "--seed 7" in training.errors
     lines = training.output.splitlines()
     rows = [match for line in lines if (match := ROW.fullmatch(line))]
-    expected = parse_type(quantization)
-    assert {row["operation"] for row in rows} == set(OPERATIONS)
+    expected = dict(zip(("linear", "qk", "pv"), MEANING[quantization], strict=True))
+    assert {row["operation"] for row in rows} == expected.keys()
     for row in rows:
-        fmt = None if ALWAYS_HIGH.fullmatch(row["module"]) else expected[row["operation"]]
-        assert row["what"] == ("high precision" if fmt is None else fmt.name), row[0]
+        name = "bf16" if ALWAYS_HIGH.fullmatch(row["module"]) else expected[row["operation"]]
+        assert row["what"] == ("high precision" if name == "bf16" else name), row[0]
     [share] = [float(match["percent"]) for line in lines if (match := SHARE.fullmatch(line))]
-    assert (share > 0) == any(expected.values())
+    assert (share > 0) == (quantization != "bf16")
     assert "the default corpus is taken" in training.errors
 
 

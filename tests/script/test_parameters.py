@@ -11,15 +11,8 @@ import pytest
 
 import train_config
 from configs.models import MODELS
-from tests.script.published import PUBLISHED, flags_of
+from tests.published import PARAMETERS, PUBLISHED, flags_of
 from tests.subprocesses import REPO, environment
-
-#: Of the published checkpoints.
-PARAMETERS = {
-    "llama31-8b": 8_030_261_248,
-    "llama32-1b": 1_235_814_400,
-    "deepseek2_lite": 15_706_484_224,
-}
 
 
 def published_parameters(config):

@@ -17,7 +17,7 @@ import train_config
 from configs import resolve
 from configs.models import MODELS
 from configs.quantizations import accepted
-from tests.script.published import flags_of
+from tests.published import flags_of
 from tests.script.test_drivers import value
 from tests.subprocesses import REPO, environment, run
 

@@ -14,53 +14,11 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.errors import UserError
 from megatron.training.hf import architectures, flags, rope
+from tests.published import PARAMETERS, PUBLISHED
 from tests.training.hf_models import LLAMA3_ROPE, YARN
 from tests.training.test_arguments import MINIMAL
 from tests.training.test_deepseek import DEEPSEEK as DEEPSEEK_FLAGS
 
-#: Of numbers alone: what is published, as published (in the older spelling).
-PUBLISHED = {
-    "llama31-8b": {
-        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
-        "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
-        "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-        "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
-    },
-    "llama32-1b": {
-        "architectures": ["LlamaForCausalLM"], "head_dim": 64, "hidden_act": "silu",
-        "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072,
-        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-        "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
-    },
-    "deepseek-v2-lite": {
-        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False,
-        "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
-        "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
-        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64,
-        "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
-        "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
-        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
-                         "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
-                         "type": "yarn"},
-        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
-        "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy",
-        "v_head_dim": 128, "vocab_size": 102400,
-    },
-}  # fmt: skip
-#: As the models' cards and papers have them.
-PARAMETERS = {
-    "llama31-8b": 8_030_261_248,
-    "llama32-1b": 1_235_814_400,
-    "deepseek-v2-lite": 15_706_484_224,
-}
 BATCH = ("--seq-length", "64", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3")
 DATA = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
 
@@ -109,7 +67,7 @@ def test_the_flags_of_the_architecture_are_filled_in(tmp_path):
 
 
 def test_deepseeks_routing_and_yarn(tmp_path):
-    config = parse(folder_of(tmp_path, "deepseek-v2-lite")).transformer
+    config = parse(folder_of(tmp_path, "deepseek2_lite")).transformer
     assert config.moe_layer_freq == [0] + [1] * 26
     assert (config.num_moe_experts, config.moe_router_topk) == (64, 6)
     assert config.moe_router_pre_softmax
@@ -137,7 +95,7 @@ def test_every_flag_that_is_checked_is_an_option():
 
 
 def test_every_contradiction_is_named(tmp_path):
-    folder = folder_of(tmp_path, "deepseek-v2-lite")
+    folder = folder_of(tmp_path, "deepseek2_lite")
     with pytest.raises(UserError) as refusal:
         parse(folder, "--num-layers", "4", "--qk-head-dim", "128", "--moe-layer-freq", "1")
     text = str(refusal.value)
@@ -183,10 +141,10 @@ def test_what_contradicts_a_checkpoint_is_refused(tmp_path, name, options, messa
             {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 2.0}},
             "low_freq_factor 2.0; megatron-core computes 1.0",
         ),
-        ("deepseek-v2-lite", {"topk_method": "group_limited_greedy"}, "topk_method"),
-        ("deepseek-v2-lite", {"norm_topk_prob": True}, "norm_topk_prob True; here it is False"),
-        ("deepseek-v2-lite", {"rope_scaling": YARN | {"mscale": 0}}, "and no mscale"),
-        ("deepseek-v2-lite", {"rope_scaling": YARN | {"truncate": False}}, "YaRN with truncate"),
+        ("deepseek2_lite", {"topk_method": "group_limited_greedy"}, "topk_method"),
+        ("deepseek2_lite", {"norm_topk_prob": True}, "norm_topk_prob True; here it is False"),
+        ("deepseek2_lite", {"rope_scaling": YARN | {"mscale": 0}}, "and no mscale"),
+        ("deepseek2_lite", {"rope_scaling": YARN | {"truncate": False}}, "YaRN with truncate"),
     ],
 )
 def test_a_config_that_cannot_be_computed_is_refused(tmp_path, name, changes, message):
@@ -208,7 +166,7 @@ def test_a_config_that_is_missing_or_broken_is_refused(tmp_path):
 
 
 def test_an_epsilon_that_transformers_would_ignore_is_said(tmp_path):
-    run = parse(folder_of(tmp_path, "deepseek-v2-lite", rms_norm_eps=1e-5))
+    run = parse(folder_of(tmp_path, "deepseek2_lite", rms_norm_eps=1e-5))
     assert any("epsilon of 1e-05 here, of 1e-06 in transformers" in note for note in run.notes)
 
 
@@ -281,7 +239,7 @@ def test_yarn_is_that_of_transformers(changes, monkeypatch):
     from transformers import DeepseekV2Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    published = dict(PUBLISHED["deepseek-v2-lite"])
+    published = dict(PUBLISHED["deepseek2_lite"])
     published["rope_scaling"] = published["rope_scaling"] | changes
     theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](DeepseekV2Config(**published), "cpu")
     found = rope.yarn_flags(published)

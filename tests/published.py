@@ -1,4 +1,4 @@
-"""The published configurations, and what the tests of the matrix share."""
+"""The published models, as facts to compare with; and the flags of a command."""
 
 import json
 
@@ -7,6 +7,13 @@ from tests.subprocesses import REPO
 PUBLISHED = {
     name: json.loads((REPO / "tests/data/published_models" / f"{name}.json").read_text())
     for name in ("llama31-8b", "llama32-1b", "deepseek2_lite")
+}
+
+#: As the models' cards and papers have them.
+PARAMETERS = {
+    "llama31-8b": 8_030_261_248,
+    "llama32-1b": 1_235_814_400,
+    "deepseek2_lite": 15_706_484_224,
 }
 
 
