@@ -20,28 +20,18 @@ import argparse
 import sys
 
 from configs.names import ConfigError, pick
-from configs.options import (
-    Parser,
-    add_actions,
-    add_cluster,
-    add_experiment,
-    require,
-    split_flags,
-)
+from configs.options import Parser, add_actions, add_cluster, add_experiment
+from configs.program import run_program
 from configs.quantizations import attention_choices, formats
 from configs.run_names import Formats
-from configs.start import start
 
 OFF = "none"
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        description=__doc__,
-        usage="flash_attention_config.py --model M --dataset D --fa-quantization Q [options] "
-        "[-- flags]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        __doc__,
+        "flash_attention_config.py --model M --dataset D --fa-quantization Q [options] [-- flags]",
     )
     add_actions(parser)
     add_experiment(parser)
@@ -95,18 +85,13 @@ def list_choices() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    words, flags = split_flags(sys.argv[1:] if argv is None else argv)
-    try:
-        options = build_parser().parse_args(words)
-        if options.list:
-            print(list_choices())
-            return 0
-        require(options, "fa-quantization")
-        chosen = formats_of(options.fa_quantization, options.linear_quantization)
-        return start(options, chosen, flags)
-    except ConfigError as error:
-        print(f"[ERROR] {error}", file=sys.stderr)
-        return error.status
+    return run_program(
+        build_parser(),
+        argv,
+        prints={"list": list_choices},
+        required="fa-quantization",
+        formats_of=lambda options: formats_of(options.fa_quantization, options.linear_quantization),
+    )
 
 
 if __name__ == "__main__":

@@ -99,11 +99,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def build_parser() -> Parser:
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     parser.advice = "see --help"
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="print the effective formats and stop")

@@ -22,29 +22,20 @@ import sys
 
 from configs.datasets import DATASETS
 from configs.models import MODELS
-from configs.names import ConfigError, pick
-from configs.options import (
-    Parser,
-    add_actions,
-    add_cluster,
-    add_experiment,
-    require,
-    split_flags,
-)
+from configs.names import pick
+from configs.options import Parser, add_actions, add_cluster, add_experiment
+from configs.program import run_program
 from configs.quantizations import AS_SET, accepted
 from configs.resolve import at_home, has_data
 from configs.run_names import Formats
 from configs.scripts import write_scripts
-from configs.start import start
 from configs.trainings import TRAININGS
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        description=__doc__,
-        usage="train_config.py --model M --dataset D --quantization Q [options] [-- flags]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        __doc__,
+        "train_config.py --model M --dataset D --quantization Q [options] [-- flags]",
     )
     add_actions(parser)
     parser.add_argument(
@@ -93,20 +84,13 @@ def list_tables() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    words, flags = split_flags(sys.argv[1:] if argv is None else argv)
-    try:
-        options = build_parser().parse_args(words)
-        if options.list:
-            print(list_tables())
-            return 0
-        if options.write_scripts:
-            print(write_scripts())
-            return 0
-        require(options, "quantization")
-        return start(options, formats_of(options.quantization), flags)
-    except ConfigError as error:
-        print(f"[ERROR] {error}", file=sys.stderr)
-        return error.status
+    return run_program(
+        build_parser(),
+        argv,
+        prints={"list": list_tables, "write_scripts": write_scripts},
+        required="quantization",
+        formats_of=lambda options: formats_of(options.quantization),
+    )
 
 
 if __name__ == "__main__":

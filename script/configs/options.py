@@ -15,9 +15,17 @@ from configs.trainings import TRAININGS
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors look like all others here."""
+    """argparse whose errors look like all others here, and whose help is as it was written."""
 
     advice = "see --help (flags of pretrain_gpt.py go after --)"
+
+    def __init__(self, description: str | None, usage: str | None = None) -> None:
+        super().__init__(
+            description=description,
+            usage=usage,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.advice}")
