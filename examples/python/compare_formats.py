@@ -1,0 +1,55 @@
+#!/usr/bin/env python3
+"""What number formats do to a tensor: signal to quantization noise, in dB.
+
+    export PYTHONPATH=$PWD python=$(bash script/setup_env.sh)
+    "$python" examples/python/compare_formats.py
+    "$python" examples/python/compare_formats.py mxfp8 mx:e3m4:b16:rceil nvfp4:2d
+
+Each format meets three tensors: normal values; the same with a channel in 32 that is 50 times as
+large, as activations have; and the same divided by 2^18, as gradients may be. The noise is measured
+in the other channels: in the whole tensor the large ones would drown it. Blocks are formed along
+the last axis. `python -m megatron.fake_quant list` prints the names of formats.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from megatron.fake_quant import fake_quantize, get_format
+
+FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "hifp8", "fp8_e4m3")
+ORDINARY = torch.arange(1024) % 32 != 0  #: channels
+
+
+def sqnr(x: Tensor, quantized: Tensor) -> float:
+    """10 log10 of the signal's power over the error's, summed in float64."""
+    signal, noise = x.double(), quantized.double() - x.double()
+    return 10 * torch.log10(signal.square().sum() / noise.square().sum()).item()
+
+
+def samples() -> dict[str, Tensor]:
+    """The tensors, by name: 512 rows of 1024 channels."""
+    normal = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
+    outliers = torch.where(ORDINARY, normal, 50 * normal)
+    return {"normal": normal, "outliers": outliers, "small": normal / 2**18}
+
+
+def main(names: list[str]) -> int:
+    try:
+        formats = [get_format(name) for name in names or FORMATS]
+    except ValueError as error:
+        print(f"[ERROR] {error}", file=sys.stderr)
+        return 2
+    tensors = samples()
+    print(f"{'SQNR in dB':16}", *(f"{name:>9}" for name in tensors))
+    for fmt in formats:
+        found = (sqnr(x[:, ORDINARY], fake_quantize(x, fmt)[:, ORDINARY]) for x in tensors.values())
+        print(f"{fmt.name:16}", *(f"{value:9.2f}" for value in found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+"""Open a dump, put a linear layer's tensors together, and compute its output once more.
+
+    export PYTHONPATH=$PWD python=$(bash script/setup_env.sh)
+    "$python" examples/python/recompute_gemm.py enhanced_tensor_logs/mxfp8
+    "$python" examples/python/recompute_gemm.py enhanced_tensor_logs/mxfp8 linear_fc1
+
+y = x W^T is computed from the saved operands twice: quantized as the run quantized them, which
+gives the saved output again (on the same machine in every bit), and as they are, which shows what
+the format cost. The layer is the first, the module linear_qkv unless named; the shards of several
+ranks are joined first. `python -m megatron.analysis verify` does this for every matmul of a
+dump.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from megatron.analysis.recorded_formats import uses
+from megatron.analysis.store import TensorStore
+
+NAMES = ("input", "weight", "output")
+
+
+def sqnr(x: Tensor, other: Tensor) -> float:
+    """10 log10 of the signal's power over that of the difference; inf where there is none."""
+    signal, noise = x.double(), other.double() - x.double()
+    return 10 * torch.log10(signal.square().sum() / noise.square().sum()).item()
+
+
+def main(folder: str, module: str = "linear_qkv") -> int:
+    try:
+        store = TensorStore(folder).only("latest")
+        records = store.select(layer=0, module=module, operation="forward")
+        if records.empty:
+            raise ValueError(f"no {module} of layer 0 in {folder}; name another module")
+        where = {"layer": 0, "module": module, "iteration": int(records["iteration"].min())}
+        where |= {"micro_batch": 0, "operation": "forward"}
+        x, w, y = (store.load_global(tensor_name=name, dp=0, **where) for name in NAMES)
+    except ValueError as error:
+        print(f"[ERROR] {error}", file=sys.stderr)
+        return 1
+
+    # a record names the format of its operand, in the forward and in the backward pass
+    said = dict(zip(records["tensor_name"], records["format"], strict=True))
+    forward = {name: uses(said[name])[0] for name in ("input", "weight")}
+    quantized = [
+        forward[name].quantized(each, axis=-1) for name, each in (("input", x), ("weight", w))
+    ]
+    print(f"{module} of layer 0")
+    print(f"  x {list(x.shape)} in {said['input']}, W {list(w.shape)} in {said['weight']}")
+    for title, (a, b) in {"quantized": quantized, "as they are": (x, w)}.items():
+        again = a @ b.t()
+        same = (again == y).double().mean().item()
+        print(f"  operands {title:12} {same:7.2%} of y as saved, SQNR {sqnr(y, again):.2f} dB")
+    return 0
+
+
+if __name__ == "__main__":
+    if not 2 <= len(sys.argv) <= 3:
+        sys.exit(__doc__)
+    sys.exit(main(*sys.argv[1:]))
