@@ -22,6 +22,15 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
+def corpus(tmp_path):
+    """A tokenizer and data that are there, though not real: for what only looks."""
+    (tmp_path / "tok.model").write_bytes(b"")
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"text_document{suffix}").write_bytes(b"")
+    return tmp_path / "tok.model", tmp_path / "text_document"
+
+
+@pytest.fixture
 def plain_environment(monkeypatch):
     """Nothing that says where and how many; the current folder is the tree's root."""
     for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DRY_RUN"):

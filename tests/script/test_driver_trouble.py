@@ -7,7 +7,7 @@ import pytest
 from megatron.tensor_record import run_card_name
 from tests.core.conftest import mount_or_skip
 from tests.core.dumps import assert_sound, partial_files, run_of
-from tests.script.test_drivers import COLLECT, bash
+from tests.script.drivers import COLLECT, bash
 
 
 @pytest.fixture

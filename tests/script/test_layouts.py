@@ -13,7 +13,7 @@ from configs import start
 from configs.layout import tensor_sizes
 from configs.models import MODELS
 from tests.published import flags_of
-from tests.script.test_drivers import value
+from tests.script.drivers import value
 from tests.subprocesses import REPO, environment, run
 
 CELL = ("--model", "llama31-8b", "--dataset", "wikipedia", "--quantization", "bf16")

@@ -1,0 +1,40 @@
+"""Starts the drivers and the training script as a user would, and reads what they would run."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+import pytest
+
+from tests.subprocesses import REPO, environment, run
+
+COLLECT = REPO / "run_tensor_collection.sh"
+DRAW = REPO / "run_tensor_draw.sh"
+TRAIN = REPO / "examples" / "llama" / "train_llama32_1b_h100_fp8.sh"
+ALL = pytest.mark.parametrize("script", [COLLECT, DRAW, TRAIN], ids=lambda path: path.name)
+
+
+def bash(script, *arguments, cwd=REPO, **variables):
+    """Run a driver with this Python."""
+    done = run(
+        ["bash", script, *arguments],
+        cwd=cwd,
+        env=environment(**{"LAB_PYTHON": sys.executable} | variables),
+    )
+    assert "Traceback" not in done.stderr
+    assert "unbound variable" not in done.stderr
+    return done
+
+
+def dry(script, *arguments, **variables):
+    """The commands that a driver would run, as words."""
+    done = bash(script, *arguments, DRY_RUN="1", **variables)
+    assert done.returncode == 0, done.stderr
+    return [shlex.split(line) for line in done.stdout.splitlines()]
+
+
+def value(words, flag):
+    """What follows a flag, the last time that it is given: that one wins."""
+    assert flag in words, f"{flag} is not in {words}"
+    return words[len(words) - 1 - words[::-1].index(flag) + 1]
