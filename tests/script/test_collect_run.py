@@ -2,63 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
-import select
-import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[2]
-WATCHER = REPO / "script" / "collect_run.py"
-TRAINING = Path(__file__).with_name("fake_training.py")
-LIMIT = 30.0  #: seconds; none of these needs more than three
-
-
-def command(folder: Path, behaviour: str, *options: str, iterations: int = 1) -> list[str]:
-    return [
-        sys.executable, str(WATCHER), "--tensor-dir", str(folder / "tensors"), "--name", "mxfp8",
-        "--log-dir", str(folder / "logs"), "--grace", "0.5", *options, "--",
-        sys.executable, str(TRAINING), str(folder / "tensors"), behaviour, str(iterations),
-        str(folder / "pids"),
-    ]  # fmt: skip
-
-
-def collect(
-    folder: Path, behaviour: str, *options: str, **more: int
-) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(folder, behaviour, *options, **more), capture_output=True, text=True, timeout=LIMIT
-    )
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")  # a zombie is not alive
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def started(folder: Path) -> list[int]:
-    return [int(pid) for pid in (folder / "pids").read_text().split()]
+from tests.script.watching import (
+    LIMIT,
+    TRAINING,
+    WATCHER,
+    alive,
+    collect,
+    command,
+    started,
+    wait_for,
+)
 
 
 def test_a_good_run_is_reported_by_phase_component_operation_and_layer(tmp_path):
@@ -181,66 +140,6 @@ def test_fewer_iterations_than_asked_for_is_a_failure(tmp_path):
     assert "after 2 of 3 iterations; raise --train-iters" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_a_stubborn_tree_and_reports_what_is_there(tmp_path, number):
-    collecting = subprocess.Popen(
-        command(tmp_path, "stubborn"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    wait_for((tmp_path / "pids").exists)
-    pids = started(tmp_path)
-    assert all(map(alive, pids))
-    collecting.send_signal(number)
-    out, err = collecting.communicate(timeout=LIMIT)
-    assert collecting.returncode == 128 + number
-    assert f"[ERROR] interrupted ({number.name}): training was stopped" in err
-    assert "mxfp8: 6 tensors" in out
-    assert not any(map(alive, pids))
-    assert len(list((tmp_path / "tensors").glob("*.pt"))) == 6
-
-
-def test_a_second_interrupt_does_not_wait_for_the_grace(tmp_path):
-    collecting = subprocess.Popen(
-        command(tmp_path, "stubborn", "--grace", "600"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    wait_for((tmp_path / "pids").exists)
-    collecting.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        collecting.wait(timeout=1.5)
-    collecting.send_signal(signal.SIGINT)
-    collecting.communicate(timeout=LIMIT)
-    assert collecting.returncode == 130
-    assert not any(map(alive, started(tmp_path)))
-
-
-def test_training_has_time_to_write_what_waits(tmp_path):
-    """Four times the grace, as long as tensors arrive."""
-    collecting = subprocess.Popen(
-        command(tmp_path, "queue"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    wait_for((tmp_path / "pids").exists)
-    collecting.send_signal(signal.SIGTERM)
-    out, _ = collecting.communicate(timeout=LIMIT)
-    assert collecting.returncode == 143
-    assert "mxfp8: 126 tensors" in out, "6 before the signal, 20 times 6 after it"
-
-
-def test_a_daemon_that_training_leaves_behind_is_stopped(tmp_path):
-    done = collect(tmp_path, "orphan")
-    assert done.returncode == 0, done.stderr
-    assert not any(map(alive, started(tmp_path)))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
-def test_training_ends_even_if_the_watcher_is_killed(tmp_path):
-    collecting = subprocess.Popen(command(tmp_path, "stall"), stdout=subprocess.DEVNULL)
-    wait_for((tmp_path / "pids").exists)
-    collecting.kill()
-    collecting.wait(timeout=LIMIT)
-    wait_for(lambda: not any(map(alive, started(tmp_path))))
-
-
 @pytest.mark.parametrize("option", ["--tensor-dir", "--log-dir"])
 def test_a_folder_that_cannot_be_written_is_refused_before_the_start(tmp_path, option):
     (tmp_path / "file").write_text("not a folder")
@@ -282,40 +181,3 @@ def test_each_run_has_a_log_of_its_own(tmp_path):
     for _ in range(3):
         assert collect(tmp_path, "ok").returncode == 0
     assert len(list((tmp_path / "logs").iterdir())) == 3
-
-
-def test_a_terminal_gets_a_bar_and_ctrl_c_reaches_it(tmp_path):
-    pytest.importorskip("tqdm")
-    parent, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    collecting = subprocess.Popen(
-        command(tmp_path, "stall", "--control-iter", "4"), stdout=subprocess.DEVNULL, stderr=child
-    )
-    os.close(child)
-    shown = b""
-    while b"mxfp8: iteration 1 of 4, 6 tensors, 6 kB" not in shown:
-        assert select.select([parent], [], [], LIMIT)[0], f"nothing more after {shown!r}"
-        shown += os.read(parent, 4096)
-    collecting.send_signal(signal.SIGINT)
-    assert collecting.wait(timeout=LIMIT) == 130
-    os.close(parent)
-
-
-def test_ps_sees_what_proc_sees(monkeypatch):
-    """The table of a system without /proc, where there is a `ps` to compare with."""
-    if not Path("/proc/self/stat").exists() or shutil.which("ps") is None:
-        pytest.skip("needs both")
-    monkeypatch.syspath_prepend(REPO / "script")
-    import process_tree
-
-    sleeper = subprocess.Popen(["sleep", "60"])
-    try:
-        known, asked = process_tree._process_table(), process_tree._ask_ps()
-        for pid in (os.getpid(), sleeper.pid):
-            assert asked[pid].parent == known[pid].parent
-            assert not asked[pid].dead
-            assert asked[pid].started == process_tree._ask_ps()[pid].started
-    finally:
-        sleeper.kill()
-    wait_for(lambda: process_tree._ask_ps()[sleeper.pid].dead)
-    sleeper.wait()
