@@ -13,7 +13,6 @@ beats one that the environment names, and next to `--quant-recipe` it is refused
 The LM head stays in high precision unless a recipe says otherwise.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -284,27 +283,7 @@ def current() -> Policy:
     return configure() if _current is None else _current
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Check a quantization type or a recipe for a shell script: `python -m
-    megatron.fake_quant.policy --check-type mxfp8`.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron.fake_quant.policy", description=main.__doc__
-    )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check-type", metavar="TYPE", help="exit 2 unless TYPE is one")
-    what.add_argument("--check-recipe", metavar="FILE", help="exit 2 unless FILE is a recipe")
-    options = parser.parse_args(arguments)
-    try:
-        if options.check_recipe is not None:
-            load_recipe(Path(options.check_recipe))
-        else:
-            parse_type(options.check_type)
-    except ValueError as error:
-        print(f"[ERROR] {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
+    from megatron.fake_quant.policy_check import main
+
     sys.exit(main())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron.fake_quant import policy
+from megatron.fake_quant import policy, policy_check
 from megatron.fake_quant.policy import resolve
 from megatron.fake_quant.quant_type import OPERATIONS, parse_type
 
@@ -126,6 +126,6 @@ def test_without_configure_the_environment_speaks(monkeypatch, tmp_path):
 
 
 def test_the_check_for_shell_scripts(capsys):
-    assert policy.main(["--check-type", "FA_mxfp8"]) == 0
-    assert policy.main(["--check-type", "mxfp9"]) == 2
+    assert policy_check.main(["--check-type", "FA_mxfp8"]) == 0
+    assert policy_check.main(["--check-type", "mxfp9"]) == 2
     assert capsys.readouterr().err.startswith("[ERROR] unknown quantization type 'mxfp9'")
