@@ -109,3 +109,17 @@ def _on_machine(world_size: int) -> int:
         if (value := os.environ.get(name, "")).isdecimal():
             return max(1, min(int(value), world_size))
     return min(world_size, torch.cuda.device_count() or world_size)
+
+
+def enabled_by_environment() -> bool:
+    """What TENSOR_SAVE_ENABLED says.
+
+    Raises:
+        ValueError: it says neither yes nor no.
+    """
+    value = os.environ.get("TENSOR_SAVE_ENABLED", "").strip().lower()
+    if value not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):
+        raise ValueError(
+            f"environment variable TENSOR_SAVE_ENABLED is {value!r}; use true or false"
+        )
+    return value in ("1", "true", "yes", "on")

@@ -28,7 +28,7 @@ from megatron.core.capture import Capture
 from megatron.core.collection_clock import clock
 from megatron.core.collection_limits import gib
 from megatron.core.collection_plan import Planner
-from megatron.core.collection_settings import Settings, read_settings
+from megatron.core.collection_settings import Settings, enabled_by_environment, read_settings
 from megatron.core.module_identity import ModuleIdentity
 from megatron.core.quantized_module import Quantized
 from megatron.core.saver import TensorSaver
@@ -110,20 +110,6 @@ def configure(
         )
     if _saver.is_first:
         logger.info("saving tensors to %s (run %s)", wanted.directory, run_id)
-
-
-def enabled_by_environment() -> bool:
-    """What TENSOR_SAVE_ENABLED says.
-
-    Raises:
-        ValueError: it says neither yes nor no.
-    """
-    value = os.environ.get("TENSOR_SAVE_ENABLED", "").strip().lower()
-    if value not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):
-        raise ValueError(
-            f"environment variable TENSOR_SAVE_ENABLED is {value!r}; use true or false"
-        )
-    return value in ("1", "true", "yes", "on")
 
 
 def _check_alike(enabled: bool) -> None:
