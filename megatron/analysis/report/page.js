@@ -22,7 +22,8 @@ function show(value) {
 }
 
 const percent = (share) => (share === null ? "-" : `${show(100 * share)} %`);
-const decibel = (value) => (value === "inf" ? "exact" : value === null ? "-" : value.toFixed(1));
+// The SQNR of what has no error is infinite.
+const decibel = (value) => (value === "inf" ? "exact" : typeof value === "number" ? value.toFixed(1) : value ?? "-");
 const layout = (more) => ({
   font: FONT, margin: { l: 60, r: 20, t: 34, b: 50 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
   hovermode: "closest", ...more,
@@ -43,7 +44,7 @@ function drawHeatmap() {
   const { run, iteration } = chosen();
   const at = 5 + 2 * formatIndex();
   const grid = () => data.layers.map(() => data.places.map(() => null));
-  const [z, text, tensor] = [grid(), grid(), grid()];
+  const [z, text, hover, tensor] = [grid(), grid(), grid(), grid()];
   const finite = [];
   for (const cell of data.cells) {
     if (typeof cell[at] === "number") finite.push(cell[at]); // one scale for all runs
@@ -51,17 +52,21 @@ function drawHeatmap() {
     const [row, column] = [data.layers.indexOf(cell[2]), cell[3]];
     z[row][column] = cell[at];
     tensor[row][column] = cell[at + 1];
-    text[row][column] = decibel(cell[at]) + (cell[4] > 1 ? ` (${cell[4]} tensors)` : "");
+    text[row][column] = decibel(cell[at]);
+    hover[row][column] = text[row][column] + (typeof cell[at] === "number" ? " dB" : "")
+      + (cell[4] > 1 ? ` (${cell[4]} tensors)` : "");
   }
-  const top = finite.reduce((a, b) => Math.max(a, b), 1);
-  for (const row of z) row.forEach((value, i) => { if (value === "inf") row[i] = top; });
+  const top = finite.reduce((a, b) => Math.max(a, b), finite[0] ?? 1);
+  const bottom = finite.reduce((a, b) => Math.min(a, b), top);
+  // only the colour: what is written in a cell is its text
+  const colour = (value) => (value === "inf" ? top : value === "-inf" ? bottom : value);
   const few = data.layers.length * data.places.length <= 900;
   const trace = {
-    type: "heatmap", z, x: data.places, y: data.layers.map((l) => (l < 0 ? "?" : `L${l}`)), text,
-    customdata: tensor, xgap: 1, ygap: 1, colorscale: "Viridis",
-    zmin: finite.reduce((a, b) => Math.min(a, b), top), zmax: top, colorbar: { title: { text: "dB" } },
-    hovertemplate: "%{y} %{x}: %{text} dB<extra></extra>",
-    ...(few ? { texttemplate: "%{z:.1f}", textfont: { size: 9 } } : {}),
+    type: "heatmap", z: z.map((row) => row.map(colour)), x: data.places,
+    y: data.layers.map((l) => (l < 0 ? "?" : `L${l}`)), text, hovertext: hover, customdata: tensor, xgap: 1, ygap: 1, colorscale: "Viridis",
+    zmin: bottom, zmax: top, colorbar: { title: { text: "dB" } },
+    hovertemplate: "%{y} %{x}: %{hovertext}<extra></extra>",
+    ...(few ? { texttemplate: "%{text}", textfont: { size: 9 } } : {}),
   };
   const height = Math.min(212 + 24 * data.layers.length, 900);
   Plotly.react("heatmap", [trace], layout({

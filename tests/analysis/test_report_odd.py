@@ -1,0 +1,85 @@
+"""report.html of dumps that are not as they should be: no error, NaN, parts, hostile names."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.analysis.figures.material import Material
+from megatron.analysis.report import write_report
+from megatron.analysis.stats import compute
+from megatron.analysis.store import TensorStore
+from tests.analysis.browser import browser, find_browser
+from tests.analysis.fake_dump import records, write_tensor
+
+FORMATS = ("mxfp8", "hifp8")
+INPUT, WEIGHT = "qkv input", "qkv weight"
+
+
+def material_of(folder, formats=FORMATS):
+    store = TensorStore(folder)
+    return Material(store, compute(store, formats), tuple(formats))
+
+
+def linear(**changes):
+    """The records of a run's inputs and weights, as if of 64 x 64 values."""
+    for record, _, _ in records(run_id="r1", quant_type="bf16", layers=2, iterations=2):
+        if record.layer_type == "linear" and record.tensor_name in ("input", "weight"):
+            yield dataclasses.replace(
+                record, shape=[64, 64], global_shape=[64, 64], dims="t h", **changes
+            )
+
+
+def normal(seed):
+    return torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def write_odd(folder):
+    """Weights without error; in the first of four inputs none either, in another a NaN, and tiny
+    values.
+    """
+    for record in linear():
+        x = torch.ones(64, 64)
+        if record.tensor_name == "input" and (record.layer_idx, record.iteration) != (0, 1):
+            x = normal(record.counter)
+        if record.tensor_name == "input" and record.layer_idx == 1:
+            x[0, 3] = float("nan")
+            x[7, 0] = 1e-30
+        write_tensor(folder, record, x.bfloat16())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    return material_of(write_odd(tmp_path_factory.mktemp("odd")))
+
+
+@pytest.fixture(scope="module")
+def opened_browser(tmp_path_factory):
+    executable = find_browser()
+    if executable is None:
+        pytest.skip("no Chromium on the PATH (nor in CHROMIUM): the pages were NOT looked at")
+    with browser(executable, tmp_path_factory.mktemp("profile")) as tab:
+        yield tab
+
+
+@pytest.fixture(scope="module")
+def tab(odd, opened_browser, tmp_path_factory):
+    opened_browser.open(write_report(odd, tmp_path_factory.mktemp("page") / "report.html"))
+    return opened_browser
+
+
+def test_a_cell_without_error_says_so_and_shows_no_number(tab, odd):
+    texts = tab.evaluate(
+        "Array.from(document.querySelectorAll('#heatmap .heatmap-label'), (n) => n.textContent)"
+    )
+    last = odd.uses[(odd.uses["quantized_format"] == "mxfp8") & (odd.uses["iteration"] == 2)]
+    shown = {
+        f"{value:.1f}" for value in last["sqnr_db"] if value != float("inf")
+    }  # of the two inputs
+    assert sorted(texts) == sorted([*shown, "exact", "exact"])
+    hover = tab.evaluate("$('heatmap').data[0].hovertext.flat()")
+    assert sorted(hover) == sorted([*(f"{text} dB" for text in shown), "exact", "exact"])
+    assert tab.messages == []
