@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,3 +84,26 @@ def test_a_cell_without_error_says_so_and_shows_no_number(tab, odd):
     hover = tab.evaluate("$('heatmap').data[0].hovertext.flat()")
     assert sorted(hover) == sorted([*(f"{text} dB" for text in shown), "exact", "exact"])
     assert tab.messages == []
+
+
+def test_the_medians_over_layers_are_those_of_all_tensors(tab, odd):
+    drawn = tab.evaluate("$('by-layer').data.map((t) => [t.name, t.y, t.text])")
+    uses = odd.uses
+    assert [name for name, _, _ in drawn] == list(FORMATS)
+    for name, y, text in drawn:
+        mine = uses[uses["quantized_format"] == name]
+        expected = [
+            float(np.median(mine.loc[mine["layer_idx"] == layer, "sqnr_db"].dropna()))
+            for layer in (0, 1)
+        ]
+        # layer 0: 3 of 4 have no error; layer 1: 2 of 4, whose mean with a number is infinite
+        assert expected == [np.inf, np.inf]
+        assert text == ["exact", "exact"]
+        assert np.isfinite(y).all()
+    marks = tab.evaluate("$('by-place').data.map((t) => [t.marker.symbol, t.y])")
+    for name, (symbols, y) in zip(FORMATS, marks, strict=True):
+        mine = uses[(uses["quantized_format"] == name) & (uses["place"] == INPUT)]["sqnr_db"]
+        assert odd.places == [INPUT, WEIGHT]
+        assert symbols == ["circle", "triangle-up"]
+        assert y[0] == pytest.approx(np.median(mine), rel=1e-5)
+        assert y[1] > max(y[0] for _, y in marks)

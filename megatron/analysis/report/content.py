@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -28,6 +28,7 @@ NAMED = 24  #: tensors that a warning links to
 def content(material: Material) -> dict[str, Any]:
     """Everything on the page."""
     tensors = material.tensors
+    layers = sorted(int(layer) for layer in tensors["layer_idx"].unique())
     cautions = find_cautions(material.uses, tensors)
     lowest = worst(material)
     named = [row[0] for rows in lowest.values() for row in rows]
@@ -42,10 +43,12 @@ def content(material: Material) -> dict[str, Any]:
         "missing": len(material.store.missing),
         "formats": [{"name": name, "colour": colour_of(name)} for name in material.formats],
         "runs": [run(material, run_id) for run_id in runs_of(tensors)],
-        "layers": sorted(int(layer) for layer in tensors["layer_idx"].unique()),
+        "layers": layers,
         "places": material.places,
         "kinds": [kind_of(tensors, place) for place in material.places],
         "cells": cells(material),
+        "by_place": format_medians(material, "place", material.places),
+        "by_layer": format_medians(material, "layer_idx", layers),
         "cautions": [
             {"kind": c.kind, "text": c.text, "tensors": list(c.tensors[:NAMED])} for c in cautions
         ],
@@ -126,6 +129,15 @@ def cells(material: Material) -> list[list[Any]]:
         for name in material.formats:
             rows[-1] += formats[name][:2] if name in formats else (None, None)
     return rows
+
+
+def format_medians(material: Material, column: str, order: Sequence[Any]) -> list[list[Any]]:
+    """For each format the median SQNR of all tensors with each value of a column, of all runs and
+    iterations; null: none has one.
+    """
+    groups = material.uses.groupby(["quantized_format", column], sort=False)["sqnr_db"].median()
+    found = {key: plain(value) for key, value in groups.items()}
+    return [[found.get((name, value)) for value in order] for name in material.formats]
 
 
 def worst(material: Material) -> dict[str, list[list[Any]]]:

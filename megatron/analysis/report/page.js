@@ -195,24 +195,26 @@ function goTo(tensor) {
   $("detail").scrollIntoView();
 }
 
-const median = (values) => {
-  const sorted = values.filter((v) => typeof v === "number").sort((a, b) => a - b);
-  if (!sorted.length) return null;
-  const middle = sorted.length >> 1;
-  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
-};
+// A line or marks a format; what has no error is a triangle above all numbers.
+function sqnrTraces(medians, x, mode) {
+  const finite = medians.flat().filter((value) => typeof value === "number");
+  const top = finite.reduce((a, b) => Math.max(a, b), finite[0] ?? 0);
+  const exact = top + 0.06 * Math.max(top - finite.reduce((a, b) => Math.min(a, b), top), 1);
+  return data.formats.map((format, i) => ({
+    type: "scatter", mode, name: format.name, line: { color: format.colour, width: 1.5 }, x,
+    y: medians[i].map((value) => (value === "inf" ? exact : typeof value === "number" ? value : null)),
+    marker: { size: 7, color: format.colour, symbol: medians[i].map((value) => (value === "inf" ? "triangle-up" : "circle")) },
+    text: medians[i].map((value) => decibel(value) + (typeof value === "number" ? " dB" : "")),
+    hovertemplate: "%{x}: %{text}",
+  }));
+}
 
 function drawFormats() {
-  const lines = (keys, pick, names) => data.formats.map((format, i) => ({
-    type: "scatter", mode: "lines+markers", name: format.name, line: { color: format.colour, width: 1.5 }, marker: { size: 7 }, x: names,
-    y: keys.map((key) => median(data.cells.filter((cell) => pick(cell) === key).map((cell) => cell[5 + 2 * i]))),
-  }));
-  const places = data.places.map((_, i) => i);
-  const marks = lines(places, (cell) => cell[3], data.places).map((trace) => ({ ...trace, mode: "markers" }));
-  Plotly.newPlot("by-place", marks, layout({
+  $("formats-note").textContent = `Medians of ${data.origin}; a triangle above all numbers: no error.`;
+  Plotly.newPlot("by-place", sqnrTraces(data.by_place, data.places, "markers"), layout({
     height: 400, xaxis: { tickangle: -45, automargin: true, type: "category" }, yaxis: axis("SQNR (dB), median"), legend: { orientation: "h", y: 1.12 },
   }), CONFIG);
-  Plotly.newPlot("by-layer", lines(data.layers, (cell) => cell[2], data.layers), layout({
+  Plotly.newPlot("by-layer", sqnrTraces(data.by_layer, data.layers, "lines+markers"), layout({
     height: 320, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: axis("SQNR (dB), median of all tensors"),
     legend: { orientation: "h", y: 1.15 },
   }), CONFIG);
