@@ -12,6 +12,7 @@ from megatron.analysis.figures.material import Material
 from megatron.analysis.report import write_report
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
+from megatron.fake_quant import fake_quantize
 from tests.analysis.browser import browser, find_browser
 from tests.analysis.fake_dump import records, write_tensor
 
@@ -25,16 +26,16 @@ def material_of(folder, formats=FORMATS):
 
 
 def linear(**changes):
-    """The records of a run's inputs and weights, as if of 64 x 64 values."""
+    """The records of a run's inputs and weights, as if of 128 x 128 values."""
     for record, _, _ in records(run_id="r1", quant_type="bf16", layers=2, iterations=2):
         if record.layer_type == "linear" and record.tensor_name in ("input", "weight"):
             yield dataclasses.replace(
-                record, shape=[64, 64], global_shape=[64, 64], dims="t h", **changes
+                record, shape=[128, 128], global_shape=[128, 128], dims="t h", **changes
             )
 
 
 def normal(seed):
-    return torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(128, 128, generator=torch.Generator().manual_seed(seed))
 
 
 def write_odd(folder):
@@ -42,7 +43,7 @@ def write_odd(folder):
     values.
     """
     for record in linear():
-        x = torch.ones(64, 64)
+        x = torch.ones(128, 128)
         if record.tensor_name == "input" and (record.layer_idx, record.iteration) != (0, 1):
             x = normal(record.counter)
         if record.tensor_name == "input" and record.layer_idx == 1:
@@ -107,3 +108,30 @@ def test_the_medians_over_layers_are_those_of_all_tensors(tab, odd):
         assert symbols == ["circle", "triangle-up"]
         assert y[0] == pytest.approx(np.median(mine), rel=1e-5)
         assert y[1] > max(y[0] for _, y in marks)
+
+
+def test_the_histogram_says_what_becomes_nan_and_what_it_leaves_out(tab, odd):
+    table = odd.tensors
+    [tensor] = table.index[
+        (table["place"] == INPUT) & (table["layer_idx"] == 1) & (table["iteration"] == 2)
+    ]
+    tab.evaluate(f"$('format').value = 0, $('format').onchange(), open({tensor}), 1")
+    bars = dict(
+        tab.evaluate(
+            "$('histogram').data.filter((t) => t.type === 'bar')"
+            ".map((t) => [t.name, t.y.reduce((a, b) => a + b)])"
+        )
+    )
+    x = odd.load(tensor)
+    y = fake_quantize(x.clone(), "mxfp8", axis=-1)
+    drawn = x.isfinite() & (x != 0) & (x.abs() > 1e-20)
+    assert bars["become NaN"] == int((y.isnan() & drawn).sum()) == 31
+    assert bars["become zero"] == int(((y == 0) & drawn).sum())
+    assert bars["kept"] + bars["saturate"] == int((y.isfinite() & (y != 0) & drawn).sum())
+    assert tab.evaluate("$('histogram-note').textContent") == (
+        "Not in the histogram. Smaller values: 1 (0.006104 %; become zero in mxfp8: 1). NaN: 1."
+    )
+    tab.evaluate("$('format').value = 1, $('format').onchange(), 1")
+    names = tab.evaluate("$('histogram').data.map((t) => t.name)")
+    assert "become NaN" not in names  # hifp8 has no blocks
+    assert tab.messages == []

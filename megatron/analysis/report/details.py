@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megatron.analysis.figures.material import Material, trimmed
 from megatron.analysis.scale_maps import scale_map
+from megatron.analysis.stats import FormatArrays
+from megatron.analysis.stats.result import Counts
 from megatron.analysis.tensor_files import UnreadableTensorError
 from megatron.fake_quant import get_format
 
@@ -21,8 +23,8 @@ ROWS, BLOCKS = 48, 48  #: pixels of a block map at most
 NO_SCALE = -128  #: byte of a block without a scale
 VALUES = ("count", "min", "max", "mean", "std", "rms", "amax", "kurtosis", "zeros", "nan", "inf",
           "outlier_channels", "dead_channels")  # fmt: skip
-NUMBERS = ("sqnr_db", "cosine", "relative_bias", "underflow", "saturated", "codes_used",
-           "block_range", "headroom", "axis_disagreement")  # fmt: skip
+NUMBERS = ("sqnr_db", "cosine", "relative_bias", "underflow", "saturated", "poisoned",
+           "codes_used", "block_range", "headroom", "axis_disagreement")  # fmt: skip
 
 
 def details(material: Material, chosen: Sequence[int]) -> dict[str, Any]:
@@ -49,24 +51,35 @@ def _detail(material: Material, tensor: int, uses: pd.DataFrame | None) -> dict[
         "facts": {name: short(row[name]) for name in VALUES},
         "first": int(shown.start) - 127,
         "values": binades[shown].tolist(),
+        "smaller": int(binades[: shown.start].sum()),
         "formats": {},
         "maps": {},
     }
     for use in () if uses is None else uses.to_dict("records"):
-        name = use["quantized_format"]
-        part = arrays.formats[name, use["axis"]]
-        values = part.values[shown]
-        error = np.where(values > 0, part.relative_error[shown] / np.maximum(values, 1), np.nan)
-        found["formats"][name] = {
-            "axis": use["axis"],
-            "used_by": use["used_by"],
-            "lost": part.underflow[shown].tolist(),
-            "saturated": part.saturated[shown].tolist(),
-            "error": [short(value) for value in error],
-            "numbers": {column: short(use[column]) for column in NUMBERS},
-        }
+        part = arrays.formats[use["quantized_format"], use["axis"]]
+        found["formats"][use["quantized_format"]] = _in_format(use, part, binades, shown)
     found["maps"] = _maps(material, tensor)
     return found
+
+
+def _in_format(
+    use: dict[str, Any], part: FormatArrays, binades: Counts, shown: slice
+) -> dict[str, Any]:
+    """What one format does to the values of each binade that is shown."""
+    values = part.values[shown]
+    error = np.where(values > 0, part.relative_error[shown] / np.maximum(values, 1), np.nan)
+    # formats with blocks saturate: of what has no number there, all is NaN
+    poisoned = binades - part.values if use["poisoned"] else np.zeros_like(binades)
+    return {
+        "axis": use["axis"],
+        "used_by": use["used_by"],
+        "lost": part.underflow[shown].tolist(),
+        "saturated": part.saturated[shown].tolist(),
+        "poisoned": poisoned[shown].tolist(),
+        "smaller_lost": int(part.underflow[: shown.start].sum()),
+        "error": [short(value) for value in error],
+        "numbers": {column: short(use[column]) for column in NUMBERS},
+    }
 
 
 def _maps(material: Material, tensor: int) -> dict[str, Any]:

@@ -88,7 +88,7 @@ function open(tensor) {
       + "draw this run alone with --run to have more.";
     for (const id of ["histogram", "blockmap"]) Plotly.purge(id);
     $("detail-table").replaceChildren();
-    $("block-note").textContent = "";
+    for (const id of ["histogram-note", "block-note"]) $(id).textContent = "";
     return;
   }
   const facts = Object.entries(detail.facts).map(([name, value]) => `${name.replaceAll("_", " ")} ${show(value)}`);
@@ -106,19 +106,22 @@ function drawHistogram(detail) {
   const labels = x.map((e) => `2<sup>${e}</sup>`);
   const lost = format ? format.lost : x.map(() => 0);
   const beyond = format ? format.saturated : x.map(() => 0);
+  const poisoned = format ? format.poisoned : x.map(() => 0);
   const bar = (y, label, color) => ({
     type: "bar", x, y, name: label, marker: { color }, customdata: labels,
     hovertemplate: `%{y:,} ${label}, from %{customdata}<extra></extra>`,
   });
   const traces = [
-    bar(detail.values.map((n, i) => n - lost[i] - beyond[i]), "kept", data.formats[formatIndex()].colour),
+    bar(detail.values.map((n, i) => n - lost[i] - beyond[i] - poisoned[i]), "kept", data.formats[formatIndex()].colour),
     bar(lost, "become zero", "#d9d9d9"), bar(beyond, "saturate", "#b3261e"),
+    ...(poisoned.some(Boolean) ? [bar(poisoned, "become NaN", "#222")] : []),
   ];
   if (format) traces.push({
     type: "scatter", mode: "lines+markers", x, y: format.error, name: "relative error", yaxis: "y2",
     line: { color: "#222", width: 1 }, marker: { size: 4 }, customdata: labels,
     hovertemplate: "mean relative error %{y:.2%}, from %{customdata}<extra></extra>",
   });
+  $("histogram-note").textContent = histogramNote(detail, name);
   const every = Math.ceil(x.length / 9);
   const ticks = { tickvals: x.filter((e) => e % every === 0), ticktext: labels.filter((_, i) => x[i] % every === 0) };
   Plotly.react("histogram", traces, layout({
@@ -127,6 +130,17 @@ function drawHistogram(detail) {
     yaxis2: { title: { text: "mean relative error" }, overlaying: "y", side: "right", type: "log", dtick: 1, tickformat: ".3~%", showgrid: false, range: errorRange(format) },
     margin: { l: 60, r: 70, t: 34, b: 50 },
   }), CONFIG);
+}
+
+// What the histogram does not show: its thin lower tail, and what has no magnitude.
+function histogramNote(detail, name) {
+  const { zeros, nan, inf, count } = detail.facts;
+  const lost = detail.formats[name]?.smaller_lost;
+  const left = [];
+  if (detail.smaller) left.push(`Smaller values: ${show(detail.smaller)} (${percent(detail.smaller / count)}`
+    + (lost === undefined ? ")" : `; become zero in ${name}: ${show(lost)})`));
+  for (const [number, what] of [[zeros, "Zeros"], [nan, "NaN"], [inf, "Inf"]]) if (number) left.push(`${what}: ${show(number)}`);
+  return left.length ? `Not in the histogram. ${left.join(". ")}.` : "";
 }
 
 // Whole decades around the errors of a format, as exponents of ten.
