@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from megatron.analysis.report import write_report
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize
+from megatron.tensor_record import run_card_name
 from tests.analysis.browser import browser, find_browser
 from tests.analysis.fake_dump import records, write_tensor
 
@@ -134,4 +136,62 @@ def test_the_histogram_says_what_becomes_nan_and_what_it_leaves_out(tab, odd):
     tab.evaluate("$('format').value = 1, $('format').onchange(), 1")
     names = tab.evaluate("$('histogram').data.map((t) => t.name)")
     assert "become NaN" not in names  # hifp8 has no blocks
+    assert tab.messages == []
+
+
+EVIL = "<a href='https://evil.example'>x</a><img src=x onerror='document.title=1'>&lt;{}"
+
+
+def write_hostile(folder):
+    """A run without quantization and one of a hostile type; names, ids and card facts are so too.
+
+    Returns the folder of the dump.
+    """
+    folder = folder / EVIL.format("folder").replace("/", "")
+    folder.mkdir()
+    for number, (run_id, quant_type) in enumerate(
+        [("r1", "bf16"), (EVIL.format("run").replace("/", ""), EVIL.format("type"))]
+    ):
+        for record in linear():
+            metadata = record.to_metadata() | {
+                "run_id": run_id,
+                "quant_type": quant_type,
+                "module": record.module + EVIL.format("module"),
+                "tensor_name": record.tensor_name + EVIL.format("name"),
+            }
+            x = normal(record.counter) * (1 + number / 8)
+            path = folder / f"{number}_{record.counter}.pt"
+            torch.save({"tensor": x.bfloat16(), "metadata": metadata}, path)
+        card = {"run_id": run_id, "quant_type": quant_type, "device": EVIL.format("device")}
+        card["quantization"] = [{"iteration": EVIL.format("i"), "matmuls": [EVIL.format("line")]}]
+        card["arguments"] = {"lr": EVIL.format("lr")}
+        (folder / run_card_name(run_id)).write_text(json.dumps(card))
+    return folder
+
+
+def test_nothing_in_a_dump_becomes_markup_in_the_browser(opened_browser, tmp_path):
+    material = material_of(write_hostile(tmp_path))
+    page = write_report(material, tmp_path / "report.html")
+    tab = opened_browser
+    tab.requests.clear()
+    tab.open(page)
+    for tensor in (0, 5):
+        tab.evaluate(f"open({tensor}), 1")
+    assert tab.evaluate("Array.from(document.images).length") == 0
+    links = tab.evaluate(
+        "Array.from(document.querySelectorAll('a'),"
+        " (a) => a.getAttribute('href') ?? a.getAttribute('xlink:href') ?? '#')"
+    )
+    assert [link for link in links if not link.startswith("#")] == []
+    # they are there, letter by letter
+    for plot, name in (("heatmap", "module"), ("by-place", "name"), ("by-type", "type")):
+        texts = f"Array.from(document.querySelectorAll('#{plot} text'), (n) => n.textContent)"
+        assert any(EVIL.format(name) in text for text in tab.evaluate(texts)), (plot, name)
+    shown = tab.evaluate("document.body.textContent")
+    for name in ("device", "line", "lr", "i"):
+        assert EVIL.format(name) in shown
+    assert tab.evaluate("document.title") != "1"
+    assert [url for url in tab.requests if not url.startswith(("data:", "blob:"))] == [
+        page.resolve().as_uri()
+    ]
     assert tab.messages == []

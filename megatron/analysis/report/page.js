@@ -1,5 +1,6 @@
 "use strict";
-// Everything on the page comes from the JSON in #data; text is set as text, never as markup.
+// Everything on the page comes from the JSON in #data; text is set as text, never as markup. Plotly
+// takes some tags as markup: what it is given of the data goes through `plain`.
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const FONT = { family: "system-ui, sans-serif", size: 12, color: "#222" };
@@ -15,6 +16,9 @@ function make(tag, text, attributes = {}) {
   return node;
 }
 
+const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+const places = data.places.map(plain);
+
 function show(value) {
   if (value === null || value === undefined) return "-";
   if (typeof value !== "number") return String(value);
@@ -26,7 +30,7 @@ const percent = (share) => (share === null ? "-" : `${show(100 * share)} %`);
 const decibel = (value) => (value === "inf" ? "exact" : typeof value === "number" ? value.toFixed(1) : value ?? "-");
 const layout = (more) => ({
   font: FONT, margin: { l: 60, r: 20, t: 34, b: 50 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
-  hovermode: "closest", ...more,
+  hovermode: "closest", showlegend: true, ...more,
 });
 const axis = (title, more = {}) => ({ title: { text: title }, gridcolor: "#e5e5e5", zeroline: false, ...more });
 
@@ -62,7 +66,7 @@ function drawHeatmap() {
   const colour = (value) => (value === "inf" ? top : value === "-inf" ? bottom : value);
   const few = data.layers.length * data.places.length <= 900;
   const trace = {
-    type: "heatmap", z: z.map((row) => row.map(colour)), x: data.places,
+    type: "heatmap", z: z.map((row) => row.map(colour)), x: places,
     y: data.layers.map((l) => (l < 0 ? "?" : `L${l}`)), text, hovertext: hover, customdata: tensor, xgap: 1, ygap: 1, colorscale: "Viridis",
     zmin: bottom, zmax: top, colorbar: { title: { text: "dB" } },
     hovertemplate: "%{y} %{x}: %{hovertext}<extra></extra>",
@@ -125,7 +129,7 @@ function drawHistogram(detail) {
   const every = Math.ceil(x.length / 9);
   const ticks = { tickvals: x.filter((e) => e % every === 0), ticktext: labels.filter((_, i) => x[i] % every === 0) };
   Plotly.react("histogram", traces, layout({
-    height: 380, barmode: "stack", bargap: 0.06, title: { text: `Values by magnitude, ${name}`, font: { size: 13 }, x: 0.01 },
+    height: 380, barmode: "stack", bargap: 0.06, title: { text: `Values by magnitude, ${plain(name)}`, font: { size: 13 }, x: 0.01 },
     xaxis: axis("magnitude, from", ticks), yaxis: axis("values in a binade"), legend: { orientation: "h", y: -0.22 },
     yaxis2: { title: { text: "mean relative error" }, overlaying: "y", side: "right", type: "log", dtick: 1, tickformat: ".3~%", showgrid: false, range: errorRange(format) },
     margin: { l: 60, r: 70, t: 34, b: 50 },
@@ -167,7 +171,7 @@ function drawBlockMap(detail) {
     colorbar: { title: { text: "exponent" }, tickformat: "d" },
     hovertemplate: "row %{y}, block from value %{x}: 2<sup>%{z}</sup><extra></extra>",
   }], layout({
-    height: 380, title: { text: `Scales of the blocks, ${name}`, font: { size: 13 }, x: 0.01 },
+    height: 380, title: { text: `Scales of the blocks, ${plain(name)}`, font: { size: 13 }, x: 0.01 },
     xaxis: axis("first value of the block"), yaxis: axis("row", { autorange: "reversed" }),
   }), CONFIG);
   $("block-note").textContent = (own ? "" : `${formatName()} has no scales of blocks; these are those of ${name}. `)
@@ -215,7 +219,7 @@ function sqnrTraces(medians, x, mode) {
   const top = finite.reduce((a, b) => Math.max(a, b), finite[0] ?? 0);
   const exact = top + 0.06 * Math.max(top - finite.reduce((a, b) => Math.min(a, b), top), 1);
   return data.formats.map((format, i) => ({
-    type: "scatter", mode, name: format.name, line: { color: format.colour, width: 1.5 }, x,
+    type: "scatter", mode, name: plain(format.name), line: { color: format.colour, width: 1.5 }, x,
     y: medians[i].map((value) => (value === "inf" ? exact : typeof value === "number" ? value : null)),
     marker: { size: 7, color: format.colour, symbol: medians[i].map((value) => (value === "inf" ? "triangle-up" : "circle")) },
     text: medians[i].map((value) => decibel(value) + (typeof value === "number" ? " dB" : "")),
@@ -225,7 +229,7 @@ function sqnrTraces(medians, x, mode) {
 
 function drawFormats() {
   $("formats-note").textContent = `Medians of ${data.origin}; a triangle above all numbers: no error.`;
-  Plotly.newPlot("by-place", sqnrTraces(data.by_place, data.places, "markers"), layout({
+  Plotly.newPlot("by-place", sqnrTraces(data.by_place, places, "markers"), layout({
     height: 400, xaxis: { tickangle: -45, automargin: true, type: "category" }, yaxis: axis("SQNR (dB), median"), legend: { orientation: "h", y: 1.12 },
   }), CONFIG);
   Plotly.newPlot("by-layer", sqnrTraces(data.by_layer, data.layers, "lines+markers"), layout({
@@ -246,7 +250,7 @@ function drawTypes() {
   for (const [type, kind, layer, value] of data.by_type) {
     const key = `${type}, ${KINDS[kind]}`;
     if (!groups.has(key)) groups.set(key, {
-      type: "scatter", mode: "lines+markers", name: key, x: [], y: [], line: { color: colours[type], dash: dash[kind], width: 1.5 },
+      type: "scatter", mode: "lines+markers", name: plain(key), x: [], y: [], line: { color: colours[type], dash: dash[kind], width: 1.5 },
     });
     groups.get(key).x.push(layer);
     groups.get(key).y.push(value > 0 ? value : null);
