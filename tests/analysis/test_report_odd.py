@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 from megatron.analysis.figures.material import Material
 from megatron.analysis.report import write_report
+from megatron.analysis.report.cards import audit, facts
+from megatron.analysis.report.content import content
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize
@@ -195,3 +198,36 @@ def test_nothing_in_a_dump_becomes_markup_in_the_browser(opened_browser, tmp_pat
         page.resolve().as_uri()
     ]
     assert tab.messages == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [5, "text", [5], {"a": [1]}, [{"a": 5}], [None, [[]]], True, 1e999, -1, 10**400]
+)
+def test_a_card_may_hold_anything(wrong):
+    known = {"quantization": [{"iteration": 1, "matmuls": ["fc1 mxfp8"]}], "seed": 7}
+    assert facts(known) == [("seed", "7")]
+    assert audit(known) == ["from iteration 1:", "  fc1 mxfp8"]
+    for name in ("seed", "device", "versions", "git", "arguments", "quantization"):
+        card = {name: wrong}
+        assert all(isinstance(text, str) for _, text in facts(card))
+        assert all(isinstance(line, str) for line in audit(card))
+    for name in ("iteration", "share_of_matmul_flops", "matmuls"):
+        lines = audit({"quantization": [{name: wrong}]})
+        assert lines[0].startswith("from iteration ")
+        assert all(isinstance(line, str) for line in lines)
+
+
+def test_a_page_opens_a_limited_number_of_tensors_and_says_so(
+    odd, opened_browser, tmp_path, monkeypatch
+):
+    # the function has its module's name
+    monkeypatch.setattr(sys.modules[content.__module__], "MOST_DETAILS", 5)
+    data = content(odd)
+    page = write_report(odd, tmp_path / "report.html")
+    assert len(data["details"]) == 5
+    # the worst of each format and the first of each warning stand first
+    for rows in data["worst"].values():
+        assert str(rows[0][0]) in data["details"]
+    assert all(str(caution["tensors"][0]) in data["details"] for caution in data["cautions"][:2])
+    opened_browser.open(page)
+    assert opened_browser.evaluate("$('opened-note').textContent") == "5 of 8 tensors can be opened"

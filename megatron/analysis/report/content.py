@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,16 +12,10 @@ import pandas as pd
 from megatron.analysis.cautions import find_cautions
 from megatron.analysis.figures.material import Material
 from megatron.analysis.plots.style import colour_of
+from megatron.analysis.report.cards import audit, facts
 from megatron.analysis.report.details import details
 
-#: What a reader wants to know of a run, from its card.
-FACTS = ("quant_type", "started", "status", "reason", "device", "seed", "iterations", "platform")
-ARGUMENTS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-    "seq_length", "micro_batch_size", "global_batch_size", "lr", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "context_parallel_size",
-)  # fmt: skip
-MOST_DETAILS = 800  #: tensors that a click opens besides those that are listed
+MOST_DETAILS = 800  #: tensors that a click opens
 WORST = 60  #: rows of the table of each format
 NAMED = 24  #: tensors that a warning links to
 
@@ -31,9 +26,8 @@ def content(material: Material) -> dict[str, Any]:
     layers = sorted(int(layer) for layer in tensors["layer_idx"].unique())
     cautions = find_cautions(material.uses, tensors)
     lowest = worst(material)
-    named = [row[0] for rows in lowest.values() for row in rows]
-    named += [tensor for caution in cautions for tensor in caution.tensors[:NAMED]]
-    chosen = [*dict.fromkeys([*named, *chosen_tensors(material, MOST_DETAILS)])]
+    lists = [[row[0] for row in rows] for rows in lowest.values()]
+    lists += [list(caution.tensors[:NAMED]) for caution in cautions]
     return {
         "title": f"Tensors of {material.store.folder.name}",
         "folder": str(material.store.folder),
@@ -55,7 +49,7 @@ def content(material: Material) -> dict[str, Any]:
         "worst": lowest,
         "by_type": by_type(material),
         "tensors": names(tensors),
-        "details": details(material, chosen),
+        "details": details(material, chosen_tensors(material, lists)),
     }
 
 
@@ -74,38 +68,15 @@ def run(material: Material, run_id: str) -> dict[str, Any]:
     tensors = material.tensors
     mine = tensors[tensors["run_id"].fillna("") == run_id]
     card: Mapping[str, Any] = material.store.run_card(run_id) if run_id else {}
-    found = card.get("arguments")
-    arguments: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
-    facts = [(name, card[name]) for name in FACTS if card.get(name) is not None]
-    for group in ("versions", "topology", "git"):
-        part = card.get(group)
-        if isinstance(part, Mapping):
-            text = ", ".join(f"{k} {v}" for k, v in part.items() if v is not None)
-            facts.append((group, text))
-    facts += [(name, arguments[name]) for name in ARGUMENTS if arguments.get(name) is not None]
     return {
         "id": run_id,
         "type": str(mine["quant_type"].iloc[0]),
         "colour": colour_of(str(mine["quant_type"].iloc[0])),
         "tensors": len(mine),
         "iterations": sorted(int(i) for i in mine["iteration"].unique()),
-        "facts": [(name, str(value)) for name, value in facts],
+        "facts": facts(card),
         "audit": audit(card),
     }
-
-
-def audit(card: Mapping[str, Any]) -> list[str]:
-    """What each matmul goes through, as the run printed it."""
-    lines = []
-    parts = card.get("quantization")
-    for part in parts if isinstance(parts, list) else []:
-        if isinstance(part, Mapping):
-            share = part.get("share_of_matmul_flops")
-            known = share if isinstance(share, (int, float)) else None
-            said = "" if known is None else f"{100 * known:.1f} % of the FLOPs in low precision"
-            lines.append(f"from iteration {part.get('iteration')}: {said}")
-            lines += [f"  {line}" for line in part.get("matmuls") or []]
-    return lines
 
 
 def cells(material: Material) -> list[list[Any]]:
@@ -176,15 +147,23 @@ def names(tensors: pd.DataFrame) -> list[str]:
     ]
 
 
-def chosen_tensors(material: Material, most: int) -> list[int]:
-    """Those that a click opens: the last iteration of each run first, the lowest SQNR first."""
+def chosen_tensors(material: Material, named: Sequence[Sequence[int]]) -> list[int]:
+    """Those that a click opens: the first of each list of `named`, the second of each, ..., then
+    the others, the last iteration of each run first, the lowest SQNR first.
+    """
+    first = [i for rank in itertools.zip_longest(*named) for i in rank if i is not None]
+    chosen = [*dict.fromkeys([*first, *_latest_and_lowest(material)])]
+    return chosen[:MOST_DETAILS]
+
+
+def _latest_and_lowest(material: Material) -> list[int]:
     table = material.uses[["tensor", "run_id", "iteration", "sqnr_db"]].copy()
     if table.empty:
-        return [int(i) for i in material.tensors["tensor"].head(most)]
+        return [int(i) for i in material.tensors["tensor"]]
     last = table.groupby("run_id", dropna=False)["iteration"].transform("max")
     table["age"] = last - table["iteration"]
     lowest = table.groupby("tensor").agg({"age": "first", "sqnr_db": "min"})
-    return [int(i) for i in lowest.sort_values(["age", "sqnr_db"]).index[:most]]
+    return [int(i) for i in lowest.sort_values(["age", "sqnr_db"], kind="stable").index]
 
 
 def plain(value: float) -> float | str | None:

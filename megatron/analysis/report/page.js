@@ -88,7 +88,7 @@ function open(tensor) {
   $("detail-title").textContent = data.tensors[tensor];
   const detail = data.details[tensor];
   if (!detail) {
-    $("detail-facts").textContent = "The page has the details of the last iterations and the lowest SQNR only; "
+    $("detail-facts").textContent = "The page has the details of the lowest SQNR and of the last iterations only; "
       + "draw this run alone with --run to have more.";
     for (const id of ["histogram", "blockmap"]) Plotly.purge(id);
     $("detail-table").replaceChildren();
@@ -262,6 +262,8 @@ function drawTypes() {
 
 function drawTexts() {
   $("origin").textContent = `${data.origin}, ${show(data.values)} values, in ${data.folder}`;
+  const [details, all] = [Object.keys(data.details).length, data.tensors.length];
+  $("opened-note").textContent = `${details < all ? show(details) : "all"} of ${show(all)} tensors can be opened`;
   $("cautions").replaceChildren(...(data.cautions.length ? data.cautions.map((caution) => {
     const item = make("li", caution.text);
     const more = make("details");
