@@ -18,13 +18,15 @@ UNDERFLOW = 0.1  #: share of values that become zero
 SQNR = 10.0  #: dB; the error has a tenth of the signal's power
 BIAS = 0.01  #: of the mean magnitude
 NAMED = 3  #: tensors that a warning names
+NOTES = 6  #: of different words; more are counted
 
 
 @dataclass(frozen=True)
 class Caution:
     """One kind of trouble."""
 
-    kind: str  #: nan, saturation, underflow, low_sqnr, bias, dead_channels, outliers
+    #: partial, nan, saturation, poisoned, underflow, low_sqnr, bias, dead_channels, outliers
+    kind: str
     text: str
     tensors: tuple[int, ...]  #: all that it is about, worst first
 
@@ -38,12 +40,28 @@ def find_cautions(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Caution]:
     Args:
         uses: `Material.uses`. tensors: `Material.tensors`.
     """
-    found = _values(tensors)
+    found = _partial(tensors) + _values(tensors)
     for name, mine in uses.groupby("quantized_format", sort=False):
         found += _of_format(str(name), mine)
-    grave = ("nan", "saturation", "poisoned", "underflow", "low_sqnr", "bias")
+    grave = ("partial", "nan", "saturation", "poisoned", "underflow", "low_sqnr", "bias")
     order = {kind: place for place, kind in enumerate((*grave, "dead_channels", "outliers"))}
     return sorted(found, key=lambda warning: order[warning.kind])
+
+
+def _partial(tensors: pd.DataFrame) -> list[Caution]:
+    """What the statistics say of tensors that are not whole, or for which formats are left out."""
+    noted = tensors[tensors["note"].astype(str) != ""]
+    groups = [(str(note), rows["tensor"]) for note, rows in noted.groupby("note", observed=True)]
+    groups.sort(key=lambda group: -len(group[1]))
+    found = [
+        Caution("partial", f"{len(mine):,} of {len(tensors):,} tensors: {note}", tuple(mine))
+        for note, mine in groups[:NOTES]
+    ]
+    if more := groups[NOTES:]:
+        others = tuple(tensor for _, mine in more for tensor in mine)
+        text = f"{len(others):,} of {len(tensors):,} tensors: {len(more)} other notes"
+        found.append(Caution("partial", text, others))
+    return found
 
 
 def _values(tensors: pd.DataFrame) -> list[Caution]:

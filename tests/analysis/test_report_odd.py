@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.analysis.cautions import find_cautions
 from megatron.analysis.figures.material import Material
 from megatron.analysis.report import write_report
 from megatron.analysis.report.cards import audit, facts
@@ -231,3 +232,38 @@ def test_a_page_opens_a_limited_number_of_tensors_and_says_so(
     assert all(str(caution["tensors"][0]) in data["details"] for caution in data["cautions"][:2])
     opened_browser.open(page)
     assert opened_browser.evaluate("$('opened-note').textContent") == "5 of 8 tensors can be opened"
+
+
+def test_what_the_statistics_note_of_tensors_is_among_the_warnings(opened_browser, tmp_path):
+    (tmp_path / "dump").mkdir()
+    for record in linear():
+        rank = {"world": 0, "world_size": 2, "tp": 0, "tp_size": 2}
+        if record.tensor_name == "weight":
+            record = dataclasses.replace(record, rank=rank, dims="n[tp] k", global_shape=[256, 128])
+        elif record.iteration == 1:
+            cut = {"of": [256, 128], "start": [0, 0], "step": [1, 1]}
+            record = dataclasses.replace(record, slice=cut)
+        write_tensor(tmp_path / "dump", record, normal(record.counter).bfloat16())
+    material = material_of(tmp_path / "dump")
+    found = [caution for caution in content(material)["cautions"] if caution["kind"] == "partial"]
+    notes = material.tensors["note"]
+    parts = "shards of tp 1 are missing"
+    [cut] = {note for note in notes if note.startswith("a slice: ")}
+    assert [caution["text"] for caution in found] == [
+        f"4 of 8 tensors: {parts}",
+        f"2 of 8 tensors: {cut}",
+    ]
+    assert sorted(found[1]["tensors"]) == sorted(notes.index[notes == cut])
+    opened_browser.open(write_report(material, tmp_path / "report.html"))
+    first = "document.querySelector('#cautions li')"
+    assert parts in opened_browser.evaluate(f"{first}.textContent")
+    opened_browser.evaluate(f"{first}.querySelector('button').click(), 1")
+    assert opened_browser.evaluate("$('detail-facts').textContent").endswith(f"Note: {parts}")
+
+
+def test_many_different_notes_are_counted(odd):
+    tensors = odd.tensors.assign(note=[f"note {i}" for i in range(8)])
+    found = [each for each in find_cautions(odd.uses, tensors) if each.kind == "partial"]
+    assert len(found) == 7
+    assert str(found[-1]) == "2 of 8 tensors: 2 other notes"
+    assert {tensor for caution in found for tensor in caution.tensors} == set(tensors.index)

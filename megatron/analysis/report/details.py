@@ -48,6 +48,7 @@ def _detail(material: Material, tensor: int, uses: pd.DataFrame | None) -> dict[
         "shape": [int(size) for size in row["shape"]],
         "dtype": str(row["dtype"]),
         "shards": int(row["shards"]),
+        "note": str(row["note"]),
         "facts": {name: short(row[name]) for name in VALUES},
         "first": int(shown.start) - 127,
         "values": binades[shown].tolist(),

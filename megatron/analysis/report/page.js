@@ -97,7 +97,8 @@ function open(tensor) {
   }
   const facts = Object.entries(detail.facts).map(([name, value]) => `${name.replaceAll("_", " ")} ${show(value)}`);
   $("detail-facts").textContent = `${detail.module} [${detail.shape.join(" x ")}] ${detail.dtype}`
-    + (detail.shards > 1 ? `, put together from ${detail.shards} files` : "") + `: ${facts.join(", ")}. ${detail.file}`;
+    + (detail.shards > 1 ? `, put together from ${detail.shards} files` : "") + `: ${facts.join(", ")}. ${detail.file}`
+    + (detail.note ? `. Note: ${detail.note}` : "");
   drawHistogram(detail);
   drawBlockMap(detail);
   drawNumbers(detail);
