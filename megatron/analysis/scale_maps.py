@@ -15,6 +15,7 @@ from megatron.fake_quant import get_format, quantize
 from megatron.fake_quant.formats import BlockScaling, TwoLevelScaling
 
 ROWS, BLOCKS = 160, 160  #: of an image at most
+CHUNK = 1 << 20  #: values that are copied at a time
 
 
 def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCKS) -> pd.DataFrame:
@@ -51,13 +52,22 @@ def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCK
 
 def _two_level(table: Tensor, taken: Tensor, fmt: str) -> Tensor:
     """With the scale of the whole tensor: its largest value stands in a row of its own."""
-    finite = torch.nan_to_num(table, nan=0.0, posinf=0.0, neginf=0.0)
     largest = torch.zeros(1, taken.shape[1])
-    largest[0, 0] = float(finite.abs().max())
+    largest[0, 0] = largest_finite(table)
     scales = quantize(torch.cat([taken, largest]), fmt, axis=-1).scales.blocks
     assert scales is not None
     numbers = scales[:-1].view(torch.float8_e4m3fn).to(torch.float64)
     return torch.where(numbers > 0, torch.log2(numbers), torch.nan)
+
+
+def largest_finite(tensor: Tensor) -> float:
+    """The largest finite magnitude, with a few copied values at a time; 0 if there is none."""
+    largest = 0.0
+    for part in torch.split(tensor.reshape(-1), CHUNK):
+        finite = part[part.isfinite()]
+        if len(finite):
+            largest = max(largest, float(finite.max()), -float(finite.min()))
+    return largest
 
 
 def _amax(rows: Tensor, size: int) -> Tensor:
