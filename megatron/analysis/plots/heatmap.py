@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
-from megatron.analysis.plots.style import FAINT, INK, TRACK
+from megatron.analysis.plots.style import FAINT, INK, TRACK, nothing
 
 MOST_NUMBERS = 700  #: cells beyond which numbers would not be read
 
@@ -31,8 +31,19 @@ def plot_heatmap(
         data: columns `row`, `column`, `value`; rows and columns in the order of their first
             appearance. A cell that is missing or NaN is grey; inf has the colour of the largest.
         label: of the color bar: quantity and unit.
+
+    Raises:
+        ValueError: a cell is there twice.
     """
     ax = plt.gca() if ax is None else ax
+    if data.empty:
+        return nothing(ax, title)
+    if (twice := data.duplicated(["row", "column"])).any():
+        row, column = data.loc[twice, ["row", "column"]].iloc[0]
+        raise ValueError(
+            f"{int(twice.sum())} cells are there more than once, as {row!r}, {column!r}; give one "
+            "row a cell, as groupby(['row', 'column']).median() does"
+        )
     rows, columns = list(dict.fromkeys(data["row"])), list(dict.fromkeys(data["column"]))
     cells = np.full((len(rows), len(columns)), np.nan)
     place = {name: i for i, name in enumerate(rows)}, {name: i for i, name in enumerate(columns)}
