@@ -172,10 +172,12 @@ def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]
         became = fake_quantize(part.contiguous(), fmt, axis=-1, seed=number)
         if largest is not None:
             part, became = part[size:], became[size:]
-        x, y = part.double(), became.double()
-        known = x.isfinite() & y.isfinite()
-        signal += float(x[known].square().sum())
-        noise += float((y - x)[known].square().sum())
+        x = part.double().flatten()
+        error = became.double().flatten().sub_(x)
+        known = error.isfinite()
+        if not known.all():
+            x, error = x[known], error[known]
+        signal, noise = signal + float(x @ x), noise + float(error @ error)
     return signal, noise
 
 
