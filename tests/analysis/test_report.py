@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 
 import numpy as np
@@ -131,12 +130,6 @@ def test_nothing_in_the_data_can_become_markup(material):
     page = render(data | texts)
     assert evil not in page
     assert json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["folder"] == evil
-
-
-def test_a_folder_whose_name_is_not_utf8_gets_a_page_too(material, tmp_path):
-    name = os.fsdecode(b"bad\xff")
-    (tmp_path / "page").write_text(render(content(material) | {"title": name}), encoding="utf-8")
-    assert "<title>bad?</title>" in (tmp_path / "page").read_text(encoding="utf-8")
 
 
 def test_the_page_opens_without_an_error_and_asks_for_nothing(tab, page):

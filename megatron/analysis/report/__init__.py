@@ -32,10 +32,8 @@ def render(data: dict[str, Any]) -> str:
     """The page of this content."""
     from plotly.offline import get_plotlyjs
 
-    # a folder's name may have bytes that are no UTF-8
-    title = str(data["title"]).encode("utf-8", "replace").decode()
     parts = {
-        "title": html.escape(title),
+        "title": html.escape(str(data["title"])),
         "style": _part("page.css"),
         # nothing in the data can end the script that holds it
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
