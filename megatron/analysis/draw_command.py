@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,9 @@ from megatron.analysis.stats_command import LEFT_OUT, parse_size
 
 if TYPE_CHECKING:
     from megatron.analysis.draw import DrawResult
+    from megatron.analysis.quick import QuickResult
 
+NAMED = 5  #: tensors with NaN or Inf that the first look names
 DEFAULT_FORMATS = "mxfp8 mxfp4 nvfp4 hifp8 and those of the dump"
 
 DRAW = """\
@@ -29,6 +31,10 @@ and types compared, the worst tensors first, and warnings in words.
 """
 QUICK = """\
 The first look at a dump: quick_analysis.png and tensor_stats.txt.
+
+The picture has the histogram of all values and how the tensors divide by quantization type, layer
+type and operation; the text the statistics, overall, by group and tensor by tensor. Files of these
+names with another content are kept under a name with their time.
 """
 STATUS = """\
 Exit status: 0 all is drawn; 1 a figure failed by our mistake, the others are drawn; 2 a wrong
@@ -109,19 +115,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.workers is not None and arguments.workers < 1:
         raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
     only = arguments.figures_of
-    computing: dict[str, Any] = {"workers": arguments.workers}
-    if only != "quick":
-        memory = arguments.max_memory
-        computing |= {
-            "max_memory": None if memory is None else parse_size(memory),
-            "scheduler": arguments.scheduler,
-            "strict": arguments.strict,
-        }
+    if only == "quick":
+        return run_quick(arguments)
+    memory = arguments.max_memory
+    computing: dict[str, Any] = {
+        "workers": arguments.workers,
+        "max_memory": None if memory is None else parse_size(memory),
+        "scheduler": arguments.scheduler,
+        "strict": arguments.strict,
+    }
     try:
         result = draw(
             arguments.folder,
             arguments.output_dir,
-            formats=getattr(arguments, "formats", None),
+            formats=arguments.formats,
             figures=arguments.figures if only == "draw" else [only],
             image=getattr(arguments, "image", "png"),
             run=arguments.run,
@@ -135,6 +142,43 @@ def run(arguments: argparse.Namespace) -> int:
     return say_result(result)
 
 
+def run_quick(arguments: argparse.Namespace) -> int:
+    """The first look, with what it found in words; returns the exit status."""
+    from megatron.analysis.draw import DrawResult
+    from megatron.analysis.quick import quick_analysis
+
+    quick = quick_analysis(
+        arguments.folder, arguments.output_dir, run=arguments.run, workers=arguments.workers,
+        progress=True,
+    )  # fmt: skip
+    files = [quick.picture, quick.text]
+    for path in files:
+        print(f"Wrote {path}")
+    result = DrawResult(
+        files, problems=quick.problems, kept=quick.kept, tensors=len(quick.measurements.table)
+    )
+    return say_result(result, first_look(quick))
+
+
+def first_look(quick: QuickResult) -> list[str]:
+    """Values, runs, what is not finite, and what is not there."""
+    table, summary = quick.measurements.table, quick.measurements.summary()
+    lines = [f"{summary.count:,} values"]
+    runs = table["run_id"].fillna("(unknown)").value_counts(sort=False)
+    lines += [f"run {run}: {count} tensors" for run, count in runs.items()]
+    spoilt = table[table["nan"] + table["inf"] > 0]
+    if len(spoilt):
+        numbers = f"{summary.nan} NaN and {summary.inf} Inf values"
+        lines.append(f"{numbers} in {len(spoilt)} tensors; the first:")
+        lines += [
+            f"  {row['path'].name}: {row['nan']} NaN, {row['inf']} Inf"
+            for row in spoilt.head(NAMED).to_dict("records")
+        ]
+    if quick.missing:
+        lines.append(f"{quick.missing} files that an index names are not there (removed or moved?)")
+    return lines
+
+
 def _printer() -> Callable[[str], None]:
     from tqdm import tqdm
 
@@ -145,9 +189,11 @@ def _printer() -> Callable[[str], None]:
     return say
 
 
-def say_result(result: DrawResult) -> int:
-    """The closing lines; returns the exit status."""
+def say_result(result: DrawResult, more: Sequence[str] = ()) -> int:
+    """The closing lines, `more` among them; returns the exit status."""
     print(f"{result.tensors} tensors")
+    for line in more:
+        print(f"  {line}")
     for path in result.kept:
         print(f"  kept what was there before as {path}")
     for name, why in result.missing.items():
