@@ -116,7 +116,7 @@ def test_all_of_them_at_once_are_named_by_the_drawing_and_the_others_are_drawn(
     *lines, last = told.err.splitlines()
     named = [line.removeprefix("[ERROR] ").split(".pt: ")[0] + ".pt" for line in lines]
     assert sorted(named) == sorted(map(str, spoilt.values()))
-    assert f"{len(spoilt)} file(s) are not in the picture" in last
+    assert f"{len(spoilt)} file(s) were left out" in last
     assert f"{len(good)} tensors" in told.out
     assert (draw / "quick_analysis.png").exists()
     assert not made.exists()
