@@ -65,7 +65,8 @@ def test_the_page_is_one_file_with_its_data(page, material):
     head = page.read_text(encoding="utf-8").partition('id="data"')[0]
     assert "src=" not in head
     assert not re.search(r'href="(?!#|data:)', head)
-    assert [path.name for path in page.parent.iterdir()] == ["report.html"]
+    visible = [path.name for path in page.parent.iterdir() if path.name[0] != "."]
+    assert visible == ["report.html"]
 
 
 def test_cells_and_details_have_the_numbers_of_the_statistics(page, material):
@@ -137,6 +138,14 @@ def test_the_page_opens_without_an_error_and_asks_for_nothing(tab, page):
     outside = [url for url in tab.requests if not url.startswith(("data:", "blob:"))]
     assert outside == [page.resolve().as_uri()]
     assert tab.evaluate("document.querySelectorAll('#heatmap .heatmaplayer image').length") == 1
+    texts = tab.evaluate(
+        "Array.from(document.querySelectorAll('#heatmap .heatmap-label'), (n) => n.textContent)"
+    )
+    # one layer has attention_probs: the other's cell is empty
+    places = len(embedded(page)["places"])
+    written = [text for text in texts if text]
+    assert len(written) == 2 * places - 1
+    assert all(re.fullmatch(r"\d+\.\d", text) for text in written)
     assert tab.evaluate("document.querySelectorAll('#worst-table tr').length") > 10
     assert tab.evaluate("document.querySelectorAll('#cautions li').length") >= 1
 

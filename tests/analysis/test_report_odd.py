@@ -107,6 +107,9 @@ def test_the_medians_over_layers_are_those_of_all_tensors(tab, odd):
         assert expected == [np.inf, np.inf]
         assert text == ["exact", "exact"]
         assert np.isfinite(y).all()
+    # only triangles in the one, numbers too in the other
+    ticks = "['by-layer', 'by-place'].map((id) => $(id)._fullLayout.yaxis.showticklabels)"
+    assert tab.evaluate(ticks) == [False, True]
     marks = tab.evaluate("$('by-place').data.map((t) => [t.marker.symbol, t.y])")
     for name, (symbols, y) in zip(FORMATS, marks, strict=True):
         mine = uses[(uses["quantized_format"] == name) & (uses["place"] == INPUT)]["sqnr_db"]

@@ -47,8 +47,8 @@ const chosen = () => ({ run: Number($("run").value), iteration: Number($("iterat
 function drawHeatmap() {
   const { run, iteration } = chosen();
   const at = 5 + 2 * formatIndex();
-  const grid = () => data.layers.map(() => data.places.map(() => null));
-  const [z, text, hover, tensor] = [grid(), grid(), grid(), grid()];
+  const grid = (empty) => data.layers.map(() => data.places.map(() => empty));
+  const [z, text, hover, tensor] = [grid(null), grid(""), grid(""), grid(null)];
   const finite = [];
   for (const cell of data.cells) {
     if (typeof cell[at] === "number") finite.push(cell[at]); // one scale for all runs
@@ -228,13 +228,16 @@ function sqnrTraces(medians, x, mode) {
   }));
 }
 
+// Where nothing but triangles is drawn, their height is no number.
+const sqnrAxis = (medians, title) => axis(title, { showticklabels: medians.flat().some((value) => typeof value === "number") });
+
 function drawFormats() {
   $("formats-note").textContent = `Medians of ${data.origin}; a triangle above all numbers: no error.`;
   Plotly.newPlot("by-place", sqnrTraces(data.by_place, places, "markers"), layout({
-    height: 400, xaxis: { tickangle: -45, automargin: true, type: "category" }, yaxis: axis("SQNR (dB), median"), legend: { orientation: "h", y: 1.12 },
+    height: 400, xaxis: { tickangle: -45, automargin: true, type: "category" }, yaxis: sqnrAxis(data.by_place, "SQNR (dB), median"), legend: { orientation: "h", y: 1.12 },
   }), CONFIG);
   Plotly.newPlot("by-layer", sqnrTraces(data.by_layer, data.layers, "lines+markers"), layout({
-    height: 320, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: axis("SQNR (dB), median of all tensors"),
+    height: 320, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: sqnrAxis(data.by_layer, "SQNR (dB), median of all tensors"),
     legend: { orientation: "h", y: 1.15 },
   }), CONFIG);
 }
