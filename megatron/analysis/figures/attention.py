@@ -22,6 +22,7 @@ from megatron.analysis.figures.material import (
     sheet,
 )
 from megatron.analysis.plots import plot_attention_map, plot_heatmap
+from megatron.analysis.plots.style import decades
 from megatron.analysis.scale_maps import largest_finite
 from megatron.analysis.stats.errors import decibels
 from megatron.fake_quant import fake_quantize, get_format
@@ -119,7 +120,10 @@ def probabilities(probs: Tensor, title: str) -> Figure:
             ax.set_xlabel("")
         if head % columns:
             ax.set_ylabel("")
-    figure.colorbar(axes[0].images[0], ax=axes, label="probability", fraction=0.02, extend="min")
+    bar = figure.colorbar(
+        axes[0].images[0], ax=axes, label="probability", fraction=0.02, extend="min"
+    )
+    decades(bar.ax.yaxis)
     note = f"first sequence, {heads} of {probs.shape[1]} heads; bits: mean entropy of a query; "
     headline(figure, title, note + "grey: masked")
     return figure

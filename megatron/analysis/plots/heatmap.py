@@ -8,9 +8,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize
+from matplotlib.colors import LogNorm, Normalize
 
-from megatron.analysis.plots.style import FAINT, INK, TRACK, nothing
+from megatron.analysis.plots.style import FAINT, INK, TRACK, decades, nothing
 
 MOST_NUMBERS = 700  #: cells beyond which numbers would not be read
 
@@ -62,6 +62,8 @@ def plot_heatmap(
         _write(ax, cells, digits, lambda value: colours(norm(value)))
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.012, fraction=0.03, aspect=25)
     bar.set_label(label)
+    if isinstance(norm, LogNorm):
+        decades(bar.ax.yaxis)
     bar.outline.set_visible(False)
     ax.spines[:].set_visible(False)
     ax.set_title(title, loc="left")
