@@ -93,12 +93,18 @@ class Progress:
             "append_eod": settings.append_eod,
             "strict": settings.strict,
         }
-        self.mark = Mark(counts={key: Count() for key in settings.json_keys})
-        self.file_start = self.mark.copy()
+        # How far it is, and how far it was when it began the file that is read. They change in one
+        # assignment: an interrupt that comes within `add` must find both as they were.
+        self.marks = (Mark(counts={key: Count() for key in settings.json_keys}),) * 2
         self.inputs: list[list[Any]] = []  # identities, up to the file that is read
         self.resumed = False
         self.complete = False  # all is read; the files are being moved to their names
         self.files: dict[str, BinaryIO] = {}
+
+    @property
+    def mark(self) -> Mark:
+        """How far the run is. It is never changed, but replaced."""
+        return self.marks[0]
 
     def __enter__(self) -> Progress:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -185,7 +191,7 @@ class Progress:
             same = now.file >= len(inputs) or (
                 now.file < len(files) and identity(files[now.file]) == inputs[now.file]
             )
-            self.mark, self.file_start = (now if same else start.copy()), start
+            self.marks = (now if same else start), start
             self.inputs = inputs[: now.file]
             self.resumed, self.complete = True, state["complete"]
 
@@ -213,7 +219,7 @@ class Progress:
             ValueError: nothing in this file can be used.
         """
         path = self.settings.input[tokens.file]
-        mark = self.mark
+        mark, start = self.mark.copy(), self.marks[1]
         for key in mark.counts:
             self.files[f"{key}.bin"].write(tokens.ids[key].data)
             self.files[f"{key}.lengths"].write(tokens.lengths[key].data)
@@ -228,24 +234,25 @@ class Progress:
         mark.file_read += tokens.read
         mark.file_bad += len(tokens.bad)
         mark.position = tokens.end
-        self._check_use(path, tokens)
+        self._check_use(path, mark, last=tokens.last)
         if tokens.last:
             mark.file, mark.position = tokens.file + 1, Position()
             mark.file_read = mark.file_bad = 0
-            self.file_start = mark.copy()
+            start = mark
+        self.marks = mark, start
         if time.monotonic() - self.committed >= COMMIT_SECONDS:
             self.commit()
 
-    def _check_use(self, path: Path, tokens: Tokens) -> None:
-        mark = self.mark
-        if mark.file_read or not (tokens.last or mark.file_bad >= HOPELESS):
+    def _check_use(self, path: Path, mark: Mark, *, last: bool) -> None:
+        if mark.file_read or not (last or mark.file_bad >= HOPELESS):
             return
-        self.mark = self.file_start.copy()  # so that a mended file is read from its start
+        start = self.marks[1]
+        self.marks = start, start  # so that a mended file is read from its start
         if not mark.file_bad:
             raise ValueError(f"{path} holds no document; leave it out, or get it again")
         with (self.folder / "bad_lines.txt").open("rb") as file:
             self.files["bad_lines.txt"].flush()
-            file.seek(self.file_start.bad_bytes)
+            file.seek(start.bad_bytes)
             first = file.readline().decode().strip()
         raise ValueError(
             f"none of the first {mark.file_bad} documents of {path} can be used; {first}"
@@ -258,8 +265,8 @@ class Progress:
             os.fsync(file.fileno())
         state = {
             "options": self.options,
-            "mark": asdict(self.mark),
-            "file_start": asdict(self.file_start),
+            "mark": asdict(self.marks[0]),
+            "file_start": asdict(self.marks[1]),
             "inputs": self.inputs,
             "complete": self.complete,
         }
