@@ -21,7 +21,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.errors import RankError, RunError, UserError
 from megatron.training.manifest import check_fits
-from megatron.training.paths import blend_prefixes, default_cache, parse_blend
+from megatron.training.paths import blend_prefixes, default_cache, index_state, parse_blend
 from megatron.training.report import print_rank_0
 from megatron.training.samplers import SequentialSampler
 
@@ -144,7 +144,7 @@ def _dataset_config(args: argparse.Namespace, tokenizer) -> GPTDatasetConfig:
         blend=None if args.data_path is None else parse_blend(args.data_path),
         blend_per_split=blends if any(blends) else None,
         split=args.split if args.data_path is not None else None,
-        path_to_cache=None if args.mock_data else _cache(args, per_split),
+        path_to_cache=None if args.mock_data else _cache(args, [args.data_path, *per_split]),
         mmap_bin_files=args.mmap_bin_files,
         tokenizer=tokenizer,
         reset_position_ids=args.reset_position_ids,
@@ -156,21 +156,21 @@ def _dataset_config(args: argparse.Namespace, tokenizer) -> GPTDatasetConfig:
     )
 
 
-def _cache(args: argparse.Namespace, per_split: list[list[str] | None]) -> str:
-    """The folder of the sample indices. All ranks read what the first one writes, so there always
-    is one.
+def _cache(args: argparse.Namespace, blends: list[list[str] | None]) -> str:
+    """The folder of the sample indices of the data as they are now. All ranks read what the first
+    one writes, so there always is one, and the first one says where. Collective.
     """
-    if args.data_cache_path is not None:
-        return args.data_cache_path
-    first = args.data_path or next(values for values in per_split if values)
-    if (beside := default_cache(blend_prefixes(first))) is not None:
-        return beside
-    temporary = Path(tempfile.gettempdir(), f"megatron_index_cache_{os.getuid()}")
-    print_rank_0(
-        f"> the data folder cannot be written: sample indices go to {temporary}; on several "
-        "machines give --data-cache-path"
-    )
-    return str(temporary)
+    prefixes = [prefix for blend in blends if blend for prefix in blend_prefixes(blend)]
+    folder = args.data_cache_path or default_cache(prefixes)
+    if folder is None:
+        folder = str(Path(tempfile.gettempdir(), f"megatron_index_cache_{os.getuid()}"))
+        print_rank_0(
+            f"> the data folder cannot be written: sample indices go to {folder}; on several "
+            "machines give --data-cache-path"
+        )
+    agreed = [str(Path(folder, index_state(prefixes)))]
+    torch.distributed.broadcast_object_list(agreed, src=0)
+    return agreed[0]
 
 
 class MicroBatches:

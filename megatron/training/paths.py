@@ -1,5 +1,6 @@
 """Data set prefixes as the command line gives them, and the folder of the sample indices."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -66,3 +67,17 @@ def default_cache(prefixes: list[str]) -> str | None:
     """
     folder = Path(prefixes[0]).resolve().parent
     return str(folder / ".index_cache") if os.access(folder, os.W_OK) else None
+
+
+def index_state(prefixes: list[str]) -> str:
+    """A name for the `.idx` files as they are now, which changes when one is made again.
+
+    megatron-core names its sample indices by the prefix alone: under that name it would go on with
+    those of the data that were there before.
+    """
+    digest = hashlib.sha256()
+    for prefix in prefixes:
+        path = Path(f"{prefix}.idx").resolve()
+        status = path.stat()
+        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
