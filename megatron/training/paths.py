@@ -13,8 +13,11 @@ def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
     Raises:
         UserError: weights and prefixes do not alternate.
     """
-    if len(values) == 1 and len(values[0].split()) > 1:
-        values = values[0].split()  # one quoted argument, as scripts often have it
+    if len(values) == 1 and Path(f"{values[0]}.idx").is_file():
+        return list(values), None  # whatever its name looks like
+    words = values[0].split()
+    if len(values) == 1 and words and _is_number(words[0]):
+        values = words  # one quoted argument, as scripts often have it
     if not _is_number(values[0]):
         return list(values), None
     weights, prefixes = values[0::2], values[1::2]

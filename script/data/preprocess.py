@@ -26,6 +26,7 @@ import argparse
 import dataclasses
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import time
@@ -259,10 +260,11 @@ def report(settings: Settings, manifests: dict[str, Manifest], seconds: float) -
             print(f"left out {made.bad_lines:,} bad lines; they are in {bad_lines}")
     print(f"{seconds:.1f} s.")
     if settings.tokenizer_model is not None:
+        data, tokenizer = map(shlex.quote, (next(iter(manifests)), str(settings.tokenizer_model)))
         print(
             "Next: train on it and collect tensors with\n"
-            f"  bash run_tensor_collection.sh single mxfp8 --data-path {next(iter(manifests))} "
-            f"--tokenizer-path {settings.tokenizer_model}"
+            f"  bash run_tensor_collection.sh single mxfp8 --data-path {data} "
+            f"--tokenizer-path {tokenizer}"
         )
 
 

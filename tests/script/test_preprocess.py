@@ -1,6 +1,7 @@
 """script/data/preprocess.py, run as a user runs it."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.training.paths import parse_blend
 from tests.subprocesses import REPO, run
 
 SCRIPT = REPO / "script/data/preprocess.py"
@@ -83,6 +85,23 @@ def test_text_becomes_documents_that_end_with_eod(tmp_path, tokenizer):
     assert manifest["sources"] == [["in.txt", len(TEXT.encode())]]
     assert manifest["tokenizer"]["vocab_size"] == 2048
     assert not (tmp_path / "out/wiki.partial").exists()
+
+
+def test_a_path_with_a_blank(tmp_path, tokenizer, capsys):
+    """In all places, and in the line to copy."""
+    folder = tmp_path / "my files"
+    folder.mkdir()
+    model = folder / "the tokenizer.model"
+    model.write_bytes(tokenizer.read_bytes())
+    (folder / "in put.txt").write_text(TEXT)
+    arguments = ["--input", str(folder / "in put.txt"), "--output-prefix", str(folder / "out put")]
+    arguments += ["--tokenizer-model", str(model), "--workers", "1"]
+    assert preprocess.main(arguments) == 0
+    prefix = f"{folder}/out put_text_document"
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert command[command.index("--data-path") + 1] == prefix
+    assert command[command.index("--tokenizer-path") + 1] == str(model)
+    assert parse_blend([prefix]) == ([prefix], None)
 
 
 def test_the_files_do_not_depend_on_the_number_of_workers(tmp_path, tokenizer):

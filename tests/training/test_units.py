@@ -49,9 +49,18 @@ def test_data_parallel_ranks_share_the_samples_of_one():
         (["a", "b"], ["a", "b"], None),
         (["0.3", "a", "7", "b"], ["a", "b"], [0.3, 7.0]),
         (["0.3 a 0.7 b"], ["a", "b"], [0.3, 0.7]),
+        ([" 0.3\na\n0.7 b "], ["a", "b"], [0.3, 0.7]),
+        (["my folder/a"], ["my folder/a"], None),
+        (["0.3", "my folder/a", "7", "b"], ["my folder/a", "b"], [0.3, 7.0]),
+        (["2024 data/a"], ["2024 data/a"], None),
+        (["2024"], ["2024"], None),
     ],
 )
-def test_blends(values, prefixes, weights):
+def test_blends(tmp_path, monkeypatch, values, prefixes, weights):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "2024 data").mkdir()
+    for name in ("2024 data/a.idx", "2024.idx"):
+        (tmp_path / name).touch()
     assert paths.parse_blend(values) == (prefixes, weights)
 
 
