@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from documents import Encoder, Settings, Tokens
-from progress import Progress
+from progress import Progress, check_free
 from readers import FORMATS, Batch, Position, read_file
 
 if TYPE_CHECKING:
@@ -132,15 +132,8 @@ def check(settings: Settings) -> None:
                 f"{path} is {kind}, which has no keys, but --json-keys names "
                 f"{len(settings.json_keys)}; name one, or give --input-format"
             )
-    if settings.overwrite or Path(f"{settings.output_prefix}.partial", "progress.json").exists():
-        return
-    for key in settings.json_keys:
-        for suffix in (".idx", ".bin", ".json"):
-            if Path(settings.prefix(key) + suffix).exists():
-                raise ValueError(
-                    f"{settings.prefix(key)}{suffix} exists; give --overwrite to replace it, "
-                    "or another --output-prefix"
-                )
+    if not Path(f"{settings.output_prefix}.partial", "progress.json").exists():
+        check_free(settings)
 
 
 def preprocess(settings: Settings) -> dict[str, Manifest]:

@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from documents import Settings, Tokens
 from readers import Position
@@ -75,6 +75,25 @@ def identity(path: Path) -> list[Any]:
     return [path.name, status.st_size, status.st_mtime_ns]
 
 
+def check_free(settings: Settings) -> None:
+    """Refuse to replace anything unasked.
+
+    Raises:
+        ValueError: there is output, and no --overwrite.
+    """
+    for key in () if settings.overwrite else settings.json_keys:
+        for suffix in (".idx", ".bin", ".json"):
+            if Path(settings.prefix(key) + suffix).exists():
+                raise ValueError(
+                    f"{settings.prefix(key)}{suffix} exists; give --overwrite to replace it, "
+                    "or another --output-prefix"
+                )
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+
+
 class Progress:
     """The files of a run, written in the order of the input. Use it as a context manager."""
 
@@ -111,6 +130,8 @@ class Progress:
         self.lock = (self.folder / "lock").open("w")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_at(self.lock, self.folder / "lock"):  # it was published, folder and all
+                raise BlockingIOError
         except BlockingIOError as error:
             self.lock.close()
             raise ValueError(
@@ -120,8 +141,11 @@ class Progress:
         try:
             self._resume()
             if not self.complete:
+                check_free(self.settings)  # again: another run may have published since
                 self._open()
         except BaseException:
+            if not (self.folder / "progress.json").exists():
+                shutil.rmtree(self.folder, ignore_errors=True)
             self._close()
             raise
         self.committed = time.monotonic()
@@ -203,6 +227,8 @@ class Progress:
         for path, known in zip(self.settings.input, done, strict=False):
             if identity(path) != known:
                 return f"the input {path} has changed since, or {known[0]} was read in its place"
+        if state["complete"] and len(done) < len(self.settings.input):
+            return f"it was complete without {self.settings.input[len(done)]}"
         if len(done) > len(self.settings.input):
             return f"with more input ({done[len(self.settings.input)][0]})"
         return ""
@@ -285,6 +311,7 @@ class Progress:
         Interrupted at any point, the same command does the rest.
         """
         if not self.complete:
+            check_free(self.settings)
             for file in self.files.values():
                 file.flush()
             for key, manifest in manifests.items():
