@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from documents import Encoder, Settings, Tokens
+from inputs import expand
 from progress import Progress, check_free
 from readers import FORMATS, Batch, Position, read_file
 
@@ -45,10 +46,6 @@ if TYPE_CHECKING:
     from megatron.training.manifest import Manifest
 
 REPO = Path(__file__).resolve().parents[2]
-
-#: What a folder may hold besides data, as the `datasets` library writes it.
-NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".txt", ".text", ".tokens")
 
 
 def tokenize(settings: Settings, batches: Iterable[Batch]) -> Iterator[Tokens]:
@@ -86,42 +83,6 @@ def read_batches(settings: Settings, progress: Progress) -> Iterator[Batch]:
         start = Position()
 
 
-def expand(inputs: Iterable[Path]) -> tuple[Path, ...]:
-    """The files that are named, and those in the folders that are, in the order of their names.
-
-    Raises:
-        ValueError: a file or folder has no data.
-    """
-    files: list[Path] = []
-    for path in inputs:
-        if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if _is_data(path, file))
-            if not found:
-                raise ValueError(
-                    f"the folder {path} holds no data; give one with {', '.join(DATA_SUFFIXES)} "
-                    "files (.gz, .zst and .bz2 too), or wikiextractor's wiki_00 and so on"
-                )
-            files += found
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise ValueError(
-                f"the input {path} is not a file or folder; name text, JSONL or Parquet in --input"
-            )
-    for path in files:
-        if not path.stat().st_size:
-            raise ValueError(f"the input {path} is empty; leave it out, or get it again")
-    return tuple(files)
-
-
-def _is_data(folder: Path, file: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    if hidden or file.name in NOT_DATA:
-        return False
-    stem = file.name.removesuffix(".gz").removesuffix(".zst").removesuffix(".bz2")
-    return (stem.endswith(DATA_SUFFIXES) or stem.startswith("wiki_")) and file.is_file()
-
-
 def check(settings: Settings) -> None:
     """Refuse what cannot work before megatron-core is imported, which takes seconds."""
     if settings.workers < 1:
@@ -140,7 +101,7 @@ def preprocess(settings: Settings) -> dict[str, Manifest]:
     """Do it all, or the rest of it; the manifest of each pair of files by its prefix."""
     from tqdm import tqdm
 
-    settings = dataclasses.replace(settings, input=expand(settings.input))
+    settings = dataclasses.replace(settings, input=expand(settings))
     check(settings)
     Encoder.shared = encoder = Encoder(settings)
     from megatron.training.manifest import TokenizerRecord

@@ -1,0 +1,91 @@
+"""Which files are the input: those that are named, and the data in the folders that are."""
+
+from __future__ import annotations
+
+import glob
+import sys
+from pathlib import Path
+
+from documents import Settings
+
+#: What a folder may hold besides data, as the `datasets` library writes it.
+NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".txt", ".text", ".tokens")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2")
+NAMES_SHOWN = 5
+
+
+def expand(settings: Settings) -> tuple[Path, ...]:
+    """The files that are named, and those in the folders that are, in the order of their names.
+
+    What the run itself writes is none of them, and what is passed over is said.
+
+    Raises:
+        ValueError: a file or folder has no data.
+    """
+    files: list[Path] = []
+    for path in settings.input:
+        if path.is_dir():
+            files += _data_in(path, settings)
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise ValueError(
+                f"the input {path} is not a file or folder; name text, JSONL or Parquet in --input"
+            )
+    for path in files:
+        if not path.stat().st_size:
+            raise ValueError(f"the input {path} is empty; leave it out, or get it again")
+    return tuple(files)
+
+
+def _data_in(folder: Path, settings: Settings) -> list[Path]:
+    found = sorted(file for file in folder.rglob("*") if _may_be_data(folder, file, settings))
+    data = [file for file in found if _is_named_like_data(file)]
+    if not data:
+        raise ValueError(
+            f"the folder {folder} holds no data; give one with {', '.join(DATA_SUFFIXES)} "
+            "files (.gz, .zst and .bz2 too), or wikiextractor's wiki_00 and so on"
+        )
+    if others := [str(file.relative_to(folder)) for file in found if not _is_named_like_data(file)]:
+        names = ", ".join(others[:NAMES_SHOWN]) + ", ..." * (len(others) > NAMES_SHOWN)
+        print(
+            f"Passed over in {folder}: {len(others):,} files that are not named like data "
+            f"({names}). Name them one by one in --input if they are.",
+            file=sys.stderr,
+        )
+    return data
+
+
+def _may_be_data(folder: Path, file: Path, settings: Settings) -> bool:
+    """Neither hidden, nor a description of data, nor what a preprocessing run writes."""
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    if hidden or file.name in NOT_DATA or not file.is_file():
+        return False
+    return not (_is_unfinished(file.resolve()) or _is_output(file.resolve(), settings))
+
+
+def _is_unfinished(file: Path) -> bool:
+    """In the folder of a run that is not published, this one's or another's."""
+    return any(each.suffix == ".partial" and (each / "lock").is_file() for each in file.parents)
+
+
+def _is_output(file: Path, settings: Settings) -> bool:
+    """Of this run, or of another that is published or under way."""
+    prefix = settings.output_prefix.resolve()
+    own = (f"{prefix}_{key}_document.json" for key in settings.json_keys)
+    if str(file) in (f"{prefix}_bad_lines.txt", *own):
+        return True
+    if file.name.endswith("_bad_lines.txt"):
+        stem = glob.escape(file.name.removesuffix("_bad_lines.txt"))
+        return any(file.parent.glob(f"{stem}_*_document.idx"))
+    if file.suffix in (".bin", ".idx", ".json"):
+        return file.with_suffix(".bin").is_file() and file.with_suffix(".idx").is_file()
+    return False
+
+
+def _is_named_like_data(file: Path) -> bool:
+    name = file.name.lower()
+    for suffix in COMPRESSED_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name.endswith(DATA_SUFFIXES) or name.startswith("wiki_")
