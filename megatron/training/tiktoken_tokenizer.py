@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +24,11 @@ import tiktoken
 
 from megatron.core.tokenizers.text.libraries.abstract_tokenizer import MegatronTokenizerTextAbstract
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
+
+LONGEST_PIECE = 400_000  # characters
+LONGEST_RUN = 25_000  # of characters that are all white space, or none of them
+_LONG = rf"{{{LONGEST_RUN + 1},}}"
+_LONG_RUN = re.compile(rf"(?<!\S)\S{_LONG}|(?<!\s)\s{_LONG}")  # tried where a run begins only
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _CL100K = (
@@ -113,6 +121,21 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
+def pieces(text: str) -> Iterator[str]:
+    """`text` in parts that the library can take: with a million blanks in a row its patterns run
+    out of stack, which ends in a panic.
+
+    Llama 3's tokenizer has these limits, so its ids are these. Text within them is one part.
+    """
+    for start in range(0, len(text), LONGEST_PIECE):
+        piece, done = text[start : start + LONGEST_PIECE], 0
+        for run in _LONG_RUN.finditer(piece):
+            for cut in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):
+                yield piece[done:cut]
+                done = cut
+        yield piece[done:]
+
+
 class TiktokenFile(MegatronTokenizerTextAbstract):
     """What megatron-core asks of a tokenizer's library, of a file in tiktoken's format."""
 
@@ -138,7 +161,8 @@ class TiktokenFile(MegatronTokenizerTextAbstract):
         return {token: number for number, token in self.inv_vocab.items()}
 
     def text_to_ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode_ordinary(text)
+        encode = self.tokenizer.encode_ordinary
+        return list(itertools.chain.from_iterable(map(encode, pieces(text))))
 
     def ids_to_text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)

@@ -129,13 +129,14 @@ class Encoder:
         """The ids of each text; of those that have none, `faulty` gets the reason."""
         try:
             found = self.encode_texts(texts)
-        except ValueError:  # the NullTokenizer reads numbers only: find out which
+        except BaseException as error:
+            _why(error)
             found = []
-            for i, text in enumerate(texts):
+            for i, text in enumerate(texts):  # find out which
                 try:
-                    found.append(self.tokenizer.tokenize(text) if text else [])
-                except ValueError as error:
-                    faulty[i] = str(error)
+                    found += self.encode_texts([text]) if text else [[]]
+                except BaseException as error:
+                    faulty[i] = _why(error)
                     found.append([])
         if self.tokenizer.library == "null":  # the only one that gives ids it does not have
             for i, ids in enumerate(found):
@@ -184,6 +185,21 @@ class Encoder:
             except UnicodeEncodeError as error:
                 raise ValueError(f"half of a surrogate pair under the key {key!r}") from error
         return {key: record[key] for key in keys}
+
+
+def _why(error: BaseException) -> str:
+    """What a tokenizer says of a text that it cannot take; anything else is raised again.
+
+    The NullTokenizer raises ValueError; the libraries whatever they like, and where they are in
+    Rust, a panic that is no Exception.
+    """
+    if isinstance(error, ValueError):
+        return str(error)
+    ours = isinstance(error, Exception) and not isinstance(error, (MemoryError, OSError))
+    if not ours and type(error).__name__ != "PanicException":
+        raise error
+    first = (str(error).strip().splitlines() or ["no reason given"])[0]
+    return f"the tokenizer fails on it ({type(error).__name__}: {first})"
 
 
 def _end_with_parent() -> None:

@@ -15,6 +15,7 @@ from tests.subprocesses import REPO, run
 SCRIPT = REPO / "script/data/preprocess.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
+import documents  # noqa: E402
 import preprocess  # noqa: E402
 
 TEXT = " = Heading = \n\nFirst document,\ntwo lines.\n\n\n \nSecond naïve document.\n"
@@ -161,6 +162,42 @@ def test_bad_lines_are_counted_and_listed_or_stop_it(tmp_path, tokenizer):
         assert line.startswith(f"in.jsonl:{reason}")
     assert decoded(tmp_path / "o_text_document", tokenizer) == ["good", "last"]
     assert json.loads((tmp_path / "o_text_document.json").read_text())["bad_lines"] == 7
+
+
+class PanicException(BaseException):
+    """As libraries in Rust raise it: no Exception."""
+
+
+@pytest.mark.parametrize("failure", [PanicException, RuntimeError, TypeError, KeyError])
+def test_a_tokenizer_that_fails_on_a_text(tmp_path, monkeypatch, capsys, failure):
+    """That text is a bad line; if it fails on all of them, that is said."""
+    (tmp_path / "in.txt").write_text("1 2\n\n13\n\n3")
+    encode = documents.Encoder.__init__
+    failing = [lambda text: "13" in text]
+
+    def init(self, settings):
+        encode(self, settings)
+        inner = self.encode_texts
+
+        def encode_texts(texts):
+            if any(failing[0](text) for text in texts):
+                raise failure("StackOverflow\nmore")
+            return inner(texts)
+
+        self.encode_texts = encode_texts
+
+    monkeypatch.setattr(documents.Encoder, "__init__", init)
+    arguments = ["--input", str(tmp_path / "in.txt"), "--output-prefix", str(tmp_path / "o")]
+    arguments += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "99", "--workers", "1"]
+    assert preprocess.main(arguments) == 0
+    assert read_documents(tmp_path / "o_text_document") == [[1, 2], [3]]
+    listed = (tmp_path / "o_bad_lines.txt").read_text()
+    assert f"in.txt:3: the tokenizer fails on it ({failure.__name__}: " in listed
+    failing[0] = lambda text: True
+    assert preprocess.main([*arguments, "--overwrite"]) == 1
+    error = capsys.readouterr().err
+    assert "[ERROR] none of the first 3 documents of" in error
+    assert f"in.txt:1: the tokenizer fails on it ({failure.__name__}: " in error
 
 
 def test_an_existing_result_is_kept_unless_told_otherwise(tmp_path, tokenizer):

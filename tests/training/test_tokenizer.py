@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megatron.training.tiktoken_tokenizer import LONGEST_PIECE, LONGEST_RUN, pieces
 from megatron.training.tokenizer import (
     PROBE,
     batch_encoder,
@@ -168,6 +169,51 @@ def test_a_tiktoken_file_gives_the_ids_of_its_hugging_face_conversion(folders, t
     assert len(set(names.values())) == 256
     assert (tokenizer.bos, tokenizer.eod, tokenizer.pad) == (316, 317, 320)
     assert 317 not in tokenizer.tokenize("<|end_of_text|>"), "text does not make special tokens"
+
+
+def runs(text: str) -> list[str]:
+    """A second way to cut, character by character."""
+    found, length, last = [""], 0, None
+    for character in text:
+        length = length + 1 if character.isspace() == last else 1
+        last = character.isspace()
+        if length > LONGEST_RUN:
+            found.append("")
+            length = 1
+        found[-1] += character
+    return found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "short",
+        " " * LONGEST_RUN + "x" * LONGEST_RUN,
+        " " * (LONGEST_RUN + 1),
+        "ab " + "x" * (2 * LONGEST_RUN + 1) + "\u2028\t" * LONGEST_RUN + "end",
+        "x" * LONGEST_PIECE,
+    ],
+    ids=["short", "at the limit", "behind it", "mixed", "a whole piece"],
+)
+def test_long_runs_are_cut(text):
+    assert list(pieces(text)) == runs(text)
+
+
+def test_long_text_is_cut_first():
+    """A run that goes on behind a cut is counted from the cut."""
+    text = "y " * 199_990 + "z" * 20_020 + " end"
+    assert list(pieces(text)) == [text[:LONGEST_PIECE], text[LONGEST_PIECE:]]
+    assert list(pieces("")) == []
+
+
+def test_a_million_blanks(folders):
+    """As a whole they are a panic of the library; the tokens are those of the text all the same."""
+    tokenizer = build_tokenizer(None, folders["tiktoken"])
+    for text in (" " * 1_000_000, "\n" * 100_001, "q" * 100_001):
+        ids = tokenizer.tokenize("a" + text + "b")
+        assert tokenizer.detokenize(ids) == "a" + text + "b"
+    short = "a" + " " * 1000
+    assert tokenizer.tokenize(short) == tokenizer._tokenizer.tokenizer.encode_ordinary(short)
 
 
 def test_the_families_are_those_of_the_tiktoken_package(monkeypatch):
