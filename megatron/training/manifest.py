@@ -112,8 +112,9 @@ def check_fits(prefix: str, tokenizer: MegatronTokenizerText) -> None:
         if size >= made.vocab_size:
             return
         raise UserError(
-            f"the data {prefix} have a vocabulary of {made.vocab_size}, but --vocab-size gives "
-            f"{size}; give --vocab-size {made.vocab_size}"
+            f"the data {prefix} have a vocabulary of {made.vocab_size}, but --vocab-size "
+            f"{size - 1} and the end-of-document token make {size}; give --vocab-size "
+            f"{made.vocab_size - 1}"
         )
     here = f"the tokenizer {tokenizer.path} ({tokenizer.library}) has"
     if size != made.vocab_size:

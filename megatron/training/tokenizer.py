@@ -55,11 +55,20 @@ def guess_tokenizer_type(path: str | Path) -> str:
 
 
 def _file_in(folder: Path) -> Path | None:
-    """The tokenizer's file in a folder that has no Hugging Face tokenizer."""
+    """The tokenizer's file in a folder that has no Hugging Face tokenizer.
+
+    Raises:
+        UserError: there are several.
+    """
     if (folder / "tokenizer.model").is_file():
         return folder / "tokenizer.model"
     found = sorted(folder.glob("*.tiktoken"))
-    return found[0] if len(found) == 1 else None
+    if len(found) > 1:
+        raise UserError(
+            f"the folder {folder} holds {len(found)} .tiktoken files "
+            f"({', '.join(path.name for path in found)}); name one of them"
+        )
+    return found[0] if found else None
 
 
 def _type_of_file(path: Path) -> str:
@@ -83,6 +92,11 @@ def build_tokenizer(
     """
     if tokenizer_type is None and model_path is not None:
         tokenizer_type = guess_tokenizer_type(model_path)
+    if tokenizer_type is None:
+        raise UserError(
+            "no tokenizer is named; give --tokenizer-model (a file or folder), or --tokenizer-type "
+            "NullTokenizer for text that is numbers"
+        )
     if tokenizer_type not in TOKENIZER_TYPES:
         raise UserError(
             f"unknown tokenizer type {tokenizer_type!r}; choose one of {', '.join(TOKENIZER_TYPES)}"
@@ -177,6 +191,12 @@ def _tiktoken(path: Path) -> MegatronTokenizerText:
 
 
 def _hugging_face(path: Path) -> MegatronTokenizerText:
+    if path.is_file() and path.name not in HUGGING_FACE_FILES:
+        raise UserError(
+            f"{path} would not be read: Hugging Face's library takes "
+            f"{' and '.join(HUGGING_FACE_FILES)} of a folder; name the folder of the tokenizer, "
+            "and if this is its file, call it tokenizer.json"
+        )
     folder = path.parent if path.is_file() else path
     if not any((folder / name).is_file() for name in HUGGING_FACE_FILES):
         raise UserError(

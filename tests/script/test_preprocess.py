@@ -245,7 +245,7 @@ def fails(tmp_path, capsys, *options: str) -> str:
         (b"x", ["--json-keys", "a", "b"], "is text, which has no keys, but --json-keys names 2"),
         (b"x", ["--tokenizer-model", "/missing"], "the tokenizer /missing does not exist; give"),
         (b"x", ["--tokenizer-type", "Mine"], "unknown tokenizer type 'Mine'; choose one of Sent"),
-        (b"x", [], "unknown tokenizer type None; choose one of"),
+        (b"x", [], "no tokenizer is named; give --tokenizer-model"),
         (b" \n\n", ["NULL"], "in.txt holds no document; leave it out, or get it again"),
         (b"1\n\n2 x", ["NULL", "--strict"], "in.txt:3: invalid literal for int()"),
         (b"1\n\n11", ["NULL", "--strict"], "in.txt:3: a token id is not within the vocabulary of"),

@@ -271,7 +271,15 @@ def test_a_fingerprint_is_of_what_a_tokenizer_does(folders, tmp_path):
     ("kind", "name", "message"),
     [
         ("GPT2BPETokenizer", "x", r"unknown tokenizer type 'GPT2BPETokenizer'; choose one of Sent"),
-        (None, None, "unknown tokenizer type None; choose one of"),
+        (None, None, "no tokenizer is named; give --tokenizer-model"),
+        (None, "broken/other.json", r"other.json would not be read: Hugging Face's .* of a folder"),
+        ("HuggingFaceTokenizer", "text.model", "text.model would not be read"),
+        (None, "two", r"two holds 2 .tiktoken files \(a.tiktoken, b.tiktoken\); name one of them"),
+        (
+            "TikTokenizer",
+            "two",
+            r"two holds 2 .tiktoken files \(a.tiktoken, b.tiktoken\); name one",
+        ),
         ("SentencePieceTokenizer", None, "give --tokenizer-model"),
         ("NullTokenizer", None, "give --vocab-size"),
         (None, "missing", "missing does not exist; give a SentencePiece .model file"),
@@ -289,5 +297,9 @@ def test_what_is_wrong_is_said(tmp_path, kind, name, message):
     (tmp_path / "text.model").write_text("not a model")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/tokenizer.json").write_text("{")
+    (tmp_path / "broken/other.json").write_text("{}")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two/a.tiktoken").touch()
+    (tmp_path / "two/b.tiktoken").touch()
     with pytest.raises(ValueError, match=message):
         build_tokenizer(kind, None if name is None else tmp_path / name)
