@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from readers import Batch, Position, guess_format
+from batch import Batch, Position
+from readers import guess_format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,20 @@ class Settings:
 
     def format_of(self, path: Path) -> str:
         return self.input_format or guess_format(path, wikipedia=self.wikipedia)
+
+    def check_free(self) -> None:
+        """Refuse to replace anything unasked.
+
+        Raises:
+            ValueError: there is output, and no --overwrite.
+        """
+        for key in () if self.overwrite else self.json_keys:
+            for suffix in (".idx", ".bin", ".json"):
+                if Path(self.prefix(key) + suffix).exists():
+                    raise ValueError(
+                        f"{self.prefix(key)}{suffix} exists; give --overwrite to replace it, "
+                        "or another --output-prefix"
+                    )
 
 
 @dataclass

@@ -14,9 +14,10 @@ import signal
 import sys
 from pathlib import Path
 
+from command_line import add_running, add_tokenizer
 from documents import Settings
 from download import HUB, download
-from preprocess import REPO, add_running, add_tokenizer, attempt
+from preprocess import REPO, attempt
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -22,7 +22,6 @@ the first one ends the run.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import multiprocessing
 import os
@@ -37,10 +36,12 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batch import Batch, Position
+from command_line import parse
 from documents import Encoder, Settings, Tokens
 from inputs import expand
-from progress import Progress, check_free
-from readers import FORMATS, Batch, Position, read_file
+from progress import Progress
+from readers import read_file
 
 if TYPE_CHECKING:
     from megatron.training.manifest import Manifest
@@ -94,7 +95,7 @@ def check(settings: Settings) -> None:
                 f"{len(settings.json_keys)}; name one, or give --input-format"
             )
     if not Path(f"{settings.output_prefix}.partial", "progress.json").exists():
-        check_free(settings)
+        settings.check_free()
 
 
 def preprocess(settings: Settings) -> dict[str, Manifest]:
@@ -158,50 +159,6 @@ def _manifest(settings: Settings, progress: Progress, key: str, record: object) 
     )
 
 
-def parse(argv: list[str] | None) -> Settings | argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--input", type=Path, nargs="+", help="files and folders")
-    add("--output-prefix", type=Path, help="writes PREFIX_<key>_document.bin, .idx, .json")
-    add("--json-keys", nargs="+", default=["text"], help="keys or columns of the text (text)")
-    add("--input-format", choices=FORMATS, help="default: by each file's name")
-    add("--document-separator", default="", metavar="LINE", help="of text (default: a blank line)")
-    add_tokenizer(parser)
-    add("--append-eod", action="store_true", help="end each document with the eod token")
-    add_running(parser)
-    add("--check", metavar="PREFIX", help="check PREFIX.bin, .idx and .json, and write nothing")
-    options = vars(parser.parse_args(argv))
-    if (prefix := options.pop("check")) is not None:
-        return argparse.Namespace(check=prefix, **options)
-    for name in ("input", "output_prefix"):
-        if options[name] is None:
-            parser.error(f"--{name.replace('_', '-')} is missing")
-    for name in ("input", "json_keys"):
-        options[name] = tuple(options[name])
-    return Settings(**options)
-
-
-def add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--tokenizer-type", help="default: by what is at --tokenizer-model")
-    add("--tokenizer-model", type=Path, help="a .model or .tiktoken file, or a folder")
-    add("--vocab-size", type=int, help="of the NullTokenizer, whose text is numbers")
-
-
-def add_running(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    add("--workers", type=int, default=cores or 1, help=f"processes (here {cores})")
-    add("--strict", action="store_true", help="stop at the first line that is no document")
-    add(
-        "--overwrite",
-        action="store_true",
-        help="replace existing output, and an interrupted run of other input or options",
-    )
-
-
 def report(settings: Settings, manifests: dict[str, Manifest], seconds: float) -> None:
     """Say what was written and what to do with it."""
     for prefix, made in manifests.items():
@@ -253,7 +210,7 @@ def attempt(settings: Settings) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    settings = parse(argv)
+    settings = parse(argv, __doc__)
     if isinstance(settings, Settings):
         return attempt(settings)
     sys.path.insert(0, str(REPO))

@@ -23,71 +23,18 @@ import fcntl
 import json
 import os
 import shutil
-import struct
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from batch import Position
 from documents import Settings, Tokens
-from readers import Position
+from index_file import LENGTH_BYTES, write_index
+from mark import Count, Mark, identity
 
 COMMIT_SECONDS = 30.0
 HOPELESS = 1000  # bad documents of a file that has not a single good one
-LENGTH_BYTES = 4
-INDEX_BLOCK = 1 << 20  # documents at a time
-
-
-@dataclass
-class Count:
-    """What went into one pair of files."""
-
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-
-
-@dataclass
-class Mark:
-    """How far a run is."""
-
-    file: int = 0  # index of the input that is read from next
-    position: Position = field(default_factory=Position)
-    counts: dict[str, Count] = field(default_factory=dict)
-    bad_lines: int = 0
-    bad_bytes: int = 0
-    file_read: int = 0  # documents of this file, and those of them that were left out
-    file_bad: int = 0
-
-    def copy(self) -> Mark:
-        return replace(self, counts={key: replace(count) for key, count in self.counts.items()})
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Mark:
-        counts = {key: Count(**count) for key, count in fields.pop("counts").items()}
-        return cls(position=Position(**fields.pop("position")), counts=counts, **fields)
-
-
-def identity(path: Path) -> list[Any]:
-    """What tells whether a file is the one that was read."""
-    status = path.stat()
-    return [path.name, status.st_size, status.st_mtime_ns]
-
-
-def check_free(settings: Settings) -> None:
-    """Refuse to replace anything unasked.
-
-    Raises:
-        ValueError: there is output, and no --overwrite.
-    """
-    for key in () if settings.overwrite else settings.json_keys:
-        for suffix in (".idx", ".bin", ".json"):
-            if Path(settings.prefix(key) + suffix).exists():
-                raise ValueError(
-                    f"{settings.prefix(key)}{suffix} exists; give --overwrite to replace it, "
-                    "or another --output-prefix"
-                )
 
 
 def _is_at(file: TextIO, path: Path) -> bool:
@@ -141,7 +88,7 @@ class Progress:
         try:
             self._resume()
             if not self.complete:
-                check_free(self.settings)  # again: another run may have published since
+                self.settings.check_free()  # again: another run may have published since
                 self._open()
         except BaseException:
             if not (self.folder / "progress.json").exists():
@@ -311,7 +258,7 @@ class Progress:
         Interrupted at any point, the same command does the rest.
         """
         if not self.complete:
-            check_free(self.settings)
+            self.settings.check_free()
             for file in self.files.values():
                 file.flush()
             for key, manifest in manifests.items():
@@ -343,31 +290,3 @@ class Progress:
     def report(self) -> Path:
         """The lines that were left out, where there are any."""
         return Path(f"{self.settings.output_prefix}_bad_lines.txt")
-
-
-def write_index(path: Path, lengths: Path, *, documents: int, dtype: type) -> None:
-    """The index of megatron-core's indexed datasets, of documents that are a sequence each."""
-    import numpy as np
-
-    from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
-
-    def blocks() -> Iterator[Any]:
-        with lengths.open("rb") as file:
-            while len(block := np.fromfile(file, dtype=np.int32, count=INDEX_BLOCK)):
-                yield block
-
-    with path.open("wb") as file:
-        file.write(_INDEX_HEADER)
-        file.write(struct.pack("<QBQQ", 1, DType.code_from_dtype(dtype), documents, documents + 1))
-        for block in blocks():
-            block.tofile(file)
-        end = 0  # the byte where each document begins
-        for block in blocks():
-            ends = end + np.cumsum(block, dtype=np.int64) * DType.size(dtype)
-            (ends - block.astype(np.int64) * DType.size(dtype)).tofile(file)
-            end = int(ends[-1])
-        for start in range(0, documents + 1, INDEX_BLOCK):
-            numbers = np.arange(start, min(start + INDEX_BLOCK, documents + 1), dtype=np.int64)
-            numbers.tofile(file)
-        file.flush()
-        os.fsync(file.fileno())

@@ -16,6 +16,7 @@ from tests.subprocesses import REPO, environment, run
 SCRIPTS = REPO / "script/data"
 sys.path.insert(0, str(SCRIPTS))
 
+import index_file  # noqa: E402
 import preprocess  # noqa: E402
 import progress  # noqa: E402
 import readers  # noqa: E402
@@ -243,7 +244,7 @@ def test_a_full_disk(tmp_path):
 def test_the_index_is_that_of_megatron_cores_builder(tmp_path, monkeypatch):
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    monkeypatch.setattr(progress, "INDEX_BLOCK", 100)
+    monkeypatch.setattr(index_file, "INDEX_BLOCK", 100)
     for dtype in (np.uint16, np.int32):
         lengths = np.random.default_rng(0).integers(1, 9, 250).astype(np.int32)
         lengths.tofile(tmp_path / "lengths")
@@ -251,14 +252,14 @@ def test_the_index_is_that_of_megatron_cores_builder(tmp_path, monkeypatch):
         for length in lengths.tolist():
             builder.add_document(np.zeros(length), [length])
         builder.finalize(str(tmp_path / "b.idx"))
-        progress.write_index(tmp_path / "o.idx", tmp_path / "lengths", documents=250, dtype=dtype)
+        index_file.write_index(tmp_path / "o.idx", tmp_path / "lengths", documents=250, dtype=dtype)
         assert (tmp_path / "o.idx").read_bytes() == (tmp_path / "b.idx").read_bytes()
 
 
 LONG = ("0" * 59 + "7 ") * 2000 + "7"  # much text and few tokens: those take time
 PEAKS = """
-import resource, sys, preprocess, readers
-readers.BATCH_BYTES, readers.PARQUET_ROWS = 1 << 16, 4  # that the smaller input has many batches
+import parquet, resource, sys, preprocess, readers
+readers.BATCH_BYTES, parquet.ROWS = 1 << 16, 4  # that the smaller input has many batches
 def peak(name):
     arguments = ["--input", name, "--output-prefix", name + "_out", "--workers", "1"]
     assert preprocess.main([*arguments, *sys.argv[1:]]) == 0

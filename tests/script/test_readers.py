@@ -16,9 +16,11 @@ from tests.subprocesses import REPO
 
 sys.path.insert(0, str(REPO / "script/data"))
 
+import parquet
 import readers
+from batch import Batch, Position
 from documents import Settings
-from readers import Position, guess_format, read_file
+from readers import guess_format, read_file
 
 random.seed(0)
 WORDS = ["naïve", "漢字", "word", "= =", "12", "\u2028", "x" * 50]
@@ -63,7 +65,7 @@ def settings(path: Path, **options: object) -> Settings:
     return Settings(input=(path,), output_prefix=path.with_name("out"), **options)
 
 
-def content(batch: readers.Batch) -> list[str]:
+def content(batch: Batch) -> list[str]:
     """The texts of a batch."""
     if batch.format == "jsonl":
         return [json.loads(line)["text"] for _, line in batch]
@@ -79,7 +81,7 @@ KINDS += [("wikitext", ""), ("wikitext", ".zst")]
 @pytest.mark.parametrize(("kind", "compression"), KINDS)
 def test_reading_goes_on_behind_every_batch(tmp_path, monkeypatch, kind, compression):
     monkeypatch.setattr(readers, "BATCH_BYTES", 3000)
-    monkeypatch.setattr(readers, "PARQUET_ROWS", 7)
+    monkeypatch.setattr(parquet, "ROWS", 7)
     path = write(tmp_path, kind, compression)
     options = settings(path, input_format="wikitext" if kind == "wikitext" else None)
     batches = list(read_file(path, options))

@@ -1,0 +1,55 @@
+"""The options of preprocess.py, those that prepare.py has too among them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from documents import Settings
+from readers import FORMATS
+
+
+def parse(argv: list[str] | None, description: str | None) -> Settings | argparse.Namespace:
+    """What to do; with --check that is to check, and nothing else."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--input", type=Path, nargs="+", help="files and folders")
+    add("--output-prefix", type=Path, help="writes PREFIX_<key>_document.bin, .idx, .json")
+    add("--json-keys", nargs="+", default=["text"], help="keys or columns of the text (text)")
+    add("--input-format", choices=FORMATS, help="default: by each file's name")
+    add("--document-separator", default="", metavar="LINE", help="of text (default: a blank line)")
+    add_tokenizer(parser)
+    add("--append-eod", action="store_true", help="end each document with the eod token")
+    add_running(parser)
+    add("--check", metavar="PREFIX", help="check PREFIX.bin, .idx and .json, and write nothing")
+    options = vars(parser.parse_args(argv))
+    if (prefix := options.pop("check")) is not None:
+        return argparse.Namespace(check=prefix, **options)
+    for name in ("input", "output_prefix"):
+        if options[name] is None:
+            parser.error(f"--{name.replace('_', '-')} is missing")
+    for name in ("input", "json_keys"):
+        options[name] = tuple(options[name])
+    return Settings(**options)
+
+
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tokenizer-type", help="default: by what is at --tokenizer-model")
+    add("--tokenizer-model", type=Path, help="a .model or .tiktoken file, or a folder")
+    add("--vocab-size", type=int, help="of the NullTokenizer, whose text is numbers")
+
+
+def add_running(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    add("--workers", type=int, default=cores or 1, help=f"processes (here {cores})")
+    add("--strict", action="store_true", help="stop at the first line that is no document")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace existing output, and an interrupted run of other input or options",
+    )

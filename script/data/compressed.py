@@ -1,0 +1,63 @@
+"""Compressed files (gzip, bzip2, zstandard), which their first bytes tell and not their names.
+
+(Not called compression: Python 3.14 has a module of that name, which gzip needs.)
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+from typing import Any, BinaryIO
+
+COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstandard"}
+
+
+class _Zstandard(io.RawIOBase):
+    """A zstandard stream that notices where it was cut off, which the library's own reader does
+    not.
+    """
+
+    def __init__(self, raw: BinaryIO) -> None:
+        import zstandard
+
+        self._frames = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        self._raw, self._frame = raw, self._frames.decompressobj()
+        self._rest, self._fed, self._error = b"", False, zstandard.ZstdError
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            if self._frame.eof:
+                data = self._frame.unused_data or self._raw.read(1 << 16)
+                self._frame, self._fed = self._frames.decompressobj(), False
+            else:
+                data = self._raw.read(1 << 16)
+            if not data:
+                if self._fed:
+                    raise EOFError("the compressed file ends before its end mark")
+                return 0
+            self._fed = True
+            try:
+                self._rest = self._frame.decompress(data)
+            except self._error as error:
+                raise EOFError(str(error)) from error
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
+def decompressed(raw: BinaryIO) -> BinaryIO:
+    """The content of a file; itself if it is not compressed."""
+    start = raw.read(4)
+    raw.seek(0)
+    kind = next((kind for magic, kind in COMPRESSIONS.items() if start.startswith(magic)), None)
+    if kind == "gzip":
+        return gzip.open(raw)
+    if kind == "bzip2":
+        return bz2.open(raw)
+    if kind == "zstandard":
+        return io.BufferedReader(_Zstandard(raw), 1 << 16)
+    return raw

@@ -1,0 +1,76 @@
+"""Parquet files -> batches of rows, some 32 rows and a page of the file in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from batch import Batch, Position
+
+ROWS = 32  # decoded at a time
+
+
+def read_parquet(
+    path: Path, settings: Any, *, number: int, start: Position, batch_bytes: int
+) -> Iterator[Batch]:
+    """The batches of a file from `start` on.
+
+    Raises:
+        ValueError: the file is damaged, or has no text in the columns that are asked for.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        # Pages, which have a MB as a rule, are read as they are needed: a row group of any size
+        # takes little memory.
+        with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+            _check_columns(path, file.schema_arrow, settings.json_keys)
+            size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)
+            batch = Batch(number, path, "parquet", start)
+            row = text = 0
+            for group in range(file.num_row_groups):
+                behind = row + file.metadata.row_group(group).num_rows
+                if behind <= start.line:
+                    row = behind
+                    continue
+                for table in file.iter_batches(
+                    ROWS, [group], list(settings.json_keys), use_threads=False
+                ):
+                    columns = [table[key].cast(pa.large_binary()) for key in settings.json_keys]
+                    cells = zip(*(column.to_pylist() for column in columns), strict=True)
+                    for document in cells:
+                        row += 1
+                        if row > start.line:
+                            batch.documents.append((row, document))
+                            text += sum(len(cell or b"") for cell in document)
+                    if text >= batch_bytes:
+                        batch.end, text = Position(row), 0
+                        batch.bytes_read = size * row // rows - size * batch.start.line // rows
+                        yield batch
+                        batch = Batch(number, path, "parquet", batch.end)
+            batch.end, batch.last = Position(row), True
+            batch.bytes_read = size - size * batch.start.line // rows
+            yield batch
+    except pa.ArrowException as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{path} is damaged, or no Parquet file ({reason}); get it again, or leave it out"
+        ) from error
+
+
+def _check_columns(path: Path, schema: Any, keys: tuple[str, ...]) -> None:
+    import pyarrow as pa
+
+    for key in keys:
+        if key not in schema.names:
+            raise ValueError(
+                f"{path}: no column {key!r} (there are {', '.join(schema.names)}); name the column "
+                "of the text in --json-keys"
+            )
+        kind = schema.field(key).type
+        if not any(is_text(kind) for is_text in (pa.types.is_string, pa.types.is_large_string)):
+            raise ValueError(
+                f"{path}: the column {key!r} holds {kind}, not text; name another in --json-keys"
+            )
