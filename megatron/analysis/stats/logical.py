@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from megatron.analysis.shards import Cut, data_ranks, parse_dims
@@ -61,10 +62,13 @@ def logical_tensors(records: pd.DataFrame) -> Iterator[Logical]:
     """The logical tensors of these records, in the order of their first files. Codes are no values
     and are left out.
     """
-    records = records[records["codes"].map(lambda codes: not isinstance(codes, dict))]
+    # as arrays: `map` of an empty column gives no booleans, and would select columns
+    keep = np.array([not isinstance(codes, dict) for codes in records["codes"]], dtype=bool)
+    records = records[keep]
     records = records.assign(data_rank=data_ranks(records))
     head_dims = _head_dims(records)
-    alone = records["run_id"].isna() | records["dims"].map(lambda dims: _cuts(dims) is None)
+    unknown = np.array([_cuts(dims) is None for dims in records["dims"]], dtype=bool)
+    alone = records["run_id"].isna().to_numpy(dtype=bool) | unknown
     groups: dict[tuple[Any, ...], list[Any]] = {}
     keys = records[list(KEYS)].astype(object).where(records[list(KEYS)].notna(), None)
     for row, key, single in zip(
