@@ -91,6 +91,7 @@ class Errors:
             "relative_error": _ratio(float(self.binade_sums[RELATIVE].sum()), nonzero),
             "max_error": largest if n else math.nan,
             "compared": n,
+            "nonzero": nonzero,
             "poisoned": int(self.counts[POISONED]),
             "underflow": _ratio(int(by_binade[UNDERFLOW].sum()), nonzero),
             "saturated": _ratio(int(by_binade[SATURATED].sum()), finite),

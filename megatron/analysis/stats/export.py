@@ -36,25 +36,34 @@ def summary(found: Statistics) -> str:
     for note, rows in noted.groupby("note", sort=False):
         lines.append(f"  {len(rows)} tensors: {note}")
     if len(found.formats):
-        lines += ["", *_by_format(found.formats), "", *_worst(found)]
+        lines += ["", *_by_format(found), "", *_worst(found)]
     return "\n".join(lines)
 
 
-def _by_format(formats: pd.DataFrame) -> list[str]:
+def _by_format(found: Statistics) -> list[str]:
+    formats = found.formats
+    # what the shares are of: as many as there are, not a tensor a vote
+    finite = found.tensors["finite"].to_numpy()[formats["tensor"]]
+    formats = formats.assign(whole=finite - formats["poisoned"])
     header = ("format", "axis", "tensors", "median SQNR dB", "lowest", "underflow", "saturated")
     rows: list[tuple[object, ...]] = [header]
     groups = formats.groupby(["quantized_format", "axis"], sort=False, observed=True)
     for (name, axis), part in groups:
         sqnr = part["sqnr_db"].dropna()
-        weights = part["compared"].sum()
         rows.append(
             (
                 name, axis, len(part), _short(sqnr.median()), _short(sqnr.min()),
-                *(_percent((part[c] * part["compared"]).sum() / weights if weights else math.nan)
-                  for c in ("underflow", "saturated")),
+                _percent(_joint(part["underflow"], part["nonzero"])),
+                _percent(_joint(part["saturated"], part["whole"])),
             )
         )  # fmt: skip
     return align(rows, text=2)
+
+
+def _joint(shares: pd.Series[float], of: pd.Series[int]) -> float:
+    """The share of all tensors together; NaN of nothing."""
+    total = int(of.sum())
+    return float((shares * of).sum()) / total if total else math.nan
 
 
 def _worst(found: Statistics) -> list[str]:

@@ -34,7 +34,7 @@ _WHOLE_VALUES = (
     "count", "finite", "nan", "inf", "zeros", "negative_zeros", "channels", "outlier_channels",
     "dead_channels",
 )  # fmt: skip
-_WHOLE_NUMBERS = ("compared", "poisoned")
+_WHOLE_NUMBERS = ("compared", "nonzero", "poisoned")
 _BLOCK_NUMBERS = FORMAT_COLUMNS[
     FORMAT_COLUMNS.index("blocks") : FORMAT_COLUMNS.index("headroom") + 1
 ]

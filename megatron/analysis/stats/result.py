@@ -60,8 +60,11 @@ VALUE_COLUMNS = (
 #: relative_error      mean of |y - x| / |x| over x != 0
 #: max_error           largest |y - x|
 #: compared            values in the sums            poisoned  finite x whose y is NaN (its block)
-#: underflow           share of x != 0 (finite) with y == 0, of either sign
-#: saturated           share of finite x beyond the largest number (times its scale)
+#: nonzero             those of `compared` with x != 0
+#: underflow           share of `nonzero` with y == 0, of either sign
+#: saturated           share of the finite x that are not poisoned beyond the largest number (times
+#:                     its scale); of several tensors weigh it by finite - poisoned, and `underflow`
+#:                     by nonzero
 #: codes_used          codes that occur              codes     codes that the element has
 #: code_entropy        bits                          (all three NaN for bf16 and fp16)
 #: blocks              with a scale of their own     zero_blocks, nan_blocks   among them
@@ -77,10 +80,10 @@ VALUE_COLUMNS = (
 #: axis_sqnr_db        10 log10(sum x^2 / sum (y_row - y_column)^2)
 FORMAT_COLUMNS = (
     "tensor", "quantized_format", "axis", "used_by", "mse", "rmse", "sqnr_db", "cosine", "bias",
-    "relative_bias", "relative_error", "max_error", "compared", "poisoned", "underflow",
-    "saturated", "codes_used", "codes", "code_entropy", "blocks", "zero_blocks", "nan_blocks",
-    "scale_min", "scale_max", "scale_median", "scales_used", "block_range", "block_range_max",
-    "headroom", "axis_disagreement", "axis_sqnr_db",
+    "relative_bias", "relative_error", "max_error", "compared", "nonzero", "poisoned",
+    "underflow", "saturated", "codes_used", "codes", "code_entropy", "blocks", "zero_blocks",
+    "nan_blocks", "scale_min", "scale_max", "scale_median", "scales_used", "block_range",
+    "block_range_max", "headroom", "axis_disagreement", "axis_sqnr_db",
 )  # fmt: skip
 
 #: Edges of the bins of `headroom`, in binades: eighths, from -1 to 2; the last bin has all beyond.

@@ -42,6 +42,7 @@ def errors(x: torch.Tensor, layout: Layout, name: str, axis: str) -> dict[str, f
     norms = math.sqrt(signal) * math.sqrt((y**2).sum())
     return {
         "compared": len(x_),
+        "nonzero": int(nonzero.sum()),
         "poisoned": poisoned,
         "mse": _mean(error**2),
         "rmse": math.sqrt(_mean(error**2)) if len(x_) else math.nan,

@@ -1,0 +1,52 @@
+"""What the summary and the text say of a dump."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from megatron.analysis import stats
+from megatron.analysis.stats.export import summary
+from megatron.analysis.store import TensorStore
+from tests.analysis.fake_dump import records, write_tensor
+
+
+def write(folder, *tensors):
+    """Tensors of rows and channels, one an iteration."""
+    record = next(r for r, _, _ in records(run_id="r", quant_type="bf16", layers=1))
+    folder.mkdir(exist_ok=True)
+    for place, x in enumerate(tensors, 1):
+        own = dataclasses.replace(
+            record, counter=place, iteration=place, shape=list(x.shape),
+            global_shape=list(x.shape), dims="t h", dtype=str(x.dtype).removeprefix("torch."),
+        )  # fmt: skip
+        write_tensor(folder, own, x)
+    return stats.compute(TensorStore(folder), ["hifp8", "fp8_e4m3"])
+
+
+def shares(found, name):
+    """Underflow and saturated of a format, as printed."""
+    line = next(line for line in summary(found).splitlines() if line.split()[:1] == [name])
+    return [float(cell.removesuffix("%")) for cell in line.split()[-2:]]
+
+
+def test_shares_of_all_tensors_are_of_what_they_are_shares_of(tmp_path):
+    few, many = torch.zeros(1000, 64), torch.ones(1000, 64)
+    few[:10] = 1e-9  # all 640 of the values that are not zero are lost
+    nothing = torch.full((1000, 64), math.nan)
+    nothing[0, 0] = 0.0
+    found = write(tmp_path, few.bfloat16(), many.bfloat16(), nothing.bfloat16())
+    assert found.formats.groupby("quantized_format", observed=True)["nonzero"].sum().tolist() == [
+        64640, 64640,
+    ]  # fmt: skip
+    underflow, saturated = shares(found, "hifp8")
+    assert underflow == float(f"{100 * 640 / 64640:.3g}")
+    assert saturated == 0
+    # beyond the largest number of hifp8: 60 of the 64 + 64,000 finite values; the NaNs are none
+    large = torch.full((1000, 64), math.nan)
+    large[0] = 1.0
+    large[0, :60] = 1e38
+    found = write(tmp_path / "large", large.bfloat16(), many.bfloat16())
+    assert shares(found, "hifp8")[1] == float(f"{100 * 60 / 64064:.3g}")
