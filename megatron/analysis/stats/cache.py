@@ -145,14 +145,16 @@ def pack_values(values: Values) -> bytes:
     numbers = np.array(astuple(values.moments), np.float64)
     counts = np.array(astuple(values.moments)[:5], np.int64)
     amax = values.token_amax, values.channel_amax
-    return pack(counts, numbers[5:], values.histogram.counts, *amax)
+    zero = values.channel_zero.astype(np.int64)
+    return pack(counts, numbers[5:], values.histogram.counts, *amax, zero)
 
 
 def unpack_values(content: bytes) -> Values:
     """Undo `pack_values`."""
-    counts, numbers, histogram, tokens, channels = unpack(content)
+    counts, numbers, histogram, tokens, channels, zero = unpack(content)
     moments = Moments(*counts.tolist(), *numbers.tolist())
-    return Values(moments, Histogram(histogram), tokens, channels)  # type: ignore[arg-type]
+    of_channels = channels, zero.astype(np.bool_)
+    return Values(moments, Histogram(histogram), tokens, *of_channels)  # type: ignore[arg-type]
 
 
 def pack_errors(found: dict[str, Errors]) -> bytes:

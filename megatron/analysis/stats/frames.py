@@ -23,7 +23,7 @@ from megatron.analysis.stats.result import (
     FormatArrays,
     TensorArrays,
 )
-from megatron.analysis.stats.values import Values
+from megatron.analysis.stats.values import Values, live_median
 from megatron.fake_quant.formats import BlockScaling, Format
 from megatron.fake_quant.grid import stored_scales
 from megatron.fake_quant.names import get_format
@@ -124,14 +124,14 @@ def value_numbers(values: Values) -> dict[str, float]:
     return found | {
         "channels": len(channels),
         "outlier_channels": len(values.outliers),
-        "dead_channels": int((channels == 0).sum()),
+        "dead_channels": values.dead_channels,
         "channel_amax_ratio": _over_median(channels),
         "token_amax_ratio": _over_median(values.token_amax.ravel()),
     }
 
 
 def _over_median(amax: NDArray[np.float64]) -> float:
-    median = float(np.median(amax)) if len(amax) else 0.0
+    median = live_median(amax)
     return float(amax.max()) / median if median else math.nan
 
 

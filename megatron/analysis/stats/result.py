@@ -37,9 +37,10 @@ IDENTITY_COLUMNS = (
 #: l1            sum of the magnitudes
 #: skewness kurtosis                   kurtosis of a normal distribution is 3; NaN if constant
 #: channels, outlier_channels          channels are the hidden units, or head and head_dim; an
-#:               outlier's amax is beyond 6 times the median of all channels' amax, see `arrays`
-#: dead_channels                       channels with nothing but zeros
-#: token_amax_ratio                    largest over median of the tokens' amax
+#:               outlier's amax is beyond 6 times the median channel's, see `arrays`
+#: dead_channels                       channels with values, and nothing but zeros (NaN is none)
+#: channel_amax_ratio                  largest over median of the channels' amax
+#: token_amax_ratio                    and of the tokens'; medians are of those that are not zero
 VALUE_COLUMNS = (
     "count", "finite", "nan", "inf", "zeros", "negative_zeros", "min", "max", "mean", "std", "rms",
     "amax", "smallest", "l1", "skewness", "kurtosis",

@@ -59,7 +59,8 @@ def measure(
         }  # fmt: skip
     if not tensor.numel():
         tokens, channels = np.zeros(layout.tokens), np.zeros(layout.channels)
-        return Values(moments.Moments(), Histogram.empty(), tokens, channels), found
+        zero = np.ones(layout.channels, np.bool_)
+        return Values(moments.Moments(), Histogram.empty(), tokens, channels, zero), found
     one = _Tensor(tensor, layout, workspace or Workspace())
     values = one.values()
     if found:
@@ -122,11 +123,27 @@ class _Tensor:
             counts = np.zeros(BINS, np.int64)
             np.add.at(counts, widened(half)[self.patterns] >> 16 & 0xFFFF, self.counts)
         self.amax = of_values.amax if of_values.finite else 0.0
+        zero = channel == 0
+        if of_values.finite < of_values.count and zero.any():
+            zero[zero] = self._zeros_only(np.flatnonzero(zero), len(channel))
         return Values(
             of_values, Histogram(_finite(counts)),
             self._magnitudes(token).reshape(layout.tokens),
             self._magnitudes(channel).reshape(layout.channels),
+            zero.reshape(layout.channels),
         )  # fmt: skip
+
+    def _zeros_only(self, chosen: NDArray[np.int64], channels: int) -> NDArray[np.bool_]:
+        """Which of the chosen channels, without a number but zeros, have no NaN and Inf either. It
+        takes a second reading, of the few tensors that have such values and such channels.
+        """
+        assert self.bits is not None
+        zero = np.ones(len(chosen), np.bool_)
+        magnitude = scan.LOW31 if self.half is None else scan.LOW15
+        for piece in pieces(self.bits, 1):
+            zero &= ~(piece.reshape(-1, channels)[:, chosen] & magnitude).any(0)
+            give_back(piece, mapped=self.mapped)
+        return zero
 
     def _magnitudes(self, bits: NDArray[Any]) -> NDArray[np.float64]:
         wide = bits if self.half is None else widened(self.half)[bits]
@@ -138,6 +155,7 @@ class _Tensor:
         of_values, counts = moments.Moments(), np.zeros(BINS, np.int64)
         width = math.prod(layout.channels)
         token, channel = np.zeros(flat.numel() // width), np.zeros(width)
+        zero = np.ones(width, np.bool_)
         step = max((1 << 20) // width, 1) * width
         for first in range(0, flat.numel(), step):
             x = flat[first : first + step].to(torch.float64).numpy()
@@ -149,8 +167,12 @@ class _Tensor:
             matrix = np.nan_to_num(np.abs(finite)).reshape(-1, width)
             token[first // width : first // width + len(matrix)] = matrix.max(1)
             np.maximum(channel, matrix.max(0), out=channel)
-        tokens, channels = token.reshape(layout.tokens), channel.reshape(layout.channels)
-        return Values(of_values, Histogram(_finite(counts)), tokens, channels)
+            zero &= (x.reshape(-1, width) == 0).all(0)
+        tokens = token.reshape(layout.tokens)
+        return Values(
+            of_values, Histogram(_finite(counts)), tokens, channel.reshape(layout.channels),
+            zero.reshape(layout.channels),
+        )  # fmt: skip
 
     def plain(self, formats: tuple[Format, ...], found: Found) -> None:
         """Formats without blocks: every value is of class 0."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from megatron.analysis.stats.histogram import Histogram
 from megatron.analysis.stats.moments import Moments, merge
 
-OUTLIER = 6.0  #: times the median of the channels' largest magnitudes, beyond which one stands out
+OUTLIER = 6.0  #: times the median channel's largest magnitude, beyond which one stands out
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +23,26 @@ class Values:
     histogram: Histogram
     token_amax: NDArray[np.float64]  #: of the shape of the dimensions that count tokens
     channel_amax: NDArray[np.float64]  #: of the shape of those that count channels
+    channel_zero: NDArray[np.bool_]  #: of the same shape: no value other than zeros, no NaN either
 
     @property
     def outliers(self) -> NDArray[np.int64]:
         """Channels whose largest magnitude is far beyond that of the median channel."""
         amax = self.channel_amax.ravel()
-        if not len(amax):
-            return np.zeros(0, np.int64)
-        return np.flatnonzero(amax > OUTLIER * np.median(amax))
+        return np.flatnonzero(amax > OUTLIER * live_median(amax))
+
+    @property
+    def dead_channels(self) -> int:
+        """How many have values, and nothing but zeros."""
+        return int(self.channel_zero.sum()) if self.moments.count else 0
+
+
+def live_median(amax: NDArray[np.float64]) -> float:
+    """The median of those that are not zero, and zero if all are: beside a median of zero, as of a
+    tensor that is mostly padding, everything would stand out.
+    """
+    live = amax[amax > 0]
+    return float(np.median(live)) if len(live) else 0.0
 
 
 def join(parts: Sequence[Values], axis: int | None, *, zigzag: bool = False) -> Values:
@@ -41,23 +54,23 @@ def join(parts: Sequence[Values], axis: int | None, *, zigzag: bool = False) -> 
     first = parts[0]
     of_token = first.token_amax.ndim
     tokens, channels = [p.token_amax for p in parts], [p.channel_amax for p in parts]
+    zero = [part.channel_zero for part in parts]
     by_token = axis is not None and axis < of_token
-    by_channel = axis is not None and not by_token
+    by_channel = None if axis is None or by_token else axis - of_token
     return Values(
         merge(part.moments for part in parts),
         Histogram(np.sum([part.histogram.counts for part in parts], axis=0)),
         _joined(tokens, axis, zigzag) if by_token and axis is not None else _largest(tokens),
-        _joined(channels, axis - of_token, zigzag)
-        if by_channel and axis is not None
-        else _largest(channels),
+        _largest(channels) if by_channel is None else _joined(channels, by_channel, zigzag),
+        np.logical_and.reduce(zero) if by_channel is None else _joined(zero, by_channel, zigzag),
     )
 
 
-def _joined(parts: list[NDArray[np.float64]], axis: int, zigzag: bool) -> NDArray[np.float64]:
+def _joined(parts: list[NDArray[Any]], axis: int, zigzag: bool) -> NDArray[Any]:
     if zigzag:
         halves = [np.array_split(part, 2, axis) for part in parts]
         parts = [half[0] for half in halves] + [half[1] for half in reversed(halves)]
-    joined: NDArray[np.float64] = np.concatenate(parts, axis)
+    joined: NDArray[Any] = np.concatenate(parts, axis)
     return joined
 
 

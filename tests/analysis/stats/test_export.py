@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import pytest
 import torch
 
 from megatron.analysis import stats
 from megatron.analysis.stats.export import summary
 from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import records, write_tensor
+from tests.analysis.stats.test_logical import record_of, write_shards
 
 
 def write(folder, *tensors):
@@ -50,3 +52,29 @@ def test_shares_of_all_tensors_are_of_what_they_are_shares_of(tmp_path):
     large[0, :60] = 1e38
     found = write(tmp_path / "large", large.bfloat16(), many.bfloat16())
     assert shares(found, "hifp8")[1] == float(f"{100 * 60 / 64064:.3g}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_dead_channels_have_values_and_nothing_but_zeros(tmp_path, dtype):
+    x = torch.zeros(8, 64)
+    x[:, :9] = torch.arange(1, 10)  # fewer than half are alive: the median of all would be 0
+    x[:, 9] = 1000.0
+    x[:, 10], x[3, 11], x[2, 12], x[5, 13] = math.nan, math.nan, -math.inf, -0.0
+    x = x.to(dtype)
+    found = write(tmp_path / "one", x, torch.zeros(0, 64, dtype=dtype)).tensors
+    assert found["channels"].tolist() == [64, 64]
+    assert found["dead_channels"].tolist() == [64 - 13, 0]
+    assert found["outlier_channels"].tolist() == [1, 0]
+    assert found["channel_amax_ratio"][0] == 1000 / 5.5
+    # halves along tokens and along channels; the first half of the tokens has no NaN and no Inf
+    shards = torch.cat([torch.zeros(8, 64, dtype=dtype), x])
+    for dims, axis, parts in (("t[tp] h", 0, 2), ("t h[tp]", 1, 4)):
+        folder = tmp_path / dims[:2]
+        folder.mkdir()
+        write_shards(folder, record_of("input", dims=dims, dtype=str(dtype).removeprefix("torch.")),
+                     [part.contiguous() for part in shards.chunk(parts, axis)])  # fmt: skip
+        joined = stats.compute(TensorStore(folder), cache=tmp_path / "cache").tensors.iloc[0]
+        again = stats.compute(TensorStore(folder), cache=tmp_path / "cache").tensors.iloc[0]
+        for row in (joined, again):
+            assert (row["channels"], row["dead_channels"]) == (64, 64 - 13)
+            assert row["outlier_channels"] == 1
