@@ -55,7 +55,7 @@ def compute(
     names = make_plan(formats).names
     workers = affordable(workers, max_memory)
     records = store.records if select is None else select
-    tensors = list(logical_tensors(records))
+    tensors = list(logical_tensors(records, dump=store.records))
     problems = list(store.problems)
     if strict and problems:
         first = problems[0]

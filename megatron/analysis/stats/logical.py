@@ -58,15 +58,21 @@ class Logical:
         return shape
 
 
-def logical_tensors(records: pd.DataFrame) -> Iterator[Logical]:
+def logical_tensors(
+    records: pd.DataFrame, *, dump: pd.DataFrame | None = None
+) -> Iterator[Logical]:
     """The logical tensors of these records, in the order of their first files. Codes are no values
     and are left out.
+
+    Args:
+        dump: all records of the dump that these are from, if they are not: what one tensor tells of
+            another (the width of a head) must not depend on what is chosen.
     """
     # as arrays: `map` of an empty column gives no booleans, and would select columns
     keep = np.array([not isinstance(codes, dict) for codes in records["codes"]], dtype=bool)
     records = records[keep]
     records = records.assign(data_rank=data_ranks(records))
-    head_dims = _head_dims(records)
+    head_dims = _head_dims(records if dump is None else dump)
     unknown = np.array([_cuts(dims) is None for dims in records["dims"]], dtype=bool)
     alone = records["run_id"].isna().to_numpy(dtype=bool) | unknown
     groups: dict[tuple[Any, ...], list[Any]] = {}

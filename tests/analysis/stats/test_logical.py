@@ -178,3 +178,22 @@ def test_shards_that_do_not_fit_and_strange_dims_are_said(tmp_path):
     write_shards(tmp_path / "zigzag", record_of("input", dims="s b <h>"), parts)
     found = stats.compute(TensorStore(tmp_path / "zigzag"), ["mxfp8"])
     assert found.tensors["note"].str.contains("are not understood").tolist() == [True, True]
+
+
+def test_a_part_of_a_dump_has_the_numbers_that_it_has_among_the_whole(tmp_path):
+    # blocks of an output's gradient end with each head, whose width the values tell
+    spread = torch.randn(64, 2, 48, generator=GENERATOR).mul(2).exp()
+    grad = (values((64, 2, 48), 1.0, GENERATOR) * spread).bfloat16()
+    head = values((64, 2, 1, 24), 1.0, GENERATOR)
+    names = {"value": head, "grad_output": grad}
+    for record, _, _ in records(run_id="r", quant_type="mxfp8", layers=1):
+        if record.layer_type == "attention" and (x := names.get(record.tensor_name)) is not None:
+            shape = list(x.shape)
+            write_tensor(tmp_path, dataclasses.replace(record, shape=shape, global_shape=shape), x)
+    store = TensorStore(tmp_path)
+    whole = stats.compute(store, ["mxfp4"]).joined()
+    chosen = store.select(tensor_name="grad_output")
+    part = stats.compute(store, ["mxfp4"], select=chosen).joined()
+    whole = whole[whole["tensor_name"] == "grad_output"]
+    assert part["blocks"].tolist() == [64 * 2 * 2, 2 * 2 * 48]
+    assert part["sqnr_db"].tolist() == whole["sqnr_db"].tolist()
