@@ -78,7 +78,7 @@ def measure_dump(
     """
     tensors = list(logical_tensors(store.records))
     rows: dict[int, dict[str, Any]] = {}
-    problems: dict[int, Problem] = {}
+    problems: list[tuple[int, str, str]] = []
     histograms: dict[tuple[str, ...], Histogram] = {}
     assembly = Assembly(tensors, (), None)
     outcomes = on_threads(assembly.jobs(), workers or processors())
@@ -87,10 +87,10 @@ def measure_dump(
         total=len(tensors), desc="Reading", unit="tensor", disable=hidden, leave=False
     ) as bar:
         for number, result in assembly.results(outcomes):
-            bar.update()
             if isinstance(result, Failure):
-                problems[number] = Problem(Path(result.path), result.why)
+                problems.append((number, result.path, result.why))
                 continue
+            bar.update()
             moments, histogram = result[0].moments, result[0].histogram
             row = _row(tensors[number])
             row |= {name: getattr(moments, name) for name in STATISTICS} | {"summary": moments}
@@ -102,7 +102,8 @@ def measure_dump(
                 histograms[key] = histogram
     columns = [*RECORD_COLUMNS, *STATISTICS, "summary", "path"]
     table = pd.DataFrame([rows[number] for number in sorted(rows)], columns=columns)
-    return Measurements(table, histograms, [problems[number] for number in sorted(problems)])
+    found = [Problem(Path(path), why) for _, path, why in sorted(problems)]
+    return Measurements(table, histograms, found)
 
 
 def _row(tensor: Logical) -> dict[str, Any]:

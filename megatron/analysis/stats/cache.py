@@ -16,6 +16,7 @@ import struct
 import time
 from collections.abc import Iterable
 from dataclasses import astuple
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -42,13 +43,14 @@ def code_version() -> str:
 
 
 def key_of(part: Part) -> str:
-    """Of a part's content.
+    """Of a part's content. Its replicas belong to it: what is kept was measured when all of them
+    could be read.
 
     Raises:
         OSError: a file is not there.
     """
     files = []
-    for path in part.paths:
+    for path in chain(part.paths, *part.replicas):
         stat = Path(path).stat()
         files.append((str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns))
     text = json.dumps([code_version(), files, astuple(part.layout)])

@@ -60,7 +60,7 @@ def compute(
     if strict and problems:
         first = problems[0]
         raise UnreadableTensorError(first.path, f"{first.why}; {_STRICT}")
-    frames = Frames()
+    frames, done, failures = Frames(), set(), []
     # a terminal gets a bar; a log gets nothing
     bar = tqdm(
         total=len(tensors), desc="Measuring", unit="tensor", leave=False,
@@ -71,14 +71,15 @@ def compute(
         jobs = work.jobs()
         outcomes = on_cluster(jobs, scheduler) if scheduler else on_threads(jobs, workers)
         for number, result in work.results(outcomes):
-            bar.update()
+            done.add(number)
+            bar.update(len(done) - bar.n)
             if isinstance(result, Failure):
-                problem = Problem(Path(result.path), result.why)
                 if strict:
-                    raise UnreadableTensorError(problem.path, f"{problem.why}; {_STRICT}")
-                problems.append(problem)
+                    raise UnreadableTensorError(Path(result.path), f"{result.why}; {_STRICT}")
+                failures.append((number, result.path, result.why))
                 continue
             frames.add(number, tensors[number], *result, _note(tensors[number], names, result[1]))
+    problems += [Problem(Path(path), why) for _, path, why in sorted(failures)]
     table, of_formats, numbers = frames.tables()
 
     def load_arrays(tensor: int) -> TensorArrays:
@@ -99,8 +100,10 @@ def _arrays(tensor: Logical, formats: Sequence[str], cache: Path | None) -> Tens
     with closing(Cache(cache)) if cache is not None else nullcontext() as kept:
         work = Assembly([tensor], formats, kept)
         outcomes = ((job.number, measure_job(job)) for job in work.jobs())
+        failure = None
         for _, result in work.results(outcomes):
-            if isinstance(result, Failure):
-                raise ValueError(f"{result.path}: {result.why}")
-            return arrays_of(*result)
-    raise AssertionError("a tensor without parts")
+            if not isinstance(result, Failure):
+                return arrays_of(*result)
+            failure = result
+    assert failure is not None
+    raise ValueError(f"{failure.path}: {failure.why}")

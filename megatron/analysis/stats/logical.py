@@ -1,6 +1,7 @@
 """From the records of a dump to logical tensors: which files make up each, and how.
 
-A shard is quantized by itself, as its rank did. Replicas count once. Of partial sums the sum is
+A shard is quantized by itself, as its rank did. Replicas count once: the first that can be read;
+that they are the same is for `verify` to say. Of partial sums the sum is
 what matters: their files are added first.
 """
 
@@ -32,6 +33,7 @@ class Part:
     """What is measured at once: a file, or several whose tensors are added."""
 
     paths: tuple[str, ...]
+    replicas: tuple[tuple[str, ...], ...]  #: of each path, files that should hold the same
     layout: Layout
     blocks: bool  #: whether formats with block scales make sense: not of a slice
     nbytes: int  #: about, of one tensor
@@ -106,25 +108,26 @@ def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> Logi
     joined = [cut for cut in known if cut.axis is not None]
     summed = [cut for cut in known if cut.axis is None or cut.summed]
     head_dim = head_dims.get((first.run_id, first.layer_idx, first.layer_type))
-    places: dict[Place, dict[Place, Any]] = {}
+    places: dict[Place, dict[Place, list[Any]]] = {}
     for row in rows:
         place = tuple(_rank(row, cut) // cut.copies for cut in joined)
         of_sum = tuple(
             _rank(row, c) if c.axis is None else _rank(row, c) % c.copies for c in summed
         )
-        places.setdefault(place, {}).setdefault(of_sum, row)  # replicas: the first counts
+        places.setdefault(place, {}).setdefault(of_sum, []).append(row)
     notes += _missing(first, joined, set(places), "shards")
     parts: dict[Place, Part] = {}
     for place, addends in sorted(places.items()):
         notes += _missing(first, summed, set(addends), "addends")
-        row = addends[min(addends)]
+        row = addends[min(addends)][0]  # of replicas the first counts
         layout = layout_of(
             tuple(row.shape), layer_type=row.layer_type, tensor_name=row.tensor_name,
             head_dim=head_dim,
         )  # fmt: skip
-        paths = tuple(addends[of_sum].path for of_sum in sorted(addends))
+        files = [tuple(copy.path for copy in addends[of_sum]) for of_sum in sorted(addends)]
+        paths, replicas = tuple(each[0] for each in files), tuple(each[1:] for each in files)
         size = int(row.bytes) if not pd.isna(row.bytes) else 0
-        parts[place] = Part(paths, layout, row.slice is None, size)
+        parts[place] = Part(paths, replicas, layout, row.slice is None, size)
     if first.slice is not None:
         notes.append("a slice: without formats that have block scales")
     return Logical(

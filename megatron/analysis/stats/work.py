@@ -48,23 +48,28 @@ class Failure:
     why: str
 
 
-Outcome = dict[str, bytes] | Failure  #: results by name: `VALUES`, and each format
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a job."""
+
+    contents: dict[str, bytes]  #: by name: `VALUES`, and each format; empty: could not be measured
+    failures: tuple[Failure, ...]  #: also of replicas that were not needed
 
 
 def measure_job(job: Job) -> Outcome:
     """Read and measure."""
+    tensor, failures = _load(job.part)
+    if tensor is None:
+        return Outcome({}, failures)
     try:
-        tensor = _load(job.part)
         values, found = measure(tensor, job.part.layout, _plan(job), _workspace())
-    except _UnreadableError as error:
-        return error.failure
     except TypeError as error:
-        return Failure(job.part.paths[0], str(error))
+        return Outcome({}, (*failures, Failure(job.part.paths[0], str(error))))
     contents = {VALUES: pack_values(values)}
     for name in job.formats:
         of_format = {axis: errors for (fmt, axis), errors in found.items() if fmt == name}
         contents[name] = pack_errors(of_format) if of_format else b""
-    return contents
+    return Outcome(contents, failures)
 
 
 def measure_jobs(jobs: Sequence[Job]) -> list[tuple[int, Outcome]]:
@@ -85,35 +90,38 @@ def read_outcome(contents: dict[str, bytes], formats: Sequence[str]) -> tuple[Va
     return unpack_values(contents[VALUES]), found
 
 
-class _UnreadableError(Exception):
-    def __init__(self, path: str, why: str):
-        super().__init__(why)
-        self.failure = Failure(path, why)
-
-
-def _load(part: Part) -> Tensor:
-    """The tensor of a file, memory-mapped; or the sum of several, rounded once."""
-    tensors = []
-    for path in part.paths:
-        try:
-            tensor, _ = read_tensor(Path(path))
-        except UnreadableTensorError as error:
-            raise _UnreadableError(path, error.why) from None
-        except OSError as error:
-            raise _UnreadableError(path, error.strerror or str(error)) from None
-        if tuple(tensor.shape) != part.layout.shape:
-            raise _UnreadableError(
-                path,
-                f"holds a tensor of shape {list(tensor.shape)}, but its record says "
-                f"{list(part.layout.shape)}",
-            )
-        tensors.append(tensor)
+def _load(part: Part) -> tuple[Tensor | None, tuple[Failure, ...]]:
+    """The tensor of a file, memory-mapped; or the sum of several, rounded once. Every replica is
+    opened, which touches none of its values, and the first good one is taken.
+    """
+    tensors: list[Tensor] = []
+    failures: list[Failure] = []
+    for path, replicas in zip(part.paths, part.replicas, strict=True):
+        read = [_read(each, part.layout.shape) for each in (path, *replicas)]
+        failures += [each for each in read if isinstance(each, Failure)]
+        tensors += [each for each in read if isinstance(each, Tensor)][:1]
+    if len(tensors) < len(part.paths):
+        return None, tuple(failures)
     if len(tensors) == 1:
-        return tensors[0]
+        return tensors[0], tuple(failures)
     total = tensors[0].to(torch.float64)
     for tensor in tensors[1:]:
         total += tensor
-    return total.to(tensors[0].dtype)
+    return total.to(tensors[0].dtype), tuple(failures)
+
+
+def _read(path: str, shape: tuple[int, ...]) -> Tensor | Failure:
+    try:
+        tensor, _ = read_tensor(Path(path))
+    except UnreadableTensorError as error:
+        return Failure(path, error.why)
+    except OSError as error:
+        return Failure(path, error.strerror or str(error))
+    if tuple(tensor.shape) != shape:
+        return Failure(
+            path, f"holds a tensor of shape {list(tensor.shape)}, but its record says {list(shape)}"
+        )
+    return tensor
 
 
 def _plan(job: Job) -> Plan:
