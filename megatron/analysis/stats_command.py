@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron.analysis.stats.select import select
     from megatron.analysis.store import TensorStore
     from megatron.analysis.tensor_files import UnreadableTensorError
+    from megatron.analysis.text_table import printable
 
     if arguments.workers is not None and arguments.workers < 1:
         raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
@@ -107,12 +108,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"[ERROR] {error}", file=sys.stderr)
         return LEFT_OUT
     for problem in found.problems:
-        print(f"[ERROR] {problem}", file=sys.stderr)
-    print(summary(found))
+        print(printable(f"[ERROR] {problem}"), file=sys.stderr)
+    print(printable(summary(found)))
     if len(store.missing):
         print(f"{len(store.missing)} files that an index names are not there (removed or moved?)")
     if output is not None:
-        for kept in write_keeping(output, WRITERS[output.suffix](found).encode()):
+        content = printable(WRITERS[output.suffix](found)).encode()
+        for kept in write_keeping(output, content):
             print(f"Kept the earlier file as {kept}")
         print(f"Wrote {output}")
     if found.problems:

@@ -14,7 +14,7 @@ from megatron.analysis.measure import STATISTICS, Measurements
 from megatron.analysis.stats.moments import Moments
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem
-from megatron.analysis.text_table import align
+from megatron.analysis.text_table import align, printable
 
 GROUPS = (
     ("quant_type", "By quantization type"),
@@ -56,7 +56,7 @@ def format_statistics(
     lines += ["", "Tensors", *align([header, *_tensor_rows(dump, measured.table)], text=0)]
     if problems:
         lines += ["", "Could not be read", *(f"  {problem}" for problem in problems)]
-    return "\n".join(lines) + "\n"
+    return printable("\n".join(lines) + "\n")
 
 
 def _runs(dump: TensorStore) -> list[str]:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def printable(text: str) -> str:
+    """Text that can be written in UTF-8: of a file's name that cannot, the bytes are escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def align(rows: Sequence[tuple[object, ...]], *, text: int) -> list[str]:
     """Columns two spaces apart: the first `text` and whatever is not a number to the left."""
     cells = [[str(cell) for cell in row] for row in rows]

@@ -7,8 +7,11 @@ what matters: their files are added first.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +21,14 @@ from megatron.analysis.shards import Cut, data_ranks, parse_dims
 from megatron.analysis.stats.errors import Errors
 from megatron.analysis.stats.layout import Layout, layout_of
 from megatron.analysis.stats.values import Values, join
+from megatron.analysis.tensor_files import UnreadableTensorError, read_tensor
 
 KEYS = (
     "run_id", "iteration", "micro_batch", "layer_type", "layer_idx", "module", "operation", "phase",
     "tensor_name", "quant_type", "recomputed", "data_rank",
 )  # fmt: skip
+
+MOST_MISSING = 16  #: parts that a note names
 
 Place = tuple[int, ...]
 Found = dict[tuple[str, str], Errors]
@@ -72,7 +78,7 @@ def logical_tensors(
     """
     # as arrays: `map` of an empty column gives no booleans, and would select columns
     keep = np.array([not isinstance(codes, dict) for codes in records["codes"]], dtype=bool)
-    records = records[keep]
+    records = _with_shapes(records[keep])
     records = records.assign(data_rank=data_ranks(records))
     head_dims = _head_dims(records if dump is None else dump)
     unknown = np.array([_cuts(dims) is None for dims in records["dims"]], dtype=bool)
@@ -85,6 +91,22 @@ def logical_tensors(
         groups.setdefault((row.path,) if single else key, []).append(row)
     for rows in groups.values():
         yield _logical(rows, head_dims)
+
+
+def _with_shapes(records: pd.DataFrame) -> pd.DataFrame:
+    """A shape that no record tells is the file's. (What cannot be read is said when it is
+    measured.)
+    """
+    unknown = [place for place, shape in enumerate(records["shape"]) if shape is None]
+    if not unknown:
+        return records
+    shapes = list(records["shape"])
+    for place in unknown:
+        shapes[place] = []
+        with contextlib.suppress(UnreadableTensorError):
+            shapes[place] = list(read_tensor(Path(records["path"].iloc[place]))[0].shape)
+    column = np.fromiter(shapes, dtype=object, count=len(shapes))
+    return records.assign(shape=pd.Series(column, index=records.index, dtype=object))
 
 
 def _head_dims(records: pd.DataFrame) -> dict[tuple[Any, ...], int]:
@@ -104,7 +126,7 @@ def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> Logi
         cuts = []
     if first.dims is not None and _cuts(first.dims) is None:
         notes.append(f"dims {first.dims!r} are not understood: each file is a tensor")
-    known = [cut for cut in cuts if not pd.isna(getattr(first, cut.group, None))]
+    known = [c for c in cuts if not any(pd.isna(getattr(row, c.group)) for row in rows)]
     joined = [cut for cut in known if cut.axis is not None]
     summed = [cut for cut in known if cut.axis is None or cut.summed]
     head_dim = head_dims.get((first.run_id, first.layer_idx, first.layer_type))
@@ -165,9 +187,12 @@ def _missing(row: Any, cuts: Sequence[Cut], found: set[Place], what: str) -> lis
         shards = what == "shards"
         parts = int(size) // cut.copies if shards else cut.copies if cut.summed else int(size)
         there = {place[number] for place in found}
-        gone = [str(part) for part in range(parts) if part not in there]
+        # not all of them: a record may say anything of the size
+        gone = list(islice((part for part in range(parts) if part not in there), MOST_MISSING + 1))
         if gone:
-            notes.append(f"{what} of {cut.group} {', '.join(gone)} are missing")
+            named = ", ".join(map(str, gone[:MOST_MISSING]))
+            more = " and more" if len(gone) > MOST_MISSING else ""
+            notes.append(f"{what} of {cut.group} {named}{more} are missing")
     return notes
 
 

@@ -60,17 +60,19 @@ class Moments:
 
     @property
     def skewness(self) -> float:
-        """Third standardized moment; NaN for a constant."""
+        """Third standardized moment; NaN for a constant, and beyond what float64 holds."""
         return self._standardized(self.cubes, 3)
 
     @property
     def kurtosis(self) -> float:
-        """Fourth standardized moment, 3 for a normal distribution; NaN for a constant."""
+        """Fourth standardized moment, 3 for a normal distribution; NaN where `skewness` is."""
         return self._standardized(self.fourths, 4)
 
     def _standardized(self, powers: float, degree: int) -> float:
-        scale = self.std**degree if self.finite else 0.0
-        return powers / self.finite / scale if 0 < scale < math.inf else math.nan
+        scale = math.prod([self.std] * degree) if self.finite else 0.0
+        if not (0 < scale < math.inf and math.isfinite(powers)):
+            return math.nan
+        return powers / self.finite / scale
 
     def __add__(self, other: Moments) -> Moments:
         """The moments of both sets together."""
@@ -87,11 +89,14 @@ class Moments:
         a, b = self.finite, other.finite
         n, step = a + b, other.mean - self.mean
         p, q = a / n, b / n  # of all values; ints may be too large for exact products of floats
-        squares = self.squares + other.squares + step**2 * (a * q)
-        cubes = self.cubes + other.cubes + step**3 * (a * q) * (p - q)
+        # products, not powers: a float's power raises an error where it is too large
+        second = step * step
+        third, fourth = second * step, second * second
+        squares = self.squares + other.squares + second * (a * q)
+        cubes = self.cubes + other.cubes + third * (a * q) * (p - q)
         cubes += 3 * step * (p * other.squares - q * self.squares)
-        fourths = self.fourths + other.fourths + step**4 * (a * q) * (p * p - p * q + q * q)
-        fourths += 6 * step**2 * (p * p * other.squares + q * q * self.squares)
+        fourths = self.fourths + other.fourths + fourth * (a * q) * (p * p - p * q + q * q)
+        fourths += 6 * second * (p * p * other.squares + q * q * self.squares)
         fourths += 4 * step * (p * other.cubes - q * self.cubes)
         return Moments(
             *counts,

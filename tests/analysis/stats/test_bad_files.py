@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 
 import pandas as pd
@@ -12,9 +14,10 @@ import torch
 from megatron.analysis import stats
 from megatron.analysis.__main__ import main
 from megatron.analysis.measure import measure_dump
+from megatron.analysis.stats_text import format_statistics
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import UnreadableTensorError
-from tests.analysis.fake_dump import values
+from tests.analysis.fake_dump import values, write_tensor
 from tests.analysis.stats.test_logical import record_of, write_shards
 
 
@@ -82,3 +85,73 @@ def test_every_bad_file_of_a_tensor_is_named_and_a_part_of_a_sum_cannot_be_left_
     measured = measure_dump(TensorStore(tmp_path))
     assert [problem.path for problem in measured.problems] == bad
     assert measured.table["tensor_name"].tolist() == ["grad_output"]
+
+
+def test_a_shape_that_no_record_tells_is_the_files(tmp_path):
+    replicated(tmp_path)
+    expected = stats.compute(TensorStore(tmp_path), ["mxfp8"])
+    write_index(tmp_path, input={"shape": None}, output={"shape": None})
+    pd.testing.assert_frame_equal(
+        stats.compute(TensorStore(tmp_path), ["mxfp8"]).formats, expected.formats
+    )
+    for path in sorted(tmp_path.glob("*_input.pt")):
+        path.write_bytes(b"garbage")
+    found = stats.compute(TensorStore(tmp_path))
+    assert [problem.why for problem in found.problems] == [
+        "no archive of torch.save: corrupt, cut short, or of another program"
+    ] * 2
+    assert found.tensors["tensor_name"].tolist() == ["output", "grad_output"]
+
+
+def test_a_size_of_a_group_that_cannot_be_is_a_note_and_takes_no_time(tmp_path):
+    x = torch.ones(4, 2, 8).bfloat16()
+    sizes = {"tp_size": 2**62, "world_size": 2**62}
+    record = record_of(
+        "input", dims="s b h[tp]", shape=[4, 2, 8], rank={"tp": 1, "world": 1, **sizes}
+    )
+    write_tensor(tmp_path, record, x)
+    [note] = stats.compute(TensorStore(tmp_path)).tensors["note"]
+    assert re.fullmatch(r"shards of tp 0, 2, 3, .*, 16 and more are missing", note)
+
+
+def test_a_rank_that_does_not_say_its_place_is_no_error(tmp_path):
+    x = torch.ones(4, 2, 8).bfloat16()
+    for counter, tp in enumerate((0, None)):
+        rank = {"world": counter, "world_size": 2, "tp": tp, "tp_size": 2}
+        record = record_of("input", dims="s b h[tp]", shape=[4, 2, 8], rank=rank)
+        write_tensor(tmp_path, record, x)
+    found = stats.compute(TensorStore(tmp_path))
+    assert found.problems == []
+    assert found.tensors["count"].tolist() == [x.numel()]
+
+
+@pytest.mark.parametrize("large", [1e100, 1e160, 1e300])
+def test_powers_beyond_float64_are_no_error(tmp_path, large):
+    rows = torch.tensor([[large, -large, 3.0], [large, 0.0, 0.0]], dtype=torch.float64)
+    parts = [part.contiguous() for part in rows.chunk(2)]
+    write_shards(tmp_path, record_of("input", dims="t[tp] h", dtype="float64"), parts)
+    row = stats.compute(TensorStore(tmp_path)).tensors.iloc[0]
+    assert row["amax"] == large
+    assert row["l1"] == 3 * large
+    expected = math.sqrt(0.5) * large if large < 1e150 else math.inf  # its square is beyond
+    assert row["rms"] == pytest.approx(expected)
+    assert math.isnan(row["kurtosis"])
+
+
+def test_a_file_whose_name_is_no_text_is_written_of(tmp_path, capsys):
+    x = torch.ones(4, 2, 8).bfloat16()
+    write_tensor(tmp_path, record_of("input", shape=[4, 2, 8]), x)
+    try:
+        (tmp_path / os.fsdecode(b"bad\xff.pt")).write_bytes(b"garbage")
+    except OSError:
+        pytest.skip("this file system takes no such name")
+    for ending in (".txt", ".csv", ".json"):
+        output = tmp_path / f"found{ending}"
+        assert main(["stats", str(tmp_path), "--formats", "mxfp8", "--output", str(output)]) == 3
+        text = output.read_text()
+        assert "bad\\udcff.pt" in text or ending == ".csv"
+    assert capsys.readouterr().err.count("bad\\udcff.pt") == 3
+    store = TensorStore(tmp_path)
+    measured = measure_dump(store)
+    text = format_statistics(store, measured, [*store.problems, *measured.problems])
+    assert text.encode().count(b"bad\\udcff.pt") == 1
