@@ -14,6 +14,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from megatron.analysis.stats.assembly import Assembly
+from megatron.analysis.stats.cache import opened
 from megatron.analysis.stats.histogram import Histogram
 from megatron.analysis.stats.logical import Logical, logical_tensors
 from megatron.analysis.stats.moments import Moments, merge
@@ -69,23 +70,31 @@ class Measurements:
 
 
 def measure_dump(
-    store: TensorStore, *, workers: int | None = None, progress: bool = False
+    store: TensorStore,
+    *,
+    cache: Path | None = None,
+    workers: int | None = None,
+    progress: bool = False,
 ) -> Measurements:
     """Measure every logical tensor of a dump: shards are put together, replicas count once, codes
-    are no values. `progress` shows a bar on a terminal.
+    are no values. A file that cannot be read is a problem in the result, and all the others are
+    measured.
 
-    A file that cannot be read is a problem in the result, and all the others are measured.
+    Args:
+        cache: folder with the results of `stats.compute`, which are taken from there and added to;
+            None: everything is read.
+        workers: threads; as many as there are processors if None.
+        progress: show a bar on a terminal.
     """
     tensors = list(logical_tensors(store.records))
     rows: dict[int, dict[str, Any]] = {}
     problems: list[tuple[int, str, str]] = []
     histograms: dict[tuple[str, ...], Histogram] = {}
-    assembly = Assembly(tensors, (), None)
-    outcomes = on_threads(assembly.jobs(), workers or processors())
     hidden = None if progress else True  # None: hidden where there is no terminal
-    with tqdm(
-        total=len(tensors), desc="Reading", unit="tensor", disable=hidden, leave=False
-    ) as bar:
+    bar = tqdm(total=len(tensors), desc="Reading", unit="tensor", disable=hidden, leave=False)
+    with bar, opened(cache, store.folder) as kept:
+        assembly = Assembly(tensors, (), kept)
+        outcomes = on_threads(assembly.jobs(), workers or processors())
         for number, result in assembly.results(outcomes):
             if isinstance(result, Failure):
                 problems.append((number, result.path, result.why))

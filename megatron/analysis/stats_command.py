@@ -110,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
     for problem in found.problems:
         print(printable(f"[ERROR] {problem}"), file=sys.stderr)
     print(printable(summary(found)))
+    for remark in found.remarks:
+        print(f"[NOTE] {remark}", file=sys.stderr)
     if len(store.missing):
         print(f"{len(store.missing)} files that an index names are not there (removed or moved?)")
     if output is not None:

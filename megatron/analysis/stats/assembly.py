@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron.analysis.stats.cache import VALUES, Cache, key_of
+from megatron.analysis.stats.cache import Cache, Entry
 from megatron.analysis.stats.logical import Found, Logical, Part, Place, put_together
+from megatron.analysis.stats.packed import VALUES
 from megatron.analysis.stats.values import Values
-from megatron.analysis.stats.work import Failure, Job, Outcome, read_outcome
+from megatron.analysis.stats.work import Failure, Job, Outcome, measure_job, read_outcome
+
+Where = tuple[int, Place, Entry | None]  #: tensor, part, and what it is kept under
+Result = tuple[int, tuple[Values, Found] | Failure]
 
 
 class Assembly:
@@ -20,11 +24,10 @@ class Assembly:
 
     def __init__(self, tensors: Sequence[Logical], formats: Sequence[str], cache: Cache | None):
         self.tensors, self.formats, self.cache = tensors, formats, cache
-        self._place: list[tuple[int, Place]] = []  # by the job's number
-        self._keys: list[str | None] = []
-        self._held: list[dict[str, bytes]] = []
+        self._wanted = {VALUES, *formats}
+        self._jobs: list[Where] = []  # by the job's number
+        self._kept: list[Where] = []  # all there: read when their turn comes
         self._measured: dict[int, dict[Place, tuple[Values, Found]]] = {}
-        self._complete: list[tuple[int, Place, dict[str, bytes]]] = []
         self._failed: set[int] = set()
 
     def jobs(self) -> list[Job]:
@@ -32,54 +35,56 @@ class Assembly:
         jobs = []
         for number, tensor in enumerate(self.tensors):
             for place, part in tensor.parts.items():
-                key, held = self._look_up(part)
-                missing = tuple(name for name in self.formats if name not in held)
-                if not missing and VALUES in held:
-                    self._complete.append((number, place, held))
-                else:
-                    jobs.append(Job(len(self._place), part, missing))
-                    self._place.append((number, place))
-                    self._keys.append(key)
-                    self._held.append(held)
+                entry = self._entry(part)
+                there = self.cache.names(entry) if self.cache and entry else set()
+                if self._wanted <= there:
+                    self._kept.append((number, place, entry))
+                    continue
+                missing = tuple(name for name in self.formats if name not in there)
+                jobs.append(Job(len(self._jobs), part, missing))
+                self._jobs.append((number, place, entry))
         return jobs
 
-    def _look_up(self, part: Part) -> tuple[str | None, dict[str, bytes]]:
-        if self.cache is None:
-            return None, {}
+    def _entry(self, part: Part) -> Entry | None:
         try:
-            key = key_of(part)
+            return self.cache.entry(part) if self.cache is not None else None
         except OSError:  # a file that is gone: the job says so
-            return None, {}
-        return key, self.cache.get(key)
+            return None
 
-    def results(
-        self, outcomes: Iterator[tuple[int, Outcome]]
-    ) -> Iterator[tuple[int, tuple[Values, Found] | Failure]]:
+    def results(self, outcomes: Iterator[tuple[int, Outcome]]) -> Iterator[Result]:
         """Tensors by number as they are complete, one time each; and each file that could not be
         read, with the number of its tensor, which may be complete without.
         """
-        for number, place, held in self._complete:
-            yield from self._add(number, place, held)
+        for where in self._kept:
+            yield from self._add(where, Outcome({}, ()))
         for job, outcome in outcomes:
-            number, place = self._place[job]
-            yield from ((number, failure) for failure in outcome.failures)
-            if not outcome.contents:
-                self._failed.add(number)
-                continue
-            key = self._keys[job]
-            # a file that cannot be read is said by every call: nothing is kept that would hide it
-            if self.cache is not None and key is not None and not outcome.failures:
-                self.cache.put(key, outcome.contents.items())
-            yield from self._add(number, place, self._held[job] | outcome.contents)
+            yield from self._add(self._jobs[job], outcome)
 
-    def _add(
-        self, number: int, place: Place, contents: dict[str, bytes]
-    ) -> Iterator[tuple[int, tuple[Values, Found] | Failure]]:
+    def _add(self, where: Where, outcome: Outcome) -> Iterator[Result]:
+        number, place, entry = where
+        yield from ((number, failure) for failure in outcome.failures)
+        if outcome.failures and not outcome.contents:
+            self._failed.add(number)
+            return
+        contents = outcome.contents
+        if self.cache is not None and entry is not None:
+            # a file that cannot be read is said by every call: nothing is kept that would hide it
+            if contents and not outcome.failures:
+                self.cache.put(entry, contents)
+            if not self._wanted <= contents.keys():
+                contents = self.cache.get(entry) | contents
+        tensor = self.tensors[number]
+        if missing := self._wanted - contents.keys():
+            # it was there, and is damaged, or another process threw it away
+            formats = tuple(name for name in self.formats if name in missing)
+            again = measure_job(Job(0, tensor.parts[place], formats))
+            whole = contents | again.contents if again.contents else {}
+            yield from self._add(where, Outcome(whole, again.failures))
+            return
         if number in self._failed:
             return
         measured = self._measured.setdefault(number, {})
         measured[place] = read_outcome(contents, self.formats)
-        tensor = self.tensors[number]
         if len(measured) < len(tensor.parts):
             return
         try:

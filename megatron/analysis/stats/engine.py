@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pandas as pd
 from tqdm import tqdm
 
 from megatron.analysis.stats.assembly import Assembly
-from megatron.analysis.stats.cache import Cache
+from megatron.analysis.stats.cache import Cache, opened
 from megatron.analysis.stats.frames import Frames, arrays_of
 from megatron.analysis.stats.logical import Found, Logical, logical_tensors
 from megatron.analysis.stats.plan import make_plan
@@ -66,7 +65,7 @@ def compute(
         total=len(tensors), desc="Measuring", unit="tensor", leave=False,
         disable=None if progress else True,
     )  # fmt: skip
-    with bar, closing(Cache(cache)) if cache is not None else nullcontext() as kept:
+    with bar, opened(cache, store.folder) as kept:
         work = Assembly(tensors, names, kept)
         jobs = work.jobs()
         outcomes = on_cluster(jobs, scheduler) if scheduler else on_threads(jobs, workers)
@@ -79,13 +78,17 @@ def compute(
                 failures.append((number, result.path, result.why))
                 continue
             frames.add(number, tensors[number], *result, _note(tensors[number], names, result[1]))
+        if kept is not None:
+            kept.prune()
     problems += [Problem(Path(path), why) for _, path, why in sorted(failures)]
     table, of_formats, numbers = frames.tables()
 
     def load_arrays(tensor: int) -> TensorArrays:
-        return _arrays(tensors[numbers[tensor]], names, cache)
+        with opened(cache, store.folder) as kept:
+            return _arrays(tensors[numbers[tensor]], names, kept)
 
-    return Statistics(table, of_formats, problems, load_arrays)
+    remarks = [kept.remark] if kept is not None and kept.remark else []
+    return Statistics(table, of_formats, problems, load_arrays, remarks)
 
 
 def _note(tensor: Logical, formats: Sequence[str], found: Found) -> str:
@@ -95,15 +98,14 @@ def _note(tensor: Logical, formats: Sequence[str], found: Found) -> str:
     return "; ".join(notes)
 
 
-def _arrays(tensor: Logical, formats: Sequence[str], cache: Path | None) -> TensorArrays:
+def _arrays(tensor: Logical, formats: Sequence[str], kept: Cache | None) -> TensorArrays:
     """From the cache, else computed."""
-    with closing(Cache(cache)) if cache is not None else nullcontext() as kept:
-        work = Assembly([tensor], formats, kept)
-        outcomes = ((job.number, measure_job(job)) for job in work.jobs())
-        failure = None
-        for _, result in work.results(outcomes):
-            if not isinstance(result, Failure):
-                return arrays_of(*result)
-            failure = result
+    work = Assembly([tensor], formats, kept)
+    outcomes = ((job.number, measure_job(job)) for job in work.jobs())
+    failure = None
+    for _, result in work.results(outcomes):
+        if not isinstance(result, Failure):
+            return arrays_of(*result)
+        failure = result
     assert failure is not None
     raise ValueError(f"{failure.path}: {failure.why}")

@@ -137,6 +137,7 @@ class Statistics:
     formats: pd.DataFrame  #: FORMAT_COLUMNS, a row a tensor, format and axis
     problems: list[Problem] = field(default_factory=list)  #: what could not be read, and why
     load_arrays: Callable[[int], TensorArrays] | None = None
+    remarks: list[str] = field(default_factory=list)  #: what became of a cache that failed
 
     def arrays(self, tensor: int) -> TensorArrays:
         """Histograms of the tensor in this row of `tensors`."""

@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.analysis.stats.cache import (
+from megatron.analysis.stats.coder import number_of_codes
+from megatron.analysis.stats.counter import Workspace
+from megatron.analysis.stats.logical import Found, Part
+from megatron.analysis.stats.packed import (
     VALUES,
     pack_errors,
     pack_values,
     unpack_errors,
     unpack_values,
 )
-from megatron.analysis.stats.coder import number_of_codes
-from megatron.analysis.stats.counter import Workspace
-from megatron.analysis.stats.logical import Found, Part
 from megatron.analysis.stats.plan import Plan, axes_of, make_plan
 from megatron.analysis.stats.tensor import measure
 from megatron.analysis.stats.values import Values

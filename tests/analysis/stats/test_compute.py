@@ -17,7 +17,8 @@ import torch
 from megatron.analysis import stats
 from megatron.analysis.__main__ import main
 from megatron.analysis.stats import pieces, pool, work
-from megatron.analysis.stats.cache import Cache, pack, unpack
+from megatron.analysis.stats.cache import Cache
+from megatron.analysis.stats.packed import pack, unpack
 from megatron.analysis.stats_command import parse_size
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize
@@ -168,7 +169,7 @@ def test_packed_arrays_are_the_same_and_small():
 def test_a_file_that_is_no_cache_is_refused(tmp_path):
     (tmp_path / "statistics.sqlite").write_text("something else, longer than a header" * 10)
     with pytest.raises(ValueError, match=r"cannot be used as a cache.*name another folder"):
-        Cache(tmp_path)
+        Cache(tmp_path, tmp_path)
 
 
 def spoil(folder):

@@ -1,0 +1,83 @@
+"""Results as bytes, to keep or send: arrays of numbers only; nothing that is read can run code."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import astuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.analysis.stats.errors import Errors
+from megatron.analysis.stats.histogram import Histogram
+from megatron.analysis.stats.moments import Moments
+from megatron.analysis.stats.values import Values
+
+VALUES = "values"  #: name of a part's `Values` among its results; the others are formats
+
+
+def pack(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> bytes:
+    """Arrays as bytes: only their numbers other than zero, where that takes less."""
+    parts = [struct.pack("<I", len(arrays))]
+    for array in arrays:
+        flat = np.ascontiguousarray(array).ravel()
+        places = np.flatnonzero(flat)
+        sparse = 12 * len(places) < flat.nbytes
+        shape = struct.pack(f"<B{array.ndim}q", array.ndim, *array.shape)
+        kind = b"i" if flat.dtype == np.int64 else b"f"
+        held = flat[places] if sparse else flat
+        head = struct.pack("<Bq", sparse, len(held))
+        parts += [kind, shape, head, places.astype("<u4").tobytes() if sparse else b""]
+        parts.append(held.tobytes())
+    return b"".join(parts)
+
+
+def unpack(content: bytes) -> list[NDArray[np.int64] | NDArray[np.float64]]:
+    """Undo `pack`."""
+    (number,) = struct.unpack_from("<I", content)
+    place, arrays = 4, []
+    for _ in range(number):
+        dtype = np.dtype(np.int64 if content[place : place + 1] == b"i" else np.float64)
+        dims = content[place + 1]
+        shape = struct.unpack_from(f"<{dims}q", content, place + 2)
+        place += 2 + 8 * dims
+        sparse, held = struct.unpack_from("<Bq", content, place)
+        place += 9
+        array = np.zeros(int(np.prod(shape, dtype=np.int64)), dtype)
+        index: slice | NDArray[np.uint32] = slice(None)
+        if sparse:
+            index = np.frombuffer(content, "<u4", held, place)
+            place += 4 * held
+        array[index] = np.frombuffer(content, dtype, held, place)
+        place += dtype.itemsize * held
+        arrays.append(array.reshape(shape))
+    return arrays
+
+
+def pack_values(values: Values) -> bytes:
+    """The statistics of a part's values as bytes."""
+    numbers = np.array(astuple(values.moments), np.float64)
+    counts = np.array(astuple(values.moments)[:5], np.int64)
+    amax = values.token_amax, values.channel_amax
+    zero = values.channel_zero.astype(np.int64)
+    return pack(counts, numbers[5:], values.histogram.counts, *amax, zero)
+
+
+def unpack_values(content: bytes) -> Values:
+    """Undo `pack_values`."""
+    counts, numbers, histogram, tokens, channels, zero = unpack(content)
+    moments = Moments(*counts.tolist(), *numbers.tolist())
+    of_channels = channels, zero.astype(np.bool_)
+    return Values(moments, Histogram(histogram), tokens, *of_channels)  # type: ignore[arg-type]
+
+
+def pack_errors(found: dict[str, Errors]) -> bytes:
+    """Those of one format by axis, in the order of `plan.axes_of`."""
+    return pack(*(array for errors in found.values() for array in (errors.ints, errors.floats)))
+
+
+def unpack_errors(content: bytes, codes: int, axes: Iterable[str]) -> dict[str, Errors]:
+    """Undo `pack_errors`."""
+    arrays = iter(unpack(content))
+    return {axis: Errors(codes, next(arrays), next(arrays)) for axis in axes}  # type: ignore[arg-type]
