@@ -57,6 +57,7 @@ def quick_analysis(
     output: Path,
     *,
     run: str | None = None,
+    cache: Path | None = None,
     workers: int | None = None,
     progress: bool = False,
 ) -> QuickResult:
@@ -66,6 +67,7 @@ def quick_analysis(
 
     Args:
         run: only the tensors of this run; `latest` for the one that started last.
+        cache: folder with the results of `stats.compute`, as of `measure_dump`.
         progress: show a bar on a terminal.
 
     Raises:
@@ -76,7 +78,7 @@ def quick_analysis(
     dump = TensorStore(folder)
     if run is not None:
         dump = dump.only(run)
-    measured = measure_dump(dump, workers=workers, progress=progress)
+    measured = measure_dump(dump, cache=cache, workers=workers, progress=progress)
     problems = [*dump.problems, *measured.problems]
     if measured.table.empty:
         listed = "".join(f"\n  {problem}" for problem in problems[:10])
