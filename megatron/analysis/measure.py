@@ -19,6 +19,7 @@ from megatron.analysis.stats.histogram import Histogram
 from megatron.analysis.stats.logical import Logical, logical_tensors
 from megatron.analysis.stats.moments import Moments, merge
 from megatron.analysis.stats.pool import on_threads, processors
+from megatron.analysis.stats.result import notes_by_text
 from megatron.analysis.stats.work import Failure
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem
@@ -40,13 +41,17 @@ STATISTICS = ("count", "min", "max", "mean", "std", "rms", "amax", "zeros", "nan
 class Measurements:
     """What was computed of a dump."""
 
-    table: pd.DataFrame  #: a row a tensor: RECORD_COLUMNS, STATISTICS, summary, bytes, path
+    table: pd.DataFrame  #: a row a tensor: RECORD_COLUMNS, STATISTICS, summary, path, note
     histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)  #: by GROUPING
     problems: list[Problem] = field(default_factory=list)  #: files that could not be read
 
     def summary(self) -> Moments:
         """Of all values."""
         return merge(self.table["summary"])
+
+    def notes(self) -> dict[str, int]:
+        """As `Statistics.notes`."""
+        return notes_by_text(self.table["note"])
 
     def by(self, column: str) -> dict[str, tuple[int, Moments]]:
         """Number of tensors and their joint summary for each value of a column; most tensors first,
@@ -109,7 +114,7 @@ def measure_dump(
                 histograms[key].counts[:] += histogram.counts
             else:
                 histograms[key] = histogram
-    columns = [*RECORD_COLUMNS, *STATISTICS, "summary", "path"]
+    columns = [*RECORD_COLUMNS, *STATISTICS, "summary", "path", "note"]
     table = pd.DataFrame([rows[number] for number in sorted(rows)], columns=columns)
     found = [Problem(Path(path), why) for _, path, why in sorted(problems)]
     return Measurements(table, histograms, found)
@@ -121,5 +126,4 @@ def _row(tensor: Logical) -> dict[str, Any]:
     row = {name: None if value is pd.NA else value for name, value in known.items()}
     row |= {name: str(row[name] or "unknown") for name in GROUPING}
     row |= {"data_rank": tensor.data_rank, "shards": tensor.files, "shape": tensor.shape}
-    row["path"] = Path(tensor.row.path)
-    return row
+    return row | {"path": Path(tensor.row.path), "note": tensor.note}

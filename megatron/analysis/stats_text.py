@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from megatron.analysis.measure import STATISTICS, Measurements
+from megatron.analysis.stats.export import note_lines
 from megatron.analysis.stats.moments import Moments
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem
@@ -45,6 +46,7 @@ def format_statistics(
         "",
         "Runs",
         *(f"  {line}" for line in _runs(dump)),
+        *(["", "Notes", *note_lines(notes)] if (notes := measured.notes()) else []),
         "",
         "Overall",
         *align([("tensors", *STATISTICS), (len(measured.table), *_numbers(summary))], text=0),

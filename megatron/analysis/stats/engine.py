@@ -11,7 +11,7 @@ from tqdm import tqdm
 from megatron.analysis.stats.assembly import Assembly
 from megatron.analysis.stats.cache import Cache, opened
 from megatron.analysis.stats.frames import Frames, arrays_of
-from megatron.analysis.stats.logical import Found, Logical, logical_tensors
+from megatron.analysis.stats.logical import NOTE_SEPARATOR, Found, Logical, logical_tensors
 from megatron.analysis.stats.plan import make_plan
 from megatron.analysis.stats.pool import affordable, on_cluster, on_threads
 from megatron.analysis.stats.result import Statistics, TensorArrays
@@ -95,7 +95,7 @@ def _note(tensor: Logical, formats: Sequence[str], found: Found) -> str:
     notes = [tensor.note] if tensor.note else []
     if formats and not found and tensor.row.slice is None:
         notes.append(_NO_FORMATS_OF.format(dtype=tensor.row.dtype))
-    return "; ".join(notes)
+    return NOTE_SEPARATOR.join(notes)
 
 
 def _arrays(tensor: Logical, formats: Sequence[str], kept: Cache | None) -> TensorArrays:

@@ -22,7 +22,7 @@ _TENSOR = (
 
 
 def summary(found: Statistics) -> str:
-    """What was measured, a line a format and axis, and the tensors that suffer most."""
+    """What was measured, a line a format and axis, the tensors that suffer most, and notes."""
     tensors = found.tensors
     count = int(tensors["count"].sum())
     lines = [f"{len(tensors)} tensors, {count} values"]
@@ -32,12 +32,16 @@ def summary(found: Statistics) -> str:
             name = Path(with_them["path"].iloc[0]).name
             total = int(with_them[kind].sum())
             lines.append(f"  {total} {kind} in {len(with_them)} tensors; the first is {name}")
-    noted = tensors[tensors["note"] != ""]
-    for note, rows in noted.groupby("note", sort=False):
-        lines.append(f"  {len(rows)} tensors: {note}")
     if len(found.formats):
         lines += ["", *_by_format(found), "", *_worst(found)]
+    if notes := found.notes():
+        lines += ["", "Notes", *note_lines(notes)]
     return "\n".join(lines)
+
+
+def note_lines(notes: Mapping[str, int]) -> list[str]:
+    """A line a note: how many tensors have it."""
+    return [f"  {count} tensor{'s' if count > 1 else ''}: {note}" for note, count in notes.items()]
 
 
 def _by_format(found: Statistics) -> list[str]:

@@ -28,6 +28,7 @@ KEYS = (
     "tensor_name", "quant_type", "recomputed", "data_rank",
 )  # fmt: skip
 
+NOTE_SEPARATOR = "; "
 MOST_MISSING = 16  #: parts that a note names
 
 Place = tuple[int, ...]
@@ -158,7 +159,7 @@ def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> Logi
         tuple(joined),
         parts,
         len(rows),
-        "; ".join(dict.fromkeys(notes)),
+        NOTE_SEPARATOR.join(dict.fromkeys(notes)),
     )
 
 

@@ -7,13 +7,15 @@ whole numbers and never missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from megatron.analysis.stats.logical import NOTE_SEPARATOR
 from megatron.analysis.tensor_files import Problem
 
 #: Shares of which `tensors` has the quantile of the values (`q0.5`) and of the magnitudes (`m0.5`).
@@ -94,6 +96,13 @@ Counts = NDArray[np.int64]
 Numbers = NDArray[np.float64]
 
 
+def notes_by_text(notes: Iterable[str]) -> dict[str, int]:
+    """How many tensors have each note, in the order of the tensors. One may have several."""
+    return dict(
+        Counter(note for of_one in notes if of_one for note in of_one.split(NOTE_SEPARATOR))
+    )
+
+
 @dataclass(frozen=True)
 class FormatArrays:
     """Histograms of one tensor in one format along one axis.
@@ -143,6 +152,10 @@ class Statistics:
         """Histograms of the tensor in this row of `tensors`."""
         assert self.load_arrays is not None
         return self.load_arrays(tensor)
+
+    def notes(self) -> dict[str, int]:
+        """What is left out of tensors and why, and of how many; see `note` of the tensors."""
+        return notes_by_text(self.tensors["note"])
 
     def joined(self) -> pd.DataFrame:
         """A row of `formats` with the columns of its tensor beside it: tidy data for a plot."""

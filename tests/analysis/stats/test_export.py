@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from megatron.analysis import stats
+from megatron.analysis.__main__ import main
+from megatron.analysis.measure import measure_dump
 from megatron.analysis.stats.export import summary
+from megatron.analysis.stats_text import format_statistics
 from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import records, write_tensor
 from tests.analysis.stats.test_logical import record_of, write_shards
@@ -78,3 +81,32 @@ def test_dead_channels_have_values_and_nothing_but_zeros(tmp_path, dtype):
         for row in (joined, again):
             assert (row["channels"], row["dead_channels"]) == (64, 64 - 13)
             assert row["outlier_channels"] == 1
+
+
+def test_what_is_left_out_of_tensors_is_said_by_reason(tmp_path, capsys):
+    """In the closing lines of the command, in its text, and in that of the quick look."""
+    x = torch.ones(4, 2, 8).bfloat16()
+    part = {"of": [8, 2, 8], "start": [0, 0, 0], "step": [1, 1, 1]}
+    for counter, slice_ in ((1, None), (2, part)):
+        rank = {"world": 0, "world_size": 2, "tp": 0, "tp_size": 2}
+        record = record_of(
+            "input", dims="s b h[tp]", shape=[4, 2, 8], rank=rank, counter=counter,
+            iteration=counter, slice=slice_,
+        )  # fmt: skip
+        write_tensor(tmp_path, record, x)
+    store = TensorStore(tmp_path)
+    missing, sliced = (
+        "shards of tp 1 are missing",
+        "a slice: without formats that have block scales",
+    )
+    assert stats.compute(store, ["mxfp8"]).notes() == {missing: 2, sliced: 1}
+    measured = measure_dump(store)
+    assert measured.notes() == {missing: 2, sliced: 1}
+    expected = ["Notes", f"  2 tensors: {missing}", f"  1 tensor: {sliced}"]
+    text = format_statistics(store, measured, [])
+    assert main(["stats", str(tmp_path), "--formats", "mxfp8", "--cache", "none"]) == 0
+    printed = capsys.readouterr().out
+    for lines in (text.splitlines(), printed.splitlines()):
+        at = lines.index("Notes")
+        assert lines[at : at + 3] == expected
+    assert printed.splitlines()[-1] == expected[-1]
