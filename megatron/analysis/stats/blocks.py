@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,35 +75,43 @@ def _classes(amax: Bits, group: Group, coder: Coder) -> NDArray[np.uint8]:
 
 
 class BlockCounts:
-    """How often blocks have a largest magnitude, and a distance to the smallest."""
+    """What the blocks along one axis say of formats that give every block the same class.
 
-    def __init__(self) -> None:
-        self.ranges = np.zeros(RANGES, np.int64)  #: blocks by difference of the exponents
-        self._found: list[Bits] = []
-        self._counts: list[NDArray[np.int64]] = []
+    16-bit magnitudes are counted by pattern; those of float32 are too many to keep, and are
+    evaluated piece by piece.
+    """
 
-    def add(self, extremes: Extremes, square: int) -> None:
-        """Count the blocks of a piece; of square ones, `square` rows of which are the same, one."""
+    def __init__(self, group: Group, of: Sequence[tuple[Errors, Coder]], half: torch.dtype | None):
+        self._group, self._of, self._half = group, of, half
+        self._ranges = np.zeros(RANGES, np.int64)  # blocks by difference of the exponents
+        self._patterns = np.zeros(1 << 16 if half is not None else 0, np.int64)
+
+    def add(self, extremes: Extremes) -> None:
+        """The blocks of a piece; of a square one, the rows of which are the same, one row."""
         largest, smallest = extremes.largest, extremes.smallest
-        if square:
-            largest, smallest = (np.ascontiguousarray(x[:, ::square]) for x in (largest, smallest))
-        found, counts = scan.counted(largest.ravel())
-        self._found.append(found if extremes.half is None else widened(extremes.half)[found])
-        self._counts.append(counts)
-        if extremes.half is None:
-            _count_ranges32(largest.ravel(), smallest.ravel(), self.ranges)
+        if self._group.square:
+            every = slice(None, None, self._group.size)
+            largest, smallest = (np.ascontiguousarray(x[:, every]) for x in (largest, smallest))
+        largest, smallest = largest.ravel(), smallest.ravel()
+        if self._half is None:
+            _count_ranges32(largest, smallest, self._ranges)
+            self._evaluate(largest, np.ones(len(largest), np.int64))
         else:
-            of_pattern = exponents(extremes.half)
-            _count_ranges16(largest.ravel(), smallest.ravel(), of_pattern, self.ranges)
+            _count_ranges16(largest, smallest, exponents(self._half), self._ranges)
+            found, counts = scan.counted(largest)
+            self._patterns[found] += counts
 
-    def largest(self) -> tuple[Bits, NDArray[np.int64]]:
-        """Float32 bits of largest magnitudes, and how many blocks have each."""
-        if len(self._found) == 1:
-            return self._found[0], self._counts[0]
-        found, place = np.unique(np.concatenate(self._found), return_inverse=True)
-        counts = np.zeros(len(found), np.int64)
-        np.add.at(counts, place, np.concatenate(self._counts))
-        return found, counts
+    def finish(self) -> None:
+        """After the last piece."""
+        if self._half is not None:
+            found = np.flatnonzero(self._patterns)
+            self._evaluate(widened(self._half)[found], self._patterns[found])
+        for errors, _ in self._of:
+            errors.block_range += self._ranges
+
+    def _evaluate(self, bits: Bits, counts: NDArray[np.int64]) -> None:
+        for errors, coder in self._of:
+            add_blocks(errors, bits, counts, _classes(bits, self._group, coder), coder)
 
 
 @kernel
@@ -135,14 +144,13 @@ def _exponent(bits: Any) -> Any:
     return exponent
 
 
-def add_blocks(errors: Errors, blocks: BlockCounts, group: Group, coder: Coder) -> None:
-    """What the counted blocks say of one format."""
-    bits, counts = blocks.largest()
-    classes = _classes(bits, group, coder)
+def add_blocks(
+    errors: Errors, bits: Bits, counts: NDArray[np.int64], classes: NDArray[np.uint8], coder: Coder
+) -> None:
+    """What so many blocks with these largest magnitudes (float32 bits) say of one format."""
     np.add.at(errors.scales, coder.bytes[classes], counts)
     zero, unusual = bits == 0, (bits & MAGNITUDE) >= INFINITY
     errors.blocks += (counts.sum(), counts[zero].sum(), counts[unusual].sum())
-    errors.block_range += blocks.ranges
     usual = ~zero & ~unusual
     amax = bits[usual].view(np.float32).astype(np.float64)
     top = float(np.int32(coder.element.top).view(np.float32)) * float(coder.rule.decode)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.analysis.stats import moments, scan
 from megatron.analysis.stats.account import account_cells, account_values
-from megatron.analysis.stats.blocks import BlockCounts, add_blocks, block_extremes, classes_of
+from megatron.analysis.stats.blocks import BlockCounts, block_extremes, classes_of
 from megatron.analysis.stats.coder import make_coder, number_of_codes
 from megatron.analysis.stats.counter import Counter, Workspace, one_by_one
 from megatron.analysis.stats.errors import Errors
@@ -200,7 +200,10 @@ class _Tensor:
             (fmt, make_coder(fmt, self.dtype, self.amax, group.emax)) for fmt in group.formats
         ]
         axes = axes_of(group.first)
-        blocks = {axis: BlockCounts() for axis in axes}
+        blocks = {
+            axis: BlockCounts(group, [(found[f.name, axis], c) for f, c in coders], self.half)
+            for axis in axes
+        }
         counter = None
         if self.half is not None:
             counter = Counter(
@@ -211,7 +214,7 @@ class _Tensor:
             classes = {}
             for axis in axes:
                 extremes = block_extremes(piece, self.layout, group.size, axis, self.half)
-                blocks[axis].add(extremes, group.size if group.square else 0)
+                blocks[axis].add(extremes)
                 classes[axis] = classes_of(extremes, group, coders[0][1])
             if counter is not None:
                 counter.count(piece, classes)
@@ -220,12 +223,11 @@ class _Tensor:
             give_back(piece, mapped=self.mapped)
         if counter is not None:
             counter.finish()
-        for fmt, coder in coders:
-            for axis in axes:
+        for axis in axes:
+            blocks[axis].finish()
+            for fmt, _ in coders if len(axes) > 1 else ():
                 errors = found[fmt.name, axis]
-                add_blocks(errors, blocks[axis], group, coder)
-                if len(axes) > 1:
-                    errors.disagreement[1] = errors.counts[0] + errors.counts[1] + errors.counts[2]
+                errors.disagreement[1] = errors.counts[0] + errors.counts[1] + errors.counts[2]
         self._share_disagreement(group, found)
 
     def _share_disagreement(self, group: Group, found: Found) -> None:
