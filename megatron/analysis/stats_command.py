@@ -60,7 +60,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--scheduler", metavar="ADDRESS",
-        help="of a Dask cluster, whose workers see DIR under the same path",
+        help="of a Dask cluster, whose workers see DIR under the same path; they have been told "
+        "their threads and memory",
     )  # fmt: skip
     parser.add_argument(
         "--cache", metavar="FOLDER",
@@ -83,6 +84,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.workers is not None and arguments.workers < 1:
         raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
+    if arguments.scheduler is not None:
+        for name in ("workers", "max_memory"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is of this process's threads, and with "
+                    "--scheduler others work; leave it out, and tell it to the cluster's workers "
+                    "(dask worker --nthreads N --memory-limit SIZE)"
+                )
     output: Path | None = arguments.output
     if output is not None and output.suffix not in WRITERS:
         raise ValueError(f"--output {output}: the name must end in {', '.join(WRITERS)}")

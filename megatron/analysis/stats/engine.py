@@ -42,7 +42,8 @@ def compute(
         select: a part of `store.records`, as `store.select` gives it; all if None.
         workers: threads; as many as there are processors if None.
         max_memory: bytes that this process may use; fewer threads if need be.
-        scheduler: address of a Dask scheduler, whose workers see the dump under the same path.
+        scheduler: address of a Dask scheduler, whose workers see the dump under the same path and
+            have been told their threads and memory: `workers` and `max_memory` are not theirs.
         cache: a folder for results, from which a second call takes them; None: nothing is kept.
         strict: raise for the first file that cannot be read, instead of listing it in `problems`.
         progress: show a bar on a terminal.

@@ -89,7 +89,7 @@ def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, Outcome
     and import this package.
 
     Raises:
-        ValueError: Dask is not installed, or no scheduler answers.
+        ValueError: Dask is not installed, no scheduler answers, or its workers die.
     """
     try:
         distributed: Any = importlib.import_module("distributed")
@@ -115,6 +115,12 @@ def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, Outcome
                 raise ValueError(
                     f"a worker of {address} has no module {error.name!r}; start the workers with "
                     "this tree in PYTHONPATH and the requirements of setup.py"
+                ) from None
+            except distributed.KilledWorker as error:
+                raise ValueError(
+                    f"workers of {address} ended again and again while they measured ({error}); "
+                    "give them more memory (dask worker --memory-limit, fewer --nthreads) and look "
+                    "into their logs; what came back is kept, and the next call goes on from there"
                 ) from None
             running -= 1
             if (batch := next(waiting, None)) is not None:

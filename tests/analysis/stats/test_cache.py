@@ -6,6 +6,7 @@ import os
 import shutil
 import sqlite3
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -17,6 +18,7 @@ from megatron.analysis.stats import work
 from megatron.analysis.stats.assembly import Assembly
 from megatron.analysis.stats.cache import NAME, Cache
 from megatron.analysis.stats.logical import logical_tensors
+from megatron.analysis.stats.packed import pack, unpack
 from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import LAYER, write_dump
 
@@ -190,3 +192,21 @@ def test_the_quick_look_takes_what_compute_kept(dump, computed):
     assert len(computed) == NUMBER
     pd.testing.assert_frame_equal(measured.table, fresh.table)
     assert (measured.histogram().counts == fresh.histogram().counts).all()
+
+
+def test_packed_arrays_are_the_same_and_small():
+    arrays = [
+        np.arange(5), np.zeros((3, 4)), np.array([[0.1, np.nan], [np.inf, -0.0]]),
+        np.zeros(0, np.int64), np.array(7.5),
+    ]  # fmt: skip
+    found = unpack(pack(*arrays))
+    for one, other in zip(arrays, found, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    assert len(pack(np.zeros(1 << 16, np.int64))) < 100
+
+
+def test_a_file_that_is_no_cache_is_refused(tmp_path):
+    (tmp_path / "statistics.sqlite").write_text("something else, longer than a header" * 10)
+    with pytest.raises(ValueError, match=r"cannot be used as a cache.*name another folder"):
+        Cache(tmp_path, tmp_path)

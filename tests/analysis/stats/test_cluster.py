@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import pandas as pd
@@ -26,6 +27,7 @@ def address():
     cluster = distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, host="127.0.0.1"
     )
+    cluster.scheduler.allowed_failures = 0
     try:
         with cluster:
             pids = {worker.pid for worker in cluster.workers.values()}
@@ -59,6 +61,20 @@ def test_a_cluster_gives_the_very_same_tables(address, tmp_path, monkeypatch, ca
     options = ["stats", folder, "--formats", "mxfp4", "--scheduler", address, "--cache", "none"]
     assert main(options) == 3
     assert "broken.pt" in capsys.readouterr().err
+
+
+def die(jobs):
+    """As a worker does that the system ends."""
+    os._exit(1)
+
+
+def test_workers_that_die_are_said_in_words(address, tmp_path, monkeypatch, capsys):
+    write_dump(tmp_path, layers=1)
+    monkeypatch.setattr(pool, "measure_jobs", die)
+    options = ["stats", str(tmp_path), "--scheduler", address, "--cache", "none"]
+    assert main(options) == 2
+    printed = capsys.readouterr().err
+    assert re.search(r"\[ERROR\] workers of .* ended again and again.*--memory-limit", printed)
 
 
 def test_a_scheduler_that_is_not_there_is_an_error(tmp_path, monkeypatch, capsys):

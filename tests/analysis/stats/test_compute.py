@@ -17,8 +17,6 @@ import torch
 from megatron.analysis import stats
 from megatron.analysis.__main__ import main
 from megatron.analysis.stats import pieces, pool, work
-from megatron.analysis.stats.cache import Cache
-from megatron.analysis.stats.packed import pack, unpack
 from megatron.analysis.stats_command import parse_size
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize
@@ -154,24 +152,6 @@ def test_what_was_interrupted_goes_on(dump, tmp_path, monkeypatch):
     assert len(again) == 2 * len(LAYER) - before
 
 
-def test_packed_arrays_are_the_same_and_small():
-    arrays = [
-        np.arange(5), np.zeros((3, 4)), np.array([[0.1, np.nan], [np.inf, -0.0]]),
-        np.zeros(0, np.int64), np.array(7.5),
-    ]  # fmt: skip
-    found = unpack(pack(*arrays))
-    for one, other in zip(arrays, found, strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-    assert len(pack(np.zeros(1 << 16, np.int64))) < 100
-
-
-def test_a_file_that_is_no_cache_is_refused(tmp_path):
-    (tmp_path / "statistics.sqlite").write_text("something else, longer than a header" * 10)
-    with pytest.raises(ValueError, match=r"cannot be used as a cache.*name another folder"):
-        Cache(tmp_path, tmp_path)
-
-
 def spoil(folder):
     """A dump with a file cut short, an empty one, a foreign one and one of the wrong shape."""
     paths = write_dump(folder, layers=1)
@@ -262,6 +242,8 @@ def test_a_part_of_a_dump(dump, tmp_path):
         (["--max-memory", "10M"], "10 MiB of memory are too few; one worker takes up to"),
         (["--workers", "0"], "--workers is 0; give 1 or more"),
         (["--run", "x"], "no run 'x'"),
+        (["--scheduler", "tcp://x:1", "--workers", "2"], "--workers is of this process's threads"),
+        (["--scheduler", "tcp://x:1", "--max-memory", "2G"], "--max-memory is .* leave it out"),
     ],
 )
 def test_wrong_options_are_errors_that_say_what_to_do(dump, capsys, options, message):
