@@ -137,8 +137,9 @@ def _make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> 
     rule = _rule(fmt, amax)
     down, up = np.ones(CLASSES, np.float32), np.ones(CLASSES, np.float32)
     stored = np.arange(CLASSES)
-    if isinstance(fmt.scaling, TensorScaling):
+    if isinstance(fmt.scaling, (TensorScaling, TwoLevelScaling)):
         limit = np.int32(limit + ROUNDED)
+    if isinstance(fmt.scaling, TensorScaling):
         encode = encode_scale(torch.tensor(amax, dtype=torch.float32), fmt.scaling)
         down[:], up[:] = encode.item(), encode.reciprocal().item()
     elif fmt.scaling is not None:

@@ -107,7 +107,8 @@ def _limits(packed: QuantizedTensor) -> Tensor:
     if element.bits <= _NIBBLE:
         code, shape[-1] = pack_nibbles(code.repeat(2)), packed.codes.shape[-1]
     limits = dequantize(replace(packed, codes=code.expand(shape), dtype=torch.float32))
-    return limits * ROUNDED if isinstance(packed.format.scaling, TensorScaling) else limits
+    of_tensor = isinstance(packed.format.scaling, (TensorScaling, TwoLevelScaling))
+    return limits * ROUNDED if of_tensor else limits
 
 
 def _add_blocks(errors: Errors, view: Tensor, packed: QuantizedTensor) -> None:

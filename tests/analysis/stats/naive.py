@@ -12,8 +12,10 @@ import torch
 
 from megatron.analysis.stats.layout import Layout
 from megatron.fake_quant import fake_quantize, get_format, quantize
-from megatron.fake_quant.formats import Cast, TwoLevelScaling
+from megatron.fake_quant.formats import Cast, GroupScaling, TwoLevelScaling
 from megatron.fake_quant.packing import unpack_nibbles
+
+HIFLOAT8_LARGEST = 2.0**15
 
 
 def view(x: torch.Tensor, layout: Layout, axis: str) -> tuple[torch.Tensor, int]:
@@ -53,7 +55,45 @@ def errors(x: torch.Tensor, layout: Layout, name: str, axis: str) -> dict[str, f
         "relative_error": _mean(np.abs(error[nonzero]) / np.abs(x_[nonzero])),
         "max_error": float(np.abs(error).max()) if len(x_) else math.nan,
         "underflow": _mean((y == 0)[nonzero].astype(float)),
+        **_saturated(x, layout, name, axis),
     }
+
+
+def _saturated(x: torch.Tensor, layout: Layout, name: str, axis: str) -> dict[str, float]:
+    """Of the finite values that are not poisoned; not of HiFloat4, with its three scales."""
+    if isinstance(get_format(name).scaling, GroupScaling):
+        return {}
+    a = view(x, layout, axis)[0].double().flatten().numpy()
+    b = quantized(x, layout, name, axis).double().flatten().numpy()
+    return {"saturated": _mean(beyond(x, layout, name, axis)[np.isfinite(a) & ~np.isnan(b)])}
+
+
+def beyond(x: torch.Tensor, layout: Layout, name: str, axis: str) -> np.ndarray:
+    """1 where a value's magnitude is larger than the largest number at its place, else 0."""
+    fmt = get_format(name)
+    seen, dim = view(x, layout, axis)
+    magnitude = seen.abs().double()
+    if isinstance(fmt.element, Cast):
+        found = magnitude.isfinite() & ~quantized(x, layout, name, axis).isfinite()
+    elif fmt.block_size is not None:
+        rows, packed, size = magnitude.movedim(dim, -1), quantize(seen, fmt, dim), fmt.block_size
+        bytes_ = packed.scales.block()
+        bytes_ = bytes_ if bytes_.dim() == rows.dim() else bytes_[..., 0]
+        values = torch.tensor([scale_value(byte, name) for byte in range(256)]).double()
+        decode = float(packed.scales.whole()) if isinstance(fmt.scaling, TwoLevelScaling) else 1.0
+        # dividing by a scale of zero is multiplying by the largest float32
+        scales = (values[bytes_.long()] * decode).clamp(min=1 / torch.finfo(torch.float32).max)
+        limits = scales * fmt.element.max
+        limits = limits.repeat_interleave(size, -1)[..., : rows.shape[-1]]
+        # a float32 that divides and one that multiplies do not meet to the last bit
+        found = (rows > limits * (1 + 2.0**-20)).movedim(-1, dim)
+    elif (
+        fmt.scaling is not None
+    ):  # of the whole tensor: its largest magnitude is the largest number
+        found = torch.zeros(seen.shape, dtype=torch.bool)
+    else:
+        found = magnitude > HIFLOAT8_LARGEST
+    return found.flatten().numpy().astype(float)
 
 
 def disagreement(x: torch.Tensor, layout: Layout, name: str, axis: str) -> tuple[float, float]:
