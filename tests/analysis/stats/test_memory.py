@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from megatron.analysis.stats import pieces, tensor
 from megatron.analysis.stats.layout import layout_of
 from megatron.analysis.stats.plan import make_plan
+from tests.subprocesses import REPO, environment, run
 
 
 def peak(x: torch.Tensor, names: list[str]) -> int:
@@ -31,3 +33,41 @@ def test_blocks_are_not_kept_until_the_end(monkeypatch, dtype):
     names = ["mxfp8", "nvfp4"]
     growth = peak(x.repeat(4, 1), names) - peak(x, names)
     assert growth < 3072 * 16 + 50_000  # what is known of each token, in bits and in float64
+
+
+#: Measures a file's tensor, and prints the process's highest memory in MiB.
+WORKER = """
+import sys
+from pathlib import Path
+from megatron.analysis.stats.layout import layout_of
+from megatron.analysis.stats.logical import Part
+from megatron.analysis.stats.work import Job, measure_job
+
+path, rows = sys.argv[1], int(sys.argv[2])
+layout = layout_of((rows, 1024), layer_type="linear", tensor_name="input")
+outcome = measure_job(Job(0, Part((path,), ((),), layout, True, 0), ("mxfp8",)))
+assert outcome.contents and not outcome.failures, outcome.failures
+# not ru_maxrss: what it says of a process begins with what the one that started it had
+[peak] = [l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM")]
+print(int(peak.split()[1]) / 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the memory")
+def test_a_float32_tensor_of_300_mb_takes_the_memory_of_one_of_30(tmp_path):
+    """The mapped pages that a process has seen count too, so they must be given back: at most a
+    tensor of `pieces.LARGE` bytes is held whole, and so much more may the larger one take.
+    """
+    peaks = []
+    for rows in (30 * 256, 300 * 256):  # of 4 KiB
+        path = tmp_path / f"{rows}.pt"
+        x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+        torch.save({"tensor": x.repeat(rows // 1024 + 1, 1)[:rows].contiguous()}, path)
+        done = run(
+            [sys.executable, "-c", WORKER, path, str(rows)], env=environment(PYTHONPATH=REPO)
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        peaks.append(float(done.stdout))
+        path.unlink()
+    assert peaks[1] - peaks[0] < 64, peaks
