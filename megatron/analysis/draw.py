@@ -43,6 +43,8 @@ class DrawResult:
     kept: list[Path] = field(default_factory=list)  #: earlier results, under their new names
     problems: list[Problem] = field(default_factory=list)  #: files of the dump that were left out
     tensors: int = 0
+    notes: dict[str, int] = field(default_factory=dict)  #: what tensors lack -> how many
+    remarks: list[str] = field(default_factory=list)  #: what became of a cache that failed
 
 
 def draw(
@@ -83,10 +85,10 @@ def draw(
     result = DrawResult()
     chosen = tuple(get_format(name).name for name in formats or default_formats(store))
     chosen = tuple(dict.fromkeys(chosen))
-    found = stats.compute(
-        store, chosen, cache=_cache(folder, output), progress=progress, **computing
-    )
+    cache = _cache(folder, output)
+    found = stats.compute(store, chosen, cache=cache, progress=progress, **computing)
     result.problems, result.tensors = list(found.problems), len(found.tensors)
+    result.notes, result.remarks = found.notes(), found.remarks
     if found.tensors.empty:
         raise ValueError(_nothing_readable(folder, result.problems))
     material = Material(store, found, chosen, progress)
@@ -99,7 +101,7 @@ def draw(
     result.kept = set_aside(output, names, folder)
     files: dict[str, list[Path]] = {}
     with bar:
-        for made in make_all(names, Order(material, output, image, run), workers):
+        for made in make_all(names, Order(material, output, image, run, cache), workers):
             bar.update()
             result.missing |= made.missing
             result.failed |= made.failed
@@ -124,7 +126,7 @@ def _quick(
             say(str(path))
     return DrawResult(
         [quick.picture, quick.text], problems=quick.problems, kept=quick.kept,
-        tensors=len(quick.measurements.table),
+        tensors=len(quick.measurements.table), notes=quick.measurements.notes(),
     )  # fmt: skip
 
 

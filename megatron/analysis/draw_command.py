@@ -155,8 +155,9 @@ def run_quick(arguments: argparse.Namespace) -> int:
     for path in files:
         print(f"Wrote {path}")
     result = DrawResult(
-        files, problems=quick.problems, kept=quick.kept, tensors=len(quick.measurements.table)
-    )
+        files, problems=quick.problems, kept=quick.kept, tensors=len(quick.measurements.table),
+        notes=quick.measurements.notes(),
+    )  # fmt: skip
     return say_result(result, first_look(quick))
 
 
@@ -194,6 +195,10 @@ def say_result(result: DrawResult, more: Sequence[str] = ()) -> int:
     print(f"{result.tensors} tensors")
     for line in more:
         print(f"  {line}")
+    for note, count in result.notes.items():
+        print(f"  {count:,} tensor{'' if count == 1 else 's'}: {note}")
+    for remark in result.remarks:
+        print(f"[NOTE] {remark}")
     for path in result.kept:
         print(f"  kept what was there before as {path}")
     for name, why in result.missing.items():

@@ -45,6 +45,7 @@ class Order:
     output: Path
     image: str  #: png, svg or pdf
     run: str | None
+    cache: Path  #: of the statistics
 
 
 @dataclass
@@ -122,7 +123,9 @@ def make(name: str, order: Order) -> Made:
     try:
         if name == QUICK:
             folder = order.material.store.folder
-            quick = quick_analysis(folder, order.output, run=order.run, workers=1)
+            quick = quick_analysis(
+                folder, order.output, run=order.run, cache=order.cache, workers=1
+            )
             made.files += [quick.picture, quick.text]
         elif name == REPORT:
             from megatron.analysis.report import write_report

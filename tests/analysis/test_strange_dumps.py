@@ -47,6 +47,9 @@ def test_slices_are_drawn_in_formats_without_blocks(tmp_path, draw):
         cut = {"of": shape, "start": [0] * len(shape), "step": [1] * len(shape)}
         change(path, {"slice": cut, "shape": list(part.shape)}, part)
     result = draw()
+    assert result.notes == {"a slice: without formats that have block scales": len(LAYER)}
+    said = (tmp_path / "draw/global_statistics/global_statistics.txt").read_text()
+    assert f"{len(LAYER)} tensors: a slice" in said
     assert "heatmaps/sqnr_mxfp8" in result.missing
     assert "block_analysis/blocks" in result.missing
     made = {path.relative_to(tmp_path / "draw").as_posix() for path in result.files}

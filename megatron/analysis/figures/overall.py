@@ -88,6 +88,7 @@ def summary(material: Material) -> dict[str, Any]:
         "groups": groups,
         "formats": {name: _format(material, name) for name in material.formats},
         "warnings": [str(warning) for warning in find_cautions(material.uses, material.tensors)],
+        "notes": [f"{count:,} tensors: {note}" for note, count in material.found.notes().items()],
         "left_out": [str(problem) for problem in material.found.problems],
         "missing": len(material.store.missing),
     }
@@ -141,7 +142,11 @@ def as_text(found: dict[str, Any]) -> str:
             for column, numbers in part.items()
             if isinstance(numbers, dict)
         ]
-    for title, key in (("Warnings", "warnings"), ("Left out", "left_out")):
+    for title, key in (
+        ("Warnings", "warnings"),
+        ("Notes", "notes"),
+        ("Left out", "left_out"),
+    ):
         if found[key]:
             lines += ["", title, *(f"  {line}" for line in found[key])]
     if found["missing"]:
