@@ -11,7 +11,8 @@
 #
 # Arguments, each with a default; an empty one ("") means the default too
 #   CHECKPOINT   folder to save to, and to resume from if it holds a checkpoint; none: save nothing
-#                (checkpoints/llama32_<preset>)
+#                (checkpoints/llama32_<preset>_<type>, as in llama32_tiny_mxfp8: a run goes on in
+#                the formats that it was started with)
 #   TENSORBOARD  folder of the event files (tensorboard_logs/llama32_<preset>)
 #   TOKENIZER    SentencePiece .model file, or folder with tokenizer.json or tokenizer.model
 #                (model/llama3.2-1b)
@@ -78,13 +79,18 @@ choose_preset
 tokenizer=${arguments[2]-} data=${arguments[3]-}
 resolve_data TOKENIZER DATA
 name=llama32_$preset
+checkpoint=${arguments[0]-}
+if [[ -z $checkpoint ]]; then
+  type=$("$py" -m megatron.fake_quant.policy --effective-type ${flags[@]+"${flags[@]}"}) || exit 2
+  checkpoint=${home}checkpoints/${name}_${type//:/-}
+fi
 if [[ $preset == 1b ]]; then preset=full; fi
 
 export LAB_PYTHON=$py
 exec "$py" "$repo/script/train_config.py" --model llama32-1b --preset "$preset" \
   --training-config collect --quantization settings --dtype "$dtype" \
   --tokenizer-path "$tokenizer" --data-path "$data" \
-  --checkpoint-path "${arguments[0]:-${home}checkpoints/$name}" \
+  --checkpoint-path "$checkpoint" \
   --tensorboard-path "${arguments[1]:-${home}tensorboard_logs/$name}" \
   ${TRAIN_ITERS:+--train-iters "$TRAIN_ITERS"} ${MICRO_BATCH:+--micro-batch-size "$MICRO_BATCH"} \
   ${GLOBAL_BATCH:+--global-batch-size "$GLOBAL_BATCH"} ${SEQ_LENGTH:+--seq-length "$SEQ_LENGTH"} \

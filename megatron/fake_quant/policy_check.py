@@ -1,16 +1,29 @@
-"""`python -m megatron.fake_quant.policy`: is this a quantization type, is this a recipe?"""
+"""`python -m megatron.fake_quant.policy`: is this a quantization type, is this a recipe, and which
+type do flags come to?
+"""
 
 import argparse
 import sys
 from pathlib import Path
 
-from megatron.fake_quant.quant_type import parse_type
+from megatron.fake_quant.policy import resolve
+from megatron.fake_quant.quant_type import OPERATIONS, parse_type
 from megatron.fake_quant.recipe import load_recipe
 
 
+def _flags(words: list[str]) -> dict[str, str | None]:
+    """What `resolve` takes, from a command line of training."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--custom-quant-type")
+    parser.add_argument("--quant-recipe", dest="recipe")
+    for op in OPERATIONS:
+        parser.add_argument(f"--{op}-quant", dest=op)
+    return vars(parser.parse_known_args(words)[0])
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Check a quantization type or a recipe for a shell script: `python -m
-    megatron.fake_quant.policy --check-type mxfp8`.
+    """Check a quantization type or a recipe for a shell script, or print the type that flags of
+    training come to: `python -m megatron.fake_quant.policy --check-type mxfp8`.
     """
     parser = argparse.ArgumentParser(
         prog="python -m megatron.fake_quant.policy", description=main.__doc__
@@ -18,9 +31,17 @@ def main(arguments: list[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check-type", metavar="TYPE", help="exit 2 unless TYPE is one")
     what.add_argument("--check-recipe", metavar="FILE", help="exit 2 unless FILE is a recipe")
+    what.add_argument(
+        "--effective-type",
+        nargs=argparse.REMAINDER,
+        metavar="FLAG",
+        help="print the type that a training with these flags has; it ends the options",
+    )
     options = parser.parse_args(arguments)
     try:
-        if options.check_recipe is not None:
+        if options.effective_type is not None:
+            print(resolve(_flags(options.effective_type)).quant_type)
+        elif options.check_recipe is not None:
             load_recipe(Path(options.check_recipe))
         else:
             parse_type(options.check_type)

@@ -25,6 +25,13 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.utils import unwrap_model
 from megatron.training import optimizer_state, random_state
+from megatron.training.checkpoint_checks import (
+    check_model,
+    check_optimizer,
+    check_run,
+    described,
+    random_states_fit,
+)
 from megatron.training.checkpoint_files import (
     bring_back,
     checkpoint_folder,
@@ -33,6 +40,7 @@ from megatron.training.checkpoint_files import (
     write_tracker,
 )
 from megatron.training.errors import RunError, UserError
+from megatron.training.hf.flags import converts
 from megatron.training.hf.loading import load_weights
 from megatron.training.logging import Progress
 from megatron.training.report import print_rank_0
@@ -40,25 +48,6 @@ from megatron.training.train_step import Trained
 from megatron.training.validation import Run
 
 VERSION = 3.0  #: Megatron-LM's number of this layout
-
-#: What a checkpoint's weights depend on: a run that differs in any of it cannot load them.
-ARCHITECTURE = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-    "kv_channels", "padded_vocab_size", "position_embedding_type", "normalization",
-    "untie_embeddings_and_output_weights", "add_bias_linear", "num_moe_experts", "moe_layer_freq",
-    "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
-    "moe_router_enable_expert_bias", "multi_latent_attention", "q_lora_rank", "kv_lora_rank",
-    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "qk_layernorm",
-)  # fmt: skip
-OPTIMIZER = ("use_distributed_optimizer", "optimizer")  #: what the optimizer's state depends on
-#: What the ranks' random states depend on.
-LAYOUT = (
-    "world_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
 
 
 def save_checkpoint(run: Run, trained: Trained, progress: Progress) -> None:
@@ -121,12 +110,14 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
         print_rank_0(f"> resuming from --load {args.load}: the weights of --load-hf are not read")
     print_rank_0(f" loading checkpoint from {folder}")
     common = dist_checkpointing.load_common_state_dict(str(folder))
-    _check_architecture(args, common, folder)
+    check_model(args, common, folder)
+    if not args.finetune and not converts(args):
+        check_run(args, common, folder)
     state: dict[str, Any] = _model_state(trained)
     with_optim = args.load_optim and not args.finetune
-    with_rng = _wants_rng(args, common)
+    with_rng = random_states_fit(args, common)
     if with_optim:
-        _check_optimizer(args, common, folder)
+        check_optimizer(args, common, folder)
         optimizer_state.allocate(trained.optimizer)
         state["optimizer"] = trained.optimizer.sharded_state_dict(
             _model_state(trained), is_loading=True, metadata=_metadata()
@@ -164,50 +155,9 @@ def _common(args: argparse.Namespace, progress: Progress, **has: bool) -> dict[s
         "checkpoint_version": VERSION,
         "iteration": progress.iteration,
         "progress": asdict(progress),
-        "args": {name: getattr(args, name) for name in (*ARCHITECTURE, *LAYOUT, *OPTIMIZER)},
+        **described(args),
         **has,
     }
-
-
-def _check_architecture(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    if "progress" not in common:
-        raise UserError(
-            f"{folder} was not written by this program; only its own checkpoints can be loaded"
-        )
-    differing = [
-        f"{name} is {common['args'][name]} there and {getattr(args, name)} here"
-        for name in ARCHITECTURE
-        if common["args"].get(name, getattr(args, name)) != getattr(args, name)
-    ]
-    if differing:
-        raise UserError(
-            f"{folder} holds another model: {'; '.join(differing)}; give the flags it was trained "
-            "with"
-        )
-
-
-def _check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    if not common["has_optim"]:
-        raise UserError(
-            f"{folder} was written with --no-save-optim; give --no-load-optim or --finetune"
-        )
-    for name, flag in (
-        ("use_distributed_optimizer", "--use-distributed-optimizer"),
-        ("optimizer", "--optimizer"),
-    ):
-        there, here = common["args"][name], getattr(args, name)
-        if there != here:
-            raise UserError(
-                f"{folder} was written with {flag} {there}, this run has {here}; use the same or "
-                "give --no-load-optim"
-            )
-    there, here = common["args"]["expert_model_parallel_size"], args.expert_model_parallel_size
-    if args.num_moe_experts and (there > 1) != (here > 1):  # one optimizer, or experts apart
-        raise UserError(
-            f"{folder} was written with --expert-model-parallel-size {there}, this run has {here}: "
-            "experts that are spread over ranks have an optimizer of their own, whose state cannot "
-            "be moved into the one for all; give --no-load-optim, or another size above 1"
-        )
 
 
 def _load_scheduler(trained: Trained, state: dict[str, Any]) -> None:
@@ -219,17 +169,6 @@ def _load_scheduler(trained: Trained, state: dict[str, Any]) -> None:
             "--override-opt_param-scheduler to take the command line's or "
             "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
         ) from error
-
-
-def _wants_rng(args: argparse.Namespace, common: dict[str, Any]) -> bool:
-    if not args.load_rng or args.finetune:
-        return False
-    if not common["has_rng"]:
-        raise UserError("the checkpoint was written with --no-save-rng; give --no-load-rng")
-    if all(common["args"][name] == getattr(args, name) for name in LAYOUT):
-        return True
-    print_rank_0("> the checkpoint has another parallel layout: random states start anew")
-    return False
 
 
 def _chunks(trained: Trained) -> dict[str, torch.nn.Module]:

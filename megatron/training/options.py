@@ -204,6 +204,11 @@ class CheckpointOptions:
     load_optim: bool = option(True, "read the optimizer's state")
     load_rng: bool = option(True, "read the random states")
     finetune: bool = option(False, "load the weights only and start at iteration 0")
+    allow_changed_run: bool = option(
+        False,
+        "resume with another number format, data, split, seed, sequence length or bf16/fp16 than "
+        "the checkpoint was trained with; without it that is refused",
+    )
     load_hf: str | None = option(
         None,
         "start from a Hugging Face checkpoint (safetensors of LlamaForCausalLM or "

@@ -162,6 +162,11 @@ class Loop:
             chunk.train()
         self.interval = Interval()
         reason = None
+        if self.progress.iteration >= self.args.train_iters > 0:
+            print_rank_0(
+                f"> nothing left to train: the checkpoint is of iteration "
+                f"{self.progress.iteration}, and --train-iters is {self.args.train_iters}"
+            )
         try:
             while self.progress.iteration < self.args.train_iters and reason is None:
                 self._iterate()

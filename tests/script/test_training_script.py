@@ -103,7 +103,7 @@ def test_arguments_are_positional_and_flags_win(corpus):
 
 def test_all_arguments_have_defaults():
     [words] = dry(TRAIN, "--preset", "tiny")
-    assert value(words, "--save") == "checkpoints/llama32_tiny"
+    assert value(words, "--save") == "checkpoints/llama32_tiny_bf16"
     assert value(words, "--tensorboard-dir") == "tensorboard_logs/llama32_tiny"
     assert "--bf16" in words
 
@@ -117,6 +117,17 @@ def test_dtypes():
         done.stderr
         == "[ERROR] DTYPE is 'int8'; it is bf16, fp16, fp32 or fp8 (bf16 with simulated mxfp8)\n"
     )
+
+
+def test_each_format_has_a_checkpoint_folder_of_its_own():
+    [words] = dry(TRAIN, "", "", "", "", "fp8", "--preset", "tiny")
+    assert value(words, "--save") == "checkpoints/llama32_tiny_mxfp8"
+    flags = ("--preset", "tiny", "--custom-quant-type=nvfp4:2d")
+    [words] = dry(TRAIN, *flags, CUSTOM_QUANT_TYPE="mxfp4")
+    assert value(words, "--save") == "checkpoints/llama32_tiny_nvfp4-2d"
+    done = bash(TRAIN, "--preset", "tiny", DRY_RUN="1", CUSTOM_QUANT_TYPE="mxfp9")
+    assert done.returncode == 2
+    assert "environment variable CUSTOM_QUANT_TYPE: unknown quantization type" in done.stderr
 
 
 def test_one_process_is_started_directly_and_several_by_torchrun():

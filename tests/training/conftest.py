@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from tests.training.runs import Forking
+
 DOCUMENTS = 200
 
 
-def make_corpus(folder: Path) -> Path:
+def make_corpus(folder: Path, *, seed: int = 0) -> Path:
     """Prefix of a .bin/.idx pair: documents that count up in steps of one, two or three."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix = folder / "counting"
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for _ in range(DOCUMENTS):
         start, step, length = rng.integers(0, 8), rng.integers(1, 4), rng.integers(50, 400)
@@ -27,3 +29,11 @@ def make_corpus(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def forking():
+    """Starts runs that take a second each."""
+    process = Forking()
+    yield process
+    process.close()

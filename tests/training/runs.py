@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from tests.subprocesses import REPO, environment, run, torchrun
 
 ENTRY = REPO / "pretrain_gpt.py"
 EXACT = Path(__file__).with_name("exact_worker.py")
+FORKING = Path(__file__).with_name("forking_worker.py")
 
 #: 4 layers, so that two interleaved stages fit on two pipeline ranks.
 COMMON = (
@@ -88,3 +90,42 @@ def exact_steps(
         done = torchrun(EXACT, *arguments, ranks=ranks, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
+
+
+class Forking:
+    """Trains in copies of one process: where many runs of a second each are looked at."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(FORKING)],
+            cwd=REPO,
+            env=environment(PYTHONPATH=REPO),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def train(
+        self,
+        *options: str | Path,
+        model: tuple[str, ...] = (*MODEL, *NO_DROPOUT),
+        file_bytes: int | None = None,
+        **variables: str,
+    ) -> Training:
+        """Run to the end, as `train` does on one rank.
+
+        file_bytes: the largest file that can be written.
+        variables: of the environment.
+        """
+        request = {
+            "arguments": [str(word) for word in (*model, *options)],
+            "environment": variables,
+            "file_bytes": file_bytes,
+        }
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return Training(**json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate(timeout=60)

@@ -55,7 +55,7 @@ def go_on(corpus, folder):
     """Train the checkpoint's weights, with a new optimizer."""
 
     def start(*options, ranks=1):
-        where = ("--data-path", corpus, "--load", folder, "--no-load-optim")
+        where = ("--data-path", corpus, "--load", folder, "--no-load-optim", "--allow-changed-run")
         return finished(*where, *options, ranks=ranks)
 
     return start

@@ -1,0 +1,109 @@
+"""What a run may go on from, what it takes from there, and what it says where it does not."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.training.conftest import make_corpus
+from tests.training.runs import Forking, Training
+
+SHORT = ("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2")
+
+
+@pytest.fixture(scope="module")
+def run(forking: Forking, corpus):
+    """Train four iterations of a smaller model still."""
+
+    def start(*options: str | Path, file_bytes: int | None = None, **variables: str) -> Training:
+        words = ("--data-path", corpus, *SHORT, "--train-iters", "4", *options)
+        return forking.train(*words, file_bytes=file_bytes, **variables)
+
+    return start
+
+
+def succeeded(training: Training) -> Training:
+    assert training.status == 0, training.errors[-3000:]
+    return training
+
+
+def refused(training: Training, *, status: int = 2) -> str:
+    """The one line that a run ended with."""
+    assert training.status == status, training.errors[-3000:]
+    (line,) = [line for line in training.errors.splitlines() if line.strip()]
+    assert line.startswith("[ERROR] ")
+    return line
+
+
+@pytest.fixture(scope="module")
+def folder(run, tmp_path_factory) -> Path:
+    """Checkpoints of iterations 2 and 4 of a run in fp32."""
+    folder = tmp_path_factory.mktemp("resuming") / "ck"
+    succeeded(run("--save", folder, "--save-interval", "2"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def second(folder):
+    """Resumes from iteration 2."""
+    return ("--load", folder, "--ckpt-step", "2")
+
+
+def test_another_run_is_refused_unless_it_is_meant(run, second, corpus, tmp_path):
+    other = make_corpus(tmp_path, seed=1)
+    for flags, message in (
+        (("--custom-quant-type", "mxfp8"), "format is bf16 there and mxfp8 here"),
+        (("--seed", "5"), "seed is 1234 there and 5 here"),
+        (("--seq-length", "32"), "sequence length is 64 there and 32 here"),
+        (("--split", "70,20,10"), "split is 80,10,10 there and 70,20,10 here"),
+        (("--bf16",), "type is fp32 there and bf16 here"),
+        (("--data-path", other), "data is counting ("),
+    ):
+        assert message in refused(run(*second, *flags))
+
+    flags = ("--custom-quant-type", "mxfp8", "--seed", "5")
+    line = refused(run(*second, *flags))
+    assert "format is bf16 there and mxfp8 here" in line
+    assert "seed is 1234 there and 5 here" in line
+    assert "or --allow-changed-run to go on all the same" in line
+    allowed = succeeded(run(*second, *flags, "--allow-changed-run"))
+    assert list(allowed.lines) == [3, 4]
+    assert "> --allow-changed-run: format is bf16 there and mxfp8 here" in allowed.output
+    assert list(succeeded(run(*second, *flags, "--finetune")).lines) == [1, 2, 3, 4]
+
+
+def test_the_same_data_elsewhere_is_the_same_data(run, second, corpus, tmp_path):
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus}{suffix}", tmp_path / f"{corpus.name}{suffix}")
+    assert list(succeeded(run(*second, "--data-path", tmp_path / corpus.name)).lines) == [3, 4]
+
+
+def test_a_recipe_is_known_by_what_it_says(run, corpus, tmp_path):
+    text = """
+configs:
+  low: {linear: mxfp8}
+matchers:
+  all: {config: low, type: glob, pattern: "*.mlp.*", enabled: true}
+"""
+    recipe, ck = tmp_path / "low.yaml", tmp_path / "ck"
+    recipe.write_text(text)
+    succeeded(run("--quant-recipe", recipe, "--save", ck, "--exit-interval", "2"))
+    flags = ("--quant-recipe", recipe, "--load", ck)
+    recipe.write_text("# a comment\n" + text)
+    assert list(succeeded(run(*flags)).lines) == [3, 4]
+    recipe.write_text(text.replace("mxfp8", "mxfp4"))
+    assert "format is recipe_low (" in refused(run(*flags))
+
+
+def test_the_type_of_the_weights_may_change_without_the_optimizer(run, second):
+    changed = (*second, "--bf16", "--allow-changed-run")
+    assert "give the same type or --no-load-optim" in refused(run(*changed))
+    assert list(succeeded(run(*changed, "--no-load-optim")).lines) == [3, 4]
+
+
+def test_a_finished_run_says_that_nothing_is_left(run, folder):
+    done = succeeded(run("--load", folder))
+    assert not done.lines
+    assert "> nothing left to train: the checkpoint is of iteration 4, and --train-iters is 4" in (
+        done.output
+    )
