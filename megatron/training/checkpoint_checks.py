@@ -29,6 +29,15 @@ ARCHITECTURE = (
     "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "qk_layernorm",
 )  # fmt: skip
 OPTIMIZER = ("use_distributed_optimizer", "optimizer")  #: what the optimizer's state depends on
+#: Numbers of the optimizer that its state in a checkpoint holds; those of the schedule are its own.
+NUMBERS = (
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "sgd_momentum",
+    "decoupled_lr",
+    "decoupled_min_lr",
+)
 #: What the ranks' random states depend on.
 LAYOUT = (
     "world_size",
@@ -55,7 +64,7 @@ def described(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         OSError: the data is no longer there.
     """
-    names = (*ARCHITECTURE, *LAYOUT, *OPTIMIZER)
+    names = (*ARCHITECTURE, *LAYOUT, *OPTIMIZER, *NUMBERS)
     return {"args": {name: getattr(args, name) for name in names}, "run": _run(args)}
 
 
@@ -200,6 +209,28 @@ def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Pa
             f"{folder} was written with --expert-model-parallel-size {there}, this run has {here}: "
             "experts that are spread over ranks have an optimizer of their own, whose state cannot "
             "be moved into the one for all; give --no-load-optim, or another size above 1"
+        )
+    _check_numbers(args, common, folder)
+
+
+def _check_numbers(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
+    """Of what would be replaced by the checkpoint's numbers, or replace them, something is said."""
+    found = [
+        f"{flag_of(name)} is {common['args'][name]} there and {getattr(args, name)} here"
+        for name in NUMBERS
+        if common["args"].get(name, getattr(args, name)) != getattr(args, name)
+    ]
+    if not found:
+        return
+    if args.override_opt_param_scheduler:
+        print_rank_0(f"> overriding the optimizer's numbers: {'; '.join(found)}")
+    elif args.use_checkpoint_opt_param_scheduler:
+        print_rank_0(f"> taking the checkpoint's numbers of the optimizer: {'; '.join(found)}")
+    else:
+        raise UserError(
+            f"the optimizer of {folder} has other numbers: {'; '.join(found)}; give "
+            "--override-opt_param-scheduler to take the command line's or "
+            "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
         )
 
 

@@ -133,8 +133,11 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
     for key, chunk in _chunks(trained).items():
         chunk.load_state_dict(state[key])
     if with_optim:
+        numbers = optimizer_state.numbers(trained.optimizer)
         trained.optimizer.load_state_dict(state["optimizer"])
         optimizer_state.separate_steps(trained.optimizer)
+        if args.override_opt_param_scheduler:
+            optimizer_state.set_numbers(trained.optimizer, numbers)
         _load_scheduler(trained, state["opt_param_scheduler"])
     elif trained.optimizer is not None:
         trained.optimizer.reload_model_params()
@@ -169,6 +172,7 @@ def _load_scheduler(trained: Trained, state: dict[str, Any]) -> None:
             "--override-opt_param-scheduler to take the command line's or "
             "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
         ) from error
+    trained.scheduler.step(0)  # the wheel has taken a step before it read the weight decay
 
 
 def _chunks(trained: Trained) -> dict[str, torch.nn.Module]:

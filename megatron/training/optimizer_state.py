@@ -1,9 +1,12 @@
-"""Three repairs of megatron-core's distributed optimizer where it runs on torch's own Adam.
+"""The optimizer's state out of a checkpoint.
 
-With Transformer Engine's or apex's Adam none is needed; the wheel's code was written for those.
+Three repairs of megatron-core's distributed optimizer where it runs on torch's own Adam (with
+Transformer Engine's or apex's none is needed; the wheel's code was written for those), and the
+command line's numbers in place of the checkpoint's.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -51,3 +54,19 @@ def separate_steps(optimizer: MegatronOptimizer) -> None:
         for state in part.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
+
+
+#: What a group of parameters has from the command line; the learning rate and the weight decay of
+#: an iteration are the scheduler's.
+_NUMBERS = ("max_lr", "min_lr", "lr_mult", "wd_mult", "betas", "eps", "momentum")
+
+
+def numbers(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    """What the command line says for each group of parameters."""
+    return [{k: group[k] for k in _NUMBERS if k in group} for group in optimizer.param_groups]
+
+
+def set_numbers(optimizer: MegatronOptimizer, found: list[dict[str, Any]]) -> None:
+    """Put back what loading has replaced by the checkpoint's: it keeps the order of the groups."""
+    for group, values in zip(optimizer.param_groups, found, strict=True):
+        group.update(values)

@@ -123,12 +123,14 @@ class SchedulerOptions:
     weight_decay_incr_style: str = option("constant", "", choices=("constant", "linear", "cosine"))
     override_opt_param_scheduler: bool = option(
         False,
-        "take the schedule from the command line, not from the checkpoint",
+        "take the schedule and the optimizer's numbers (learning rates, betas, epsilon, weight "
+        "decay) from the command line, not from the checkpoint",
         flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
-        "take the schedule from the checkpoint, not from the command line",
+        "take the schedule and the optimizer's numbers from the checkpoint, not from the command "
+        "line",
         flags=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
     )
 

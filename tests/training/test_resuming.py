@@ -107,3 +107,39 @@ def test_a_finished_run_says_that_nothing_is_left(run, folder):
     assert "> nothing left to train: the checkpoint is of iteration 4, and --train-iters is 4" in (
         done.output
     )
+
+
+CONSTANT = ("--lr-decay-style", "constant")
+OVERRIDE = "--override-opt_param-scheduler"
+KEEP = "--use-checkpoint-opt_param-scheduler"
+
+
+def test_the_learning_rate_of_the_command_line_or_of_the_checkpoint(run, second):
+    """The checkpoint's is 3e-3, decaying linearly to 0 in iteration 4."""
+    other = (*second, "--lr", "1e-3")
+    assert "checkpointvalue 0.003 for learning rate" in refused(run(*other))
+    kept = succeeded(run(*other, KEEP))
+    assert {i: float(line["lr"]) for i, line in kept.lines.items()} == {3: 7.5e-4, 4: 0}
+    ours = succeeded(run(*other, "--min-lr", "2e-4", OVERRIDE))
+    assert {i: float(line["lr"]) for i, line in ours.lines.items()} == {3: 4e-4, 4: 2e-4}
+    constant = succeeded(run(*other, *CONSTANT, OVERRIDE))
+    assert {i: float(line["lr"]) for i, line in constant.lines.items()} == {3: 1e-3, 4: 1e-3}
+
+
+@pytest.mark.parametrize("layout", [(), ("--use-distributed-optimizer",)], ids=["whole", "shared"])
+def test_the_optimizer_s_numbers_are_refused_or_taken(run, folder, tmp_path, layout):
+    """Of the first step after resuming they change the weights that the second one has."""
+    ck = folder
+    if layout:
+        ck = tmp_path / "ck"
+        succeeded(run(*layout, "--save", ck, "--exit-interval", "2"))
+    load = (*layout, "--load", ck, "--ckpt-step", "2")
+    same = succeeded(run(*load))
+    changes = (("--adam-beta2", "0.9"), ("--adam-eps", "1e-2"), ("--weight-decay", "0.9"))
+    for flags in changes[:1] if layout else changes:
+        message = refused(run(*load, *flags))
+        assert "--use-checkpoint-opt_param-scheduler to take the checkpoint's" in message
+        assert succeeded(run(*load, *flags, KEEP)).losses == same.losses
+        taken = succeeded(run(*load, *flags, OVERRIDE)).losses
+        assert taken[3] == same.losses[3]
+        assert taken[4] != same.losses[4]
