@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.fake_quant import policy
 from megatron.training.errors import RunError, UserError
-from megatron.training.hf.flags import flag_of
+from megatron.training.hf.flags import converts, differing, flag_of
 from megatron.training.hf.ranks import first_rank_does
 from megatron.training.paths import parse_blend
 from megatron.training.report import print_rank_0
@@ -28,6 +28,21 @@ ARCHITECTURE = (
     "moe_router_enable_expert_bias", "multi_latent_attention", "q_lora_rank", "kv_lora_rank",
     "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "qk_layernorm",
 )  # fmt: skip
+#: What its weights mean something in. They load into a model that differs in these, and that model
+#: is another one; what --save-hf writes into a config.json is among them.
+COMPUTATION = (
+    "swiglu", "quick_geglu", "squared_relu", "activation_func_clamp_value", "glu_linear_offset",
+    "layernorm_epsilon", "layernorm_zero_centered_gamma",
+    "apply_residual_connection_post_layernorm", "add_qkv_bias", "qk_l2_norm",
+    "attention_output_gate", "softmax_scale", "softmax_type", "window_size", "mtp_num_layers",
+    "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
+    "no_rope_freq", "use_rope_scaling", "rope_scaling_factor", "rope_type",
+    "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+    "mscale", "mscale_all_dim", "moe_router_topk", "moe_router_score_function",
+    "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_expert_capacity_factor",
+)  # fmt: skip
+LONGEST = "max_position_embeddings"  #: written by --save-hf; follows --seq-length in a resumed run
 OPTIMIZER = ("use_distributed_optimizer", "optimizer")  #: what the optimizer's state depends on
 #: Numbers of the optimizer that its state in a checkpoint holds; those of the schedule are its own.
 NUMBERS = (
@@ -64,7 +79,7 @@ def described(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         OSError: the data is no longer there.
     """
-    names = (*ARCHITECTURE, *LAYOUT, *OPTIMIZER, *NUMBERS)
+    names = (*ARCHITECTURE, *COMPUTATION, LONGEST, *LAYOUT, *OPTIMIZER, *NUMBERS)
     return {"args": {name: getattr(args, name) for name in names}, "run": _run(args)}
 
 
@@ -132,15 +147,28 @@ def check_model(args: argparse.Namespace, common: dict[str, Any], folder: Path) 
         raise UserError(
             f"{folder} was not written by this program; only its own checkpoints can be loaded"
         )
-    differing = [
-        f"{name} is {common['args'][name]} there and {getattr(args, name)} here"
-        for name in ARCHITECTURE
-        if common["args"].get(name, getattr(args, name)) != getattr(args, name)
+    names = ARCHITECTURE
+    if args.position_embedding_type == "learned_absolute":
+        names += (LONGEST,)
+    if converts(args) or not args.finetune:
+        names += COMPUTATION
+    if converts(args):
+        names += (LONGEST,)
+    there = {name: common["args"][name] for name in names if name in common["args"]}
+    found = [
+        f"{name} is {there[name]} there and {getattr(args, name)} here"
+        for name in differing(there, args)
     ]
-    if differing:
+    if found:
+        anew = not converts(args) and not set(differing(there, args)) - set(COMPUTATION)
         raise UserError(
-            f"{folder} holds another model: {'; '.join(differing)}; give the flags it was trained "
-            "with"
+            f"{folder} holds another model: {'; '.join(found)}; give the flags it was trained with"
+            + (", or --finetune to start a new run from its weights" if anew else "")
+        )
+    if not set(COMPUTATION) <= common["args"].keys():
+        print_rank_0(
+            f"> an earlier version wrote {folder}: whether its rotary positions, norms, "
+            "activations and routing are this model's is not known"
         )
 
 

@@ -1,5 +1,6 @@
 """What a run may go on from, what it takes from there, and what it says where it does not."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -107,6 +108,36 @@ def test_a_finished_run_says_that_nothing_is_left(run, folder):
     assert "> nothing left to train: the checkpoint is of iteration 4, and --train-iters is 4" in (
         done.output
     )
+
+
+def test_what_the_weights_compute_is_theirs(run, corpus, tmp_path):
+    """Of a run with numbers that are not the defaults; all of them stand in --save-hf's files."""
+    ck, out = tmp_path / "ck", tmp_path / "out"
+    special = ("--rotary-base", "500000", "--norm-epsilon", "1e-6", "--use-rope-scaling")
+    longer = ("--max-position-embeddings", "128")
+    succeeded(run(*special, *longer, "--save", ck, "--exit-interval", "2"))
+    line = refused(run("--load", ck))
+    for words in (
+        "rotary_base is 500000.0 there and 10000 here",
+        "layernorm_epsilon is 1e-06 there and 1e-05 here",
+        "use_rope_scaling is True there and False here",
+        "or --finetune to start a new run from its weights",
+    ):
+        assert words in line
+    assert list(succeeded(run("--load", ck, "--finetune")).lines) == [1, 2, 3, 4]
+
+    convert = ("--load", ck, "--train-iters", "0", "--save-hf", out)
+    for flags in (longer, ("--finetune", *longer)):
+        line = refused(run(*convert, *flags))
+        assert "rotary_base is 500000.0 there and 10000 here" in line
+        assert "--finetune" not in line
+    line = refused(run(*convert, *special))
+    assert "max_position_embeddings is 128 there and 64 here" in line
+    assert not out.exists()
+    succeeded(run(*convert, *special, *longer))
+    config = json.loads((out / "config.json").read_text())
+    assert (config["rope_theta"], config["rms_norm_eps"]) == (500000.0, 1e-6)
+    assert config["max_position_embeddings"] == 128
 
 
 CONSTANT = ("--lr-decay-style", "constant")
