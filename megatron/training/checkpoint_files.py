@@ -59,13 +59,24 @@ def _problem_with(args: argparse.Namespace) -> str | None:
         return f"--save {args.save} cannot be made: {error.strerror}; choose another folder"
     if not os.access(args.save, os.W_OK):
         return f"--save {args.save} cannot be written; choose another folder"
-    resumes = args.load is not None and Path(args.load).resolve() == Path(args.save).resolve()
-    if not resumes and (found := latest_iteration(args.save)) is not None:
+    if not resumes_in_place(args) and (found := latest_iteration(args.save)) is not None:
+        if args.finetune:
+            return (
+                f"--save {args.save} holds a checkpoint of iteration {found}, and --finetune "
+                "starts at iteration 0 and would overwrite it; give another --save"
+            )
         return (
             f"--save {args.save} holds a checkpoint of iteration {found}, which this run would "
             "overwrite; give --load with the same folder to resume it, or another --save"
         )
     return None
+
+
+def resumes_in_place(args: argparse.Namespace) -> bool:
+    """Whether the run goes on with the checkpoints of its own folder."""
+    if args.load is None or args.save is None or args.finetune:
+        return False
+    return Path(args.load).resolve() == Path(args.save).resolve()
 
 
 def put_in_place(partial: Path, final: Path) -> None:
@@ -119,8 +130,7 @@ def folder_to_load(args: argparse.Namespace) -> Path | None:
     iteration = args.ckpt_step if args.ckpt_step is not None else latest_iteration(args.load)
     there = sorted(Path(args.load).glob("iter_*[0-9]")) if Path(args.load).is_dir() else []
     if iteration is None:
-        own = args.save is not None and Path(args.load).resolve() == Path(args.save).resolve()
-        if own and not there and not args.finetune:
+        if resumes_in_place(args) and not there:
             start = "scratch" if args.load_hf is None else f"--load-hf {args.load_hf}"
             print_rank_0(f"> no checkpoint in {args.load} yet: starting from {start}")
             return None

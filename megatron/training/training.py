@@ -17,7 +17,7 @@ from megatron.core.timers import Timers
 from megatron.fake_quant import policy
 from megatron.training import data, model
 from megatron.training.batch import forward_step
-from megatron.training.checkpoint_files import check_save_directory
+from megatron.training.checkpoint_files import check_save_directory, resumes_in_place
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.collection import (
     check_collection,
@@ -153,7 +153,7 @@ class Loop:
         self.interval = Interval()
         self.started = time.monotonic()
         self.plotted_at: int | None = None
-        self.saved_at: int | None = progress.iteration or None
+        self.saved_at: int | None = progress.iteration if resumes_in_place(run.args) else None
 
     def run(self) -> None:
         """Iterate to the end, or to the first reason to stop before it."""

@@ -102,12 +102,22 @@ def test_the_type_of_the_weights_may_change_without_the_optimizer(run, second):
     assert list(succeeded(run(*changed, "--no-load-optim")).lines) == [3, 4]
 
 
-def test_a_finished_run_says_that_nothing_is_left(run, folder):
-    done = succeeded(run("--load", folder))
-    assert not done.lines
-    assert "> nothing left to train: the checkpoint is of iteration 4, and --train-iters is 4" in (
-        done.output
-    )
+def test_a_finished_run_says_that_nothing_is_left(run, folder, tmp_path):
+    """Into another folder its checkpoint is written all the same, into its own it is there."""
+    other = tmp_path / "other"
+    for save in (folder, other):
+        done = succeeded(run("--load", folder, "--save", save))
+        assert not done.lines
+        message = "the checkpoint is of iteration 4, and --train-iters is 4"
+        assert f"> nothing left to train: {message}" in done.output
+        assert ("saving checkpoint" in done.output) == (save == other)
+    assert list(succeeded(run("--load", other, "--ckpt-step", "4", "--finetune")).lines)
+
+
+def test_a_new_run_does_not_overwrite_the_checkpoints_it_starts_from(run, folder, second):
+    line = refused(run(*second, "--finetune", "--save", folder))
+    assert "holds a checkpoint of iteration 4, and --finetune starts at iteration 0" in line
+    assert "give another --save" in line
 
 
 def test_what_the_weights_compute_is_theirs(run, corpus, tmp_path):
