@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
 from megatron.training.errors import UserError
+from megatron.training.hf.ranks import first_rank_does
 from megatron.training.report import print_rank_0
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -30,6 +31,11 @@ def latest_iteration(directory: str) -> int | None:
         text = Path(directory, TRACKER).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{Path(directory, TRACKER)} cannot be read: {error}; give --ckpt-step with one of the "
+            "folder's iterations"
+        ) from error
     if not text.isdigit():
         raise UserError(
             f"{Path(directory, TRACKER)} holds {text!r}, not an iteration; give --ckpt-step "
@@ -46,10 +52,12 @@ def check_save_directory(args: argparse.Namespace) -> None:
     """
     if args.save is None:
         return
-    problem = [_problem_with(args) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise UserError(problem[0])
+
+    def check() -> None:
+        if problem := _problem_with(args):
+            raise UserError(problem)
+
+    first_rank_does(check)
 
 
 def _problem_with(args: argparse.Namespace) -> str | None:
@@ -144,8 +152,8 @@ def folder_to_load(args: argparse.Namespace) -> Path | None:
             "leave --load out to start from scratch"
         )
     folder = checkpoint_folder(args.load, iteration)
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
-        found = [str(int(p.name.removeprefix("iter_"))) for p in there]
+    if not _is_whole(folder):
+        found = [str(int(p.name.removeprefix("iter_"))) for p in there if p != folder]
         raise UserError(
             f"{folder} is no complete checkpoint in the torch_dist format; "
             + (
@@ -155,3 +163,12 @@ def folder_to_load(args: argparse.Namespace) -> Path | None:
             )
         )
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    if not (folder / "common.pt").is_file() or not (folder / ".metadata").is_file():
+        return False
+    try:
+        return dist_checkpointing.check_is_distributed_checkpoint(str(folder))
+    except (OSError, ValueError, TypeError):  # its metadata.json is cut off
+        return False

@@ -11,12 +11,16 @@ bit.
 
 import argparse
 import shutil
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -42,12 +46,16 @@ from megatron.training.checkpoint_files import (
 from megatron.training.errors import RunError, UserError
 from megatron.training.hf.flags import converts
 from megatron.training.hf.loading import load_weights
+from megatron.training.hf.ranks import first_rank_does
 from megatron.training.logging import Progress
 from megatron.training.report import print_rank_0
 from megatron.training.train_step import Trained
 from megatron.training.validation import Run
 
 VERSION = 3.0  #: Megatron-LM's number of this layout
+#: In what torch.save says of a full disk.
+_TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream error")
+_LONGEST = 300  #: characters of what a library says that are passed on
 
 
 def save_checkpoint(run: Run, trained: Trained, progress: Progress) -> None:
@@ -60,11 +68,20 @@ def save_checkpoint(run: Run, trained: Trained, progress: Progress) -> None:
     final = checkpoint_folder(args.save, progress.iteration)
     partial = final.with_name(final.name + ".partial")
     print_rank_0(f"saving checkpoint at iteration {progress.iteration:7d} to {args.save}")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    state = _common(args, progress, has_optim=args.save_optim, has_rng=args.save_rng)
+
+    def begin() -> None:
+        with _refusals(final):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    def finish() -> None:
+        with _refusals(final):
+            put_in_place(partial, final)
+            write_tracker(Path(args.save), progress.iteration)
+
+    first_rank_does(begin)
+    with _refusals(final):
+        state = _common(args, progress, has_optim=args.save_optim, has_rng=args.save_rng)
     state |= _model_state(trained)
     if args.save_optim:
         state["optimizer"] = trained.optimizer.sharded_state_dict(
@@ -77,18 +94,54 @@ def save_checkpoint(run: Run, trained: Trained, progress: Progress) -> None:
         dist_checkpointing.serialization.get_default_save_sharded_strategy(args.ckpt_format),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    try:
+    with _refusals(final):
         dist_checkpointing.save(state, str(partial), strategy)
-    except (OSError, CheckpointingException) as error:
-        raise RunError(
-            f"the checkpoint {final} could not be written: {error}; make room or choose another "
-            "--save, then resume with --load"
-        ) from error
-    if dist.get_rank() == 0:
-        put_in_place(partial, final)
-        write_tracker(Path(args.save), progress.iteration)
-    dist.barrier()
+    first_rank_does(finish)
     print_rank_0(f"successfully saved checkpoint at iteration {progress.iteration:7d}")
+
+
+@contextmanager
+def _refusals(final: Path) -> Iterator[None]:
+    """What the disk refuses, as an error of the run."""
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
+        if isinstance(error, RuntimeError) and not any(w in str(error) for w in _TORCH_WRITER):
+            raise
+        raise RunError(
+            f"the checkpoint {final} could not be written: {_reason(error)}; make room or choose "
+            "another --save, then resume with --load"
+        ) from error
+
+
+@contextmanager
+def _damage(folder: Path) -> Iterator[None]:
+    """What is wrong with a checkpoint's files, as the user's error."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        *(OSError, EOFError, KeyError, ValueError, RuntimeError, UnpicklingError),
+        *(CheckpointingException, CheckpointException),
+    ) as error:
+        raise UserError(
+            f"the checkpoint {folder} cannot be read: {_reason(error)}; give --ckpt-step with an "
+            "earlier one"
+        ) from error
+
+
+def _read_index(folder: Path) -> None:
+    """Look into the list of tensors first: of one that is cut off torch prints a traceback."""
+    with _damage(folder):
+        FileSystemReader(str(folder)).read_metadata()
+
+
+def _reason(error: BaseException) -> str:
+    """One line; torch collects what each rank has met, with their tracebacks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return textwrap.shorten(str(error) or type(error).__name__, _LONGEST, placeholder=" ...")
 
 
 def load_checkpoint(run: Run, trained: Trained) -> Progress:
@@ -109,7 +162,9 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
     if args.load_hf is not None:
         print_rank_0(f"> resuming from --load {args.load}: the weights of --load-hf are not read")
     print_rank_0(f" loading checkpoint from {folder}")
-    common = dist_checkpointing.load_common_state_dict(str(folder))
+    first_rank_does(lambda: _read_index(folder))
+    with _damage(folder):
+        common = dist_checkpointing.load_common_state_dict(str(folder))
     check_model(args, common, folder)
     if not args.finetune and not converts(args):
         check_run(args, common, folder)
@@ -124,12 +179,8 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
         )
     if with_rng:
         state["rng_state"] = random_state.sharded(None)
-    try:
+    with _damage(folder):
         state = dist_checkpointing.load(state, str(folder))
-    except (CheckpointingException, OSError, KeyError) as error:
-        raise UserError(
-            f"the checkpoint {folder} cannot be read: {error}; give --ckpt-step with an earlier one"
-        ) from error
     for key, chunk in _chunks(trained).items():
         chunk.load_state_dict(state[key])
     if with_optim:

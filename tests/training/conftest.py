@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.runs import Forking
+from tests.training.runs import Forking, Training, succeeded
 
 DOCUMENTS = 200
 
@@ -37,3 +37,23 @@ def forking():
     process = Forking()
     yield process
     process.close()
+
+
+@pytest.fixture(scope="session")
+def run_quickly(forking, corpus):
+    """Trains four iterations of a model that is smaller still."""
+
+    def start(*options: str | Path, file_bytes: int | None = None, **variables: str) -> Training:
+        size = ("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2")
+        words = ("--data-path", corpus, *size, "--train-iters", "4", *options)
+        return forking.train(*words, file_bytes=file_bytes, **variables)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def checkpoints(run_quickly, tmp_path_factory) -> Path:
+    """Those of iterations 2 and 4 of such a run in fp32."""
+    folder = tmp_path_factory.mktemp("quick") / "ck"
+    succeeded(run_quickly("--save", folder, "--save-interval", "2"))
+    return folder

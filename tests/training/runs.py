@@ -65,6 +65,19 @@ class Training:
         return {iteration: float(line["loss"]) for iteration, line in self.lines.items()}
 
 
+def succeeded(training: Training) -> Training:
+    assert training.status == 0, training.errors[-3000:]
+    return training
+
+
+def refused(training: Training, *, status: int = 2) -> str:
+    """The one line that a run ended with."""
+    assert training.status == status, training.errors[-3000:]
+    (line,) = [line for line in training.errors.splitlines() if line.strip()]
+    assert line.startswith("[ERROR] ")
+    return line
+
+
 def train(*options: str | Path, ranks: int = 1, model: tuple[str, ...] = MODEL) -> Training:
     """Run to the end; one rank is started as plain Python, several by torchrun."""
     arguments = (*model, *options)

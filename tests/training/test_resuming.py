@@ -2,55 +2,20 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
 from tests.training.conftest import make_corpus
-from tests.training.runs import Forking, Training
-
-SHORT = ("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2")
+from tests.training.runs import refused, succeeded
 
 
 @pytest.fixture(scope="module")
-def run(forking: Forking, corpus):
-    """Train four iterations of a smaller model still."""
-
-    def start(*options: str | Path, file_bytes: int | None = None, **variables: str) -> Training:
-        words = ("--data-path", corpus, *SHORT, "--train-iters", "4", *options)
-        return forking.train(*words, file_bytes=file_bytes, **variables)
-
-    return start
-
-
-def succeeded(training: Training) -> Training:
-    assert training.status == 0, training.errors[-3000:]
-    return training
-
-
-def refused(training: Training, *, status: int = 2) -> str:
-    """The one line that a run ended with."""
-    assert training.status == status, training.errors[-3000:]
-    (line,) = [line for line in training.errors.splitlines() if line.strip()]
-    assert line.startswith("[ERROR] ")
-    return line
-
-
-@pytest.fixture(scope="module")
-def folder(run, tmp_path_factory) -> Path:
-    """Checkpoints of iterations 2 and 4 of a run in fp32."""
-    folder = tmp_path_factory.mktemp("resuming") / "ck"
-    succeeded(run("--save", folder, "--save-interval", "2"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def second(folder):
+def second(checkpoints):
     """Resumes from iteration 2."""
-    return ("--load", folder, "--ckpt-step", "2")
+    return ("--load", checkpoints, "--ckpt-step", "2")
 
 
-def test_another_run_is_refused_unless_it_is_meant(run, second, corpus, tmp_path):
+def test_another_run_is_refused_unless_it_is_meant(run_quickly, second, corpus, tmp_path):
     other = make_corpus(tmp_path, seed=1)
     for flags, message in (
         (("--custom-quant-type", "mxfp8"), "format is bf16 there and mxfp8 here"),
@@ -60,26 +25,29 @@ def test_another_run_is_refused_unless_it_is_meant(run, second, corpus, tmp_path
         (("--bf16",), "type is fp32 there and bf16 here"),
         (("--data-path", other), "data is counting ("),
     ):
-        assert message in refused(run(*second, *flags))
+        assert message in refused(run_quickly(*second, *flags))
 
     flags = ("--custom-quant-type", "mxfp8", "--seed", "5")
-    line = refused(run(*second, *flags))
+    line = refused(run_quickly(*second, *flags))
     assert "format is bf16 there and mxfp8 here" in line
     assert "seed is 1234 there and 5 here" in line
     assert "or --allow-changed-run to go on all the same" in line
-    allowed = succeeded(run(*second, *flags, "--allow-changed-run"))
+    allowed = succeeded(run_quickly(*second, *flags, "--allow-changed-run"))
     assert list(allowed.lines) == [3, 4]
     assert "> --allow-changed-run: format is bf16 there and mxfp8 here" in allowed.output
-    assert list(succeeded(run(*second, *flags, "--finetune")).lines) == [1, 2, 3, 4]
+    assert list(succeeded(run_quickly(*second, *flags, "--finetune")).lines) == [1, 2, 3, 4]
 
 
-def test_the_same_data_elsewhere_is_the_same_data(run, second, corpus, tmp_path):
+def test_the_same_data_elsewhere_is_the_same_data(run_quickly, second, corpus, tmp_path):
     for suffix in (".bin", ".idx"):
         shutil.copy(f"{corpus}{suffix}", tmp_path / f"{corpus.name}{suffix}")
-    assert list(succeeded(run(*second, "--data-path", tmp_path / corpus.name)).lines) == [3, 4]
+    assert list(succeeded(run_quickly(*second, "--data-path", tmp_path / corpus.name)).lines) == [
+        3,
+        4,
+    ]
 
 
-def test_a_recipe_is_known_by_what_it_says(run, corpus, tmp_path):
+def test_a_recipe_is_known_by_what_it_says(run_quickly, corpus, tmp_path):
     text = """
 configs:
   low: {linear: mxfp8}
@@ -88,45 +56,47 @@ matchers:
 """
     recipe, ck = tmp_path / "low.yaml", tmp_path / "ck"
     recipe.write_text(text)
-    succeeded(run("--quant-recipe", recipe, "--save", ck, "--exit-interval", "2"))
+    succeeded(run_quickly("--quant-recipe", recipe, "--save", ck, "--exit-interval", "2"))
     flags = ("--quant-recipe", recipe, "--load", ck)
     recipe.write_text("# a comment\n" + text)
-    assert list(succeeded(run(*flags)).lines) == [3, 4]
+    assert list(succeeded(run_quickly(*flags)).lines) == [3, 4]
     recipe.write_text(text.replace("mxfp8", "mxfp4"))
-    assert "format is recipe_low (" in refused(run(*flags))
+    assert "format is recipe_low (" in refused(run_quickly(*flags))
 
 
-def test_the_type_of_the_weights_may_change_without_the_optimizer(run, second):
+def test_the_type_of_the_weights_may_change_without_the_optimizer(run_quickly, second):
     changed = (*second, "--bf16", "--allow-changed-run")
-    assert "give the same type or --no-load-optim" in refused(run(*changed))
-    assert list(succeeded(run(*changed, "--no-load-optim")).lines) == [3, 4]
+    assert "give the same type or --no-load-optim" in refused(run_quickly(*changed))
+    assert list(succeeded(run_quickly(*changed, "--no-load-optim")).lines) == [3, 4]
 
 
-def test_a_finished_run_says_that_nothing_is_left(run, folder, tmp_path):
+def test_a_finished_run_says_that_nothing_is_left(run_quickly, checkpoints, tmp_path):
     """Into another folder its checkpoint is written all the same, into its own it is there."""
     other = tmp_path / "other"
-    for save in (folder, other):
-        done = succeeded(run("--load", folder, "--save", save))
+    for save in (checkpoints, other):
+        done = succeeded(run_quickly("--load", checkpoints, "--save", save))
         assert not done.lines
         message = "the checkpoint is of iteration 4, and --train-iters is 4"
         assert f"> nothing left to train: {message}" in done.output
         assert ("saving checkpoint" in done.output) == (save == other)
-    assert list(succeeded(run("--load", other, "--ckpt-step", "4", "--finetune")).lines)
+    assert list(succeeded(run_quickly("--load", other, "--ckpt-step", "4", "--finetune")).lines)
 
 
-def test_a_new_run_does_not_overwrite_the_checkpoints_it_starts_from(run, folder, second):
-    line = refused(run(*second, "--finetune", "--save", folder))
+def test_a_new_run_does_not_overwrite_the_checkpoints_it_starts_from(
+    run_quickly, checkpoints, second
+):
+    line = refused(run_quickly(*second, "--finetune", "--save", checkpoints))
     assert "holds a checkpoint of iteration 4, and --finetune starts at iteration 0" in line
     assert "give another --save" in line
 
 
-def test_what_the_weights_compute_is_theirs(run, corpus, tmp_path):
+def test_what_the_weights_compute_is_theirs(run_quickly, corpus, tmp_path):
     """Of a run with numbers that are not the defaults; all of them stand in --save-hf's files."""
     ck, out = tmp_path / "ck", tmp_path / "out"
     special = ("--rotary-base", "500000", "--norm-epsilon", "1e-6", "--use-rope-scaling")
     longer = ("--max-position-embeddings", "128")
-    succeeded(run(*special, *longer, "--save", ck, "--exit-interval", "2"))
-    line = refused(run("--load", ck))
+    succeeded(run_quickly(*special, *longer, "--save", ck, "--exit-interval", "2"))
+    line = refused(run_quickly("--load", ck))
     for words in (
         "rotary_base is 500000.0 there and 10000 here",
         "layernorm_epsilon is 1e-06 there and 1e-05 here",
@@ -134,17 +104,17 @@ def test_what_the_weights_compute_is_theirs(run, corpus, tmp_path):
         "or --finetune to start a new run from its weights",
     ):
         assert words in line
-    assert list(succeeded(run("--load", ck, "--finetune")).lines) == [1, 2, 3, 4]
+    assert list(succeeded(run_quickly("--load", ck, "--finetune")).lines) == [1, 2, 3, 4]
 
     convert = ("--load", ck, "--train-iters", "0", "--save-hf", out)
     for flags in (longer, ("--finetune", *longer)):
-        line = refused(run(*convert, *flags))
+        line = refused(run_quickly(*convert, *flags))
         assert "rotary_base is 500000.0 there and 10000 here" in line
         assert "--finetune" not in line
-    line = refused(run(*convert, *special))
+    line = refused(run_quickly(*convert, *special))
     assert "max_position_embeddings is 128 there and 64 here" in line
     assert not out.exists()
-    succeeded(run(*convert, *special, *longer))
+    succeeded(run_quickly(*convert, *special, *longer))
     config = json.loads((out / "config.json").read_text())
     assert (config["rope_theta"], config["rms_norm_eps"]) == (500000.0, 1e-6)
     assert config["max_position_embeddings"] == 128
@@ -155,32 +125,32 @@ OVERRIDE = "--override-opt_param-scheduler"
 KEEP = "--use-checkpoint-opt_param-scheduler"
 
 
-def test_the_learning_rate_of_the_command_line_or_of_the_checkpoint(run, second):
+def test_the_learning_rate_of_the_command_line_or_of_the_checkpoint(run_quickly, second):
     """The checkpoint's is 3e-3, decaying linearly to 0 in iteration 4."""
     other = (*second, "--lr", "1e-3")
-    assert "checkpointvalue 0.003 for learning rate" in refused(run(*other))
-    kept = succeeded(run(*other, KEEP))
+    assert "checkpointvalue 0.003 for learning rate" in refused(run_quickly(*other))
+    kept = succeeded(run_quickly(*other, KEEP))
     assert {i: float(line["lr"]) for i, line in kept.lines.items()} == {3: 7.5e-4, 4: 0}
-    ours = succeeded(run(*other, "--min-lr", "2e-4", OVERRIDE))
+    ours = succeeded(run_quickly(*other, "--min-lr", "2e-4", OVERRIDE))
     assert {i: float(line["lr"]) for i, line in ours.lines.items()} == {3: 4e-4, 4: 2e-4}
-    constant = succeeded(run(*other, *CONSTANT, OVERRIDE))
+    constant = succeeded(run_quickly(*other, *CONSTANT, OVERRIDE))
     assert {i: float(line["lr"]) for i, line in constant.lines.items()} == {3: 1e-3, 4: 1e-3}
 
 
 @pytest.mark.parametrize("layout", [(), ("--use-distributed-optimizer",)], ids=["whole", "shared"])
-def test_the_optimizer_s_numbers_are_refused_or_taken(run, folder, tmp_path, layout):
+def test_the_optimizer_s_numbers_are_refused_or_taken(run_quickly, checkpoints, tmp_path, layout):
     """Of the first step after resuming they change the weights that the second one has."""
-    ck = folder
+    ck = checkpoints
     if layout:
         ck = tmp_path / "ck"
-        succeeded(run(*layout, "--save", ck, "--exit-interval", "2"))
+        succeeded(run_quickly(*layout, "--save", ck, "--exit-interval", "2"))
     load = (*layout, "--load", ck, "--ckpt-step", "2")
-    same = succeeded(run(*load))
+    same = succeeded(run_quickly(*load))
     changes = (("--adam-beta2", "0.9"), ("--adam-eps", "1e-2"), ("--weight-decay", "0.9"))
     for flags in changes[:1] if layout else changes:
-        message = refused(run(*load, *flags))
+        message = refused(run_quickly(*load, *flags))
         assert "--use-checkpoint-opt_param-scheduler to take the checkpoint's" in message
-        assert succeeded(run(*load, *flags, KEEP)).losses == same.losses
-        taken = succeeded(run(*load, *flags, OVERRIDE)).losses
+        assert succeeded(run_quickly(*load, *flags, KEEP)).losses == same.losses
+        taken = succeeded(run_quickly(*load, *flags, OVERRIDE)).losses
         assert taken[3] == same.losses[3]
         assert taken[4] != same.losses[4]

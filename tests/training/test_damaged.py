@@ -1,0 +1,76 @@
+"""Checkpoints that the disk does not take or does not give back: one line, and nothing is lost."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.training.runs import refused
+
+HALF = "half"
+GONE = "gone"
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("*.distcp", HALF, "cannot be read: "),
+        ("*.distcp", GONE, "cannot be read: "),
+        ("common.pt", HALF, "cannot be read: "),
+        ("common.pt", GONE, "is no complete checkpoint"),
+        (".metadata", HALF, "cannot be read: "),
+        ("metadata.json", HALF, "is no complete checkpoint"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(run_quickly, checkpoints, tmp_path, file, damage, message):
+    copy = Path(shutil.copytree(checkpoints, tmp_path / "copy"))
+    checkpoint = copy / "iter_0000004"
+    for path in checkpoint.glob(file):
+        if damage == GONE:
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    line = refused(run_quickly("--load", copy))
+    assert f"{checkpoint} {message}" in line
+    assert "give --ckpt-step with " in line
+    assert len(line) < 800
+
+
+@pytest.mark.parametrize("file_bytes", [20_000, 4_000], ids=["tensors", "common"])
+def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoints(
+    run_quickly,
+    checkpoints,
+    tmp_path,
+    file_bytes,
+):
+    """No file may be larger than that, as if the disk were full then."""
+    copy = Path(shutil.copytree(checkpoints, tmp_path / "copy"))
+    options = ("--load", copy, "--save", copy, "--ckpt-step", "2", "--exit-interval", "3")
+    training = run_quickly(*options, file_bytes=file_bytes)
+    errors = [line for line in training.errors.splitlines() if "[ERROR]" in line]
+    assert training.status == 1, training.errors
+    assert "Traceback" not in training.errors
+    (line,) = errors
+    assert f"the checkpoint {copy / 'iter_0000003'} could not be written: " in line
+    assert "make room or choose another --save, then resume with --load" in line
+    assert (copy / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert not (copy / "iter_0000003").exists()
+
+
+def test_a_name_that_is_taken_ends_the_run(run_quickly, checkpoints, tmp_path):
+    copy = Path(shutil.copytree(checkpoints, tmp_path / "copy"))
+    options = ("--load", copy, "--save", copy, "--ckpt-step", "2", "--exit-interval", "3")
+    (copy / "iter_0000003.partial").touch()
+    line = refused(run_quickly(*options), status=1)
+    assert "iter_0000003 could not be written: " in line
+    assert "File exists" in line
+    (copy / "iter_0000003.partial").unlink()
+    (copy / "latest_checkpointed_iteration.txt.partial").mkdir()
+    line = refused(run_quickly(*options), status=1)
+    assert "iter_0000003 could not be written: " in line
+    assert "latest_checkpointed_iteration.txt" in line
+
+
+def test_a_tracker_that_cannot_be_read_is_one_line(run_quickly, tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("four")
+    assert "holds 'four', not an iteration" in refused(run_quickly("--save", tmp_path))
