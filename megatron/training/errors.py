@@ -40,13 +40,18 @@ class Interrupted(BaseException):
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for the run, also before torch.distributed is initialized."""
-    return int(os.environ.get("RANK", "0")) == 0
+    """Whether this process speaks for the run. Before torch.distributed is initialized the first
+    one of each machine does: what is wrong may be wrong on one machine alone.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_initialized():
+        return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) == 0
+    return torch.distributed.get_rank() == 0
 
 
 def report(message: str, *, every_rank: bool = False) -> None:
-    """Write `[ERROR] message` to stderr, from the first rank only unless the error is this rank's
-    alone.
+    """Write `[ERROR] message` to stderr, from the rank that speaks for the run only, unless the
+    error is this rank's alone.
     """
     if every_rank or is_first_rank():
         sys.stderr.write(f"[ERROR] {message}\n")

@@ -74,3 +74,13 @@ def test_a_name_that_is_taken_ends_the_run(run_quickly, checkpoints, tmp_path):
 def test_a_tracker_that_cannot_be_read_is_one_line(run_quickly, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("four")
     assert "holds 'four', not an iteration" in refused(run_quickly("--save", tmp_path))
+
+
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
+def test_a_mistake_on_another_machine_is_said_there(run_quickly, local_rank, lines):
+    """Before the ranks know each other: data that only this machine lacks."""
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": local_rank}
+    training = run_quickly("--data-path", "nowhere", **variables)
+    assert training.status == 2
+    assert training.errors.count("[ERROR] data file nowhere.bin does not exist") == lines
+    assert len(training.errors.splitlines()) == lines
