@@ -60,6 +60,8 @@ LAYOUT = (
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "use_tp_pp_dp_mapping",
 )
 #: What of a run is compared, and the flag that says it.
 RUN = {

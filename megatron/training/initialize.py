@@ -62,7 +62,13 @@ def _start_processes(args: argparse.Namespace) -> None:
             )
         torch.cuda.set_device(args.local_rank)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    if "MASTER_ADDR" in os.environ:
+    # A MASTER_ADDR alone may be left over from another job of the same shell.
+    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" in os.environ:
+        if "MASTER_PORT" not in os.environ:
+            raise UserError(
+                "MASTER_ADDR and WORLD_SIZE are set but MASTER_PORT is not; start the ranks with "
+                "`torchrun --nproc-per-node N pretrain_gpt.py ...`, or set it"
+            )
         dist.init_process_group(
             args.distributed_backend,
             rank=args.rank,

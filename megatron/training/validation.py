@@ -14,6 +14,7 @@ from megatron.training.derivation import derive, installed
 from megatron.training.errors import UserError
 from megatron.training.experts_and_mla import check_experts, check_mla
 from megatron.training.hf.architectures import Model
+from megatron.training.layout import check_layout
 from megatron.training.paths import blend_prefixes, check_prefix
 from megatron.training.tokenizer import guess_tokenizer_type
 
@@ -41,7 +42,7 @@ def complete(args: argparse.Namespace, generated: list[type]) -> Run:
     _check_required(args)
     _check_numbers(args)
     notes = derive(args)
-    for check in (_check_ranks, _check_batches, _check_model, _check_schedule, _check_data):
+    for check in (check_layout, _check_batches, _check_model, _check_schedule, _check_data):
         check(args)
     _check_files(args)
     run = Run(
@@ -105,32 +106,6 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise UserError(
                 f"--{name.replace('_', '-')} {value} is too small; give {minimum} or more"
             )
-
-
-def _check_ranks(args: argparse.Namespace) -> None:
-    tp, pp, cp, ep = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.context_parallel_size,
-        args.expert_model_parallel_size,
-    )
-    if args.world_size % (tp * pp * cp):
-        raise UserError(
-            f"{args.world_size} process(es) cannot be cut into tensor x pipeline x context = "
-            f"{tp} x {pp} x {cp}; start a multiple of {tp * pp * cp} with "
-            f"`torchrun --nproc-per-node {tp * pp * cp} pretrain_gpt.py ...`"
-        )
-    if args.world_size % (ep * pp):
-        raise UserError(
-            f"--expert-model-parallel-size {ep} does not divide the {args.world_size // pp} ranks "
-            "of a pipeline stage; choose a divisor"
-        )
-    if args.use_distributed_optimizer is False and args.overlap_param_gather:
-        raise UserError(
-            "--overlap-param-gather needs --use-distributed-optimizer; add it or remove the former"
-        )
-    if args.overlap_param_gather and not args.overlap_grad_reduce:
-        raise UserError("--overlap-param-gather needs --overlap-grad-reduce; add it")
 
 
 def _check_batches(args: argparse.Namespace) -> None:

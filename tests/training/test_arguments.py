@@ -243,6 +243,20 @@ def test_sequence_parallelism_without_tensor_parallelism_is_off_and_said_so():
     assert any("sequence parallelism is off" in note for note in run.notes)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--ffn-hidden-size 129",
+        "--num-experts 4 --sequence-parallel --moe-ffn-hidden-size 33",
+        "--num-experts 4 --sequence-parallel --moe-shared-expert-intermediate-size 35",
+    ],
+)
+def test_widths_that_cannot_be_cut(monkeypatch, flags):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"cannot be cut into 2 equal parts.* a multiple of 2"):
+        parse("--tensor-model-parallel-size", "2", *flags.split())
+
+
 def test_interleaved_stages(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     flags = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "4"]

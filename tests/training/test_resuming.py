@@ -120,6 +120,19 @@ def test_what_the_weights_compute_is_theirs(run_quickly, corpus, tmp_path):
     assert config["max_position_embeddings"] == 128
 
 
+def test_another_numbering_of_the_ranks_starts_the_random_states_anew(run_quickly, second):
+    said = "> the checkpoint has another parallel layout: random states start anew"
+    assert said in succeeded(run_quickly(*second, "--use-tp-pp-dp-mapping")).output
+    assert said not in succeeded(run_quickly(*second)).output
+
+
+def test_an_address_without_a_port(run_quickly, second):
+    """Left over in the shell it means nothing; of several ranks it is half of what they need."""
+    assert list(succeeded(run_quickly(*second, MASTER_ADDR="127.0.0.1")).lines) == [3, 4]
+    line = refused(run_quickly(*second, MASTER_ADDR="127.0.0.1", WORLD_SIZE="1"))
+    assert "MASTER_PORT is not" in line
+
+
 CONSTANT = ("--lr-decay-style", "constant")
 OVERRIDE = "--override-opt_param-scheduler"
 KEEP = "--use-checkpoint-opt_param-scheduler"
