@@ -3,17 +3,21 @@
 import argparse
 import contextlib
 import os
+import re
 import shutil
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
+from megatron.training.disk import folder_to_disk, to_disk
 from megatron.training.errors import UserError
 from megatron.training.hf.ranks import first_rank_does
 from megatron.training.report import print_rank_0
 
 TRACKER = "latest_checkpointed_iteration.txt"
+#: Of a checkpoint that was being written, and of one that was being replaced.
+_LEFT = re.compile(r"iter_\d{7,}\.(partial|old)")
 
 
 def checkpoint_folder(directory: str, iteration: int) -> Path:
@@ -87,22 +91,42 @@ def resumes_in_place(args: argparse.Namespace) -> bool:
     return Path(args.load).resolve() == Path(args.save).resolve()
 
 
+def begin(final: Path) -> Path:
+    """Make the folder to write a checkpoint to, and remove what killed runs have left beside it."""
+    for path in final.parent.iterdir():
+        if path.is_dir() and _LEFT.fullmatch(path.name):
+            replaced = path.with_suffix("").exists()
+            if path.suffix == ".partial" or replaced:
+                shutil.rmtree(path)
+    partial = final.with_name(final.name + ".partial")
+    partial.mkdir()
+    return partial
+
+
 def put_in_place(partial: Path, final: Path) -> None:
-    """Rename the complete folder; one of the same iteration (from before a rewind) is replaced."""
+    """Rename the complete folder, once it is on the disk; one of the same iteration (from before a
+    rewind) is replaced.
+    """
+    folder_to_disk(partial)
     if final.exists():
         outdated = final.with_name(final.name + ".old")
         shutil.rmtree(outdated, ignore_errors=True)
         final.rename(outdated)
         partial.rename(final)
+        to_disk(final.parent)
         shutil.rmtree(outdated)
     else:
         partial.rename(final)
+        to_disk(final.parent)
 
 
 def write_tracker(directory: Path, iteration: int) -> None:
+    """Name the latest checkpoint, whose folder is on the disk."""
     partial = directory / f"{TRACKER}.partial"
     partial.write_text(str(iteration), encoding="utf-8")
+    to_disk(partial)
     partial.replace(directory / TRACKER)
+    to_disk(directory)
 
 
 def bring_back(args: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ bit.
 """
 
 import argparse
-import shutil
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from megatron.training.checkpoint_checks import (
     random_states_fit,
 )
 from megatron.training.checkpoint_files import (
+    begin,
     bring_back,
     checkpoint_folder,
     folder_to_load,
@@ -69,17 +69,16 @@ def save_checkpoint(run: Run, trained: Trained, progress: Progress) -> None:
     partial = final.with_name(final.name + ".partial")
     print_rank_0(f"saving checkpoint at iteration {progress.iteration:7d} to {args.save}")
 
-    def begin() -> None:
+    def make_room() -> None:
         with _refusals(final):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            begin(final)
 
     def finish() -> None:
         with _refusals(final):
             put_in_place(partial, final)
             write_tracker(Path(args.save), progress.iteration)
 
-    first_rank_does(begin)
+    first_rank_does(make_room)
     with _refusals(final):
         state = _common(args, progress, has_optim=args.save_optim, has_rng=args.save_rng)
     state |= _model_state(trained)

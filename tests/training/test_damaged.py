@@ -1,10 +1,12 @@
 """Checkpoints that the disk does not take or does not give back: one line, and nothing is lost."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from megatron.training import checkpoint_files
 from tests.training.runs import refused
 
 HALF = "half"
@@ -69,6 +71,56 @@ def test_a_name_that_is_taken_ends_the_run(run_quickly, checkpoints, tmp_path):
     line = refused(run_quickly(*options), status=1)
     assert "iter_0000003 could not be written: " in line
     assert "latest_checkpointed_iteration.txt" in line
+
+
+def test_what_killed_runs_have_left_is_removed(tmp_path):
+    """Whatever their iterations were; and nothing else."""
+    names = ["iter_0000002", "iter_0000004.partial", "iter_0000002.old", "iter_0000003.old"]
+    for name in (*names, "my.partial", "iter_0000001.partial.kept"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").touch()
+    partial = checkpoint_files.begin(tmp_path / "iter_0000007")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000001.partial.kept",
+        "iter_0000002",
+        "iter_0000003.old",  # all that is left of that one
+        "iter_0000007.partial",
+        "my.partial",
+    ]
+    assert not any(partial.iterdir())
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Every file and folder is synchronized before a rename makes it count, and each rename."""
+    happened = []
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def name_of(handle):
+        return Path(f"/proc/self/fd/{handle}").resolve().name
+
+    monkeypatch.setattr(os, "fsync", lambda h: (happened.append(name_of(h)), fsync(h)))
+    for name, really in (("rename", rename), ("replace", replace)):
+
+        def moved(path, target, really=really):
+            happened.append(f"{path.name} -> {target.name}")
+            return really(path, target)
+
+        monkeypatch.setattr(Path, name, moved)
+    partial = checkpoint_files.begin(tmp_path / "iter_0000002")
+    for name in ("common.pt", "metadata.json", "__0_0.distcp"):
+        (partial / name).touch()
+    checkpoint_files.put_in_place(partial, tmp_path / "iter_0000002")
+    checkpoint_files.write_tracker(tmp_path, 2)
+    tracker = checkpoint_files.TRACKER
+    assert set(happened[:3]) == {"common.pt", "metadata.json", "__0_0.distcp"}
+    assert happened[3:] == [
+        "iter_0000002.partial",
+        "iter_0000002.partial -> iter_0000002",
+        tmp_path.name,
+        f"{tracker}.partial",
+        f"{tracker}.partial -> {tracker}",
+        tmp_path.name,
+    ]
 
 
 def test_a_tracker_that_cannot_be_read_is_one_line(run_quickly, tmp_path):

@@ -195,14 +195,26 @@ def test_a_folder_has_its_name_once_it_is_whole(tmp_path):
     partial = folders.begin(name)
     (partial / "left over").touch()
     partial = folders.begin(name)  # the run before was killed here
-    assert list(partial.iterdir()) == []
+    assert [path.name for path in partial.iterdir()] == [folders.MARKER]
     assert not Path(name).exists()
     folders.write_config(partial, {"a": 1, "auto_map": {}, "dtype": "float32"}, torch.bfloat16)
     folders.put_in_place(partial, name)
     assert not partial.exists()
+    assert [path.name for path in Path(name).iterdir()] == ["config.json"]
     assert json.loads(Path(name, "config.json").read_text()) == {"a": 1, "dtype": "bfloat16"}
     with pytest.raises(RunError, match="was made by another while this run trained"):
         folders.put_in_place(folders.begin(name), name)
+
+
+def test_a_folder_of_somebody_else_is_not_removed(tmp_path):
+    own = tmp_path / "out.partial"
+    own.mkdir()
+    (own / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="was not begun by this program; move it away or choose"):
+        folders.check_target(str(tmp_path / "out"))
+    with pytest.raises(RunError, match="was not begun by this program"):
+        folders.begin(str(tmp_path / "out"))
+    assert (own / "thesis.tex").read_text() == "years of work"
 
 
 def test_the_tokenizer_goes_with_the_weights(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.training.hf import folders
 from tests.subprocesses import REPO, environment, free_port, run
 from tests.training import hf_models
 from tests.training.hf_models import DEEPSEEK, LLAMA, YARN
@@ -97,7 +98,7 @@ def test_a_restarted_run_resumes_and_exports_what_an_uninterrupted_one_does(
     assert half.lines | rest.lines == whole.lines
     assert not out.exists()
     left = {path.name for path in out.with_name("out.partial").iterdir()}
-    assert left == {"model.safetensors", "generation_config.json"}
+    assert left == {"model.safetensors", "generation_config.json", folders.MARKER}
     with pytest.raises(ValueError, match="Unrecognized model"):
         hf_models.read(out.with_name("out.partial"))
 

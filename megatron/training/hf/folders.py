@@ -1,7 +1,8 @@
 """The folder that `--save-hf` writes: refused before training if it is taken, and put in place once
 it is whole.
 
-    DIR.partial      while it is written; config.json, without which no reader takes it, comes last
+    DIR.partial      while it is written, with a marker that it is ours to remove; config.json,
+                     without which no reader takes it, comes last
     DIR              the whole of it
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.training.disk import folder_to_disk, to_disk
 from megatron.training.errors import RunError, UserError
 from megatron.training.hf.architectures import CONFIG
 from megatron.training.hf.reading import INDEX
@@ -23,6 +25,7 @@ COMPANIONS = (
     "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
+MARKER = ".written-by-save-hf"  #: in a folder that is not whole yet
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -44,17 +47,44 @@ def check_target(folder: str) -> None:
         raise UserError(
             f"--save-hf {folder} exists and is not empty; choose another folder or remove it"
         )
+    partial = _partial(folder)
+    if partial.exists() and not _is_ours(partial):
+        raise UserError(_foreign(partial))
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"--save-hf {folder} cannot be written; choose another folder")
 
 
-def begin(folder: str) -> Path:
-    """Make the folder to write to; one that an interrupted run has left is removed."""
+def _partial(folder: str) -> Path:
     final = Path(folder)
-    partial = final.with_name(final.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    return final.with_name(final.name + ".partial")
+
+
+def _is_ours(partial: Path) -> bool:
+    """Whether this program began a folder of that name, or nothing is in it."""
+    return partial.is_dir() and ((partial / MARKER).exists() or not any(partial.iterdir()))
+
+
+def begin(folder: str) -> Path:
+    """Make the folder to write to; one that an interrupted run has left is removed.
+
+    Raises:
+        RunError: something else has that name.
+    """
+    partial = _partial(folder)
+    if partial.exists():
+        if not _is_ours(partial):
+            raise RunError(_foreign(partial))
+        shutil.rmtree(partial)
     partial.mkdir(parents=True)
+    (partial / MARKER).touch()
     return partial
+
+
+def _foreign(partial: Path) -> str:
+    return (
+        f"{partial}, where --save-hf would be written until it is whole, was not begun by this "
+        "program; move it away or choose another --save-hf"
+    )
 
 
 def put_in_place(partial: Path, folder: str) -> None:
@@ -64,8 +94,7 @@ def put_in_place(partial: Path, folder: str) -> None:
         RunError: the name was taken meanwhile.
     """
     final = Path(folder)
-    for path in (*partial.iterdir(), partial):
-        _to_disk(path)
+    folder_to_disk(partial)
     try:
         partial.rename(final)  # also onto an empty folder, never onto another
     except OSError as error:
@@ -73,16 +102,8 @@ def put_in_place(partial: Path, folder: str) -> None:
             f"{final} was made by another while this run trained ({error.strerror}); the weights "
             f"are whole in {partial}"
         ) from error
-    _to_disk(final.parent)
-
-
-def _to_disk(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    to_disk(final.parent)
+    (final / MARKER).unlink()
 
 
 def write_index(folder: Path, of_tensor: dict[str, str], total: int) -> None:
