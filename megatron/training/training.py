@@ -30,7 +30,7 @@ from megatron.training.collection import (
 from megatron.training.errors import RunError
 from megatron.training.evaluate import evaluate, print_evaluation
 from megatron.training.hf.convert import convert
-from megatron.training.hf.flags import check_vocabulary, converts
+from megatron.training.hf.flags import check_vocabulary, converts, name_special_tokens
 from megatron.training.hf.loading import check_weights
 from megatron.training.hf.writing import check_export, save_weights
 from megatron.training.initialize import initialize
@@ -70,6 +70,7 @@ def pretrain(run: Run) -> None:
     check_weights(run)
     tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
     tokens = check_vocabulary(args, run.hf, tokenizer.vocab_size)
+    name_special_tokens(args, run.hf, tokenizer)
     args.padded_vocab_size = model.padded_vocab_size(args, tokens)
     run.transformer.timers = run.optimizer.timers = timers
     if converts(args):

@@ -4,6 +4,7 @@ not at all.
 
 import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.training.errors import RunError, UserError
-from megatron.training.hf import folders
-from megatron.training.hf.architectures import read_model
+from megatron.training.hf import flags, folders
+from megatron.training.hf.architectures import LLAMA, Model, read_model
 from megatron.training.hf.layouts import Piece, Source, query_groups, rows, vocabulary
 from megatron.training.hf.reading import INDEX, Weights
 from tests.training import hf_models
@@ -225,3 +226,35 @@ def test_the_tokenizer_goes_with_the_weights(tmp_path):
         (source / file).write_text(file)
     folders.copy_companions(target, source)
     assert sorted(p.name for p in target.iterdir()) == ["generation_config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "file", "name"),
+    [
+        ("SentencePieceTokenizer", "my.model", "my.model", "tokenizer.model"),
+        ("SentencePieceTokenizer", "", "tokenizer.model", "tokenizer.model"),
+        ("TikTokenizer", "", "qwen.tiktoken", "qwen.tiktoken"),
+        ("TikTokenizer", "tokenizer.model", "tokenizer.model", "tokenizer.model"),
+    ],
+)
+def test_a_tokenizer_of_one_file_goes_with_the_weights(tmp_path, kind, given, file, name):
+    source, target = tmp_path / "source", tmp_path / "target"
+    for path in (source, target):
+        path.mkdir()
+    (source / file).write_text(file)
+    args = Namespace(tokenizer_type=kind, tokenizer_model=str(source / given), load_hf=None)
+    folders.copy_companions(target, flags.tokenizer_folder(args), flags.tokenizer_file(args))
+    assert [p.name for p in target.iterdir()] == [name]
+    assert (target / name).read_text() == file
+
+
+def test_a_config_says_how_texts_begin_and_end():
+    args = Namespace(load_hf=None)
+    model = Model(LLAMA, {})
+    flags.name_special_tokens(args, model, Namespace(bos_id=1, eos_id=2))
+    assert model.config == {"bos_token_id": 1, "eos_token_id": 2}
+    flags.name_special_tokens(args, model, Namespace(bos_id=-1))
+    assert model.config == {"bos_token_id": None, "eos_token_id": None}
+    theirs = Model(LLAMA, {"bos_token_id": 7})
+    flags.name_special_tokens(Namespace(load_hf="x"), theirs, Namespace(bos_id=1, eos_id=2))
+    assert theirs.config == {"bos_token_id": 7}

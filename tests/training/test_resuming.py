@@ -118,6 +118,7 @@ def test_what_the_weights_compute_is_theirs(run_quickly, corpus, tmp_path):
     config = json.loads((out / "config.json").read_text())
     assert (config["rope_theta"], config["rms_norm_eps"]) == (500000.0, 1e-6)
     assert config["max_position_embeddings"] == 128
+    assert config["eos_token_id"] is None, "the NullTokenizer has no such token"
 
 
 def test_another_numbering_of_the_ranks_starts_the_random_states_anew(run_quickly, second):

@@ -209,6 +209,34 @@ def check_vocabulary(args: argparse.Namespace, model: Model | None, tokens: int)
     return rows
 
 
+def name_special_tokens(args: argparse.Namespace, model: Model | None, tokenizer: Any) -> None:
+    """Let the config.json of a model trained from scratch say how its texts begin and end.
+
+    Null where the tokenizer has no such token: left out, transformers would take Llama's own.
+    """
+    if model is None or args.load_hf is not None:
+        return
+    for name in ("bos", "eos"):
+        try:
+            number = getattr(tokenizer, f"{name}_id")
+        except (AttributeError, KeyError, TypeError, ValueError):  # as each library says it
+            number = None
+        model.config[f"{name}_token_id"] = None if number is None or number < 0 else int(number)
+
+
+def tokenizer_file(args: argparse.Namespace) -> tuple[Path, str] | None:
+    """The one file of a SentencePiece or tiktoken tokenizer, and what it is called beside weights;
+    None for the other kinds.
+    """
+    if args.tokenizer_type not in ("SentencePieceTokenizer", "TikTokenizer"):
+        return None
+    path = Path(args.tokenizer_model)
+    if path.is_dir():
+        inside = [path / "tokenizer.model", *sorted(path.glob("*.tiktoken"))]
+        path = next(file for file in inside if file.is_file())
+    return path, "tokenizer.model" if args.tokenizer_type == "SentencePieceTokenizer" else path.name
+
+
 def tokenizer_folder(args: argparse.Namespace) -> Path | None:
     """Where the tokenizer's files lie that belong beside exported weights."""
     if args.tokenizer_type == "HuggingFaceTokenizer":

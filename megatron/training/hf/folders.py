@@ -121,8 +121,17 @@ def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> No
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def copy_companions(folder: Path, source: Path | None) -> None:
-    """Put the tokenizer's files beside the weights."""
+def copy_companions(
+    folder: Path, source: Path | None, file: tuple[Path, str] | None = None
+) -> None:
+    """Put the tokenizer's files beside the weights.
+
+    source: a folder with such files.
+    file: the tokenizer's only file, and its name there; it goes before one of `source`.
+    """
     for name in COMPANIONS if source is not None else ():
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    if file is not None:
+        path, name = file
+        shutil.copyfile(path, folder / name)

@@ -64,7 +64,9 @@ def save_weights(run: Run, chunks: list[torch.nn.Module]) -> None:
 
     def finish() -> None:
         with _refusals(args.save_hf):
-            folders.copy_companions(partial[0], flags.tokenizer_folder(args))
+            folders.copy_companions(
+                partial[0], flags.tokenizer_folder(args), flags.tokenizer_file(args)
+            )
             folders.write_config(partial[0], run.hf.config, dtype)
             folders.put_in_place(partial[0], args.save_hf)
 
