@@ -52,6 +52,7 @@ class Training:
     status: int
     output: str
     errors: str
+    steps: list[dict[str, float]] | None = None  #: every digit of loss and gradient norm
 
     @property
     def lines(self) -> dict[int, dict[str, str]]:
@@ -78,14 +79,27 @@ def refused(training: Training, *, status: int = 2) -> str:
     return line
 
 
-def train(*options: str | Path, ranks: int = 1, model: tuple[str, ...] = MODEL) -> Training:
-    """Run to the end; one rank is started as plain Python, several by torchrun."""
+def train(
+    *options: str | Path,
+    ranks: int = 1,
+    model: tuple[str, ...] = MODEL,
+    steps: Path | None = None,
+) -> Training:
+    """Run to the end; one rank is started as plain Python, several by torchrun.
+
+    steps: file for every digit of each iteration, which the result then has.
+    """
     arguments = (*model, *options)
+    entry, env = ENTRY, None
+    if steps is not None:
+        steps.unlink(missing_ok=True)
+        entry, env = EXACT, environment(PYTHONPATH=REPO, STEPS_FILE=steps)
     if ranks == 1:
-        done = run([sys.executable, ENTRY, *arguments])
+        done = run([sys.executable, entry, *arguments], env=env)
     else:
-        done = torchrun(ENTRY, *arguments, ranks=ranks)
-    return Training(done.returncode, done.stdout, done.stderr)
+        done = torchrun(entry, *arguments, ranks=ranks, env=env)
+    exact = json.loads(steps.read_text()) if steps is not None and steps.exists() else None
+    return Training(done.returncode, done.stdout, done.stderr, exact)
 
 
 def exact_steps(
@@ -95,14 +109,9 @@ def exact_steps(
 
     out: file for them.
     """
-    env = environment(PYTHONPATH=REPO, STEPS_FILE=out)
-    arguments = (*model, *NO_DROPOUT, *options)
-    if ranks == 1:
-        done = run([sys.executable, EXACT, *arguments], env=env)
-    else:
-        done = torchrun(EXACT, *arguments, ranks=ranks, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(out.read_text())
+    done = train(*NO_DROPOUT, *options, ranks=ranks, model=model, steps=out)
+    assert done.status == 0, done.errors[-3000:]
+    return done.steps
 
 
 class Forking:

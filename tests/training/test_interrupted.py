@@ -41,7 +41,8 @@ def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
     """Killed three times, each time a little later in the checkpoint of iteration 4."""
     folder = tmp_path / "ck"
     common = ("--data-path", corpus, *layout, "--save-interval", "2")
-    whole = train(*common, "--save", tmp_path / "whole", ranks=ranks)
+    steps = tmp_path / "steps.json"
+    whole = train(*common, "--save", tmp_path / "whole", ranks=ranks, steps=steps)
     assert whole.status == 0, whole.errors
 
     restart = (*common, "--save", folder, "--load", folder)
@@ -55,9 +56,10 @@ def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
         assert latest(folder) == "2"
         assert (folder / left).is_dir()
 
-    resumed = train(*restart, ranks=ranks)
+    resumed = train(*restart, ranks=ranks, steps=steps)
     assert resumed.status == 0, resumed.errors
     assert list(resumed.lines) == [3, 4, 5, 6]
+    assert resumed.steps == whole.steps[2:]
     for iteration, line in resumed.lines.items():
         assert line == whole.lines[iteration]
     assert latest(folder) == "6"

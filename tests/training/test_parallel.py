@@ -58,14 +58,16 @@ def test_a_checkpoint_of_one_rank_goes_on_in_every_layout(single, corpus, layout
 )
 def test_a_resumed_run_repeats_every_digit(corpus, tmp_path, layout):
     """With dropout, so that the random states of every rank must come back too."""
-    save = ("--save", tmp_path, "--save-interval", "3")
+    save = ("--save", tmp_path / "ck", "--save-interval", "3")
     evaluate = ("--eval-iters", "1", "--eval-interval", "2")
-    whole = train("--data-path", corpus, *layout, *save, *evaluate, ranks=2)
+    steps = tmp_path / "steps.json"
+    whole = train("--data-path", corpus, *layout, *save, *evaluate, ranks=2, steps=steps)
     assert whole.status == 0, whole.errors[-3000:]
-    load = ("--load", tmp_path, "--ckpt-step", "3")
-    resumed = train("--data-path", corpus, *layout, *load, *evaluate, ranks=2)
+    load = ("--load", tmp_path / "ck", "--ckpt-step", "3")
+    resumed = train("--data-path", corpus, *layout, *load, *evaluate, ranks=2, steps=steps)
     assert resumed.status == 0, resumed.errors[-3000:]
     assert list(resumed.lines) == [4, 5, 6]
+    assert resumed.steps == whole.steps[3:]
     for iteration, line in resumed.lines.items():
         assert line == whole.lines[iteration]
 

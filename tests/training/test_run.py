@@ -21,6 +21,7 @@ def whole(corpus, tmp_path_factory):
         *("--data-path", corpus, "--bf16", "--save", folder / "ck", "--save-interval", "3"),
         *("--tensorboard-dir", folder / "tb", "--eval-iters", "1", "--eval-interval", "2"),
         *("--log-params-norm", "--lr-warmup-iters", "1"),
+        steps=folder / "steps.json",
     )
     assert training.status == 0, training.errors
     return training, folder
@@ -75,14 +76,16 @@ def test_checkpoints_lie_where_megatron_lm_puts_them(whole):
     ]
 
 
-def test_a_resumed_run_repeats_every_digit(whole, corpus):
+def test_a_resumed_run_repeats_every_digit(whole, corpus, tmp_path):
     training, folder = whole
     resumed = train(
         *("--data-path", corpus, "--bf16", "--load", folder / "ck", "--ckpt-step", "3"),
         *("--eval-iters", "1", "--eval-interval", "2", "--log-params-norm"),
         *("--lr-warmup-iters", "1"),
+        steps=tmp_path / "steps.json",
     )
     assert resumed.status == 0, resumed.errors
+    assert resumed.steps == training.steps[3:]
     assert list(resumed.lines) == [4, 5, 6]
     for iteration, line in resumed.lines.items():
         assert line == training.lines[iteration]
