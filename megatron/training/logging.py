@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training.flops import flops_per_token
-from megatron.training.report import is_last_rank, print_rank_last, stamp
+from megatron.training.report import is_last_rank, stamp
 from megatron.training.train_step import Step
 
 
@@ -139,8 +139,3 @@ def scalars(progress: Progress, step: Step, numbers: Numbers) -> dict[str, Any]:
         "iteration-time": numbers.seconds,
         "consumed-samples": progress.consumed_train_samples,
     }
-
-
-def print_line(line: str) -> None:
-    """Print from the last rank, which has the loss."""
-    print_rank_last(line)

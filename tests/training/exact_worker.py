@@ -11,9 +11,9 @@ from megatron.training.main import main
 
 
 def recording() -> None:
-    from megatron.training import training
+    from megatron.training import loop
 
-    step, steps = training.train_step, []
+    step, steps = loop.train_step, []
 
     def recorded(*args):
         done = step(*args)
@@ -22,7 +22,7 @@ def recording() -> None:
             Path(os.environ["STEPS_FILE"]).write_text(json.dumps(steps))
         return done
 
-    training.train_step = recorded
+    loop.train_step = recorded
 
 
 if __name__ == "__main__":

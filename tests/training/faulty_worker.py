@@ -21,9 +21,9 @@ from tests.training.exact_worker import recording
 def commanding(at: int, command: str) -> None:
     import torch
 
-    from megatron.training import training
+    from megatron.training import loop
 
-    step, iterations = training.train_step, iter(range(1, 1000))
+    step, iterations = loop.train_step, iter(range(1, 1000))
 
     def after_the_command(*args):
         if next(iterations) == at:
@@ -32,7 +32,7 @@ def commanding(at: int, command: str) -> None:
             torch.distributed.barrier()
         return step(*args)
 
-    training.train_step = after_the_command
+    loop.train_step = after_the_command
 
 
 def writing(slow: float, hang_after: int | None) -> None:

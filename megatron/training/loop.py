@@ -1,0 +1,220 @@
+"""The iterations of a run: train, log, evaluate, save, and leave in order."""
+
+import math
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import tensor_saver
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    update_num_microbatches,
+)
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.timers import Timers
+from megatron.training import data
+from megatron.training.batch import forward_step
+from megatron.training.checkpoint_files import resumes_in_place
+from megatron.training.checkpointing import save_checkpoint
+from megatron.training.collection import report_anomaly
+from megatron.training.errors import RunError
+from megatron.training.evaluate import evaluate, print_evaluation
+from megatron.training.hf.writing import save_weights
+from megatron.training.logging import (
+    Interval,
+    Numbers,
+    Progress,
+    TensorBoard,
+    log_line,
+    scalars,
+)
+from megatron.training.params_norm import params_norm
+from megatron.training.report import print_rank_0, print_rank_last, stamp
+from megatron.training.train_step import Step, Trained, train_step, whole_weights
+from megatron.training.validation import Run
+
+
+class Loop:
+    """The iterations of a run."""
+
+    def __init__(
+        self,
+        run: Run,
+        trained: Trained,
+        progress: Progress,
+        datasets: dict[str, torch.utils.data.Dataset],
+        timers: Timers,
+    ):
+        self.run_, self.args = run, run.args
+        self.trained, self.progress, self.timers = trained, progress, timers
+        self.forward_step = partial(forward_step, args=run.args)
+        sizes = data.split_sizes(run.args)
+        consumed = {
+            "train": progress.consumed_train_samples,
+            "valid": progress.consumed_valid_samples,
+            "test": 0,
+        }
+        self.batches = {
+            split: data.micro_batches(
+                run.args, datasets[split], total=total, consumed=consumed[split]
+            )
+            for split, total in sizes.items()
+            if total > consumed[split] and split in datasets
+        }
+        self.tensorboard = TensorBoard(run.args)
+        self.interval = Interval()
+        self.started = time.monotonic()
+        self.plotted_at: int | None = None
+        self.saved_at: int | None = progress.iteration if resumes_in_place(run.args) else None
+
+    def run(self) -> None:
+        """Iterate to the end, or to the first reason to stop before it."""
+        print_rank_0(f"[before the start of training step] datetime: {stamp()}")
+        for chunk in self.trained.model:
+            chunk.train()
+        self.interval = Interval()
+        reason = None
+        if self.progress.iteration >= self.args.train_iters > 0:
+            print_rank_0(
+                f"> nothing left to train: the checkpoint is of iteration "
+                f"{self.progress.iteration}, and --train-iters is {self.args.train_iters}"
+            )
+        try:
+            while self.progress.iteration < self.args.train_iters and reason is None:
+                self._iterate()
+                reason = self._reason_to_stop()
+            print_rank_0(f"[after training is done] datetime: {stamp()}")
+            if reason is None:
+                self._evaluate_at_end()
+            else:
+                print_rank_0(f"> stopping after iteration {self.progress.iteration}: {reason}")
+            self._save()
+            self._export(early=reason is not None)
+        finally:
+            self.tensorboard.close()
+
+    def _iterate(self) -> None:
+        progress, args = self.progress, self.args
+        update_num_microbatches(progress.consumed_train_samples, consistency_check=True)
+        batch = get_current_global_batch_size()
+        started = time.perf_counter()
+        step = train_step(self.forward_step, self.batches["train"], self.trained, self.run_)
+        progress.iteration += 1
+        progress.consumed_train_samples += batch
+        progress.skipped_iterations += step.skipped
+        self.interval.add(step)
+        self._log(step, time.perf_counter() - started)
+        report_anomaly(step)
+        self._check_finite(step)
+        if args.eval_iters and progress.iteration % args.eval_interval == 0:
+            self._evaluate("valid", f"iteration {progress.iteration}")
+        if args.save_interval and progress.iteration % args.save_interval == 0:
+            self._save()
+
+    def _log(self, step: Step, seconds: float) -> None:
+        args, progress, interval = self.args, self.progress, self.interval
+        due = progress.iteration % args.log_interval == 0
+        point = args.tensorboard_dir and progress.iteration % args.tensorboard_log_interval == 0
+        unusual = not all(map(math.isfinite, step.losses.values()))
+        if not (due or point or unusual):
+            return
+        optimizer = self.trained.optimizer
+        numbers = Numbers(
+            learning_rate=get_canonical_lr_for_logging(optimizer.param_groups) or 0.0,
+            loss_scale=optimizer.get_loss_scale().item(),
+            params_norm=params_norm(self.trained.model) if args.log_params_norm else None,
+            seconds=seconds,
+        )
+        self.tensorboard.write(progress.iteration, scalars(progress, step, numbers))
+        if due or unusual:
+            mean = (time.perf_counter() - interval.started) / interval.iterations
+            shown = Numbers(
+                numbers.learning_rate, numbers.loss_scale, numbers.params_norm, seconds=mean
+            )
+            print_rank_last(log_line(args, progress, interval, step, shown))
+            self.interval = Interval()
+            if args.timing_log_level > 0:
+                names = [name for name in self.timers._timers if name != "interval-time"]
+                self.timers.log(names, normalizer=max(interval.iterations, 1))
+
+    def _check_finite(self, step: Step) -> None:
+        """Stop at a loss or gradient that is not finite, after it was printed.
+
+        Raises:
+            RunError: on all ranks alike.
+        """
+        if not self.args.check_for_nan_in_loss_and_grad or step.skipped:
+            return
+        numbers = dict(step.losses)
+        if step.grad_norm is not None:
+            numbers["grad norm"] = step.grad_norm
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise RunError(
+                    f"{name} is {value} at iteration {self.progress.iteration}; lower --lr, warm "
+                    "up longer or choose a wider format, or train on with "
+                    "--no-check-for-nan-in-loss-and-grad"
+                )
+
+    def _reason_to_stop(self) -> str | None:
+        """Why to stop before --train-iters, the same on every rank."""
+        args, iteration = self.args, self.progress.iteration
+        if collected := tensor_saver.finished():
+            return collected
+        if args.exit_interval and iteration % args.exit_interval == 0:
+            return f"--exit-interval {args.exit_interval}"
+        if args.exit_duration_in_mins is not None:
+            over = torch.tensor(
+                [time.monotonic() - self.started > args.exit_duration_in_mins * 60.0],
+                dtype=torch.int32,
+                device=torch.cuda.current_device(),
+            )
+            dist.all_reduce(over, op=dist.ReduceOp.MAX)
+            if over.item():
+                return f"--exit-duration-in-mins {args.exit_duration_in_mins}"
+        return None
+
+    def _evaluate(self, split: str, where: str) -> None:
+        if split not in self.batches:
+            return
+        paused = time.perf_counter()
+        losses = evaluate(self.forward_step, self.batches[split], self.trained.model, self.run_)
+        if split == "valid":
+            self.progress.consumed_valid_samples += (
+                self.args.eval_iters * get_current_global_batch_size()
+            )
+            if self.plotted_at != self.progress.iteration:  # the last one may be done twice
+                self.tensorboard.write_evaluation(self.progress.iteration, losses)
+            self.plotted_at = self.progress.iteration
+        print_evaluation(losses, where)
+        self.interval.started += time.perf_counter() - paused
+
+    def _evaluate_at_end(self) -> None:
+        if self.args.eval_iters:
+            where = f"iteration {self.progress.iteration} on"
+            self._evaluate("valid", f"{where} validation set")
+            self._evaluate("test", f"{where} test set")
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless this iteration's is already there."""
+        if self.args.save is None or self.saved_at == self.progress.iteration:
+            return
+        paused = time.perf_counter()
+        with whole_weights(self.trained.model, self.run_):
+            save_checkpoint(self.run_, self.trained, self.progress)
+        self.saved_at = self.progress.iteration
+        self.interval.started += time.perf_counter() - paused
+
+    def _export(self, *, early: bool) -> None:
+        """Write the weights in the Hugging Face format, if that was asked for and the run will not
+        go on: the command that resumes it would find the folder taken.
+        """
+        if self.args.save_hf is None:
+            return
+        if early and self.args.save is not None:
+            print_rank_0(f"> --save-hf waits until --train-iters {self.args.train_iters}")
+            return
+        with whole_weights(self.trained.model, self.run_):
+            save_weights(self.run_, self.trained.model)
