@@ -31,3 +31,35 @@ def test_the_python_of_the_analysis_page_runs(tmp_path):
     done = run([sys.executable, "-c", code], cwd=tmp_path, env=settings)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "sqnr.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """Rows of all Markdown tables in a text by their first cell; of equal ones the last."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {cells[0].strip(): [cell.strip() for cell in cells] for cells in lines}
+
+
+def test_the_performance_page_quotes_what_was_measured():
+    """The ten quantizations, each number as the benchmark wrote it."""
+    results = REPO / "docs" / "results"
+    page = rows_of((REPO / "docs" / "performance.md").read_text())
+    head = "## The quantizations of the experiment matrix"
+    training = rows_of((results / "training.md").read_text().partition(head)[2])
+    storage = rows_of((results / "storage.md").read_text())
+    losses = rows_of((results / "loss_curves_matrix.md").read_text())
+    types = losses["mean loss, iterations"][1:]
+    [label] = [name for name in losses if name.startswith("last 10, minus bf16")]
+    assert len(types) == 10
+    for place, name in enumerate(types, start=1):
+        step, quartiles, memory, bits, weights, loss = page[name][1:]
+        assert [step, quartiles, memory] == [training[name][i] for i in (2, 3, 5)]
+        stored = storage[name.rpartition("_")[2] if "linear_" in name else "bf16"]
+        assert [bits, weights] == [stored[4], stored[2]]
+        assert loss == losses[label][place]
+    analysis = rows_of((results / "analysis.md").read_text().partition("## Tiny")[0])
+    [two] = [row for row in analysis.values() if row[:2] == ["ours", "2"]]
+    said = page["full statistics of a dump, 6 formats"][1]
+    assert said == f"{two[6]} GB/s on two cores, {two[7]} times plain torch and numpy"
+    text = (results / "preprocessing.md").read_text()
+    [over] = re.findall(r"on the disk: ([0-9.]+) ", text)
+    assert page["tokenizing a corpus"][1] == f"{over} times the speed of `datasets.map`"

@@ -118,6 +118,7 @@ def make(name: str, order: Order) -> Made:
 
     Raises:
         ImportError: a package is missing.
+        OSError: the output cannot be written.
     """
     made = Made(name)
     try:
@@ -134,9 +135,9 @@ def make(name: str, order: Order) -> Made:
         else:
             for title, draw in OUTPUTS[name](order.material):
                 _draw(f"{name}/{title}", draw, order, made)
-    except (NothingToDrawError, UnreadableTensorError, OSError) as error:
+    except (NothingToDrawError, UnreadableTensorError) as error:
         made.missing[name] = str(error)
-    except ImportError:
+    except (ImportError, OSError):  # no other output would fare better
         raise
     except Exception as error:
         made.failed[name] = "".join(traceback.format_exception(error))
@@ -153,7 +154,7 @@ def _draw(name: str, draw: Make, order: Order, made: Made) -> None:
             else:
                 path = order.output / f"{name}.{order.image}"
                 content = picture(drawn, order.image)
-    except (NothingToDrawError, UnreadableTensorError, OSError) as error:
+    except (NothingToDrawError, UnreadableTensorError) as error:
         made.missing[name] = str(error)
         return
     except Exception as error:

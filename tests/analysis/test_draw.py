@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -126,6 +127,18 @@ def test_a_figure_that_fails_takes_no_other_with_it(dump, monkeypatch, tmp_path,
     errors = capsys.readouterr().err
     assert "[ERROR] gradients/second failed, which is a mistake of this program" in errors
     assert "ZeroDivisionError" in errors
+
+
+def test_a_disk_that_takes_nothing_is_an_error_and_no_missing_figure(
+    dump, monkeypatch, tmp_path, capsys
+):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(making, "write", full)
+    options = ["--output-dir", str(tmp_path), "--figures", "statistics", "gradients"]
+    assert main(["draw", str(dump), *options, "--formats", "mxfp8"]) == 2
+    assert "No space left on device" in capsys.readouterr().err
 
 
 def test_figures_of_another_dump_are_kept_and_stale_ones_of_the_same_go(dump, tmp_path, capsys):
