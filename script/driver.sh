@@ -88,7 +88,9 @@ whole() {
 find_python() {
   if [[ -n ${DRY_RUN-} ]]; then
     py=${LAB_PYTHON:-python3}
-    if [[ -x $repo/.venv/bin/python ]]; then py=$repo/.venv/bin/python; fi
+    if [[ -x $repo/.venv/bin/python ]] && { [[ -z ${LAB_PYTHON-} ]] || command -v "$py" >/dev/null; }; then
+      py=$repo/.venv/bin/python
+    fi
     command -v "$py" >/dev/null || die "there is no '$py'; name a Python 3.10 or newer in LAB_PYTHON"
   else
     py=$(bash "$repo/script/setup_env.sh")

@@ -104,6 +104,10 @@ venv_is_complete() {
 }
 
 python=${LAB_PYTHON:-python3}
+# one that was named and is not there is a mistake, even where .venv would do
+if [[ -n ${LAB_PYTHON-} ]] && ! command -v "$python" >/dev/null; then
+  die "there is no '$python'; name a Python 3.10 or newer in LAB_PYTHON, or leave it unset"
+fi
 trouble='' version='' base=''
 if ! command -v "$python" >/dev/null; then
   trouble="there is no '$python' in PATH"

@@ -68,7 +68,11 @@ def test_a_full_disk(plain, disk, tmp_path, layout):
         assert event["event"] == "failed"
 
 
-READ_ONLY = "mount --bind {0} {0} && mount -o remount,bind,ro {0}"
+#: a folder in which a file is being written is busy: tried until it is not
+READ_ONLY = (
+    "mount --bind {0} {0} && for i in $(seq 200); do "
+    "mount -o remount,bind,ro {0} 2>/dev/null && exit 0; sleep 0.01; done; exit 32"
+)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training import checkpointing
 from megatron.training.arguments import parse_args
+from megatron.training.checkpoint_checks import check_optimizer
 from megatron.training.errors import UserError
 from megatron.training.flops import flops_per_token
 
@@ -75,13 +75,13 @@ def test_queries_are_compressed_only_if_the_flag_says_so():
 
 
 def test_a_single_optimizer_cannot_be_loaded_where_experts_are_spread():
-    there = {"use_distributed_optimizer": False, "optimizer": "adam"}
-    common = {"has_optim": True, "args": {**there, "expert_model_parallel_size": 1}}
-    here = Namespace(**there, expert_model_parallel_size=2, num_moe_experts=4)
+    there = vars(parse_args([*MLA]).args) | {"expert_model_parallel_size": 1}
+    common = {"has_optim": True, "args": there}
+    here = Namespace(**there | {"expert_model_parallel_size": 2, "num_moe_experts": 4})
     with pytest.raises(UserError, match="--expert-model-parallel-size 1, this run has 2"):
-        checkpointing._check_optimizer(here, common, Path("folder"))
-    common["args"]["expert_model_parallel_size"] = 4
-    checkpointing._check_optimizer(here, common, Path("folder"))
+        check_optimizer(here, common, Path("folder"))
+    there["expert_model_parallel_size"] = 4
+    check_optimizer(here, common, Path("folder"))
 
 
 def flops(**changes):
