@@ -34,6 +34,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+import command_line
 import peers_env
 from tqdm import tqdm
 
@@ -248,8 +249,7 @@ def page(options: argparse.Namespace, workers: dict[str, Worker], disk: dict, re
         f"{platform.python_version()}, torch {version('torch')}, megatron-core "
         f"{version('megatron-core')}{peer}."
     )
-    command = " ".join(["python benchmarks/collection.py", *sys.argv[1:]])
-    head = ["# Collection", "", f"`{command}`", "", facts, ""]
+    head = ["# Collection", "", f"`{command_line.quoted('collection.py')}`", "", facts, ""]
     return "\n".join([*head, *lines, "", *findings(workers, disk, options), ""])
 
 

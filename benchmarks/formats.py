@@ -24,18 +24,17 @@ Writes a Markdown file and a CSV file beside it.
 """
 
 import argparse
-import itertools
 import json
 import os
 import platform
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
+import command_line
 import formats_report
 import peers_env
 from tqdm import tqdm
@@ -184,20 +183,13 @@ def machine(options: argparse.Namespace, plan: formats_report.Event) -> str:
     device = f"{plan['device_name']}, beside a {cpu}" if plan["device_name"] else cpu
     releases = ", ".join(f"{name} {release or '-'}" for name, release in plan["releases"].items())
     rows, columns = options.shape
-    command = shlex.join(["python", "benchmarks/formats.py", *said(sys.argv[1:])])
+    command = command_line.quoted("formats.py")
     return (
         f"{device}; {options.threads} threads; {releases}. "
         f"Matrix {rows} x {columns}, median of {options.repeats} rounds, in milliseconds; a ratio "
         "is the median of the rounds' ratios. "
         f"Made by `{command}` on {tree()}."
     )
-
-
-def said(arguments: list[str]) -> list[str]:
-    """The command line for others: without the places of this machine."""
-    elsewhere = {"--peers-python", "--output", "--csv"}
-    pairs = itertools.pairwise(["", *arguments])
-    return [word for before, word in pairs if not elsewhere & {before, word}]
 
 
 def tree() -> str:

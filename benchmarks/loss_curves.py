@@ -30,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
+import command_line
 import matplotlib
 
 matplotlib.use("Agg")
@@ -222,9 +223,7 @@ def main() -> int:
     draw(losses, options.output_dir / "loss_curves.png")
     text = table(losses)
     print(text)
-    command = " ".join(["python", "benchmarks/loss_curves.py", *sys.argv[1:]])
-    if options.text is not None:  # where it lies is this machine's affair
-        command = command.replace(str(options.text), options.text.name)
+    command = command_line.quoted("loss_curves.py")
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
     made = f"Made by `{command}` with {versions}."
     (options.output_dir / "loss_curves.md").write_text(f"{text}\n\n{made}\n")

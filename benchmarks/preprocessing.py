@@ -24,7 +24,6 @@ import json
 import os
 import platform
 import resource
-import shlex
 import statistics
 import sys
 import sysconfig
@@ -35,6 +34,8 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import command_line
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -266,7 +267,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not")
     with tempfile.TemporaryDirectory() as folder:
         report, same = measure(options, Path(folder))
-    command = shlex.join(["python", "benchmarks/preprocessing.py", *sys.argv[1:]])
+    command = command_line.quoted("preprocessing.py")
     text = f"# Preprocessing\n\n`{command}`\n\n{report}\n"
     print(text)
     options.output_dir.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import command_line
 import torch
 
 REPO = Path(__file__).resolve().parents[1]
@@ -91,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     numbers = ", ".join(
         f"{model.title} {count:,}" for model, count in zip(MODELS.values(), values, strict=True)
     )
-    command = " ".join(["python benchmarks/storage.py", *sys.argv[1:]])
+    command = command_line.quoted("storage.py")
     text = "\n".join(
         [
             *("# What a real format would store", "", f"`{command}`", ""),

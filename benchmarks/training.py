@@ -22,6 +22,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import command_line
 from tqdm import tqdm
 
 REPO = Path(__file__).resolve().parents[1]
@@ -161,7 +162,7 @@ def page(options: argparse.Namespace, table: list[tuple[str, ...]]) -> str:
         f"{platform.python_version()}, torch {version('torch')}, megatron-core "
         f"{version('megatron-core')}."
     )
-    command = " ".join(["python benchmarks/training.py", *sys.argv[1:]])
+    command = command_line.quoted("training.py")
     return "\n".join(["# Training step", "", f"`{command}`", "", facts, "", *lines, ""])
 
 

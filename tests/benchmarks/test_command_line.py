@@ -1,0 +1,34 @@
+"""Results pages quote commands without the places of the machine that made them."""
+
+import importlib.util
+import re
+
+import pytest
+
+from tests.subprocesses import REPO
+
+SPEC = importlib.util.spec_from_file_location("said", REPO / "benchmarks" / "command_line.py")
+command_line = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(command_line)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--rounds", "5", "--peers-python", "/a/b/python", "--quick"], "--rounds 5 --quick"),
+        (["--peers-python=/a/b/python", "--rounds=5"], "--rounds=5"),
+        (
+            ["--text", "/a/wiki text.txt", "--", "--lr", "1e-3"],
+            "--text 'wiki text.txt' -- --lr 1e-3",
+        ),
+        (["--text=/a/wiki.txt", "--output-dir", "/tmp/x"], "--text=wiki.txt"),
+    ],
+)
+def test_places_are_left_out(given, said):
+    assert command_line.quoted("x.py", given) == f"python benchmarks/x.py {said}"
+
+
+def test_no_page_names_a_folder_of_a_machine():
+    for page in (REPO / "docs").rglob("*.md"):
+        found = re.findall(r"(?<![\w.])/(?:work|home|root|tmp|mnt|var)/\S*", page.read_text())
+        assert not found, f"{page}: {found}"
