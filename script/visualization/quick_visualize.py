@@ -13,32 +13,17 @@ not be read.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from tensor_visualizer import run
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Draw; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--tensor_dir", "--tensor-dir", default="enhanced_tensor_logs", metavar="DIR",
-        help="folder with .pt files, searched with its subfolders (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output_dir", "--output-dir", default="draw", metavar="DIR",
-        help="made if missing (default: %(default)s)",
-    )  # fmt: skip
-    known, others = parser.parse_known_args(arguments)
-    from megatron.analysis.__main__ import main as analysis
-
-    return analysis(["quick", known.tensor_dir, "--output-dir", known.output_dir, *others])
+    return run("quick", __doc__, arguments)
 
 
 if __name__ == "__main__":

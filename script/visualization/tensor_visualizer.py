@@ -22,10 +22,12 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Draw; returns the exit status."""
+def run(command: str, description: str | None, arguments: list[str] | None) -> int:
+    """A command of `python -m megatron.analysis` under the user's names of its folders; returns
+    the exit status.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--tensor_dir", "--tensor-dir", default="enhanced_tensor_logs", metavar="DIR",
@@ -38,7 +40,12 @@ def main(arguments: list[str] | None = None) -> int:
     known, others = parser.parse_known_args(arguments)
     from megatron.analysis.__main__ import main as analysis
 
-    return analysis(["draw", known.tensor_dir, "--output-dir", known.output_dir, *others])
+    return analysis([command, known.tensor_dir, "--output-dir", known.output_dir, *others])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Draw; returns the exit status."""
+    return run("draw", __doc__, arguments)
 
 
 if __name__ == "__main__":

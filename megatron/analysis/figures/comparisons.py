@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-import numpy as np
-import pandas as pd
 from matplotlib.figure import Figure
 
+from megatron.analysis.figures.distributions import binade_shares
 from megatron.analysis.figures.material import (
     KINDS,
     Make,
@@ -18,7 +17,6 @@ from megatron.analysis.figures.material import (
     legend,
     medians,
     sheet,
-    trimmed,
 )
 from megatron.analysis.plots import plot_exponent_histogram, plot_lines
 
@@ -44,20 +42,7 @@ def exponents_by_type(material: Material, types: list[str]) -> Figure:
     for ax, kind in zip(axes, kinds, strict=True):
         places = set(material.places_of(kind))
         counts = {name: material.sums.binades_of(places, name) for name in types}
-        chosen = trimmed(sum(counts.values(), start=np.zeros(255, dtype=np.int64)))
-        frames = [
-            pd.DataFrame(
-                {
-                    "group": name,
-                    "exponent": np.arange(255)[chosen] - 127,
-                    "share": found[chosen] / max(found.sum(), 1),
-                }
-            )
-            for name, found in counts.items()
-            if found.any()
-        ]
-        data = pd.concat(frames) if frames else pd.DataFrame()
-        plot_exponent_histogram(data, title=KINDS[kind], ax=ax)
+        plot_exponent_histogram(binade_shares(counts), title=KINDS[kind], ax=ax)
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)

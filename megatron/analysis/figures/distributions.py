@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from statistics import NormalDist
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from megatron.analysis.figures.material import (
     KINDS,
@@ -50,6 +51,13 @@ def exponent_shares(material: Material, kind: str) -> pd.DataFrame:
         str(name): material.sums.binades_of(set(part["place"]))
         for name, part in table.groupby("tensor_name", sort=False)
     }
+    return binade_shares(counts)
+
+
+def binade_shares(counts: Mapping[str, NDArray[np.int64]]) -> pd.DataFrame:
+    """Shares by binade of named counts, for `plot_exponent_histogram`; those without any value are
+    left out.
+    """
     chosen = trimmed(sum(counts.values(), start=np.zeros(255, dtype=np.int64)))
     frames = [
         pd.DataFrame(
@@ -60,8 +68,9 @@ def exponent_shares(material: Material, kind: str) -> pd.DataFrame:
             }
         )
         for name, found in counts.items()
+        if found.any()
     ]
-    return pd.concat(frames, ignore_index=True)
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
 def exponents(material: Material) -> Figure:

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
-
 from megatron.fake_quant import fused
+from megatron.fake_quant.fused import bits
 
 
 @functools.cache
@@ -30,11 +29,4 @@ def _cache() -> Path:
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compiled without the interpreter's lock; cached where that can be written."""
-    config: Any = numba.config
-    before, config.CACHE_DIR = config.CACHE_DIR, str(_cache())
-    try:
-        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:  # no place for a cache
-        return numba.njit(nogil=True, error_model="numpy")(function)
-    finally:
-        config.CACHE_DIR = before
+    return bits.kernel(function, _cache())

@@ -51,10 +51,12 @@ def inlined(function: Callable[..., Any]) -> Any:
     return numba.njit(inline="always", error_model="numpy")(function)
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Compiled without the interpreter's lock, and cached on disk where that can be written."""
+def kernel(function: Callable[..., Any], cache: Path | None = None) -> Any:
+    """Compiled without the interpreter's lock, and cached on disk, in `cache` or the folder for
+    these sources, where that can be written.
+    """
     config: Any = numba.config
-    before, config.CACHE_DIR = config.CACHE_DIR, str(_cache())
+    before, config.CACHE_DIR = config.CACHE_DIR, str(cache or _cache())
     try:
         return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
     except RuntimeError:  # no place for a cache
