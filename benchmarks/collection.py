@@ -34,9 +34,10 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-import command_line
-import peers_env
 from tqdm import tqdm
+
+import peers_env
+import quoting
 
 REPO = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("collection_worker.py")
@@ -249,7 +250,7 @@ def page(options: argparse.Namespace, workers: dict[str, Worker], disk: dict, re
         f"{platform.python_version()}, torch {version('torch')}, megatron-core "
         f"{version('megatron-core')}{peer}."
     )
-    head = ["# Collection", "", f"`{command_line.quoted('collection.py')}`", "", facts, ""]
+    head = ["# Collection", "", f"`{quoting.quoted('collection.py')}`", "", facts, ""]
     return "\n".join([*head, *lines, "", *findings(workers, disk, options), ""])
 
 

@@ -34,10 +34,11 @@ import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
-import command_line
+from tqdm import tqdm
+
 import formats_report
 import peers_env
-from tqdm import tqdm
+import quoting
 
 REPO = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("formats_worker.py")
@@ -183,7 +184,7 @@ def machine(options: argparse.Namespace, plan: formats_report.Event) -> str:
     device = f"{plan['device_name']}, beside a {cpu}" if plan["device_name"] else cpu
     releases = ", ".join(f"{name} {release or '-'}" for name, release in plan["releases"].items())
     rows, columns = options.shape
-    command = command_line.quoted("formats.py")
+    command = quoting.quoted("formats.py")
     return (
         f"{device}; {options.threads} threads; {releases}. "
         f"Matrix {rows} x {columns}, median of {options.repeats} rounds, in milliseconds; a ratio "

@@ -22,10 +22,10 @@ reports = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)
 warnings.simplefilter("ignore")
 
-import peers  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+import peers  # noqa: E402
 from megatron.fake_quant import Format, fake_quantize, get_format  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -30,8 +30,9 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
-import command_line
 import matplotlib
+
+import quoting
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -223,7 +224,7 @@ def main() -> int:
     draw(losses, options.output_dir / "loss_curves.png")
     text = table(losses)
     print(text)
-    command = command_line.quoted("loss_curves.py")
+    command = quoting.quoted("loss_curves.py")
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
     made = f"Made by `{command}` with {versions}."
     (options.output_dir / "loss_curves.md").write_text(f"{text}\n\n{made}\n")

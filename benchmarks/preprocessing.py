@@ -35,7 +35,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import command_line
+import quoting
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -267,7 +267,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not")
     with tempfile.TemporaryDirectory() as folder:
         report, same = measure(options, Path(folder))
-    command = command_line.quoted("preprocessing.py")
+    command = quoting.quoted("preprocessing.py")
     text = f"# Preprocessing\n\n`{command}`\n\n{report}\n"
     print(text)
     options.output_dir.mkdir(parents=True, exist_ok=True)

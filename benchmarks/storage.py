@@ -16,8 +16,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import command_line
 import torch
+
+import quoting
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "script")]
@@ -92,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     numbers = ", ".join(
         f"{model.title} {count:,}" for model, count in zip(MODELS.values(), values, strict=True)
     )
-    command = command_line.quoted("storage.py")
+    command = quoting.quoted("storage.py")
     text = "\n".join(
         [
             *("# What a real format would store", "", f"`{command}`", ""),

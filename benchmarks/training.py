@@ -22,8 +22,9 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import command_line
 from tqdm import tqdm
+
+import quoting
 
 REPO = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("training_worker.py")
@@ -162,7 +163,7 @@ def page(options: argparse.Namespace, table: list[tuple[str, ...]]) -> str:
         f"{platform.python_version()}, torch {version('torch')}, megatron-core "
         f"{version('megatron-core')}."
     )
-    command = command_line.quoted("training.py")
+    command = quoting.quoted("training.py")
     return "\n".join(["# Training step", "", f"`{command}`", "", facts, "", *lines, ""])
 
 

@@ -52,6 +52,16 @@ def imported(path: Path) -> set[str]:
     return found
 
 
+def test_a_module_found_by_its_name_alone_is_one():
+    """Scripts import what lies beside them; two files of one name would hide each other."""
+    found: dict[str, Path] = {}
+    for folder in ("benchmarks", "script", "script/data", "script/visualization"):
+        for path in (REPO / folder).glob("*.py"):
+            assert path.stem not in found, f"{path} and {found[path.stem]} hide each other"
+            assert path.stem not in sys.stdlib_module_names, f"{path} hides the standard library's"
+            found[path.stem] = path
+
+
 def part(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
