@@ -1,7 +1,7 @@
 """One process of `collection.py`: trains the model of `training_worker.py` and collects.
 
 Reads a line for each step and answers with a line of numbers, see `FIELDS`; for the line `disk` it
-measures the writer alone, see `DISK_FIELDS`. `msprobe` runs the plain wheel, without this tree.
+measures the writer alone, see `writing_speed.py`. `msprobe` runs the plain wheel without this tree.
 """
 
 import argparse
@@ -9,22 +9,18 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import training_worker as training
+import writing_speed
 
 #: seconds of a step; seconds that training spent in the collection; seconds that plain copies of
 #: the same tensors took; seconds after the step until everything was on disk; tensors; bytes; peak
 #: memory of the process and of the collection's host memory, in MiB
 FIELDS = ("step", "blocked", "copies", "rest", "tensors", "bytes", "peak", "host")
-#: bytes a second of a raw sequential write and of ours, of each round in turn: until the system has
-#: them in its memory, and until they are on the disk
-DISK_FIELDS = ("raw", "ours", "raw_synced", "ours_synced")
-PIECE = 8 << 20  #: bytes of a raw write
 
 
 def parse() -> argparse.Namespace:
@@ -144,55 +140,6 @@ def dumped(folder: Path) -> tuple[int, int]:
     return len(files), size
 
 
-def measure_disk(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, list[float]]:
-    """Write the tensors of a layer again and again, in turns with one file of as many bytes; nobody
-    trains meanwhile.
-    """
-    import torch
-
-    from megatron.core.collection_clock import MicroBatch, clock
-    from megatron.core.module_identity import ModuleIdentity
-
-    hidden, tokens = options.hidden_size, options.seq_length * training.BATCH
-    like = torch.bfloat16 if options.dtype == "bf16" else torch.float32
-    shapes = [(tokens, hidden), (4 * hidden, hidden), (tokens, 8 * hidden), (hidden, 4 * hidden)]
-    tensors = [torch.randn(shape).to(like) for shape in shapes]
-    times = -(-(options.disk_mib << 20) // sum(tensor.nbytes for tensor in tensors))
-    total = times * sum(tensor.nbytes for tensor in tensors)
-    rates: dict[str, list[float]] = {name: [] for name in DISK_FIELDS}
-    piece = memoryview(os.urandom(PIECE))
-    for _ in range(5):
-        os.sync()
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            started = time.perf_counter()
-            with Path(folder, "raw").open("wb", buffering=0) as file:
-                for _ in range(-(-total // PIECE)):
-                    file.write(piece)
-            rates["raw"].append(total / (time.perf_counter() - started))
-            os.sync()
-            rates["raw_synced"].append(total / (time.perf_counter() - started))
-        os.sync()
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            tensor_saver.configure(
-                {}, save_tensors=True, save_dir=folder, control_iter=0, collect_keep_free_gib=0.0,
-                collect_max_host_gib=options.host_gib,
-            )  # fmt: skip
-            tensor_saver.begin_iteration()
-            clock.micro_batch = MicroBatch(clock.iteration, 0)
-            started = time.perf_counter()
-            for number in range(times):
-                capture = tensor_saver.capture(ModuleIdentity(f"m{number}", 0), "linear")
-                for tensor in tensors:
-                    capture.save("input", tensor, dims="t h")
-            tensor_saver.flush()
-            rates["ours"].append(total / (time.perf_counter() - started))
-            os.sync()
-            rates["ours_synced"].append(total / (time.perf_counter() - started))
-            tensor_saver.end_iteration()
-            tensor_saver.close()
-    return rates
-
-
 def main() -> None:
     options = parse()
     if options.mode == "msprobe":
@@ -219,7 +166,7 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         if line.strip() == "disk":
-            print(json.dumps(measure_disk(options, tensor_saver)), flush=True)
+            print(json.dumps(writing_speed.measure(options, tensor_saver)), flush=True)
             continue
         started = time.perf_counter()
         collector.begin()

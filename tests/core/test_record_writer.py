@@ -1,6 +1,7 @@
 """What is on disk when it is full: whole files, whole lines, and a run card that says so."""
 
 import json
+import os
 import threading
 
 import pytest
@@ -51,3 +52,19 @@ def test_room_for_the_last_run_card_is_there_from_the_start(tmp_path):
     assert json.loads(card.read_text()) == {"status": "failed"}
     assert card.stat().st_ino == file, "the same blocks, less what it did not need"
     assert not room.exists()
+
+
+def test_a_finished_file_is_sent_to_the_disk(tmp_path, monkeypatch):
+    """Whole, with nothing left in Python's buffer; and a file system may refuse."""
+    sent = []
+
+    def posix_fadvise(file: int, offset: int, length: int, advice: int) -> None:
+        assert (offset, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
+        sent.append(os.fstat(file).st_size)
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "posix_fadvise", posix_fadvise)
+    writer = RecordWriter(tmp_path, "run", 0)
+    writer.write(TENSOR, record(1), threading.Lock(), {})
+    writer.close()
+    assert sent == [path.stat().st_size for path in tmp_path.glob("*.pt")] != []

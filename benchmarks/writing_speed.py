@@ -1,0 +1,105 @@
+"""How fast the collection writes while nobody trains, beside raw writes to the same disk.
+
+All count the time until `sync` says that the bytes are on the disk.
+
+    ours    tensors of a layer, copied and written as in training
+    raw     one file of as many bytes, through the system's page cache as ours are
+    direct  one such file past the page cache, where the file system lets one: the disk's own speed
+"""
+
+import argparse
+import contextlib
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+import training_worker as training
+
+ROUNDS = 5
+PIECE = 8 << 20  #: bytes of a raw write, and what their number is a multiple of
+
+
+def measure(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, list[float]]:
+    """Bytes a second of each way, of each round in turn; those that cannot be are missing.
+
+    Args:
+        options: `disk_mib` to write in a round, the `folder`, the collection's `host_gib`, and the
+            model's sizes.
+        tensor_saver: the collection's module.
+    """
+    tensors = of_a_layer(options)
+    layers = -(-(options.disk_mib << 20) // sum(tensor.nbytes for tensor in tensors))
+    total = layers * sum(tensor.nbytes for tensor in tensors)
+    ways: dict[str, Callable[[Path], None]] = {
+        "raw": lambda folder: write(folder, total, 0),
+        "direct": lambda folder: write(folder, total, getattr(os, "O_DIRECT", 0)),
+        "ours": lambda folder: collect(folder, tensors, layers, options.host_gib, tensor_saver),
+    }
+    rates: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            os.sync()
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                started = time.perf_counter()
+                with contextlib.suppress(OSError) if name == "direct" else contextlib.nullcontext():
+                    way(Path(folder))
+                    os.sync()
+                    rates.setdefault(name, []).append(total / (time.perf_counter() - started))
+    return rates
+
+
+def of_a_layer(options: argparse.Namespace) -> list[torch.Tensor]:
+    """Tensors of the sizes that the operands of a layer have."""
+    hidden, tokens = options.hidden_size, options.seq_length * training.BATCH
+    like = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+    shapes = [(tokens, hidden), (4 * hidden, hidden), (tokens, 8 * hidden), (hidden, 4 * hidden)]
+    return [torch.randn(shape).to(like) for shape in shapes]
+
+
+def write(folder: Path, total: int, flags: int) -> None:
+    """At least `total` bytes into one file.
+
+    Raises:
+        OSError: the file system knows no such flags.
+    """
+    with mmap.mmap(-1, PIECE) as piece:  # begins where a page does, as O_DIRECT demands
+        piece.write(os.urandom(PIECE))
+        file = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | flags)
+        try:
+            for _ in range(-(-total // PIECE)):
+                os.write(file, piece)
+        finally:
+            os.close(file)
+
+
+def collect(
+    folder: Path,
+    tensors: list[torch.Tensor],
+    layers: int,
+    host_gib: float,
+    tensor_saver: ModuleType,
+) -> None:
+    """Write `tensors` once a layer, as one micro-batch."""
+    from megatron.core.collection_clock import MicroBatch, clock
+    from megatron.core.module_identity import ModuleIdentity
+
+    tensor_saver.configure(
+        {}, save_tensors=True, save_dir=str(folder), control_iter=0, collect_keep_free_gib=0.0,
+        collect_max_host_gib=host_gib,
+    )  # fmt: skip
+    tensor_saver.begin_iteration()
+    clock.micro_batch = MicroBatch(clock.iteration, 0)
+    for layer in range(layers):
+        capture = tensor_saver.capture(ModuleIdentity(f"layer{layer}", 0), "linear")
+        for tensor in tensors:
+            capture.save("input", tensor, dims="t h")
+    tensor_saver.flush()
+    tensor_saver.end_iteration()
+    tensor_saver.close()
+    assert len(list(folder.glob("*.pt"))) == layers * len(tensors), "not all was written"
