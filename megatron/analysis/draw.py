@@ -3,7 +3,8 @@
     result = draw(Path("enhanced_tensor_logs"), Path("draw"))
     result.files, result.missing, result.problems
 
-After an interrupted call the next one takes the statistics from the cache.
+After an interrupted call the next one takes the statistics from the cache; what was drawn before
+and would be the same again is not drawn again.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron.analysis import stats
-from megatron.analysis.earlier import remember, set_aside
+from megatron.analysis.earlier import fingerprint, remember, set_aside, unchanged
 from megatron.analysis.figures.material import Material
-from megatron.analysis.making import Order, make_all
+from megatron.analysis.making import Made, Order, make_all
 from megatron.analysis.output_names import IMAGES, QUICK, SAYS
 from megatron.analysis.quick import check_output, quick_analysis
 from megatron.analysis.stats.pool import affordable
@@ -38,6 +39,7 @@ class DrawResult:
     """What was made, what could not be, and why."""
 
     files: list[Path] = field(default_factory=list)
+    unchanged: int = 0  #: of these files, those that were there and would be the same again
     missing: dict[str, str] = field(default_factory=dict)  #: output or figure -> what is lacking
     failed: dict[str, str] = field(default_factory=dict)  #: figure -> our mistake, a traceback
     kept: list[Path] = field(default_factory=list)  #: earlier results, under their new names
@@ -86,6 +88,7 @@ def draw(
     chosen = tuple(get_format(name).name for name in formats or default_formats(store))
     chosen = tuple(dict.fromkeys(chosen))
     cache = _cache(folder, output)
+    follows = fingerprint(folder, [cache, output], chosen, image, run)
     found = stats.compute(store, chosen, cache=cache, progress=progress, **computing)
     result.problems, result.tensors = list(found.problems), len(found.tensors)
     result.notes, result.remarks = found.notes(), found.remarks
@@ -94,25 +97,35 @@ def draw(
     material = Material(store, found, chosen, progress)
     workers = affordable(computing.get("workers"), computing.get("max_memory"))
     names = [name for name in SAYS if name in figures]
+    before = unchanged(output, names, follows)
+    for made in before.values():
+        _add(made, result)
+    result.unchanged = len(result.files)
+    names = [name for name in names if name not in before]
     bar = tqdm(
         total=len(names), desc="Drawing", unit="output", leave=False,
         disable=None if progress else True,
     )  # fmt: skip
     result.kept = set_aside(output, names, folder)
-    files: dict[str, list[Path]] = {}
+    drawn = []
     with bar:
         for made in make_all(names, Order(material, output, image, run, cache), workers):
             bar.update()
-            result.missing |= made.missing
-            result.failed |= made.failed
-            files[made.name] = made.files
-            for path in made.files:
-                result.files.append(path)
-                if say is not None:
+            _add(made, result)
+            drawn.append(made)
+            if say is not None:
+                for path in made.files:
                     say(str(path))
     result.missing = dict(sorted(result.missing.items()))
-    remember(output, folder, files)
+    remember(output, folder, drawn, follows)
     return result
+
+
+def _add(made: Made, result: DrawResult) -> None:
+    """What became of one output."""
+    result.files += made.files
+    result.missing |= made.missing
+    result.failed |= made.failed
 
 
 def _quick(

@@ -21,8 +21,9 @@ DRAW = """\
 Draw everything that can be drawn of a dump, and write report.html, one file without need of a
 network. Shards of several ranks are drawn as the tensors that they are parts of.
 
-Statistics are computed once and kept in DIR/.statistics: a second call is quick, an interrupted one
-goes on. Figures that need what the dump does not have are left out, with the reason.
+Statistics are computed once and kept in DIR/.statistics, and what would be drawn the same again is
+left as it is: a second call is quick, an interrupted one goes on. Figures that need what the dump
+does not have are left out, with the reason.
 """
 REPORT = """\
 Write report.html, one file to open by double click or to send: run cards and audit, a heat map of
@@ -199,6 +200,11 @@ def say_result(result: DrawResult, more: Sequence[str] = ()) -> int:
         print(f"  {count:,} tensor{'' if count == 1 else 's'}: {note}")
     for remark in result.remarks:
         print(f"[NOTE] {remark}")
+    if result.unchanged:
+        print(
+            f"  {result.unchanged} files would be the same again and were left as they are; remove "
+            "one to have it drawn anew"
+        )
     for path in result.kept:
         print(f"  kept what was there before as {path}")
     for name, why in result.missing.items():

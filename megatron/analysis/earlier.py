@@ -1,21 +1,67 @@
 """What stands in the output folder from before: figures of another dump are kept under a name with
-their time, those of the same dump make room.
+their time; those of the same dump make room, or stay where the same would be drawn again.
 
-A small file in the folder says which dump each output is of and which files belong to it.
+A small file in the folder says of each output which dump it is of, which files belong to it, and
+what they follow from.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megatron import fake_quant
+from megatron.analysis.making import Made
 from megatron.analysis.output import write
 from megatron.analysis.output_names import QUICK, REPORT
 
 NAME = ".drawn.json"
+_SOURCES = {".py", ".css", ".html", ".js"}
+_LIBRARIES = ("matplotlib", "numpy", "pandas", "plotly", "torch")
+
+
+def fingerprint(dump: Path, but: Sequence[Path], *options: object) -> str:
+    """Of all that outputs follow from: every file of the dump (name, size, time of the last
+    change), the sources of this package and of `fake_quant`, the libraries, and the options.
+
+    Args:
+        but: folders within the dump that do not belong to it.
+    """
+    digest = hashlib.sha256(json.dumps([str(dump.resolve()), *options]).encode())
+    digest.update(json.dumps([version(name) for name in _LIBRARIES]).encode())
+    for folder in (Path(__file__).parent, Path(str(fake_quant.__file__)).parent):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in _SOURCES:
+                digest.update(path.read_bytes())
+    left_out = {path.resolve() for path in but}
+    for place, folders, names in os.walk(dump):
+        folders[:] = sorted(each for each in folders if Path(place, each).resolve() not in left_out)
+        files = [(name, *_stamp(Path(place, name))) for name in sorted(names)]
+        digest.update(json.dumps([os.path.relpath(place, dump), files]).encode())
+    return digest.hexdigest()[:32]
+
+
+def unchanged(output: Path, names: Iterable[str], follows: str) -> dict[str, Made]:
+    """Those of the outputs that would be drawn again as they are there.
+
+    Args:
+        follows: the `fingerprint` of now.
+    """
+    drawn, found = _read(output), {}
+    for name in names:
+        entry = drawn.get(name)
+        if not isinstance(entry, dict) or entry.get("follows") != follows:
+            continue
+        files = _files(drawn, name)
+        if all(_stamp(output / file) == tuple(stamp) for file, stamp in files.items()):
+            found[name] = Made(name, [output / file for file in files], entry["missing"])
+    return found
 
 
 def set_aside(output: Path, names: Iterable[str], dump: Path) -> list[Path]:
@@ -34,20 +80,34 @@ def set_aside(output: Path, names: Iterable[str], dump: Path) -> list[Path]:
     return kept
 
 
-def remember(output: Path, dump: Path, made: Mapping[str, Sequence[Path]]) -> None:
+def remember(output: Path, dump: Path, made: Iterable[Made], follows: str) -> None:
     """Note the files of each output, and delete those of the same dump that were not made again:
     a figure of a format that is no longer asked for would look as new as the others.
     """
     drawn = _read(output)
-    for name, files in made.items():
-        new = sorted(path.relative_to(output).as_posix() for path in files)
-        same = _of(drawn, name) == str(dump.resolve())
-        for old in _files(drawn, name) if same else ():
+    for each in made:
+        new = {path.relative_to(output).as_posix(): _stamp(path) for path in each.files}
+        same = _of(drawn, each.name) == str(dump.resolve())
+        for old in _files(drawn, each.name) if same else ():
             path = output / old
-            if old not in new and path.resolve().is_relative_to((output / name).resolve()):
+            if old not in new and path.resolve().is_relative_to((output / each.name).resolve()):
                 path.unlink(missing_ok=True)
-        drawn[name] = {"dump": str(dump.resolve()), "files": new}
+        drawn[each.name] = {
+            "dump": str(dump.resolve()),
+            "follows": "" if each.failed else follows,  # what failed is tried again
+            "missing": each.missing,
+            "files": new,
+        }
     write(output / NAME, (json.dumps(drawn, indent=1) + "\n").encode())
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Size and time of the last change; of a file that is not there like no other."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return -1, -1
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _of(drawn: Mapping[str, Any], name: str) -> str | None:
@@ -57,9 +117,10 @@ def _of(drawn: Mapping[str, Any], name: str) -> str | None:
     return known if isinstance(known, str) else None
 
 
-def _files(drawn: Mapping[str, Any], name: str) -> list[str]:
+def _files(drawn: Mapping[str, Any], name: str) -> dict[str, list[int]]:
+    """Names within the output folder, with their stamps."""
     files = drawn[name].get("files")
-    return [each for each in files if isinstance(each, str)] if isinstance(files, list) else []
+    return files if isinstance(files, dict) else {}
 
 
 def _read(output: Path) -> dict[str, Any]:

@@ -103,6 +103,41 @@ def test_one_process_makes_the_same_bytes_as_several(dump, drawn, monkeypatch, t
         assert path.read_bytes() == (drawn[0] / path.relative_to(tmp_path)).read_bytes()
 
 
+def test_what_would_be_the_same_again_is_left(tmp_path, capsys):
+    """And what was changed, by hand, in the dump or by an option, is not."""
+    logs, output = tmp_path / "logs", tmp_path / "draw"
+    path = write_dump(logs, layers=1)[0]
+    picture, text = output / "gradients" / "by_layer.png", output / "global_statistics"
+
+    def drawn(*options: str) -> set[str]:
+        """The outputs that were made; nothing else changed."""
+        some = ["--figures", "gradients", "global_statistics", "overflow_analysis"]
+        stamps = {each: each.stat().st_mtime_ns for each in output.rglob("[!.]*")}
+        assert main(["draw", str(logs), "--output-dir", str(output), *some, *options]) == 0
+        said = capsys.readouterr().out
+        made = {line.removeprefix("Wrote ") for line in said.splitlines() if "Wrote " in line}
+        assert all(each.stat().st_mtime_ns == old for each, old in stamps.items()
+                   if each.is_file() and str(each) not in made)  # fmt: skip
+        assert "no overflow_analysis/special_values: every value is finite" in said
+        left = sum(each.is_file() for each in output.rglob("[!.]*")) - len(made)
+        assert (f"{left} files would be the same again" in said) == (left > 0)
+        return {each.removeprefix(f"{output}/").partition("/")[0] for each in made}
+
+    everything = {"gradients", "global_statistics", "overflow_analysis"}
+    assert drawn() == everything
+    assert drawn() == set()
+    picture.write_bytes(b"retouched")
+    assert drawn() == {"gradients"}
+    assert picture.read_bytes()[:8] == PNG
+    next(text.iterdir()).unlink()
+    assert drawn() == {"global_statistics"}
+    assert drawn("--formats", "mxfp8") == everything
+    assert drawn("--formats", "mxfp8") == set()
+    assert drawn() == everything
+    os.utime(path, (1, 1))
+    assert drawn() == everything
+
+
 def test_a_process_that_is_killed_ends_in_words_not_in_waiting(dump, monkeypatch, tmp_path):
     monkeypatch.setitem(OUTPUTS, "gradients", lambda material: os.kill(os.getpid(), 9))
     with pytest.raises(ValueError, match=r"the system ended a process that drew.*--workers 1"):
