@@ -47,7 +47,7 @@ def test_a_scale_map_of_a_large_tensor_has_evenly_spaced_rows_with_the_whole_ten
 
 
 def test_regions_of_hifloat8_add_up_and_agree_with_its_spacing():
-    for name, bits in (("3 bits, 2^-3..2^3", 3), ("2 bits, 2^4..2^7", 2), ("1 bit, 2^8..2^15", 1)):
+    for name, bits in (("3 bits, 2⁻³…2³", 3), ("2 bits, 2⁴…2⁷", 2), ("1 bit, 2⁸…2¹⁵", 1)):
         first, last = (int(e) for e in name.partition(", ")[2].replace("2^", "").split(".."))
         assert REGIONS[name][1] == (first, last)
         step = 2.0 ** (first - bits)
@@ -65,14 +65,14 @@ def test_regions_tell_what_is_lost_and_what_saturates_as_it_was_counted(tmp_path
     table = by_region(found).set_index("region")
     y = fake_quantize(x, "hifp8")
     assert y[:6].tolist() == [2.0**15, 2.0**15, -(2.0**15), 2.0**-22, 0.0, 0.0]
-    assert table["values"].loc["saturated (beyond 2^15)"] == 2
-    assert table["values"].loc["1 bit, 2^8..2^15"] == 1
+    assert table["values"].loc["saturated (beyond 2¹⁵)"] == 2
+    assert table["values"].loc["1 bit, 2⁸…2¹⁵"] == 1
     assert table["values"].loc["lost (becomes zero)"] == 1
     assert table["values"].loc["denormal: powers of two"] == 1
     assert table["values"].sum() == x.numel() - 1  # without the zero
-    assert table["error"].loc["1 bit, 2^8..2^15"] == 0
+    assert table["error"].loc["1 bit, 2⁸…2¹⁵"] == 0
     squared = (y.double() - x.double()).square()
-    assert table["error"].loc["saturated (beyond 2^15)"] == pytest.approx(squared[1:3].sum().item())
+    assert table["error"].loc["saturated (beyond 2¹⁵)"] == pytest.approx(squared[1:3].sum().item())
     assert region_shares(found)[["values", "error"]].sum().tolist() == pytest.approx([1.0, 1.0])
 
 

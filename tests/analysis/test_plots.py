@@ -16,6 +16,7 @@ from megatron.analysis.plots import plot_magnitude_histogram, plot_shares, plot_
 from megatron.analysis.plots.style import (
     FORMAT_COLOURS,
     colour_of,
+    colours_of,
     lighter,
     percent,
     short_count,
@@ -125,6 +126,15 @@ def test_a_name_has_one_colour_and_formats_differ():
     scoped = [colour_of(name) for name in ("mxfp4", "FA_linear_mxfp4", "linear_mxfp4", "FA_mxfp4")]
     assert len(set(scoped)) == 4
     assert colour_of("mx:e3m4:b16:rceil") == colour_of("mx:e3m4:b16:rceil")
+
+
+def test_the_modules_of_one_figure_can_be_told_apart():
+    parts = ["qkv", "proj", "fc1", "fc2", "router", "q_down", "kv_down", "kv_up"]
+    colours = colours_of(["mxfp8", *parts])
+    assert len(set(colours.values())) == len(colours)
+    assert colours["mxfp8"] == FORMAT_COLOURS["mxfp8"]
+    assert colours["qkv"] == colours_of(["qkv"])["qkv"], "the first keeps its own"
+    assert len(colours_of(map(str, range(20)))) == 20, "more names than colours"
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def counted(material: Material, formats: list[str]) -> Figure:
         plot_counts(
             data,
             xlabel="scale of the block",
-            title="Scales (E8M0), without blocks of zeros or NaN",
+            title="Scales (E8M0)",
             ax=axes[2],
         )
         powers_of_two(axes[2].xaxis)
@@ -127,7 +127,10 @@ def counted(material: Material, formats: list[str]) -> Figure:
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)
-    note = f"{material.origin}; ranges and scales without 0.01 % at each end"
+    note = (
+        f"{material.origin}; ranges and scales without 0.01 % at each end; no blocks of zeros, no "
+        "NaN"
+    )
     headline(figure, "Blocks: room, range and scales", note)
     return figure
 

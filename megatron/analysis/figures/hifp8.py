@@ -37,12 +37,12 @@ from megatron.fake_quant.formats import HiFloat8
 REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "lost (becomes zero)": ("#b3261e", (-127, -24)),
     "denormal: powers of two": ("#e0a458", (-23, -16)),
-    "1 bit, 2^-15..2^-8": ("#a8cfb5", (-15, -8)),
-    "2 bits, 2^-7..2^-4": ("#6fb187", (-7, -4)),
-    "3 bits, 2^-3..2^3": ("#2c7a4f", (-3, 3)),
-    "2 bits, 2^4..2^7": ("#6d9fb8", (4, 7)),
-    "1 bit, 2^8..2^15": ("#a9c6d6", (8, 15)),
-    "saturated (beyond 2^15)": ("#7a1f4b", (16, 127)),
+    "1 bit, 2⁻¹⁵…2⁻⁸": ("#a8cfb5", (-15, -8)),
+    "2 bits, 2⁻⁷…2⁻⁴": ("#6fb187", (-7, -4)),
+    "3 bits, 2⁻³…2³": ("#2c7a4f", (-3, 3)),
+    "2 bits, 2⁴…2⁷": ("#6d9fb8", (4, 7)),
+    "1 bit, 2⁸…2¹⁵": ("#a9c6d6", (8, 15)),
+    "saturated (beyond 2¹⁵)": ("#7a1f4b", (16, 127)),
 }
 LOST, SATURATED = next(iter(REGIONS)), list(REGIONS)[-1]
 EXPONENTS = np.arange(255) - 127

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from megatron.analysis.plots.style import (
-    colour_of,
+    colours_of,
     decades,
     guide,
     nothing,
@@ -43,18 +43,20 @@ def plot_lines(
     positive = numbers[np.isfinite(numbers) & (numbers > 0)]
     # over less than a decade a logarithmic axis would have no tick
     log = logarithmic and len(positive) > 0 and positive.max() >= NARROW * positive.min()
+    colours = colours_of(dict.fromkeys(map(str, data["group"])))
     for name, part in data.groupby("group", sort=False):
+        colour = colours[str(name)]
         part = part.sort_values("x")
         values = part["value"].astype(float)
         drawn = part[np.isfinite(values) & ((values > 0) if log else True)]
         dashed = "--" if str(name).startswith("grad_") else "-"
         ax.plot(
-            drawn["x"], drawn["value"], color=colour_of(str(name)), linestyle=dashed, marker="o",
+            drawn["x"], drawn["value"], color=colour, linestyle=dashed, marker="o",
             markersize=3.5, linewidth=1.4, label=str(name),
         )  # fmt: skip
-        _at_the_edge(ax, part["x"][values == np.inf], colour_of(str(name)), top=True)
+        _at_the_edge(ax, part["x"][values == np.inf], colour, top=True)
         if log:
-            _at_the_edge(ax, part["x"][values == 0], colour_of(str(name)), top=False)
+            _at_the_edge(ax, part["x"][values == 0], colour, top=False)
     said = [EXACT] if (numbers == np.inf).any() else []
     said += [ZERO] if log and (numbers == 0).any() else []
     if said:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterable
 from colorsys import hls_to_rgb
 from typing import Any, Literal
 
@@ -39,7 +40,8 @@ ALARM = "#b3261e"  #: NaN, Inf, files that could not be read
 _ALIASES = {"mxfp8_e4m3": "mxfp8", "hif8": "hifp8", "hifloat8": "hifp8"}
 #: How far from its format's colour toward white a type stands that covers only some operations.
 _SCOPES = {"FA_linear_": 0.2, "linear_": 0.4, "FA_": 0.6}
-_SPARE = ("#5f7470", "#8c6d46", "#6d597a", "#557a46", "#94617c", "#4f6d7a")
+#: Of names that nobody knew: apart from each other, and from the formats' colours.
+_SPARE = ("#0f7173", "#b3922e", "#7b4b94", "#c06c84", "#6b7a8f", "#8c6d46", "#557a46", "#3f88c5")
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -87,6 +89,19 @@ def colour_of(name: str) -> str:
         if name.startswith(prefix):
             return lighter(colour_of(name.removeprefix(prefix)), share)
     return _SPARE[zlib.crc32(name.encode()) % len(_SPARE)]
+
+
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """As `colour_of`, but no two unknown names of one figure have the same."""
+    found: dict[str, str] = {}
+    for name in names:
+        colour = colour_of(name)
+        if colour in _SPARE and colour in found.values():
+            at = _SPARE.index(colour)
+            others = (*_SPARE[at:], *_SPARE[:at])
+            colour = next((each for each in others if each not in found.values()), colour)
+        found[name] = colour
+    return found
 
 
 def lighter(colour: str, share: float) -> str:
