@@ -12,6 +12,7 @@ from megatron.analysis.figures.attention import entropy, head_errors
 from megatron.analysis.figures.hifp8 import REGIONS, by_region, region_shares
 from megatron.analysis.figures.material import Material
 from megatron.analysis.figures.patterns import magnitude_quantiles, standard_quantiles
+from megatron.analysis.plots.style import power
 from megatron.analysis.scale_maps import scale_map
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
@@ -48,8 +49,8 @@ def test_a_scale_map_of_a_large_tensor_has_evenly_spaced_rows_with_the_whole_ten
 
 def test_regions_of_hifloat8_add_up_and_agree_with_its_spacing():
     for name, bits in (("3 bits, 2⁻³…2³", 3), ("2 bits, 2⁴…2⁷", 2), ("1 bit, 2⁸…2¹⁵", 1)):
-        first, last = (int(e) for e in name.partition(", ")[2].replace("2^", "").split(".."))
-        assert REGIONS[name][1] == (first, last)
+        first, last = REGIONS[name][1]
+        assert name.partition(", ")[2] == f"{power(2, first)}…{power(2, last)}"
         step = 2.0 ** (first - bits)
         x = torch.tensor([2.0**first + step, 2.0**first + step / 4])
         assert fake_quantize(x, "hifp8").tolist() == [2.0**first + step, 2.0**first]
