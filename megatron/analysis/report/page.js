@@ -169,7 +169,7 @@ function drawBlockMap(detail) {
   const z = Array.from({ length: map.rows }, (_, i) => exponents.slice(i * map.columns, (i + 1) * map.columns));
   Plotly.react("blockmap", [{
     type: "heatmap", z, colorscale: MAGMA, x: z[0].map((_, i) => i * map.size), y: z.map((_, i) => i * map.every),
-    colorbar: { title: { text: "exponent" }, tickformat: "d" },
+    colorbar: { title: { text: "exponent" }, tick0: 0, dtick: wholeStep(exponents) },
     hovertemplate: "row %{y}, block from value %{x}: 2<sup>%{z}</sup><extra></extra>",
   }], layout({
     height: 380, title: { text: `Scales of the blocks, ${plain(name)}`, font: { size: 13 }, x: 0.01 },
@@ -177,6 +177,12 @@ function drawBlockMap(detail) {
   }), CONFIG);
   $("block-note").textContent = (own ? "" : `${formatName()} has no scales of blocks; these are those of ${name}. `)
     + `Blocks along the last dimension; every ${map.every === 1 ? "" : `${map.every}th `}row, at most ${map.columns} blocks; empty: zeros only.`;
+}
+
+// Between the ticks of a colour bar that has about six of them, all at whole numbers.
+function wholeStep(numbers) {
+  const known = numbers.filter((e) => e !== null);
+  return Math.max(1, Math.ceil((Math.max(...known) - Math.min(...known)) / 6));
 }
 
 function drawNumbers(detail) {
