@@ -12,19 +12,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from megatron.analysis import draw as drawing
 from megatron.analysis import making
 from megatron.analysis.__main__ import main
 from megatron.analysis.figures.deviations import relative_distance
-from megatron.analysis.figures.material import Material, NothingToDrawError, short_module
+from megatron.analysis.figures.material import Material, short_module
 from megatron.analysis.output_names import SAYS
 from megatron.analysis.outputs import OUTPUTS
-from megatron.analysis.plots.style import RC
-from megatron.analysis.report.content import content
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize
@@ -103,41 +98,6 @@ def test_one_process_makes_the_same_bytes_as_several(dump, drawn, monkeypatch, t
         assert path.read_bytes() == (drawn[0] / path.relative_to(tmp_path)).read_bytes()
 
 
-def test_what_would_be_the_same_again_is_left(tmp_path, capsys):
-    """And what was changed, by hand, in the dump or by an option, is not."""
-    logs, output = tmp_path / "logs", tmp_path / "draw"
-    path = write_dump(logs, layers=1)[0]
-    picture, text = output / "gradients" / "by_layer.png", output / "global_statistics"
-
-    def drawn(*options: str) -> set[str]:
-        """The outputs that were made; nothing else changed."""
-        some = ["--figures", "gradients", "global_statistics", "overflow_analysis"]
-        stamps = {each: each.stat().st_mtime_ns for each in output.rglob("[!.]*")}
-        assert main(["draw", str(logs), "--output-dir", str(output), *some, *options]) == 0
-        said = capsys.readouterr().out
-        made = {line.removeprefix("Wrote ") for line in said.splitlines() if "Wrote " in line}
-        assert all(each.stat().st_mtime_ns == old for each, old in stamps.items()
-                   if each.is_file() and str(each) not in made)  # fmt: skip
-        assert "no overflow_analysis/special_values: every value is finite" in said
-        left = sum(each.is_file() for each in output.rglob("[!.]*")) - len(made)
-        assert (f"{left} files would be the same again" in said) == (left > 0)
-        return {each.removeprefix(f"{output}/").partition("/")[0] for each in made}
-
-    everything = {"gradients", "global_statistics", "overflow_analysis"}
-    assert drawn() == everything
-    assert drawn() == set()
-    picture.write_bytes(b"retouched")
-    assert drawn() == {"gradients"}
-    assert picture.read_bytes()[:8] == PNG
-    next(text.iterdir()).unlink()
-    assert drawn() == {"global_statistics"}
-    assert drawn("--formats", "mxfp8") == everything
-    assert drawn("--formats", "mxfp8") == set()
-    assert drawn() == everything
-    os.utime(path, (1, 1))
-    assert drawn() == everything
-
-
 def test_a_process_that_is_killed_ends_in_words_not_in_waiting(dump, monkeypatch, tmp_path):
     monkeypatch.setitem(OUTPUTS, "gradients", lambda material: os.kill(os.getpid(), 9))
     with pytest.raises(ValueError, match=r"the system ended a process that drew.*--workers 1"):
@@ -170,23 +130,6 @@ def test_a_disk_that_takes_nothing_is_an_error_and_no_missing_figure(
     options = ["--output-dir", str(tmp_path), "--figures", "statistics", "gradients"]
     assert main(["draw", str(dump), *options, "--formats", "mxfp8"]) == 2
     assert "No space left on device" in capsys.readouterr().err
-
-
-def test_figures_of_another_dump_are_kept_and_stale_ones_of_the_same_go(dump, tmp_path, capsys):
-    options = ["--output-dir", str(tmp_path / "draw"), "--figures", "heatmaps", "--formats"]
-    assert main(["draw", str(dump / "bf16"), *options, "mxfp8", "mxfp4"]) == 0
-    names = {path.name for path in (tmp_path / "draw" / "heatmaps").iterdir()}
-    assert {"sqnr_mxfp8.png", "sqnr_mxfp4.png", "amax.png"} < names
-    (tmp_path / "draw" / "heatmaps" / "mine.txt").write_text("a note")
-    assert main(["draw", str(dump / "bf16"), *options, "mxfp8"]) == 0
-    assert "kept" not in capsys.readouterr().out
-    names = {path.name for path in (tmp_path / "draw" / "heatmaps").iterdir()}
-    assert {"sqnr_mxfp8.png", "amax.png", "mine.txt"} < names
-    assert "sqnr_mxfp4.png" not in names
-    assert main(["draw", str(dump / "mxfp8"), *options, "mxfp8"]) == 0
-    assert "kept what was there before as" in capsys.readouterr().out
-    [aside] = (tmp_path / "draw").glob("heatmaps_*")
-    assert {path.name for path in aside.iterdir()} == names
 
 
 def test_the_global_numbers_are_those_of_the_files(dump, drawn):
@@ -286,46 +229,6 @@ def test_what_a_dump_lacks_is_said(tmp_path, capsys):
     assert "no hifp8_analysis: hifp8 is not among the formats" in said
     assert "no block_analysis: none of the formats has blocks" in said
     assert not list((tmp_path / "draw").rglob("*.png"))
-
-
-@pytest.fixture
-def strange(tmp_path):
-    """Tensors of one value, without a finite one, and one of which only the name is known."""
-    first, weight, output, query, key, *_ = write_dump(tmp_path, layers=1, index=False)
-    for path, value in ((first, math.nan), (weight, 0.0), (query, math.inf), (key, 1.0)):
-        payload = torch.load(path, weights_only=True)
-        payload["tensor"] = torch.full_like(payload["tensor"], value)
-        torch.save(payload, path)
-    torch.save(torch.randn(8, 8), output.with_name(output.name.replace("_0003_", "_0900_")))
-    return tmp_path
-
-
-def test_strange_values_make_no_figure_fail(strange):
-    formats = (*FORMATS, "fp8_e4m3", "hifp4", "mxfp8:2d", "bf16")
-    store = TensorStore(strange)
-    material = Material(store, compute(store, formats), formats)
-    lacking = set()
-    for name, output in OUTPUTS.items():
-        try:
-            made = dict(output(material))
-        except NothingToDrawError:
-            lacking.add(name)
-            continue
-        assert made
-        for title, draw in made.items():
-            try:
-                with rc_context(RC):
-                    drawn = draw()
-                    assert drawn, title
-                    if isinstance(drawn, Figure):
-                        drawn.draw_without_rendering()  # lays out, so that ticks have their texts
-                        assert not [text for text in drawn.findobj(Text) if "$" in text.get_text()]
-            except NothingToDrawError:
-                lacking.add(f"{name}/{title}")
-    assert lacking == {"comparisons", "attention_maps"}
-    found = content(material)
-    assert found["cautions"][0]["kind"] == "nan"
-    json.dumps(found, allow_nan=False)
 
 
 @pytest.mark.parametrize(

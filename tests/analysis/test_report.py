@@ -173,7 +173,7 @@ def test_a_click_on_a_cell_opens_its_histogram_and_block_map(tab, page):
     assert tab.evaluate("$('blockmap').data[0].z.length") == detail["maps"]["mxfp8"]["rows"]
     scale = "#blockmap .cbaxis text"
     ticks = tab.evaluate(f"Array.from(document.querySelectorAll('{scale}'), (n) => n.textContent)")
-    exponents = [int(tick.replace("−", "-")) for tick in ticks]
+    exponents = [int(tick.replace("\N{MINUS SIGN}", "-")) for tick in ticks]
     assert exponents == sorted(set(exponents)) != []
     assert tab.messages == []
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from megatron.analysis import draw as drawing
 from megatron.analysis import making
 from megatron.analysis.__main__ import main
+from megatron.analysis.figures.material import Material, NothingToDrawError
 from megatron.analysis.output_names import SAYS
+from megatron.analysis.outputs import OUTPUTS
+from megatron.analysis.plots.style import RC
+from megatron.analysis.report.content import content
+from megatron.analysis.stats import compute
+from megatron.analysis.store import TensorStore
 from tests.analysis.drawing import write_probabilities
 from tests.analysis.fake_dump import LAYER, write_dump
 
@@ -113,6 +123,46 @@ def test_the_quick_look_computes_no_format_and_keeps_none(tmp_path):
 def test_the_manifest_of_another_program_is_no_hindrance(tmp_path, draw):
     write_dump(tmp_path / "logs", layers=1)
     (tmp_path / "draw").mkdir()
-    for content in ("[]", "{", json.dumps({"statistics": 5}), json.dumps({"statistics": {}})):
-        (tmp_path / "draw" / ".drawn.json").write_text(content)
+    for text in ("[]", "{", json.dumps({"statistics": 5}), json.dumps({"statistics": {}})):
+        (tmp_path / "draw" / ".drawn.json").write_text(text)
         assert draw(["statistics"]).kept == []
+
+
+@pytest.fixture
+def strange(tmp_path):
+    """Tensors of one value, without a finite one, and one of which only the name is known."""
+    first, weight, output, query, key, *_ = write_dump(tmp_path, layers=1, index=False)
+    for path, value in ((first, math.nan), (weight, 0.0), (query, math.inf), (key, 1.0)):
+        payload = torch.load(path, weights_only=True)
+        payload["tensor"] = torch.full_like(payload["tensor"], value)
+        torch.save(payload, path)
+    torch.save(torch.randn(8, 8), output.with_name(output.name.replace("_0003_", "_0900_")))
+    return tmp_path
+
+
+def test_strange_values_make_no_figure_fail(strange):
+    formats = (*FORMATS, "mxfp4", "fp8_e4m3", "hifp4", "mxfp8:2d", "bf16")
+    store = TensorStore(strange)
+    material = Material(store, compute(store, formats), formats)
+    lacking = set()
+    for name, output in OUTPUTS.items():
+        try:
+            made = dict(output(material))
+        except NothingToDrawError:
+            lacking.add(name)
+            continue
+        assert made
+        for title, draw in made.items():
+            try:
+                with rc_context(RC):
+                    drawn = draw()
+                    assert drawn, title
+                    if isinstance(drawn, Figure):
+                        drawn.draw_without_rendering()  # lays out, so that ticks have their texts
+                        assert not [text for text in drawn.findobj(Text) if "$" in text.get_text()]
+            except NothingToDrawError:
+                lacking.add(f"{name}/{title}")
+    assert lacking == {"comparisons", "attention_maps"}
+    found = content(material)
+    assert found["cautions"][0]["kind"] == "nan"
+    json.dumps(found, allow_nan=False)
