@@ -15,6 +15,7 @@ from megatron.fake_quant.codes import (
     unpack_nibbles,
 )
 from megatron.fake_quant.formats import ELEMENTS, S1P2, Cast, HiFloat8
+from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.names import get_element
 
 from . import oracle
@@ -237,3 +238,25 @@ def test_every_code_comes_back(element):
 def test_a_cast_has_no_table_of_codes():
     with pytest.raises(ValueError, match=r"bfloat16 has no table of codes here; use x\.to"):
         code_values(Cast(torch.bfloat16))
+
+
+@names
+@pytest.mark.parametrize("width", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_changes_no_bit_of_codes_and_scales(name, width):
+    """Of a run under torch.autocast; the transforms in front of them neither."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(48, 64, generator=generator)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = x.to(device)
+    plain = quantize(x, name, generator=seeded())
+    rotated = Hadamard(16, "nvfp4").apply(x)
+    with torch.autocast(device, dtype=width):
+        assert (x @ x.t()).dtype == width, "it is in force"
+        found = quantize(x, name, generator=seeded())
+        values = fake_quantize(x, name, generator=seeded())
+        assert torch.equal(Hadamard(16, "nvfp4").apply(x), rotated)
+    assert torch.equal(found.codes, plain.codes)
+    assert found.scales.parts().keys() == plain.scales.parts().keys()
+    for part, expected in plain.scales.parts().items():
+        assert torch.equal(found.scales.parts()[part], expected)
+    assert torch.equal(dequantize(plain), values)
