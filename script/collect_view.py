@@ -135,6 +135,7 @@ def print_report(
         if args.next:
             lines.append(f"  {'next':<10} {args.next}")
     lines += [f"  {'kept':<10} {why}" for why in sorted(tally.kept)]
+    lines += [f"  {'not kept':<10} the ring at {why}" for why in sorted(tally.let_go)]
     if args.may_be_empty and not tally.tensors:
         lines.append(f"  {'empty':<10} nothing happened that would have been collected")
     lines.append(f"  {'log':<10} {log}")

@@ -29,6 +29,7 @@ class Tally:
     iterations: set[int] = field(default_factory=set)
     limits: list[str] = field(default_factory=list)  #: where a rank stopped, one for each
     kept: set[str] = field(default_factory=set)  #: why a ring of iterations was written
+    let_go: set[str] = field(default_factory=set)  #: why one was not, at the end
     counts: dict[str, Counter[Any]] = field(
         default_factory=lambda: {name: Counter() for name in COUNTED}
     )
@@ -40,6 +41,8 @@ class Tally:
                 self.limits.append(str(record.get("why")))
             if record["event"] == "kept":
                 self.kept.add(str(record.get("why")))
+            if record["event"] == "let_go":
+                self.let_go.add(str(record.get("why")))
             return
         self.tensors += 1
         self.bytes += int(record.get("bytes", 0))

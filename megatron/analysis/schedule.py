@@ -12,7 +12,7 @@ without a gap, so where no number is missing nothing was lost, and a name that n
 note; else it is missing.
 
 A rank whose collection ended early (a limit, a full disk, a killed run) lacks what would have come
-later, which is a note too.
+later, which is a note too, as is what an iteration lacks of which a ring held the first part.
 """
 
 from __future__ import annotations
@@ -91,6 +91,15 @@ class _Run:
             for event in self.events
             if event["event"] in _ENDS
         ]
+
+    @cached_property
+    def partial(self) -> set[tuple[int, int]]:
+        """Rank and iteration where a rank says that it left something out."""
+        return {
+            (int((event.get("rank") or {}).get("world", 0)), event["iteration"])
+            for event in self.events
+            if event["event"] == "left_out" and isinstance(event.get("iteration"), int)
+        }
 
     @property
     def early(self) -> bool:
@@ -225,8 +234,9 @@ def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
                 lost = [n for n in expected if (rank, iteration, batch, module, n) not in have]
                 if lost:
                     where = f"iteration {iteration}, micro-batch {batch}, rank {rank}, {module}"
-                    later = rank in run.cut and iteration >= run.cut[rank]
-                    yield Finding("missing", where, ", ".join(lost), note=later)
+                    told = (rank, iteration) in run.partial
+                    told |= rank in run.cut and iteration >= run.cut[rank]
+                    yield Finding("missing", where, ", ".join(lost), note=told)
 
 
 def _passes_of_tensors(records: pd.DataFrame) -> set[tuple[int, int, int, str, str]]:

@@ -1,12 +1,14 @@
 """Writes records off the training path: training copies a tensor and goes on, threads write it.
 
 Tensors that wait take host memory, and that is bounded: where it is used up, training waits for the
-disk (back-pressure). A write that fails, or a disk that takes nothing for minutes, ends the writing
-of this rank. It never ends or holds up training: what still waits is dropped.
+disk (back-pressure), for so long at most that other ranks, which wait for this one, do not give up.
+A write that fails, or a disk that takes nothing for minutes, ends the writing of this rank. It
+never ends or holds up training: what still waits is dropped.
 """
 
 import contextlib
 import logging
+import math
 import queue
 import shutil
 import threading
@@ -38,6 +40,9 @@ class Writer(Protocol):
     pending_bytes: int
     disk: Disk | None
     written: tuple[int, int]
+    slow: str | None
+
+    def begin_iteration(self) -> None: ...
 
     def hold(
         self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
@@ -46,7 +51,8 @@ class Writer(Protocol):
     def fail(self, why: str) -> None: ...
     def append(self, line: dict[str, Any]) -> None: ...
     def write_run_card(self, card: dict[str, Any], *, last: bool) -> None: ...
-    def drain(self) -> None: ...
+    def wait(self) -> None: ...
+    def drain(self, seconds: float = math.inf) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -60,13 +66,19 @@ class BackgroundWriter:
         *,
         complete: Callable[[dict[str, Any]], dict[str, Any]] = dict,
         patience: float = PATIENCE,
+        longest: float = math.inf,
     ):
-        """`complete` makes an event what stands in the index."""
+        """`complete` makes an event what stands in the index; `longest` is for how many seconds
+        training may wait in one iteration.
+        """
         self.error: str | None = None  #: why writing has ended
         self.pending = 0  #: records that wait or are being written
         self.pending_bytes = 0  #: that they take on disk at most
         self.disk: Disk | None = None  #: as it was after the last write
+        self.slow: str | None = None  #: why training waits no more in this iteration
         self.memory = memory
+        self._longest = longest
+        self._waited = 0.0  #: seconds, in this iteration
         self._writer = writer
         self._complete = complete
         self._patience = patience
@@ -92,6 +104,10 @@ class BackgroundWriter:
         """Files and bytes on disk."""
         return self._writer.records, self._writer.bytes
 
+    def begin_iteration(self) -> None:
+        """All ranks were at one place, so that none waits for this one yet."""
+        self.slow, self._waited = None, 0.0
+
     def hold(
         self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
     ) -> HostCopy | None:
@@ -109,7 +125,7 @@ class BackgroundWriter:
             return None
 
         def make_room() -> bool:
-            return self._wait_for_one() if self.pending else evict()
+            return self._let_training_wait() if self.pending else evict()
 
         copy = self.memory.copy(tensor, make_room)
         for name, part in scales.items() if copy is not None else ():
@@ -154,10 +170,19 @@ class BackgroundWriter:
         if not self._dead:
             self._writer.write_run_card(card, last=last)
 
-    def drain(self) -> None:
-        """Wait until everything is written, or the writing has ended."""
-        while self.pending and self._wait_for_one():
+    def wait(self) -> None:
+        """Have training wait until everything is written, or for as long as it may."""
+        while self.pending and self._let_training_wait():
             pass
+
+    def drain(self, seconds: float = math.inf) -> bool:
+        """Wait until everything is written, or the writing has ended; False: neither is so after
+        `seconds`.
+        """
+        end = time.monotonic() + seconds
+        while self.pending and self.error is None and time.monotonic() < end:
+            self._wait_for_one(end)
+        return not self.pending or self.error is not None
 
     def close(self) -> None:
         """Write what waits, and end the threads."""
@@ -172,15 +197,31 @@ class BackgroundWriter:
             self._write_events()
             self._writer.close()
 
-    def _wait_for_one(self) -> bool:
-        """Until a write has finished; False if the writing has ended."""
+    def _let_training_wait(self) -> bool:
+        """Until a write has finished; False if the writing has ended, or training may not wait."""
+        began = time.monotonic()
+        found = self._wait_for_one(began + self._longest - self._waited)
+        self._waited += time.monotonic() - began
+        if not found and self.error is None:
+            self.slow = (
+                f"the disk is slow, for which training has waited {self._waited:.3g} s in one "
+                "iteration, and the other ranks (--distributed-timeout-minutes) wait no longer "
+                "than twice that; select less, or give more --collect-max-host-gib"
+            )
+        return found
+
+    def _wait_for_one(self, end: float) -> bool:
+        """Until a write has finished; False if the writing has ended, or none has before `end`."""
         with self.memory.changed:
             before = self.pending
             while self.error is None and 0 < self.pending == before:
-                left = self._latest + self._patience - time.monotonic()
+                now = time.monotonic()
+                if now >= end:
+                    return False
+                left = self._latest + self._patience - now
                 if left <= 0:
                     break
-                self.memory.changed.wait(left)
+                self.memory.changed.wait(min(left, end - now))
             else:
                 return self.error is None
         self._dead = True

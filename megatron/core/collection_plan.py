@@ -8,6 +8,7 @@ them at times the size of a file: that is reckoned with, so that the plan is wha
 the byte. Experts get other tokens in every iteration: their sizes are those of the one that ran.
 """
 
+import math
 import shutil
 import socket
 from collections import Counter
@@ -57,6 +58,7 @@ class CountingWriter:
     pending = 0
     pending_bytes = 0
     disk = None
+    slow = None
 
     def __init__(self) -> None:
         self.records = 0
@@ -93,8 +95,15 @@ class CountingWriter:
     def write_run_card(self, card: dict[str, Any], *, last: bool) -> None:
         """There is no run card."""
 
-    def drain(self) -> None:
+    def begin_iteration(self) -> None:
+        """Training waits for nothing."""
+
+    def wait(self) -> None:
         """Nothing waits."""
+
+    def drain(self, seconds: float = math.inf) -> bool:
+        """Nothing waits."""
+        return True
 
     def close(self) -> None:
         """There is nothing open."""

@@ -1,5 +1,6 @@
 """The flags of a collection, read together: what to collect, where, when and how much."""
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from megatron.fake_quant import policy
 from megatron.tensor_record import safe_name
 
 DEFAULT_DIRECTORY = "enhanced_tensor_logs"
+TIMEOUT = 10  #: minutes; of a collective, where the trainer's arguments do not say it
+TURN = 30.0  #: seconds
 RING_FLAGS = (
     "collect_ring",
     "collect_ring_events",
@@ -40,6 +43,20 @@ class Settings:
     limits: Limits  #: of this rank
     ring: RingSettings | None = None  #: None: everything is written
     flag_file: FlagFile | None = None  #: None: always on
+    #: Seconds after which a rank that waits for another gives up: a collective's.
+    timeout: float = math.inf
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that training may wait for the disk in one iteration, at whose end at the latest
+        the other ranks wait for this one.
+        """
+        return self.timeout / 2
+
+    @property
+    def turn(self) -> float:
+        """Seconds after which a rank that waits for its disk tells the others that it is there."""
+        return min(self.timeout / 4, TURN)
 
     def describe(self) -> dict[str, Any]:
         """As plain values, for the run card."""
@@ -98,6 +115,9 @@ def read_settings(
         ),
         ring=ring,
         flag_file=flag_file,
+        timeout=60.0 * (args.get("distributed_timeout_minutes") or TIMEOUT)
+        if world_size > 1
+        else math.inf,
     )
 
 

@@ -4,8 +4,11 @@ that what came before a loss spike is there to be looked at.
 `--collect-ring K` holds K iterations, or as many as `--collect-max-host-gib` has room for. When
 `Anomalies` finds one unusual, that iteration and those before it are written, and the ring begins
 anew. After a few such events it ends: a run that stays broken would fill the disk.
+
+Of an iteration that alone is more than there is room for, the ring holds what came first.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +17,11 @@ from typing import Any
 from megatron.core.anomalies import Anomalies, Jumps
 from megatron.core.host_memory import HostCopy
 
+logger = logging.getLogger(__name__)
+
 EVENTS = 3  #: times that a ring is written
+
+Lost = list[tuple[int, dict[str, Any]]]  #: bytes and fields of tensors that are not held
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,7 @@ class RingSettings:
 class _Iteration:
     number: int
     held: list[tuple[HostCopy, dict[str, Any]]] = field(default_factory=list)
+    lost: Lost = field(default_factory=list)
 
 
 class Ring:
@@ -77,7 +85,7 @@ class Ring:
     def __init__(self, settings: RingSettings):
         self.settings = settings
         self.kept = 0  #: events
-        self.shortened = False  #: memory had no room for all iterations
+        self._shortened = False  #: memory had no room for all iterations
         self._anomalies = Anomalies(settings.jumps)
         self._iterations: deque[_Iteration] = deque()
 
@@ -96,11 +104,31 @@ class Ring:
         """Hold one tensor of the iteration under way."""
         self._iterations[-1].held.append((copy, fields))
 
+    def lose(self, size: int, fields: dict[str, Any]) -> None:
+        """Note one tensor of the iteration under way for which there is no room."""
+        self._iterations[-1].lost.append((size, fields))
+
+    @property
+    def cut(self) -> bool:
+        """Whether the iteration under way has lost a tensor: it then loses the others too."""
+        return bool(self._iterations[-1].lost)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Iterations in the ring, oldest first."""
+        return [iteration.number for iteration in self._iterations]
+
     def evict(self) -> bool:
         """Give back the memory of the oldest iteration; False: there is only the one under way."""
         if len(self._iterations) <= 1:
             return False
-        self.shortened = True
+        if not (self._shortened or self.cut):
+            self._shortened = True
+            logger.warning(
+                "the ring holds fewer than %d iterations: --collect-max-host-gib has no room for "
+                "more than %d of this size; raise it, or select less",
+                *(self.settings.iterations, len(self._iterations) - 1),
+            )
         self._drop_oldest()
         return True
 
@@ -109,9 +137,13 @@ class Ring:
         why = self._anomalies.look(iteration, loss, grad_norm)
         return None if self.over else why
 
-    def release(self, submit: Callable[[HostCopy, dict[str, Any]], bool]) -> list[int]:
-        """Hand everything to `submit`, oldest first; returns the iterations of which that took
-        anything.
+    def release(
+        self,
+        submit: Callable[[HostCopy, dict[str, Any]], bool],
+        leave_out: Callable[[Lost], None],
+    ) -> list[int]:
+        """Hand everything to `submit`, oldest first, and what an iteration has lost to `leave_out`;
+        returns the iterations of which `submit` took anything.
 
         An event counts where iterations were collected, also on a rank that writes none of them:
         all ranks must agree on when the ring is over.
@@ -123,6 +155,8 @@ class Ring:
             taken = [submit(copy, fields) for copy, fields in iteration.held]
             if any(taken):
                 numbers.append(iteration.number)
+            if iteration.lost:
+                leave_out(iteration.lost)
         return numbers
 
     def clear(self) -> None:

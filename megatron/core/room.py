@@ -6,37 +6,40 @@ from typing import Any
 from megatron.core.background_writer import Writer
 from megatron.core.collection_limits import OVERHEAD, gib
 from megatron.core.collection_settings import Settings
+from megatron.core.ring import Lost
 
 logger = logging.getLogger(__name__)
 
 
 class Room:
-    """Of one rank. From the first tensor that finds no room, none is written."""
+    """Of one rank. From the first tensor that finds no room, none is written; a ring begins anew
+    with the next iteration where it was the memory that had none.
+    """
 
     def __init__(self, settings: Settings, writer: Writer, rank: int):
-        self.limit: str | None = None  #: which one was reached, and where
+        self.limit: str | None = None  #: the first one that was reached, and where
+        self.full: str | None = None  #: the one for which nothing more is written
         self.dropped = 0  #: tensors that were not written for that
         self.dropped_bytes = 0
         self._settings = settings
         self._writer = writer
         self._rank = rank
-        self._full: str | None = None  #: the limit, if it is one of what may be written
+        self._ring_warned = False
 
     def take(self, size: int, fields: dict[str, Any]) -> bool:
         """Whether a tensor of `size` bytes may be written; it counts as dropped if not."""
         try:
-            why = self._full or self._what_is_over(size + OVERHEAD)
+            why = self.full or self._what_is_over(size + OVERHEAD)
             if why is not None and self._writer.pending:  # of these the sizes are not known yet
-                self._writer.drain()
-                why = self._full or self._what_is_over(size + OVERHEAD)
+                self._writer.wait()
+                why = self.full or self._what_is_over(size + OVERHEAD)
         except OSError as error:
             folder = self._settings.directory
             self._writer.fail(f"cannot write to {folder}: {error}; name another --tensor-save-dir")
             return False
         if why is None:
             return True
-        self._full = why
-        self.drop(size, fields, why)
+        self._end(size, fields, why)
         return False
 
     def _what_is_over(self, most: int) -> str | None:
@@ -47,26 +50,52 @@ class Room:
         needed = writer.pending_bytes + most
         return why or limits.of_disk(self._settings.directory, needed, disk)
 
-    def drop(self, size: int, fields: dict[str, Any], why: str) -> None:
-        """Leave a tensor out for a limit, and say so the first time."""
-        if self.limit is None:
-            self.limit = (
-                f"{why}: rank {self._rank} stopped collecting at {gib(size)} of "
-                f"{fields['tensor_name']} of {fields['module'] or 'a layer'}, iteration "
-                f"{fields['iteration']}, micro-batch {fields['micro_batch']}"
-            )
+    def drop_for_memory(self, size: int, fields: dict[str, Any]) -> None:
+        """Leave a tensor out that the host's memory cannot hold, and all that follow."""
+        self._end(size, fields, self._why_no_memory)
+
+    @property
+    def _why_no_memory(self) -> str:
+        most = gib(self._settings.limits.host_bytes or 0)
+        return self._writer.slow or f"--collect-max-host-gib lets this rank hold {most}"
+
+    def warn_of_ring(self, size: int, fields: dict[str, Any]) -> None:
+        """Say once that a ring cannot hold a whole iteration; it may never be written."""
+        if self.full is None and not self._ring_warned:
+            self._ring_warned = True
             logger.warning(
-                "%s, with %d tensors, %s, written; what follows is dropped, training goes on",
-                *(self.limit, self._writer.records, gib(self._writer.bytes)),
+                "%s: the ring of rank %d holds the first part of iteration %d only, up to %s; "
+                "select less, or raise --collect-max-host-gib",
+                *(self._why_no_memory, self._rank, fields["iteration"], _what(size, fields)),
             )
-            self._writer.append({"event": "limited", "why": self.limit})
+
+    def leave_out(self, lost: Lost) -> None:
+        """Count what an iteration of a ring that is written lacks."""
+        why = self.full or self._why_no_memory
+        size, fields = lost[0]
+        if self.limit is None:
+            self._reached(f"{why}: rank {self._rank} left out {_what(size, fields)}, and the rest")
+        total = sum(size for size, _ in lost)
+        self.dropped += len(lost)
+        self.dropped_bytes += total
+        event = {"event": "left_out", "iteration": fields["iteration"], "why": why}
+        self._writer.append(event | {"tensors": len(lost), "bytes": total})
+
+    def _end(self, size: int, fields: dict[str, Any], why: str) -> None:
+        """Leave a tensor out, and all that follow; say so the first time."""
+        if self.full is None:
+            self.full = why
+            self._reached(f"{why}: rank {self._rank} stopped collecting at {_what(size, fields)}")
         self.dropped += 1
         self.dropped_bytes += size
 
-    def drop_for_memory(self, size: int, fields: dict[str, Any]) -> None:
-        """Leave a tensor out that the host's memory cannot hold."""
-        most = gib(self._settings.limits.host_bytes or 0)
-        self.drop(size, fields, f"--collect-max-host-gib lets this rank hold {most}")
+    def _reached(self, limit: str) -> None:
+        self.limit = self.limit or limit
+        logger.warning(
+            "%s, with %d tensors, %s, written; training goes on",
+            *(limit, self._writer.records, gib(self._writer.bytes)),
+        )
+        self._writer.append({"event": "limited", "why": limit})
 
     def close(self) -> None:
         """Say in the index what was left out, if anything was."""
@@ -74,3 +103,10 @@ class Room:
             tensors, size = self.dropped, self.dropped_bytes
             event = {"event": "dropped", "tensors": tensors, "bytes": size, "why": self.limit}
             self._writer.append(event)
+
+
+def _what(size: int, fields: dict[str, Any]) -> str:
+    return (
+        f"{gib(size)} of {fields['tensor_name']} of {fields['module'] or 'a layer'}, iteration "
+        f"{fields['iteration']}, micro-batch {fields['micro_batch']}"
+    )

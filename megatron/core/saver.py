@@ -22,7 +22,8 @@ from megatron.core.ring import Ring
 from megatron.core.room import Room
 from megatron.core.run_card import collect_run_card, rank_coordinates
 from megatron.core.uninterrupted import uninterrupted
-from megatron.tensor_record import OF_ITERATION, TIMESTAMP, TensorRecord
+from megatron.core.weights_once import WeightsOnce
+from megatron.tensor_record import TIMESTAMP, TensorRecord
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class TensorSaver:
         self.blocked = 0.0  #: seconds that training spent here
         self._counter = 0
         self._wanted: dict[tuple[ModuleIdentity, str], bool] = {}
-        self._weights: set[tuple[int, str, str]] = set()  #: those saved in this iteration
+        self._weights = WeightsOnce()
         self._writes = self.coordinates["world"] in settings.selection.ranks
         self._card = card or {}
         self._ring = None if settings.ring is None else Ring(settings.ring)
@@ -66,7 +67,12 @@ class TensorSaver:
         limits = self.settings.limits
         assert limits.host_bytes is not None, "the limits are a rank's share"
         files = RecordWriter(self.settings.directory, self.run_id, self.coordinates["world"])
-        return BackgroundWriter(files, HostMemory(limits.host_bytes), complete=self._complete)
+        return BackgroundWriter(
+            files,
+            HostMemory(limits.host_bytes),
+            complete=self._complete,
+            longest=self.settings.longest_wait,
+        )
 
     def _complete(self, event: dict[str, Any]) -> dict[str, Any]:
         """An event of this run, as the index has it."""
@@ -95,12 +101,13 @@ class TensorSaver:
 
     def begin_iteration(self) -> None:
         """Look whether the iteration that begins now is collected; collective with a flag file."""
+        self._writer.begin_iteration()
         if self._flag is not None and self._flag.look():
             state = "on" if self._flag.on else "off"
             if self.is_first:
                 logger.info("collection %s from iteration %d on", state, clock.iteration)
             self._writer.append({"event": "switched", "to": state, "iteration": clock.iteration})
-        self._weights.clear()
+        self._weights.begin_iteration()
         if self._ring is not None and self._collects(clock.iteration):
             self._ring.begin(clock.iteration)
 
@@ -124,11 +131,19 @@ class TensorSaver:
         """Write the ring; returns a line about it, or None if nothing was in it."""
         assert self._ring is not None, "there is a ring"
         before = self._ring.kept
-        iterations = self._ring.release(self._submit_if_room)
+        iterations = self._ring.release(self._submit_if_room, self._room.leave_out)
         if self._ring.kept == before:
             return None
         self._writer.append({"event": "kept", "why": why, "iterations": iterations})
         return f"{why}: the ring is kept ({self._ring.kept} of {self._ring.settings.events})"
+
+    def _let_go(self, why: str) -> None:
+        """Say that a ring is not written."""
+        assert self._ring is not None, "there is a ring"
+        if iterations := self._ring.numbers:
+            if self.is_first:
+                logger.warning("%s: the ring of iterations %s is not kept", why, iterations)
+            self._writer.append({"event": "let_go", "why": why, "iterations": iterations})
 
     def _collects(self, iteration: int) -> bool:
         """The same on every rank."""
@@ -165,7 +180,7 @@ class TensorSaver:
         """Take one tensor, or the part that is selected, and the scales of codes; a failure or a
         limit ends the collection of this rank, not the training.
         """
-        if self.error is not None or not self._is_new(fields):
+        if self.error is not None or not self._weights.is_new(fields):
             return
         part, where = self.settings.selection.slices.cut(tensor.detach(), fields["dims"])
         if part is None:
@@ -182,33 +197,25 @@ class TensorSaver:
         """End the collection of this rank for want of memory, not the training."""
         self._writer.fail(f"{why}; select less, or lower --collect-max-host-gib")
 
-    def _is_new(self, fields: dict[str, Any]) -> bool:
-        """Whether it is not a weight that this iteration has shown before: it is the same in every
-        micro-batch, and when it is recomputed.
-        """
-        name, rounding = fields["tensor_name"], (fields.get("codes") or {}).get("rounding")
-        if name not in OF_ITERATION or rounding == "stochastic" or not fields["module"]:
-            return True
-        key = (fields["iteration"], fields["module"], name)
-        if key in self._weights:
-            return False
-        self._weights.add(key)
-        return True
-
     def _take(
         self, part: torch.Tensor, scales: dict[str, torch.Tensor], fields: dict[str, Any]
     ) -> None:
         """Copy a tensor to the host, for the writer or for the ring."""
         size = sum(each.numel() * each.element_size() for each in (part, *scales.values()))
-        if self._ring is None and not self._room.take(size, fields):
+        ring, copy = self._ring, None
+        if ring is None and not self._room.take(size, fields):
             return
-        evict = self._ring.evict if self._ring is not None else _nothing_to_evict
-        copy = None if self._room.limit else self._writer.hold(part, scales, evict)
+        if ring is None or not (self._room.full or ring.cut):
+            evict = _nothing_to_evict if ring is None else ring.evict
+            copy = self._writer.hold(part, scales, evict)
         if copy is not None:
-            add = self._submit if self._ring is None else self._ring.add
+            add = self._submit if ring is None else ring.add
             add(copy, fields)
-        elif self.error is None:
+        elif self.error is None and ring is None:
             self._room.drop_for_memory(size, fields)
+        elif self.error is None:
+            self._room.warn_of_ring(size, fields)
+            ring.lose(size, fields)
 
     def _submit_if_room(self, copy: HostCopy, fields: dict[str, Any]) -> bool:
         found = self.error is None and self._room.take(copy.nbytes, fields)
@@ -256,15 +263,21 @@ class TensorSaver:
             card = self._card | {"iterations": clock.completed} | outcome
             self._writer.write_run_card(card, last=status != "running")
 
-    def close(self, aborted: str | None = None) -> str | None:
+    def settled(self, seconds: float) -> bool:
+        """Whether everything is on disk, after a wait of so many seconds at most."""
+        with uninterrupted:
+            return self._writer.drain(seconds)
+
+    def close(self, aborted: str | None = None, *, interrupted: bool = False) -> str | None:
         """End the collection; returns what went wrong with it, if anything did.
 
         Args:
             aborted: why the training ended before its time, if it did. A ring is kept then.
+            interrupted: it was told to end, which is nothing to keep a ring for.
         """
         if self._ring is not None:
             if aborted is not None and not self._ring.over:
-                self.keep(aborted)
+                self._let_go(aborted) if interrupted else self.keep(aborted)
             self._ring.clear()
         ranks = self.ranks or [self.outcome()]
         self._room.close()

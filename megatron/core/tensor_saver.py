@@ -258,6 +258,9 @@ def settle() -> list[str]:
     """
     if _saver is None:
         return []
+    # In turns: no rank waits in a collective for as long as another's disk may take.
+    while not all(from_all_ranks(_saver.settled(_saver.settings.turn))):
+        pass
     _saver.ranks = from_all_ranks(_saver.outcome())
     return [
         f"{rank['limit']}; dropped were {rank['dropped_tensors']} tensors, "
@@ -267,17 +270,18 @@ def settle() -> list[str]:
     ]
 
 
-def close(aborted: str | None = None) -> str | None:
+def close(aborted: str | None = None, *, interrupted: bool = False) -> str | None:
     """End the collection; returns what went wrong with it on this rank, after `settle` on any of
     them, or None.
 
     Args:
-        aborted: why the training ended before its time, for the run card.
+        aborted: why the training ended before its time, for the run card; a ring is written then.
+        interrupted: it was told to end: there is nothing in the ring to look at.
     """
     global _saver
     with uninterrupted:
         saver, _saver = _saver, None
-        return None if saver is None else saver.close(aborted)
+        return None if saver is None else saver.close(aborted, interrupted=interrupted)
 
 
 def close_at_exit() -> None:
@@ -285,4 +289,5 @@ def close_at_exit() -> None:
     if os.getpid() != _owner:  # a process forked from here, without the writer's threads
         return
     error = getattr(sys, "last_value", None)  # what Python has just printed the traceback of
-    close(None if error is None else f"{type(error).__name__}: {error}")
+    why = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
+    close(why, interrupted=not isinstance(error, Exception))

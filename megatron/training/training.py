@@ -74,7 +74,8 @@ def pretrain(run: Run) -> None:
         Loop(run, trained, progress, datasets, timers).run()
         report_limits()
     except BaseException as error:
-        tensor_saver.close(aborted=str(error) or type(error).__name__)
+        why = str(error) or type(error).__name__
+        tensor_saver.close(aborted=why, interrupted=not isinstance(error, Exception))
         raise
     close_collection()
 

@@ -200,6 +200,28 @@ def test_what_a_rank_lacks_that_reached_a_limit_is_a_note(tmp_path):
     assert "iteration 1, micro-batch 0, rank 1" in lost, "before its end nothing may be missing"
 
 
+def test_what_a_ring_says_that_it_left_out_of_an_iteration_is_a_note(tmp_path):
+    write_dump(tmp_path, layers=1, iterations=2)
+    [index] = tmp_path.glob("*.jsonl")
+    lines = [json.loads(line) for line in index.read_text().splitlines()]
+    kept = [line for line in lines if line["iteration"] == 2 or line["counter"] <= 3]
+    for number, line in enumerate(kept, 1):
+        line["counter"] = number
+    index.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    for line in lines:
+        if line not in kept:
+            (tmp_path / line["file"]).unlink()
+    change_card(tmp_path, arguments={"collect_ring": 2})
+    assert errors(tmp_path)[0], "nobody has said so"
+    with index.open("a") as file:
+        for iteration in (1, "one"):
+            event = {"event": "left_out", "iteration": iteration, "rank": {"world": 0}}
+            file.write(json.dumps(event | {"run_id": RUN}) + "\n")
+    missing, notes = errors(tmp_path)
+    assert missing == []
+    assert "missing" in {note.what for note in notes}
+
+
 def test_without_such_an_event_it_is_a_loss(tmp_path):
     ends_early(tmp_path, rank=1, after=len(LAYER) + 3)
     missing, _ = errors(tmp_path, "finished")

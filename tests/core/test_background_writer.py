@@ -107,6 +107,27 @@ def test_training_waits_for_the_disk_where_memory_is_used_up(disk):
     writer.close()
 
 
+def test_training_does_not_wait_so_long_that_other_ranks_give_up(disk):
+    """It is a limit: what was taken is still written."""
+    writer = BackgroundWriter(disk, HostMemory(3 * SIZE), longest=0.3)
+    fill(writer, 3)
+    began = time.monotonic()
+    assert writer.hold(TENSOR, {}, nothing) is None
+    assert writer.hold(TENSOR, {}, nothing) is None, "together, not each"
+    writer.wait()
+    assert 0.3 <= time.monotonic() - began < 5.0
+    assert "for which training has waited 0.3 s in one iteration" in writer.slow
+    assert writer.error is None
+    writer.begin_iteration()
+    assert writer.slow is None
+    assert not writer.drain(0.1), "not yet"
+    disk.open.set()
+    assert writer.drain()
+    fill(writer, 1)
+    writer.close()
+    assert writer.written[0] == 4
+
+
 def test_what_is_written_is_whole_and_in_the_index_once(tmp_path):
     writer = BackgroundWriter(RecordWriter(tmp_path, "run", 0), HostMemory(16 * SIZE))
     fill(writer, 60)

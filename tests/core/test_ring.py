@@ -115,16 +115,71 @@ def test_a_ring_holds_what_memory_has_room_for(tmp_path):
 
 def test_an_iteration_that_memory_has_no_room_for_is_a_limit(tmp_path, caplog):
     configure(tmp_path, collect_ring=2, collect_max_host_gib=3 * SIZE / GIB)
-    train(tensors=4)
-    assert train(loss=math.nan, tensors=4)
-    assert saved_iterations(tmp_path) == [1, 1, 1], "what memory did hold is not lost"
-    train(), train()
-    assert train(loss=math.nan)
-    kept = [event["iterations"] for event in events(tmp_path) if event["event"] == "kept"]
-    assert kept == [[1], []], "of iterations that were written"
+    train(tensors=5)
+    (said,) = caplog.messages
+    assert "the ring of rank 0 holds the first part of iteration 1 only" in said
+    assert train(loss=math.nan, tensors=5)
+    assert saved_iterations(tmp_path) == [2, 2, 2], "what memory did hold is not lost"
     (line,) = tensor_saver.settle()
-    assert "--collect-max-host-gib lets this rank hold 288 bytes: rank 0 stopped collecting" in line
-    assert sum("stopped collecting" in m for m in caplog.messages) == 1
+    assert "--collect-max-host-gib lets this rank hold 288 bytes: rank 0 left out 96 byte" in line
+    assert "iteration 2, micro-batch 0, and the rest; dropped were 2 tensors, 192 bytes" in line
+
+
+def test_a_ring_recovers_from_an_iteration_that_it_had_no_room_for(tmp_path, caplog):
+    configure(tmp_path, collect_ring=3, collect_max_host_gib=3 * SIZE / GIB)
+    for _ in range(2):
+        train(tensors=5)
+        for _ in range(3):
+            train()
+        assert train(loss=math.nan)
+    assert saved_iterations(tmp_path) == [3, 4, 5, 8, 9, 10]
+    tensor_saver.settle()
+    assert tensor_saver.close() is None
+    (card,) = tmp_path.glob("run_*.json")
+    assert json.loads(card.read_text())["status"] == "finished", "those two were never wanted"
+    assert sum("holds the first part" in m for m in caplog.messages) == 1, "it is said once"
+
+
+def test_what_an_iteration_of_a_kept_ring_lacks_is_told_and_later_ones_are_whole(tmp_path):
+    configure(tmp_path, collect_ring=2, collect_max_host_gib=3 * SIZE / GIB)
+    train(loss=math.nan, tensors=5)
+    train()
+    train(loss=math.nan, tensors=2)
+    assert saved_iterations(tmp_path) == [1, 1, 1, 2, 3, 3]
+    tensor_saver.settle()
+    tensor_saver.close()
+    (card,) = tmp_path.glob("run_*.json")
+    content = json.loads(card.read_text())
+    assert content["status"] == "limited"
+    assert (content["ranks"][0]["dropped_tensors"], content["ranks"][0]["tensors"]) == (2, 6)
+    (left_out,) = [event for event in events(tmp_path) if event["event"] == "left_out"]
+    assert (left_out["iteration"], left_out["tensors"], left_out["bytes"]) == (1, 2, 2 * SIZE)
+
+
+def test_a_ring_that_may_write_no_more_counts_what_it_would_have_written(tmp_path):
+    configure(tmp_path, collect_ring=1, collect_max_files=2)
+    train(loss=math.nan, tensors=3)
+    train()
+    train(loss=math.nan, tensors=4)
+    train(tensors=7)
+    assert saved_iterations(tmp_path) == [1, 1]
+    (line,) = tensor_saver.settle()
+    assert "--collect-max-files lets this rank write 2: rank 0 stopped collecting" in line
+    assert "dropped were 5 tensors" in line, "not those that no event asked for"
+
+
+def test_a_signal_is_nothing_to_keep_a_ring_for(tmp_path, caplog):
+    """A scheduler that ends a job kills it half a minute later, however much there is to write."""
+    configure(tmp_path, collect_ring=2)
+    for _ in range(5):
+        train()
+    tensor_saver.close(aborted="SIGTERM", interrupted=True)
+    assert list(tmp_path.glob("*.pt")) == []
+    (event,) = events(tmp_path)
+    assert (event["event"], event["why"], event["iterations"]) == ("let_go", "SIGTERM", [4, 5])
+    assert "SIGTERM: the ring of iterations [4, 5] is not kept" in caplog.messages
+    (card,) = tmp_path.glob("run_*.json")
+    assert json.loads(card.read_text())["status"] == "aborted"
 
 
 def test_only_selected_iterations_enter_the_ring(tmp_path):

@@ -80,6 +80,11 @@ def main() -> int:
         with index.open("a") as lines:
             event = {"event": "limited", "why": "--collect-max-files lets this rank write 6"}
             lines.write(json.dumps(event) + "\n")
+    if behaviour == "ring":  # one was written, and at the end one was not
+        (index,) = folder.glob("index_*.jsonl")
+        with index.open("a") as lines:
+            for event, why in (("kept", "loss nan at iteration 7"), ("let_go", "SIGTERM")):
+                lines.write(json.dumps({"event": event, "why": why}) + "\n")
     if behaviour == "slow":  # it trains on without collecting
         for iteration in range(10):
             print(f" iteration {iteration}", flush=True)

@@ -63,6 +63,14 @@ def test_a_collection_up_to_a_limit_is_neither_complete_nor_failed(tmp_path):
     assert "mxfp8: 6 tensors" in done.stdout
 
 
+def test_the_report_says_what_became_of_a_ring(tmp_path):
+    done = collect(tmp_path, "ring")
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "kept loss nan at iteration 7" in lines
+    assert "not kept the ring at SIGTERM" in lines
+
+
 def test_training_that_logs_iterations_it_does_not_collect_does_not_stall(tmp_path):
     done = collect(tmp_path, "slow", "--stall-timeout", "0.6")
     assert done.returncode == 0, done.stderr
