@@ -84,7 +84,7 @@ class Limits:
         """What each of `ranks` may write, and of host memory each of those on one machine.
 
         Raises:
-            ValueError: not one file each.
+            ValueError: not one file each, or more memory than there is.
         """
         if self.max_files is not None and self.max_files < ranks:
             raise ValueError(
@@ -92,6 +92,11 @@ class Limits:
                 f"ranks that collect; give {ranks} or more, or fewer ranks with --collect-ranks"
             )
         host = default_host_bytes() if self.host_bytes is None else self.host_bytes
+        if host > machine_memory():
+            raise ValueError(
+                f"--collect-max-host-gib {host / GIB:g} is more than the {gib(machine_memory())} "
+                "of memory that there is; give less, so that there is room for training too"
+            )
         return replace(
             self,
             max_bytes=None if self.max_bytes is None else self.max_bytes // ranks,

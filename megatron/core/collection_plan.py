@@ -134,6 +134,7 @@ class Segment:
     tensors: Counter[tuple[int, str, str]]  #: of one iteration, by layer, layer type and name
     bytes: Counter[tuple[int, str, str]]
     held: int  #: bytes of host memory that one iteration takes, if nothing of it is written yet
+    largest: int  #: bytes of host memory that one tensor takes at most
 
 
 @dataclass(frozen=True)
@@ -248,8 +249,8 @@ class _Sizes:
             of = (record.layer_idx, record.layer_type, record.tensor_name)
             tensors[of] += 1
             size[of] += self._known[key]
-        held = sum(uncopied.held for _, uncopied, _ in self._counted)
-        return Segment(start, stop, tensors, size, held)
+        held = [uncopied.held for _, uncopied, _ in self._counted]
+        return Segment(start, stop, tensors, size, sum(held), max(held, default=0))
 
 
 def _width(number: int) -> int:

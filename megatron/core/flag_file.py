@@ -35,6 +35,11 @@ class FlagFile:
                 f"--collect-flag-file {path!r}: its folder does not exist; make it, or name a file "
                 "in one that does (the file itself need not be there)"
             )
+        if Path(path).is_dir():
+            raise ValueError(
+                f"--collect-flag-file {path!r} is a folder, which is always there; name a file in "
+                "it that does not exist yet"
+            )
         return cls(Path(path))
 
     def look(self) -> bool:

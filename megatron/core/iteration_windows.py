@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, takewhile
 
 ENDLESS = sys.maxsize
 
@@ -32,6 +31,11 @@ class Iterations:
             if rest := window[passed:]:
                 left.append(rest)
         return Iterations(tuple(left), self.source)
+
+    def until(self, last: int) -> "Iterations":
+        """Those up to `last`."""
+        cut = (range(w.start, min(w.stop, last + 1), w.step) for w in self.windows)
+        return Iterations(tuple(filter(None, cut)), self.source)
 
     def count(self) -> int | None:
         """How many there are; None without an end."""
@@ -120,25 +124,30 @@ def how_many(control_iter: int | None, iterations: Iterations, done: int) -> int
 def check_in_run(
     iterations: Iterations, control_iter: int, done: int, train_iters: int | None
 ) -> None:
-    """Refuse windows that this run never enters, or leaves before it has collected enough.
+    """Refuse windows that this run never enters, and more iterations than it trains.
 
     Raises:
-        ValueError: see above; nothing is refused where no flag named iterations.
+        ValueError: see above.
     """
-    if not iterations.source or (train_iters is not None and done >= train_iters):
+    if train_iters is not None and done >= train_iters:
         return
-    most = ENDLESS if train_iters is None else train_iters
-    trained = takewhile(lambda each: each <= most, iterations.after(done))
-    found = list(islice(trained, max(control_iter, 1)))
-    if not found:
+    trained = iterations.after(done)
+    trained = trained if train_iters is None else trained.until(train_iters)
+    found = trained.count()
+    if found == 0:
         end = "on" if train_iters is None else f"to {train_iters}"
         raise ValueError(
             f"{iterations.source} names none of the iterations that this run trains, {done + 1} "
             f"{end}; name some of these, or raise --train-iters"
         )
-    if len(found) < control_iter:
+    if found is not None and found < control_iter:
+        if not iterations.source:
+            raise ValueError(
+                f"--control-iter {control_iter} is more than the {found} iteration(s) that this "
+                f"run trains, {done + 1} to {train_iters}; lower it, or raise --train-iters"
+            )
         raise ValueError(
-            f"{iterations.source} names {len(found)} of the iterations {done + 1} to {train_iters} "
+            f"{iterations.source} names {found} of the iterations {done + 1} to {train_iters} "
             f"that this run trains, fewer than the {control_iter} to collect; raise --train-iters, "
-            f"or give --control-iter {len(found)}"
+            f"or give --control-iter {found}"
         )

@@ -70,17 +70,18 @@ def _named(iterations: Iterable[int]) -> str:
 
 def _disks(plan: Plan, of_rank: dict[int, Counter[str]]) -> list[str]:
     """A line a machine: what its ranks write, against the free space of its disk."""
+    events = 1 if plan.settings.ring is None else plan.settings.ring.events
     lines = [
         f"  folder {plan.settings.directory}; the indexes take about 1 KiB a tensor more",
     ]
     for host in dict.fromkeys(share.host for share in plan.shares):
         here = [share for share in plan.shares if share.host == host]
-        size = sum(of_rank[share.rank]["bytes"] for share in here)
+        size = events * sum(of_rank[share.rank]["bytes"] for share in here)
         free, kept = min(share.free for share in here), here[0].kept
         verdict = "holds" if size + OVERHEAD * len(here) <= free - kept else "DOES NOT HOLD"
+        needed = f"{gib(size)} needed" + (f" for {events} events" if events > 1 else "")
         lines.append(
-            f"  disk of {host}: {gib(free)} free, {gib(kept)} of it kept, {gib(size)} needed: "
-            f"{verdict}"
+            f"  disk of {host}: {gib(free)} free, {gib(kept)} of it kept, {needed}: {verdict}"
         )
     return lines
 
@@ -105,13 +106,16 @@ def _memory(plan: Plan) -> list[str]:
     assert limit is not None, "the limits are a rank's share"
     iterations = 1 if ring is None else ring.iterations
     most = max((segment.held for _, segment in _all(plan)), default=0)
+    largest = max((segment.largest for _, segment in _all(plan)), default=0)
     held = f"{gib(most * iterations)} for {iterations} iteration(s)"
     line = f"  memory of a rank: {gib(limit)} (--collect-max-host-gib), {held}: "
     if most * iterations <= limit:
         return [line + "holds"]
+    if largest > limit:
+        return [f"{line}DOES NOT HOLD, one tensor takes {gib(largest)}"]
     if ring is None:
         return [line + "training will wait for the disk"]
-    return [line + f"DOES NOT HOLD, the ring will have {limit // max(most, 1)}"]
+    return [f"{line}DOES NOT HOLD, the ring will have {limit // most or 'the first part of one'}"]
 
 
 def _limits(plan: Plan) -> list[str]:

@@ -21,6 +21,7 @@ class Room:
         self.full: str | None = None  #: the one for which nothing more is written
         self.dropped = 0  #: tensors that were not written for that
         self.dropped_bytes = 0
+        self.outside_slice = 0  #: tensors of which --collect-slice leaves nothing
         self._settings = settings
         self._writer = writer
         self._rank = rank
@@ -58,6 +59,16 @@ class Room:
     def _why_no_memory(self) -> str:
         most = gib(self._settings.limits.host_bytes or 0)
         return self._writer.slow or f"--collect-max-host-gib lets this rank hold {most}"
+
+    def leave_outside(self, shape: list[int], fields: dict[str, Any]) -> None:
+        """Count a tensor that ends before the slice begins, and say so the first time."""
+        self.outside_slice += 1
+        if self.outside_slice == 1:
+            logger.warning(
+                "--collect-slice leaves nothing of %s of %s, whose dimensions %s are %s; rank %d "
+                "leaves it out, and others like it",
+                *(fields["tensor_name"], fields["module"], fields["dims"], shape, self._rank),
+            )
 
     def warn_of_ring(self, size: int, fields: dict[str, Any]) -> None:
         """Say once that a ring cannot hold a whole iteration; it may never be written."""

@@ -184,6 +184,7 @@ class TensorSaver:
             return
         part, where = self.settings.selection.slices.cut(tensor.detach(), fields["dims"])
         if part is None:
+            self._room.leave_outside(list(tensor.shape), fields)
             return
         started = time.perf_counter()
         try:
@@ -252,6 +253,7 @@ class TensorSaver:
             "limit": self._room.limit,
             "dropped_tensors": self._room.dropped,
             "dropped_bytes": self._room.dropped_bytes,
+            "outside_slice": self._room.outside_slice,
             "seconds_in_training": round(self.blocked, 6),
         }
 

@@ -10,8 +10,9 @@ import torch
 
 from megatron.core import tensor_saver
 from megatron.core.collection_clock import clock
+from megatron.core.collection_limits import gib
 from megatron.core.collection_plan import Planner, make_plan, planned_iterations
-from megatron.core.collection_settings import read_settings
+from megatron.core.collection_settings import Settings, read_settings
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.plan_report import report
 from megatron.training import data
@@ -90,6 +91,8 @@ def configure_collection(
         )
     except ValueError as error:
         raise UserError(str(error)) from error
+    if (saver := tensor_saver.current()) is not None and not args.collect_plan:
+        print_rank_0(f"> saving tensors to {saver.settings.directory} (run {saver.run_id})")
 
 
 def print_plan(
@@ -149,10 +152,27 @@ def report_anomaly(step: Step) -> None:
         print_rank_0(f"> {kept}")
 
 
-def report_limits() -> None:
-    """Say at the end of training which ranks did not collect everything; on all ranks."""
-    for line in tensor_saver.settle():
+def report_collection() -> None:
+    """Say at the end of training what was collected, and which ranks did not collect everything; on
+    all ranks.
+    """
+    limits = tensor_saver.settle()
+    if (saver := tensor_saver.current()) is None:
+        return
+    tensors, size = (sum(rank[what] for rank in saver.ranks) for what in ("tensors", "bytes"))
+    print_rank_0(f"> saved {tensors} tensors, {gib(size)}, to {saver.settings.directory}")
+    if not tensors and (why := _why_nothing(saver.settings)):
+        print_rank_0(f"> nothing was saved: {why}")
+    for line in limits:
         print_rank_0(f"> the collection is not complete: {line}")
+
+
+def _why_nothing(settings: Settings) -> str | None:
+    """Where that is no failure."""
+    if settings.flag_file is not None:
+        found = f"{settings.flag_file.path} was not there when an iteration began"
+        return found if settings.ring is None else f"{found}, or nothing unusual happened"
+    return None if settings.ring is None else "nothing unusual happened (--collect-ring)"
 
 
 def close_collection() -> None:

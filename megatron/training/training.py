@@ -11,7 +11,7 @@ from megatron.training.collection import (
     close_collection,
     configure_collection,
     print_plan,
-    report_limits,
+    report_collection,
 )
 from megatron.training.hf.convert import convert
 from megatron.training.hf.flags import check_vocabulary, converts, name_special_tokens
@@ -72,7 +72,7 @@ def pretrain(run: Run) -> None:
             print_plan(run, trained, progress, datasets["train"])
             return
         Loop(run, trained, progress, datasets, timers).run()
-        report_limits()
+        report_collection()
     except BaseException as error:
         why = str(error) or type(error).__name__
         tensor_saver.close(aborted=why, interrupted=not isinstance(error, Exception))

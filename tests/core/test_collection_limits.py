@@ -37,6 +37,23 @@ def collect(folder, tensors: int = 6, **limits):
     return found, read_events(index), json.loads(card.read_text()), lines
 
 
+def test_a_slice_that_leaves_nothing_of_a_tensor_is_said_once(tmp_path, caplog):
+    tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path), collect_slice=["s=2:9"])
+    tensor_saver.begin_iteration()
+    clock.micro_batch = MicroBatch(1, 0)
+    for tokens in (2, 4, 1):
+        save(torch.ones(tokens, 3, 4))
+    tensor_saver.end_iteration()
+    tensor_saver.settle()
+    tensor_saver.close()
+    (said,) = [m for m in caplog.messages if "--collect-slice" in m]
+    assert "leaves nothing of input of decoder.layers.0.mlp.linear_fc1, whose dim" in said
+    assert "s b h are [2, 3, 4]; rank 0 leaves it out" in said
+    (card,) = tmp_path.glob("run_*.json")
+    (rank,) = json.loads(card.read_text())["ranks"]
+    assert (rank["tensors"], rank["outside_slice"]) == (1, 2)
+
+
 SIZE = 16 * 16 * 64 * 4
 
 

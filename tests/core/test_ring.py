@@ -208,6 +208,8 @@ def test_a_trainer_that_says_nothing_of_its_iterations_is_refused(tmp_path):
         ({"collect_loss_jump": 2.0}, "--collect-loss-jump 2.0 is for a ring .*; add --collect-r"),
         ({"collect_ring": 1, "control_iter": 2}, "leave --control-iter out"),
         ({"collect_flag_file": "no/such/folder/flag"}, "its folder does not exist; make it"),
+        ({"collect_flag_file": "/"}, "is a folder, which is always there; name a file in it"),
+        ({"collect_max_host_gib": 1e6}, "1e.06 is more than the .* of memory that there is; give"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(tmp_path, flags, message):

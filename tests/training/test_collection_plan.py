@@ -72,6 +72,7 @@ def test_the_plan_is_what_the_run_writes(tmp_path, ranks, options):
     assert sum(r["bytes"] for r in records) == sum(p.stat().st_size for p in folder.glob("*.pt"))
     plan = tables(planned.output)
     total = plan["rank"].pop("total")
+    assert f"> saved {total[0]} tensors, " in done.output
     assert total == measured(records, lambda r: "total")["total"]
     assert plan["layer"] == measured(records, lambda r: r["layer_idx"])
     of_tensor = measured(records, lambda r: f"{r['layer_type']} {r['tensor_name']}")
