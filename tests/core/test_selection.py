@@ -146,7 +146,7 @@ def test_fewer_iterations_than_are_to_be_collected_are_refused():
 def test_more_iterations_than_the_run_trains_are_refused_at_once():
     every = Iterations.parse(None, None, None)
     check_in_run(every, 6, 4, 10)
-    with pytest.raises(ValueError, match="--control-iter 7 is more than the 6 .* trains, 5 to 10"):
+    with pytest.raises(ValueError, match=r"--control-iter 7 is more than the 6 .* trains, 5 to 10"):
         check_in_run(every, 7, 4, 10)
     check_in_run(Iterations.parse(None, 5, None), 10**15, 0, None)  # not counted one by one
 
