@@ -59,6 +59,10 @@ class TensorStore:
     def __len__(self) -> int:
         return len(self.records)
 
+    def __repr__(self) -> str:
+        runs = len([run for run in self.runs() if run])
+        return f"TensorStore({str(self.folder)!r}): {len(self)} tensors of {runs} run(s)"
+
     def runs(self) -> dict[str, int]:
         """Number of tensors by run, oldest first; those of unknown origin under the empty name."""
         groups = self.records.groupby(self.records["run_id"].fillna(""), sort=False)["timestamp"]
@@ -104,13 +108,14 @@ class TensorStore:
         """One tensor, memory-mapped: its pages are read when its values are.
 
         Args:
-            record: a row of `records` (as `iloc` or `itertuples` give it), or its label.
+            record: a row of `records` (as `iloc` or `itertuples` give it), a table of that one row,
+                or its label.
 
         Raises:
+            ValueError: a table of no row, or of several.
             UnreadableTensorError: the file is corrupt, or is not what its record says.
         """
-        if isinstance(record, Integral):
-            record = self.records.loc[record]
+        record = self._row(record)
         path, shape = (_field(record, name) for name in ("path", "shape"))
         tensor, _ = read_tensor(Path(path))
         if shape is not None and list(tensor.shape) != list(shape):
@@ -127,11 +132,10 @@ class TensorStore:
             record: as in `load`, of a tensor whose name ends in `_codes`.
 
         Raises:
-            ValueError: a tensor of another kind.
+            ValueError: a tensor of another kind, or a table as in `load`.
             UnreadableTensorError: as of `load`.
         """
-        if isinstance(record, Integral):
-            record = self.records.loc[record]
+        record = self._row(record)
         metadata = {name: _field(record, name) for name in ("codes", "format")}
         if not isinstance(metadata["codes"], dict):
             name = _field(record, "tensor_name")
@@ -148,7 +152,7 @@ class TensorStore:
         bit. Of a forward pass that was run again by activation recomputation, the first counts.
 
         Args:
-            record: one shard, whose others are found; or None, and
+            record: one shard, whose others are found, or a table of shards; or None, and
             conditions: as in `select`, which together name one logical tensor.
             dp: whose data, where there are several data-parallel ranks; see also `load_global_all`.
 
@@ -177,8 +181,10 @@ class TensorStore:
     def _one_tensor(self, record: Any, conditions: dict[str, Any]) -> pd.DataFrame:
         """The shards of one logical tensor over all data-parallel ranks; `data_rank` is whose."""
         if record is not None:
-            if isinstance(record, Integral):
-                record = self.records.loc[record]
+            if isinstance(record, pd.DataFrame) and len(record):
+                _check_one(record)
+                record = record.iloc[0]
+            record = self._row(record)
             own = {name: _field(record, name) for name in IDENTITY}
             own = {name: None if pd.isna(value) else value for name, value in own.items()}
             conditions = own | conditions
@@ -198,12 +204,28 @@ class TensorStore:
                 "codes stand for blocks of one rank's operand and are not put together; load each "
                 "with load_codes"
             )
-        if several := [name for name in IDENTITY if frame[name].nunique(dropna=False) > 1]:
-            found = "; ".join(f"{name}: {_listed(frame[name].unique()[:6])}" for name in several)
-            raise ValueError(
-                f"these are {len(frame)} shards of more than one tensor; say more about {found}"
-            )
+        _check_one(frame)
         return frame.assign(data_rank=data_ranks(frame))
+
+    def _row(self, record: Any) -> Any:
+        """What `load` takes, as one row."""
+        if isinstance(record, pd.DataFrame):
+            if len(record) != 1:
+                raise ValueError(
+                    f"a table of {len(record)} tensors was given; give one of its rows "
+                    "(table.iloc[0], or each of table.itertuples())"
+                )
+            return record.iloc[0]
+        return self.records.loc[record] if isinstance(record, Integral) else record
+
+
+def _check_one(frame: pd.DataFrame) -> None:
+    """Refuse shards of several tensors."""
+    if several := [name for name in IDENTITY if frame[name].nunique(dropna=False) > 1]:
+        found = "; ".join(f"{name}: {_listed(frame[name].unique()[:6])}" for name in several)
+        raise ValueError(
+            f"these are {len(frame)} shards of more than one tensor; say more about {found}"
+        )
 
 
 def _field(record: Any, name: str) -> Any:

@@ -104,8 +104,8 @@ class TensorSaver:
         self._writer.begin_iteration()
         if self._flag is not None and self._flag.look():
             state = "on" if self._flag.on else "off"
-            if self.is_first:
-                logger.info("collection %s from iteration %d on", state, clock.iteration)
+            if self.is_first:  # a warning is seen where logging is not set up
+                logger.warning("collection %s from iteration %d on", state, clock.iteration)
             self._writer.append({"event": "switched", "to": state, "iteration": clock.iteration})
         self._weights.begin_iteration()
         if self._ring is not None and self._collects(clock.iteration):

@@ -178,3 +178,20 @@ def test_missing_and_empty_folders_are_explained(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is not a folder"):
         TensorStore(tmp_path / "file")
+
+
+def test_a_table_is_taken_where_it_is_one_tensor(tmp_path):
+    write_dump(tmp_path, layers=1, world_size=2)
+    store = TensorStore(tmp_path)
+    shards = store.select(module="linear_qkv", tensor_name="input")
+    assert len(shards) == 2
+    assert torch.equal(store.load(shards[:1]), store.load(shards.iloc[0]))
+    with pytest.raises(ValueError, match="a table of 2 tensors was given; give one of its rows"):
+        store.load(shards)
+    with pytest.raises(ValueError, match="a table of 0 tensors"):
+        store.load_global(shards[:0])
+    one = store.select(module="linear_qkv", tensor_name="input", rank=0)
+    assert torch.equal(store.load_global(one, rank=0), store.load(one))
+    with pytest.raises(ValueError, match=r"shards of more than one tensor; say more about .*modul"):
+        store.load_global(store.records)
+    assert repr(store) == f"TensorStore({str(tmp_path)!r}): 28 tensors of 1 run(s)"

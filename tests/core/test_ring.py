@@ -242,7 +242,7 @@ def test_a_jump_that_lasts_becomes_usual():
     assert anomalies.look(0, 3.1, 1.0)
 
 
-def test_a_file_switches_a_running_collection(tmp_path):
+def test_a_file_switches_a_running_collection(tmp_path, caplog):
     flag = tmp_path / "collect_now"
     configure(tmp_path / "dump", collect_flag_file=str(flag), collect_iterations="1-9")
     for iteration in range(1, 11):
@@ -254,6 +254,8 @@ def test_a_file_switches_a_running_collection(tmp_path):
     assert saved_iterations(tmp_path / "dump") == [3, 4, 7, 8, 9]
     found = [(e["event"], e["to"], e["iteration"]) for e in events(tmp_path / "dump")]
     assert found == [("switched", "on", 3), ("switched", "off", 5), ("switched", "on", 7)]
+    said = [f"collection {to} from iteration {iteration} on" for _, to, iteration in found]
+    assert caplog.messages == said
 
 
 def test_a_file_switches_at_the_boundary_of_an_iteration_only(tmp_path):
