@@ -134,6 +134,8 @@ def print_report(
         lines.append(f"  {'folder':<10} {args.tensor_dir}")
         if args.next:
             lines.append(f"  {'next':<10} {args.next}")
+    if tally.dropped:
+        lines.append(f"  {'left out':<10} {tally.dropped} tensors, {size(tally.dropped_bytes)}")
     lines += [f"  {'kept':<10} {why}" for why in sorted(tally.kept)]
     lines += [f"  {'not kept':<10} the ring at {why}" for why in sorted(tally.let_go)]
     if args.may_be_empty and not tally.tensors:

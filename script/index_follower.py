@@ -28,6 +28,8 @@ class Tally:
     ranks: set[int] = field(default_factory=set)
     iterations: set[int] = field(default_factory=set)
     limits: list[str] = field(default_factory=list)  #: where a rank stopped, one for each
+    dropped: int = 0  #: tensors that limits left out
+    dropped_bytes: int = 0
     kept: set[str] = field(default_factory=set)  #: why a ring of iterations was written
     let_go: set[str] = field(default_factory=set)  #: why one was not, at the end
     counts: dict[str, Counter[Any]] = field(
@@ -39,6 +41,9 @@ class Tally:
         if "event" in record:
             if record["event"] == "limited":
                 self.limits.append(str(record.get("why")))
+            if record["event"] == "dropped":
+                self.dropped += int(record.get("tensors", 0))
+                self.dropped_bytes += int(record.get("bytes", 0))
             if record["event"] == "kept":
                 self.kept.add(str(record.get("why")))
             if record["event"] == "let_go":

@@ -106,7 +106,7 @@ class CollectionOptions:
     collect_ring: int | None = option(
         None,
         "hold the last K iterations in memory, and write them only when the loss or the gradient "
-        "norm is not finite or jumps, or training ends with an error",
+        "norm is not finite or jumps, or training ends with an error (not by Ctrl-C or SIGTERM)",
         type=int,
         metavar="K",
     )

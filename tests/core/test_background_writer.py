@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core import tensor_saver
+from megatron.core import collection_settings, tensor_saver
 from megatron.core._record_writer import RecordWriter
 from megatron.core.background_writer import BackgroundWriter
 from megatron.core.collection_clock import MicroBatch, clock
@@ -126,6 +126,33 @@ def test_training_does_not_wait_so_long_that_other_ranks_give_up(disk):
     fill(writer, 1)
     writer.close()
     assert writer.written[0] == 4
+
+
+@pytest.mark.usefixtures("fresh_saver")
+def test_at_the_end_no_rank_waits_long_for_another_that_still_writes(tmp_path, monkeypatch):
+    write, told = RecordWriter.write, []
+
+    def slow(*args):
+        time.sleep(0.5)
+        write(*args)
+
+    def from_all(answer):
+        told.append(answer)
+        return [answer]
+
+    tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path))
+    monkeypatch.setattr(RecordWriter, "write", slow)
+    monkeypatch.setattr(collection_settings, "TURN", 0.1)
+    monkeypatch.setattr(tensor_saver, "from_all_ranks", from_all)
+    tensor_saver.begin_iteration()
+    clock.micro_batch = MicroBatch(1, 0)
+    save()
+    tensor_saver.end_iteration()
+    tensor_saver.settle()
+    assert told[:-1] == [False] * (len(told) - 2) + [True]
+    assert len(told) >= 4, "several turns, then how each rank fared"
+    assert told[-1]["tensors"] == 1
+    tensor_saver.close()
 
 
 def test_what_is_written_is_whole_and_in_the_index_once(tmp_path):

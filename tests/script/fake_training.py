@@ -78,8 +78,9 @@ def main() -> int:
     if behaviour == "limited":
         (index,) = folder.glob("index_*.jsonl")
         with index.open("a") as lines:
-            event = {"event": "limited", "why": "--collect-max-files lets this rank write 6"}
-            lines.write(json.dumps(event) + "\n")
+            why = {"why": "--collect-max-files lets this rank write 6"}
+            lines.write(json.dumps({"event": "limited"} | why) + "\n")
+            lines.write(json.dumps({"event": "dropped", "tensors": 7, "bytes": 3100} | why) + "\n")
     if behaviour == "ring":  # one was written, and at the end one was not
         (index,) = folder.glob("index_*.jsonl")
         with index.open("a") as lines:

@@ -61,6 +61,7 @@ def test_a_collection_up_to_a_limit_is_neither_complete_nor_failed(tmp_path):
         "[WARNING] the collection is not complete: --collect-max-files lets this rank write 6\n"
     )
     assert "mxfp8: 6 tensors" in done.stdout
+    assert "  left out   7 tensors, 3.1 kB\n" in done.stdout
 
 
 def test_the_report_says_what_became_of_a_ring(tmp_path):
