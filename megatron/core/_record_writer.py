@@ -38,8 +38,10 @@ def check_writable(directory: Path) -> None:
         with tempfile.TemporaryFile(dir=directory) as probe:
             probe.write(b"\0")
     except OSError as error:
+        there = isinstance(error, FileExistsError)  # and it is no folder
+        why = "it is a file" if there else error.strerror or error
         raise ValueError(
-            f"cannot write to the tensor folder {directory}: {error.strerror or error}; "
+            f"cannot write to the tensor folder {directory}: {why}; "
             "name another one with --tensor-save-dir, or change its permissions"
         ) from None
 

@@ -120,7 +120,7 @@ class TensorSaver:
         """Look at what an iteration came to, and write the ring if that is unusual.
 
         Returns:
-            What happened, if the ring was written; the same on every rank.
+            What happened, if the ring was to be written; on every rank, or on none.
         """
         if self._ring is None:
             return None
@@ -128,14 +128,17 @@ class TensorSaver:
         return None if why is None else self.keep(why)
 
     def keep(self, why: str) -> str | None:
-        """Write the ring; returns a line about it, or None if nothing was in it."""
+        """Write the ring; returns a line about it, which says how this rank fared, or None if
+        nothing was in it.
+        """
         assert self._ring is not None, "there is a ring"
         before = self._ring.kept
         iterations = self._ring.release(self._submit_if_room, self._room.leave_out)
         if self._ring.kept == before:
             return None
         self._writer.append({"event": "kept", "why": why, "iterations": iterations})
-        return f"{why}: the ring is kept ({self._ring.kept} of {self._ring.settings.events})"
+        how = "is kept" if iterations or not self._writes else "cannot be kept"
+        return f"{why}: the ring {how} ({self._ring.kept} of {self._ring.settings.events})"
 
     def _let_go(self, why: str) -> None:
         """Say that a ring is not written."""

@@ -162,7 +162,7 @@ def observe(loss: float | None, grad_norm: float | None) -> str | None:
         grad_norm: None also where it is of no meaning, as in an iteration that a loss scaler skips.
 
     Returns:
-        A line on what happened, if the ring was kept; the same on every rank.
+        A line on what happened, if the ring was to be kept; on every rank, or on none.
     """
     global _observed
     _observed = clock.completed

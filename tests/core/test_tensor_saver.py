@@ -223,6 +223,8 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot write to the tensor folder .*--tensor-save-dir"):
         tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path / "file" / "dump"))
+    with pytest.raises(ValueError, match=r"cannot write to the tensor folder .*: it is a file; na"):
+        tensor_saver.configure(save_tensors=True, save_dir=str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("option", ["control_iter", "collect_micro_batches"])
