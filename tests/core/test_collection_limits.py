@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,11 @@ import torch
 from megatron.core import collection_limits, collection_settings, machine_memory, tensor_saver
 from megatron.core.collection_clock import MicroBatch, clock
 from megatron.core.collection_limits import GIB, OVERHEAD, Limits, default_host_bytes, gib
-from megatron.core.collection_settings import read_settings
+from megatron.core.collection_plan import Plan, Segment, Share
+from megatron.core.collection_settings import Settings, read_settings
+from megatron.core.plan_report import report
+from megatron.core.ring import RingSettings
+from megatron.core.selection import Selection
 from megatron.tensor_record import read_events, read_index
 from tests.core.test_tensor_saver import save
 
@@ -224,3 +229,27 @@ def test_a_folder_that_vanishes_ends_the_collection_and_not_the_training(tmp_pat
     tensor_saver.flush()
     assert sum("collection stopped after 1 tensors" in m for m in caplog.messages) == 1
     assert "cannot write to" in tensor_saver.close()
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "ring", "verdict"),
+    [
+        (100, None, "100 bytes for 1 iteration(s): holds"),
+        (99, None, "training will wait for the disk"),
+        (59, None, "DOES NOT HOLD, one tensor takes 60 bytes"),
+        (299, RingSettings(3), "300 bytes for 3 iteration(s): DOES NOT HOLD, the ring will have 2"),
+        (99, RingSettings(3), "DOES NOT HOLD, the ring will have the first part of one"),
+    ],
+)
+def test_a_plan_says_what_memory_has_room_for(tmp_path, host_bytes, ring, verdict):
+    name = (0, "linear", "input")
+    segment = Segment(0, 1, Counter({name: 2}), Counter({name: 100}), held=100, largest=60)
+    share = Share(0, [segment], "here", free=1 << 20, kept=0)
+    limits = Limits(host_bytes=host_bytes)
+    settings = Settings(tmp_path, "bf16", 1, Selection(), limits, ring)
+    lines = report(Plan([1], [share], settings))
+    (line,) = [line for line in lines if "memory of a rank" in line]
+    assert line.endswith(verdict)
+    (disk,) = [line for line in lines if "disk of here" in line]
+    needed = "100 bytes needed" if ring is None else "300 bytes needed for 3 events"
+    assert disk.endswith(f"{needed}: holds")
