@@ -111,14 +111,15 @@ def how_many(control_iter: int | None, iterations: Iterations, done: int) -> int
     """
     left = iterations.after(done).count()
     if control_iter is None:
-        named = iterations.source.startswith("--collect-iterations")
-        return (left or 0) if named else 1
-    if left is not None and left < control_iter:
+        return (left or 0) if iterations.source.startswith("--collect-iterations") else 1
+    named = iterations.count()
+    if named is not None and named < control_iter:
         raise ValueError(
-            f"--control-iter {control_iter} is never reached: {iterations.source} names {left} "
-            f"iteration(s) after iteration {done}; lower it, or leave it out to collect all of them"
+            f"--control-iter {control_iter} is never reached: {iterations.source} names {named} "
+            "iteration(s); lower it, or leave it out to collect all of them"
         )
-    return control_iter
+    # a run that goes on where it was cut off has collected the others before
+    return min(control_iter, left) if left else control_iter
 
 
 def check_in_run(
@@ -140,14 +141,18 @@ def check_in_run(
             f"{iterations.source} names none of the iterations that this run trains, {done + 1} "
             f"{end}; name some of these, or raise --train-iters"
         )
-    if found is not None and found < control_iter:
+    if found is None or found >= control_iter:
+        return
+    # a run that goes on where it was cut off has collected the others before
+    whole = iterations if train_iters is None else iterations.until(train_iters)
+    named = whole.count()
+    if named is not None and named < control_iter:
         if not iterations.source:
             raise ValueError(
-                f"--control-iter {control_iter} is more than the {found} iteration(s) that this "
-                f"run trains, {done + 1} to {train_iters}; lower it, or raise --train-iters"
+                f"--control-iter {control_iter} is more than the {named} iteration(s) of a run "
+                f"to --train-iters {train_iters}; lower it, or raise --train-iters"
             )
         raise ValueError(
-            f"{iterations.source} names {found} of the iterations {done + 1} to {train_iters} "
-            f"that this run trains, fewer than the {control_iter} to collect; raise --train-iters, "
-            f"or give --control-iter {found}"
+            f"{iterations.source} names {named} of the iterations 1 to {train_iters}, fewer than "
+            f"the {control_iter} to collect; raise --train-iters, or give --control-iter {named}"
         )

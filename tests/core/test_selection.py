@@ -109,6 +109,9 @@ def test_how_many_iterations_end_the_run(control_iter, flags, done, expected):
 def test_more_iterations_than_are_named_are_refused():
     with pytest.raises(ValueError, match=r"--control-iter 5 is never reached: .* names 3 iter"):
         how_many(5, Iterations.parse("1-3", None, None), 0)
+    with pytest.raises(ValueError, match="names 3 iter"):
+        how_many(5, Iterations.parse("1-3", None, None), 2)
+    assert how_many(3, Iterations.parse("1-3", None, None), 2) == 1, "begun again after 2"
 
 
 @pytest.mark.parametrize(
@@ -139,16 +142,18 @@ def test_iterations_after_the_last_are_not_gone_through():
 def test_fewer_iterations_than_are_to_be_collected_are_refused():
     found = Iterations.parse(None, None, 4)
     check_in_run(found, 3, 0, 9)
-    with pytest.raises(ValueError, match=r"names 3 of the iterations 1 to 10 .*--control-iter 3"):
+    with pytest.raises(ValueError, match=r"names 3 of the iterations 1 to 10, .*--control-iter 3"):
         check_in_run(found, 4, 0, 10)
 
 
 def test_more_iterations_than_the_run_trains_are_refused_at_once():
     every = Iterations.parse(None, None, None)
-    check_in_run(every, 6, 4, 10)
-    with pytest.raises(ValueError, match=r"--control-iter 7 is more than the 6 .* trains, 5 to 10"):
-        check_in_run(every, 7, 4, 10)
-    check_in_run(Iterations.parse(None, 5, None), 10**15, 0, None)  # not counted one by one
+    check_in_run(every, 10, 0, 10)
+    with pytest.raises(ValueError, match=r"--control-iter 11 is more than the 10 .*to --train-ite"):
+        check_in_run(every, 11, 0, 10)
+    check_in_run(every, 10, 4, 10)  # begun again after iteration 4 by the same command
+    with pytest.raises(ValueError, match=r"--control-iter 11 is more than the 10"):
+        check_in_run(every, 11, 4, 10)
 
 
 def wanted(**flags):
