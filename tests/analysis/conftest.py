@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.subprocesses import REPO, environment, run, torchrun
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("layouts_worker.py")
 OF_ONE_RANK = (
@@ -26,9 +26,9 @@ def dumps(tmp_path_factory) -> Path:
     """A folder with a dump for each of the worker's layouts; to be read only."""
     folder = tmp_path_factory.mktemp("dumps")
     env = environment(PYTHONPATH=REPO)
-    alone = run([sys.executable, WORKER, folder, *OF_ONE_RANK], env=env)
+    alone = forks.run(WORKER, folder, *OF_ONE_RANK, env=env)
     assert alone.returncode == 0, alone.stderr[-3000:]
-    together = torchrun(WORKER, folder, *OF_TWO_RANKS, ranks=2, env=env)
+    together = forks.run(WORKER, folder, *OF_TWO_RANKS, ranks=2, env=env)
     assert together.returncode == 0, together.stderr[-3000:]
     return folder
 

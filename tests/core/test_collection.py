@@ -19,7 +19,8 @@ from megatron.tensor_record import (
     parse_filename,
     read_index,
 )
-from tests.subprocesses import REPO, environment, torchrun
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("gpt_worker.py")
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -37,7 +38,7 @@ def collect(
     script = dump.parent / "collect_all.py"
     script.write_text(COLLECT_ALL.format(worker=str(WORKER), flags=flags or {}))
     env = environment(PYTHONPATH=REPO, TENSOR_SAVE_DIR=dump, **variables)
-    result = torchrun(script, *options, ranks=ranks, cwd=dump.parent, env=env)
+    result = forks.run(script, *options, ranks=ranks, cwd=dump.parent, env=env)
     assert result.returncode == 0, result.stderr[-3000:]
     return loaded(dump)
 
@@ -326,7 +327,7 @@ def test_by_default_one_micro_batch_of_one_iteration(tmp_path):
     dump = tmp_path / "dump"
     env = environment(PYTHONPATH=REPO, TENSOR_SAVE_ENABLED="true", TENSOR_SAVE_DIR=dump)
     options = ("--micro-batches", "3", "--iterations", "3")
-    result = torchrun(WORKER, *options, cwd=tmp_path, env=env)
+    result = forks.run(WORKER, *options, ranks=1, cwd=tmp_path, env=env)
     assert result.returncode == 0, result.stderr[-3000:]
     records = [r for path in dump.glob("index_*.jsonl") for r in read_index(path)]
     assert len(records) == 2 * PER_LAYER

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron.core.capture import global_shape, over_context
+from tests import forks
 from tests.core.test_collection import PER_LAYER, collect, pick
-from tests.subprocesses import REPO, environment, torchrun
+from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")
 
@@ -18,7 +19,7 @@ WORKER = Path(__file__).with_name("context_parallel_worker.py")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     env = environment(PYTHONPATH=REPO, REPORT_DIR=folder)
-    done = torchrun(WORKER, ranks=4, env=env)
+    done = forks.run(WORKER, ranks=4, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "report.json").read_text())
 

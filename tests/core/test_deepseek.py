@@ -3,14 +3,14 @@ collected everywhere with one.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.tensor_record import read_index
-from tests.subprocesses import REPO, environment, run, torchrun
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("deepseek_worker.py")
 SEQUENCE = ("--tp", "2", "--sequence-parallel")
@@ -20,7 +20,7 @@ EXPERTS = ("--ep", "2")
 def reports(folder: Path, env: dict[str, str], ranks: int, *options: str) -> list[dict]:
     folder.mkdir(parents=True)
     env = env | {"REPORT_DIR": str(folder)}
-    result = torchrun(WORKER, *options, ranks=ranks, cwd=folder, env=env)
+    result = forks.run(WORKER, *options, ranks=ranks, cwd=folder, env=env)
     assert result.returncode == 0, result.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -158,7 +158,7 @@ def test_every_linear_layer_is_quantized_but_the_router_and_the_lm_head():
         "print(*sorted(linear), sep='\\n')\n"
     )
     env = environment(PYTHONPATH=REPO, CUSTOM_QUANT_TYPE="mxfp8")
-    result = run([sys.executable, "-c", code], env=env)
+    result = forks.run("-c", code, env=env)
     assert result.returncode == 0, result.stderr[-3000:]
     experts = [
         f"mlp.experts.local_experts.{number}.linear_{fc}"

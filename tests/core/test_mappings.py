@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.subprocesses import REPO, environment, torchrun
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 SCRIPT = """
 import json, os, sys
@@ -39,7 +40,7 @@ def said(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("mappings")
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    result = torchrun(script, folder / "rank", ranks=2, env=environment(PYTHONPATH=REPO))
+    result = forks.run(script, folder / "rank", ranks=2, env=environment(PYTHONPATH=REPO))
     assert result.returncode == 0, result.stderr[-3000:]
     return [json.loads(Path(f"{folder / 'rank'}{rank}").read_text()) for rank in (0, 1)]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.subprocesses import REPO, environment, torchrun
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("interference_worker.py")
 LAYOUTS = {
@@ -38,7 +39,7 @@ def test_training_is_the_same_bits_however_tensors_are_collected(tmp_path, layou
     ranks, options = LAYOUTS[layout]
     dtype = ("--dtype", "bf16" if layout != "context" else "fp32")
     env = environment(PYTHONPATH=REPO)
-    result = torchrun(WORKER, "--folder", tmp_path, *dtype, *options, ranks=ranks, env=env)
+    result = forks.run(WORKER, "--folder", tmp_path, *dtype, *options, ranks=ranks, env=env)
     assert result.returncode == 0, result.stderr[-3000:]
     for rank in range(ranks):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.subprocesses import REPO, environment, torchrun
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("gpt_worker.py")
 
 
 def reports(folder: Path, env: dict[str, str], ranks: int, *options: str) -> list[dict]:
     folder.mkdir(parents=True)
-    result = torchrun(
+    result = forks.run(
         WORKER, *options, ranks=ranks, cwd=folder, env=env | {"REPORT_DIR": str(folder)}
     )
     assert result.returncode == 0, result.stderr[-3000:]

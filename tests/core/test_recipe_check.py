@@ -1,12 +1,12 @@
 """Of a recipe, what would not come true in a model is refused."""
 
 import re
-import sys
 
 import pytest
 
 from megatron.fake_quant.recipe import load_recipe
-from tests.subprocesses import REPO, environment, run
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 PLACES = """
 from megatron.core.recipe_check import Place, check_rules
@@ -83,8 +83,10 @@ def answers(tmp_path_factory):
         assert load_recipe(folder / f"{name}.yaml").rules
         arguments += [folder / f"{name}.yaml", operations]
     code = "import torch\nfrom megatron import cpu_backend\ncpu_backend.activate()\n"
-    done = run(
-        [sys.executable, "-c", code + PLACES + CHECK, *arguments],
+    done = forks.run(
+        "-c",
+        code + PLACES + CHECK,
+        *arguments,
         env=environment(PYTHONPATH=REPO),
     )
     assert done.returncode == 0, done.stderr

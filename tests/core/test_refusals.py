@@ -1,11 +1,11 @@
 """A format or a collection that would not apply is an error, never a silent no-op."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.subprocesses import REPO, environment, run, torchrun
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 #: One process with a small GPT's options; the code of each test comes after it.
 PRELUDE = f"""
@@ -51,7 +51,7 @@ config.TransformerConfig.__post_init__ = post_init
 
 def snippet(code: str, **variables: str):
     env = environment(PYTHONPATH=REPO, **variables)
-    return run([sys.executable, "-c", PRELUDE + code], env=env)
+    return forks.run("-c", PRELUDE + code, env=env)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def both_ranks(tmp_path, code: str) -> list[str]:
     script.write_text(TWO_RANKS % code)
     said = tmp_path / "said"
     env = environment(PYTHONPATH=REPO)
-    result = torchrun(script, tmp_path / "dump", said, ranks=2, env=env)
+    result = forks.run(script, tmp_path / "dump", said, ranks=2, env=env)
     assert result.returncode == 0, result.stderr[-2000:]
     return [Path(f"{said}{rank}").read_text() for rank in (0, 1)]
 

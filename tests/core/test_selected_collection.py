@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.tensor_record import read_events
+from tests import forks
 from tests.core.test_collection import (
     COLLECT_ALL,
     WORKER,
@@ -17,7 +18,7 @@ from tests.core.test_collection import (
     loaded,
     one,
 )
-from tests.subprocesses import REPO, environment, torchrun
+from tests.subprocesses import REPO, environment
 
 
 def same_training(tmp_path, *options: str, ranks: int = 1, **flags) -> list[dict]:
@@ -33,7 +34,7 @@ def same_training(tmp_path, *options: str, ranks: int = 1, **flags) -> list[dict
         if name == "collecting":
             script = tmp_path / "collect_all.py"
             script.write_text(COLLECT_ALL.format(worker=str(WORKER), flags=flags))
-        result = torchrun(script, *options, ranks=ranks, cwd=tmp_path, env=env)
+        result = forks.run(script, *options, ranks=ranks, cwd=tmp_path, env=env)
         assert result.returncode == 0, result.stderr[-3000:]
         reports.append([json.loads(path.read_text()) for path in sorted(out.iterdir())])
     assert reports[0] == reports[1]

@@ -3,12 +3,12 @@ float64.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.subprocesses import REPO, environment, run
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("slots_worker.py")
 #: What each slot may change, and nothing else: everything downstream of its GEMM.
@@ -22,7 +22,7 @@ DOWNSTREAM = {
 
 @pytest.fixture(scope="module")
 def report():
-    done = run([sys.executable, WORKER], env=environment(PYTHONPATH=REPO))
+    done = forks.run(WORKER, env=environment(PYTHONPATH=REPO))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,12 +1,12 @@
 """Stochastic rounding in the layers: the same again where it must be, other bits elsewhere."""
 
 import json
-import sys
 from pathlib import Path
 
+from tests import forks
 from tests.core.test_off_means_off import reports
 from tests.core.test_refusals import BUILD, PRELUDE
-from tests.subprocesses import REPO, environment, run, torchrun
+from tests.subprocesses import REPO, environment
 
 SEEDS = """
 import json
@@ -42,8 +42,9 @@ print(json.dumps(report))
 
 
 def test_a_seed_follows_from_run_layer_operation_iteration_and_micro_batch():
-    done = run(
-        [sys.executable, "-c", PRELUDE + BUILD + SEEDS],
+    done = forks.run(
+        "-c",
+        PRELUDE + BUILD + SEEDS,
         env=environment(PYTHONPATH=REPO, CUSTOM_QUANT_TYPE="mxfp4:sr"),
     )
     assert done.returncode == 0, done.stderr
@@ -96,7 +97,7 @@ def test_tensor_parallel_ranks_have_the_same_seeds(tmp_path):
     start = PRELUDE.replace("parse([])", "parse(['--tp', '2', '--sequence-parallel'])")
     script.write_text(start + BUILD + RANKS)
     env = environment(PYTHONPATH=REPO, CUSTOM_QUANT_TYPE="mxfp4:sr")
-    done = torchrun(script, out, ranks=2, env=env)
+    done = forks.run(script, out, ranks=2, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     first, second = (json.loads(Path(f"{out}{rank}").read_text()) for rank in (0, 1))
     assert first == second

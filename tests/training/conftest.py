@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.runs import Forking, Training, succeeded
+from tests import forks
+from tests.subprocesses import REPO, environment
+from tests.training.runs import ENTRY, MODEL, NO_DROPOUT, Training, succeeded
 
 DOCUMENTS = 200
 
@@ -32,21 +34,22 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def forking():
-    """Starts runs that take a second each."""
-    process = Forking()
-    yield process
-    process.close()
+def run_quickly(corpus):
+    """Trains four iterations of a model that is smaller still.
 
-
-@pytest.fixture(scope="session")
-def run_quickly(forking, corpus):
-    """Trains four iterations of a model that is smaller still."""
+    file_bytes: the largest file that can be written.
+    variables: of the environment.
+    """
 
     def start(*options: str | Path, file_bytes: int | None = None, **variables: str) -> Training:
         size = ("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2")
         words = ("--data-path", corpus, *size, "--train-iters", "4", *options)
-        return forking.train(*words, file_bytes=file_bytes, **variables)
+        done = forks.run(
+            *(ENTRY, *MODEL, *NO_DROPOUT, *words),
+            env=environment(PYTHONPATH=REPO, **variables),
+            file_bytes=file_bytes,
+        )
+        return Training(done.returncode, done.stdout, done.stderr)
 
     return start
 

@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.subprocesses import REPO, TIMEOUT, environment, free_port
+from tests import forks
+from tests.subprocesses import REPO, environment, free_port
 from tests.training.runs import MODEL, NO_DROPOUT
 
 WORKER = Path(__file__).with_name("faulty_worker.py")
@@ -42,13 +42,13 @@ class Ended:
 class Started:
     """Ranks that run, each a process of ours: torchrun would end the others when one fails."""
 
-    processes: list[subprocess.Popen]
+    processes: list[forks.Program]
     scratch: Path
     dump: Path
 
     def end(self) -> Ended:
         """Wait until all are done."""
-        outputs = [process.communicate(timeout=TIMEOUT) for process in self.processes]
+        outputs = [process.communicate() for process in self.processes]
         steps, memory = self.scratch / "steps.json", self.scratch / "memory.json"
         cards = sorted(self.dump.glob("run_*.json"))
         return Ended(
@@ -98,13 +98,8 @@ def start(
         LOCAL_WORLD_SIZE=str(ranks),
     )
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), *map(str, words), *map(str, options)],
-            cwd=REPO,
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        forks.start(
+            *(WORKER, *words, *options), env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         )
         for rank in range(ranks)
     ]
@@ -118,7 +113,5 @@ def losses(ended: Ended) -> list[tuple[float, float]]:
 
 def verify(folder: Path, run_id: str) -> subprocess.CompletedProcess[str]:
     """`python -m megatron.analysis verify` on one run of a folder."""
-    command = [sys.executable, "-m", "megatron.analysis", "verify", str(folder), "--run", run_id]
-    return subprocess.run(
-        command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
-    )
+    command = ("-m", "megatron.analysis", "verify", folder, "--run", run_id)
+    return forks.run(*command, env=environment(PYTHONPATH=REPO))

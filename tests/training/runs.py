@@ -1,17 +1,15 @@
-"""Starts `pretrain_gpt.py` on a tiny model, as a user does, and reads its log lines."""
+"""Runs `pretrain_gpt.py` on a tiny model and reads its log lines."""
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.subprocesses import REPO, environment, run, torchrun
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 ENTRY = REPO / "pretrain_gpt.py"
 EXACT = Path(__file__).with_name("exact_worker.py")
-FORKING = Path(__file__).with_name("forking_worker.py")
 
 #: 4 layers, so that two interleaved stages fit on two pipeline ranks.
 COMMON = (
@@ -85,19 +83,15 @@ def train(
     model: tuple[str, ...] = MODEL,
     steps: Path | None = None,
 ) -> Training:
-    """Run to the end; one rank is started as plain Python, several by torchrun.
+    """Run to the end; one rank is started as plain Python is, several as by torchrun.
 
     steps: file for every digit of each iteration, which the result then has.
     """
-    arguments = (*model, *options)
     entry, env = ENTRY, None
     if steps is not None:
         steps.unlink(missing_ok=True)
         entry, env = EXACT, environment(PYTHONPATH=REPO, STEPS_FILE=steps)
-    if ranks == 1:
-        done = run([sys.executable, entry, *arguments], env=env)
-    else:
-        done = torchrun(entry, *arguments, ranks=ranks, env=env)
+    done = forks.run(entry, *model, *options, ranks=ranks if ranks > 1 else None, env=env)
     exact = json.loads(steps.read_text()) if steps is not None and steps.exists() else None
     return Training(done.returncode, done.stdout, done.stderr, exact)
 
@@ -112,42 +106,3 @@ def exact_steps(
     done = train(*NO_DROPOUT, *options, ranks=ranks, model=model, steps=out)
     assert done.status == 0, done.errors[-3000:]
     return done.steps
-
-
-class Forking:
-    """Trains in copies of one process: where many runs of a second each are looked at."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(FORKING)],
-            cwd=REPO,
-            env=environment(PYTHONPATH=REPO),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def train(
-        self,
-        *options: str | Path,
-        model: tuple[str, ...] = (*MODEL, *NO_DROPOUT),
-        file_bytes: int | None = None,
-        **variables: str,
-    ) -> Training:
-        """Run to the end, as `train` does on one rank.
-
-        file_bytes: the largest file that can be written.
-        variables: of the environment.
-        """
-        request = {
-            "arguments": [str(word) for word in (*model, *options)],
-            "environment": variables,
-            "file_bytes": file_bytes,
-        }
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return Training(**json.loads(self._process.stdout.readline()))
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate(timeout=60)

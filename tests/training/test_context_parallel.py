@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.subprocesses import REPO, torchrun
+from tests import forks
+from tests.subprocesses import REPO
 from tests.training.runs import MODEL, exact_steps
 
 EOD = 127  #: the NullTokenizer's
@@ -103,7 +104,7 @@ def test_the_reference_is_not_exact_by_accident(steps):
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused():
-    done = torchrun(
+    done = forks.run(
         REPO / "pretrain_gpt.py", *MODEL, "--mock-data", *CONTEXT, "--seq-length", "62", ranks=2
     )
     assert done.returncode != 0

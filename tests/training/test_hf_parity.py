@@ -5,13 +5,13 @@ what we write back is, bit for bit, what transformers wrote.
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.subprocesses import REPO, environment, run, torchrun
+from tests import forks
+from tests.subprocesses import REPO, environment
 from tests.training import hf_models
 from tests.training.hf_models import DEEPSEEK, LLAMA, LLAMA3_ROPE, YARN
 
@@ -88,10 +88,7 @@ def worked(ranks: int, checkpoints: dict[str, Path], folder: Path) -> dict[str, 
         cases.append({"options": [str(o) for o in options], "folder": str(out)})
     (folder / "cases.json").write_text(json.dumps(cases))
     env = environment(PYTHONPATH=REPO)
-    if ranks == 1:
-        done = run([sys.executable, WORKER, folder / "cases.json"], env=env)
-    else:
-        done = torchrun(WORKER, folder / "cases.json", ranks=ranks, env=env)
+    done = forks.run(*(WORKER, folder / "cases.json"), ranks=ranks if ranks > 1 else None, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     return results
 

@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,8 @@ import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.hf import folders
-from tests.subprocesses import REPO, environment, free_port, run
+from tests import forks
+from tests.subprocesses import REPO, environment
 from tests.training import hf_models
 from tests.training.hf_models import DEEPSEEK, LLAMA, YARN
 from tests.training.runs import ENTRY, MODEL, NO_DROPOUT, Training, train
@@ -91,7 +91,7 @@ def test_a_restarted_run_resumes_and_exports_what_an_uninterrupted_one_does(
     assert "> --save-hf waits until --train-iters 4" in half.output
 
     env = environment(PYTHONPATH=REPO, KILL_AT="megatron.training.hf.folders:write_config:1")
-    killed = run([sys.executable, WORKER, *BATCH, *restart], env=env)
+    killed = forks.run(WORKER, *BATCH, *restart, env=env)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert f"> resuming from --load {folder}: the weights of --load-hf are not" in killed.stdout
     rest = Training(0, killed.stdout, killed.stderr)
@@ -189,10 +189,9 @@ def test_two_ranks_stop_alike(corpus, llama, tmp_path):
 def test_what_the_disk_refuses_ends_both_ranks_with_one_line(deepseek, tmp_path):
     """No file may be larger than 100 KiB, as if the disk were full then."""
     out = tmp_path / "out"
-    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port())
     options = ("--load-hf", deepseek, "--save-hf", out, "--train-iters", "0", *TENSOR)
-    command = [sys.executable, *launch, ENTRY, *options, "--make-vocab-size-divisible-by", "8"]
-    done = run(["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command])
+    command = (ENTRY, *options, "--make-vocab-size-divisible-by", "8")
+    done = forks.run(*command, ranks=2, file_bytes=100 << 10)
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if "[ERROR] " in line]
     assert f"[ERROR] the weights {out} could not be written: " in line

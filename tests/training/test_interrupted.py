@@ -1,14 +1,14 @@
 """A checkpoint that was interrupted while it was written never becomes the latest."""
 
 import signal
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from megatron.training import checkpoint_files
-from tests.subprocesses import REPO, environment, run, torchrun
+from tests import forks
+from tests.subprocesses import REPO, environment
 from tests.training.runs import MODEL, NO_DROPOUT, Training, train
 
 WORKER = Path(__file__).with_name("killed_worker.py")
@@ -20,11 +20,10 @@ TENSOR = ("--tensor-model-parallel-size", "2")
 def killed(at: str, *options, ranks: int = 1) -> None:
     """A run that kills itself at `module:function:n`."""
     env = environment(PYTHONPATH=REPO, KILL_AT=at)
+    done = forks.run(WORKER, *MODEL, *options, ranks=ranks if ranks > 1 else None, env=env)
     if ranks == 1:
-        done = run([sys.executable, WORKER, *MODEL, *options], env=env)
         assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     else:
-        done = torchrun(WORKER, *MODEL, *options, ranks=ranks, env=env)
         assert "SIGKILL" in done.stderr
 
 

@@ -1,7 +1,6 @@
 """What would bypass a format or the collection is refused before anything is built."""
 
 import argparse
-import sys
 
 import psutil
 import pytest
@@ -10,7 +9,8 @@ from megatron.fake_quant import policy
 from megatron.training.errors import UserError
 from megatron.training.low_precision import configure_formats
 from megatron.training.model import check_buildable
-from tests.subprocesses import REPO, environment, run
+from tests import forks
+from tests.subprocesses import REPO, environment
 
 
 def arguments(**values) -> argparse.Namespace:
@@ -103,7 +103,7 @@ def test_a_mistake_keeps_its_exit_status_also_with_process_groups(grouped):
         "main._run = failing\n"
         "raise SystemExit(main.main([]))\n"
     )
-    result = run([sys.executable, "-c", code], env=environment(PYTHONPATH=REPO))
+    result = forks.run("-c", code, env=environment(PYTHONPATH=REPO))
     assert result.returncode == 2
     assert result.stderr == "[ERROR] this was wrong\n"
 
@@ -123,7 +123,7 @@ def test_an_interrupted_run_leaves_no_child_behind():
         "    main._run = writing\n"
         "    main.main([])\n"
     )
-    result = run([sys.executable, "-c", code], env=environment(PYTHONPATH=REPO))
+    result = forks.run("-c", code, env=environment(PYTHONPATH=REPO))
     assert result.returncode == 143
     pid = int(result.stdout)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

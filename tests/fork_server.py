@@ -1,0 +1,194 @@
+"""Starts Python programs in copies of one process that has imported torch and megatron-core: a
+program begins at once and not after eight seconds. `tests/forks.py` is the other end.
+
+    python tests/fork_server.py SOCKET IMPORTS      a file descriptor; wheel, overlay or training
+
+A message on the socket is {"words", "cwd", "env", "ranks", "file_bytes"} as JSON and three files to
+write into: standard output, standard error, and a line each of the ids (of the process group, then
+of every rank) and of the exit status.
+
+A copy leaves the server's loop and becomes the program: it has its own environment, folder, `argv`
+and `__main__`, and ends as the interpreter does. What differs from a process of its own: the
+imports are there already, made without the program's own variables.
+"""
+
+import contextlib
+import gc
+import importlib.util
+import json
+import os
+import resource
+import runpy
+import signal
+import socket
+import sys
+import time
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+BACKEND = Path(__file__).resolve().parents[1] / "megatron" / "cpu_backend.py"
+CORE = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer")
+IMPORTS = {
+    "wheel": CORE,
+    "overlay": (*CORE, "megatron.core.tensor_saver"),
+    "training": (
+        *("megatron.training.checkpointing", "megatron.training.training"),
+        "megatron.core.tokenizers.text.libraries",  # transformers
+    ),
+}
+AFTER_A_FAILURE = 0.1  #: seconds in which the other ranks say what they found
+GRACE = 30.0  #: seconds from SIGTERM to SIGKILL; both as torchrun has them
+
+
+def prepare(imports: str) -> None:
+    """Import everything. Nothing may start a thread: a copy has only the one that made it."""
+    gc.disable()  # imports leave little to collect, and looking for it takes a second
+    if imports == "wheel":  # has no such module: by its path
+        spec = importlib.util.spec_from_file_location("cpu_backend_of_the_tests", BACKEND)
+        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
+        sys.modules[spec.name].activate()
+    elif imports == "overlay":
+        importlib.import_module("megatron.cpu_backend").activate()
+    else:
+        importlib.import_module("megatron.training.device").prepare()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the wheel says of itself
+        for name in IMPORTS[imports]:
+            importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+
+
+def become(request: dict[str, Any], files: list[int], variables: dict[str, str]) -> Callable:
+    """In a copy: everything of the program but its run, which is returned."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, file in enumerate(files[:2], 1):
+        os.dup2(file, number)
+    for file in files:
+        os.close(file)
+    for name in BORN_WITH - request["env"].keys():
+        os.environ.pop(name, None)
+    os.environ.update(request["env"] | variables)
+    os.chdir(request["cwd"])
+    if request["file_bytes"] is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the call fails instead
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], resource.RLIM_INFINITY))
+    return program(*request["words"])
+
+
+def program(first: str, *rest: str) -> Callable:
+    """What `python FIRST REST...` runs: a script, `-c CODE` or `-m MODULE`."""
+    if first == "-m":
+        sys.argv, sys.path[0] = list(rest), str(Path.cwd())
+        return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if first == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        code = compile(rest[0], "<string>", "exec")
+    else:
+        sys.argv, sys.path[0] = [first, *rest], str(Path(first).resolve().parent)
+        main.__file__ = first
+        code = compile(Path(first).read_bytes(), first, "exec")
+    return lambda: exec(code, main.__dict__)
+
+
+def launch(request: dict[str, Any], files: list[int]) -> Callable:
+    """In a copy: start the ranks, wait for them and end; in theirs, return what they run."""
+    os.setsid()  # whoever waits can end all of them
+    count = request["ranks"]
+    server = socket.create_server(("127.0.0.1", 0))
+    port = str(server.getsockname()[1])
+    ranks: dict[int, int] = {}
+    for rank in range(count or 1):
+        pid = os.fork()
+        if pid == 0:
+            server.close()
+            return become(request, files, of_rank(rank, count, port) if count else {})
+        ranks[pid] = rank
+    store = store_of_ranks(server) if count else None
+    os.write(files[2], (" ".join(map(str, [os.getpid(), *ranks])) + "\n").encode())
+    status = wait(ranks, files[1]) if count else os.waitstatus_to_exitcode(os.wait()[1])
+    del store
+    os.write(files[2], f"{status}\n".encode())
+    os._exit(0)
+
+
+def of_rank(rank: int, count: int, port: str) -> dict[str, str]:
+    """The variables that torchrun sets for a rank."""
+    ids = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in (ids | where).items()} | {
+        "TORCHELASTIC_USE_AGENT_STORE": "True"
+    }
+
+
+def store_of_ranks(server: socket.socket) -> Any:
+    """Where the ranks meet; it outlives each of them, as that of torchrun does."""
+    from torch.distributed import TCPStore
+
+    port = server.getsockname()[1]
+    listening = {"master_listen_fd": server.detach(), "wait_for_workers": False}
+    return TCPStore("127.0.0.1", port, None, is_master=True, **listening)
+
+
+def wait(ranks: dict[int, int], errors: int) -> int:
+    """Until all ranks have ended; when one fails, end the others. The status of torchrun."""
+    failed = False
+    while ranks:
+        pid, status = os.wait()
+        rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
+        if code == 0 or failed:
+            continue
+        failed = True
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        os.write(errors, f"a rank has failed: rank {rank} with {how}\n".encode())
+        time.sleep(AFTER_A_FAILURE)
+        end(ranks, signal.SIGTERM)
+        signal.signal(signal.SIGALRM, lambda *_: end(ranks, signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, GRACE)
+    return int(failed)
+
+
+def end(ranks: dict[int, int], number: signal.Signals) -> None:
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def serve(requests: socket.socket) -> Callable:
+    """Answer requests until there are no more; in a copy that became a program, return its run."""
+    signal.signal(signal.SIGCHLD, reap)
+    while True:
+        length, files, _, _ = socket.recv_fds(requests, 8, 3)
+        if not length:
+            return leave
+        message = b""
+        while len(message) < int.from_bytes(length, "big"):
+            message += requests.recv(1 << 16)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            requests.close()
+            return launch(json.loads(message), files)
+        for file in files:
+            os.close(file)
+
+
+def reap(*_: Any) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def leave() -> NoReturn:
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    BORN_WITH = set(os.environ)
+    prepare(sys.argv[2])
+    run = serve(socket.socket(fileno=int(sys.argv[1])))
+    run()

@@ -1,0 +1,144 @@
+"""Runs Python programs as `tests/subprocesses.py` does, in copies of a process that has imported
+what they need (see `tests/fork_server.py`): for all tests that start training or a layer, and look
+at what it computes or says. How a user's process starts is left to those that use `subprocesses`.
+"""
+
+import atexit
+import functools
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.subprocesses import REPO, TIMEOUT, environment
+
+SERVER = Path(__file__).with_name("fork_server.py")
+TRAINING = (REPO / "pretrain_gpt.py", REPO / "tests" / "training")
+#: Read when torch or megatron-core is imported, so that a copy would not notice them.
+AT_IMPORT = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
+
+
+@functools.cache
+def _server(imports: str) -> socket.socket:
+    """The socket of a server, which is started when the first program asks for it."""
+    ours, its = socket.socketpair()
+    env = environment() if imports == "wheel" else environment(PYTHONPATH=REPO)
+    process = subprocess.Popen(
+        [sys.executable, str(SERVER), str(its.fileno()), imports],
+        cwd="/",
+        env=env,
+        stdin=subprocess.DEVNULL,
+        pass_fds=[its.fileno()],
+    )
+    its.close()
+
+    def stop() -> None:
+        ours.close()
+        process.wait(timeout=60)
+
+    atexit.register(stop)
+    return ours
+
+
+class Program:
+    """A program that runs; some of subprocess.Popen."""
+
+    def __init__(self, words: Sequence[str], files: Sequence[int]) -> None:
+        self.returncode: int | None = None
+        self._words, self._files = words, files
+        ids = b""
+        while not ids.endswith(b"\n"):
+            if not (part := os.read(files[2], 1)):
+                raise RuntimeError(f"the fork server has ended; its last program was {words}")
+            ids += part
+        self._group, *self.pids = map(int, ids.split())
+
+    def send_signal(self, number: int) -> None:
+        """To every rank; at once, and not to a launcher that passes it on."""
+        for pid in self.pids:
+            os.kill(pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float = TIMEOUT) -> tuple[str, str]:
+        """Wait for the end, also of what the program started and left with its output open."""
+        texts, until = {file: b"" for file in self._files}, time.monotonic() + timeout
+        try:
+            with selectors.DefaultSelector() as selector:
+                for file in self._files:
+                    selector.register(file, selectors.EVENT_READ)
+                while selector.get_map():
+                    ready = selector.select(max(0.0, until - time.monotonic()))
+                    if not ready:
+                        raise subprocess.TimeoutExpired(self._words, timeout, *texts.values())
+                    for key, _ in ready:
+                        part = os.read(key.fd, 1 << 16)
+                        texts[key.fd] += part
+                        if not part:
+                            selector.unregister(key.fd)
+        except BaseException:
+            os.killpg(self._group, signal.SIGKILL)
+            raise
+        finally:
+            for file in self._files:
+                os.close(file)
+        output, errors, status = (text.decode() for text in texts.values())
+        self.returncode = int(status)
+        return output, errors
+
+
+def start(
+    *words: str | Path,
+    ranks: int | None = None,
+    cwd: Path = REPO,
+    env: dict[str, str] | None = None,
+    file_bytes: int | None = None,
+) -> Program:
+    """Start what `python WORDS...` would: a script, `-c CODE` or `-m MODULE`.
+
+    Args:
+        ranks: of torchrun; None: a single process without it.
+        file_bytes: the largest file that can be written, as if the disk were full then.
+    """
+    env = environment() if env is None else env
+    usual = environment()
+    for name in AT_IMPORT:
+        if env.get(name) != usual.get(name):
+            raise ValueError(f"{name} is read by imports: use tests.subprocesses")
+    command = [str(word) for word in words]
+    request = {"words": command, "cwd": str(cwd), "env": env}
+    request |= {"ranks": ranks, "file_bytes": file_bytes}
+    message = json.dumps(request).encode()
+    reads, writes = zip(*(os.pipe() for _ in range(3)), strict=True)
+    server = _server(_imports(Path(words[0]), env))
+    socket.send_fds(server, [len(message).to_bytes(8, "big")], writes)
+    server.sendall(message)
+    for file in writes:
+        os.close(file)
+    return Program(command, reads)
+
+
+def _imports(script: Path, env: dict[str, str]) -> str:
+    if any(script.is_relative_to(place) for place in TRAINING):
+        return "training"
+    return "overlay" if "PYTHONPATH" in env else "wheel"
+
+
+def run(
+    *words: str | Path,
+    ranks: int | None = None,
+    cwd: Path = REPO,
+    env: dict[str, str] | None = None,
+    file_bytes: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run such a program to its end, whatever its exit status."""
+    program = start(*words, ranks=ranks, cwd=cwd, env=env, file_bytes=file_bytes)
+    output, errors = program.communicate()
+    return subprocess.CompletedProcess(list(words), program.returncode, output, errors)
