@@ -4,10 +4,12 @@ megatron-core is imported inside of the guarded block: that takes seconds, and C
 without a traceback then as well.
 """
 
+import contextlib
+import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from megatron.training.errors import Interrupted, RankError, UserError, is_first_rank, report
@@ -43,14 +45,28 @@ def _leave_now(status: int) -> NoReturn:
     os._exit(status)
 
 
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Imports leave little to collect; to look for it all along takes more than a second of seven,
+    and later collections need not look at what they made again.
+    """
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
 def _run(argv: Sequence[str] | None) -> int:
-    from megatron.training import device
+    with _without_collector():
+        from megatron.training import device
 
-    device.prepare()
+        device.prepare()
 
-    from megatron.training.arguments import parse_args
-    from megatron.training.initialize import finalize
-    from megatron.training.training import pretrain
+        from megatron.training.arguments import parse_args
+        from megatron.training.initialize import finalize
+        from megatron.training.training import pretrain
 
     pretrain(parse_args(argv))
     finalize()

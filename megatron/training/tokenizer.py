@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.training.deferred_import import transformers_when_needed
 from megatron.training.errors import UserError
 
 if TYPE_CHECKING:
@@ -214,8 +215,9 @@ def _hugging_face(path: Path) -> MegatronTokenizerText:
 
 def _from_wheel(library: str, path: Path | None, **options: object) -> MegatronTokenizerText:
     """Ask megatron-core, imported here: it takes seconds, and wrong paths should not."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), transformers_when_needed():
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+        import megatron.core.tokenizers.text.libraries  # noqa: F401
         from megatron.core.tokenizers import MegatronTokenizer
 
     name = None if path is None else str(path)

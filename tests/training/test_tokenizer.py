@@ -16,7 +16,8 @@ from megatron.training.tokenizer import (
     fingerprint,
     guess_tokenizer_type,
 )
-from tests.subprocesses import REPO, run
+from tests import forks
+from tests.subprocesses import REPO, environment, run
 
 KINDS = ("sentencepiece", "hugging_face", "both", "no_eos", "tiktoken", "qwen")
 TEXT = "def f(x):\n    return {x!r}  # naïve, 漢字 🙂\n"
@@ -69,6 +70,27 @@ def write_tiktoken(path, merges: int) -> None:
         tokens.append(b"ab" + bytes([65 + number]))
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
     path.write_text("\n".join(lines) + "\n")
+
+
+def test_transformers_waits_for_a_tokenizer_of_its_own(folders):
+    """Its import takes two seconds of every start of training."""
+    code = (
+        "import sys\n"
+        "from megatron.training.tokenizer import build_tokenizer\n"
+        "pieces, _ = (build_tokenizer(None, path) for path in sys.argv[1:3])\n"
+        "build_tokenizer('NullTokenizer', vocab_size=9)\n"
+        "assert 'transformers' not in sys.modules\n"
+        "bpe = build_tokenizer(None, sys.argv[3])\n"
+        "assert 'transformers' in sys.modules\n"
+        "print(bpe.detokenize(bpe.tokenize('def f')))\n"
+        "said = [{'role': 'user', 'content': 'naive'}]\n"
+        "template = '{{ messages[0].content }}'\n"
+        "print(pieces.apply_chat_template(said, template, tokenize=False))\n"
+    )
+    kinds = (folders["sentencepiece"], folders["tiktoken"], folders["hugging_face"])
+    result = forks.run("-c", code, *kinds, env=environment(PYTHONPATH=REPO))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "def f\nnaive\n"
 
 
 def test_the_path_says_the_type(folders):
