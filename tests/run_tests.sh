@@ -49,4 +49,5 @@ cd -- "$repo"
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 # Two test processes with a thread each, not two with as many threads as there are cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$py" -m pytest -n "$TEST_WORKERS" --dist loadfile -m "$marks" ${rest[@]+"${rest[@]}"}
+# In the order of tests/conftest.py; by itself xdist begins with the files that have most tests.
+exec "$py" -m pytest -n "$TEST_WORKERS" --dist loadfile --no-loadscope-reorder -m "$marks" ${rest[@]+"${rest[@]}"}
