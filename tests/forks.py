@@ -77,7 +77,8 @@ class Program:
                 while selector.get_map():
                     ready = selector.select(max(0.0, until - time.monotonic()))
                     if not ready:
-                        raise subprocess.TimeoutExpired(self._words, timeout, *texts.values())
+                        output, errors, _ = texts.values()
+                        raise subprocess.TimeoutExpired(self._words, timeout, output, errors)
                     for key, _ in ready:
                         part = os.read(key.fd, 1 << 16)
                         texts[key.fd] += part

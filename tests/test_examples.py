@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests import forks
 from tests.subprocesses import REPO, environment, run
 
 ENVIRONMENT = environment(PYTHONPATH=REPO, LAB_PYTHON=sys.executable)
@@ -58,7 +59,7 @@ def test_the_formats_can_be_named(capsys):
 
 def test_a_saved_output_is_recomputed(tmp_path, capsys):
     worker = REPO / "tests/analysis/layouts_worker.py"
-    made = run([sys.executable, worker, tmp_path, "mxfp8"], env=ENVIRONMENT)
+    made = forks.run(worker, tmp_path, "mxfp8", env=ENVIRONMENT)
     assert made.returncode == 0, made.stderr[-3000:]
     dump, main = tmp_path / "mxfp8", main_of("recompute_gemm.py")
     assert main(dump, "linear_fc1") == 0

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from tests import forks
 from tests.subprocesses import REPO, environment, run, torchrun
 
 OVERLAID = [
@@ -82,7 +83,7 @@ def test_names_that_the_wheel_defines_are_all_there():
         "assert not missing, missing\n"
         "assert issubclass(layers.RowParallelLinear, upstream.RowParallelLinear)\n"
     )
-    result = run([sys.executable, "-c", code])
+    result = forks.run("-c", code, env=environment(PYTHONPATH=REPO))
     assert result.returncode == 0, result.stderr
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.script.drivers import TRAIN, bash, dry, value
-from tests.subprocesses import REPO, environment, run
+from tests.subprocesses import REPO, environment
 
 
 def test_the_real_shape_of_llama_3_2_1b():
@@ -70,7 +70,7 @@ def test_pretrain_gpt_knows_every_flag_of_both_presets(corpus):
     for preset in ("1b", "tiny"):
         [words] = dry(TRAIN, "none", "", *corpus, "--preset", preset, NPROC="2")
         flags = words[words.index(str(REPO / "pretrain_gpt.py")) + 1 :]
-        done = run([sys.executable, "-c", check, *flags], env=environment(PYTHONPATH=REPO))
+        done = forks.run("-c", check, *flags, env=environment(PYTHONPATH=REPO))
         assert "unrecognized" not in done.stderr, done.stderr
         assert done.returncode == 0, done.stderr
 
