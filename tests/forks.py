@@ -4,6 +4,7 @@ at what it computes or says. How a user's process starts is left to those that u
 """
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -24,6 +25,9 @@ TRAINING = (REPO / "pretrain_gpt.py", REPO / "tests" / "training")
 AT_IMPORT = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
 
 
+_running: set[int] = set()  #: groups of processes that nobody has waited for
+
+
 @functools.cache
 def _server(imports: str) -> socket.socket:
     """The socket of a server, which is started when the first program asks for it."""
@@ -39,11 +43,18 @@ def _server(imports: str) -> socket.socket:
     its.close()
 
     def stop() -> None:
+        for group in _running.copy():  # of tests that failed
+            _end(group)
         ours.close()
         process.wait(timeout=60)
 
     atexit.register(stop)
     return ours
+
+
+def _end(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 class Program:
@@ -58,11 +69,13 @@ class Program:
                 raise RuntimeError(f"the fork server has ended; its last program was {words}")
             ids += part
         self._group, *self.pids = map(int, ids.split())
+        _running.add(self._group)
 
     def send_signal(self, number: int) -> None:
-        """To every rank; at once, and not to a launcher that passes it on."""
+        """To every rank that is there; at once, and not to a launcher that passes it on."""
         for pid in self.pids:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -85,9 +98,10 @@ class Program:
                         if not part:
                             selector.unregister(key.fd)
         except BaseException:
-            os.killpg(self._group, signal.SIGKILL)
+            _end(self._group)
             raise
         finally:
+            _running.discard(self._group)
             for file in self._files:
                 os.close(file)
         output, errors, status = (text.decode() for text in texts.values())

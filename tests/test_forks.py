@@ -19,7 +19,7 @@ if __name__ == "__main__":
     names = ("PYTHONPATH", "OWN", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     found = [sys.argv, sys.path[:2], os.getcwd(), globals().get("__file__"), sys.stdin.read()]
     found += [os.environ.get(name) for name in names]
-    os.write(1, (json.dumps(found) + "\n").encode())  # at once: there may be two ranks
+    os.write(1, (json.dumps(found) + "\\n").encode())  # at once: there may be two ranks
     sys.exit(3)
 """
 #: Its rank 1 fails while the other has a minute to go.
@@ -27,7 +27,7 @@ MEETING = """
 import os, sys, time, torch
 torch.distributed.init_process_group("gloo")
 rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-os.write(1, f"{{rank}} {{size}}\n".encode())
+os.write(1, f"{{rank}} {{size}}\\n".encode())
 torch.distributed.barrier()
 if os.environ["RANK"] == "1":
     {how}
