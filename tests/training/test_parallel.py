@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.training.runs import NO_DROPOUT, train
+from tests.subprocesses import torchrun
+from tests.training.runs import ENTRY, MODEL, NO_DROPOUT, Training, train
 
 TENSOR = ("--tensor-model-parallel-size", "2")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -44,6 +45,17 @@ def test_a_checkpoint_of_one_rank_goes_on_in_every_layout(single, corpus, layout
         assert loss == pytest.approx(whole.losses[iteration], rel=1e-5)
         norms = (float(t.lines[iteration]["norm"]) for t in (moved, whole))
         assert next(norms) == pytest.approx(next(norms), abs=2e-3)
+
+
+def test_torchrun_itself_starts_what_the_other_tests_fork(corpus):
+    """Two ranks as a user starts them print what two copies of a started process print."""
+    options = ("--data-path", corpus, *NO_DROPOUT, *TENSOR, "--custom-quant-type", "mxfp8")
+    forked = train(*options, ranks=2)
+    started = torchrun(ENTRY, *MODEL, *options, ranks=2)
+    assert started.returncode == 0, started.stderr[-3000:]
+    real = Training(started.returncode, started.stdout, started.stderr)
+    assert list(real.losses) == [1, 2, 3, 4, 5, 6]
+    assert real.losses == forked.losses
 
 
 @pytest.mark.parametrize(
