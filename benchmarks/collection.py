@@ -4,8 +4,8 @@
     python benchmarks/collection.py --peers-python .venv-peers/bin/python
     python benchmarks/collection.py --quick               # a small shape, seconds: does it run?
 
-One run, one process for each way of collecting; they take turns, a step each a round, so that what
-else the machine does meets all of them alike:
+One run, one process for each way of collecting; they take turns, a step each a round in an order by
+chance, so that what else the machine does meets all of them alike:
 
     plain       no collection
     idle        switched on, and no iteration is selected
@@ -26,6 +26,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import shutil
 import statistics
 import subprocess
@@ -163,9 +164,10 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Worker
             workers.append(Worker(mode, python, folder / str(number), options))
         for worker in tqdm(workers, desc="starting"):
             worker.answer("ready")
-        for number in tqdm(range(options.rounds + 2), desc="rounds"):
-            # There and back, so that none always comes behind the same one.
-            for worker in workers if number % 2 else reversed(workers):
+        order = random.Random(0)
+        for _ in tqdm(range(options.rounds + 2), desc="rounds"):
+            # by chance: behind the same one, or twice in a row, a step is faster or slower
+            for worker in order.sample(workers, len(workers)):
                 worker.steps.append(worker.ask("step"))
         disk = next(worker for worker in workers if worker.name == "plain").ask("disk")
     finally:

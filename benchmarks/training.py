@@ -16,6 +16,7 @@ Prints a Markdown table and writes it to `docs/results/training.md`, with the co
 import argparse
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -117,9 +118,10 @@ def measure(options: argparse.Namespace) -> dict[str, Worker]:
     try:
         for worker in tqdm(workers, desc="starting"):
             worker.built = float(worker.answer().split()[1])
-        for number in tqdm(range(options.rounds + 2), desc="rounds"):
-            # There and back, so that none always comes behind the same one.
-            for worker in workers if number % 2 else reversed(workers):
+        order = random.Random(0)
+        for _ in tqdm(range(options.rounds + 2), desc="rounds"):
+            # by chance: behind the same one, or twice in a row, a step is faster or slower
+            for worker in order.sample(workers, len(workers)):
                 worker.step()
     finally:
         for worker in workers:
