@@ -12,14 +12,14 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from megatron import fake_quant
 from megatron.analysis.making import Made
 from megatron.analysis.output import write
 from megatron.analysis.output_names import QUICK, REPORT
+from megatron.analysis.stats.cache import code_version
 
 NAME = ".drawn.json"
 _SOURCES = {".py", ".css", ".html", ".js"}
@@ -34,11 +34,12 @@ def fingerprint(dump: Path, but: Sequence[Path], *options: object) -> str:
         but: folders within the dump that do not belong to it.
     """
     digest = hashlib.sha256(json.dumps([str(dump.resolve()), *options]).encode())
-    digest.update(json.dumps([version(name) for name in _LIBRARIES]).encode())
-    for folder in (Path(__file__).parent, Path(str(fake_quant.__file__)).parent):
-        for path in sorted(folder.rglob("*")):
-            if path.suffix in _SOURCES:
-                digest.update(path.read_bytes())
+    # one that is not installed (plotly, for figures alone) has no version
+    found = [[each.version for each in distributions(name=name)] for name in _LIBRARIES]
+    digest.update(json.dumps([code_version(), *found]).encode())
+    for path in sorted(Path(__file__).parent.rglob("*")):
+        if path.suffix in _SOURCES:
+            digest.update(path.read_bytes())
     left_out = {path.resolve() for path in but}
     for place, folders, names in os.walk(dump):
         folders[:] = sorted(each for each in folders if Path(place, each).resolve() not in left_out)

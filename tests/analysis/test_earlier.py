@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from megatron.analysis import earlier
 from megatron.analysis.__main__ import main
 from tests.analysis.drawing import write_two_types
 from tests.analysis.fake_dump import write_dump
@@ -63,3 +64,12 @@ def test_figures_of_another_dump_are_kept_and_stale_ones_of_the_same_go(tmp_path
     assert "kept what was there before as" in capsys.readouterr().out
     [aside] = (tmp_path / "draw").glob("heatmaps_*")
     assert {path.name for path in aside.iterdir()} == names
+
+
+def test_a_library_that_is_not_installed_hinders_no_figure_without_need_of_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(earlier, "_LIBRARIES", ("matplotlib", "no-such-package"))
+    with_it = earlier.fingerprint(tmp_path, [])
+    monkeypatch.setattr(earlier, "_LIBRARIES", ("matplotlib", "numpy"))
+    assert earlier.fingerprint(tmp_path, []) != with_it
