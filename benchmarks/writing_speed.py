@@ -3,8 +3,8 @@
 All count the time until `sync` says that the bytes are on the disk.
 
     ours    tensors of a layer, copied and written as in training
-    raw     one file of as many bytes, through the system's page cache as ours are
-    direct  one such file past the page cache, where the file system lets one: the disk's own speed
+    raw     one file of as many bytes, through the system's page cache
+    direct  one such file past the page cache, as ours are where the file system lets them
 """
 
 import argparse

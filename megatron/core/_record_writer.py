@@ -14,10 +14,11 @@ import tempfile
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
+from megatron.core.direct_file import DirectFile
 from megatron.tensor_record import (
     PARTIAL_SUFFIX,
     TIMESTAMP,
@@ -85,7 +86,7 @@ class _Counted:
     writer hides behind one of its own; without a file it counts only.
     """
 
-    def __init__(self, file: IO[bytes] | None):
+    def __init__(self, file: DirectFile | None):
         self.bytes = 0
         self.error: OSError | None = None
         self._file = file
@@ -109,7 +110,7 @@ def serialize(
     tensor: torch.Tensor,
     record: TensorRecord,
     scales: dict[str, torch.Tensor],
-    file: IO[bytes] | None = None,
+    file: DirectFile | None = None,
 ) -> int:
     """Write the content of a `.pt` file; returns its size, which without a file is all that is
     done.
@@ -181,9 +182,8 @@ class RecordWriter:
         """Write and publish one file; returns its size."""
         partial = self.directory / f"{record.filename}.{self.run_id}{PARTIAL_SUFFIX}"
         try:
-            with partial.open("wb") as file:
+            with DirectFile(partial) as file:
                 size = serialize(tensor, record, scales, file)
-                _begin_writeback(file)
             self._publish(partial, record)
         finally:
             with contextlib.suppress(OSError):  # of what went wrong, the first is told
@@ -231,16 +231,6 @@ class RecordWriter:
         """Close the index."""
         if self._index is not None:
             self._index.close()
-
-
-def _begin_writeback(file: IO[bytes]) -> None:
-    """Have the kernel bring a finished file to the disk now, while the next one is written: left to
-    itself it waits for many seconds, and then for the disk. What is dirty stays in its cache.
-    """
-    file.flush()
-    if hasattr(os, "posix_fadvise"):  # not on macOS
-        with contextlib.suppress(OSError):  # a file system that does not know it loses nothing
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _a_second_later(timestamp: str) -> str:

@@ -26,7 +26,7 @@ from megatron.tensor_record import TensorRecord
 
 logger = logging.getLogger(__name__)
 
-THREADS = 2  #: one computes a file's checksum while the other writes
+THREADS = 3  #: two wait for the disk while one computes a checksum
 PATIENCE = 300.0  #: seconds without a finished write after which the disk counts as dead
 
 

@@ -20,8 +20,8 @@ def fresh_saver(monkeypatch, tmp_path):
     tensor_saver.configure()
 
 
-def mount_or_skip(folder, options: str) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+def mount_or_skip(folder, options: str, device: str = "tmpfs", kind: str = "tmpfs") -> None:
+    mount = ["mount", "-t", kind, "-o", options, device, str(folder)]
     try:
         subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+from tests.core import pieces
 from tests.training.exact_worker import recording
 
 
@@ -85,6 +86,7 @@ def main() -> int:
     device.prepare()
     faults = json.loads(os.environ["FAULTS"])
     recording()
+    pieces.small()
     if "command" in faults:
         commanding(int(faults["at"]), faults["command"])
     if "slow" in faults or "hang_after" in faults:
