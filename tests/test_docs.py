@@ -2,13 +2,19 @@
 
 import re
 import sys
+import textwrap
 from dataclasses import fields
 
+from megatron.fake_quant import recipe
+from megatron.fake_quant.recipe import load_recipe
+from megatron.fake_quant.recipe_config import GEMMS
 from megatron.training.collection_options import CollectionOptions
 from tests.analysis.fake_dump import write_dump
+from tests.links import broken_links
 from tests.subprocesses import REPO, environment, run
 
 PAGE = (REPO / "docs" / "collection.md").read_text()
+RECIPES = (REPO / "docs" / "recipes.md").read_text()
 
 FORMATS = ("mxfp8", "mxfp4", "hifp8")  #: of the experiment matrix
 
@@ -21,9 +27,7 @@ def test_every_flag_of_the_collection_is_explained_and_no_other():
 
 def test_links_of_all_pages_lead_somewhere():
     for page in [*(REPO / "docs").rglob("*.md"), *(REPO / "script").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-            found = target.startswith("http") or (page.parent / target).exists()
-            assert found, f"{page}: {target}"
+        assert broken_links(page) == [], page
 
 
 def test_the_python_of_the_analysis_page_runs(tmp_path):
@@ -39,6 +43,24 @@ def rows_of(text: str) -> dict[str, list[str]]:
     """Rows of all Markdown tables in a text by their first cell; of equal ones the last."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return {cells[0].strip(): [cell.strip() for cell in cells] for cells in lines}
+
+
+def test_the_recipe_of_the_recipes_page_is_one(tmp_path):
+    [text] = re.findall(r"```yaml\n(.*?)```", RECIPES, re.S)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    assert [rule.name for rule in load_recipe(path).rules] == ["head", "end", "warm", "mlp", "core"]
+    assert textwrap.indent(text.rstrip(), "    ") in recipe.__doc__, "the code says the same"
+
+
+def test_the_recipes_page_names_every_recipe_and_operand():
+    named = set(re.findall(r"`(\w+\.yaml)`", RECIPES))
+    assert named == {path.name for path in (REPO / "examples" / "recipes").glob("*.yaml")}
+    rows = rows_of(RECIPES)
+    for operation, gemms in GEMMS.items():
+        said = [f"`{gemm}`: {', '.join(operands)}" for gemm, operands in gemms.items()]
+        assert rows[f"`{operation}`"][1] == "; ".join(said)
+    assert {f"`{key}`" for key in ("config", "layers", "iterations")} <= rows.keys()
 
 
 def test_the_performance_page_quotes_what_was_measured():

@@ -13,6 +13,7 @@ import pytest
 from megatron.fake_quant.describe import markdown
 from megatron.fake_quant.formats import FORMATS
 from megatron.tensor_record import CODES, TENSOR_NAMES, TensorRecord
+from tests.links import broken_links
 from tests.subprocesses import REPO, environment
 
 READMES = [REPO / "README.md", REPO / "README.zh-CN.md"]
@@ -95,8 +96,7 @@ def test_the_record_s_table_names_every_field(readme):
 @both
 def test_links_and_files_exist(readme):
     text = readme.read_text()
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        assert (REPO / target).exists(), target
+    assert broken_links(readme) == []
     for name in re.findall(
         r"\b(?:megatron|script|examples|tests|benchmarks)/[\w./-]+\.(?:py|sh)", text
     ):

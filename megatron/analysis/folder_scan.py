@@ -81,6 +81,8 @@ def scan(folder: Path) -> Found:
         present.append(position)
     if not files.tensors:
         detail = f" ({len(indexed)} are in its index)" if indexed else ""
+        if files.cards and not indexed:
+            detail = f" ({Path(files.cards[0]).name} is of a run that saved none)"
         raise ValueError(
             f"no .pt file in {folder} or below{detail}; collect tensors first, or name "
             "another folder"

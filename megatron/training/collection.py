@@ -13,7 +13,10 @@ from megatron.core.collection_clock import clock
 from megatron.core.collection_limits import gib
 from megatron.core.collection_plan import Planner, make_plan, planned_iterations
 from megatron.core.collection_settings import Settings, read_settings
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+)
 from megatron.core.plan_report import report
 from megatron.training import data
 from megatron.training.batch import forward_step
@@ -91,8 +94,16 @@ def configure_collection(
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-    if (saver := tensor_saver.current()) is not None and not args.collect_plan:
+    if (saver := tensor_saver.current()) is None:
+        return
+    if not args.collect_plan:
         print_rank_0(f"> saving tensors to {saver.settings.directory} (run {saver.run_id})")
+    there = get_num_microbatches()
+    if args.rampup_batch_size is None and args.collect_micro_batches > there:
+        print_rank_0(
+            f"> --collect-micro-batches {args.collect_micro_batches} takes all that there are: "
+            f"{there} an iteration"
+        )
 
 
 def print_plan(

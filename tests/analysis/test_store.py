@@ -175,6 +175,9 @@ def test_missing_and_empty_folders_are_explained(tmp_path):
         TensorStore(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"no \.pt file in"):
         TensorStore(tmp_path)
+    (tmp_path / "run_a.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no \.pt file in .* \(run_a.json is of a run that saved"):
+        TensorStore(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is not a folder"):
         TensorStore(tmp_path / "file")

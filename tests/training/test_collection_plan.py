@@ -42,7 +42,7 @@ def measured(records: list[dict], key) -> dict[str, tuple[int, int]]:
     ("ranks", "options"),
     [
         # numbers beyond 255 in the metadata; a window that skips
-        (1, "--control-iter 0 --collect-iterations 2-6:2 --collect-micro-batches 3 --bf16"),
+        (1, "--control-iter 0 --collect-iterations 2-6:2 --collect-micro-batches 9 --bf16"),
         (
             2,
             "--tensor-model-parallel-size 2 --sequence-parallel --custom-quant-type mxfp8"
@@ -66,6 +66,8 @@ def test_the_plan_is_what_the_run_writes(tmp_path, ranks, options):
     assert planned.status == 0, planned.errors
     assert not folder.exists(), "a plan writes nothing"
     assert not planned.lines, "and trains nothing"
+    too_many = "> --collect-micro-batches 9 takes all that there are: 4 an iteration"
+    assert (too_many in planned.output) == ("--collect-micro-batches 9" in options)
     done = train(*flags, ranks=ranks, model=SMALL)
     assert done.status == 0, done.errors
     records = [r for path in folder.glob("index_*.jsonl") for r in read_index(path)]
