@@ -9,8 +9,10 @@ interleave. Where another run holds a file's name, which has a second in it, our
 import contextlib
 import datetime
 import json
+import math
 import os
 import tempfile
+import time
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -137,6 +139,7 @@ class RecordWriter:
         self.run_id = run_id
         self.records = 0
         self.bytes = 0
+        self.latest = -math.inf  #: when the file system last took a part of a file; monotonic
         self._index_path = directory / index_name(run_id, rank)
         self._index: FileIO | None = None
         self._card = CardFile(directory / run_card_name(run_id))
@@ -182,13 +185,16 @@ class RecordWriter:
         """Write and publish one file; returns its size."""
         partial = self.directory / f"{record.filename}.{self.run_id}{PARTIAL_SUFFIX}"
         try:
-            with DirectFile(partial) as file:
+            with DirectFile(partial, self._has_taken) as file:
                 size = serialize(tensor, record, scales, file)
             self._publish(partial, record)
         finally:
             with contextlib.suppress(OSError):  # of what went wrong, the first is told
                 partial.unlink(missing_ok=True)
         return size
+
+    def _has_taken(self) -> None:
+        self.latest = time.monotonic()
 
     def append(self, line: dict[str, Any]) -> None:
         """Add a line to the index, or nothing.

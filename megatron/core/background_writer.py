@@ -27,7 +27,7 @@ from megatron.tensor_record import TensorRecord
 logger = logging.getLogger(__name__)
 
 THREADS = 3  #: two wait for the disk while one computes a checksum
-PATIENCE = 300.0  #: seconds without a finished write after which the disk counts as dead
+PATIENCE = 300.0  #: seconds in which the disk takes nothing after which it counts as dead
 
 
 class Writer(Protocol):
@@ -218,7 +218,8 @@ class BackgroundWriter:
                 now = time.monotonic()
                 if now >= end:
                     return False
-                left = self._latest + self._patience - now
+                # A large file takes a slow disk long: it is at work while it takes pieces of it.
+                left = max(self._latest, self._writer.latest) + self._patience - now
                 if left <= 0:
                     break
                 self.memory.changed.wait(min(left, end - now))

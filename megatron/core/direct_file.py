@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -38,12 +39,14 @@ class DirectFile:
     does all of a file whose file system refuses O_DIRECT.
     """
 
-    def __init__(self, path: Path):
-        """Make the file, or empty the one that is there.
+    def __init__(self, path: Path, progress: Callable[[], None] = lambda: None):
+        """Make the file, or empty the one that is there; `progress` is called whenever the file
+        system has taken something.
 
         Raises:
             OSError: the file system refused.
         """
+        self._progress = progress
         self._piece = _buffers.piece
         self._filled = 0
         self._file = path.open("wb", buffering=0)
@@ -108,6 +111,7 @@ class DirectFile:
                     raise
                 self._never_direct()  # it wants more than whole pages
                 continue
+            self._progress()
             data = data[taken:]
             if taken % _UNIT:  # a disk that is nearly full takes a part
                 self._never_direct()

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ import torch
 
 from megatron.core import direct_file
 from megatron.core._record_writer import RecordWriter
+from megatron.core.background_writer import BackgroundWriter
 from megatron.core.direct_file import DirectFile
+from megatron.core.host_memory import HostMemory
 from tests.core import pieces
 from tests.core.conftest import mount_or_skip
 from tests.core.test_background_writer import record
@@ -181,11 +184,33 @@ def test_a_fork_does_not_write_into_its_parent_s_piece(tmp_path):
     assert (tmp_path / "other").read_bytes() == content(PAGE, 1)
 
 
+def test_a_disk_that_is_busy_with_one_large_file_is_not_dead(tmp_path, monkeypatch):
+    def slowly(file: DirectFile, data: np.ndarray) -> None:
+        time.sleep(0.1)
+        put(file, data)
+
+    put = DirectFile._put
+    monkeypatch.setattr(DirectFile, "_put", slowly)
+    large = torch.zeros(20, PIECE, dtype=torch.uint8)
+    writer = BackgroundWriter(
+        RecordWriter(tmp_path, "run", 0), HostMemory(large.nbytes), patience=1
+    )
+    started = time.monotonic()
+    for counter in (1, 2):
+        copy = writer.hold(large, {}, lambda: False)
+        assert copy is not None, writer.error
+        writer.submit(copy, record(counter))
+    assert time.monotonic() - started > 1, "or else nothing was tried"
+    writer.close()
+    assert (writer.error, writer.written[0]) == (None, 2)
+
+
 @pytest.fixture
 def real_disk(tmp_path):
-    """24 MiB of ext4, which needs the right to mount."""
+    """An ext4 that some hundred files fill, which needs the right to mount."""
     image, folder = tmp_path / "image", tmp_path / "disk"
-    image.write_bytes(bytes(24 << 20))
+    with image.open("wb") as file:
+        file.truncate(768 * PIECE)
     folder.mkdir()
     make = shutil.which("mkfs.ext4", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     if make is None:
