@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import threading
 import time
@@ -116,7 +117,7 @@ def test_training_does_not_wait_so_long_that_other_ranks_give_up(disk):
     assert writer.hold(TENSOR, {}, nothing) is None, "together, not each"
     writer.wait()
     assert 0.3 <= time.monotonic() - began < 5.0
-    assert "for which training has waited 0.3 s in one iteration" in writer.slow
+    assert re.search(r"training has waited [\d.]+ s in one iteration", writer.slow)
     assert writer.error is None
     writer.begin_iteration()
     assert writer.slow is None
