@@ -82,7 +82,7 @@ def scan(folder: Path) -> Found:
     if not files.tensors:
         detail = f" ({len(indexed)} are in its index)" if indexed else ""
         if files.cards and not indexed:
-            detail = f" ({Path(files.cards[0]).name} is of a run that saved none)"
+            detail = f" ({Path(files.cards[0]).name} is of a run that has saved none)"
         raise ValueError(
             f"no .pt file in {folder} or below{detail}; collect tensors first, or name "
             "another folder"

@@ -176,7 +176,7 @@ def test_missing_and_empty_folders_are_explained(tmp_path):
     with pytest.raises(ValueError, match=r"no \.pt file in"):
         TensorStore(tmp_path)
     (tmp_path / "run_a.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"no \.pt file in .* \(run_a.json is of a run that saved"):
+    with pytest.raises(ValueError, match=r"no \.pt file in .* \(run_a.json is of a run that has"):
         TensorStore(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is not a folder"):
