@@ -14,8 +14,8 @@ in a config is ours:
         pv: {format: mxfp8, backward: bf16, probabilities: unnormalized}
     matchers:                                           # the first that fits counts
       head: {config: bf16, type: glob, pattern: "output_layer", enabled: true}
-      end: {config: bf16, type: glob, pattern: "*", layers: last 4, enabled: true}
-      warm: {config: bf16, type: glob, pattern: "*", iterations: 1-100, enabled: true}
+      end: {config: bf16, type: glob, pattern: "*", layers: last 1, enabled: true}
+      warm: {config: bf16, type: glob, pattern: "*", iterations: 1-10, enabled: true}
       mlp: {config: nvfp4, type: glob, pattern: "*.mlp.*", enabled: true}
       core: {config: attention, type: glob, pattern: "*.core_attention", enabled: true}
 
