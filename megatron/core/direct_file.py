@@ -19,6 +19,7 @@ import numpy as np
 
 PIECE = 4 << 20  #: bytes of a write; a smaller file goes through the cache, which is faster for it
 _UNIT = mmap.PAGESIZE  #: what O_DIRECT wants addresses, offsets and lengths to be multiples of
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  #: of O_DIRECT, not of the file
 
 
 class _Buffers(threading.local):
@@ -107,7 +108,7 @@ class DirectFile:
             try:
                 taken = self._file.write(data.data)
             except OSError as error:
-                if not self._direct or error.errno != errno.EINVAL:
+                if not self._direct or error.errno not in _REFUSALS:
                     raise
                 self._never_direct()  # it wants more than whole pages
                 continue
@@ -128,7 +129,7 @@ class DirectFile:
         try:
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags ^ os.O_DIRECT)
         except OSError as error:
-            if self._direct or error.errno != errno.EINVAL:
+            if self._direct or error.errno not in _REFUSALS:
                 raise
             self._may_be_direct = False
         else:

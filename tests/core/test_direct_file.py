@@ -32,7 +32,7 @@ SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 3 * PAGE, 3 * PIECE + 5 
 class Disk:
     """A file that keeps how it was written to, and takes what it is told to."""
 
-    def __init__(self, file, refuses=False, takes=None):
+    def __init__(self, file, refuses=0, takes=None):
         self._file, self._refuses, self._takes = file, refuses, takes
         self.writes: list[tuple[int, bool]] = []  #: bytes, and whether past the cache
 
@@ -48,7 +48,7 @@ class Disk:
     def write(self, data) -> int:
         direct = bool(fcntl.fcntl(self._file, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
         if direct and self._refuses:
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(self._refuses, "refused")
         taken = self._file.write(data[: self._takes])
         self.writes.append((taken, direct))
         return taken
@@ -78,7 +78,15 @@ def write(path, data: bytes, disk=Disk, **disk_s) -> list[tuple[int, bool]]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    "disk_s", [{}, {"refuses": True}, {"takes": PAGE}, {"takes": 1000}], ids=str
+    "disk_s",
+    [
+        {},
+        {"refuses": errno.EINVAL},
+        {"refuses": errno.EOPNOTSUPP},
+        {"takes": PAGE},
+        {"takes": 1000},
+    ],
+    ids=str,
 )
 def test_a_file_has_the_bytes_that_were_written(tmp_path, size, disk_s):
     data = content(size)
