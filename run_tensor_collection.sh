@@ -20,6 +20,7 @@
 #                              quantization (CUSTOM_QUANT_TYPE if set, else mxfp8); not with batch
 #   --quant-recipe FILE        in place of a type: formats layer by layer, see examples/recipes
 #                              (QUANT_RECIPE if set); TYPE is then recipe_<the file's name>
+#   --quant-audit              print what each matmul would go through, and stop before training
 # What to collect
 #   --control-iter N           iterations, then stop; 0: never stop by itself (1, or as many as
 #                              --collect-iterations names; 0 with a ring or a flag file)
@@ -78,7 +79,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
 
 case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
 
-unbounded='' mode='' quant_type='' quant_recipe='' control_iter='' collect_plan=''
+unbounded='' mode='' quant_type='' quant_recipe='' control_iter=''
 for name in $collection_flags; do printf -v "${name//-/_}" %s ''; done
 tensor_path='' tensor_dir='' tokenizer_path='' data_path='' dtype=bf16 preset='' nproc=${NPROC:-1}
 checkpoint_path=none stall_timeout=600 verbose=''
@@ -174,7 +175,7 @@ collect() {
     "${home}tensorboard_logs/llama32_${preset}_${name}_$stamp" "$tokenizer" "$data" "$dtype"
     --preset "$preset" "${formats[@]}" --save-tensors --tensor-save-dir "$tensors"
     ${control_iter:+--control-iter "$control_iter"} "${selected[@]}"
-    ${collect_plan:+"$collect_plan"}
+    ${look[@]+"${look[@]}"}
     ${training_flags[@]+"${training_flags[@]}"}
   )
   export NPROC=$nproc
@@ -182,7 +183,7 @@ collect() {
     "${training[@]}"
     return
   fi
-  if [[ -n $collect_plan ]]; then
+  if looks; then
     run_child "${training[@]}"
     return
   fi
@@ -203,7 +204,7 @@ for quant_type in "${types[@]}"; do
     limited+=("$quant_type")
   elif ((status)); then failed+=("$quant_type"); fi
 done
-if [[ $mode == batch && -z ${DRY_RUN-}$collect_plan ]]; then
+if [[ $mode == batch && -z ${DRY_RUN-} ]] && ! looks; then
   printf 'batch: %s of %s types are in %s\n  next       %s\n' "$((${#types[@]} - ${#failed[@]}))" \
     "${#types[@]}" "$tensor_path" "$draw"
 fi

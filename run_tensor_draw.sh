@@ -36,7 +36,7 @@ case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esa
 
 collection="control-iter $collection_flags tokenizer-path data-path dtype preset nproc \
 checkpoint-path stall-timeout"
-mode='' quant_type='' tensor_path='' tensor_dir='' output_dir=${home}draw run='' verbose='' collect_plan=''
+mode='' quant_type='' tensor_path='' tensor_dir='' output_dir=${home}draw run='' verbose=''
 # those of the collection are passed on as they are; it has the defaults and checks the values
 for name in $collection; do printf -v "${name//-/_}" %s ''; done
 parse "mode quant-type tensor-dir tensor-path output-dir run $collection" "$@"
@@ -52,8 +52,8 @@ for name in $collection; do
   value=${name//-/_}
   if [[ -n ${!value} ]]; then given+=("--$name" "${!value}"); fi
 done
-if [[ -n $collect_plan && $mode != collect ]]; then
-  refuse "--collect-plan collects nothing that could be drawn; give it to collect"
+if [[ $mode != collect ]] && looks; then
+  refuse "--collect-plan and --quant-audit collect nothing that could be drawn; give them to collect"
 fi
 case $mode in
   visualize)
@@ -83,7 +83,7 @@ fi
 status=0
 if [[ $mode != visualize ]]; then
   run_child bash "$repo/run_tensor_collection.sh" single "$quant_type" --tensor-path "$tensor_dir" \
-    ${given[@]+"${given[@]}"} ${collect_plan:+"$collect_plan"} ${verbose:+--verbose} \
+    ${given[@]+"${given[@]}"} ${look[@]+"${look[@]}"} ${verbose:+--verbose} \
     -- ${training_flags[@]+"${training_flags[@]}"} || status=$?
   if ((status && status != 3)); then exit "$status"; fi # 3: up to a limit, which can be drawn
 fi

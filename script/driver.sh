@@ -31,12 +31,13 @@ refuse() { # a wrong command line
 # usage FILE: its header comment, which is its manual.
 usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "$1"; }
 
-# parse ACCEPTED WORD...: sets a variable for each option (`--data-path` sets data_path), the array
-# positional for words without dashes, and training_flags for what stands after `--`.
+# parse ACCEPTED WORD...: sets a variable for each option (`--data-path` sets data_path), and the
+# arrays positional for words without dashes, look for options that print something and stop before
+# training, and training_flags for what stands after `--`.
 parse() {
   local accepted=$1 name
   shift
-  positional=() training_flags=()
+  positional=() look=() training_flags=()
   while (($#)); do
     case $1 in
       --)
@@ -47,16 +48,16 @@ parse() {
         verbose=--verbose
         shift
         ;;
-      --collect-plan)
-        collect_plan=--collect-plan
+      --collect-plan | --quant-audit)
+        look+=("$1")
         shift
         ;;
       --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
       -*)
         name=${1#--}
         [[ " $accepted " == *" $name "* ]] ||
-          refuse "unknown option $1; the options are --${accepted// / --} --collect-plan --verbose; flags of" \
-            "pretrain_gpt.py go after --"
+          refuse "unknown option $1; the options are --${accepted// / --} --collect-plan --quant-audit" \
+            "--verbose; flags of pretrain_gpt.py go after --"
         if (($# < 2)) || [[ $2 == --* || -z $2 ]]; then refuse "$1 needs a value; see --help"; fi
         printf -v "${name//-/_}" %s "$2"
         shift 2
@@ -68,6 +69,9 @@ parse() {
     esac
   done
 }
+
+# looks: whether the run stops before training, whoever was told so.
+looks() { [[ " ${look[*]-} ${training_flags[*]-} " =~ ' '--(collect-plan|quant-audit)' ' ]]; }
 
 # one NAME OPTION POSITIONAL DEFAULT: sets NAME to what the user gave, as an option or in its place.
 one() {

@@ -53,10 +53,10 @@ SELECTION = {
 def test_the_selection_and_the_limits_reach_training_under_the_same_names():
     options = [word for pair in SELECTION.items() for word in pair]
     for driver in ([COLLECT, "single"], [DRAW, "collect"]):
-        [words] = dry(*driver, "mxfp8", *options, "--collect-plan")
+        [words] = dry(*driver, "mxfp8", *options, "--collect-plan", "--quant-audit")
         assert {flag: value(words, flag) for flag in SELECTION} == SELECTION
         assert value(words, "--control-iter") == "1"
-        assert "--collect-plan" in words
+        assert {"--collect-plan", "--quant-audit"} <= set(words)
 
 
 def test_windows_say_themselves_how_many_iterations_there_are():
@@ -73,10 +73,11 @@ def test_a_count_of_nothing_is_refused(flag):
 
 
 @pytest.mark.parametrize("mode", ["visualize", "both"])
-def test_a_plan_is_not_drawn(mode):
-    done = bash(DRAW, mode, "mxfp8", "--collect-plan", DRY_RUN="1")
+@pytest.mark.parametrize("words", [["--collect-plan"], ["--", "--quant-audit"]], ids=" ".join)
+def test_what_stops_before_training_is_not_drawn(mode, words):
+    done = bash(DRAW, mode, "mxfp8", *words, DRY_RUN="1")
     assert done.returncode == 2
-    assert "[ERROR] --collect-plan collects nothing that could be drawn" in done.stderr
+    assert "[ERROR] --collect-plan and --quant-audit collect nothing that could be" in done.stderr
 
 
 def test_batch_is_four_types_and_quick_two_layers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from megatron.tensor_record import ON_REQUEST, TENSOR_NAMES, TensorRecord
-from tests.script.drivers import DRAW, bash
+from tests.script.drivers import COLLECT, DRAW, bash
 from tests.subprocesses import REPO, environment
 
 
@@ -61,6 +62,19 @@ def test_both_reports_where_to_look(both):
         assert f"\n  {word}" in done.stdout
     [log] = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("  log ")]
     assert "lm loss" in (REPO / log).read_text()
+
+
+def test_an_audit_is_no_collection_that_failed(tmp_path):
+    """The recipe of the page on recipes, as the page has it."""
+    [text] = re.findall(r"```yaml\n(.*?)```", (REPO / "docs" / "recipes.md").read_text(), re.S)
+    recipe = tmp_path / "my_recipe.yaml"
+    recipe.write_text(text)
+    words = ["single", "--quant-recipe", recipe, "--preset", "tiny", "--tensor-dir", tmp_path / "t"]
+    done = bash(COLLECT, *words, "--", "--quant-audit")
+    assert done.returncode == 0, done.stderr
+    assert "> stopping before training (--quant-audit)" in done.stdout
+    assert "nvfp4:sr" in done.stdout
+    assert not (tmp_path / "t").exists()
 
 
 def test_an_interrupt_ends_training_too(tmp_path):
