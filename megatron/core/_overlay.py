@@ -14,6 +14,7 @@ What it gives up: the `__module__` of a class that we do not replace is the alia
 wheel cannot read a pickle of such a class. megatron-core's checkpoints hold no such references.
 """
 
+import os
 import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -53,7 +54,11 @@ def check_version() -> None:
 def extend(package: str) -> None:
     """Search the wheel after this tree, then run the wheel's own `__init__.py` in `package`."""
     module = sys.modules[package]
-    module.__path__ = extend_path(module.__path__, package)
+    # A tree that Python finds twice, by another spelling or a link, would overlay itself for ever.
+    once: dict[str, str] = {}
+    for folder in extend_path(module.__path__, package):
+        once.setdefault(os.path.realpath(folder), folder)
+    module.__path__ = list(once.values())
     SourceFileLoader(package, str(_installed(package, "__init__.py"))).exec_module(module)
 
 

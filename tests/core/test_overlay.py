@@ -56,6 +56,14 @@ def test_from_another_folder_without_it_the_wheel_is_untouched(tmp_path):
     assert not any(Path(files[name]).is_relative_to(REPO / "megatron") for name in OVERLAID)
 
 
+def test_found_twice(tmp_path):
+    """By a link; by Python 3.10, from the root, as `/path/of/tree` and as `.`."""
+    (tmp_path / "link").symlink_to(REPO)
+    for twice in ((REPO, tmp_path / "link"), (tmp_path / "wheel", REPO, tmp_path / "link")):
+        env = environment(PYTHONPATH=os.pathsep.join(map(str, twice)))
+        assert_overlaid(loaded(run([sys.executable, "-c", PROBE], cwd=tmp_path, env=env)))
+
+
 def test_by_torchrun(tmp_path):
     script = tmp_path / "probe.py"
     script.write_text(PROBE)

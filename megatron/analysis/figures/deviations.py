@@ -39,11 +39,14 @@ def deviations(
     if baseline is None:
         return pd.DataFrame(columns=columns)
     mine = table.drop_duplicates(["quant_type", *SAME], keep="last")  # of several runs the newest
-    mine = mine.astype({name: object for name in SAME}).fillna(dict.fromkeys(SAME, ""))
-    base = mine[mine["quant_type"] == baseline].set_index(list(SAME))["tensor"].to_dict()
-    others = mine[mine["quant_type"] != baseline]
-    beside = [base.get(key) for key in others[list(SAME)].itertuples(index=False, name=None)]
-    others = others.assign(base=pd.array(beside, dtype="Int64")).dropna(subset=["base"])
+    is_base = mine["quant_type"] == baseline
+    keys = pd.Series(
+        mine[list(SAME)].astype("string").fillna("").itertuples(index=False, name=None)
+    )
+    keys.index = mine.index
+    base = dict(zip(keys[is_base], mine["tensor"][is_base], strict=True))
+    beside = [base.get(key) for key in keys[~is_base]]
+    others = mine[~is_base].assign(base=pd.array(beside, dtype="Int64")).dropna(subset=["base"])
     last = others.groupby("quant_type")["iteration"].transform("max")
     rows = []
     for row in bar(list(others[others["iteration"] == last].itertuples()), "Comparing runs"):
