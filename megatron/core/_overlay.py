@@ -57,7 +57,7 @@ def extend(package: str) -> None:
     # A tree that Python finds twice, by another spelling or a link, would overlay itself for ever.
     once: dict[str, str] = {}
     for folder in extend_path(module.__path__, package):
-        once.setdefault(os.path.realpath(folder), folder)
+        once.setdefault(os.path.realpath(folder), str(Path(folder).absolute()))
     module.__path__ = list(once.values())
     SourceFileLoader(package, str(_installed(package, "__init__.py"))).exec_module(module)
 

@@ -73,10 +73,10 @@ class Material:
         comes first in `USES`, else along the last dimension.
         """
         table = self.found.formats.copy()
-        if table.empty:
-            return table.join(self.tensors.drop(columns=["tensor"]).head(0), on="tensor")
         for name in ("quantized_format", "axis", "used_by"):  # categories would sort by themselves
             table[name] = table[name].astype(object).fillna("").astype(str)
+        if table.empty:
+            return table.join(self.tensors.drop(columns=["tensor"]).head(0), on="tensor")
         rank = table["used_by"].map(_first_use) + (table["axis"] == "column") * 0.5
         order = table.assign(rank=rank).sort_values(["tensor", "rank"], kind="stable")
         first = order.drop_duplicates(["tensor", "quantized_format"]).drop(columns=["rank"])
