@@ -74,7 +74,9 @@ class Cache:
             ) from None
 
     def _open(self) -> sqlite3.Connection:
-        base = sqlite3.connect(self.path, PATIENCE, isolation_level=None, check_same_thread=False)
+        base = sqlite3.connect(
+            self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False
+        )
         base.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
         base.execute("PRAGMA synchronous=NORMAL")  # a power cut may take the last results
         if base.execute("PRAGMA user_version").fetchone() != (_LAYOUT,):
