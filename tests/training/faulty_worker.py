@@ -86,7 +86,7 @@ def main() -> int:
     device.prepare()
     faults = json.loads(os.environ["FAULTS"])
     recording()
-    pieces.small()
+    pieces.small(4)
     if "command" in faults:
         commanding(int(faults["at"]), faults["command"])
     if "slow" in faults or "hang_after" in faults:
