@@ -17,7 +17,7 @@ from types import TracebackType
 
 import numpy as np
 
-PIECE = 4 << 20  #: bytes of a write; a smaller file goes through the cache, which is faster for it
+PIECE = 4 << 20  #: bytes of a write; a smaller file goes through the cache
 _UNIT = mmap.PAGESIZE  #: what O_DIRECT wants addresses, offsets and lengths to be multiples of
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  #: of O_DIRECT, not of the file
 

@@ -40,10 +40,8 @@ def deviations(
         return pd.DataFrame(columns=columns)
     mine = table.drop_duplicates(["quant_type", *SAME], keep="last")  # of several runs the newest
     is_base = mine["quant_type"] == baseline
-    keys = pd.Series(
-        mine[list(SAME)].astype("string").fillna("").itertuples(index=False, name=None)
-    )
-    keys.index = mine.index
+    texts = mine[list(SAME)].astype("string").fillna("")
+    keys = pd.Series(list(texts.itertuples(index=False, name=None)), mine.index)
     base = dict(zip(keys[is_base], mine["tensor"][is_base], strict=True))
     beside = [base.get(key) for key in keys[~is_base]]
     others = mine[~is_base].assign(base=pd.array(beside, dtype="Int64")).dropna(subset=["base"])
