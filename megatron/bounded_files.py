@@ -1,0 +1,213 @@
+"""Read small files from untrusted folders in bounded time and memory. Standard library only.
+
+Settings, recipes, manifests, run cards and the JSON files of a Hugging Face folder may come from
+anyone. Every function here opens regular files only, because a FIFO blocks forever and `/dev/zero`
+never ends, reads at most `limit` bytes, and raises `UnusableFileError`, whose message names the
+file. Links to regular files are followed: the cache of the Hugging Face hub consists of them.
+
+A missing file raises `FileNotFoundError`, so that a caller can treat it as "nothing is set".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MEBIBYTE = 1 << 20
+TEXT_LIMIT = 16 * MEBIBYTE  #: bytes; JSON of that size takes up to 400 MB of memory when parsed
+DEPTH_LIMIT = 64  #: levels of lists and objects inside one another
+
+_KINDS = {
+    stat.S_ISDIR: "a folder",
+    stat.S_ISFIFO: "a named pipe (FIFO)",
+    stat.S_ISCHR: "a character device",
+    stat.S_ISBLK: "a block device",
+    stat.S_ISSOCK: "a socket",
+}
+
+
+class UnusableFileError(ValueError):
+    """A file that cannot be used; the message reads `PATH: why`, and `why` stands alone as well."""
+
+    def __init__(self, path: str | os.PathLike[str], why: str):
+        super().__init__(f"{printable(os.fspath(path), limit=1000)}: {why}")
+        self.path = Path(path)
+        self.why = why
+
+
+def printable(text: object, *, limit: int = 200) -> str:
+    """Return `text` on one line and safe to print: control characters are escaped, and what is
+    longer than `limit` is cut.
+
+    Text from a file could otherwise forge further lines of output or drive the terminal.
+    """
+    string = str(text)
+    pieces = [c if c.isprintable() else _escaped(c) for c in string[:limit]]
+    return "".join(pieces) + ("..." if len(string) > limit else "")
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape", "backslashreplace").decode("ascii")
+
+
+def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
+    """Return the status of a regular file, or of the one that a link leads to.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnusableFileError: a folder, FIFO, device or socket; or its folder cannot be searched.
+    """
+    try:
+        status = Path(path).stat()
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise UnusableFileError(path, _reason(error)) from None
+    _refuse_special(path, status)
+    return status
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading, without ever waiting for another process.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnusableFileError: no regular file, or one that cannot be opened.
+    """
+    check_regular(path)  # opening a device can already have an effect
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UnusableFileError(path, _reason(error)) from None
+    try:
+        _refuse_special(path, os.fstat(number))  # it may have been replaced in between
+        return os.fdopen(number, "rb")
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def read_bytes(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnusableFileError: no regular file, too large, or unreadable.
+    """
+    with open_regular(path) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            content = b"" if size > limit else file.read(limit + 1)
+        except OSError as error:
+            raise UnusableFileError(path, _reason(error)) from None
+    if max(size, len(content)) > limit:
+        raise UnusableFileError(path, f"larger than {_size(limit)}; files of this kind are small")
+    return content
+
+
+def read_text(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> str:
+    """Return the UTF-8 text of a regular file, without a byte order mark.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnusableFileError: as of `read_bytes`, or it is not UTF-8.
+    """
+    content = read_bytes(path, limit=limit)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        why = f"not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x})"
+        raise UnusableFileError(path, why) from None
+
+
+def read_json(
+    path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT, depth: int = DEPTH_LIMIT
+) -> Any:
+    """Return the value of a JSON file: no key twice in one object, no lone surrogate in a string,
+    at most `depth` levels.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnusableFileError: as of `read_text`, or it is not such JSON.
+    """
+    try:
+        return parse_json(read_text(path, limit=limit), depth=depth)
+    except UnusableFileError:
+        raise
+    except ValueError as error:
+        raise UnusableFileError(path, f"not usable JSON: {error}") from None
+
+
+def parse_json(text: str, *, depth: int = DEPTH_LIMIT) -> Any:
+    """Return the value of a JSON text, with the limits of `read_json`.
+
+    Raises:
+        ValueError: says what is wrong, and where it is known.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_without_twins)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {depth} levels") from None
+    _check_values(value, depth)
+    return value
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(f"the key {printable(repr(twin))} is there twice")
+    return fields
+
+
+def _check_values(value: Any, depth: int) -> None:
+    """Refuse deep nesting and lone surrogates, level by level, without recursion."""
+    level = [value]
+    for _ in range(depth + 1):
+        _refuse_surrogates(item for item in level if isinstance(item, str))
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return
+    raise ValueError(f"nested deeper than {depth} levels")
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        yield from value
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+
+
+def _refuse_surrogates(texts: Iterable[str]) -> None:
+    for text in texts:
+        if text.isascii():
+            continue
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"a lone surrogate in the string '{printable(text, limit=60)}'"
+            ) from None
+
+
+def _refuse_special(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    if stat.S_ISREG(status.st_mode):
+        return
+    kind = next((name for check, name in _KINDS.items() if check(status.st_mode)), "special")
+    raise UnusableFileError(path, f"{kind}, not a regular file")
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _size(limit: int) -> str:
+    return f"{limit // MEBIBYTE} MiB" if limit >= MEBIBYTE else f"{limit} bytes"
