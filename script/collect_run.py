@@ -30,9 +30,11 @@ from types import FrameType
 from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from collect_view import LogFile, Progress, print_report
 from index_follower import TOKEN_VARIABLE, IndexFollower
+from megatron.console import ArgumentParser
 from process_tree import ProcessTree
 
 LIMITED = 3  #: exit status of a collection that a limit has ended
@@ -42,7 +44,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options, and the command after `--`."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument

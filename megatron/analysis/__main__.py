@@ -15,22 +15,17 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 from megatron.analysis import draw_command, stats_command
+from megatron.console import ArgumentParser
 
 _RAW = argparse.RawDescriptionHelpFormatter
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong as the rest of the project does."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"[ERROR] {message}; see {self.prog} --help\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m megatron.analysis", description=__doc__, formatter_class=_RAW)
+    parser = ArgumentParser(
+        prog="python -m megatron.analysis", description=__doc__, formatter_class=_RAW
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_verify(commands)
     _add_stats(commands)
@@ -61,7 +56,7 @@ examples:
 """
 
 
-def _add_verify(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_verify(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
     parser = commands.add_parser(
         "verify",
         help="recompute and check a dump",
@@ -79,7 +74,7 @@ def _add_verify(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.set_defaults(command=_verify)
 
 
-def _add_stats(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_stats(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
     parser = commands.add_parser(
         "stats",
         help="statistics of the values and of what formats do to them",
@@ -119,7 +114,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 1 if errors else 0
 
 
-def _add_drawing(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_drawing(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
     for name, about, says in (
         ("draw", "draw everything", draw_command.DRAW),
         ("report", "write report.html", draw_command.REPORT),

@@ -77,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
 
     parser.add_argument("folder", type=Path, metavar="DIR", help="searched with its subfolders")
     parser.add_argument(
-        "--output-dir", "--output_dir", type=Path, default=Path("draw"), metavar="DIR",
+        "--output-dir", type=Path, default=Path("draw"), metavar="DIR",
         help="made if missing (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--run", metavar="ID", help="only this run; 'latest' for the newest")

@@ -11,23 +11,16 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+from megatron.console import ArgumentParser
 from megatron.fake_quant import about, code_table, describe, names
 from megatron.fake_quant.formats import FORMATS, Cast
 from megatron.fake_quant.names import get_format
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong as the rest of the project does."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"[ERROR] {message}; see {self.prog} --help\n")
-
-
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(
+    parser = ArgumentParser(
         prog="python -m megatron.fake_quant",
         description=__doc__,
         epilog=f"FORMAT: {names.__doc__}",

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from megatron.console import ArgumentParser
 from megatron.fake_quant.policy import resolve
 from megatron.fake_quant.quant_type import OPERATIONS, parse_type
 from megatron.fake_quant.recipe import load_recipe
@@ -13,21 +14,20 @@ from megatron.fake_quant.recipe import load_recipe
 
 def _flags(words: list[str]) -> dict[str, str | None]:
     """What `resolve` takes, from a command line of training."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser = ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--custom-quant-type")
     parser.add_argument("--quant-recipe", dest="recipe")
     for op in OPERATIONS:
         parser.add_argument(f"--{op}-quant", dest=op)
-    return vars(parser.parse_known_args(words)[0])
+    found: dict[str, str | None] = vars(parser.parse_known_args(words)[0])
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Check a quantization type or a recipe for a shell script, or print the type that flags of
     training come to: `python -m megatron.fake_quant.policy --check-type mxfp8`.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron.fake_quant.policy", description=main.__doc__
-    )
+    parser = ArgumentParser(prog="python -m megatron.fake_quant.policy", description=main.__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check-type", metavar="TYPE", help="exit 2 unless TYPE is one")
     what.add_argument("--check-recipe", metavar="FILE", help="exit 2 unless FILE is a recipe")

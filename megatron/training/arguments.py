@@ -7,10 +7,10 @@ What is missing is derived and what contradicts itself is refused in validation.
 """
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
 
+from megatron.console import ArgumentParser, nearest
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -56,8 +56,8 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are ours: raised, so that one rank reports them in the usual shape."""
+class _Parser(ArgumentParser):
+    """A parser that raises its errors, so that one rank reports them."""
 
     def error(self, message: str) -> None:
         raise UserError(f"{message}; `python pretrain_gpt.py --help` lists every option")
@@ -118,6 +118,6 @@ def _about_unknown(argument: str, known: list[str]) -> str:
     if not argument.startswith("--"):
         return f"{argument!r} belongs to no option; put a flag before it or remove it"
     flag = argument.split("=")[0]
-    close = difflib.get_close_matches(flag.replace("_", "-"), known, n=3)
+    close = nearest(flag, known)
     advice = f"did you mean {' or '.join(close)}?" if close else "see --help for all options"
     return f"unknown option {flag}; {advice}"

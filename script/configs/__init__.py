@@ -15,9 +15,12 @@ standard library is needed, so that a command can be shown on a machine without 
 """
 
 import sys
+from pathlib import Path
 
 if sys.version_info < (3, 10):  # noqa: UP036  (the reader's python3, not the environment's)
     sys.exit(
         f"[ERROR] this is Python {sys.version.split()[0]} ({sys.executable}), and 3.10 or newer is "
         'needed; run it with the environment\'s: "$(bash script/setup_env.sh)" ' + sys.argv[0]
     )
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # megatron/console.py lies there

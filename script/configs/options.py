@@ -12,10 +12,11 @@ from configs.datasets import DATASETS
 from configs.models import MODELS
 from configs.names import ConfigError
 from configs.trainings import TRAININGS
+from megatron.console import ArgumentParser, hyphenated
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors look like all others here, and whose help is as it was written."""
+class Parser(ArgumentParser):
+    """A parser that raises its errors, and whose help is as it was written."""
 
     advice = "see --help (flags of pretrain_gpt.py go after --)"
 
@@ -129,9 +130,9 @@ def require(options: argparse.Namespace, *names: str) -> None:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What is ours, and what follows `--`."""
+    """Return our own options, and the flags of `pretrain_gpt.py` that follow `--`."""
     words = list(argv)
     if "--" not in words:
         return words, []
     cut = words.index("--")
-    return words[:cut], words[cut + 1 :]
+    return words[:cut], [hyphenated(word) for word in words[cut + 1 :]]

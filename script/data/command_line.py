@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from documents import Settings
 from readers import FORMATS
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from megatron.console import ArgumentParser
+
 
 def parse(argv: list[str] | None, description: str | None) -> Settings | argparse.Namespace:
     """What to do; with --check that is to check, and nothing else."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument

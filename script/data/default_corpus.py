@@ -24,6 +24,10 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from megatron.console import ArgumentParser
+
 REPO = Path(__file__).resolve().parents[2]
 
 VOCABULARY = 2048
@@ -109,7 +113,7 @@ def build(text: Path, tokens: list[Path], tokenizer: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output-dir", type=Path, default=REPO / "dataset" / "default")

@@ -14,14 +14,14 @@ import signal
 import sys
 from pathlib import Path
 
-from command_line import add_running, add_tokenizer
+from command_line import ArgumentParser, add_running, add_tokenizer
 from documents import Settings
 from download import HUB, download
 from preprocess import REPO, attempt
 
 
 def command_line() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument

@@ -5,7 +5,9 @@
     --output_dir draw
 
 The same as `python -m megatron.analysis draw DIR`, whose other options it takes too: --formats,
---figures, --image, --run, --workers; see `python -m megatron.analysis draw --help`.
+--figures, --image, --run, --workers; see `python -m megatron.analysis draw --help`. The defaults
+of both folders are below the root of the tree; a folder that is named is meant from the current
+one.
 
 Exit status: 0 all is drawn; 2 a wrong option or folder; 3 drawn without files that could not be
 read.
@@ -14,6 +16,7 @@ read.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -22,29 +25,42 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 
+def default_folder(name: str) -> str:
+    """Return a folder of the tree as a user in the current folder would write it."""
+    return name if Path.cwd() == ROOT else str(ROOT / name)
+
+
 def run(command: str, description: str | None, arguments: list[str] | None) -> int:
-    """A command of `python -m megatron.analysis` under the user's names of its folders; returns
-    the exit status.
+    """Run a command of `python -m megatron.analysis`, whose folders are options here; return the
+    exit status.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    from megatron.console import ArgumentParser
+
+    parser = ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
-        "--tensor_dir", "--tensor-dir", default="enhanced_tensor_logs", metavar="DIR",
-        help="folder with .pt files, searched with its subfolders (default: %(default)s)",
+        "--tensor-dir", "--tensor-path", "--tensor-save-dir", metavar="DIR",
+        default=os.environ.get("TENSOR_SAVE_DIR") or default_folder("enhanced_tensor_logs"),
+        help="folder with .pt files, searched with its subfolders (TENSOR_SAVE_DIR if set, "
+        "else enhanced_tensor_logs)",
     )  # fmt: skip
     parser.add_argument(
-        "--output_dir", "--output-dir", default="draw", metavar="DIR",
-        help="made if missing (default: %(default)s)",
-    )  # fmt: skip
+        "--output-dir", metavar="DIR", default=default_folder("draw"), help="made if missing (draw)"
+    )
     known, others = parser.parse_known_args(arguments)
     from megatron.analysis.__main__ import main as analysis
 
-    return analysis([command, known.tensor_dir, "--output-dir", known.output_dir, *others])
+    folder = known.tensor_dir
+    if folder.startswith("-"):
+        folder = f"./{folder}"  # a name, not an option
+    return analysis([command, folder, "--output-dir", known.output_dir, *others])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draw; returns the exit status."""
+    """Draw; return the exit status."""
     return run("draw", __doc__, arguments)
 
 

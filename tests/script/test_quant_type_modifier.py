@@ -110,7 +110,7 @@ def test_mistakes_change_nothing(settings, call):
         ((), "nothing to do; give --check, --restore, or formats to set"),
         (("--check", "--qk-quant", "mxfp8"), "--qk-quant and --check exclude each other; give one"),
         (("--check", "--restore"), "argument --restore: not allowed with argument --check"),
-        (("--quant", "mxfp8"), "unrecognized arguments: --quant mxfp8; see --help"),
+        (("--quant", "mxfp8"), "unrecognized arguments: --quant mxfp8, did you mean --"),
     ):
         assert call(*words, status=2).err.startswith(f"[ERROR] {expected}")
 

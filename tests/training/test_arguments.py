@@ -164,7 +164,8 @@ def test_a_layer_pattern_is_no_program():
     ("flags", "message"),
     [
         ("--hidden-sise 3", r"unknown option --hidden-sise; did you mean .*--hidden-size"),
-        ("--tensor_model_parallel_size 2", "did you mean --tensor-model-parallel-size"),
+        ("--tensor_model_parallel_size 2", "torchrun --nproc-per-node 2"),
+        ("--tensor_model_paralel_size 2", "did you mean --tensor-model-parallel-size"),
         ("stray", "'stray' belongs to no option"),
         ("--hidden-size many", "--hidden-size: invalid int value: 'many'"),
         ("--normalization GroupNorm", "invalid choice.*RMSNorm"),

@@ -1,0 +1,96 @@
+"""The command-line parser that every program of the project uses. Standard library only.
+
+Options are accepted with underscores in place of hyphens, because Python's names and the older
+scripts of the project have them. An unknown option is answered with the nearest known one.
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+SHOWN = 3  #: names that a suggestion lists at most
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names that are most like `name`, the best first.
+
+    Hyphens, underscores and case do not count as differences.
+    """
+    folded = {_folded(each): each for each in known}
+    close = difflib.get_close_matches(_folded(name), folded, n=SHOWN, cutoff=0.6)
+    return [folded[each] for each in close]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `, did you mean X?` for the nearest known names, or an empty string."""
+    near = nearest(name, known)
+    return f", did you mean {' or '.join(near)}?" if near else ""
+
+
+def hyphenated(word: str) -> str:
+    """Return an option with hyphens: `--tensor_dir=a_b` becomes `--tensor-dir=a_b`."""
+    name, equals, value = word.partition("=")
+    if not name.startswith("--"):
+        return word
+    return name.replace("_", "-") + equals + value
+
+
+def _folded(name: str) -> str:
+    return name.lower().lstrip("-").replace("_", "-")
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """An argparse parser whose errors read `[ERROR] what; what to do` and whose options may be
+    written with underscores.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message in the project's form and end with status 2."""
+        self.exit(2, f"[ERROR] {message}; see {self.prog} --help\n")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """Parse, after the known options were given their own spelling."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(self._respelled(words), namespace)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """Parse; refuse what no option takes, with the nearest option."""
+        parsed, others = self.parse_known_args(args, namespace)
+        if others:
+            self.error(about_unknown(others, self.all_options()))
+        return parsed
+
+    def all_options(self) -> list[str]:
+        """Return the options of this parser and of its subcommands."""
+        found = dict.fromkeys(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    found |= dict.fromkeys(parser._option_string_actions)
+        return list(found)
+
+    def _respelled(self, words: Sequence[str]) -> list[str]:
+        """Return the words up to `--` with hyphens in the options that this parser knows so."""
+        known = self._option_string_actions
+        found: list[str] = []
+        for place, word in enumerate(words):
+            if word == "--":
+                return [*found, *words[place:]]
+            new = hyphenated(word)
+            wanted = word.partition("=")[0] not in known and new.partition("=")[0] in known
+            found.append(new if wanted else word)
+        return found
+
+
+def about_unknown(words: Sequence[str], options: Iterable[str]) -> str:
+    """Return the message about words that no option takes."""
+    first = words[0].partition("=")[0]
+    if not first.startswith("-"):
+        return f"unrecognized arguments: {' '.join(words)}"
+    return f"unrecognized arguments: {' '.join(words)}{did_you_mean(first, options)}"
