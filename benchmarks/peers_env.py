@@ -4,6 +4,7 @@ Apart from the project's own environment, because the peers ask for much that tr
 """
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -21,6 +22,9 @@ import importlib.metadata, json
 found = importlib.metadata.distributions()
 print(json.dumps({d.metadata["Name"].lower().replace("_", "-"): d.version for d in found}))
 """
+PREFIX = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
+#: Settings of pip that name another interpreter or another place to install to.
+ELSEWHERE = ("PIP_PYTHON", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER")
 
 
 def say(text: str) -> None:
@@ -43,6 +47,28 @@ def installed(python: Path) -> dict[str, str]:
     """
     found = subprocess.run([python, "-c", PROBE], check=True, capture_output=True, text=True)
     return json.loads(found.stdout)
+
+
+def is_inside(python: Path, venv: Path) -> bool:
+    """Return whether pip of this Python would install into the virtual environment `venv`."""
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", PREFIX], check=True, capture_output=True, text=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    prefix, base = done.stdout.splitlines()
+    return prefix != base and Path(prefix).resolve() == venv.resolve()
+
+
+def install(python: Path, constraints: Path, requirement: str) -> bool:
+    """Install one requirement into `.venv-peers`, and nowhere else; return whether that worked."""
+    if not is_inside(python, VENV):
+        raise SystemExit(f"[ERROR] {VENV} is no virtual environment that works; delete it")
+    command = [python, "-I", "-m", "pip", "--require-virtualenv", "install", "--quiet"]
+    command += ["--disable-pip-version-check", "--constraint", constraints, requirement]
+    settings = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
+    return subprocess.run(command, stdout=sys.stderr, check=False, env=settings).returncode == 0
 
 
 def given(python: Path) -> Path:
@@ -69,12 +95,10 @@ def made() -> Path:
     A peer that cannot be installed is left out; so it is asked for again the next time.
     """
     python = VENV / "bin" / "python"
-    try:
-        found = installed(python)
-    except (OSError, subprocess.CalledProcessError):
+    if not is_inside(python, VENV):
         say(f"making {VENV}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
-        found = installed(python)
+    found = installed(python)
     wanted = pins()
     constraints = VENV / "constraints.txt"
     constraints.write_text("".join(f"{name}=={pin}\n" for name, pin in wanted.items()))
@@ -82,9 +106,7 @@ def made() -> Path:
         if found.get(name.lower().replace("_", "-"), "").partition("+")[0] == pin:
             continue
         say(f"installing {name} {pin} into {VENV.name}")
-        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        command += ["--constraint", constraints, f"{name}=={pin}"]
-        if subprocess.run(command, stdout=sys.stderr, check=False).returncode == 0:
+        if install(python, constraints, f"{name}=={pin}"):
             continue
         if name in ESSENTIAL:
             raise SystemExit(

@@ -9,7 +9,8 @@
 #   2. .venv in the repository's root, if it is complete;
 #   3. .venv is made, or completed, with pip: once, and the only step that needs a network.
 # Several calls at a time are safe: one builds, the others wait. A .venv whose making was interrupted
-# is made anew. One that you made yourself is completed in place.
+# is made anew. One that you made yourself is completed in place. The rest of a .venv that was partly
+# deleted or damaged is renamed to .venv.damaged and made anew. pip only ever runs inside of .venv.
 #
 # Options
 #   --dev       also ask for the linters that script/check.sh runs (ruff, mypy, shellcheck)
@@ -28,6 +29,7 @@ repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$repo/.venv
 stamp=$venv/.lab-complete     # the pins that were installed; written last
 unfinished=$venv/.lab-making  # there from the first step to the last
+made=$venv/.lab-made          # this script made the folder, so it may also clear it
 
 usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }
 say() { printf '%s\n' "$*" >&2; }
@@ -54,17 +56,27 @@ found() {
   exit 0
 }
 
-# Prints version, interpreter, the interpreter below a virtual environment, and what is missing of
-# the pins, a line each. Reads the installed releases without importing them. The first half must
-# also run, and say its version, where Python is too old for the rest.
+# Prints one line each: the version, the interpreter, the interpreter that a virtual environment is
+# based on, the kind of environment, and the pins that are missing. The kind is `inside` for the
+# virtual environment in the given folder, `base` for a Python installation in that folder, and
+# `outside` for anything else. Reads the installed releases without importing them. The first half
+# must also run, and print its version, where Python is too old for the rest.
 probe='
 import sys
 print("%d.%d.%d" % sys.version_info[:3])
 print(sys.executable)
 print(getattr(sys, "_base_executable", None) or sys.executable)
 if sys.version_info >= (3, 10):
-    import importlib.metadata, os, runpy
-    setup, dev, stamp = sys.argv[1:]
+    import importlib.metadata, os, runpy, sysconfig
+    setup, dev, venv, stamp = sys.argv[1:]
+    real = os.path.realpath
+    folders = [sys.prefix] + [sysconfig.get_path(name) for name in ("purelib", "platlib", "scripts")]
+    kind = "outside"
+    if real(sys.prefix) == real(venv) and all(
+        os.path.commonpath([real(venv), real(folder)]) == real(venv) for folder in folders
+    ):
+        kind = "base" if sys.prefix == sys.base_prefix else "inside"
+    print(kind)
     tree = runpy.run_path(setup)
     groups = [tree["RUNTIME"], tree["TEST"]] + [tree["LINT"]] * int(dev)
     missing = []
@@ -83,15 +95,16 @@ if sys.version_info >= (3, 10):
     print(" ".join(missing))
 '
 
-# look PYTHON [STAMP]: sets version, executable, base and missing; false if PYTHON does not run.
+# look PYTHON [STAMP]: sets version, executable, base, kind and missing; false if PYTHON does not run.
 look() {
   local output
-  version='' executable='' base='' missing=''
-  output=$("$1" -c "$probe" "$repo/setup.py" "$dev" "${2-}" 2>/dev/null) || return 1
+  version='' executable='' base='' kind='' missing=''
+  output=$("$1" -c "$probe" "$repo/setup.py" "$dev" "$venv" "${2-}" 2>/dev/null) || return 1
   {
     read -r version
     read -r executable || true
     read -r base || true
+    read -r kind || true
     read -r missing || true
   } <<<"$output"
 }
@@ -100,7 +113,7 @@ new_enough() { [[ $1 =~ ([0-9]+)\.([0-9]+) ]] && ((BASH_REMATCH[1] * 100 + BASH_
 
 venv_is_complete() {
   [[ -x $venv/bin/python && -f $stamp && ! -e $unfinished ]] &&
-    look "$venv/bin/python" "$stamp" && new_enough "$version" && [[ -z $missing ]]
+    look "$venv/bin/python" "$stamp" && new_enough "$version" && [[ $kind == inside && -z $missing ]]
 }
 
 python=${LAB_PYTHON:-python3}
@@ -148,24 +161,92 @@ if ! "$builder" -c "$take" now 2>/dev/null; then
   if venv_is_complete; then found "$venv/bin/python"; fi
 fi
 
-if [[ -e $unfinished ]] || ! look "$venv/bin/python" "$stamp"; then
+if [[ -n ${PYTHONHOME-} ]]; then
+  die "PYTHONHOME is set to '$PYTHONHOME', and a virtual environment does not work with it; unset it," \
+    "and run it again"
+fi
+
+# Empty .venv if this script made it. Rename it otherwise, because its content may be the user's.
+clear='import os, shutil, sys
+venv, made = sys.argv[1:]
+for name in os.listdir(venv):
+    path = os.path.join(venv, name)
+    if path == made:
+        continue
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)'
+make_room() {
+  if [[ -L $venv && ! -d $venv ]]; then
+    die "$venv is a link to $(readlink "$venv"), which is not a folder that is there; delete the link," \
+      "or make the folder, and run it again"
+  elif [[ -e $venv && ! -d $venv ]]; then
+    die "$venv is not a folder; rename or delete it, and run it again"
+  elif [[ -e $made ]]; then
+    "$builder" -c "$clear" "$venv" "$made" ||
+      die "cannot empty $venv (the reason is above); rename or delete it, and run it again"
+  elif [[ -d $venv ]] && ! "$builder" -c 'import os, sys; sys.exit(bool(os.listdir(sys.argv[1])))' "$venv"; then
+    if [[ -L $venv ]]; then
+      die "$venv is a link to $(readlink "$venv"), which is not a virtual environment that works;" \
+        "delete the link, and run it again"
+    fi
+    local aside=$venv.damaged number=1
+    while [[ -e $aside || -L $aside ]]; do
+      number=$((number + 1))
+      aside=$venv.damaged.$number
+    done
+    mv -- "$venv" "$aside" ||
+      die "cannot rename $venv (the reason is above); rename or delete it, and run it again"
+    say "$venv is not a virtual environment that works. It is now $aside: delete it unless you need it."
+  fi
+}
+
+if [[ -e $unfinished ]] || ! look "$venv/bin/python" "$stamp" || [[ $kind == outside ]]; then
+  make_room
   say "Making $venv with Python $builder_version ($builder) ..."
-  "$builder" -m venv --clear --without-pip "$venv" ||
+  # The marks come first, so that an interruption at any later point leaves them behind.
+  # venv refuses a link, hence the real path.
+  if ! { mkdir -p -- "$venv" && : >"$made" && : >"$unfinished" &&
+    "$builder" -m venv --without-pip "$(cd -P -- "$venv" && pwd)"; }; then
     die "cannot make $venv (the reason is above); free the space or fix the folder, and run it again"
-  : >"$unfinished"
+  fi
 elif ! new_enough "$version"; then
   die "$venv has Python $version, but 3.10 or newer is needed; rename or delete it, and run it again"
+elif [[ $kind == base ]]; then
+  die "$venv is a Python installation, not a virtual environment, so pip is not run there; install what" \
+    "setup.py pins and name $venv/bin/python in LAB_PYTHON, or rename $venv, and run it again"
 else
   say "Completing $venv (Python $version) ..."
   # Only what this script made is made anew after an interruption: never a user's own environment.
-  if [[ -e $stamp ]]; then : >"$unfinished"; fi
+  if [[ -e $made ]]; then : >"$unfinished"; fi
 fi
 rm -f "$stamp"
 
-PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0
+# inside: refuse to continue unless the Python of .venv installs into .venv.
+inside() {
+  if ! look "$venv/bin/python" || [[ $kind != inside ]]; then
+    die "$venv is not the virtual environment that its Python would install into; delete $venv, and" \
+      "run it again"
+  fi
+}
+# in_venv MODULE...: run a module of .venv, never one from the current folder or PYTHONPATH.
+in_venv() { "$venv/bin/python" -I -m "$@"; }
+
+# Settings that make pip install elsewhere: those of the environment are dropped for this script, and
+# one in a configuration file is refused, because nothing overrides it.
+unset PIP_PYTHON PIP_TARGET PIP_PREFIX PIP_ROOT PIP_DRY_RUN
+PIP_USER=0 PIP_REQUIRE_VIRTUALENV=1
 export PIP_USER PIP_REQUIRE_VIRTUALENV
-"$venv/bin/python" -c 'import pip' 2>/dev/null || "$venv/bin/python" -m ensurepip >/dev/null ||
+inside
+in_venv pip --version >/dev/null 2>&1 || in_venv ensurepip >/dev/null ||
   die "cannot put pip into $venv (the reason is above); free the space or fix it, and run it again"
+elsewhere=$(in_venv pip config list 2>/dev/null |
+  grep -E '^(global|install)\.(python|target|prefix|root|dry-run)=' || true)
+if [[ -n $elsewhere ]]; then
+  die "pip's configuration would install elsewhere (${elsewhere//$'\n'/, }); remove this setting, or set" \
+    "PIP_CONFIG_FILE=/dev/null, and run it again"
+fi
 
 list='import runpy, sys
 tree = runpy.run_path(sys.argv[1])
@@ -178,7 +259,8 @@ log=$venv/pip.log
 rm -f "$log"
 progress=(--quiet --progress-bar off)
 if [[ -t 2 ]]; then progress=(--progress-bar on); fi
-if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile \
+inside
+if ! in_venv pip --require-virtualenv install --disable-pip-version-check --no-input --no-compile \
   --prefer-binary "${progress[@]}" --log "$log" -r "$venv/requirements.txt"; then
   if grep -qs 'No space left on device' "$log"; then
     die "the disk is full: pip needs about 2 GB for $venv and its cache (more with CUDA); free the" \

@@ -1,0 +1,124 @@
+"""Copies of what script/setup_env.sh needs; the only requirement is a wheel that is made here."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.subprocesses import REPO, environment, run
+
+# What the script calls besides Python, for a PATH on which nothing else is found.
+TOOLS = ("bash", "cp", "dirname", "grep", "mkdir", "mv", "readlink", "rm", "sed", "tail")
+PINS = """
+RUNTIME = {"lab-runtime": "%s"}
+TEST = {}
+LINT = {"lab-lint": "1.0"}
+"""
+
+
+def wheel(folder: Path, name: str, release: str) -> None:
+    """The smallest wheel that pip installs."""
+    module = name.replace("-", "_")
+    info = f"{module}-{release}.dist-info"
+    with zipfile.ZipFile(folder / f"{module}-{release}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{module}.py", f"release = {release!r}\n")
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", f"{module}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n")
+
+
+class Tree:
+    """A copy of what the script needs, in a folder with a space, and the ways to call it."""
+
+    def __init__(self, folder: Path, name: str = "a tree"):
+        self.root = folder / name
+        self.venv_python = self.root / ".venv/bin/python"
+        self.wheels = folder / "wheels"
+        self.bin = folder / "bin"
+        (self.root / "script").mkdir(parents=True)
+        self.wheels.mkdir()
+        self.bin.mkdir()
+        for name in TOOLS:
+            found = shutil.which(name)
+            assert found is not None, name
+            (self.bin / name).symlink_to(found)
+        shutil.copy(REPO / "script/setup_env.sh", self.root / "script")
+        for release in ("1.0", "1.1"):
+            wheel(self.wheels, "lab-runtime", release)
+        wheel(self.wheels, "lab-lint", "1.0")
+        self.pin("1.0")
+        self.python("python3")
+
+    def pin(self, release: str) -> None:
+        """Pin lab-runtime and lab-lint in place of the real requirements."""
+        source = (REPO / "setup.py").read_text()
+        before, after = source.split("\nif __name__", 1)
+        (self.root / "setup.py").write_text(f"{before}{PINS % release}\nif __name__{after}")
+
+    def python(self, name: str, body: str | None = None) -> None:
+        """Put a Python into PATH: the one that runs the tests, unless `body` says otherwise."""
+        path = self.bin / name
+        path.write_text("#!/bin/bash\n" + (body or f'exec "{sys.executable}" "$@"') + "\n")
+        path.chmod(0o755)
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        keep = {k: v for k, v in environment().items() if not k.startswith(("PIP_", "LAB_"))}
+        keep["PATH"] = str(self.bin)
+        offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_NO_CACHE_DIR": "1"}
+        return keep | offline | {"PIP_FIND_LINKS": str(self.wheels)} | changes
+
+    def command(self, *options: str) -> list[str]:
+        return [str(self.bin / "bash"), str(self.root / "script/setup_env.sh"), *options]
+
+    def call(self, *options: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        return run(self.command(*options), cwd=self.root.parent, env=self.environment(**changes))
+
+    def installed(self) -> str:
+        """The release of lab-runtime that .venv imports."""
+        return run([self.venv_python, "-c", "print(__import__('lab_runtime').release)"]).stdout
+
+    def check_made(self, result: subprocess.CompletedProcess[str]) -> None:
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == f"{self.venv_python}\n"
+        assert self.installed() == "1.0\n"
+
+
+def check_error(result: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert result.returncode != 0
+    assert result.stdout == ""
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("[ERROR] "), result.stderr
+    for part in parts:
+        assert part in last
+
+
+def separate_python(folder: Path) -> Path:
+    """Make a Python installation whose site-packages is its own, as a stand-in for the user's.
+
+    Its standard library is that of the running Python. Skips the test where a copied interpreter
+    does not take the new folder for its home: then a faulty pip call would reach a real Python.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    home = folder / "user's python"
+    copied = home / "lib" / library.name
+    (home / "bin").mkdir(parents=True)
+    (copied / "site-packages").mkdir(parents=True)
+    for entry in library.iterdir():
+        if entry.name not in ("site-packages", "dist-packages"):
+            (copied / entry.name).symlink_to(entry)
+    python = home / "bin" / "python3"
+    shutil.copy(Path(sys._base_executable).resolve(), python)
+    show = "import sys, sysconfig; print(sys.prefix, sysconfig.get_path('purelib'), sep='\\n')"
+    said = run([python, "-I", "-c", show]).stdout.splitlines()
+    if said != [str(home), str(copied / "site-packages")]:
+        pytest.skip(f"a copy of {sys._base_executable} installs elsewhere: {said}")
+    return python
