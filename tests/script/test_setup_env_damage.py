@@ -137,7 +137,7 @@ def test_what_this_script_did_not_make_is_renamed_and_not_deleted(tree):
 
 
 def test_a_python_installation_at_venv_is_refused(tree):
-    """pip would install outside of a virtual environment, as after `conda create --prefix .venv`."""
+    """pip would install outside of a virtual environment. `conda create` makes such a folder."""
     home = tree.user_python.parent.parent
     (tree.root / ".venv").mkdir()
     for folder in ("bin", "lib"):
