@@ -37,8 +37,11 @@ from index_follower import TOKEN_VARIABLE, IndexFollower
 from megatron.console import ArgumentParser
 from process_tree import ProcessTree
 
+#: The driver scripts that wait for this process, outermost first; script/driver.sh sets it.
+DRIVERS_VARIABLE = "LAB_DRIVERS"
 LIMITED = 3  #: exit status of a collection that a limit has ended
 TICK = 0.2  #: seconds between two looks at the indexes
+STOPPED = "training was stopped"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -122,7 +125,9 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     try:
         with output:
-            tree = ProcessTree(args.command, output=output, environment=environment)
+            tree = ProcessTree(
+                args.command, output=output, environment=environment, drivers=drivers()
+            )
     except OSError as error:
         return fail(f"cannot start {args.command[0]!r}: {error.strerror}")
     try:
@@ -176,20 +181,29 @@ def watch(
             progress.update(follower.tally)
             if interrupts.number is not None:
                 name = signal.Signals(interrupts.number).name
-                return status, f"interrupted ({name}): training was stopped"
+                return status, f"interrupted ({name}): {STOPPED}"
+            if (driver := tree.lost_driver()) is not None:
+                interrupts.number = signal.SIGTERM
+                return status, f"the driver script (process {driver}) has ended: {STOPPED}"
             if status is not None:
                 return status, None
             if args.stall_timeout and time.monotonic() - latest > args.stall_timeout:
                 what = "further tensor" if follower.tally.tensors else "tensor"
                 limit = f"{args.stall_timeout:g} s (--stall-timeout)"
-                return None, f"no {what} for {limit}: training was stopped"
+                return None, f"no {what} for {limit}: {STOPPED}"
+
+
+def drivers() -> list[int]:
+    """Return the process numbers of the driver scripts that started this process."""
+    words = os.environ.get(DRIVERS_VARIABLE, "").split()
+    return [int(word) for word in words if word.isdecimal()]
 
 
 def judge(status: int | None, follower: IndexFollower, args: argparse.Namespace) -> str | None:
     """What is wrong with a run that ended by itself; None if it is complete."""
     tally = follower.tally
     if status is None:
-        return "training was stopped"
+        return STOPPED
     if status < 0:
         hint = "; was memory short?" if -status == signal.SIGKILL else ""
         return f"training was ended by {signal.Signals(-status).name}{hint}"

@@ -160,10 +160,11 @@ train_config() {
 
 # run_child COMMAND...: waits for a command, and ends it when this script is asked to end. It runs
 # in the background, where bash lets it ignore SIGINT: therefore every signal is passed on as
-# SIGTERM.
+# SIGTERM. A signal that ends this script without its knowledge (SIGKILL) cannot be passed on: the
+# variable LAB_DRIVERS tells the watcher of a collection which scripts it must not outlive.
 run_child() {
   local child status=0 caught=0
-  "$@" &
+  LAB_DRIVERS="${LAB_DRIVERS:+$LAB_DRIVERS }$$" "$@" &
   child=$!
   trap 'caught=2; kill -TERM "$child" 2>/dev/null || :' INT
   trap 'caught=15; kill -TERM "$child" 2>/dev/null || :' TERM

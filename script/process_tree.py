@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -41,7 +41,25 @@ class _Row:
 class ProcessTree:
     """Starts a command in a session of its own; `stop` ends it with all its descendants."""
 
-    def __init__(self, command: list[str], *, output: IO[bytes], environment: dict[str, str]):
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        output: IO[bytes],
+        environment: dict[str, str],
+        drivers: Iterable[int] = (),
+    ):
+        """Start the command.
+
+        Args:
+            command: the words of the command.
+            output: the file for its standard output and standard error.
+            environment: its environment variables.
+            drivers: processes that wait for the command's end; see `lost_driver`.
+        """
+        self._table = _process_table()
+        rows = {pid: self._table.get(pid) for pid in drivers}
+        self._drivers = {pid: row.started if row else "" for pid, row in rows.items()}
         libc = _prctl()
         if libc is not None:
             libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -66,6 +84,11 @@ class ProcessTree:
             return self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             return None
+
+    def lost_driver(self) -> int | None:
+        """Return a driver that was not alive at the last look, or None if all were."""
+        lost = (p for p, started in self._drivers.items() if not _lives(self._table, p, started))
+        return next(lost, None)
 
     def members(self) -> list[int]:
         """The processes of the tree that are alive."""
@@ -130,6 +153,7 @@ class ProcessTree:
                 self._seen[pid] = row.started
         if self.process.returncode is None:
             self.process.poll()
+        self._table = table
         return table
 
 

@@ -1,0 +1,32 @@
+"""A copy of the drivers whose training script is a stub, in a folder of any name."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+from tests.subprocesses import REPO
+
+DRIVERS = ("run_tensor_collection.sh", "run_tensor_draw.sh")
+FAKE = Path(__file__).with_name("fake_training.py")
+TRAINING = "examples/llama/train_llama32_1b_h100_fp8.sh"
+
+
+def stub_tree(root: Path, behavior: str) -> Path:
+    """Copy the drivers to `root`. Their training is `fake_training.py` with this behavior.
+
+    The fake training writes its process numbers to `pids` in the folder of the tensors.
+    """
+    root.mkdir(parents=True)
+    for name in DRIVERS:
+        shutil.copy(REPO / name, root)
+    shutil.copytree(REPO / "script", root / "script", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("megatron", "setup.py", "pretrain_gpt.py"):
+        (root / name).symlink_to(REPO / name)
+    (root / TRAINING).parent.mkdir(parents=True)
+    (root / TRAINING).write_text(
+        "while (($#)); do if [[ $1 == --tensor-save-dir ]]; then folder=$2; fi; shift; done\n"
+        f'exec "$LAB_PYTHON" {shlex.quote(str(FAKE))} "$folder" {behavior}\n'
+    )
+    return root
