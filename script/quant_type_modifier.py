@@ -45,18 +45,21 @@ class SettingsFile:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Alone until the end of the block, among all processes."""
+        if self._lock.exists() and not self._lock.is_file():  # a FIFO would block
+            raise ValueError(f"{self._lock} is not a regular file; remove it")
         with self._lock.open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file closes, however that happens
             yield
 
     def change(self, formats: dict[str, str]) -> None:
         """Set some operations; the others stay."""
+        from megatron.bounded_files import read_text
         from megatron.fake_quant.settings import read_settings
 
         with self.locked():
             settings = read_settings(self.path) | formats
             if not self.backup.exists():
-                before = self.path.read_text(encoding="utf-8") if self.path.exists() else None
+                before = read_text(self.path) if self.path.exists() else None
                 _replace(self.backup, json.dumps({"before": before}) + "\n")
             _replace(self.path, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
@@ -66,9 +69,13 @@ class SettingsFile:
         Raises:
             ValueError: the backup is no backup.
         """
+        from megatron.bounded_files import read_json
+
         with self.locked():
             try:
-                before = json.loads(self.backup.read_text(encoding="utf-8"))["before"]
+                before = read_json(self.backup)["before"]
+                if not isinstance(before, (str, type(None))):
+                    raise TypeError(type(before).__name__)
             except FileNotFoundError:
                 return False
             except (ValueError, KeyError, TypeError):

@@ -32,14 +32,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from megatron.bounded_files import printable
 from megatron.fake_quant.recipe_config import Config, parse_config
 from megatron.fake_quant.recipe_yaml import Node, RecipeError, load_yaml
 
 _MATCHER_KEYS = ("config", "type", "pattern", "enabled", "layers", "iterations")
 Interval = tuple[float, float]  #: first and last iteration, from 1; math.inf: without end
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_ENDS = re.compile(r"(first|last) (\d+)")
-_ITERATIONS = re.compile(r"(\d+)-(\d*)")
+# Longer numbers cannot be meant, and Python refuses to read those of thousands of digits.
+_RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?")
+_ENDS = re.compile(r"(first|last) ([0-9]{1,12})")
+_ITERATIONS = re.compile(r"([0-9]{1,12})-([0-9]{0,12})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ def load_recipe(path: Path) -> Recipe:
         if not any(rules):
             raise root.error("recipe has no enabled matcher, so it says nothing; add one")
     except RecipeError as error:
-        raise ValueError(f"recipe {path}: {error}") from None
+        raise ValueError(f"recipe {printable(path, limit=1000)}: {error}") from None
     return Recipe(path, tuple(rule for rule in rules if rule is not None))
 
 
@@ -157,7 +159,7 @@ def _rule(name: str, node: Node, configs: Mapping[str, Config]) -> Rule | None:
     if kind != "glob":
         raise node.error(f"{what} has type {kind!r}; the only one there is is glob")
     config_name, pattern = node.scalar("config", what), node.scalar("pattern", what)
-    if not isinstance(pattern, str) or not pattern:
+    if not isinstance(pattern, str) or not pattern or not pattern.isprintable():
         raise node.error(f"{what} has the pattern {pattern!r}; give a glob, as in '*.linear_fc1'")
     config = configs.get(str(config_name))
     if config is None:

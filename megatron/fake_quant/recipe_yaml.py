@@ -7,6 +7,15 @@ from typing import Any
 
 import yaml
 
+from megatron.bounded_files import UnusableFileError, printable, read_text
+
+SIZE_LIMIT = 256 << 10  #: bytes of a file; the parser takes about 2 s for that much
+DEPTH_LIMIT = 32
+NODE_LIMIT = 100_000
+_PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+SCALAR_LIMIT = 10_000  #: characters; a description is the longest value there is
+MESSAGE_LIMIT = 500  #: characters of an error that quotes the file
+
 
 class RecipeError(ValueError):
     """Something in a recipe that is not as it must be; says the line."""
@@ -28,8 +37,8 @@ class Node:
         yield from self.value.items()
 
     def error(self, message: str) -> RecipeError:
-        """To be raised for what is wrong here."""
-        return RecipeError(f"line {self.line}: {message}")
+        """Return the error to raise for what is wrong here, on one line."""
+        return RecipeError(f"line {self.line}: {printable(message, limit=MESSAGE_LIMIT)}")
 
     def only_keys(self, what: str, accepted: Sequence[str]) -> None:
         """Refuse anything but a mapping with these keys."""
@@ -63,30 +72,96 @@ class Node:
 
 
 def load_yaml(path: Path) -> Node:
-    """Read a YAML file whose root is a mapping.
+    """Read a YAML file whose root is a mapping. No tag of the file is ever acted on.
 
     Raises:
-        RecipeError: it cannot be read, is no YAML, or has a key twice.
+        RecipeError: it cannot be read, is no plain YAML, is too large or too deep, or has a key
+            twice.
     """
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
+        text = read_text(path, limit=SIZE_LIMIT)
+        _check_depth(text)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except FileNotFoundError as error:
         raise RecipeError(f"it cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"it is not YAML: {error}") from None
+    except UnusableFileError as error:
+        raise RecipeError(f"it cannot be read: {error.why}") from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"it is not YAML: {_reason(error)}") from None
     if not isinstance(root, yaml.MappingNode):
         raise RecipeError("line 1: it takes configs: and matchers:")
-    return _node(root, root.start_mark.line + 1)
+    return _Builder().node(root, root.start_mark.line + 1)
 
 
-def _node(node: yaml.Node, line: int) -> Node:
-    if not isinstance(node, yaml.MappingNode):
-        value = yaml.SafeLoader("").construct_object(node, deep=True)
-        return Node(value, line)
-    found: dict[str, Node] = {}
-    for key, value in node.value:
-        key_line = key.start_mark.line + 1
-        if key.value in found:
-            raise RecipeError(f"line {key_line}: the key {key.value!r} is there twice")
-        found[key.value] = _node(value, key_line)
-    return Node(found, line)
+def _check_depth(text: str) -> None:
+    """Refuse deep nesting, which the composer would follow by recursion."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > DEPTH_LIMIT:
+            line = event.start_mark.line + 1
+            raise RecipeError(f"line {line}: it is nested deeper than {DEPTH_LIMIT} levels")
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    """Return what a parser says, on one line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    place = "" if mark is None else f"line {mark.line + 1}: "
+    return place + printable(problem or error, limit=MESSAGE_LIMIT)
+
+
+class _Builder:
+    """Turns what the YAML parser composed into nodes, however often aliases repeat a part."""
+
+    def __init__(self) -> None:
+        self._nodes = 0
+        self._open: set[int] = set()  # composed nodes that enclose the one being built
+
+    def node(self, node: yaml.Node, line: int) -> Node:
+        self._nodes += 1
+        if self._nodes > NODE_LIMIT:
+            raise RecipeError(
+                f"line {line}: it has more than {NODE_LIMIT:,} values once its aliases are followed"
+            )
+        if isinstance(node, yaml.ScalarNode):
+            return Node(self._scalar(node, line), line)
+        if node.tag not in _PLAIN_TAGS:
+            raise RecipeError(f"line {line}: the tag {printable(node.tag)}; remove it")
+        if id(node) in self._open:
+            raise RecipeError(f"line {line}: an alias leads back to what it stands in")
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return Node(self._mapping(node), line)
+            return Node([self.node(item, line).value for item in node.value], line)
+        finally:
+            self._open.discard(id(node))
+
+    def _mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
+        found: dict[str, Node] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise RecipeError(f"line {line}: a key is a {key.id}; it takes a name")
+            if not key.value.isprintable():
+                raise RecipeError(f"line {line}: the key {printable(key.value)} is not printable")
+            if key.value in found:
+                raise RecipeError(
+                    f"line {line}: the key {printable(repr(key.value))} is there twice"
+                )
+            found[key.value] = self.node(value, line)
+        return found
+
+    def _scalar(self, node: yaml.ScalarNode, line: int) -> Any:
+        if len(node.value) > SCALAR_LIMIT:
+            raise RecipeError(
+                f"line {line}: a value of {len(node.value):,} characters; it takes {SCALAR_LIMIT:,}"
+            )
+        try:
+            return yaml.SafeLoader("").construct_object(node, deep=True)
+        except (yaml.YAMLError, ValueError, OverflowError) as error:
+            why = _reason(error) if isinstance(error, yaml.YAMLError) else printable(error)
+            raise RecipeError(f"line {line}: {why}; give plain text or numbers") from None

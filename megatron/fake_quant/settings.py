@@ -1,33 +1,32 @@
 """The local settings file, which keeps formats from one run to the next."""
 
-import json
 from pathlib import Path
 
+from megatron.bounded_files import UnusableFileError, printable, read_json
 from megatron.fake_quant.quant_type import OPERATIONS
 
+SIZE_LIMIT = 1 << 16  #: bytes
 SETTINGS_VARIABLE = "QUANT_SETTINGS_FILE"
 SETTINGS_FILE = Path(__file__).resolve().parents[2] / ".quant_settings.json"
 
 
 def read_settings(path: Path) -> dict[str, str]:
-    """The local settings file: a JSON object with any of the keys linear, qk, pv. No file: nothing
-    is set.
+    """Read the local settings file: a JSON object with any of the keys linear, qk, pv. Without a
+    file nothing is set.
 
     Raises:
         ValueError: the file is not such an object.
     """
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = read_json(path, limit=SIZE_LIMIT)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"settings file {path} cannot be read: {error}; mend or remove it"
-        ) from None
+    except UnusableFileError as error:
+        raise ValueError(f"settings file {error}; fix or remove it") from None
     known = isinstance(settings, dict) and settings.keys() <= set(OPERATIONS)
     if not known or not all(isinstance(value, str) for value in settings.values()):
         raise ValueError(
-            f"settings file {path} holds {settings!r}; it takes an object with any of the keys "
-            f"{', '.join(OPERATIONS)} and a format's name each; mend or remove it"
+            f"settings file {path} holds {printable(repr(settings))}; it takes an object with any "
+            f"of the keys {', '.join(OPERATIONS)} and a format's name each; fix or remove it"
         )
     return dict(settings)

@@ -10,7 +10,7 @@ import argparse
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,6 +20,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.errors import RankError, RunError, UserError
+from megatron.training.hf.ranks import all_succeed
+from megatron.training.index_cache import check_cached_files, check_samples
+from megatron.training.indexed_data import check_index
 from megatron.training.manifest import check_fits
 from megatron.training.paths import blend_prefixes, default_cache, index_state, parse_blend
 from megatron.training.report import print_rank_0
@@ -56,6 +59,32 @@ def split_sizes(args: argparse.Namespace) -> dict[str, int]:
     }
 
 
+def check_files(args: argparse.Namespace) -> None:
+    """Check every index against its token file. One process per machine reads them. Collective.
+
+    Raises:
+        UserError: an index is damaged; on all ranks alike.
+    """
+    for prefix in _prefixes(args):
+        all_succeed(_problem(check_index, prefix))
+
+
+def _problem(check: Callable[..., None], *what: object) -> str | None:
+    """What a check says on the first process of this machine; None on the others."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        try:
+            check(*what)
+        except UserError as error:
+            return str(error)
+    return None
+
+
+def _prefixes(args: argparse.Namespace) -> list[str]:
+    """Every prefix of the command line, once."""
+    blends = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
+    return list(dict.fromkeys(p for blend in blends if blend for p in blend_prefixes(blend)))
+
+
 def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils.data.Dataset]:
     """The splits this run uses; on ranks that read nothing their value is None. Collective.
 
@@ -63,9 +92,8 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
         UserError: the data is too small for its split, was made with another tokenizer, or cannot
             be read.
     """
-    for blend in (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path):
-        for prefix in blend_prefixes(blend) if blend else ():
-            check_fits(prefix, tokenizer)
+    for prefix in _prefixes(args):
+        check_fits(prefix, tokenizer)
     if args.mock_data:  # or it warns that it keeps no indices, which are not worth keeping
         logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
     sizes = split_sizes(args)
@@ -86,6 +114,7 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
         lambda: _is_reader(args),
         config,
     )
+    all_succeed(_problem(check_cached_files, config.path_to_cache))
     try:
         datasets = builder.build()
     except (ValueError, AssertionError, OSError, IndexError) as error:
@@ -94,6 +123,8 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
             f"check that it holds more than --seq-length {args.seq_length} tokens in each part of "
             f"--split {args.split}, and that {config.path_to_cache} can be written"
         ) from error
+    for dataset in datasets:
+        all_succeed(_problem(check_samples, dataset, config.path_to_cache))
     return {s: d for s, d, w in zip(SPLITS, datasets, wanted, strict=True) if w}
 
 
@@ -209,9 +240,16 @@ class MicroBatches:
         """Refuse token ids that the embedding does not have: on a GPU they end in a device assert.
 
         Raises:
-            RankError: the data was made with another tokenizer.
+            RankError: the data was made with another tokenizer, or its ids are damaged.
         """
-        largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
+        bounds = [batch[name].aminmax() for name in ("tokens", "labels")]
+        smallest = min(int(low) for low, _ in bounds)
+        largest = max(int(high) for _, high in bounds)
+        if smallest < 0:
+            raise RankError(
+                f"the data holds token id {smallest}, and ids begin at 0; check the data with "
+                "`python script/data/preprocess.py --check PREFIX` and make them again"
+            )
         if largest >= self._vocab_size:
             raise RankError(
                 f"the data holds token id {largest}, but the vocabulary has {self._vocab_size}; "

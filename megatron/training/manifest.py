@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bounded_files import UnusableFileError, parse_json, printable, read_text
 from megatron.training.errors import UserError
 from megatron.training.tokenizer import fingerprint
 
@@ -61,16 +62,63 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Raises ValueError, KeyError or TypeError where `text` is no manifest."""
-        fields: dict[str, Any] = json.loads(text)
-        if fields["schema_version"] != SCHEMA_VERSION:
+        """Read a manifest back.
+
+        Raises:
+            ValueError: `text` is no manifest; says what is wrong.
+        """
+        content = parse_json(text)
+        version = content.get("schema_version") if isinstance(content, dict) else None
+        if version != SCHEMA_VERSION:
             raise ValueError(
-                f"schema version {fields['schema_version']!r}, but this reader understands "
+                f"schema version {printable(repr(version))}, but this reader understands "
                 f"{SCHEMA_VERSION}"
             )
-        tokenizer = TokenizerRecord(**fields.pop("tokenizer"))
-        sources = tuple((name, size) for name, size in fields.pop("sources"))
-        return cls(tokenizer=tokenizer, sources=sources, **fields)
+        fields = _checked(content, _FIELDS, "the manifest")
+        tokenizer = TokenizerRecord(**_checked(fields.pop("tokenizer"), _OF_TOKENIZER, "tokenizer"))
+        sources = fields.pop("sources")
+        for pair in sources:
+            if not (isinstance(pair, list) and [type(each) for each in pair] == [str, int]):
+                raise ValueError(f"sources holds {printable(repr(pair))}, not a name and a size")
+        return cls(tokenizer=tokenizer, sources=tuple(map(tuple, sources)), **fields)
+
+
+_OF_TOKENIZER: dict[str, tuple[type, ...]] = {
+    "type": (str,),
+    "vocab_size": (int,),
+    "eod": (int, type(None)),
+    "fingerprint": (str,),
+}
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "schema_version": (int,),
+    "tokenizer": (dict,),
+    "dtype": (str,),
+    "documents": (int,),
+    "tokens": (int,),
+    "text_bytes": (int,),
+    "bad_lines": (int,),
+    "json_key": (str,),
+    "append_eod": (bool,),
+    "sources": (list,),
+}
+
+
+def _checked(value: dict[str, Any], kinds: dict[str, tuple[type, ...]], what: str) -> dict:
+    """Return a copy of `value`, which must have exactly these fields, each of its type.
+
+    Raises:
+        ValueError: names the field.
+    """
+    if odd := sorted(value.keys() ^ kinds.keys()):
+        problem = "lacks" if odd[0] in kinds else "has the unknown field"
+        raise ValueError(f"{what} {problem} {printable(odd[0])}")
+    for name, accepted in kinds.items():
+        if type(value[name]) not in accepted:  # a bool is an int as well
+            raise ValueError(
+                f"{name} is {printable(repr(value[name]), limit=60)}, not "
+                f"{' or '.join(kind.__name__ for kind in accepted)}"
+            )
+    return dict(value)
 
 
 def manifest_path(prefix: str | Path) -> Path:
@@ -84,14 +132,15 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
         UserError: the file is there and is not a manifest.
     """
     path = manifest_path(prefix)
-    if not path.is_file():
-        return None
     try:
-        return Manifest.from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        return Manifest.from_json(read_text(path))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        why = error.why if isinstance(error, UnusableFileError) else error
         raise UserError(
-            f"{path} does not describe a data set ({error}); make the data again with "
-            "script/data/preprocess.py, or move the file away if it is not of ours"
+            f"{printable(path, limit=1000)} does not describe a data set ({why}); make the data "
+            "again with script/data/preprocess.py, or move the file away if it is not of ours"
         ) from error
 
 

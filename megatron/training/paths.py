@@ -1,10 +1,13 @@
 """Data set prefixes as the command line gives them, and the folder of the sample indices."""
 
 import hashlib
+import math
 import os
 from pathlib import Path
 
+from megatron.bounded_files import UnusableFileError, check_regular, printable
 from megatron.training.errors import UserError
+from megatron.training.indexed_data import check_header
 
 
 def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
@@ -13,7 +16,7 @@ def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
     Raises:
         UserError: weights and prefixes do not alternate.
     """
-    if len(values) == 1 and Path(f"{values[0]}.idx").is_file():
+    if len(values) == 1 and _exists(f"{values[0]}.idx"):
         return list(values), None  # whatever its name looks like
     words = values[0].split()
     if len(values) == 1 and words and _is_number(words[0]):
@@ -27,7 +30,7 @@ def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
             "it as in 0.3 first_prefix 0.7 second_prefix"
         )
     numbers = [float(w) for w in weights]
-    if min(numbers) < 0 or sum(numbers) <= 0:
+    if not all(map(math.isfinite, numbers)) or min(numbers) < 0 or sum(numbers) <= 0:
         raise UserError(
             f"the weights {numbers} of the data blend do not add up; make them positive"
         )
@@ -47,21 +50,38 @@ def blend_prefixes(values: list[str]) -> list[str]:
     return parse_blend(values)[0]
 
 
-def check_prefix(prefix: str) -> None:
-    """Refuse a prefix without its two files.
+def _exists(path: str) -> bool:
+    """Whether there is anything that a data file could be, a damaged one included.
 
     Raises:
-        UserError: naming the file that is missing and the likeliest mistake.
+        UserError: the name is none that a file can have.
     """
-    missing = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
+    try:
+        check_regular(path)
+    except FileNotFoundError:
+        return False
+    except UnusableFileError as error:
+        if not os.path.lexists(path):
+            raise UserError(f"data file {error}; name another prefix") from error
+    return True
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse a prefix without its two files, or whose index has a wrong header or size.
+
+    Raises:
+        UserError: naming the file and the likeliest mistake.
+    """
+    missing = [suffix for suffix in (".bin", ".idx") if not _exists(prefix + suffix)]
     if not missing:
+        check_header(prefix)
         return
     stem = prefix.removesuffix(".bin").removesuffix(".idx")
-    if stem != prefix and Path(stem + ".bin").is_file():
+    if stem != prefix and _exists(stem + ".bin"):
         advice = f"leave the suffix off: {stem}"
     else:
         advice = "make it with `python script/data/preprocess.py`, or name another prefix"
-    raise UserError(f"data file {prefix}{missing[0]} does not exist; {advice}")
+    raise UserError(f"data file {printable(prefix + missing[0])} does not exist; {advice}")
 
 
 def default_cache(prefixes: list[str]) -> str | None:

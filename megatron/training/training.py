@@ -44,6 +44,7 @@ def pretrain(run: Run) -> None:
     check_save_directory(args)
     check_export(run)
     check_weights(run)
+    data.check_files(args)
     tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
     tokens = check_vocabulary(args, run.hf, tokenizer.vocab_size)
     name_special_tokens(args, run.hf, tokenizer)

@@ -8,14 +8,12 @@ tokenizer that made the data). Everything is read in blocks.
 from __future__ import annotations
 
 import argparse
-import struct
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 BLOCK = 1 << 22  # elements at a time
-HEADER = struct.Struct("<9sQBQQ")  # mark, version, type of the ids, sequences, document bounds
 
 
 def check_and_report(options: argparse.Namespace) -> int:
@@ -48,7 +46,9 @@ def inspect(prefix: str, tokenizer: Any = None) -> tuple[str, list[str]]:
 
     Raises:
         ValueError: the index cannot be read at all.
+        FileNotFoundError: there is none, or no token file.
     """
+    from megatron.training.indexed_data import read_header
     from megatron.training.manifest import check_fits, read_manifest
 
     manifest = read_manifest(prefix)
@@ -58,14 +58,9 @@ def inspect(prefix: str, tokenizer: Any = None) -> tuple[str, list[str]]:
             check_fits(prefix, tokenizer)
         except ValueError as error:
             problems.append(str(error))
-    index = Index(Path(f"{prefix}.idx"))
-    tokens, wrong = index.check()
-    problems += wrong
-    size = Path(f"{prefix}.bin").stat().st_size
-    if size != tokens * index.dtype.itemsize:
-        problems.append(
-            f"the .bin has {size} bytes, but the index speaks of {tokens * index.dtype.itemsize}"
-        )
+    index = read_header(prefix)
+    problems += index.problems()
+    tokens = index.tokens
     largest = _largest(Path(f"{prefix}.bin"), index.dtype)
     vocabulary = tokenizer.vocab_size if tokenizer is not None else None
     if manifest is not None:
@@ -84,79 +79,6 @@ def inspect(prefix: str, tokenizer: Any = None) -> tuple[str, list[str]]:
     )
     summary += f"{vocabulary:,}" if vocabulary else "an unknown vocabulary (no manifest)"
     return summary, problems
-
-
-class Index:
-    """An index file, read in blocks."""
-
-    def __init__(self, path: Path) -> None:
-        import numpy as np
-
-        from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
-
-        with path.open("rb") as file:
-            start = file.read(HEADER.size)
-        try:
-            mark, version, code, self.sequences, bounds = HEADER.unpack(start)
-            self.dtype = np.dtype(DType.dtype_from_code(code))
-        except (struct.error, ValueError) as error:
-            raise ValueError(f"{path} is no index ({error})") from error
-        if mark != _INDEX_HEADER or version != 1:
-            raise ValueError(f"{path} is no index of megatron-core (version 1)")
-        self.path, self.documents = path, bounds - 1
-
-    def check(self) -> tuple[int, list[str]]:
-        """The number of tokens, and what is wrong."""
-        size = self.path.stat().st_size
-        wanted = HEADER.size + 12 * self.sequences + 8 * (self.documents + 1)
-        if size < wanted:
-            return 0, [f"the index has {size} bytes, but needs {wanted}"]
-        problems = []
-        tokens = self._check_pointers(problems)
-        self._check_bounds(problems)
-        return tokens, problems
-
-    def _blocks(self, dtype: Any, start: int, count: int) -> Any:
-        import numpy as np
-
-        with self.path.open("rb") as file:
-            file.seek(start)
-            while count:
-                block = np.fromfile(file, dtype=dtype, count=min(count, BLOCK))
-                yield block
-                count -= len(block)
-
-    def _check_pointers(self, problems: list[str]) -> int:
-        """Sequences follow each other without gaps; the number of tokens in all."""
-        import numpy as np
-
-        end = HEADER.size + 4 * self.sequences
-        lengths = self._blocks(np.int32, HEADER.size, self.sequences)
-        pointers = self._blocks(np.int64, end, self.sequences)
-        tokens = number = 0
-        for length, pointer in zip(lengths, pointers, strict=True):
-            ends = tokens + np.cumsum(length, dtype=np.int64)
-            wrong = np.flatnonzero((ends - length) * self.dtype.itemsize != pointer)
-            wrong = np.union1d(wrong, np.flatnonzero(length <= 0))
-            if len(wrong) and not problems:
-                problems.append(f"sequence {number + wrong[0]} has a wrong length or place")
-            tokens, number = int(ends[-1]), number + len(length)
-        return tokens
-
-    def _check_bounds(self, problems: list[str]) -> None:
-        """Documents begin with sequence 0, follow each other, and end with the last."""
-        import numpy as np
-
-        start = HEADER.size + 12 * self.sequences
-        last = -1
-        for block in self._blocks(np.int64, start, self.documents + 1):
-            steps = np.diff(block, prepend=last if last >= 0 else block[0] - 1)
-            if (last < 0 and block[0] != 0) or (steps <= 0).any():
-                problems.append("the bounds of the documents do not ascend from 0")
-                return
-            last = int(block[-1])
-        if last != self.sequences:
-            problems.append(f"the documents end with sequence {last} of {self.sequences}")
 
 
 def _largest(path: Path, dtype: Any) -> tuple[int, int]:

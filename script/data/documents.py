@@ -12,12 +12,15 @@ import os
 import signal
 import threading
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from batch import Batch, Position
 from readers import guess_format
+
+KEYS_SHOWN = 10  #: of a document that lacks the one asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,13 +187,15 @@ class Encoder:
             record = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+        except ValueError as error:  # a number of thousands of digits
+            raise ValueError(f"not JSON that can be read ({error})") from error
         except RecursionError as error:
             raise ValueError("not JSON that can be read (nested too deep)") from error
         if not isinstance(record, dict):
             raise ValueError("not a JSON object; give one object a line")
         for key in keys:
             if not isinstance(record.get(key), str):
-                there = ", ".join(map(repr, record)) or "no keys"
+                there = _some(record) or "no keys"
                 raise ValueError(
                     f"no text under the key {key!r} (there are {there}); name the key in "
                     "--json-keys"
@@ -200,6 +205,12 @@ class Encoder:
             except UnicodeEncodeError as error:
                 raise ValueError(f"half of a surrogate pair under the key {key!r}") from error
         return {key: record[key] for key in keys}
+
+
+def _some(keys: Iterable[str]) -> str:
+    """Return the first keys of a document, shortened, for an error."""
+    shown = [repr(key[:40]) for key in itertools.islice(keys, KEYS_SHOWN + 1)]
+    return ", ".join(shown[:KEYS_SHOWN]) + ", ..." * (len(shown) > KEYS_SHOWN)
 
 
 def _why(error: BaseException) -> str:

@@ -196,7 +196,8 @@ class Progress:
         for key in mark.counts:
             self.files[f"{key}.bin"].write(tokens.ids[key].data)
             self.files[f"{key}.lengths"].write(tokens.lengths[key].data)
-        said = "".join(f"{path}:{line}: {why}\n" for line, why in tokens.bad).encode()
+        lines = "".join(f"{path}:{line}: {why}\n" for line, why in tokens.bad)
+        said = lines.encode(errors="backslashreplace")  # a file's name may be no UTF-8
         self.files["bad_lines.txt"].write(said)
         for key, count in mark.counts.items():
             count.documents += len(tokens.lengths[key])

@@ -112,7 +112,7 @@ def test_an_error_names_who_said_it(settings, flags, variables, source):
 def test_a_bad_settings_file_is_an_error_not_a_default(tmp_path, content):
     path = tmp_path / "settings.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"settings file .*settings\.json.*mend or remove it"):
+    with pytest.raises(ValueError, match=r"settings file .*settings\.json.*fix or remove it"):
         resolve({}, {"QUANT_SETTINGS_FILE": str(path)})
 
 

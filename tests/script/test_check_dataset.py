@@ -94,8 +94,11 @@ HEADER = 34  # bytes; then 3 lengths of 4, 3 places of 8, 4 bounds of 8
         (change_idx(HEADER + 36 + 24, "<q", 9), "the documents end with sequence 9 of 3"),
         (cut_idx, "the index has 101 bytes, but needs 102"),
         (change_idx(0, "<c", b"X"), "is no index of megatron-core"),
-        (change_idx(17, "<B", 77), "is no index (77 is not a valid DType)"),
-        (lambda data: Path(f"{data}.idx").write_bytes(b""), "is no index (unpack requires"),
+        (change_idx(17, "<B", 77), "is no index of token ids (type 77)"),
+        (
+            lambda data: Path(f"{data}.idx").write_bytes(b""),
+            "is no index: it has 0 bytes, and a header has 34",
+        ),
         (lambda data: Path(f"{data}.bin").unlink(), "No such file or directory"),
         (lambda data: Path(f"{data}.json").write_text("{"), "does not describe a data set"),
         (change_manifest("documents", 4), "documents: 3, but"),
