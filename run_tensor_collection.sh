@@ -79,18 +79,17 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
 
 case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
 
-unbounded='' mode='' quant_type='' quant_recipe='' control_iter=''
-for name in $collection_flags; do printf -v "${name//-/_}" %s ''; done
-tensor_path='' tensor_dir='' tokenizer_path='' data_path='' dtype=bf16 preset='' nproc=${NPROC:-1}
-checkpoint_path=none stall_timeout=600 verbose=''
-parse "mode quant-type quant-recipe control-iter $collection_flags tensor-path tensor-dir tokenizer-path \
-data-path dtype preset nproc checkpoint-path stall-timeout" "$@"
-if ((${#positional[@]} > 2)); then
-  refuse "'${positional[2]}' is one word too many; the places are MODE and TYPE, flags of" \
-    "pretrain_gpt.py go after --"
-fi
-one mode "$mode" "${positional[0]-}" single
-one tensor_path "$tensor_path" "$tensor_dir" "${TENSOR_SAVE_DIR:-${home}enhanced_tensor_logs}"
+unbounded='' mode='' quant_type='' quant_recipe='' control_iter='' type_from=flag
+for name in $collection_flags $size_options; do printf -v "${name//-/_}" %s ''; done
+tensor_path='' tokenizer_path='' data_path='' dtype='' preset='' nproc='' yes=''
+checkpoint_path='' stall_timeout='' verbose=''
+parse "mode quant-type quant-recipe control-iter $collection_flags $size_options tensor-path \
+tokenizer-path data-path dtype preset nproc checkpoint-path stall-timeout" "$@"
+: "${dtype:=bf16}" "${nproc:=${NPROC:-1}}" "${checkpoint_path:=none}" "${stall_timeout:=600}"
+: "${tensor_path:=${TENSOR_SAVE_DIR:-${home}enhanced_tensor_logs}}"
+places=(${positional[@]+"${positional[@]}"})
+take_mode 'single batch quick' single
+take_type
 case $mode in
   single) ;;
   quick) : "${collect_layers:=first,last}" ;;
@@ -98,29 +97,20 @@ case $mode in
     if [[ -n $quant_recipe ]]; then
       refuse "batch collects bf16, mxfp8, mxfp4 and hifp8; --quant-recipe takes single or quick"
     fi
-    if [[ -n $quant_type || -n ${positional[1]-} ]]; then
-      refuse "batch collects bf16, mxfp8, mxfp4 and hifp8; for '${positional[1]-$quant_type}'" \
-        "alone take single"
+    if [[ -n $quant_type ]]; then
+      refuse "batch collects bf16, mxfp8, mxfp4 and hifp8; for '$quant_type' alone take single"
     fi
     ;;
   *) refuse "unknown mode '$mode'; it is single, batch or quick; see --help" ;;
 esac
-types=(bf16 mxfp8 mxfp4 hifp8)
-if [[ -n $quant_recipe && -n $quant_type${positional[1]-} ]]; then
-  refuse "--quant-recipe and the type '${quant_type:-${positional[1]}}'; give one of the two"
-elif [[ $mode != batch && -z $quant_type${positional[1]-} ]]; then
+if [[ -n $quant_recipe && -n $quant_type ]]; then
+  refuse "--quant-recipe and the type '$quant_type'; give one of the two"
+elif [[ $mode != batch && -z $quant_type ]]; then
   quant_recipe=${quant_recipe:-${QUANT_RECIPE-}}
 else
   quant_recipe=
 fi
 unset QUANT_RECIPE # it is handed on as a flag, or a type stands in its place
-if [[ -n $quant_recipe ]]; then
-  recipe_name=${quant_recipe##*/}
-  types=("recipe_${recipe_name%.*}")
-elif [[ $mode != batch ]]; then
-  one quant_type "$quant_type" "${positional[1]-}" "${CUSTOM_QUANT_TYPE:-mxfp8}"
-  types=("$quant_type")
-fi
 for word in ${training_flags[@]+"${training_flags[@]}"}; do
   case $word in # these end the collection in ways of their own, wherever they stand
     --collect-ring | --collect-ring=* | --collect-flag-file | --collect-flag-file=*) unbounded=yes ;;
@@ -145,13 +135,16 @@ case $dtype in
 esac
 
 find_python
+types=(bf16 mxfp8 mxfp4 hifp8)
 if [[ -n $quant_recipe ]]; then
   check_recipe "$quant_recipe"
-else
-  for quant_type in "${types[@]}"; do check_type "$quant_type"; done
+  types=("$(recipe_type "$quant_recipe")")
+elif [[ $mode != batch ]]; then
+  choose_type "$quant_type"
+  types=("$quant_type")
 fi
-choose_preset
 tokenizer=$tokenizer_path data=$data_path
+choose_preset
 resolve_data --tokenizer-path --data-path
 
 draw="bash ${home}run_tensor_draw.sh visualize"
@@ -159,12 +152,17 @@ if [[ $tensor_path != "${home}enhanced_tensor_logs" ]]; then draw+=" --tensor-di
 
 # collect TYPE: one run, watched.
 collect() {
-  local name=${1//[^A-Za-z0-9_.+-]/-} # as megatron.tensor_record names folders
-  local tensors=$tensor_path/$name stamp checkpoint=$checkpoint_path
+  local name tensors stamp checkpoint=$checkpoint_path
+  name=$(folder_name "$1")
+  tensors=$tensor_path/$name
   stamp=$(date +%Y%m%d_%H%M%S)
   if [[ $checkpoint != none ]]; then checkpoint+=/$name; fi
   local formats=(--custom-quant-type "$1")
-  if [[ -n $quant_recipe ]]; then formats=(--quant-recipe "$quant_recipe"); fi
+  if [[ -n $quant_recipe ]]; then
+    formats=(--quant-recipe "$quant_recipe")
+  elif [[ $type_from == settings ]]; then
+    formats=()
+  fi
   local name_of value selected=()
   for name_of in $collection_flags; do
     value=${name_of//-/_}
@@ -173,12 +171,17 @@ collect() {
   local training=(
     bash "$repo/examples/llama/train_llama32_1b_h100_fp8.sh" "$checkpoint"
     "${home}tensorboard_logs/llama32_${preset}_${name}_$stamp" "$tokenizer" "$data" "$dtype"
-    --preset "$preset" "${formats[@]}" --save-tensors --tensor-save-dir "$tensors"
+    --preset "$preset" ${formats[@]+"${formats[@]}"} --save-tensors --tensor-save-dir "$tensors"
     ${control_iter:+--control-iter "$control_iter"} "${selected[@]}"
     ${look[@]+"${look[@]}"}
     ${training_flags[@]+"${training_flags[@]}"}
   )
   export NPROC=$nproc
+  if [[ -n $train_iters ]]; then export TRAIN_ITERS=$train_iters; fi
+  if [[ -n $micro_batch_size ]]; then export MICRO_BATCH=$micro_batch_size; fi
+  if [[ -n $global_batch_size ]]; then export GLOBAL_BATCH=$global_batch_size; fi
+  if [[ -n $seq_length ]]; then export SEQ_LENGTH=$seq_length; fi
+  if [[ -n $lr ]]; then export LR=$lr; fi
   if [[ -n ${DRY_RUN-} ]]; then
     "${training[@]}"
     return

@@ -2,6 +2,8 @@
 # Collect tensors, draw them, or both.
 #
 #   bash run_tensor_draw.sh both mxfp8         # train, collect, draw what was collected
+#   bash run_tensor_draw.sh both batch         # the same with bf16, mxfp8, mxfp4 and hifp8
+#   bash run_tensor_draw.sh both quick hifp8   # the first and the last layer only
 #   bash run_tensor_draw.sh visualize          # draw all that is in enhanced_tensor_logs
 #   bash run_tensor_draw.sh visualize mxfp8    # draw enhanced_tensor_logs/mxfp8
 #   bash run_tensor_draw.sh collect hifp8      # as run_tensor_collection.sh single hifp8
@@ -14,19 +16,22 @@
 # that could not be read.
 #
 # Mode and type, in their places or as options
-#   --mode M           collect, visualize or both (visualize)
-#   --quant-type TYPE  what to collect (mxfp8); visualize: draw only the folder of this type (all)
+#   --mode M           collect, visualize or both (visualize); between it and the type may stand a
+#                      mode of run_tensor_collection.sh: single, quick or batch (single)
+#   --quant-type TYPE  what to collect, as in run_tensor_collection.sh; visualize: draw only the
+#                      folder of this type (all)
 # Drawing
 #   --tensor-dir DIR   base folder: tensors are collected in DIR/TYPE/, and drawn from there;
-#                      visualize without a type draws all that is below DIR
-#                      (TENSOR_SAVE_DIR if set, else enhanced_tensor_logs); --tensor-path is
-#                      the same
+#                      visualize without a type, and both batch, draw all that is below DIR
+#                      (TENSOR_SAVE_DIR if set, else enhanced_tensor_logs); --tensor-path and
+#                      --tensor-save-dir are the same
 #   --output-dir DIR   where all of it goes (draw)
 #   --run ID           visualize: only this run; latest: the newest (all; both: its own)
 # Collecting
 #   any other option, and flags after --, as in run_tensor_collection.sh; see its --help
 #
-# DRY_RUN=1 prints the commands and runs nothing.
+# --dry-run or DRY_RUN=1 prints the commands and runs nothing. The default folders are below the root
+# of the tree; a folder that is named is meant from the current one.
 set -euo pipefail
 
 # shellcheck source=script/driver.sh
@@ -34,19 +39,24 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
 
 case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
 
-collection="control-iter $collection_flags tokenizer-path data-path dtype preset nproc \
-checkpoint-path stall-timeout"
-mode='' quant_type='' tensor_path='' tensor_dir='' output_dir=${home}draw run='' verbose=''
+collection="control-iter quant-recipe $collection_flags $size_options tokenizer-path data-path dtype \
+preset nproc checkpoint-path stall-timeout"
+mode='' quant_type='' tensor_path='' output_dir='' run='' verbose='' yes=''
 # those of the collection are passed on as they are; it has the defaults and checks the values
 for name in $collection; do printf -v "${name//-/_}" %s ''; done
-parse "mode quant-type tensor-dir tensor-path output-dir run $collection" "$@"
-if ((${#positional[@]} > 2)); then
-  refuse "'${positional[2]}' is one word too many; the places are MODE and TYPE, flags of" \
-    "pretrain_gpt.py go after --"
-fi
-one mode "$mode" "${positional[0]-}" visualize
-one quant_type "$quant_type" "${positional[1]-}" ''
-one tensor_dir "$tensor_dir" "$tensor_path" "${TENSOR_SAVE_DIR:-${home}enhanced_tensor_logs}"
+parse "mode quant-type tensor-path output-dir run $collection" "$@"
+
+places=(${positional[@]+"${positional[@]}"})
+take_mode 'collect visualize both' visualize
+collecting=''
+case ${places[0]-} in
+  single | quick | batch)
+    collecting=${places[0]}
+    next_place
+    ;;
+esac
+take_type
+: "${tensor_path:=${TENSOR_SAVE_DIR:-${home}enhanced_tensor_logs}}" "${output_dir:=${home}draw}"
 given=()
 for name in $collection; do
   value=${name//-/_}
@@ -57,39 +67,68 @@ if [[ $mode != collect ]] && looks; then
 fi
 case $mode in
   visualize)
-    if ((${#given[@]} + ${#training_flags[@]})); then
-      refuse "visualize trains nothing: '${given[0]-${training_flags[0]-}}' belongs to collect or" \
-        "both"
+    if ((${#given[@]} + ${#training_flags[@]})) || [[ -n $collecting$saves ]]; then
+      refuse "visualize trains nothing: '${collecting:-${given[0]-${training_flags[0]-$saves}}}'" \
+        "belongs to collect or both"
     fi
     ;;
   collect | both)
     if [[ -n $run ]]; then
       refuse "--run belongs to visualize: both draws the run that it has collected"
     fi
-    : "${quant_type:=${CUSTOM_QUANT_TYPE:-mxfp8}}"
     ;;
-  *) refuse "unknown mode '$mode'; it is collect, visualize or both; see --help" ;;
+  *)
+    refuse "unknown mode '$mode'; it is collect, visualize or both, as in" \
+      "'run_tensor_draw.sh both ${quant_type:-mxfp8}'; see --help"
+    ;;
 esac
-folder=$tensor_dir
-if [[ -n $quant_type ]]; then folder+=/${quant_type//[^A-Za-z0-9_.+-]/-}; fi
-if [[ $mode == visualize && ! -d $folder && -z ${DRY_RUN-} ]]; then
-  die "no folder $folder; collect first with" \
-    "'bash ${home}run_tensor_collection.sh single ${quant_type:-mxfp8}', or name another folder" \
-    "in --tensor-dir"
+
+# folder_of TYPE: sets folder to that of a type, in the case in which it is there.
+folder_of() {
+  local each wanted
+  wanted=$(folder_name "$1")
+  folder=$tensor_path/$wanted
+  if [[ -d $folder ]]; then return; fi
+  shopt -s nocasematch
+  for each in "$tensor_path"/*/; do
+    each=${each%/}
+    if [[ ${each##*/} == "$wanted" ]]; then folder=$each; fi
+  done
+  shopt -u nocasematch
+}
+
+folder=$tensor_path
+if [[ $mode == visualize ]]; then
+  if [[ -n $quant_type ]]; then folder_of "$quant_type"; fi
+  if [[ ! -d $folder && -z ${DRY_RUN-} ]]; then
+    die "no folder $folder; collect first with" \
+      "'bash ${home}run_tensor_collection.sh single ${quant_type:-mxfp8}', or name another folder" \
+      "in --tensor-dir"
+  fi
 fi
 
 # the collection checks its options first, and only then makes an environment: so it goes before
 # ours
 status=0
 if [[ $mode != visualize ]]; then
-  run_child bash "$repo/run_tensor_collection.sh" single "$quant_type" --tensor-path "$tensor_dir" \
-    ${given[@]+"${given[@]}"} ${look[@]+"${look[@]}"} ${verbose:+--verbose} \
+  run_child bash "$repo/run_tensor_collection.sh" "${collecting:-single}" \
+    ${quant_type:+"$quant_type"} --tensor-path "$tensor_path" \
+    ${given[@]+"${given[@]}"} ${look[@]+"${look[@]}"} ${verbose:+--verbose} ${yes:+--yes} \
     -- ${training_flags[@]+"${training_flags[@]}"} || status=$?
   if ((status && status != 3)); then exit "$status"; fi # 3: up to a limit, which can be drawn
 fi
-if [[ $mode == both ]]; then run=latest; fi
 if [[ $mode != collect ]]; then
   find_python
+  if [[ $mode == both && $collecting != batch ]]; then
+    run=latest
+    recipe=${quant_recipe:-${QUANT_RECIPE-}}
+    if [[ -n $quant_type || -z $recipe ]]; then
+      choose_type "$quant_type" 2>/dev/null # the collection has said the same
+    else
+      quant_type=$(recipe_type "$recipe")
+    fi
+    folder=$tensor_path/$(folder_name "$quant_type")
+  fi
   draw=("$py" "$repo/script/visualization/tensor_visualizer.py" --tensor_dir "$folder"
     --output_dir "$output_dir" ${run:+--run "$run"})
   if [[ -n ${DRY_RUN-} ]]; then

@@ -18,6 +18,12 @@ collect-modules collect-tensors collect-operations collect-ranks collect-slice c
 collect-max-files collect-keep-free-gib collect-max-host-gib collect-flag-file collect-ring \
 collect-ring-events collect-loss-jump collect-grad-norm-jump"
 
+# Options without a value.
+switches="collect-plan quant-audit save-tensors verbose yes dry-run"
+
+# Options that change values of the preset: the training script reads each from a variable.
+size_options="train-iters micro-batch-size global-batch-size seq-length lr"
+
 say() { printf '%s\n' "$*" >&2; }
 die() {
   say "[ERROR] $*"
@@ -31,47 +37,115 @@ refuse() { # a wrong command line
 # usage FILE: its header comment, which is its manual.
 usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "$1"; }
 
+# option_name WORD: sets name to the option that a word means: underscores are hyphens, and names of
+# Megatron-LM and of train_config.py stand for the drivers' own.
+option_name() {
+  name=${1#--}
+  name=${name//_/-}
+  case $name in
+    tensor-dir | tensor-save-dir) name=tensor-path ;;
+    custom-quant-type | quantization) name=quant-type ;;
+    tokenizer-model) name=tokenizer-path ;;
+    nproc-per-node) name=nproc ;;
+  esac
+}
+
+# switch NAME: notes an option without a value.
+switch() {
+  case $1 in
+    verbose) verbose=--verbose ;;
+    yes) yes=--yes ;;
+    dry-run) export DRY_RUN=1 ;;
+    save-tensors) saves=--save-tensors ;;
+    collect-plan | quant-audit) look+=("--$1") ;;
+  esac
+}
+
+# unknown_option WORD ACCEPTED: refuses an option, and names the nearest ones.
+unknown_option() {
+  local near=''
+  near=$("${LAB_PYTHON:-python3}" "$repo/script/configs" nearest --word="${1%%=*}" \
+    --options="$2" 2>/dev/null) || near=''
+  refuse "unknown option ${1%%=*}${near:-;} see --help for all; flags of pretrain_gpt.py go after --"
+}
+
 # parse ACCEPTED WORD...: sets a variable for each option (`--data-path` sets data_path), and the
 # arrays positional for words without dashes, look for options that print something and stop before
 # training, and training_flags for what stands after `--`.
 parse() {
-  local accepted=$1 name
+  local accepted=$1 name value variable seen=' '
   shift
-  positional=() look=() training_flags=()
+  positional=() look=() training_flags=() saves=''
   while (($#)); do
     case $1 in
       --)
-        training_flags=("${@:2}")
+        shift
+        for value in "$@"; do
+          name=${value%%=*}
+          if [[ $name == --* ]]; then value=${name//_/-}${value#"$name"}; fi
+          training_flags+=("$value")
+        done
         return
         ;;
-      --verbose)
-        verbose=--verbose
-        shift
-        ;;
-      --collect-plan | --quant-audit)
-        look+=("$1")
-        shift
-        ;;
-      --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
-      -*)
-        name=${1#--}
-        [[ " $accepted " == *" $name "* ]] ||
-          refuse "unknown option $1; the options are --${accepted// / --} --collect-plan --quant-audit" \
-            "--verbose; flags of pretrain_gpt.py go after --"
-        if (($# < 2)) || [[ $2 == --* || -z $2 ]]; then refuse "$1 needs a value; see --help"; fi
-        printf -v "${name//-/_}" %s "$2"
-        shift 2
-        ;;
+      '') refuse "an empty word ('') among the arguments; leave it out, or give a value" ;;
+      -*) ;;
       *)
         positional+=("$1")
         shift
+        continue
         ;;
     esac
+    option_name "${1%%=*}"
+    if [[ " $switches " == *" $name "* && $1 == --* ]]; then
+      if [[ $1 == *=* ]]; then refuse "$1: ${1%%=*} takes no value; leave it out"; fi
+      switch "$name"
+      shift
+      continue
+    fi
+    if [[ $1 != --* || " $accepted " != *" $name "* ]]; then
+      unknown_option "$1" "--${accepted// / --} --${switches// / --}"
+    fi
+    if [[ $1 == *=* ]]; then
+      value=${1#*=}
+    else
+      value=${2-}
+      if [[ $value == --* ]]; then value=''; fi
+    fi
+    if [[ -z $value ]]; then refuse "${1%%=*} needs a value; see --help"; fi
+    variable=${name//-/_}
+    if [[ $seen == *" $name "* && ${!variable} != "$value" ]]; then
+      refuse "two values for ${name}: '${!variable}' and '$value'; give one"
+    fi
+    seen+="$name "
+    printf -v "$variable" %s "$value"
+    if [[ $1 != *=* ]]; then shift; fi
+    shift
   done
 }
 
 # looks: whether the run stops before training, whoever was told so.
 looks() { [[ " ${look[*]-} ${training_flags[*]-} " =~ ' '--(collect-plan|quant-audit)' ' ]]; }
+
+# next_place: removes the first of the array places.
+next_place() { places=(${places[@]+"${places[@]:1}"}); }
+
+# take_mode MODES DEFAULT: sets mode, as an option or the first of places, which is removed then.
+take_mode() {
+  if [[ -n ${places[0]-} && (-z $mode || " $1 " == *" ${places[0]} "*) ]]; then
+    one mode "$mode" "${places[0]}" ''
+    next_place
+  fi
+  : "${mode:=$2}"
+}
+
+# take_type: sets quant_type, as an option or the one word that places still has.
+take_type() {
+  if ((${#places[@]} > 1)); then
+    refuse "'${places[1]}' is one word too many; the places are MODE and TYPE, flags of" \
+      "pretrain_gpt.py go after --"
+  fi
+  one quant_type "$quant_type" "${places[0]-}" ''
+}
 
 # one NAME OPTION POSITIONAL DEFAULT: sets NAME to what the user gave, as an option or in its place.
 one() {
@@ -103,10 +177,22 @@ find_python() {
   export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 }
 
-# check_type TYPE: refuses an unknown quantization type, by the code that training uses.
-check_type() {
-  if [[ -n ${DRY_RUN-} ]]; then return; fi
-  "$py" -m megatron.fake_quant.policy --check-type "$1" || exit 2
+# choose_type [TYPE]: sets quant_type to a type as its files spell it, and type_from to flag, or to
+# settings where the training reads it from the environment and the settings file. Without a type
+# it is what these set, or mxfp8.
+choose_type() {
+  local found
+  found=$("$py" "$repo/script/configs" type ${DRY_RUN:+--dry-run} ${1:+--type="$1"}) || exit
+  { read -r quant_type && read -r type_from; } <<<"$found"
+}
+
+# folder_name TYPE: how megatron.tensor_record names the folder of a type.
+folder_name() { printf '%s' "${1//[^A-Za-z0-9_.+-]/-}"; }
+
+# recipe_type FILE: what stands for the type in the folder of a recipe.
+recipe_type() {
+  local name=${1##*/}
+  printf 'recipe_%s' "${name%.*}"
 }
 
 # check_recipe FILE: refuses a recipe that cannot be read, by the code that training uses.
@@ -115,14 +201,18 @@ check_recipe() {
   "$py" -m megatron.fake_quant.policy --check-recipe "$1" || exit 2
 }
 
-# choose_preset: sets preset where the user did not, and says so.
+# files_asked: sets the array asked to what the user named of tokenizer and data.
+files_asked() {
+  asked=(${tokenizer:+--tokenizer="$tokenizer"} ${data:+--data="$data"} ${DRY_RUN:+--dry-run})
+}
+
+# choose_preset: sets preset where the user did not: tiny without a CUDA device, or where nothing was
+# named and the default data are missing. Needs the variables tokenizer and data.
 choose_preset() {
+  local asked
   if [[ -z $preset ]]; then
-    preset=1b
-    if ! "$py" "$repo/script/configs" cuda ${DRY_RUN:+--dry-run}; then
-      preset=tiny
-      say "No CUDA device: the model is the tiny preset (--preset 1b for the real shape)."
-    fi
+    files_asked
+    preset=$("$py" "$repo/script/configs" preset ${asked[@]+"${asked[@]}"}) || exit
   fi
   if [[ $preset != tiny && $preset != 1b ]]; then
     refuse "--preset is '$preset'; it is tiny (4 layers, for any CPU) or 1b (Llama 3.2 1B)"
@@ -130,13 +220,30 @@ choose_preset() {
 }
 
 # resolve_data TOKENIZER_NAME DATA_NAME: completes the variables tokenizer and data. Where neither
-# was named and a default is missing, the small corpus is made and taken. What was named must be
-# there.
+# was named and a default is missing, the tiny preset takes the small corpus, which is made. What was
+# named must be there, and so must the data of the published model.
 resolve_data() {
-  local found
-  found=$("$py" "$repo/script/configs" data ${DRY_RUN:+--dry-run} --tokenizer-name="$1" --data-name="$2" \
-    ${tokenizer:+--tokenizer="$tokenizer"} ${data:+--data="$data"}) || exit
+  local found asked
+  files_asked
+  found=$("$py" "$repo/script/configs" data --preset "$preset" --tokenizer-name="$1" \
+    --data-name="$2" ${asked[@]+"${asked[@]}"}) || exit
   { read -r tokenizer && read -r data; } <<<"$found"
+}
+
+# prepare CORPUS OPTION...: runs script/data/prepare.py; a dry run prints the command.
+prepare() {
+  local word words=()
+  for word in "$@"; do
+    if [[ $word == --dry-run || $word == --dry_run ]]; then DRY_RUN=1; else words+=("$word"); fi
+  done
+  find_python
+  words=("$py" "$repo/script/data/prepare.py" "${words[@]}")
+  if [[ -n ${DRY_RUN-} ]]; then
+    printf '%q ' "${words[@]}"
+    echo
+    return
+  fi
+  exec "${words[@]}"
 }
 
 # train_config OPTION...: a cell of the experiment matrix, for the generated scripts.

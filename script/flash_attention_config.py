@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from configs.names import ConfigError, pick
+from configs.names import ConfigError, pick, spelled
 from configs.options import Parser, add_actions, add_cluster, add_experiment
 from configs.program import run_program
 from configs.quantizations import attention_choices, formats
@@ -52,7 +52,8 @@ def attention_formats(text: str) -> dict[str, str]:
         ConfigError: an unknown name, or two for the same matmul.
     """
     chosen: dict[str, str] = {}
-    for name in text.split(","):
+    for given in text.split(","):
+        name = spelled(given, attention_choices())
         part = pick("attention quantization", name, attention_choices(), "; or qk_X,pv_Y")
         for operation, fmt in part.items():
             if operation in chosen:
@@ -64,6 +65,8 @@ def attention_formats(text: str) -> dict[str, str]:
 
 
 def formats_of(attention: str, linear: str) -> Formats:
+    linear = spelled(linear, [*formats(), OFF])
+    attention = ",".join(spelled(each, attention_choices()) for each in attention.split(","))
     pick("format", linear, dict.fromkeys([*formats(), OFF]))
     flags = ["--linear-quant", linear]
     for operation, fmt in attention_formats(attention).items():

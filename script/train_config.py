@@ -22,7 +22,7 @@ import sys
 
 from configs.datasets import DATASETS
 from configs.models import MODELS
-from configs.names import pick
+from configs.names import pick, spelled
 from configs.options import Parser, add_actions, add_cluster, add_experiment
 from configs.program import run_program
 from configs.quantizations import AS_SET, accepted
@@ -56,6 +56,7 @@ def formats_of(name: str) -> Formats:
     more = (
         "; any other goes after --, as in `--quantization settings -- --custom-quant-type nvfp4:2d`"
     )
+    name = spelled(name, accepted())
     pick("quantization", name, accepted(), more)
     return Formats(name=name, flags=() if name == AS_SET else ("--custom-quant-type", name))
 

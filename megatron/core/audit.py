@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.module_identity import natural_order, transformer_layers
+from megatron.core.module_identity import natural_order, transformer_layers, unwrapped
 from megatron.core.quantized_module import Quantized
 from megatron.fake_quant.gemm import AS_IT_IS, SLOTS, GemmFormats
 from megatron.fake_quant.recipe_config import GEMMS
@@ -100,7 +100,7 @@ def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) 
                 if path.endswith(".router"):
                     flops = 2.0 * module.weight.numel()
                     why = "routers stay in high precision"
-                    found.append(_matmul(path, "linear", flops, None, why))
+                    found.append(_matmul(unwrapped(path), "linear", flops, None, why))
     return found
 
 

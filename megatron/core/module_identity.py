@@ -92,6 +92,11 @@ def _with_global_expert(name: str, first: int) -> str:
     return re.sub(r"(?<=\blocal_experts\.)\d+", lambda local: str(first + int(local[0])), name)
 
 
+def unwrapped(name: str) -> str:
+    """Return a module's name without the prefixes of wrappers, as of DDP: `module.module.`."""
+    return re.sub(r"^(module\.)+", "", name)
+
+
 def natural_order(name: str) -> list[tuple[int, str]]:
     """A key for module names that sorts layers.10 behind layers.9."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -37,6 +37,7 @@ _Parsed = TypeVar("_Parsed")
 TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
 OPERATION_VARIABLES = {op: f"{op.upper()}_QUANT_TYPE" for op in OPERATIONS}
 RECIPE_VARIABLE = "QUANT_RECIPE"
+DEFAULT_SOURCE = "default"  #: of a choice that nothing sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,7 @@ def resolve(
             "",
             dict.fromkeys(OPERATIONS, f"settings file {settings_file.name}"),
         ),
-        _level(DEFAULT_TYPE, {}, "default", {}),
+        _level(DEFAULT_TYPE, {}, DEFAULT_SOURCE, {}),
     ]
     choices = {op: next(level[op] for level in levels if op in level) for op in OPERATIONS}
     by_recipe = frozenset(op for op in OPERATIONS if recipe is not None and op not in by_flags)
@@ -252,6 +253,15 @@ def _recipe(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Reci
             "--custom-quant-type, or flags for some of the operations only"
         )
     return load_recipe(Path(path))
+
+
+def canonical_type(name: str) -> str:
+    """Return a quantization type as files and folders spell it: `fa_HiF8` is `FA_hifp8`.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    return Policy(**{op: Choice(fmt, "") for op, fmt in parse_type(name).items()}).quant_type
 
 
 _current: Policy | None = None

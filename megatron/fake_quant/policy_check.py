@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from megatron.console import ArgumentParser
-from megatron.fake_quant.policy import resolve
-from megatron.fake_quant.quant_type import OPERATIONS, parse_type
+from megatron.fake_quant.policy import DEFAULT_SOURCE, canonical_type, resolve
+from megatron.fake_quant.quant_type import OPERATIONS
 from megatron.fake_quant.recipe import load_recipe
 
 
@@ -29,7 +29,13 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = ArgumentParser(prog="python -m megatron.fake_quant.policy", description=main.__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check-type", metavar="TYPE", help="exit 2 unless TYPE is one")
+    what.add_argument("--check-type", metavar="TYPE", help="print its usual spelling, or exit 2")
+    what.add_argument(
+        "--set-type",
+        action="store_true",
+        help="print the type that environment and settings file set, and where each part is set; "
+        "print nothing if they set none",
+    )
     what.add_argument("--check-recipe", metavar="FILE", help="exit 2 unless FILE is a recipe")
     what.add_argument(
         "--effective-type",
@@ -43,8 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(resolve(_flags(options.effective_type)).quant_type)
         elif options.check_recipe is not None:
             load_recipe(Path(options.check_recipe))
+        elif options.set_type:
+            policy = resolve()
+            if any(choice.source != DEFAULT_SOURCE for choice in policy.choices.values()):
+                print(policy.quant_type, *policy.describe(), sep="\n")
         else:
-            parse_type(options.check_type)
+            print(canonical_type(options.check_type))
     except ValueError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 2

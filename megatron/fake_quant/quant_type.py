@@ -1,9 +1,10 @@
 """Quantization types: a format's name, and before it where it applies.
 
 `mxfp8` is for all matmuls (linear, QK^T and PV), `linear_mxfp8` for the linear layers, `FA_mxfp8`
-for QK^T, `FA_linear_mxfp8` for both; `bf16` and `none` quantize nothing.
+for QK^T, `FA_linear_mxfp8` for both; `bf16` and `none` quantize nothing. Types are read in any case.
 """
 
+from megatron.console import did_you_mean
 from megatron.fake_quant.formats import FORMATS, Format
 from megatron.fake_quant.names import get_format
 
@@ -34,12 +35,14 @@ def parse_type(name: str) -> dict[str, Format | None]:
     Raises:
         ValueError: no such type.
     """
-    prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))
+    prefix = next(prefix for prefix in PREFIXES if name.lower().startswith(prefix.lower()))
     try:
-        fmt = parse_format(name.removeprefix(prefix))
+        fmt = parse_format(name[len(prefix) :])
     except ValueError:
+        known = [f"{place}{each}" for place in PREFIXES for each in FORMATS]
+        meant = did_you_mean(name, known) or ";"
         raise ValueError(
-            f"unknown quantization type {name!r}; give a format, or linear_, FA_ or FA_linear_ "
+            f"unknown quantization type {name!r}{meant} give a format, or linear_, FA_ or FA_linear_ "
             f"before a format; formats: none, {', '.join(sorted(FORMATS))}, or spelled out as in "
             "mx:e3m4:b16:rceil"
         ) from None

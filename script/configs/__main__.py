@@ -1,7 +1,11 @@
-"""What the shell drivers ask: `python script/configs cuda`, `python script/configs data ...`.
+"""Answers the shell drivers ask for: `python script/configs WHAT ...`.
 
-`cuda` ends with 0 where torch has a CUDA device, else with 1. `data` prints the tokenizer and the
-prefix of the data, a line each; the default is Wikipedia in the tokens of Llama 3.2 1B.
+data     print the tokenizer and the prefix of the data, one per line; the default is Wikipedia in
+         the tokens of Llama 3.2 1B
+preset   print 1b or tiny: the model that fits this machine and its data
+type     print a quantization type as its files spell it, then `flag`, or `settings` where the
+         training reads the type from the environment and the settings file
+nearest  print the options that are most like a word, as a part of a message
 """
 
 from __future__ import annotations
@@ -12,40 +16,98 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from configs.chosen_type import chosen_type
 from configs.datasets import DATASETS
 from configs.models import MODELS
 from configs.names import ConfigError
-from configs.resolve import DataRequest, Files, at_home, cuda_devices, resolve_data
+from configs.resolve import (
+    DataRequest,
+    Files,
+    at_home,
+    cuda_devices,
+    resolve_data,
+    say,
+)
+from megatron.console import ArgumentParser, did_you_mean
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python script/configs", description=__doc__)
-    parser.add_argument("what", choices=("cuda", "data"))
+def build_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="python script/configs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=ANSWERS)
     parser.add_argument("--tokenizer", help="as named by the user")
     parser.add_argument("--data", help="as named by the user")
     parser.add_argument("--tokenizer-name", default="--tokenizer-path", help="for the messages")
     parser.add_argument("--data-name", default="--data-path", help="for the messages")
+    parser.add_argument("--preset", default="tiny", help="tiny may train on the default corpus")
+    parser.add_argument("--type", help="as named by the user")
+    parser.add_argument("--word", default="", help="an unknown option")
+    parser.add_argument("--options", default="", help="the known ones, with spaces between them")
     parser.add_argument("--dry-run", action="store_true")
-    options = parser.parse_args()
-    if options.what == "cuda":
-        return 0 if cuda_devices(sys.executable, dry_run=options.dry_run) else 1
-    model = MODELS["llama32-1b"]
-    request = DataRequest(
+    return parser
+
+
+def request_of(options: argparse.Namespace) -> DataRequest:
+    """Return what is asked for: Wikipedia in the tokens of Llama 3.2 1B unless files are named."""
+    model, dataset = MODELS["llama32-1b"], DATASETS["wikipedia"]
+    default = Files(
+        tokenizer=at_home(model.tokenizer.path), data=at_home(dataset.prefix(model.tokenizer))
+    )
+    return DataRequest(
         tokenizer=options.tokenizer,
         data=options.data,
-        default=Files(
-            tokenizer=at_home(model.tokenizer.path),
-            data=at_home(DATASETS["wikipedia"].prefix(model.tokenizer)),
+        default=default,
+        corpus=options.preset == "tiny",
+        prepare=(
+            *("bash", at_home(dataset.prepare)),
+            *("--tokenizer-model", options.tokenizer or default.tokenizer),
         ),
-        corpus=True,
         names=(options.tokenizer_name, options.data_name),
     )
+
+
+def data(options: argparse.Namespace) -> list[str]:
+    files = resolve_data(request_of(options), sys.executable, dry_run=options.dry_run)
+    return [files.tokenizer, files.data]
+
+
+def preset(options: argparse.Namespace) -> list[str]:
+    """Choose the published model only where there is a device for it and data."""
+    if not cuda_devices(sys.executable, dry_run=options.dry_run):
+        say("No CUDA device: the model is the tiny preset (--preset 1b for the real shape).")
+        return ["tiny"]
+    request = request_of(options)
+    if request.tokenizer is None and request.data is None and not request.default.there():
+        say(
+            f"No data named, and none in {request.default.data}: the model is the tiny preset "
+            "(--preset 1b for the real shape, which needs the data)."
+        )
+        return ["tiny"]
+    return ["1b"]
+
+
+def quantization_type(options: argparse.Namespace) -> list[str]:
+    chosen = chosen_type(options.type, sys.executable, dry_run=options.dry_run)
+    return [chosen.name, "flag" if chosen.by_flag else "settings"]
+
+
+def nearest(options: argparse.Namespace) -> list[str]:
+    return [did_you_mean(options.word, options.options.split())]
+
+
+ANSWERS = {"data": data, "preset": preset, "type": quantization_type, "nearest": nearest}
+
+
+def main() -> int:
+    options = build_parser().parse_args()
     try:
-        files = resolve_data(request, sys.executable, dry_run=options.dry_run)
+        print(*ANSWERS[options.what](options), sep="\n")
     except ConfigError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return error.status
-    print(files.tokenizer, files.data, sep="\n")
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 Entry = TypeVar("Entry")
@@ -39,6 +39,11 @@ def pick(kind: str, name: str, table: Mapping[str, Entry], more: str = "") -> En
     near = [folded[each] for each in difflib.get_close_matches(name.lower(), folded, n=3)]
     meant = f", did you mean {' or '.join(near)}?" if near else ";"
     raise ConfigError(f"unknown {kind} {name!r}{meant} choose one of {', '.join(table)}{more}")
+
+
+def spelled(name: str, table: Iterable[str]) -> str:
+    """Return the entry of a table that equals `name` in any case, or `name` itself."""
+    return {each.lower(): each for each in table}.get(name.lower(), name)
 
 
 def number(value: float) -> str:

@@ -86,25 +86,39 @@ def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
         if request.corpus:
             say(f"No data named, and none in {files.data}: the default corpus is taken.")
             return default_corpus() if dry_run else make_corpus(python)
-        if dry_run:
-            how = f"; `{shlex.join(request.prepare)}` makes the data" if request.prepare else ""
-            say(f"Not there yet: {_missing(files)}{how}.")
-            return files
     data = request.data or files.data
     for suffix in (".bin", ".idx"):
         data = data.removesuffix(suffix)
     files = Files(tokenizer=request.tokenizer or files.tokenizer, data=data)
-    if dry_run and files == default_corpus():
-        return files  # a driver's dry run names the corpus that it would have made
+    if dry_run:
+        # a driver's dry run names the corpus that it would have made
+        if files != default_corpus() and not files.there():
+            say(f"Not there yet: {_missing(files, request, python)}.")
+        return files
     _check(files, request, python)
     return files
 
 
-def _missing(files: Files) -> str:
-    data = None if has_data(files.data) else f"{files.data}.bin and .idx"
-    return " and ".join(
-        part for part in (None if Path(files.tokenizer).exists() else files.tokenizer, data) if part
-    )
+def _missing(files: Files, request: DataRequest, python: str) -> str:
+    """Return what a dry run lacks, and how to get it."""
+    parts = []
+    if not Path(files.tokenizer).exists():
+        parts.append(f"the tokenizer {files.tokenizer}, which is needed before the data are made")
+    if not has_data(files.data):
+        how = shlex.join(_preparation(files, request, python))
+        parts.append(f"the data {files.data}.bin and .idx, which `{how}` makes")
+    return "; ".join(parts)
+
+
+def _preparation(files: Files, request: DataRequest, python: str) -> list[str]:
+    """Return the command that makes the data."""
+    if request.prepare and request.data is None:
+        return [*request.prepare]
+    return [
+        *(python, at_home("script/data/preprocess.py"), "--input", "TEXT"),
+        *("--output-prefix", files.data.removesuffix("_text_document")),
+        *("--tokenizer-model", files.tokenizer, "--append-eod"),
+    ]
 
 
 def _check(files: Files, request: DataRequest, python: str) -> None:
@@ -119,13 +133,7 @@ def _check(files: Files, request: DataRequest, python: str) -> None:
             "tokenizer are made"
         )
     if not has_data(files.data):
-        how = [
-            *(python, at_home("script/data/preprocess.py"), "--input", "TEXT"),
-            *("--output-prefix", files.data.removesuffix("_text_document")),
-            *("--tokenizer-model", files.tokenizer, "--append-eod"),
-        ]
-        if request.prepare and request.data is None:
-            how = [*request.prepare]
+        how = _preparation(files, request, python)
         raise MissingFile(
             f"no data at {files.data} (it takes {files.data}.bin and {files.data}.idx); make them "
             f"with `{shlex.join(how)}`, or name others in {data_name}; {small} is made"
@@ -145,7 +153,7 @@ def make_corpus(python: str) -> Files:
 
 
 def tokenizer_type(path: str) -> str:
-    """Megatron-LM's name for what is at `path`, as `megatron.training.tokenizer` tells it.
+    """Return Megatron-LM's name for what is at `path`, as `megatron.training.tokenizer` does.
 
     Raises:
         MissingFile: a folder without a tokenizer, or with several.

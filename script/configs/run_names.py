@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.names import ConfigError, last_value
-from configs.quantizations import AS_SET
+from configs.quantizations import AS_SET, accepted
 from configs.resolve import REPO, say
 
 #: Flags of `pretrain_gpt.py` that say formats, by what `megatron.fake_quant.policy` calls them.
@@ -21,6 +21,21 @@ FORMAT_FLAGS = {
     "pv": "--pv-quant",
     "recipe": "--quant-recipe",
 }
+
+
+#: Types that are their own effective name; `none` is not.
+QUANTIZED = accepted().keys() - {AS_SET, "none"}
+
+
+def of_operations() -> bool:
+    """Return whether the environment sets the format of a single operation."""
+    return any(os.environ.get(f"{name}_QUANT_TYPE") for name in ("LINEAR", "QK", "PV"))
+
+
+def settings_file() -> Path | None:
+    """Return the settings file that `megatron.fake_quant.settings` reads, if it is there."""
+    path = Path(os.environ.get("QUANT_SETTINGS_FILE") or REPO / ".quant_settings.json")
+    return path if path.exists() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +55,13 @@ class Formats:
         Raises:
             ConfigError: the formats cannot be resolved; training would say the same.
         """
-        overruled = any(last_value(flag, flags) is not None for flag in FORMAT_FLAGS.values())
-        if self.name != AS_SET and not overruled:
+        said = [flag for flag in FORMAT_FLAGS.values() if last_value(flag, flags) is not None]
+        if self.name != AS_SET and not said:
             return self.name
+        of_all = FORMAT_FLAGS["custom_quant_type"]
+        name = last_value(of_all, flags)
+        if said == [of_all] and name in QUANTIZED and not (of_operations() or settings_file()):
+            return name  # the same answer, without the seconds that importing torch takes
         return _resolved([*self.flags, *flags], python) or self.name
 
 

@@ -44,14 +44,7 @@ def complete(options: argparse.Namespace, home: Path) -> Settings:
         ValueError: it cannot be had, or there is no tokenizer.
     """
     corpus = options.corpus
-    model, kind = options.tokenizer_model, options.tokenizer_type
-    if model is None and kind != "NullTokenizer":
-        model = home / "model" / "llama3.2-1b"
-        if not model.exists():
-            raise ValueError(
-                f"no tokenizer at {model}; put Llama 3.2's there, or name a Hugging Face folder, a "
-                "SentencePiece .model file or a .tiktoken file in --tokenizer-model"
-            )
+    model, kind = _tokenizer(options, home), options.tokenizer_type
     inputs = options.input
     if inputs is None:
         name, part = HUB[corpus]
@@ -78,6 +71,30 @@ def complete(options: argparse.Namespace, home: Path) -> Settings:
         strict=options.strict,
         overwrite=options.overwrite,
     )
+
+
+def _tokenizer(options: argparse.Namespace, home: Path) -> Path | None:
+    """Return where the tokenizer lies; before a download, which may take hours, it is loaded.
+
+    Raises:
+        ValueError: there is none.
+    """
+    model, kind = options.tokenizer_model, options.tokenizer_type
+    if kind == "NullTokenizer":
+        return model
+    put = "put Llama 3.2's there, or name" if model is None else "name"
+    model = model or home / "model" / "llama3.2-1b"
+    if not model.exists():
+        raise ValueError(
+            f"no tokenizer at {model}; {put} a Hugging Face folder, a SentencePiece .model file or "
+            "a .tiktoken file in --tokenizer-model"
+        )
+    if options.input is None:
+        sys.path.insert(0, str(REPO))
+        from megatron.training.tokenizer import build_tokenizer
+
+        build_tokenizer(kind, model, options.vocab_size)
+    return model
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,6 +23,7 @@
 #   --workers N             processes (one a core)
 #   --strict                stop at the first line that is no document
 #   --overwrite             replace existing files
+#   --dry-run               print the command and run nothing (DRY_RUN=1 does the same)
 #   -h, --help              print this
 #
 # Exit status: 0 the files are there; 1 something is wrong; 2 wrong option; 130 interrupted.
@@ -33,5 +34,4 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/../driver.sh"
 
 case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
 
-find_python
-exec "$py" "$repo/script/data/prepare.py" wikipedia "$@"
+prepare wikipedia "$@"

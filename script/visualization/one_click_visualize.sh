@@ -5,10 +5,11 @@
 #   bash script/visualization/one_click_visualize.sh enhanced_tensor_logs draw 4
 #   bash script/visualization/one_click_visualize.sh dump draw 4 --formats mxfp8 hifp8
 #
-#   tensor_dir  searched with its subfolders (enhanced_tensor_logs)
+#   tensor_dir  searched with its subfolders (TENSOR_SAVE_DIR if set, else enhanced_tensor_logs)
 #   output_dir  made if missing (draw)
 #   workers     threads that read (one a processor)
-# Options after these go to `python -m megatron.analysis draw`, whose exit status is this script's.
+# The default folders are below the root of the tree, a folder that is named is meant from the current
+# one. Options after these go to `python -m megatron.analysis draw`, whose exit status is this script's.
 #
 # DRY_RUN=1 prints the command and runs nothing.
 set -euo pipefail
@@ -23,8 +24,8 @@ while (($#)) && [[ $1 != -* ]] && ((${#places[@]} < 3)); do
   places+=("$1")
   shift
 done
-draw=(-m megatron.analysis draw "${places[0]-enhanced_tensor_logs}"
-  --output-dir "${places[1]-draw}" ${places[2]:+--workers "${places[2]}"} "$@")
+draw=(-m megatron.analysis draw "${places[0]:-${TENSOR_SAVE_DIR:-${home}enhanced_tensor_logs}}"
+  --output-dir "${places[1]:-${home}draw}" ${places[2]:+--workers "${places[2]}"} "$@")
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 if [[ -n ${DRY_RUN-} ]]; then
   printf '%q ' python3 "${draw[@]}"

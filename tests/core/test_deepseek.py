@@ -169,3 +169,16 @@ def test_every_linear_layer_is_quantized_but_the_router_and_the_lm_head():
     attention = ("core_attention", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
     attention = [f"self_attention.{name}" for name in (*attention, "linear_q_proj")]
     assert result.stdout.split() == [*experts, *shared, *attention]
+
+
+def test_the_audit_names_modules_without_the_prefixes_of_wrappers():
+    code = SNIPPET.replace(".module\n", "\n") + (
+        "from megatron.core import audit\n"
+        "assert hasattr(model, 'module'), 'the model is wrapped'\n"
+        "print(*(each.module for each in audit.matmuls([model], 32, 1)), sep='\\n')\n"
+    )
+    result = forks.run("-c", code, env=environment(PYTHONPATH=REPO))
+    assert result.returncode == 0, result.stderr[-3000:]
+    names = result.stdout.split()
+    assert "decoder.layers.1.mlp.router" in names
+    assert not [name for name in names if name.startswith("module.")]

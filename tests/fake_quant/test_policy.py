@@ -40,7 +40,7 @@ def test_a_type_says_where(name, linear, qk, pv):
     assert {op: fmt and fmt.name for op, fmt in found.items()} == expected
 
 
-@pytest.mark.parametrize("name", ["mxfp9", "linear_", "fa_mxfp8", "FA_linear_mx", "", "mx:e3m4"])
+@pytest.mark.parametrize("name", ["mxfp9", "linear_", "fa-mxfp8", "FA_linear_mx", "", "mx:e3m4"])
 def test_an_unknown_type_is_refused_with_what_there_is(name):
     with pytest.raises(ValueError, match=r"unknown quantization type.*hifp8.*mxfp4.*mxfp8"):
         parse_type(name)
@@ -127,5 +127,45 @@ def test_without_configure_the_environment_speaks(monkeypatch, tmp_path):
 
 def test_the_check_for_shell_scripts(capsys):
     assert policy_check.main(["--check-type", "FA_mxfp8"]) == 0
+    assert capsys.readouterr().out == "FA_mxfp8\n"
     assert policy_check.main(["--check-type", "mxfp9"]) == 2
     assert capsys.readouterr().err.startswith("[ERROR] unknown quantization type 'mxfp9'")
+
+
+@pytest.mark.parametrize(
+    ("given", "spelled"),
+    [
+        ("MXFP8", "mxfp8"),
+        ("fa_LINEAR_HiF8", "FA_linear_hifp8"),
+        ("Linear_mxfp8_E4M3", "linear_mxfp8"),
+        ("NONE", "bf16"),
+        ("linear_bf16", "bf16"),
+        ("FA_MX:e3m4:b16:RCEIL", "FA_mx:e3m4:b16:rceil"),
+    ],
+)
+def test_a_type_is_read_in_any_case_and_has_one_spelling(given, spelled):
+    assert policy.canonical_type(given) == spelled
+
+
+def test_an_unknown_type_is_answered_with_the_nearest():
+    with pytest.raises(
+        ValueError, match=r"unknown quantization type 'FA_mxpf8', did you mean FA_mxfp8"
+    ):
+        policy.canonical_type("FA_mxpf8")
+
+
+def test_the_type_that_environment_and_settings_file_set(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "settings.json"
+    for name in ("CUSTOM_QUANT_TYPE", "QUANT_RECIPE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(path))
+    assert policy_check.main(["--set-type"]) == 0
+    assert capsys.readouterr().out == ""
+    path.write_text('{"linear": "mxfp8", "qk": "MXFP8"}')
+    assert policy_check.main(["--set-type"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "FA_linear_mxfp8",
+        "linear: mxfp8 (settings file settings.json)",
+        "qk: mxfp8 (settings file settings.json)",
+        "pv: bf16 (default)",
+    ]

@@ -118,6 +118,31 @@ def test_a_missing_tokenizer_is_explained(tmp_path):
         prepare.complete(options, tmp_path)
 
 
+@pytest.mark.parametrize("corpus", ["wikipedia", "dolma"])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_tokenizer_that_cannot_be_used_is_refused_before_the_download(
+    tmp_path, monkeypatch, capsys, corpus, there
+):
+    """A folder without a tokenizer is as bad as none."""
+    monkeypatch.setattr(prepare, "download", lambda *a, **k: pytest.fail("downloaded"))
+    folder = tmp_path / "tok"
+    if there:
+        folder.mkdir()
+    assert prepare.main([corpus, "--tokenizer-model", str(folder)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("[ERROR] no tokenizer")
+    assert str(folder) in error
+
+
+def test_a_dry_run_prints_the_command_and_downloads_nothing(tmp_path):
+    for words, variables in ((["--dry-run"], {}), ([], {"DRY_RUN": "1"})):
+        env = environment(LAB_PYTHON=sys.executable, HF_HUB_OFFLINE="1") | variables
+        done = run(["bash", WIKIPEDIA, "--limit-files", "1", *words], cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split()[-3:] == ["wikipedia", "--limit-files", "1"]
+        assert done.stderr == ""
+
+
 def test_wikipedia_by_the_datasets_library(tmp_path, capsys):
     """A folder stands for the data set on the hub: the library finds its files in the same way."""
     hugging_face_wikipedia(tmp_path / "hub")

@@ -92,7 +92,7 @@ def test_paths_with_a_blank_stay_one_word(dry, refused, tmp_path):
     assert (value(words, "--tokenizer-model"), value(words, "--data-path")) == (tokenizer, data)
     for missing in ((), ("--data-path", str(folder / "none"))):
         cell = ("--model", "deepseek2_lite", *CELL[2:], "--tokenizer-path", tokenizer, *missing)
-        command = printed_command(refused(*cell, "--dry-run", status=1))
+        command = printed_command(refused(*cell, "--preset", "full", status=1))
         assert value(command, "--tokenizer-model") == tokenizer
     assert value(command, "--output-prefix") == str(folder / "none")
 
@@ -241,7 +241,7 @@ def test_data_of_no_dataset_are_in_the_name(dry, files):
         (("--model", "llama3-8b"), "unknown model 'llama3-8b', did you mean llama31-8b"),
         (("--dataset", "wiki"), "unknown dataset 'wiki', did you mean wikipedia? choose one of "
          "wikipedia, dolma"),
-        (("--quantization", "fa_mxfp8"), "unknown quantization 'fa_mxfp8', did you mean FA_mxfp8"),
+        (("--quantization", "fa_mxpf8"), "unknown quantization 'fa_mxpf8', did you mean FA_mxfp8"),
         (("--quantization", "zzz"), "unknown quantization 'zzz'; choose one of bf16, FA_mxfp8"),
         (("--training-config", "slow"), "unknown training configuration 'slow'; choose one of"),
         (("--preset", "tin"), "unknown preset 'tin', did you mean tiny? choose one of full, tiny"),

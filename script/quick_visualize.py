@@ -1,0 +1,1 @@
+visualization/quick_visualize.py

@@ -1,0 +1,1 @@
+visualization/tensor_visualizer.py

@@ -1,0 +1,1 @@
+visualization/visualize_tensors.py
