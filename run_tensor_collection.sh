@@ -17,7 +17,8 @@
 # Mode and type, in their places or as options
 #   --mode M                   single, batch or quick (single)
 #   --quant-type TYPE          X, linear_X, FA_X, FA_linear_X of a format X; bf16 or none for no
-#                              quantization (CUSTOM_QUANT_TYPE if set, else mxfp8); not with batch
+#                              quantization, in any case; not with batch (what CUSTOM_QUANT_TYPE
+#                              or script/quant_type_modifier.py sets, else mxfp8)
 #   --quant-recipe FILE        in place of a type: formats layer by layer, see examples/recipes
 #                              (QUANT_RECIPE if set); TYPE is then recipe_<the file's name>
 #   --quant-audit              print what each matmul would go through, and stop before training
@@ -51,13 +52,16 @@
 #                              the machine's)
 # Where to
 #   --tensor-path DIR          base folder; the tensors go to DIR/TYPE/ (TENSOR_SAVE_DIR if set,
-#                              else enhanced_tensor_logs); --tensor-dir is the same
+#                              else enhanced_tensor_logs); --tensor-dir and --tensor-save-dir
+#                              are the same
 # What to train
 #   --tokenizer-path P         see TOKENIZER of the training script (model/llama3.2-1b)
 #   --data-path P              see DATA of the training script
 #                              (dataset/wikipedia_processed/wikipedia_processed_text_document)
 #   --dtype D                  bf16, fp16, fp32 or fp8 (bf16)
-#   --preset P                 1b or tiny (1b with a CUDA device, else tiny)
+#   --preset P                 1b or tiny (1b with a CUDA device and data, else tiny)
+#   --train-iters N, --micro-batch-size N, --global-batch-size N, --seq-length N, --lr X
+#                              in place of the preset's values
 #   --nproc N                  processes, one a GPU (NPROC if set, else 1)
 #   --checkpoint-path DIR      save a checkpoint in DIR/TYPE, and resume from it if it is there
 #                              (none: nothing is saved)
@@ -68,7 +72,9 @@
 #   --verbose                  show training's output too
 #   -h, --help                 print this
 #
-# DRY_RUN=1 prints the training commands and runs nothing.
+# --dry-run or DRY_RUN=1 prints the training commands and runs nothing; what is missing is named.
+# Default folders are below the root of the tree; a path that is named is meant from the current
+# folder. Underscores in options are hyphens.
 #
 # Exit status: 0 everything is there; 1 a run failed; 2 wrong option; 3 training went well, but a
 # limit has ended the collection before everything was there.

@@ -79,9 +79,7 @@ def test_a_module_found_by_its_name_alone_is_one():
     found: dict[str, Path] = {}
     for folder in ("benchmarks", "script", "script/data", "script/visualization"):
         for path in map(Path.resolve, (REPO / folder).glob("*.py")):  # a link is what it leads to
-            assert found.get(path.stem, path) == path, (
-                f"{path} and {found[path.stem]} hide each other"
-            )
+            assert found.get(path.stem, path) == path, f"{path}, {found[path.stem]}: same name"
             assert path.stem not in sys.stdlib_module_names, f"{path} hides the standard library's"
             found[path.stem] = path
 

@@ -20,18 +20,19 @@
 #                (dataset/wikipedia_processed/wikipedia_processed_text_document)
 #   DTYPE        bf16, fp16, fp32; fp8: bf16, and simulated mxfp8 unless CUSTOM_QUANT_TYPE names
 #                another type (bf16)
-# With neither TOKENIZER nor DATA, and no files at their defaults, a small real corpus is made.
+# With neither TOKENIZER nor DATA, and no files at their defaults, the tiny preset trains on a small
+# real corpus, which is made; for the published model that is an error.
 #
 # Flags
 #   --preset 1b|tiny  the model's shape; tiny has 4 layers of 256 and trains on a laptop
-#                     (1b where there is a CUDA device, else tiny)
+#                     (1b with a CUDA device and data, else tiny)
 #   any other         goes to pretrain_gpt.py and wins over the table's; Megatron-LM's names
 #
 # Environment
 #   NPROC     processes (GPUs) of this machine (1)
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several machines, as for torchrun (1, 0, -, 6000)
 #   TRAIN_ITERS, MICRO_BATCH, GLOBAL_BATCH, SEQ_LENGTH, LR   change the preset's values
-#   DRY_RUN=1 prints the command, and neither makes an environment nor a corpus
+#   DRY_RUN=1, or --dry-run, prints the command and runs nothing; what is missing is named
 #
 # The values are those of script/configs/ (llama32-1b, training configuration collect), where the
 # command is made.
@@ -48,6 +49,7 @@ while (($#)); do
       usage "${BASH_SOURCE[0]}"
       exit 0
       ;;
+    --dry-run | --dry_run) export DRY_RUN=1 ;;
     --preset=*) preset=${1#*=} ;;
     --preset)
       preset=${2-}
@@ -75,8 +77,8 @@ case ${dtype:=bf16} in
 esac
 
 find_python
-choose_preset
 tokenizer=${arguments[2]-} data=${arguments[3]-}
+choose_preset
 resolve_data TOKENIZER DATA
 name=llama32_$preset
 checkpoint=${arguments[0]-}

@@ -1,7 +1,8 @@
 """Quantization types: a format's name, and before it where it applies.
 
 `mxfp8` is for all matmuls (linear, QK^T and PV), `linear_mxfp8` for the linear layers, `FA_mxfp8`
-for QK^T, `FA_linear_mxfp8` for both; `bf16` and `none` quantize nothing. Types are read in any case.
+for QK^T, `FA_linear_mxfp8` for both; `bf16` and `none` quantize nothing. A type is
+read in any case.
 """
 
 from megatron.console import did_you_mean
@@ -42,8 +43,8 @@ def parse_type(name: str) -> dict[str, Format | None]:
         known = [f"{place}{each}" for place in PREFIXES for each in FORMATS]
         meant = did_you_mean(name, known) or ";"
         raise ValueError(
-            f"unknown quantization type {name!r}{meant} give a format, or linear_, FA_ or FA_linear_ "
-            f"before a format; formats: none, {', '.join(sorted(FORMATS))}, or spelled out as in "
+            f"unknown quantization type {name!r}{meant} give a format, or linear_, FA_ or "
+            f"FA_linear_ before a format; formats: none, {', '.join(sorted(FORMATS))}, or spelled out as in "
             "mx:e3m4:b16:rceil"
         ) from None
     return {op: fmt if op in PREFIXES[prefix] else None for op in OPERATIONS}

@@ -148,9 +148,7 @@ def test_a_type_is_read_in_any_case_and_has_one_spelling(given, spelled):
 
 
 def test_an_unknown_type_is_answered_with_the_nearest():
-    with pytest.raises(
-        ValueError, match=r"unknown quantization type 'FA_mxpf8', did you mean FA_mxfp8"
-    ):
+    with pytest.raises(ValueError, match=r"unknown .* type 'FA_mxpf8', did you mean FA_mxfp8"):
         policy.canonical_type("FA_mxpf8")
 
 
