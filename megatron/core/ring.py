@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.anomalies import Anomalies, Jumps
+from megatron.core.anomalies import Anomalies, Jumps, Levels
 from megatron.core.host_memory import HostCopy
 
 logger = logging.getLogger(__name__)
@@ -82,11 +82,12 @@ class _Iteration:
 class Ring:
     """One rank's ring."""
 
-    def __init__(self, settings: RingSettings):
+    def __init__(self, settings: RingSettings, levels: Levels | None = None):
+        """Begin empty, with the usual losses and gradient norms of a run that is resumed."""
         self.settings = settings
         self.kept = 0  #: events
         self._shortened = False  #: memory had no room for all iterations
-        self._anomalies = Anomalies(settings.jumps)
+        self._anomalies = Anomalies(settings.jumps, levels)
         self._iterations: deque[_Iteration] = deque()
 
     @property

@@ -13,6 +13,7 @@ import torch
 
 from megatron.core import outcomes
 from megatron.core._record_writer import RecordWriter
+from megatron.core.anomalies import Levels
 from megatron.core.background_writer import BackgroundWriter, Writer
 from megatron.core.collection_clock import clock
 from megatron.core.collection_settings import Settings
@@ -37,6 +38,8 @@ class TensorSaver:
         run_id: str,
         card: dict[str, Any] | None = None,
         writer: Writer | None = None,
+        *,
+        levels: Levels | None = None,
     ):
         self.settings = settings
         self.ranks: list[dict[str, Any]] = []  #: how each rank fared, known after `settle`
@@ -49,19 +52,27 @@ class TensorSaver:
         self._weights = WeightsOnce()
         self._writes = self.coordinates["world"] in settings.selection.ranks
         self._card = card or {}
-        self._ring = None if settings.ring is None else Ring(settings.ring)
+        self._ring = None if settings.ring is None else Ring(settings.ring, levels)
         self._flag = settings.flag_file
         self._writer = writer or self._background_writer()
         self._room = Room(settings, self._writer, self.coordinates["world"])
         self.write_card("running")
 
     @classmethod
-    def start(cls, settings: Settings, run_id: str, args: dict[str, Any], **more: Any):
+    def start(
+        cls,
+        settings: Settings,
+        run_id: str,
+        args: dict[str, Any],
+        *,
+        levels: Levels | None = None,
+        **more: Any,
+    ):
         """One that writes; `more` goes to the run card."""
         card = {}
         if rank_coordinates()["world"] == 0:
             card = collect_run_card(run_id, args) | more | settings.describe()
-        return cls(settings, run_id, card)
+        return cls(settings, run_id, card, levels=levels)
 
     def _background_writer(self) -> BackgroundWriter:
         limits = self.settings.limits

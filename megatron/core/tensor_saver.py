@@ -24,6 +24,7 @@ import torch
 
 from megatron.core._ranks import from_all_ranks, from_first_rank, together
 from megatron.core._record_writer import check_writable
+from megatron.core.anomalies import Levels
 from megatron.core.capture import Capture
 from megatron.core.collection_clock import clock
 from megatron.core.collection_limits import gib
@@ -56,6 +57,7 @@ def configure(
     quantization: list[dict[str, Any]] | None = None,
     model: Sequence[torch.nn.Module] = (),
     plan: bool = False,
+    levels: Levels | None = None,
     **flags: Any,
 ) -> None:
     """Fix what this run collects; collective over all ranks once the process groups exist.
@@ -72,6 +74,7 @@ def configure(
         model: this rank's pipeline stages, so that a selection of modules that it does not have is
             refused here; else that happens when training starts.
         plan: write nothing, and count what would have been; see `collection_plan`.
+        levels: usual losses and gradient norms before `iteration`, as `Anomalies.levels` has them.
         flags: `collect_layers` and so on, see `Selection.parse`, `Limits.parse`,
             `RingSettings.parse` and `FlagFile.parse`.
 
@@ -106,7 +109,9 @@ def configure(
         return
     with uninterrupted:  # else a run card could be left that nobody closes
         _saver = together(
-            lambda: TensorSaver.start(wanted, run_id, args, quantization=quantization)
+            lambda: TensorSaver.start(
+                wanted, run_id, args, levels=levels, quantization=quantization
+            )
         )
     if _saver.is_first:
         logger.info("saving tensors to %s (run %s)", wanted.directory, run_id)

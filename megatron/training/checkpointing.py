@@ -22,6 +22,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.anomalies import checked_levels
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
@@ -198,6 +199,8 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
         return Progress()
     known = {f.name for f in fields(Progress)}
     progress = Progress(**{k: v for k, v in common["progress"].items() if k in known})
+    with _damage(folder):
+        progress.levels = checked_levels(progress.levels)
     print_rank_0(f"  successfully loaded checkpoint at iteration {progress.iteration}")
     return progress
 

@@ -66,7 +66,7 @@ def check_collection(args: argparse.Namespace) -> None:
 def configure_collection(
     args: argparse.Namespace,
     chunks: Sequence[torch.nn.Module],
-    iteration: int,
+    progress: Progress,
     quantization: list[dict[str, Any]],
 ) -> None:
     """Fix what is collected; on all ranks, once the process groups exist.
@@ -74,7 +74,7 @@ def configure_collection(
     Args:
         args: the run's arguments.
         chunks: this rank's pipeline stages.
-        iteration: the last one done.
+        progress: where the run stands.
         quantization: the audit, for the run card.
 
     Raises:
@@ -86,7 +86,8 @@ def configure_collection(
             save_tensors=args.save_tensors,
             save_dir=args.tensor_save_dir,
             control_iter=args.control_iter,
-            iteration=iteration,
+            iteration=progress.iteration,
+            levels=progress.levels,
             quantization=quantization,
             model=chunks,
             plan=args.collect_plan,

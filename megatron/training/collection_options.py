@@ -106,7 +106,8 @@ class CollectionOptions:
     collect_ring: int | None = option(
         None,
         "hold the last K iterations in memory, and write them only when the loss or the gradient "
-        "norm is not finite or jumps, or training ends with an error (not by Ctrl-C or SIGTERM)",
+        "norm is not finite or jumps, or training ends with an error (not by Ctrl-C or SIGTERM); "
+        "2 or more hold the iteration before the jump too",
         type=int,
         metavar="K",
     )
@@ -117,10 +118,12 @@ class CollectionOptions:
     )
     collect_loss_jump: float | None = option(
         None,
-        "with --collect-ring: a jump is a loss of so many times the median of the last 32 "
-        "iterations; 0: none is (default: 1.2)",
+        "with --collect-ring: a jump is a loss of so many times its level before, a median that "
+        "spikes do not enter; more in the first 8 iterations; 0: none is (default: 1.25)",
         type=float,
     )
     collect_grad_norm_jump: float | None = option(
-        None, "the same for the gradient norm (default: 4)", type=float
+        None,
+        "the same for the gradient norm; with large batches 4 is of use (default: 100)",
+        type=float,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.core.anomalies import Levels
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training.flops import flops_per_token
 from megatron.training.report import is_last_rank, stamp
@@ -23,6 +24,8 @@ class Progress:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     skipped_iterations: int = 0  #: since the beginning, as in Megatron-LM's checkpoints
+    #: The last usual losses and gradient norms, with which a loss spike is told from noise.
+    levels: Levels = field(default_factory=dict)
 
 
 @dataclass

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import tensor_saver
+from megatron.core.anomalies import Anomalies, Jumps
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     update_num_microbatches,
@@ -63,6 +64,10 @@ class Loop:
             for split, total in sizes.items()
             if total > consumed[split] and split in datasets
         }
+        self.anomalies = Anomalies(
+            Jumps.parse(run.args.collect_loss_jump, run.args.collect_grad_norm_jump),
+            progress.levels,
+        )
         self.tensorboard = TensorBoard(run.args)
         self.interval = Interval()
         self.started = time.monotonic()
@@ -106,12 +111,19 @@ class Loop:
         progress.skipped_iterations += step.skipped
         self.interval.add(step)
         self._log(step, time.perf_counter() - started)
-        report_anomaly(step)
+        self._watch(step)
         self._check_finite(step)
         if args.eval_iters and progress.iteration % args.eval_interval == 0:
             self._evaluate("valid", f"iteration {progress.iteration}")
         if args.save_interval and progress.iteration % args.save_interval == 0:
             self._save()
+
+    def _watch(self, step: Step) -> None:
+        """Learn what is usual, for the checkpoint too; keep the collection's ring at a spike."""
+        grad_norm = None if step.skipped else step.grad_norm  # else the loss scale's own
+        self.anomalies.look(self.progress.iteration, step.losses["lm loss"], grad_norm)
+        self.progress.levels = self.anomalies.levels
+        report_anomaly(step)
 
     def _log(self, step: Step, seconds: float) -> None:
         args, progress, interval = self.args, self.progress, self.interval

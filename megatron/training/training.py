@@ -68,7 +68,7 @@ def pretrain(run: Run) -> None:
         return
     datasets = data.build_datasets(args, tokenizer)
     try:
-        configure_collection(args, chunks, progress.iteration, quantization)
+        configure_collection(args, chunks, progress, quantization)
         if args.collect_plan:
             print_plan(run, trained, progress, datasets["train"])
             return

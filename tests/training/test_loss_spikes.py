@@ -1,0 +1,45 @@
+"""A run that diverges keeps the iterations around its jump, also right after it was resumed."""
+
+import json
+
+import torch
+
+from megatron.tensor_record import read_events
+from tests.training.runs import succeeded
+
+KEEP = ("--collect-ring", "2", "--collect-ring-events", "1", "--no-check-for-nan-in-loss-and-grad")
+TOO_FAST = ("--lr", "3", "--lr-decay-style", "constant", "--clip-grad", "0")
+
+
+def kept(folder) -> list[int]:
+    """Iterations that the first event of a ring wrote."""
+    (index,) = folder.glob("index_*.jsonl")
+    event = next(event for event in read_events(index) if event["event"] == "kept")
+    return event["iterations"]
+
+
+def test_a_learning_rate_that_is_too_high_is_kept_at_the_jump(run_quickly, tmp_path):
+    options = ("--save-tensors", "--tensor-save-dir", tmp_path, *KEEP, *TOO_FAST)
+    run = succeeded(run_quickly(*options))
+    assert run.losses[2] > 4 * run.losses[1], "the first update is too large"
+    assert kept(tmp_path) == [1, 2]
+    assert "times the level before at iteration 2: the ring is kept (1 of 1)" in run.output
+
+
+def test_a_resumed_run_judges_by_what_was_usual_before(run_quickly, tmp_path):
+    ck, dump = tmp_path / "ck", tmp_path / "dump"
+    succeeded(run_quickly("--save", ck, "--train-iters", "6", "--lr", "1e-5"))
+    common = torch.load(ck / "iter_0000006" / "common.pt", weights_only=False)
+    levels = common["progress"]["levels"]
+    assert [len(levels["loss"]), len(levels["gradient norm"])] == [6, 6]
+    run = succeeded(
+        run_quickly(
+            *("--load", ck, "--train-iters", "9", "--override-opt_param-scheduler"),
+            *("--save-tensors", "--tensor-save-dir", dump, *KEEP, *TOO_FAST),
+        )
+    )
+    first = run.losses[8] / levels["loss"][-1]
+    assert 1.33 < first, "8/6 of a quarter above the level"
+    assert kept(dump) == [7, 8]
+    card = json.loads(next(dump.glob("run_*.json")).read_text())
+    assert card["ring"]["loss_jump"] == 1.25
