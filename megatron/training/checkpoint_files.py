@@ -9,14 +9,26 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.core import dist_checkpointing
+from megatron.bounded_files import UnusableFileError, check_regular, printable, read_json, read_text
 from megatron.training.disk import folder_to_disk, to_disk
 from megatron.training.errors import UserError
 from megatron.training.hf.ranks import first_rank_does
 from megatron.training.report import print_rank_0
 
 TRACKER = "latest_checkpointed_iteration.txt"
+COMMON = "common.pt"  #: what is the same on every rank
+INDEX = ".metadata"  #: which file holds which part of which tensor
 #: Of a checkpoint that was being written, and of one that was being replaced.
+_ITERATION = re.compile(r"[0-9]{1,15}")
+_FOLDER = re.compile(r"iter_([0-9]{7,15})")
+_TRACKER_LIMIT = 1024  #: bytes
+#: What `metadata.json` says of a checkpoint in the format that is read here.
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 _LEFT = re.compile(r"iter_\d{7,}\.(partial|old)")
 
 
@@ -26,26 +38,31 @@ def checkpoint_folder(directory: str, iteration: int) -> Path:
 
 
 def latest_iteration(directory: str) -> int | None:
-    """The iteration that the tracker file names; None if there is no such file.
+    """Return the iteration that the tracker file names; None if there is no such file.
 
     Raises:
         UserError: the file holds something else.
     """
+    path = Path(directory, TRACKER)
+    advice = "give --ckpt-step with one of the folder's iterations"
     try:
-        text = Path(directory, TRACKER).read_text(encoding="utf-8").strip()
+        text = read_text(path, limit=_TRACKER_LIMIT).strip()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{Path(directory, TRACKER)} cannot be read: {error}; give --ckpt-step with one of the "
-            "folder's iterations"
-        ) from error
-    if not text.isdigit():
-        raise UserError(
-            f"{Path(directory, TRACKER)} holds {text!r}, not an iteration; give --ckpt-step "
-            "with one of the folder's iterations"
-        )
+    except UnusableFileError as error:
+        raise UserError(f"{path} cannot be read: {error.why}; {advice}") from error
+    if not _ITERATION.fullmatch(text):
+        shown = printable(repr(text), limit=60)
+        raise UserError(f"{path} holds {shown}, not an iteration; {advice}")
     return int(text)
+
+
+def iterations_in(directory: str) -> list[int]:
+    """Return the iterations whose folders are there, in order."""
+    if not Path(directory).is_dir():
+        return []
+    found = (_FOLDER.fullmatch(path.name) for path in Path(directory).iterdir())
+    return sorted(int(match[1]) for match in found if match)
 
 
 def check_save_directory(args: argparse.Namespace) -> None:
@@ -160,7 +177,7 @@ def folder_to_load(args: argparse.Namespace) -> Path | None:
     if args.load is None:
         return None
     iteration = args.ckpt_step if args.ckpt_step is not None else latest_iteration(args.load)
-    there = sorted(Path(args.load).glob("iter_*[0-9]")) if Path(args.load).is_dir() else []
+    there = iterations_in(args.load)
     if iteration is None:
         if resumes_in_place(args) and not there:
             start = "scratch" if args.load_hf is None else f"--load-hf {args.load_hf}"
@@ -169,30 +186,40 @@ def folder_to_load(args: argparse.Namespace) -> Path | None:
         if there:
             raise UserError(
                 f"--load {args.load} has no {TRACKER}; name one of its checkpoints with "
-                f"--ckpt-step ({', '.join(str(int(p.name.removeprefix('iter_'))) for p in there)})"
+                f"--ckpt-step ({', '.join(map(str, there))})"
             )
         raise UserError(
             f"--load {args.load} holds no checkpoint; name the folder that holds {TRACKER}, or "
             "leave --load out to start from scratch"
         )
     folder = checkpoint_folder(args.load, iteration)
-    if not _is_whole(folder):
-        found = [str(int(p.name.removeprefix("iter_"))) for p in there if p != folder]
+    if problem := _problem_in(folder):
+        others = [str(number) for number in there if number != iteration]
+        advice = "name another --load"
+        if others:
+            advice = f"give --ckpt-step with one of {', '.join(others)}"
         raise UserError(
-            f"{folder} is no complete checkpoint in the torch_dist format; "
-            + (
-                f"give --ckpt-step with one of {', '.join(found)}"
-                if found
-                else "name another --load"
-            )
+            f"{folder} is no complete checkpoint in the torch_dist format: {problem}; {advice}"
         )
     return folder
 
 
-def _is_whole(folder: Path) -> bool:
-    if not (folder / "common.pt").is_file() or not (folder / ".metadata").is_file():
-        return False
+def _problem_in(folder: Path) -> str | None:
+    """Return what keeps a folder from being a checkpoint, or None.
+
+    Every file is looked at: a FIFO or a device among them would be read forever.
+    """
     try:
-        return dist_checkpointing.check_is_distributed_checkpoint(str(folder))
-    except (OSError, ValueError, TypeError):  # its metadata.json is cut off
-        return False
+        for path in sorted(folder.iterdir()):
+            if path.exists() and not path.is_dir():
+                check_regular(path)
+        for name in (COMMON, INDEX):
+            check_regular(folder / name)
+        found = read_json(folder / "metadata.json")
+    except OSError as error:
+        return f"{printable(error.filename or folder, limit=1000)}: {error.strerror}"
+    except UnusableFileError as error:
+        return str(error)
+    if not isinstance(found, dict) or "sharded_backend" not in found or FORMAT | found != FORMAT:
+        return f"{folder / 'metadata.json'} names another format"
+    return None

@@ -10,17 +10,16 @@ bit.
 """
 
 import argparse
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException
 
+from megatron.bounded_files import printable
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.anomalies import checked_levels
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -36,7 +35,9 @@ from megatron.training.checkpoint_checks import (
     described,
     random_states_fit,
 )
+from megatron.training.checkpoint_contents import check_common, check_groups
 from megatron.training.checkpoint_files import (
+    COMMON,
     begin,
     bring_back,
     checkpoint_folder,
@@ -44,6 +45,8 @@ from megatron.training.checkpoint_files import (
     put_in_place,
     write_tracker,
 )
+from megatron.training.checkpoint_index import read_index
+from megatron.training.checkpoint_reading import CommonStrategy, read_common
 from megatron.training.errors import RunError, UserError
 from megatron.training.hf.flags import converts
 from megatron.training.hf.loading import load_weights
@@ -56,7 +59,7 @@ from megatron.training.validation import Run
 VERSION = 3.0  #: Megatron-LM's number of this layout
 #: In what torch.save says of a full disk.
 _TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream error")
-_LONGEST = 300  #: characters of what a library says that are passed on
+_LONGEST = 500  #: characters of what a library says that are passed on
 
 
 def save_checkpoint(run: Run, trained: Trained, progress: Progress) -> None:
@@ -116,32 +119,35 @@ def _refusals(final: Path) -> Iterator[None]:
 
 @contextmanager
 def _damage(folder: Path) -> Iterator[None]:
-    """What is wrong with a checkpoint's files, as the user's error."""
+    """Report whatever a checkpoint's files raise as the user's error.
+
+    A file that is wrong in a new way can raise nearly anything in the libraries that read it.
+    """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (UserError, torch.OutOfMemoryError):
         raise
-    except (
-        *(OSError, EOFError, KeyError, ValueError, RuntimeError, UnpicklingError),
-        *(CheckpointingException, CheckpointException),
-    ) as error:
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         raise UserError(
             f"the checkpoint {folder} cannot be read: {_reason(error)}; give --ckpt-step with an "
-            "earlier one"
+            "earlier one, or name another --load"
         ) from error
 
 
 def _read_index(folder: Path) -> None:
-    """Look into the list of tensors first: of one that is cut off torch prints a traceback."""
+    """Look into the list of tensors first: on a broken one torch prints a traceback per rank."""
     with _damage(folder):
-        FileSystemReader(str(folder)).read_metadata()
+        read_index(folder)
 
 
 def _reason(error: BaseException) -> str:
     """One line; torch collects what each rank has met, with their tracebacks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return textwrap.shorten(str(error) or type(error).__name__, _LONGEST, placeholder=" ...")
+    text = " ".join(str(error).split())
+    if not isinstance(error, (OSError, ValueError, CheckpointingException)):
+        text = f"{type(error).__name__}: {text}"
+    return printable(text, limit=_LONGEST)
 
 
 def load_checkpoint(run: Run, trained: Trained) -> Progress:
@@ -164,7 +170,7 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
     print_rank_0(f" loading checkpoint from {folder}")
     first_rank_does(lambda: _read_index(folder))
     with _damage(folder):
-        common = dist_checkpointing.load_common_state_dict(str(folder))
+        common = _read_common(folder)
     check_model(args, common, folder)
     if not args.finetune and not converts(args):
         check_run(args, common, folder)
@@ -180,20 +186,24 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
     if with_rng:
         state["rng_state"] = random_state.sharded(None)
     with _damage(folder):
-        state = dist_checkpointing.load(state, str(folder))
-    for key, chunk in _chunks(trained).items():
-        chunk.load_state_dict(state[key])
+        state = dist_checkpointing.load(state, str(folder), common_strategy=CommonStrategy())
+        for key, chunk in _chunks(trained).items():
+            chunk.load_state_dict(state[key])
     if with_optim:
         numbers = optimizer_state.numbers(trained.optimizer)
-        trained.optimizer.load_state_dict(state["optimizer"])
-        optimizer_state.separate_steps(trained.optimizer)
+        with _damage(folder):
+            trained.optimizer.load_state_dict(state["optimizer"])
+            optimizer_state.separate_steps(trained.optimizer)
+            check_groups(trained.optimizer.param_groups)
         if args.override_opt_param_scheduler:
             optimizer_state.set_numbers(trained.optimizer, numbers)
-        _load_scheduler(trained, state["opt_param_scheduler"])
+        with _damage(folder):
+            _load_scheduler(trained, state["opt_param_scheduler"])
     elif trained.optimizer is not None:
         trained.optimizer.reload_model_params()
     if with_rng:
-        random_state.restore(state["rng_state"])
+        with _damage(folder):
+            random_state.restore(state["rng_state"])
     if args.finetune:
         print_rank_0("  weights loaded; starting at iteration 0 (--finetune)")
         return Progress()
@@ -203,6 +213,15 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
         progress.levels = checked_levels(progress.levels)
     print_rank_0(f"  successfully loaded checkpoint at iteration {progress.iteration}")
     return progress
+
+
+def _read_common(folder: Path) -> dict[str, Any]:
+    """Return what is the same on every rank, with the types that training expects."""
+    common = read_common(folder)
+    try:
+        return check_common(common)
+    except ValueError as error:
+        raise ValueError(f"{folder / COMMON}: {error}") from error
 
 
 def _common(args: argparse.Namespace, progress: Progress, **has: bool) -> dict[str, Any]:

@@ -1,0 +1,109 @@
+"""The types of what a checkpoint says about its run, checked before anything uses them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from megatron.training.optimizer_state import NUMERIC
+
+_LARGEST = (1 << 53) - 1  #: of a count, as far as floats count
+_DEPTH = 4  #: of lists in a setting
+
+
+def check_common(common: Any) -> dict[str, Any]:
+    """Return the content of `common.pt`, whose parts have the types that training expects.
+
+    Content without `progress` comes from another program and is left to the caller.
+
+    Raises:
+        ValueError: names the part and what it holds.
+    """
+    _require(common, "the content", _is_settings, "a dictionary")
+    if "progress" not in common:
+        return common
+    _require(common["progress"], "progress", _is_counts, "a dictionary of counts")
+    _require(common.get("args"), "args", _is_plain, "a dictionary of flags")
+    for name in ("has_optim", "has_rng"):
+        _require(common.get(name), name, lambda value: type(value) is bool, "True or False")
+    if "run" in common:
+        _require(common["run"], "run", _is_texts, "a dictionary of texts")
+    if common["has_optim"]:
+        _require(
+            common.get("opt_param_scheduler"),
+            "opt_param_scheduler",
+            _is_schedule,
+            "a dictionary of numbers",
+        )
+        _require(common.get("optimizer", {}), "optimizer", _is_settings_or_parts, "a dictionary")
+    return common
+
+
+def check_groups(groups: list[dict[str, Any]]) -> None:
+    """Refuse numbers of the optimizer that are none; the first step would fail on them.
+
+    Raises:
+        ValueError: names the number and what it holds.
+    """
+    for group in groups:
+        for name in NUMERIC:
+            if name in group and group[name] is not None:
+                _require(group[name], f"the optimizer's {name}", _is_numeric, "a finite number")
+
+
+def _require(value: Any, name: str, fits: Callable[[Any], bool], wanted: str) -> None:
+    if not fits(value):
+        shown = f"{value!r}" if isinstance(value, (int, float, str)) else "something"
+        kind = type(value).__name__
+        raise ValueError(f"{name} is {shown[:60]} of type {kind}, not {wanted}")
+
+
+def _is_settings(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+def _is_settings_or_parts(value: Any) -> bool:
+    """The states of several chained optimizers are numbered."""
+    return isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value)
+
+
+def _is_texts(value: Any) -> bool:
+    return _is_settings(value) and all(isinstance(text, str) for text in value.values())
+
+
+def _is_counts(value: Any) -> bool:
+    return _is_settings(value) and all(_is_count(number) for number in value.values())
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def _is_schedule(value: Any) -> bool:
+    if not _is_settings(value) or not _is_count(value.get("num_steps")):
+        return False
+    return all(v is None or isinstance(v, str) or _is_number(v) for v in value.values())
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, int):
+        return abs(value) <= _LARGEST
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def _is_numeric(value: Any) -> bool:
+    """A number, or a few of them (Adam's betas)."""
+    if isinstance(value, (list, tuple)):
+        return len(value) <= _DEPTH and all(map(_is_number, value))
+    return _is_number(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return _is_settings(value) and all(_is_setting(v, _DEPTH) for v in value.values())
+
+
+def _is_setting(value: Any, depth: int) -> bool:
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and all(_is_setting(item, depth - 1) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -1,0 +1,196 @@
+"""The index of a checkpoint, `.metadata`: which file holds which part of which tensor.
+
+torch unpickles the index with everything that it names. Here it is read as data, and only the
+classes of an index are made from it, after every number was checked against the files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron.bounded_files import UnusableFileError, check_regular, printable, read_bytes
+from megatron.training import plain_pickle
+from megatron.training.checkpoint_files import INDEX
+from megatron.training.plain_pickle import Global, Record
+
+INDEX_LIMIT = 1 << 30  #: bytes; 10,000 tensors on 1,000 ranks take a tenth of that
+DIMENSIONS = 64  #: at most, as in torch
+_LARGEST = (1 << 63) - 1
+_CLASSES = "torch.distributed.checkpoint."
+#: What an index names besides: dummies of older versions of megatron-core are among it.
+_KNOWN = re.compile(
+    r"torch\.distributed\.checkpoint\.(metadata|filesystem|planner)\.\w+|torch\.Size"
+    r"|torch\.(u?int\d+|b?float\d+\w*|bool|complex\d+)|torch\.serialization\._get_layout"
+    r"|torch\.distributed\._shard\.\w+(\.\w+)*|pathlib\.(_local\.)?\w*Path"
+    r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.MCore\w+"
+    r"|collections\.(OrderedDict|defaultdict)|builtins\.list"
+)
+
+
+class DamagedError(ValueError):
+    """A file of a checkpoint that cannot be used; the message names it. Ranks send it to each
+    other, which takes a single argument.
+    """
+
+
+def read_index(folder: Path) -> Metadata:
+    """Return the index of a checkpoint, whose files are there and as long as it says.
+
+    Raises:
+        DamagedError: names the file and says what is wrong with it.
+    """
+    path = folder / INDEX
+    try:
+        data = read_bytes(path, limit=INDEX_LIMIT)
+        found = plain_pickle.parse(data, known=lambda n: _KNOWN.fullmatch(n) is not None)
+        index = _index(found)
+    except FileNotFoundError:
+        raise DamagedError(f"{path} does not exist") from None
+    except UnusableFileError as error:
+        raise DamagedError(str(error)) from None
+    except ValueError as error:
+        raise DamagedError(f"{path}: {printable(error, limit=300)}") from None
+    _check_files(folder, index)
+    return index
+
+
+def _index(found: Any) -> Metadata:
+    state = _state(found, "metadata.Metadata")
+    tensors, stored = state.get("state_dict_metadata"), state.get("storage_data")
+    if type(tensors) is not dict or type(stored) is not dict:
+        raise ValueError("it lists no tensors and no places of them")
+    if not all(isinstance(name, str) for name in tensors):
+        raise ValueError("a tensor in it has no name")
+    index = Metadata(
+        {name: _entry(name, entry) for name, entry in tensors.items()},
+        storage_data=dict(_place(key, place) for key, place in stored.items()),
+        storage_meta=StorageMeta(),
+        version=state.get("version") if isinstance(state.get("version"), str) else None,
+    )
+    for name, entry in index.state_dict_metadata.items():
+        for key in _expected(name, entry):
+            if key not in index.storage_data:
+                raise ValueError(f"it names no file for {name}")
+    return index
+
+
+def _expected(name: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> Iterator[Any]:
+    if isinstance(entry, BytesStorageMetadata):
+        yield MetadataIndex(name)
+    else:
+        for chunk in entry.chunks:
+            yield MetadataIndex(name, chunk.offsets)
+
+
+def _state(item: Any, kind: str) -> dict[str, Any]:
+    """Return the fields of an object of the given class."""
+    if not isinstance(item, Record) or item.kind != _CLASSES + kind:
+        raise ValueError(f"it has {_described(item)} where a {kind.partition('.')[2]} belongs")
+    state = {} if item.state is None else item.state
+    if item.arguments or type(state) is not dict or not all(isinstance(n, str) for n in state):
+        raise ValueError(f"a {kind.partition('.')[2]} in it has no fields")
+    return state
+
+
+def _described(item: Any) -> str:
+    return f"a {item.kind}" if isinstance(item, Record) else f"a {type(item).__name__}"
+
+
+def _entry(name: str, item: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if isinstance(item, Record) and item.kind == _CLASSES + "metadata.BytesStorageMetadata":
+        return BytesStorageMetadata()
+    state = _state(item, "metadata.TensorStorageMetadata")
+    size, chunks = _size(state.get("size")), state.get("chunks")
+    if type(chunks) is not list:
+        raise ValueError(f"it has no parts of {name}")
+    parts = [_chunk(name, chunk, size) for chunk in chunks]
+    if len({part.offsets for part in parts}) != len(parts):
+        raise ValueError(f"it has a part of {name} twice")
+    if sum(math.prod(part.sizes) for part in parts) != math.prod(size):
+        raise ValueError(f"the parts of {name} do not make up its shape {tuple(size)}")
+    return TensorStorageMetadata(_properties(name, state.get("properties")), size, parts)
+
+
+def _chunk(name: str, item: Any, size: torch.Size) -> ChunkStorageMetadata:
+    state = _state(item, "metadata.ChunkStorageMetadata")
+    offsets, sizes = _size(state.get("offsets")), _size(state.get("sizes"))
+    fits = len(offsets) == len(sizes) == len(size)
+    if not fits or any(o + s > n for o, s, n in zip(offsets, sizes, size, strict=True)):
+        raise ValueError(f"a part of {name} lies outside of its shape {tuple(size)}")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _properties(name: str, item: Any) -> TensorProperties:
+    """Keep the type alone: torch calls the other properties deprecated and reads none."""
+    if not isinstance(item, Record) or item.kind != _CLASSES + "metadata.TensorProperties":
+        raise ValueError(f"it has no properties of {name}")
+    kind = item.state[0] if type(item.state) is tuple and item.state else None
+    dtype = getattr(torch, kind.name.removeprefix("torch."), None) if type(kind) is Global else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"it has no type of {name}")
+    return TensorProperties(dtype=dtype)
+
+
+def _size(item: Any) -> torch.Size:
+    if not isinstance(item, Record) or item.kind != "torch.Size" or len(item.arguments) != 1:
+        raise ValueError(f"it has {_described(item)} where a shape belongs")
+    (numbers,) = item.arguments
+    if type(numbers) is not tuple or len(numbers) > DIMENSIONS or not all(map(_counts, numbers)):
+        raise ValueError("it has a shape that is none")
+    return torch.Size(numbers)
+
+
+def _counts(number: Any) -> bool:
+    return type(number) is int and 0 <= number <= _LARGEST
+
+
+def _place(key: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
+    """Return where a part of a tensor, or an object, lies."""
+    named = _state(key, "metadata.MetadataIndex")
+    name, offset = named.get("fqn"), named.get("offset")
+    state = _state(place, "filesystem._StorageInfo")
+    file, start, length = (state.get(n) for n in ("relative_path", "offset", "length"))
+    if not isinstance(name, str) or not isinstance(file, str):
+        raise ValueError("a place in it has no name or no file")
+    if not _counts(start) or not _counts(length):
+        raise ValueError(f"the place of {name} is no range of bytes")
+    if state.get("transform_descriptors"):
+        raise ValueError(f"{name} is compressed or encoded, which is not read")
+    if Path(file).name != file or file in ("", ".", ".."):
+        raise ValueError(f"it names the file {file!r} outside of the checkpoint")
+    index = MetadataIndex(name, None if offset is None else _size(offset))
+    return index, _StorageInfo(file, start, length)
+
+
+def _check_files(folder: Path, index: Metadata) -> None:
+    """Refuse files that are missing, special or shorter than the index says."""
+    ends: dict[str, int] = {}
+    for place in index.storage_data.values():
+        end = place.offset + place.length
+        ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
+    for name, end in ends.items():
+        path = folder / name
+        try:
+            size = check_regular(path).st_size
+        except FileNotFoundError:
+            raise DamagedError(f"{printable(path, limit=1000)} does not exist") from None
+        except UnusableFileError as error:
+            raise DamagedError(str(error)) from None
+        if size < end:
+            raise DamagedError(f"{path} has {size} bytes, but {INDEX} says it has at least {end}")

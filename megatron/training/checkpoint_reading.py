@@ -1,0 +1,147 @@
+"""megatron-core's reader of checkpoints, without the places where a file can run code.
+
+    .metadata       torch unpickles it                 read by `checkpoint_index`
+    *.distcp        torch unpickles random states      checked and read by `checked_archive`
+    common.pt       unpickled, if an environment       read by `checked_archive`
+                    variable of torch says so
+
+The wheel's strategies look up their reader and planner in their module when they load, so that both
+are replaced there: nothing in this process reads a checkpoint in another way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from megatron.bounded_files import MEBIBYTE, UnusableFileError, printable, read_bytes
+from megatron.core.dist_checkpointing.strategies import torch as wheel
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
+    CachedMetadataFileSystemReader,
+)
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.training import checked_archive
+from megatron.training.checkpoint_files import COMMON
+from megatron.training.checkpoint_index import DamagedError, read_index
+
+COMMON_LIMIT = 256 * MEBIBYTE  #: bytes; settings and the scheduler's numbers take a few thousand
+
+
+def read_common(folder: str | Path) -> Any:
+    """Return what a checkpoint has once for all ranks; its types are not checked yet.
+
+    Raises:
+        DamagedError: names the file and says what is wrong with it.
+    """
+    path = Path(folder, COMMON)
+    try:
+        return checked_archive.load(read_bytes(path, limit=COMMON_LIMIT))
+    except FileNotFoundError:
+        raise DamagedError(f"{path} does not exist") from None
+    except UnusableFileError as error:
+        raise DamagedError(str(error)) from None
+    except ValueError as error:
+        raise DamagedError(f"{path}: {printable(error, limit=300)}") from None
+
+
+class CommonStrategy(TorchCommonLoadStrategy):
+    """The wheel's reader of `common.pt`, through `read_common`."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        """Return the content of `common.pt`."""
+        return read_common(checkpoint_dir)
+
+
+class Window(io.RawIOBase):
+    """A part of a file, as a file; torch's own cannot be read from its end."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int):
+        self._file, self._start, self._length = file, start, length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError("a position before the start")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._length - self._position))
+        self._file.seek(self._start + self._position)
+        content = self._file.read(count)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+
+class Reader(CachedMetadataFileSystemReader):
+    """torch's reader of files, which checks each part before it is opened."""
+
+    def read_metadata(self) -> Metadata:
+        """Return the index, read once."""
+        if self._cached_metadata is None:
+            index = read_index(Path(self.path))
+            meta = dataclasses.replace(index.storage_meta, load_id=self.load_id)
+            self._cached_metadata = dataclasses.replace(index, storage_meta=meta)
+        return self._cached_metadata
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        try:
+            checked_archive.check(Window(file, sinfo.offset, sinfo.length))
+        except ValueError as error:
+            where = f"{Path(self.path, sinfo.relative_path)} at byte {sinfo.offset}"
+            raise DamagedError(f"{where}: {printable(error, limit=300)}") from None
+        return super()._slice_file(file, sinfo)
+
+
+class Planner(wheel.MCoreLoadPlanner):
+    """The wheel's planner, which unpickles no object without a check."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object where it belongs: a rank's random states, or a layer's extra state."""
+        name = read_item.dest_index.fqn
+        try:
+            found = checked_archive.load(value.getvalue())
+        except ValueError as error:
+            raise DamagedError(f"{name}: {printable(error, limit=300)}") from None
+        if "_extra_state" in name and _holds_bytes(found):
+            raise DamagedError(
+                f"{name} is the state of an FP8 layer of Transformer Engine, which is a pickle "
+                "that can run code"
+            )
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], found)
+        else:
+            self.state_dict[name] = found
+
+
+def _holds_bytes(found: Any) -> bool:
+    """Tell whether Transformer Engine would unpickle anything; without FP8 it writes no byte."""
+    items = found if isinstance(found, list) else [found]
+    return any(not (i is None or (isinstance(i, torch.Tensor) and not i.numel())) for i in items)
+
+
+def _reader(folder: str | Path, cache_metadata: bool = False) -> Reader:
+    return Reader(folder)
+
+
+wheel._get_filesystem_reader = _reader
+wheel.MCoreLoadPlanner = Planner
