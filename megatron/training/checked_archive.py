@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import math
+import pickle
 import re
 import zipfile
 from typing import IO, Any
@@ -56,6 +57,8 @@ def load(content: bytes) -> Any:
             return torch.load(stream, map_location="cpu", weights_only=True)
     except torch.OutOfMemoryError:
         raise
+    except pickle.UnpicklingError:  # torch's text advises to switch its protection off
+        raise ValueError("its pickle is not as torch.save writes it") from None
     except Exception as error:  # a damaged archive can raise nearly anything
         why = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"torch cannot read it: {why}") from None

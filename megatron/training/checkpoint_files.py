@@ -14,6 +14,7 @@ from megatron.training.disk import folder_to_disk, to_disk
 from megatron.training.errors import UserError
 from megatron.training.hf.ranks import first_rank_does
 from megatron.training.report import print_rank_0
+from megatron.training.special_files import refuse_special_files
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"  #: what is the same on every rank
@@ -205,14 +206,9 @@ def folder_to_load(args: argparse.Namespace) -> Path | None:
 
 
 def _problem_in(folder: Path) -> str | None:
-    """Return what keeps a folder from being a checkpoint, or None.
-
-    Every file is looked at: a FIFO or a device among them would be read forever.
-    """
+    """Return what keeps a folder from being a checkpoint, or None."""
     try:
-        for path in sorted(folder.iterdir()):
-            if path.exists() and not path.is_dir():
-                check_regular(path)
+        refuse_special_files(folder)
         for name in (COMMON, INDEX):
             check_regular(folder / name)
         found = read_json(folder / "metadata.json")

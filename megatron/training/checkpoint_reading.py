@@ -20,7 +20,8 @@ import torch
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from megatron.bounded_files import MEBIBYTE, UnusableFileError, printable, read_bytes
 from megatron.core.dist_checkpointing.strategies import torch as wheel
@@ -103,11 +104,23 @@ class Reader(CachedMetadataFileSystemReader):
             self._cached_metadata = dataclasses.replace(index, storage_meta=meta)
         return self._cached_metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the parts of a plan; name the file that does not hold what the index says."""
+        self._file: Path = Path(self.path)
+        try:
+            return super().read_data(plan, planner)
+        except (DamagedError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a part that is another thing can raise nearly anything
+            why = printable(error, limit=300) or type(error).__name__
+            raise DamagedError(f"{self._file} does not hold what its index says: {why}") from None
+
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        self._file = Path(self.path, sinfo.relative_path)
         try:
             checked_archive.check(Window(file, sinfo.offset, sinfo.length))
         except ValueError as error:
-            where = f"{Path(self.path, sinfo.relative_path)} at byte {sinfo.offset}"
+            where = f"{self._file} at byte {sinfo.offset}"
             raise DamagedError(f"{where}: {printable(error, limit=300)}") from None
         return super()._slice_file(file, sinfo)
 
@@ -122,6 +135,10 @@ class Planner(wheel.MCoreLoadPlanner):
             found = checked_archive.load(value.getvalue())
         except ValueError as error:
             raise DamagedError(f"{name}: {printable(error, limit=300)}") from None
+        if not isinstance(found, list) or len(found) != 1:
+            raise DamagedError(
+                f"{name} is of type {type(found).__name__}, not a list of one object"
+            )
         if "_extra_state" in name and _holds_bytes(found):
             raise DamagedError(
                 f"{name} is the state of an FP8 layer of Transformer Engine, which is a pickle "
@@ -133,10 +150,9 @@ class Planner(wheel.MCoreLoadPlanner):
             self.state_dict[name] = found
 
 
-def _holds_bytes(found: Any) -> bool:
+def _holds_bytes(found: list[Any]) -> bool:
     """Tell whether Transformer Engine would unpickle anything; without FP8 it writes no byte."""
-    items = found if isinstance(found, list) else [found]
-    return any(not (i is None or (isinstance(i, torch.Tensor) and not i.numel())) for i in items)
+    return any(not (i is None or (isinstance(i, torch.Tensor) and not i.numel())) for i in found)
 
 
 def _reader(folder: str | Path, cache_metadata: bool = False) -> Reader:

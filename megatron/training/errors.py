@@ -4,8 +4,11 @@ import os
 import signal
 import sys
 
+from megatron.bounded_files import printable
+
 USAGE_ERROR = 2  #: exit status of a command line that cannot be run, as argparse has it
 RUN_ERROR = 1  #: exit status of a run that started and failed
+_LONGEST = 10_000  #: characters of a message
 
 
 class UserError(ValueError):
@@ -52,7 +55,9 @@ def is_first_rank() -> bool:
 def report(message: str, *, every_rank: bool = False) -> None:
     """Write `[ERROR] message` to stderr, from the rank that speaks for the run only, unless the
     error is this rank's alone.
+
+    A message may quote a file, so that control characters are escaped: no file can forge a line.
     """
     if every_rank or is_first_rank():
-        sys.stderr.write(f"[ERROR] {message}\n")
+        sys.stderr.write(f"[ERROR] {printable(message, limit=_LONGEST)}\n")
         sys.stderr.flush()

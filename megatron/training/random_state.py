@@ -27,6 +27,21 @@ def sharded(values: dict[str, Any] | None) -> ShardedObject:
 
 
 def restore(values: dict[str, Any]) -> None:
+    """Continue from the random states of a checkpoint.
+
+    Raises:
+        ValueError: they are not as `current` gives them.
+    """
+    try:
+        _restore(values)
+    except Exception as error:  # each generator refuses in its own way
+        why = str(error) or type(error).__name__
+        raise ValueError(
+            f"its random states are not as this program writes them ({why})"
+        ) from error
+
+
+def _restore(values: dict[str, Any]) -> None:
     random.setstate(values["random"])
     np.random.set_state(values["numpy"])
     torch.set_rng_state(values["torch"])

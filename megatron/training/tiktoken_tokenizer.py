@@ -22,9 +22,12 @@ from pathlib import Path
 
 import tiktoken
 
+from megatron.bounded_files import MEBIBYTE, read_bytes
 from megatron.core.tokenizers.text.libraries.abstract_tokenizer import MegatronTokenizerTextAbstract
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
+FILE_LIMIT = 256 * MEBIBYTE  #: bytes; the largest vocabularies take 4 million
+LARGEST_RANK = 1 << 24  #: twenty times the largest vocabulary
 LONGEST_PIECE = 400_000  # characters
 LONGEST_RUN = 25_000  # of characters that are all white space, or none of them
 _LONG = rf"{{{LONGEST_RUN + 1},}}"
@@ -97,6 +100,17 @@ FAMILIES = {
 }
 
 
+def _rank(digits: bytes) -> int:
+    """Return a rank.
+
+    Raises:
+        ValueError: no number, or larger than any vocabulary.
+    """
+    if not re.fullmatch(rb"[0-9]{1,9}", digits) or int(digits) >= LARGEST_RANK:
+        raise ValueError(f"a rank above {LARGEST_RANK}")
+    return int(digits)
+
+
 def read_ranks(path: Path) -> dict[bytes, int]:
     """The byte pairs of a tiktoken file.
 
@@ -104,15 +118,14 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         ValueError: naming the line that is not `base64 rank`.
     """
     ranks: dict[bytes, int] = {}
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
-            except (ValueError, binascii.Error) as error:
-                raise ValueError(f"line {number} is not 'base64 rank'") from error
+    for number, line in enumerate(read_bytes(path, limit=FILE_LIMIT).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = _rank(rank)
+        except (ValueError, binascii.Error) as error:
+            raise ValueError(f"line {number} is not 'base64 rank'") from error
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(f"the byte {missing[0]} has no rank, so that not every text has tokens")

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.bounded_files import UnusableFileError, check_regular, printable, read_json
 from megatron.training.deferred_import import transformers_when_needed
 from megatron.training.errors import UserError
+from megatron.training.special_files import refuse_special_files
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
@@ -29,6 +31,16 @@ TOKENIZER_TYPES = (
     "NullTokenizer",
 )
 
+_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".bpe", ".vocab")
+#: What Hugging Face's library reads beside `tokenizer.json`, all of them small.
+_CONFIGURATION = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+)
+#: Names of tokenizers. The library takes any of its classes by its name, and some start others.
+_TOKENIZER_CLASS = re.compile(r"(?!Rag|Auto)\w*Tokenizer\w*|\w+Backend")
 #: What AutoTokenizer needs to find in a folder.
 HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -36,6 +48,7 @@ HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
 def guess_tokenizer_type(path: str | Path) -> str:
     """The type of the tokenizer at `path`: a `.model` file or a folder as models are shipped."""
     path = Path(path)
+    _refuse_special(path)
     if not path.exists():
         raise UserError(
             f"the tokenizer {path} does not exist; give a SentencePiece .model file, a .tiktoken "
@@ -111,6 +124,7 @@ def build_tokenizer(
         return _from_wheel("null", None, vocab_size=vocab_size)
     if model_path is None:
         raise UserError(f"the {tokenizer_type} needs a file or folder; give --tokenizer-model")
+    _refuse_special(Path(model_path))
     make = {
         "SentencePieceTokenizer": _sentencepiece,
         "HuggingFaceTokenizer": _hugging_face,
@@ -160,6 +174,22 @@ def batch_encoder(tokenizer: MegatronTokenizerText) -> Callable[[list[str]], lis
     return lambda texts: [tokenizer.tokenize(text) for text in texts]
 
 
+def _refuse_special(path: Path) -> None:
+    """Refuse a FIFO, device or socket where a tokenizer's file would be opened.
+
+    Raises:
+        UserError: names it.
+    """
+    try:
+        if path.is_dir():
+            refuse_special_files(path, concerns=lambda name: Path(name).suffix in _SUFFIXES)
+        elif path.exists():
+            check_regular(path)
+            refuse_special_files(path.parent, concerns=lambda name: name in _CONFIGURATION)
+    except (OSError, UnusableFileError) as error:
+        raise UserError(f"{error}; give a tokenizer of regular files") from error
+
+
 def _sentencepiece(path: Path) -> MegatronTokenizerText:
     file = path / "tokenizer.model" if path.is_dir() else path
     if not file.is_file():
@@ -204,13 +234,51 @@ def _hugging_face(path: Path) -> MegatronTokenizerText:
             f"{folder} holds no Hugging Face tokenizer; it needs "
             f"{' or '.join(HUGGING_FACE_FILES)}, as save_pretrained writes them"
         )
+    _check_configuration(folder)
     try:
         return _from_wheel("huggingface", folder, use_fast=True)
-    except (ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise UserError(
-            f"cannot read the tokenizer in {folder} ({reason}); save it again with save_pretrained"
-        ) from error
+    except Exception as error:  # the library raises nearly anything on a wrong file
+        raise _unreadable(folder, error) from error
+
+
+def _check_configuration(folder: Path) -> None:
+    """Refuse settings of a tokenizer that are no settings.
+
+    Raises:
+        UserError: names the file.
+    """
+    for name in _CONFIGURATION:
+        path = folder / name
+        try:
+            found = read_json(path)
+        except FileNotFoundError:
+            continue
+        except UnusableFileError as error:
+            raise UserError(f"{error}; save the tokenizer again with save_pretrained") from error
+        if not isinstance(found, dict):
+            raise UserError(
+                f"{path} holds a value of type {type(found).__name__}, not an object of settings; "
+                "save the tokenizer again with save_pretrained"
+            )
+        kind = found.get("tokenizer_class") if name != "config.json" else None
+        if kind is not None and not (isinstance(kind, str) and _TOKENIZER_CLASS.fullmatch(kind)):
+            raise UserError(
+                f"{path} names the class {printable(repr(kind), limit=60)}, which is no tokenizer; "
+                "save the tokenizer again with save_pretrained"
+            )
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    why = str(error).strip().rpartition("Exception: ")[2] or type(error).__name__
+    if "trust_remote_code" in why:
+        return UserError(
+            f"the tokenizer in {path} brings code of its own, which is never run; save it again as "
+            "a tokenizer that transformers has"
+        )
+    return UserError(
+        f"cannot read the tokenizer in {path} ({printable(why.splitlines()[-1], limit=300)}); save "
+        "it again with save_pretrained"
+    )
 
 
 def _from_wheel(library: str, path: Path | None, **options: object) -> MegatronTokenizerText:

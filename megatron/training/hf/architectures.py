@@ -1,15 +1,17 @@
 """Which architecture a config.json or a command line means."""
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.bounded_files import UnusableFileError, printable, read_json
 from megatron.training.errors import UserError
 from megatron.training.hf import deepseek_v2, llama
+from megatron.training.hf.config_types import check_types
 from megatron.training.hf.layouts import Layout, Source
+from megatron.training.special_files import refuse_special_files
 
 CONFIG = "config.json"
 
@@ -62,20 +64,27 @@ def read_model(folder: str) -> Model:
     """
     path = Path(folder, CONFIG)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        refuse_special_files(path.parent)
+        config = read_json(path)
     except FileNotFoundError:
         raise UserError(
             f"--load-hf {folder} holds no {CONFIG}; name a folder as transformers' "
             "save_pretrained writes it"
         ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}; get the file again") from error
-    names = config.get("architectures") or [] if isinstance(config, dict) else []
+    except UnusableFileError as error:
+        where = printable(error.path, limit=1000)
+        raise UserError(f"{where} cannot be read: {error.why}; get the file again") from error
+    names = config.get("architectures") if isinstance(config, dict) else None
     for architecture in ARCHITECTURES:
         if names == [architecture.name]:
+            try:
+                check_types(config)
+            except ValueError as error:
+                raise UserError(f"{path} has {error}; get the file again") from error
             return Model(architecture, config)
+    told = printable(" and ".join(map(str, names))) if names and isinstance(names, list) else None
     raise UserError(
-        f"{path} is of {' and '.join(map(str, names)) or 'no architecture'}; --load-hf takes "
+        f"{path} is of {told or 'no architecture'}; --load-hf takes "
         f"{' or '.join(a.name for a in ARCHITECTURES)}"
     )
 
@@ -91,8 +100,8 @@ def flags_of(model: Model, folder: str) -> dict[str, Any]:
         return model.architecture.flags(model.config)
     except KeyError as error:
         raise UserError(f"{where} has no {error.args[0]}; get the file again") from error
-    except ValueError as error:
-        raise UserError(f"{where} has {error}; give another checkpoint") from error
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{where} has {printable(error)}; give another checkpoint") from error
 
 
 def described(args: argparse.Namespace) -> Model:

@@ -61,6 +61,10 @@ def check_weights(run: Run) -> None:
         if resumes(args):
             return
         with Weights(args.load_hf) as weights:
+            layers = run.hf.config["num_hidden_layers"]
+            dense = run.hf.config.get("first_k_dense_replace") or 0
+            experts = run.hf.config.get("n_routed_experts") or 0
+            weights.check_count(layers if not experts else layers - dense, experts)
             tied = bool(run.hf.config.get("tie_word_embeddings"))
             weights.check(run.hf.sources, tied=tied)
 

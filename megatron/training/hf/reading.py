@@ -3,15 +3,16 @@
 A file is opened by its header; of a tensor only the rows or columns that are asked for are read.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron.bounded_files import MEBIBYTE, UnusableFileError, printable, read_json
 from megatron.training.errors import UserError
 from megatron.training.hf.layouts import Piece, Source
+from megatron.training.special_files import refuse_special_files
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -21,6 +22,7 @@ OPEN_FILES = 4
 PLAIN = ("F64", "F32", "F16", "BF16")
 #: Computed from the config.json; older checkpoints store it.
 COMPUTED = ".rotary_emb.inv_freq"
+INDEX_LIMIT = 256 * MEBIBYTE  #: bytes; 100 per tensor
 
 
 class Weights:
@@ -47,22 +49,32 @@ class Weights:
             UserError: files are missing, or there are none.
         """
         index = self.folder / INDEX
-        if not index.is_file():
-            return self._names_in_single()
         try:
-            of_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = sorted(set(of_tensor.values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            refuse_special_files(self.folder)
+        except UnusableFileError as error:
+            raise UserError(f"{error}; get the file again") from error
+        try:
+            found = read_json(index, limit=INDEX_LIMIT)
+        except FileNotFoundError:
+            return self._names_in_single()
+        except UnusableFileError as error:
             raise UserError(
-                f"{index} is no index of tensors ({error}); get the file again"
+                f"{index} is no index of tensors ({error.why}); get the file again"
             ) from error
+        of_tensor = found.get("weight_map") if isinstance(found, dict) else None
+        if not isinstance(of_tensor, dict) or not all(map(_is_text, of_tensor.values())):
+            raise UserError(
+                f"{index} is no index of tensors: it has no weight_map from names to files; get "
+                "the file again"
+            )
+        names = sorted(set(of_tensor.values()))
         if any(Path(name).name != name for name in names):
             raise UserError(f"{index} names files outside of its folder; get the file again")
         missing = [name for name in names if not (self.folder / name).is_file()]
         if missing:
             raise UserError(
                 f"--load-hf {self.folder} lacks {len(missing)} of its {len(names)} files: "
-                f"{', '.join(missing)}; get them"
+                f"{_some(missing)}; get them"
             )
         return of_tensor
 
@@ -87,9 +99,25 @@ class Weights:
                 self._files[name] = opened.__enter__()
             except (SafetensorError, OSError) as error:
                 raise UserError(
-                    f"{path} is not whole or no safetensors file ({error}); get the file again"
+                    f"{path} is not whole or no safetensors file ({printable(error)}); get the "
+                    "file again"
                 ) from error
         return self._files[name]
+
+    def check_count(self, layers: int, experts: int) -> None:
+        """Refuse a config.json that claims more layers than there are tensors.
+
+        A list of its tensors would have to be made before they could be compared.
+
+        Raises:
+            UserError: names both numbers.
+        """
+        if len(self._of_tensor) < layers * max(1, experts):
+            claimed = f"{layers} layers" + (f" of {experts} experts" if experts else "")
+            raise UserError(
+                f"--load-hf {self.folder} has {len(self._of_tensor)} tensors, but by config.json "
+                f"it has {claimed}; get both again"
+            )
 
     def check(self, expected: dict[str, Source], *, tied: bool) -> None:
         """Open every file and compare what is there with what the model has.
@@ -148,7 +176,7 @@ class Weights:
             tensor = stored[part] if piece.dim == 0 else stored[:, part]
         except (SafetensorError, OSError) as error:
             raise UserError(
-                f"{name} in {self.folder} cannot be read: {error}; get the file again"
+                f"{name} in {self.folder} cannot be read: {printable(error)}; get the file again"
             ) from error
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor
@@ -156,4 +184,8 @@ class Weights:
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
+    return f"{', '.join(map(printable, names[:3]))}{more}"
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
