@@ -32,7 +32,7 @@ from typing import IO
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from collect_view import LogFile, Progress, print_report
+from collect_view import REMOVED, LogFile, Progress, print_report
 from index_follower import TOKEN_VARIABLE, IndexFollower
 from megatron.console import ArgumentParser
 from process_tree import ProcessTree
@@ -130,8 +130,9 @@ def main(arguments: list[str] | None = None) -> int:
             )
     except OSError as error:
         return fail(f"cannot start {args.command[0]!r}: {error.strerror}")
+    log = LogFile(path)
     try:
-        status, why = watch(tree, follower, interrupts, LogFile(path), args)
+        status, why = watch(tree, follower, interrupts, log, args)
     finally:
         # also after an end of its own: a command may leave processes behind
         left = tree.stop(
@@ -140,15 +141,15 @@ def main(arguments: list[str] | None = None) -> int:
             busy=lambda: follower.poll() > 0,  # what waits in memory is written
         )
     follower.poll(last=True)
-    print_report(follower.tally, args, path, time.monotonic() - started)
+    print_report(follower.tally, args, log, time.monotonic() - started)
     if left:
         fail(f"processes {', '.join(map(str, left))} could not be stopped; end them by hand")
     if why is None:
         why = judge(status, follower, args)
     if why is not None:
-        fail(f"{why}; the log is {path}")
+        fail(f"{why}; the log is {path}{'' if log.is_there() else REMOVED}")
         if interrupts.number is None:
-            LogFile(path).show_end(sys.stderr)
+            log.show_end(sys.stderr)
     if interrupts.number is not None:
         return 128 + interrupts.number
     if why or left:
@@ -175,8 +176,8 @@ def watch(
     with Progress(args.name, args.control_iter, log, verbose=args.verbose) as progress:
         while True:
             status = tree.wait(TICK)
-            before, logged = logged, log.path.stat().st_size
-            if follower.poll(last=status is not None) or logged > before:
+            before, logged = logged, log.size()
+            if follower.poll(last=status is not None) or logged != before:
                 latest = time.monotonic()  # iterations that are not collected are logged too
             progress.update(follower.tally)
             if interrupts.number is not None:
@@ -243,7 +244,8 @@ def open_log(folder: Path, name: str) -> tuple[Path, IO[bytes]]:
     for attempt in range(1000):
         path = folder / f"collect_{safe}_{stamp}{f'_{attempt}' if attempt else ''}.log"
         try:
-            return path, path.open("xb")
+            path.open("xb").close()
+            return path, path.open("ab")  # what is appended stays whole if the log is cut
         except FileExistsError:
             continue
     raise AssertionError(f"1000 logs of one second in {folder}")

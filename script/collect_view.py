@@ -19,30 +19,43 @@ from index_follower import Tally
 EVERY = 5.0  #: seconds between two lines where there is no terminal
 QUIET = 30.0  #: the same while nothing new arrives
 TAIL = 1 << 16  #: bytes of the log's end that are looked at
+REMOVED = " (it was removed during the run)"  #: follows the name of a log that is gone
 SHOWN = 15  #: lines of the log that are shown after a failure
 
 
 class LogFile:
-    """The log of the command, as it grows."""
+    """The log of the command, as it grows. It stays readable after its name was removed."""
 
     def __init__(self, path: Path):
         self.path = path
+        self._log = path.open("rb")
         self._offset = 0
+
+    def size(self) -> int:
+        """Return the number of bytes that the log holds."""
+        return os.fstat(self._log.fileno()).st_size
+
+    def is_there(self) -> bool:
+        """Return whether the log still has its name."""
+        try:
+            return self.path.stat().st_ino == os.fstat(self._log.fileno()).st_ino
+        except OSError:
+            return False
 
     def new_text(self) -> str:
         """What was appended since the last call, up to the last complete line."""
-        with self.path.open("rb") as log:
-            log.seek(self._offset)
-            text = log.read()
+        if self.size() < self._offset:  # the log was cut, as a log rotation does
+            self._offset = 0
+        self._log.seek(self._offset)
+        text = self._log.read()
         complete = text[: text.rfind(b"\n") + 1]
         self._offset += len(complete)
         return complete.decode(errors="replace")
 
     def end(self) -> list[str]:
         """The last lines, without empty ones."""
-        with self.path.open("rb") as log:
-            log.seek(max(log.seek(0, 2) - TAIL, 0))
-            lines = log.read().decode(errors="replace").splitlines()
+        self._log.seek(max(self._log.seek(0, 2) - TAIL, 0))
+        lines = self._log.read().decode(errors="replace").splitlines()
         return [line.rstrip() for line in lines if line.strip()]
 
     def show_end(self, out: TextIO) -> None:
@@ -116,7 +129,7 @@ class Progress:
 
 
 def print_report(
-    tally: Tally, args: argparse.Namespace, log: Path, seconds: float, out: TextIO | None = None
+    tally: Tally, args: argparse.Namespace, log: LogFile, seconds: float, out: TextIO | None = None
 ) -> None:
     """Counts by what a reader asks for first, and where to look next."""
     lines = [f"{args.name}: {tally.tensors} tensors, {size(tally.bytes)}, in {seconds:.1f} s"]
@@ -140,7 +153,7 @@ def print_report(
     lines += [f"  {'not kept':<10} the ring at {why}" for why in sorted(tally.let_go)]
     if args.may_be_empty and not tally.tensors:
         lines.append(f"  {'empty':<10} nothing happened that would have been collected")
-    lines.append(f"  {'log':<10} {log}")
+    lines.append(f"  {'log':<10} {log.path}{'' if log.is_there() else REMOVED}")
     print("\n".join(lines), file=out, flush=True)
 
 

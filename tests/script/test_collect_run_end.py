@@ -122,3 +122,42 @@ def test_ps_sees_what_proc_sees(monkeypatch):
         sleeper.kill()
     wait_for(lambda: process_tree._ask_ps()[sleeper.pid].dead)
     sleeper.wait()
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "cut"])
+def test_a_log_that_is_removed_does_not_end_the_run(tmp_path, what):
+    collecting = subprocess.Popen(
+        command(tmp_path, "slow", "--verbose"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: any("lm loss" in log.read_text() for log in (tmp_path / "logs").glob("*")))
+    [log] = (tmp_path / "logs").iterdir()
+    if what == "cut":
+        os.truncate(log, 0)
+    elif what == "file":
+        log.unlink()
+    else:
+        shutil.rmtree(log.parent)
+    out, err = collecting.communicate(timeout=LIMIT)
+    assert collecting.returncode == 0, err
+    assert "mxfp8: 6 tensors" in out
+    assert " iteration 9\n" in out, "the log is read to its end"
+    assert (f"{log} (it was removed during the run)" in out) == (what != "cut")
+    if what == "cut":
+        assert "\0" not in log.read_text()
+        assert log.read_text().endswith(" iteration 9\n")
+
+
+def test_the_end_of_a_removed_log_is_shown_after_a_failure(tmp_path):
+    collecting = subprocess.Popen(
+        command(tmp_path, "stall", "--stall-timeout", "1"), stderr=subprocess.PIPE, text=True
+    )
+    wait_for((tmp_path / "pids").exists)
+    shutil.rmtree(tmp_path / "logs")
+    _, err = collecting.communicate(timeout=LIMIT)
+    assert collecting.returncode == 1
+    assert "training was stopped; the log is" in err
+    assert "(it was removed during the run)" in err
+    assert "lm loss" in err

@@ -7,6 +7,7 @@ nothing is loaded or compiled twice.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 from collections.abc import Iterator, Sequence
@@ -84,6 +85,33 @@ def on_threads(jobs: Sequence[Job], workers: int) -> Iterator[tuple[int, Outcome
             threads.shutdown(cancel_futures=True)
 
 
+def check_scheduler(address: str) -> None:
+    """Connect to a Dask scheduler once, before a client is made for it.
+
+    A client that could not connect waits another 40 s when it is deleted.
+
+    Raises:
+        ValueError: no scheduler answers.
+    """
+    core: Any = importlib.import_module("distributed.core")
+    websocket: Any = importlib.import_module("tornado.websocket")
+    seconds: Any = importlib.import_module("dask.utils").parse_timedelta(PATIENCE)
+
+    async def connect() -> None:
+        comm = await asyncio.wait_for(core.connect(address, timeout=seconds), 2 * seconds)
+        comm.abort()  # a peer that is no scheduler may never close its side
+
+    refused = (OSError, ValueError, TimeoutError, asyncio.TimeoutError, websocket.WebSocketError)
+    try:
+        asyncio.run(connect())
+    except refused as error:
+        why = str(error) or type(error).__name__
+        raise ValueError(
+            f"no Dask scheduler answers at {address!r} ({why}); give --scheduler the address that "
+            "`dask scheduler` prints, as in tcp://HOST:8786, or leave the option out"
+        ) from None
+
+
 def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, Outcome]]:
     """As `on_threads`, on the workers of a Dask scheduler. They read the dump under the same path
     and import this package.
@@ -98,6 +126,7 @@ def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, Outcome
             "--scheduler needs Dask; install it with pip install -e .[cluster], or leave the "
             "option out: the work is then done by threads"
         ) from None
+    check_scheduler(address)
     try:
         client = distributed.Client(address, timeout=PATIENCE, set_as_default=False)
     except (OSError, ValueError, TimeoutError) as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import re
 import sys
+import threading
+import time
 
 import pandas as pd
 import pytest
@@ -14,7 +17,7 @@ from megatron.analysis.__main__ import main
 from megatron.analysis.stats import pool
 from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import write_dump
-from tests.subprocesses import REPO
+from tests.subprocesses import REPO, run
 
 FORMATS = ["mxfp8", "nvfp4", "hifp8"]
 
@@ -84,6 +87,41 @@ def test_a_scheduler_that_is_not_there_is_an_error(tmp_path, monkeypatch, capsys
     options = ["stats", str(tmp_path), "--scheduler", "tcp://127.0.0.1:1", "--cache", "none"]
     assert main(options) == 2
     assert "no Dask scheduler answers at 'tcp://127.0.0.1:1'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_dask_server():
+    """The address of a server that is no Dask scheduler."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["nonsense", "tcp://127.0.0.1:port", "http://{}", "tcp://", "tcp://{}", "ws://{}", "x\x1b[2J"],
+)
+def test_an_address_that_is_no_scheduler_ends_at_once(tmp_path, no_dask_server, address):
+    """The whole process ends soon: a client that is left behind would wait for 40 s."""
+    pytest.importorskip("distributed")
+    write_dump(tmp_path, layers=1)
+    address = address.format(no_dask_server)
+    code = (
+        "import sys; from megatron.analysis.stats import pool; pool.PATIENCE = '2s';"
+        "from megatron.analysis.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = [sys.executable, "-c", code, "stats", str(tmp_path), "--scheduler", address]
+    started = time.monotonic()
+    done = run([*words, "--cache", "none"])
+    assert time.monotonic() - started < 35
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"[ERROR] no Dask scheduler answers at {address!r} (")
+    assert "--scheduler" in line
 
 
 def test_without_dask_the_message_says_how_to_get_it(tmp_path, monkeypatch, capsys):
