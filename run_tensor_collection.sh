@@ -47,6 +47,7 @@
 #   --collect-plan             print tensors and bytes of what is selected, and stop before training
 #   --collect-max-gib X        GiB that all ranks together may write (no limit)
 #   --collect-max-files N      the same for files (no limit)
+#   --yes                      collect more than 10 GB without such a limit (COLLECT_YES=1)
 #   --collect-keep-free-gib X  GiB of the disk that stay free (1, or 5% of a disk below 20 GiB)
 #   --collect-max-host-gib X   GiB of memory for what waits to be written, or in a ring (a tenth of
 #                              the machine's)
@@ -203,6 +204,16 @@ collect() {
     --next "$next" ${unbounded:+--may-be-empty} \
     ${verbose:+--verbose} -- "${training[@]}"
 }
+
+# announce COMMAND: says what the collection comes to, and asks before a large one.
+announce() {
+  if looks; then return; fi
+  "$py" "$repo/script/configs" size --command="$1" --types "${#types[@]}" ${yes:+--yes} \
+    ${DRY_RUN:+--dry-run} || exit
+}
+
+command=$(DRY_RUN=1 collect "${types[0]}") || exit
+announce "$command"
 
 failed=() limited=()
 for quant_type in "${types[@]}"; do

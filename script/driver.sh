@@ -45,7 +45,7 @@ option_name() {
   case $name in
     tensor-dir | tensor-save-dir) name=tensor-path ;;
     custom-quant-type | quantization) name=quant-type ;;
-    tokenizer-model) name=tokenizer-path ;;
+    tokenizer-model) name='tokenizer-path' ;;
     nproc-per-node) name=nproc ;;
   esac
 }

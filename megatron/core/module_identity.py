@@ -6,11 +6,15 @@ with its name, assigns both once. The same holds for experts: each rank of an ex
 counts its own from 0.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 LM_HEAD = "output_layer"
 

@@ -6,12 +6,15 @@ that this rank has. The part depends on the flag alone, so that the same element
 iteration and run. The record says what the file is a part of.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 LETTERS = {
     "s": "sequence",
@@ -59,7 +62,7 @@ class Slices:
         return tensor[tuple(slice(part.start, part.stop, part.step) for part in kept)], where
 
     @classmethod
-    def parse(cls, parts: Sequence[str]) -> "Slices":
+    def parse(cls, parts: Sequence[str]) -> Slices:
         """Read e.g. `s=0:128`, `h=0:256:2`.
 
         Raises:

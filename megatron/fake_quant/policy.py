@@ -261,7 +261,8 @@ def canonical_type(name: str) -> str:
     Raises:
         ValueError: there is no such type.
     """
-    return Policy(**{op: Choice(fmt, "") for op, fmt in parse_type(name).items()}).quant_type
+    linear, qk, pv = (Choice(fmt, "") for fmt in parse_type(name).values())
+    return Policy(linear, qk, pv).quant_type
 
 
 _current: Policy | None = None

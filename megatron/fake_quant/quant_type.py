@@ -44,7 +44,7 @@ def parse_type(name: str) -> dict[str, Format | None]:
         meant = did_you_mean(name, known) or ";"
         raise ValueError(
             f"unknown quantization type {name!r}{meant} give a format, or linear_, FA_ or "
-            f"FA_linear_ before a format; formats: none, {', '.join(sorted(FORMATS))}, or spelled out as in "
-            "mx:e3m4:b16:rceil"
+            f"FA_linear_ before a format; formats: none, {', '.join(sorted(FORMATS))}, or spelled "
+            "out as in mx:e3m4:b16:rceil"
         ) from None
     return {op: fmt if op in PREFIXES[prefix] else None for op in OPERATIONS}

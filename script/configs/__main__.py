@@ -5,17 +5,21 @@ data     print the tokenizer and the prefix of the data, one per line; the defau
 preset   print 1b or tiny: the model that fits this machine and its data
 type     print a quantization type as its files spell it, then `flag`, or `settings` where the
          training reads the type from the environment and the settings file
+size     say what the collection of a training command (--command) comes to, and ask before a
+         large one
 nearest  print the options that are most like a word, as a part of a message
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from configs.announce import announce
 from configs.chosen_type import chosen_type
 from configs.datasets import DATASETS
 from configs.models import MODELS
@@ -25,6 +29,7 @@ from configs.resolve import (
     Files,
     at_home,
     cuda_devices,
+    is_set,
     resolve_data,
     say,
 )
@@ -44,6 +49,9 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--data-name", default="--data-path", help="for the messages")
     parser.add_argument("--preset", default="tiny", help="tiny may train on the default corpus")
     parser.add_argument("--type", help="as named by the user")
+    parser.add_argument("--command", default="", help="as a dry run prints it")
+    parser.add_argument("--types", type=int, default=1, help="that are collected in turn")
+    parser.add_argument("--yes", action="store_true", help="the user agrees to a large collection")
     parser.add_argument("--word", default="", help="an unknown option")
     parser.add_argument("--options", default="", help="the known ones, with spaces between them")
     parser.add_argument("--dry-run", action="store_true")
@@ -98,13 +106,27 @@ def nearest(options: argparse.Namespace) -> list[str]:
     return [did_you_mean(options.word, options.options.split())]
 
 
-ANSWERS = {"data": data, "preset": preset, "type": quantization_type, "nearest": nearest}
+def size(options: argparse.Namespace) -> list[str]:
+    yes = options.yes or is_set("COLLECT_YES")
+    words = shlex.split(options.command)
+    announce(words, types=options.types, yes=yes, dry_run=options.dry_run)
+    return []
+
+
+ANSWERS = {
+    "size": size,
+    "data": data,
+    "preset": preset,
+    "type": quantization_type,
+    "nearest": nearest,
+}
 
 
 def main() -> int:
     options = build_parser().parse_args()
     try:
-        print(*ANSWERS[options.what](options), sep="\n")
+        for line in ANSWERS[options.what](options):
+            print(line)
     except ConfigError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return error.status

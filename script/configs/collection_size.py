@@ -1,0 +1,296 @@
+"""Compute what a collection comes to, in files and bytes, before anything is trained.
+
+`--collect-plan` measures the same by running an iteration, which takes as long as an iteration and
+as much memory. Here it is arithmetic on the flags of the training command, and takes a tenth of a
+second without torch. The flags of the collection are read by the code that training uses. Tests
+compare the result with `--collect-plan`. Experts and latent attention are not covered.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.names import ConfigError, last_value
+from configs.resolve import REPO
+
+FILE_OVERHEAD = 2460  #: bytes of a file beside its values: the record and torch's archive
+UNKNOWN = ("--num-experts", "--multi-latent-attention")  #: flags of models that are not covered
+#: Recomputation that runs the core of attention again; with `full` everything is run again.
+SELECTIVE = "selective"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What one collection writes."""
+
+    files: int
+    bytes: int
+    iterations: int | None  #: None: no end, as with `--control-iter 0` and no `--train-iters`
+    limited: bool  #: whether the user has set a limit of files or bytes
+    optional: bool  #: whether it is written only if something happens
+    codes: bool  #: whether codes are collected too, which are not counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """One tensor of a module: its name and the sizes of its dimensions by their letters."""
+
+    module: str
+    name: str
+    dims: tuple[tuple[str, int], ...]
+
+
+class Model:
+    """The shapes of one layer, from the flags of a training command."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = words
+        self.layers = self.number("--num-layers", 1)
+        self.hidden = self.number("--hidden-size", 1)
+        self.heads = self.number("--num-attention-heads", 1)
+        self.ffn = self.number("--ffn-hidden-size", 4 * self.hidden)
+        self.groups = self.number("--num-query-groups", self.heads)
+        self.head_dim = self.number("--kv-channels", self.hidden // self.heads)
+        self.tp = self.number("--tensor-model-parallel-size", 1)
+        self.cp = self.number("--context-parallel-size", 1)
+        self.pp = self.number("--pipeline-model-parallel-size", 1)
+        self.world = self.number("--nproc-per-node", 1) * self.number("--nnodes", 1)
+        self.sequence = self.number("--seq-length", 1) // self.cp
+        self.batch = self.number("--micro-batch-size", 1)
+        self.gate = 2 if "--swiglu" in words else 1
+        self.value_bytes = 2 if {"--bf16", "--fp16"} & set(words) else 4
+
+    def number(self, flag: str, default: int) -> int:
+        """Return the value of a flag that takes a whole number.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        text = last_value(flag, self.words)
+        if text is None:
+            return default
+        if not (text.isascii() and text.isdecimal() and 0 < len(text) < 10) or int(text) < 1:
+            raise ConfigError(f"{flag} is {text!r}; give a whole number of at least 1")
+        return int(text)
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the micro-batches of an iteration, for each copy of the model."""
+        copies = max(1, self.world // (self.tp * self.cp * self.pp))
+        return max(1, self.number("--global-batch-size", self.batch) // (self.batch * copies))
+
+    def tensors(self) -> Iterator[Saved]:
+        """Return the tensors that one rank has of one layer and micro-batch."""
+        query, kv = self.heads * self.head_dim, self.groups * self.head_dim
+        fc1 = self.gate * self.ffn
+        for module, h, o, column in (
+            ("self_attention.linear_qkv", self.hidden, query + 2 * kv, True),
+            ("self_attention.linear_proj", query, self.hidden, False),
+            ("mlp.linear_fc1", self.hidden, fc1, True),
+            ("mlp.linear_fc2", self.ffn, self.hidden, False),
+        ):
+            sizes = {"h": h if column else h // self.tp, "o": o // self.tp if column else o}
+            shapes = {"input": "sbh", "weight": "oh", "output": "sbo"}
+            yield from self._of(module, shapes, sizes)
+        sizes = {
+            "a": max(1, self.heads // self.tp),
+            "g": max(1, self.groups // self.tp),
+            "h": max(1, query // self.tp),
+            "d": self.head_dim,
+            "k": self.sequence * self.cp,
+        }
+        shapes = {"query": "sbad", "key": "sbgd", "value": "sbgd", "output": "sbh"}
+        yield from self._of("self_attention.core_attention", shapes, sizes)
+        for name in ("attention_scores", "attention_probs"):
+            yield self._saved("self_attention.core_attention", name, "bask", sizes)
+
+    def _of(self, module: str, shapes: dict[str, str], sizes: dict[str, int]) -> Iterator[Saved]:
+        """Return tensors and their gradients, which have the same shapes."""
+        for name, letters in shapes.items():
+            yield self._saved(module, name, letters, sizes)
+            yield self._saved(module, f"grad_{name}", letters, sizes)
+
+    def _saved(self, module: str, name: str, letters: str, sizes: dict[str, int]) -> Saved:
+        every = {"s": self.sequence, "b": self.batch} | sizes
+        return Saved(module=module, name=name, dims=tuple((each, every[each]) for each in letters))
+
+    def runs(self, saved: Saved) -> int:
+        """Return how often a tensor is computed: again in a pass that is recomputed."""
+        if saved.name.startswith("grad_") or saved.name == "weight":
+            return 1
+        kind = last_value("--recompute-granularity", self.words)
+        if "--recompute-activations" in self.words:
+            kind = SELECTIVE
+        attention = saved.module.endswith("core_attention")
+        return 2 if kind == "full" or (kind == SELECTIVE and attention) else 1
+
+
+def collection_size(words: Sequence[str]) -> Size | None:
+    """Return what the collection of a training command writes; None for a model not covered.
+
+    Args:
+        words: the command, with the flags of `pretrain_gpt.py`.
+
+    Raises:
+        ConfigError: a flag of the collection is not understood.
+    """
+    code, model = _training_code(), Model(words)
+    try:
+        selection = code["selection"].Selection.parse(
+            num_layers=model.layers, world_size=model.world, **_selection_flags(words)
+        )
+        limits = code["collection_limits"].Limits.parse(
+            collect_max_gib=_real("--collect-max-gib", words),
+            collect_max_files=_whole("--collect-max-files", words),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if any(flag in words or last_value(flag, words) is not None for flag in UNKNOWN):
+        return None
+    files, size = _of_iteration(model, selection, code["selection"].matches)
+    ring = _whole("--collect-ring", words)
+    count = _iterations(words, selection, ring)
+    times = math.inf if count is None else count
+    files, size = files * times, size * times
+    limited = limits.max_files is not None or limits.max_bytes is not None
+    if limits.max_files is not None and files > limits.max_files:
+        files, size = limits.max_files, size * limits.max_files / files
+    if limits.max_bytes is not None and size > limits.max_bytes:
+        files, size = files * limits.max_bytes / size, limits.max_bytes
+    return Size(
+        files=int(min(files, sys.maxsize)),
+        bytes=int(min(size, sys.maxsize)),
+        iterations=count,
+        limited=limited,
+        optional=ring is not None or last_value("--collect-flag-file", words) is not None,
+        codes=any(name.endswith("_codes") for name in selection.names),
+    )
+
+
+def _of_iteration(model: Model, selection: Any, matches: Any) -> tuple[float, float]:
+    """Return the files and bytes that all ranks write in one iteration."""
+    files = size = 0
+    micro_batches = min(selection.micro_batches or model.micro_batches, model.micro_batches)
+    names = selection.names
+    for layer in range(model.layers):
+        if layer not in selection.layers:
+            continue
+        for saved in model.tensors():
+            module = f"decoder.layers.{layer}.{saved.module}"
+            if saved.name not in names or not _included(module, selection.modules, matches):
+                continue
+            values = math.prod(_kept(selection.slices.by_letter, saved))
+            times = (1 if saved.name == "weight" else micro_batches) * model.runs(saved)
+            if values:
+                files += times
+                size += times * (values * model.value_bytes + FILE_OVERHEAD)
+    ranks = model.world / model.pp  # each of a pipeline's stages has a part of the layers
+    share = selection.ranks.count(model.world) / model.world
+    return files * ranks * share, size * ranks * share
+
+
+def _included(module: str, globs: Sequence[str], matches: Any) -> bool:
+    return not globs or any(matches(module, glob) for glob in globs)
+
+
+def _kept(slices: dict[str, range], saved: Saved) -> list[int]:
+    """Return how much of each dimension is kept."""
+    kept = []
+    for letter, size in saved.dims:
+        part = slices.get(letter)
+        kept.append(size if part is None else len(range(size)[part.start : part.stop : part.step]))
+    return kept
+
+
+def _iterations(words: Sequence[str], selection: Any, ring: int | None) -> int | None:
+    """Return how many iterations are collected at most."""
+    if ring is not None:
+        return ring * (_whole("--collect-ring-events", words) or 3)
+    train_iters = _whole("--train-iters", words)
+    named = selection.iterations
+    if train_iters is not None:
+        named = named.until(train_iters)
+    count = named.count()
+    limit = _whole("--control-iter", words)
+    if limit is None and last_value("--collect-flag-file", words) is None:
+        limit = 0 if last_value("--collect-iterations", words) is not None else 1
+    return count if not limit else limit if count is None else min(limit, count)
+
+
+def _selection_flags(words: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of `Selection.parse` that the command gives."""
+    found: dict[str, Any] = {}
+    for name in ("start", "every", "micro_batches"):
+        flag = f"--collect-{name.replace('_', '-')}"
+        if (number := _whole(flag, words)) is not None:
+            found[f"collect_{name}"] = number
+    for name in ("iterations", "layers", "ranks"):
+        if (text := last_value(f"--collect-{name}", words)) is not None:
+            found[f"collect_{name}"] = text
+    for name in ("modules", "tensors", "operations", "slice"):
+        if (values := _list(f"--collect-{name}", words)) is not None:
+            found[f"collect_{name}"] = values
+    return found
+
+
+def _list(flag: str, words: Sequence[str]) -> list[str] | None:
+    """Return the values that follow a flag, the last time that it is given."""
+    values: list[str] | None = None
+    taking = False
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name == flag:
+            values, taking = [text] if equals else [], not equals
+        elif word.startswith("--"):
+            taking = False
+        elif taking and values is not None:
+            values.append(word)
+    return values
+
+
+def _whole(flag: str, words: Sequence[str]) -> int | None:
+    text = last_value(flag, words)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ConfigError(f"{flag} is {text!r}; give a whole number of at least 0")
+    return int(text)
+
+
+def _real(flag: str, words: Sequence[str]) -> float | None:
+    text = last_value(flag, words)
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{flag} is {text!r}; give a number above 0") from None
+
+
+def _training_code() -> dict[str, Any]:
+    """Import what reads the flags of a collection, without megatron-core.
+
+    The package's own `__init__` imports all of megatron-core, which takes seconds and needs the
+    environment. The modules that are used here need the standard library only.
+    """
+    import importlib
+
+    before = set(sys.modules)
+    if "megatron.core" not in sys.modules:
+        package = types.ModuleType("megatron.core")
+        package.__path__ = [str(REPO / "megatron" / "core")]
+        sys.modules["megatron.core"] = package
+    try:
+        return {
+            name: importlib.import_module(f"megatron.core.{name}")
+            for name in ("selection", "collection_limits")
+        }
+    finally:
+        if "megatron.core" not in before:  # whoever imports it later gets the real one
+            for name in [each for each in sys.modules if each.startswith("megatron.core")]:
+                del sys.modules[name]
