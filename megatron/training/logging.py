@@ -4,7 +4,12 @@ TensorBoard.
 
 import argparse
 import math
+import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,38 +100,90 @@ def log_line(
     return " |".join(parts) + " |"
 
 
+def event_folder_problem(args: argparse.Namespace) -> str | None:
+    """Return why this rank cannot write to `--tensorboard-dir`, or None if it can or need not."""
+    if args.tensorboard_dir is None or not is_last_rank():
+        return None
+    folder = Path(args.tensorboard_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\0" * 4096)
+    except OSError as error:
+        return (
+            f"--tensorboard-dir {folder} cannot be written ({error.strerror}); make room, choose "
+            "another folder, or remove the flag"
+        )
+    return None
+
+
 class TensorBoard:
     """Scalars by iteration, under Megatron-LM's names; written by the rank that prints the log
-    line.
+    line. Training continues where they cannot be written, and the run then ends with an error.
     """
 
     def __init__(self, args: argparse.Namespace):
-        self._writer = None
+        self.failure: str | None = None  #: the reason that the event files are incomplete
+        self._writer: Any = None
+        self._folder = args.tensorboard_dir
         self._interval = args.tensorboard_log_interval
         if args.tensorboard_dir is not None and is_last_rank():
             from torch.utils.tensorboard import SummaryWriter  # costs a second
 
-            Path(args.tensorboard_dir).mkdir(parents=True, exist_ok=True)
-            self._writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=1000)
+            _silence_event_threads()
+            with self._failures("the start"):
+                Path(args.tensorboard_dir).mkdir(parents=True, exist_ok=True)
+                self._writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=1000)
 
     def write(self, iteration: int, scalars: dict[str, float | None]) -> None:
         """Add the scalars that have a value, on the iterations of `--tensorboard-log-interval`."""
-        if self._writer is None or iteration % self._interval:
+        if iteration % self._interval:
             return
-        for name, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, iteration)
+        self._add(iteration, {name: value for name, value in scalars.items() if value is not None})
 
     def write_evaluation(self, iteration: int, losses: dict[str, float]) -> None:
         """Add the validation losses, whatever the interval."""
-        if self._writer is not None:
-            for name, loss in losses.items():
-                self._writer.add_scalar(f"{name} validation", loss, iteration)
+        self._add(iteration, {f"{name} validation": loss for name, loss in losses.items()})
 
     def close(self) -> None:
         """Write out what is queued."""
         if self._writer is not None:
-            self._writer.close()
+            with self._failures("the end"):
+                self._writer.flush()  # also raises what the writing thread met
+                self._writer.close()
+
+    def _add(self, iteration: int, scalars: dict[str, float]) -> None:
+        if self._writer is not None:
+            with self._failures(f"iteration {iteration}"):
+                for name, value in scalars.items():
+                    self._writer.add_scalar(name, value, iteration)
+
+    @contextmanager
+    def _failures(self, where: str) -> Iterator[None]:
+        """Stop writing at the first error of the file system, and print a warning."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            why = error.strerror or str(error)
+            self.failure = f"cannot write event files to {self._folder} at {where} ({why})"
+            sys.stderr.write(f"[WARNING] {self.failure}: training continues without TensorBoard\n")
+            sys.stderr.flush()
+
+
+def _silence_event_threads() -> None:
+    """Print no traceback for a thread that writes event files.
+
+    The thread keeps its exception, and the next call of the writer raises it.
+    """
+    previous = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        ours = type(failed.thread).__module__.startswith("tensorboard.")
+        if not (ours and issubclass(failed.exc_type, OSError)):
+            previous(failed)
+
+    threading.excepthook = hook
 
 
 def scalars(progress: Progress, step: Step, numbers: Numbers) -> dict[str, Any]:

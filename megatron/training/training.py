@@ -13,11 +13,14 @@ from megatron.training.collection import (
     print_plan,
     report_collection,
 )
+from megatron.training.errors import RunError, UserError
 from megatron.training.hf.convert import convert
 from megatron.training.hf.flags import check_vocabulary, converts, name_special_tokens
 from megatron.training.hf.loading import check_weights
+from megatron.training.hf.ranks import all_succeed
 from megatron.training.hf.writing import check_export
 from megatron.training.initialize import initialize
+from megatron.training.logging import TensorBoard, event_folder_problem
 from megatron.training.loop import Loop
 from megatron.training.low_precision import audit_model, configure_formats
 from megatron.training.report import print_rank_0
@@ -42,6 +45,7 @@ def pretrain(run: Run) -> None:
     for line in policy.current().describe():
         print_rank_0(f"> format of {line}")
     check_save_directory(args)
+    all_succeed(event_folder_problem(args))
     check_export(run)
     check_weights(run)
     data.check_files(args)
@@ -72,13 +76,30 @@ def pretrain(run: Run) -> None:
         if args.collect_plan:
             print_plan(run, trained, progress, datasets["train"])
             return
-        Loop(run, trained, progress, datasets, timers).run()
+        loop = Loop(run, trained, progress, datasets, timers)
+        loop.run()
         report_collection()
     except BaseException as error:
         why = str(error) or type(error).__name__
         tensor_saver.close(aborted=why, interrupted=not isinstance(error, Exception))
         raise
     close_collection()
+    _check_event_files(loop.tensorboard)
+
+
+def _check_event_files(tensorboard: TensorBoard) -> None:
+    """Fail at the end of a run whose event files are incomplete. Collective.
+
+    Raises:
+        RunError: on all ranks alike.
+    """
+    try:
+        all_succeed(tensorboard.failure)
+    except UserError as error:
+        raise RunError(
+            f"training is complete, but TensorBoard's event files are not: {error}; make room or "
+            "choose another --tensorboard-dir"
+        ) from None
 
 
 def _connect(run: Run, trained: Trained) -> None:
