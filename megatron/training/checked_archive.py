@@ -50,7 +50,8 @@ def load(content: bytes) -> Any:
     stream = io.BytesIO(content)
     check(stream)
     stream.seek(0)
-    makes_arrays = [(np._core.multiarray._reconstruct, name) for name in _ARRAY]
+    makes_array = np.empty(0).__reduce__()[0]
+    makes_arrays = [(makes_array, name) for name in _ARRAY]
     types = [np.ndarray, np.dtype, *_classes_of_dtypes()]
     try:
         with torch.serialization.safe_globals([*makes_arrays, *types]):
@@ -90,9 +91,8 @@ def _is_known(name: str) -> bool:
 
 def _classes_of_dtypes() -> list[type]:
     """The classes of NumPy's types of numbers, which torch wants to be named one by one."""
-    return [type(np.dtype(code)) for code in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")] + [
-        type(np.dtype(code)) for code in ("f2", "f4", "f8", "b1")
-    ]
+    codes = "i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 b1"
+    return [type(np.dtype(code)) for code in codes.split()]
 
 
 def _members(archive: zipfile.ZipFile, size: int) -> dict[str, int]:

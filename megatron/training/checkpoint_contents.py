@@ -9,6 +9,7 @@ from typing import Any
 from megatron.training.optimizer_state import NUMERIC
 
 _LARGEST = (1 << 53) - 1  #: of a count, as far as floats count
+_COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_iterations")
 _DEPTH = 4  #: of lists in a setting
 
 
@@ -23,7 +24,7 @@ def check_common(common: Any) -> dict[str, Any]:
     _require(common, "the content", _is_settings, "a dictionary")
     if "progress" not in common:
         return common
-    _require(common["progress"], "progress", _is_counts, "a dictionary of counts")
+    _require(common["progress"], "progress", _is_progress, "a dictionary of counts")
     _require(common.get("args"), "args", _is_plain, "a dictionary of flags")
     for name in ("has_optim", "has_rng"):
         _require(common.get(name), name, lambda value: type(value) is bool, "True or False")
@@ -72,8 +73,9 @@ def _is_texts(value: Any) -> bool:
     return _is_settings(value) and all(isinstance(text, str) for text in value.values())
 
 
-def _is_counts(value: Any) -> bool:
-    return _is_settings(value) and all(_is_count(number) for number in value.values())
+def _is_progress(value: Any) -> bool:
+    """The counts are looked at here, the levels of losses in `checked_levels`."""
+    return _is_settings(value) and all(_is_count(value.get(name, 0)) for name in _COUNTS)
 
 
 def _is_count(value: Any) -> bool:

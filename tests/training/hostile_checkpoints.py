@@ -32,9 +32,9 @@ class Case:
 class Checkpoint:
     """A copy of a good checkpoint, and ways to change it."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, iteration: int = 4):
         self.folder = folder
-        self.path = folder / "iter_0000004"
+        self.path = folder / f"iter_{iteration:07d}"
         self.index = self.path / ".metadata"
         self.common = self.path / "common.pt"
 

@@ -16,9 +16,9 @@ from tests.training import (
     hostile_tokenizers,
     hostile_weights,
 )
-from tests.training.hostile_checkpoints import Case, special
-from tests.training.hostile_pickles import Touch
-from tests.training.runs import MODEL, NO_DROPOUT, refused, succeeded
+from tests.training.hostile_checkpoints import Case, Checkpoint, special
+from tests.training.hostile_pickles import Touch, archive
+from tests.training.runs import MODEL, NO_DROPOUT, refused, succeeded, train
 
 WORKER = Path(__file__).with_name("hostile_checkpoints_worker.py")
 SIZE = ("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2")
@@ -112,7 +112,7 @@ def test_hostile_caches_of_a_data_set_are_refused(run_quickly, corpus, tmp_path)
     files = hostile_pickles.programs(canary) | {
         "objects": array.getvalue(),
         "floats": floats.getvalue(),
-        "archive": hostile_pickles.archive(pickle.dumps(Touch(canary))),
+        "archive": archive(pickle.dumps(Touch(canary))),
         "cut off": array.getvalue()[:20],
     }
     cases = [Case("good", "cache", good, "")]
@@ -157,3 +157,21 @@ def test_hostile_tokenizers_are_refused(corpus, tmp_path):
     assert len(cases) > 40
     found = problems(cases, opened(cases, corpus, tmp_path, canary))
     assert not found, "\n".join(found)
+
+
+def test_one_rank_speaks_for_all(corpus, tmp_path):
+    """A command among the random states of the second rank ends both, with one line."""
+    canary, good = tmp_path / "canary", tmp_path / "good"
+    words = (*NO_DROPOUT, *SIZE, "--data-path", corpus)
+    save = ("--save", good, "--save-interval", "2", "--train-iters", "2")
+    succeeded(train(*words, *save, ranks=2))
+    checkpoint = Checkpoint(good, iteration=2)
+    load = ("--load", good, "--train-iters", "4")
+    for payload in (archive(pickle.dumps(Touch(canary))), archive(b"N.")):
+        checkpoint.replace("rng_state/shard_1", payload)
+        done = train(*words, *load, ranks=2)
+        assert done.status != 0
+        assert "Traceback" not in done.errors
+        (line,) = [line for line in done.errors.splitlines() if "[ERROR]" in line]
+        assert f"[ERROR] the checkpoint {checkpoint.path} cannot be read: " in line
+        assert not canary.exists()
