@@ -9,11 +9,12 @@ import pandas as pd
 
 from megatron.analysis.plots.style import percent
 from megatron.fake_quant import get_format
+from megatron.fake_quant.formats import BlockScaling
 
-SATURATED = 0.001  #: share of values beyond the largest number
-#: The same where blocks have a scale: rounded down, it cuts some of the largest values by design,
-#: of the floor rule and of NVFP4 some per cent of all.
-SATURATED_IN_BLOCKS = 0.1
+SATURATED = 0.001  #: share of values that are clipped
+#: The same under the scale rules that clip some of the largest values of a block by design.
+SATURATED_BY_DESIGN = 0.1
+CLIPPING_RULES = ("floor", "even")
 UNDERFLOW = 0.1  #: share of values that become zero
 SQNR = 10.0  #: dB; the error has a tenth of the signal's power
 BIAS = 0.01  #: of the mean magnitude
@@ -80,8 +81,9 @@ def _values(tensors: pd.DataFrame) -> list[Caution]:
 def _of_format(name: str, mine: pd.DataFrame) -> list[Caution]:
     """About what one format does."""
     mine = mine.assign(badness=-mine["sqnr_db"], bias_size=mine["relative_bias"].abs())
-    in_blocks = get_format(name).block_size is not None
-    saturated = SATURATED_IN_BLOCKS if in_blocks else SATURATED
+    scaling = get_format(name).scaling
+    by_design = isinstance(scaling, BlockScaling) and scaling.rule in CLIPPING_RULES
+    saturated = SATURATED_BY_DESIGN if by_design else SATURATED
     rules = (
         ("poisoned", "poisoned", 0, "turns finite values into NaN (of a block with NaN)",
          lambda x: f"{x:.0f} values"),

@@ -43,22 +43,33 @@ def split(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> tuple[Ten
         layout: of `x`.
         seed: for stochastic rounding, else None.
     """
+    blocks, scales = scale_down(x, fmt, layout)
+    return round_blocks(blocks, x, fmt, layout, seed), scales
+
+
+def scale_down(x: Tensor, fmt: Format, layout: Layout) -> tuple[Tensor, Scales]:
+    """Return the float32 values in blocks, in the range of the elements, and the scales."""
     blocks = layout.to_blocks(x.float())
+    if fmt.scaling is None:
+        return blocks, Scales()
+    scaled: tuple[Tensor, Scales] = _SCALINGS[type(fmt.scaling)].scale_down(
+        blocks, fmt.element, fmt.scaling
+    )
+    return scaled
+
+
+def round_blocks(
+    blocks: Tensor, x: Tensor, fmt: Format, layout: Layout, seed: int | None
+) -> Tensor:
+    """Round the values that `scale_down` gave for `x` to the elements of `fmt`."""
     random = None
     if seed is not None:
         random = layout.to_blocks(random_bits(tuple(x.shape), seed, x.device))
-    scales = Scales()
-    if fmt.scaling is not None:
-        scaling = _SCALINGS[type(fmt.scaling)]
-        blocks, scales = scaling.scale_down(blocks, fmt.element, fmt.scaling)
     if isinstance(fmt.element, HiFloat8):
         source = x.dtype if fmt.scaling is None else torch.float32
-        return (
-            round_to_hifloat8(blocks, fmt.element, fmt.rounding, source=source, random=random),
-            scales,
-        )
+        return round_to_hifloat8(blocks, fmt.element, fmt.rounding, source=source, random=random)
     assert not isinstance(fmt.element, Cast)
-    return round_to(blocks, fmt.element, random), scales
+    return round_to(blocks, fmt.element, random)
 
 
 def join(elements: Tensor, scales: Scales, fmt: Format, layout: Layout) -> Tensor:

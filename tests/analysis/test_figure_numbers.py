@@ -66,14 +66,16 @@ def test_regions_tell_what_is_lost_and_what_saturates_as_it_was_counted(tmp_path
     table = by_region(found).set_index("region")
     y = fake_quantize(x, "hifp8")
     assert y[:6].tolist() == [2.0**15, 2.0**15, -(2.0**15), 2.0**-22, 0.0, 0.0]
-    assert table["values"].loc["saturated (beyond 2¹⁵)"] == 2
+    assert table["values"].loc["saturated (from 1.25 · 2¹⁵)"] == 2
     assert table["values"].loc["1 bit, 2⁸…2¹⁵"] == 1
     assert table["values"].loc["lost (becomes zero)"] == 1
     assert table["values"].loc["denormal: powers of two"] == 1
     assert table["values"].sum() == x.numel() - 1  # without the zero
     assert table["error"].loc["1 bit, 2⁸…2¹⁵"] == 0
     squared = (y.double() - x.double()).square()
-    assert table["error"].loc["saturated (beyond 2¹⁵)"] == pytest.approx(squared[1:3].sum().item())
+    assert table["error"].loc["saturated (from 1.25 · 2¹⁵)"] == pytest.approx(
+        squared[1:3].sum().item()
+    )
     assert region_shares(found)[["values", "error"]].sum().tolist() == pytest.approx([1.0, 1.0])
 
 

@@ -101,7 +101,7 @@ def counted(material: Material, formats: list[str]) -> Figure:
     ]
     plot_counts(
         pd.concat(room), xlabel="binades between largest value and largest number",
-        title="Headroom (negative: saturates)", ax=axes[0],
+        title="Headroom (negative: above the largest number)", ax=axes[0],
     )  # fmt: skip
     plot_counts(
         _by_number({n: p.block_range for n, p in known.items()}, 0),

@@ -42,7 +42,7 @@ REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "3 bits, 2⁻³…2³": ("#2c7a4f", (-3, 3)),
     "2 bits, 2⁴…2⁷": ("#6d9fb8", (4, 7)),
     "1 bit, 2⁸…2¹⁵": ("#a9c6d6", (8, 15)),
-    "saturated (beyond 2¹⁵)": ("#7a1f4b", (16, 127)),
+    "saturated (from 1.25 · 2¹⁵)": ("#7a1f4b", (16, 127)),
 }
 LOST, SATURATED = next(iter(REGIONS)), list(REGIONS)[-1]
 EXPONENTS = np.arange(255) - 127
@@ -68,8 +68,9 @@ def the_format(material: Material) -> str:
 
 
 def by_region(found: FormatSum) -> pd.DataFrame:
-    """Values and squared error of each region. What became zero and what lay beyond the largest
-    number was counted when it was quantized; in the highest binade, only 2^15 is a number.
+    """Return values and squared error of each region. What became zero and what was clipped was
+    counted when it was quantized. The error of the highest binade counts as that of clipped values
+    if it has any: values below 1.25 * 2^15 round to 2^15 and are not told apart there.
     """
     kept = found.values - found.underflow - found.saturated
     error = found.squared_error.copy()

@@ -30,7 +30,7 @@ def draw(material: Material) -> Iterator[tuple[str, Make]]:
         raise NothingToDrawError("no format was asked for; name some in --formats")
     for name, column, title in (
         ("underflow", "underflow", "Underflow: values that are not zero and become zero"),
-        ("saturation", "saturated", "Saturation: values beyond the largest number"),
+        ("saturation", "saturated", "Saturation: values that clipping changes"),
     ):
         yield name, partial(by_tensor, material, column, "share of values", title, shares=True)
     yield "underflow_by_magnitude", partial(underflow_by_magnitude, material)

@@ -4,7 +4,7 @@ with the scale of each block given by its *class*.
 A class stands for the byte that the format stores for the block's scale. It is an E8M0 byte (of
 formats that are counted together one that differs from each format's own by a constant), in nvfp4
 the code of an E4M3 number, and 0 in formats without block scales. What a value becomes, and whether
-it underflows or saturates, follows from its bits and its class alone. That is why values can be
+it underflows or is clipped, follows from its bits and its class alone. That is why values can be
 counted by class and pattern first and quantized afterwards, a few thousand instead of millions.
 """
 
@@ -52,8 +52,8 @@ FLOAT, HIFLOAT8, TO_BFLOAT16, TO_FLOAT16 = 0, 1, 2, 3  #: kinds of elements
 AS_FLOAT32, AS_BFLOAT16, AS_FLOAT16 = 0, 1, 2  #: dtypes of the result
 CLASSES = 256
 NAN_E8M0, NAN_E4M3 = 255, 127
-#: Last places by which a tensor's own largest value may come out above the number it is scaled to.
-ROUNDED = 2
+#: The largest float32 magnitude that HiFloat8 rounds to its largest number; 40960 overflows.
+_HIFLOAT8_LIMIT = np.int32(np.float32(40960).view(np.int32) - 1)
 _DTYPES = {torch.float32: AS_FLOAT32, torch.bfloat16: AS_BFLOAT16, torch.float16: AS_FLOAT16}
 _HALF = ElementBits(
     np.int32((127 - 14) << 23), np.int32(INFINITY), np.int32(10 << 23), np.int32(15), SIGN
@@ -70,7 +70,7 @@ class Coder(NamedTuple):
     element: ElementBits
     rule: Rule
     beyond: Any  #: HiFloat8: what overflows becomes
-    limit: Any  #: the largest scaled magnitude that counts as within range
+    limit: Any  #: the largest scaled magnitude that still rounds to the largest number
     down: Any  #: [classes] float32: what a value is multiplied by before rounding
     up: Any  #: [classes] float32: and after it
     bytes: Any  #: [classes] stored byte of the scale
@@ -93,6 +93,22 @@ def element_bits(element: ElementFormat) -> ElementBits:
         emax=np.int32(element.emax),
         zero_sign=np.int32(0) if element.twos_complement else SIGN,
     )
+
+
+@functools.cache
+def rounding_limit(element: ElementFormat) -> np.int32:
+    """Return the bits of the largest float32 that rounds to the element's largest number.
+
+    The rounding edge lies half a step above that number. A value on the edge belongs to the largest
+    number only if the tie goes down, which it does to an even mantissa. (Without a mantissa it goes
+    up.)
+    """
+    half_step = 1 << (22 - element.mantissa_bits)
+    top = int(bits_of(element.max))
+    even = element.mantissa_bits > 0 and not top & (2 * half_step)
+    down = element.ties == "even" and even
+    limit: np.int32 = np.int32(top + half_step - (0 if down else 1))
+    return limit
 
 
 @functools.cache
@@ -125,10 +141,10 @@ def make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> C
 
 @functools.lru_cache(maxsize=64)
 def _make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> Coder:
-    kind, element, beyond, limit = FLOAT, _HALF, LARGEST, LARGEST
+    kind, element, beyond, limit = FLOAT, _HALF, LARGEST, _HIFLOAT8_LIMIT
     if isinstance(fmt.element, ElementFormat):
         element = element_bits(fmt.element)
-        limit = element.top
+        limit = rounding_limit(fmt.element)
     elif isinstance(fmt.element, HiFloat8):
         kind = HIFLOAT8
         beyond = LARGEST if fmt.element.overflow == "saturate" else INFINITY
@@ -137,8 +153,6 @@ def _make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> 
     rule = _rule(fmt, amax)
     down, up = np.ones(CLASSES, np.float32), np.ones(CLASSES, np.float32)
     stored = np.arange(CLASSES)
-    if isinstance(fmt.scaling, (TensorScaling, TwoLevelScaling)):
-        limit = np.int32(limit + ROUNDED)
     if isinstance(fmt.scaling, TensorScaling):
         encode = encode_scale(torch.tensor(amax, dtype=torch.float32), fmt.scaling)
         down[:], up[:] = encode.item(), encode.reciprocal().item()
@@ -237,10 +251,12 @@ def element_magnitude(scaled: Any, coder: Any) -> Any:
 
 
 @inlined
-def is_beyond(scaled: Any, coder: Any) -> Any:
-    """Whether a scaled magnitude is larger than the largest number."""
+def is_beyond(scaled: Any, class_: Any, coder: Any) -> Any:
+    """Return whether a scaled magnitude lies beyond the rounding edge of the largest number. Values
+    under a scale of zero become zero: they underflow and are not clipped.
+    """
     if coder.kind == FLOAT or coder.kind == HIFLOAT8:
-        return scaled > coder.limit
+        return scaled > coder.limit and coder.up[class_] > 0
     return element_magnitude(scaled, coder) == INFINITY
 
 
@@ -262,9 +278,10 @@ def result_bits(rounded: Any, bits: Any, class_: Any, coder: Any) -> Any:
 
 @kernel
 def quantized(bits: Any, class_: Any, coder: Any) -> Any:
-    """What a value becomes (float32 bits), its element's magnitude, and whether it was beyond the
-    largest. One function, not inlined by numba, so that it is compiled once.
+    """Return what a value becomes (float32 bits), its element's magnitude, and whether it was
+    clipped. One function, not inlined by numba, so that it is compiled once.
     """
     scaled = scaled_magnitude(bits, class_, coder)
     rounded = np.int32(element_magnitude(scaled, coder))
-    return np.int32(result_bits(rounded, bits, class_, coder)), rounded, is_beyond(scaled, coder)
+    beyond = is_beyond(scaled, class_, coder)
+    return np.int32(result_bits(rounded, bits, class_, coder)), rounded, beyond

@@ -65,9 +65,11 @@ VALUE_COLUMNS = (
 #: compared            values in the sums            poisoned  finite x whose y is NaN (its block)
 #: nonzero             those of `compared` with x != 0
 #: underflow           share of `nonzero` with y == 0, of either sign
-#: saturated           share of the finite x that are not poisoned beyond the largest number (times
-#:                     its scale); of several tensors weigh it by finite - poisoned, and `underflow`
-#:                     by nonzero
+#: saturated           share of the finite x that are clipped: with an unbounded exponent range they
+#:                     would round to a larger number than the format's largest. Values that round
+#:                     to the largest number anyway do not count, nor do values under a scale that
+#:                     is zero. Poisoned x are left out; weigh the share of several tensors by
+#:                     finite - poisoned, and `underflow` by nonzero
 #: codes_used          codes that occur              codes     codes that the element has
 #: code_entropy        bits                          (all three NaN for bf16 and fp16)
 #: blocks              with a scale of their own     zero_blocks, nan_blocks   among them
@@ -78,7 +80,8 @@ VALUE_COLUMNS = (
 #:                     binades of their largest and their smallest magnitude above zero
 #: block_range_max     the largest
 #: headroom            mean over these blocks of log2(largest number * scale / largest magnitude);
-#:                     negative: the block saturates
+#:                     negative: the largest magnitude exceeds the largest number, to which it
+#:                     rounds or is clipped
 #: axis_disagreement   share of values that become another number along the other axis
 #: axis_sqnr_db        10 log10(sum x^2 / sum (y_row - y_column)^2)
 FORMAT_COLUMNS = (
@@ -115,7 +118,7 @@ class FormatArrays:
     axis: str  #: row | column | all
     values: Counts  #: by binade
     underflow: Counts  #: by binade: those that become zero
-    saturated: Counts  #: by binade: those beyond the largest number
+    saturated: Counts  #: by binade: those that are clipped, see `saturated` above
     squared_error: Numbers  #: by binade: sum of (y - x)^2
     error: Numbers  #: by binade: sum of |y| - |x|, the bias in magnitude
     relative_error: Numbers  #: by binade: sum of |y - x| / |x|; divide by `values` for the mean

@@ -7,6 +7,7 @@ The random numbers of stochastic rounding come from one seed, so that a second c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,16 +20,24 @@ from megatron.analysis.stats.account import account_pairs, disagree_pairs
 from megatron.analysis.stats.errors import Errors, headroom_bins
 from megatron.analysis.stats.layout import Layout
 from megatron.analysis.stats.plan import axes_of
-from megatron.fake_quant import dequantize, quantize
+from megatron.fake_quant import dequantize, quantize, reference
 from megatron.fake_quant.codes import encode, pack_nibbles, unpack_nibbles
-from megatron.fake_quant.formats import Cast, Format, GroupScaling, TensorScaling, TwoLevelScaling
+from megatron.fake_quant.formats import (
+    Cast,
+    ElementFormat,
+    Format,
+    GroupScaling,
+    HiFloat8,
+    TensorScaling,
+    TwoLevelScaling,
+)
 from megatron.fake_quant.grid import positive_values
+from megatron.fake_quant.hifloat8 import LARGEST_EXPONENT
 from megatron.fake_quant.layout import Layout as Blocks
 from megatron.fake_quant.packing import QuantizedTensor
 
 SEED = 20240916  #: of stochastic rounding
 PIECE = 1 << 20  #: values at a time; the reference needs some fifty bytes for each
-ROUNDED = 1 + 2.0**-21  #: what the rounding of a tensor's scale may add to its largest value
 _NIBBLE = 4
 
 
@@ -87,7 +96,7 @@ def _bits(x: Tensor) -> NDArray[np.int32]:
 
 def _add_values(errors: Errors, view: Tensor, result: Tensor, packed: QuantizedTensor) -> None:
     """Values, what they became, and with which codes."""
-    beyond = view.float().abs() > _limits(packed)
+    beyond = _clipped(view, packed)
     codes = packed.codes
     if packed.format.element.bits <= _NIBBLE:
         codes = unpack_nibbles(codes, packed.shape[packed.axis])
@@ -98,6 +107,27 @@ def _add_values(errors: Errors, view: Tensor, result: Tensor, packed: QuantizedT
     )  # fmt: skip
 
 
+def _clipped(view: Tensor, packed: QuantizedTensor) -> Tensor:
+    """Return which values would round to a larger number than the largest if there were one. The
+    same random numbers decide as for the codes.
+    """
+    fmt, element = packed.format, packed.format.element
+    layout = Blocks.of(packed.shape, fmt, packed.axis)
+    blocks, scales = reference.scale_down(view, fmt, layout)
+    if isinstance(element, HiFloat8):
+        largest, wider = math.ldexp(1, LARGEST_EXPONENT), replace(element, overflow="inf")
+    else:
+        assert isinstance(element, ElementFormat)
+        largest, wider = element.max, replace(element, max=2 * element.max)  # type: ignore[assignment]
+    unbounded = replace(fmt, element=wider)
+    seed = SEED if fmt.rounding == "stochastic" else None
+    rounded = reference.round_blocks(blocks, view, unbounded, layout, seed)
+    clipped = rounded.abs() > largest
+    if isinstance(fmt.scaling, TwoLevelScaling):  # a scale of zero makes zeros, which underflow
+        clipped &= (scales.block() > 0).unsqueeze(-1)
+    return layout.from_rows(layout.from_blocks(clipped))
+
+
 def _limits(packed: QuantizedTensor) -> Tensor:
     """The largest number of the format at the place of each value, by its code and the scales."""
     element = packed.format.element
@@ -106,9 +136,7 @@ def _limits(packed: QuantizedTensor) -> Tensor:
     shape = list(packed.codes.shape)
     if element.bits <= _NIBBLE:
         code, shape[-1] = pack_nibbles(code.repeat(2)), packed.codes.shape[-1]
-    limits = dequantize(replace(packed, codes=code.expand(shape), dtype=torch.float32))
-    of_tensor = isinstance(packed.format.scaling, (TensorScaling, TwoLevelScaling))
-    return limits * ROUNDED if of_tensor else limits
+    return dequantize(replace(packed, codes=code.expand(shape), dtype=torch.float32))
 
 
 def _add_blocks(errors: Errors, view: Tensor, packed: QuantizedTensor) -> None:

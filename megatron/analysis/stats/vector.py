@@ -97,7 +97,8 @@ def _tile(
     many values are finite before and after, and what they become. Loops write one array each: with
     more, the compiler cannot rule out that they overlap, and gives up on vectors.
     """
-    element, decode, limit = coder.element, coder.rule.decode, coder.limit
+    element, decode = coder.element, coder.rule.decode
+    limit = coder.limit if up > 0 else INFINITY  # a scale of zero: all underflow, none is clipped
     for k in range(len(n)):
         scaled = min(as_bits(as_float(magnitudes[k]) * down), element.top)
         upper[k] = np.int32(nearest_even(scaled, element) >> 16)

@@ -15,7 +15,12 @@ from megatron.fake_quant import fake_quantize, get_format, quantize
 from megatron.fake_quant.formats import Cast, GroupScaling, TwoLevelScaling
 from megatron.fake_quant.packing import unpack_nibbles
 
-HIFLOAT8_LARGEST = 2.0**15
+HIFLOAT8_OVERFLOW = 40960.0
+#: The rounding edge above the largest number of each element, and whether a value on it goes up.
+EDGES = {
+    "e4m3": (464.0, False), "e5m2": (61440.0, True), "e2m3": (7.75, True), "e2m1": (7.0, True),
+    "int8": (255 / 128, True), "e3m4": (31.5, True),
+}  # fmt: skip
 
 
 def view(x: torch.Tensor, layout: Layout, axis: str) -> tuple[torch.Tensor, int]:
@@ -69,7 +74,7 @@ def _saturated(x: torch.Tensor, layout: Layout, name: str, axis: str) -> dict[st
 
 
 def beyond(x: torch.Tensor, layout: Layout, name: str, axis: str) -> np.ndarray:
-    """1 where a value's magnitude is larger than the largest number at its place, else 0."""
+    """1 where a value lies beyond the rounding edge of the largest number at its place, else 0."""
     fmt = get_format(name)
     seen, dim = view(x, layout, axis)
     magnitude = seen.abs().double()
@@ -81,18 +86,20 @@ def beyond(x: torch.Tensor, layout: Layout, name: str, axis: str) -> np.ndarray:
         bytes_ = bytes_ if bytes_.dim() == rows.dim() else bytes_[..., 0]
         values = torch.tensor([scale_value(byte, name) for byte in range(256)]).double()
         decode = float(packed.scales.whole()) if isinstance(fmt.scaling, TwoLevelScaling) else 1.0
-        # dividing by a scale of zero is multiplying by the largest float32
-        scales = (values[bytes_.long()] * decode).clamp(min=1 / torch.finfo(torch.float32).max)
-        limits = scales * fmt.element.max
-        limits = limits.repeat_interleave(size, -1)[..., : rows.shape[-1]]
-        # a float32 that divides and one that multiplies do not meet to the last bit
-        found = (rows > limits * (1 + 2.0**-20)).movedim(-1, dim)
+        scales = values[bytes_.long()].repeat_interleave(size, -1)[..., : rows.shape[-1]]
+        scaled = rows / scales
+        if isinstance(fmt.scaling, TwoLevelScaling):  # in float32, as the format has it
+            multiplier = ((scales * decode).float()).reciprocal()
+            scaled = (rows.float() * multiplier).double()
+        edge, goes_up = EDGES[fmt.element.name]
+        found = (scaled >= edge if goes_up else scaled > edge) & (scales > 0)
+        found = found.movedim(-1, dim)
     elif (
         fmt.scaling is not None
     ):  # of the whole tensor: its largest magnitude is the largest number
         found = torch.zeros(seen.shape, dtype=torch.bool)
     else:
-        found = magnitude > HIFLOAT8_LARGEST
+        found = magnitude >= HIFLOAT8_OVERFLOW
     return found.flatten().numpy().astype(float)
 
 

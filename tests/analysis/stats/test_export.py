@@ -49,7 +49,7 @@ def test_shares_of_all_tensors_are_of_what_they_are_shares_of(tmp_path):
     underflow, saturated = shares(found, "hifp8")
     assert underflow == float(f"{100 * 640 / 64640:.3g}")
     assert saturated == 0
-    # beyond the largest number of hifp8: 60 of the 64 + 64,000 finite values; the NaNs are none
+    # clipped in hifp8: 60 of the 64 + 64,000 finite values; the NaNs are none
     large = torch.full((1000, 64), math.nan)
     large[0] = 1.0
     large[0, :60] = 1e38

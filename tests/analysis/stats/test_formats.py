@@ -150,10 +150,10 @@ def test_attention_output_has_blocks_within_a_head_and_probabilities_along_keys(
     check(probabilities, layout, ["mxfp8", "nvfp4"])
 
 
-def test_saturation_counts_values_beyond_the_largest_number_times_the_scale():
-    # OCP's rule takes the largest power of two to the element's: 7 of 8 becomes 3.5 of 4, E2M1 has
-    # 6 of 4, that is 1.5; beyond are values over 6
-    x = torch.tensor([[7.0, 6.5, 6.0, 1.0] + [0.0] * 28], dtype=torch.bfloat16)
+def test_saturation_counts_values_beyond_the_rounding_edge_of_the_largest_number():
+    # OCP's rule takes the largest power of two to the element's, so E2M1 has 6 at a scale of 1: 6.5
+    # rounds to 6, but 7 would go to 8
+    x = torch.tensor([[7.5, 7.0, 6.5, 6.0] + [0.0] * 28], dtype=torch.bfloat16)
     _, found = tensor.measure(x, linear(x), make_plan(["mxfp4", "hifp8"]))
     numbers = found["mxfp4", "row"].numbers()
     assert numbers["saturated"] == 2 / 32

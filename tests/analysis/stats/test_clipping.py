@@ -1,0 +1,238 @@
+"""Check what `saturated` counts against rational arithmetic that shares no code with the program.
+
+A value is clipped when it would round to a larger number than the format's largest if the exponent
+range had no end. `Oracle` follows the specifications: OCP Microscaling v1.0, arXiv 2509.25149 for
+NVFP4, arXiv 2409.16626 for HiFloat8 and arXiv 2602.11287 for HiFloat4. Where a format prescribes
+float32 arithmetic (NVFP4, scales of a tensor), numpy's float32 does each operation.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.analysis.stats import tensor
+from megatron.analysis.stats.layout import layout_of
+from megatron.analysis.stats.plan import make_plan
+from tests.analysis.stats.test_formats import heavy
+
+#: Mantissa bits, largest number, and whether a tie goes away from zero.
+ELEMENTS = {
+    "e4m3": (3, Fraction(448), False),
+    "e5m2": (2, Fraction(57344), False),
+    "e3m2": (2, Fraction(28), False),
+    "e2m3": (3, Fraction(15, 2), False),
+    "e2m1": (1, Fraction(6), False),
+    "int8": (6, Fraction(127, 64), False),
+    "s1p2": (2, Fraction(7, 4), True),
+    "hif8": (1, Fraction(32768), True),
+    "float16": (10, Fraction(65504), False),
+}
+#: Element, block size and rule of formats with E8M0 scales.
+MX = {
+    "mxfp8": ("e4m3", 32, "floor"),
+    "mxfp8:rceil": ("e4m3", 32, "rceil"),
+    "mx:e5m2:b32:ceil": ("e5m2", 32, "ceil"),
+    "mx:e5m2:b32:even": ("e5m2", 32, "even"),
+    "mx:e4m3:b16:even": ("e4m3", 16, "even"),
+    "mx:e2m1:b16:even": ("e2m1", 16, "even"),
+    "mx:e3m2:b32:floor": ("e3m2", 32, "floor"),
+    "mxfp6_e2m3": ("e2m3", 32, "floor"),
+    "mxfp4": ("e2m1", 32, "floor"),
+    "mxint8": ("int8", 32, "floor"),
+}
+TENSOR = {"fp8_e4m3": ("e4m3", 448), "fp8_e5m2": ("e5m2", 57344), "hifp8:t15": ("hif8", 15),
+          "hifp8:t60000": ("hif8", 60000)}  # fmt: skip
+CASTS = {"hifp8": "hif8", "hifp8:inf": "hif8", "fp16": "float16"}
+NAMES = (*MX, *TENSOR, *CASTS, "nvfp4", "hifp4")
+
+
+def exponent(x: Fraction) -> int:
+    """Return floor(log2 x)."""
+    found = x.numerator.bit_length() - x.denominator.bit_length()
+    return found if Fraction(2) ** found <= x else found - 1
+
+
+def is_clipped(scaled: Fraction, element: str) -> bool:
+    """Return whether a scaled magnitude would round to the number after the largest."""
+    mantissa, largest, away = ELEMENTS[element]
+    step = Fraction(2) ** (exponent(largest) - mantissa)
+    if element == "hif8":  # 1.5 * 2^15 is the next one; there is one bit of mantissa
+        step = Fraction(2) ** 14
+    edge = largest + step / 2
+    odd = (largest / step) % 2 == 1
+    return scaled > edge or (scaled == edge and (away or odd))
+
+
+def rounded(x: Fraction, bits: int) -> Fraction:
+    """Return the nearest number of so many significant bits, ties to even."""
+    if not x:
+        return x
+    step = Fraction(2) ** (exponent(x) - bits + 1)
+    return round(x / step) * step  # Python rounds ties to even
+
+
+def e8m0(amax: Fraction, element: str, rule: str) -> int:
+    """Return the exponent of a block's scale."""
+    mantissa, largest, _ = ELEMENTS[element]
+    emax, e = exponent(largest), exponent(amax)
+    if rule == "ceil":
+        e += amax > Fraction(2) ** e
+    elif rule == "rceil":
+        e += amax > largest * Fraction(2) ** (e - emax)
+    elif rule == "even":
+        step = Fraction(2) ** (e - mantissa)
+        e = exponent((amax / step + Fraction(1, 2)).__floor__() * step)
+    return min(max(e - emax, -127), 127)
+
+
+def e4m3(x: Fraction) -> Fraction:
+    """Return the nearest E4M3 number, saturating."""
+    step = Fraction(2) ** (max(exponent(x), -6) - 3) if x else Fraction(1)
+    return min(round(x / step) * step, Fraction(448))
+
+
+def hifloat4(block: list[Fraction]) -> list[bool]:
+    """Return which of 64 values are clipped."""
+    amax = max(block)
+    e6m2 = rounded(rounded(amax * rounded(Fraction(1, 7), 8), 8), 3)
+    e6m2 = min(max(e6m2, Fraction(2) ** -48), Fraction(3, 2) * 2**15)
+    scaled = [x * rounded(1 / e6m2, 8) for x in block]
+    clipped = []
+    for place, value in enumerate(scaled):
+        eight = scaled[place // 8 * 8 : place // 8 * 8 + 8]
+        four = scaled[place // 4 * 4 : place // 4 * 4 + 4]
+        e8 = max(eight) >= 4
+        e16 = max(four) / 2**e8 >= 2
+        clipped.append(is_clipped(value / 2 ** (e8 + e16), "s1p2"))
+    return clipped
+
+
+def nvfp4_scaled(blocks: list[np.ndarray]) -> list[Fraction | None]:
+    """Return each value as its element sees it; None under a scale of zero."""
+    f32 = np.float32
+    encode = f32(2688) / max(block.max() for block in blocks)
+    decode, found = f32(1) / encode, []
+    for block in blocks:
+        scale = e4m3(Fraction(float(block.max() * (encode * f32(1 / 6)))))
+        if not scale:
+            found += [None] * len(block)
+            continue
+        multiplier = f32(1) / (f32(float(scale)) * decode)
+        found += [Fraction(float(x * multiplier)) for x in block]
+    return found
+
+
+def oracle(x: torch.Tensor, name: str) -> int:
+    """Return how many values of a matrix are clipped, with blocks along rows."""
+    magnitudes = x.float().abs().numpy()
+    if name in CASTS:
+        return sum(is_clipped(Fraction(float(v)), CASTS[name]) for v in magnitudes.flat)
+    if name in TENSOR:
+        element, target = TENSOR[name]
+        encode = np.float32(target) / magnitudes.max()
+        scaled = magnitudes * encode
+        return sum(is_clipped(Fraction(float(v)), element) for v in scaled.flat)
+    size = 16 if name == "nvfp4" else 64 if name == "hifp4" else MX[name][1]
+    blocks = [row[at : at + size] for row in magnitudes for at in range(0, len(row), size)]
+    if name == "nvfp4":
+        return sum(is_clipped(v, "e2m1") for v in nvfp4_scaled(blocks) if v is not None)
+    total = 0
+    for block in blocks:
+        exact = [Fraction(float(v)) for v in block]
+        if name == "hifp4":
+            total += sum(hifloat4([*exact, *[Fraction(0)] * (64 - len(exact))]))
+        elif any(exact):
+            element, _, rule = MX[name]
+            scale = Fraction(2) ** e8m0(max(exact), element, rule)
+            total += sum(is_clipped(v / scale, element) for v in exact)
+    return total
+
+
+def edges(dtype: torch.dtype) -> torch.Tensor:
+    """Return rows that begin with a value near a rounding edge: of each element, in the binade of
+    its largest number, every bfloat16 and the float32 neighbors of the edges.
+    """
+    found = []
+    for mantissa, largest, _ in ELEMENTS.values():
+        top = Fraction(2) ** exponent(largest)
+        sixteenths = [float(top * Fraction(k, 128)) for k in range(128, 256)]
+        step = top / 2**mantissa
+        edge = np.float32(float(largest + step / 2))
+        near = [np.nextafter(edge, np.float32(0)), edge, np.nextafter(edge, np.float32(np.inf))]
+        found += [*sixteenths, *map(float, near)]
+    first = torch.tensor(found)[:, None]
+    # the smaller values of a row reach the edge too when its first one raises the scale
+    shares = torch.tensor([1.0, 0.9921875, 0.9375, -0.875, 0.8125, 0.5, 0.0, 2.0**-9] * 8)
+    return (first * shares).to(dtype)
+
+
+def measured(x: torch.Tensor, name: str) -> float:
+    layout = layout_of(tuple(x.shape), layer_type="linear", tensor_name="input")
+    _, found = tensor.measure(x, layout, make_plan([name]))
+    axis = "all" if (name, "all") in found else "row"
+    numbers = found[name, axis].numbers()
+    assert numbers["poisoned"] == 0
+    return numbers["saturated"] * x.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_saturated_counts_what_clipping_changes(name, dtype):
+    for x in (edges(dtype), heavy((64, 96), dtype), 1000 * heavy((16, 80), dtype, 3)):
+        x = torch.where(x.isfinite(), x, 0)
+        assert measured(x, name) == pytest.approx(oracle(x, name), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxint8", "hifp8", "hifp8:inf", "hifp4"])
+def test_the_cases_hold_clipped_values_and_values_that_round_down_to_the_largest(name):
+    x = edges(torch.float32)
+    assert 0 < oracle(x, name) < x.numel() / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "clipped"),
+    [  # ties go to even, in HiFloat8 and HiFloat4 away from zero
+        ("mxfp4", 6.75, 7.0),
+        ("mxfp8", 464.0, 466.0),
+        ("mx:e5m2:b32:floor", 61184.0, 61440.0),
+        ("mxint8", 1.9921875 - 2**-18, 1.9921875),
+        ("hifp8", 40928.0, 40960.0),
+        ("fp16", 65519.0, 65520.0),
+    ],
+)
+def test_the_rounding_edge_of_each_element(name, kept, clipped):
+    for value, count in ((kept, 0), (clipped, 1), (-clipped, 1)):
+        assert measured(torch.tensor([[value, *[0.0] * 31]]), name) == count
+
+
+def test_nvfp4_clips_nothing_of_usual_values():
+    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert measured(x, "nvfp4") == oracle(x, "nvfp4") == 0
+
+
+def test_values_under_a_scale_of_zero_underflow_and_are_not_clipped():
+    x = torch.ones(2, 16)
+    x[1] = 1e-9
+    layout = layout_of((2, 16), layer_type="linear", tensor_name="input")
+    for dtype in (torch.float32, torch.bfloat16):
+        for name in ("nvfp4", "nvfp4:sr"):
+            _, found = tensor.measure(x.to(dtype), layout, make_plan([name]))
+            numbers = found[name, "row"].numbers()
+            assert (numbers["underflow"], numbers["saturated"]) == (0.5, 0)
+
+
+def test_stochastic_rounding_clips_what_its_draw_takes_up():
+    """Between the largest number and the next one the share that goes up is the distance."""
+    x = torch.full((512, 32), 6.5)
+    x[:, 0] = 7.9
+    clipped = measured(x, "mxfp4:sr")
+    expected = 512 * (31 * 0.25 + 0.95)
+    assert abs(clipped - expected) < 5 * math.sqrt(512 * 32 * 0.2)
+    assert measured(torch.full((4, 32), 6.0), "mxfp4:sr") == 0
+    large = torch.tensor([[16384.0, 49152.0, 1e9, 1.0]])
+    assert measured(large, "hifp8:hr") == 2
