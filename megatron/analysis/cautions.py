@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from megatron.analysis.endings import unfinished
 from megatron.analysis.plots.style import percent
 from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import BlockScaling
+
+if TYPE_CHECKING:
+    from megatron.analysis.figures.material import Material
 
 SATURATED = 0.001  #: share of values that are clipped
 #: The same under the scale rules that clip some of the largest values of a block by design.
@@ -26,20 +31,35 @@ NOTES = 6  #: of different words; more are counted
 class Caution:
     """One kind of trouble."""
 
-    #: partial, nan, saturation, poisoned, underflow, low_sqnr, bias, dead_channels, outliers
+    #: unfinished, partial, nan, saturation, poisoned, underflow, low_sqnr, bias, dead_channels,
+    #: outliers
     kind: str
     text: str
     tensors: tuple[int, ...]  #: all that it is about, worst first
+    format: str = ""  #: that it is about, if it is about one
 
     def __str__(self) -> str:
         return self.text
 
 
+def material_cautions(material: Material) -> list[Caution]:
+    """Return what to say of a dump: of runs that did not finish, then `find_cautions`."""
+    tensors = material.tensors
+    endings = unfinished(material.store)
+    found = [
+        Caution("unfinished", f"run {run_id} ({kind}): {words}", tuple(mine["tensor"].head(1)))
+        for run_id, words in endings.items()
+        for mine in [tensors[tensors["run_id"] == run_id]]
+        for kind in [mine["quant_type"].iloc[0] if len(mine) else "no tensor"]
+    ]
+    return found + find_cautions(material.judged, tensors)
+
+
 def find_cautions(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Caution]:
-    """Gravest first.
+    """Return what to say of tensors, the gravest first.
 
     Args:
-        uses: `Material.uses`. tensors: `Material.tensors`.
+        uses: `Material.judged`. tensors: `Material.tensors`; outliers are named of operands only.
     """
     found = _partial(tensors) + _values(tensors)
     for name, mine in uses.groupby("quantized_format", sort=False):
@@ -72,7 +92,7 @@ def _values(tensors: pd.DataFrame) -> list[Caution]:
         ("nan", special, "special", 0, "hold NaN or Inf", lambda x: f"{x:.0f} values"),
         ("dead_channels", tensors, "dead_channels", 0, "have channels of zeros only",
          lambda x: f"{x:.0f} channels"),
-        ("outliers", tensors, "outlier_channels", 0,
+        ("outliers", tensors[tensors["operand"]], "outlier_channels", 0,
          "have outlier channels (6 times the median amax)", lambda x: f"{x:.0f} channels"),
     )  # fmt: skip
     return [w for rule in rules for w in _rule(*rule)]
@@ -119,6 +139,7 @@ def _rule(
         f"L{row['layer_idx']} {row['place']} ({number(row[column])})"
         for row in beyond.drop_duplicates(["layer_idx", "place"]).head(NAMED).to_dict("records")
     )
-    tensors = f"{len(beyond):,} of {len(table):,} tensors"
+    what = "operands" if fmt and table["operand"].all() else "tensors"
+    tensors = f"{len(beyond):,} of {len(table):,} {what}"
     text = f"{fmt} {words}: {tensors}" if fmt else f"{tensors} {words}"
-    return [Caution(kind, f"{text}; worst: {worst}", tuple(beyond["tensor"]))]
+    return [Caution(kind, f"{text}; worst: {worst}", tuple(beyond["tensor"]), fmt)]

@@ -19,11 +19,13 @@ from tqdm import tqdm
 
 from megatron.analysis import stats
 from megatron.analysis.earlier import fingerprint, remember, set_aside, unchanged
+from megatron.analysis.endings import remarks_on, unfinished
 from megatron.analysis.figures.material import Material
 from megatron.analysis.making import Made, Order, make_all
-from megatron.analysis.output_names import IMAGES, QUICK, SAYS
+from megatron.analysis.output_names import IMAGES, JUDGED, OPERANDS, QUICK, SAYS
 from megatron.analysis.quick import check_output, quick_analysis
 from megatron.analysis.stats.pool import affordable
+from megatron.analysis.stats.result import REPEATED
 from megatron.analysis.stats_command import CACHE_FOLDER
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem
@@ -57,6 +59,7 @@ def draw(
     figures: Sequence[str] = tuple(SAYS),
     image: str = "png",
     run: str | None = None,
+    judge: str = OPERANDS,
     say: Callable[[str], None] | None = None,
     progress: bool = False,
     **computing: Any,
@@ -68,6 +71,7 @@ def draw(
         figures: of `output_names.SAYS`; all by default.
         image: png, svg or pdf.
         run: only the tensors of this run; `latest` for the one that started last.
+        judge: which tensors formats are judged by, `operands` of matmuls or their `results`.
         say: is told each file when it is there.
         progress: show bars on a terminal.
         computing: `workers`, `max_memory`, `scheduler`, `strict` of `stats.compute`.
@@ -77,6 +81,7 @@ def draw(
     """
     _check("figure", figures, tuple(SAYS))
     _check("image format", [image], IMAGES)
+    _check("kind of tensors to judge", [judge], JUDGED)
     for name in formats or ():
         get_format(name)
     check_output(output)
@@ -88,13 +93,14 @@ def draw(
     chosen = tuple(get_format(name).name for name in formats or default_formats(store))
     chosen = tuple(dict.fromkeys(chosen))
     cache = _cache(folder, output)
-    follows = fingerprint(folder, [cache, output], chosen, image, run)
+    follows = fingerprint(folder, [cache, output], chosen, image, run, judge)
     found = stats.compute(store, chosen, cache=cache, progress=progress, **computing)
     result.problems, result.tensors = list(found.problems), len(found.tensors)
-    result.notes, result.remarks = found.notes(), found.remarks
+    result.notes = found.notes() | note_of_repeats(found.repeats)
+    result.remarks = [*found.remarks, *remarks_on(unfinished(store))]
     if found.tensors.empty:
         raise ValueError(_nothing_readable(folder, result.problems))
-    material = Material(store, found, chosen, progress)
+    material = Material(store, found, chosen, progress, judge=judge)
     workers = affordable(computing.get("workers"), computing.get("max_memory"))
     names = [name for name in SAYS if name in figures]
     before = unchanged(output, names, follows)
@@ -139,8 +145,14 @@ def _quick(
             say(str(path))
     return DrawResult(
         [quick.picture, quick.text], problems=quick.problems, kept=quick.kept,
-        tensors=len(quick.measurements.table), notes=quick.measurements.notes(),
+        tensors=len(quick.measurements.table), remarks=remarks_on(quick.endings),
+        notes=quick.measurements.notes() | note_of_repeats(quick.measurements.repeats),
     )  # fmt: skip
+
+
+def note_of_repeats(count: int) -> dict[str, int]:
+    """Return a note for `DrawResult.notes` on tensors that repeat another."""
+    return {REPEATED: count} if count else {}
 
 
 def default_formats(store: TensorStore) -> list[str]:

@@ -73,7 +73,7 @@ def epilog(command: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     """Those of one of the three commands."""
-    from megatron.analysis.output_names import IMAGES, SAYS
+    from megatron.analysis.output_names import IMAGES, JUDGED, OPERANDS, SAYS
 
     parser.add_argument("folder", type=Path, metavar="DIR", help="searched with its subfolders")
     parser.add_argument(
@@ -102,6 +102,11 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
             help="some of the list below (default: all)",
         )  # fmt: skip
         parser.add_argument("--image", default="png", choices=IMAGES, help="(default: %(default)s)")
+        parser.add_argument(
+            "--judge", default=OPERANDS, choices=JUDGED,
+            help="tensors by which figures judge formats: the operands of matmuls, or their "
+            "results, which no matmul quantizes (default: %(default)s)",
+        )  # fmt: skip
     parser.set_defaults(figures_of=command)
 
 
@@ -133,6 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
             figures=arguments.figures if only == "draw" else [only],
             image=getattr(arguments, "image", "png"),
             run=arguments.run,
+            judge=getattr(arguments, "judge", "operands"),
             say=_printer(),
             progress=True,
             **computing,
@@ -145,7 +151,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_quick(arguments: argparse.Namespace) -> int:
     """The first look, with what it found in words; returns the exit status."""
-    from megatron.analysis.draw import DrawResult
+    from megatron.analysis.draw import DrawResult, note_of_repeats
+    from megatron.analysis.endings import remarks_on
     from megatron.analysis.quick import quick_analysis
 
     quick = quick_analysis(
@@ -157,7 +164,8 @@ def run_quick(arguments: argparse.Namespace) -> int:
         print(f"Wrote {path}")
     result = DrawResult(
         files, problems=quick.problems, kept=quick.kept, tensors=len(quick.measurements.table),
-        notes=quick.measurements.notes(),
+        notes=quick.measurements.notes() | note_of_repeats(quick.measurements.repeats),
+        remarks=remarks_on(quick.endings),
     )  # fmt: skip
     return say_result(result, first_look(quick))
 

@@ -13,10 +13,12 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
+from megatron.analysis.output_names import OPERANDS, RESULTS
 from megatron.analysis.stats.assembly import Assembly
 from megatron.analysis.stats.cache import opened
 from megatron.analysis.stats.histogram import Histogram
-from megatron.analysis.stats.logical import Logical, logical_tensors
+from megatron.analysis.stats.layout import is_operand
+from megatron.analysis.stats.logical import Logical, first_passes, logical_tensors
 from megatron.analysis.stats.moments import Moments, merge
 from megatron.analysis.stats.pool import on_threads, processors
 from megatron.analysis.stats.result import notes_by_text
@@ -25,13 +27,13 @@ from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem
 
 #: Histograms are kept apart by these columns.
-GROUPING = ("quant_type", "layer_type", "operation")
+GROUPING = ("quant_type", "layer_type", "operation", "use")
 #: Columns of the table that come from the records: `data_rank` is the data-parallel rank whose data
 #: it is, `shards` the number of files, `shape` that of the logical tensor.
 RECORD_COLUMNS = (
     "run_id", "iteration", "micro_batch", "data_rank", "shards", "layer_type", "layer_idx",
     "module", "operation", "phase", "component", "tensor_name", "quant_type", "format", "dtype",
-    "shape",
+    "shape", "use",
 )  # fmt: skip
 #: Columns of the table that are computed from the values: fields and properties of `Moments`.
 STATISTICS = ("count", "min", "max", "mean", "std", "rms", "amax", "zeros", "nan", "inf")
@@ -44,6 +46,7 @@ class Measurements:
     table: pd.DataFrame  #: a row a tensor: RECORD_COLUMNS, STATISTICS, summary, path, note
     histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)  #: by GROUPING
     problems: list[Problem] = field(default_factory=list)  #: files that could not be read
+    repeats: int = 0  #: tensors of recomputed forward passes that were left aside
 
     def summary(self) -> Moments:
         """Of all values."""
@@ -60,6 +63,13 @@ class Measurements:
         groups = self.table.groupby(column, sort=False)["summary"]
         found = {str(name): (len(group), merge(group)) for name, group in groups}
         return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+
+    def only(self, use: str) -> Measurements:
+        """Return the part that is of one use, operands or results."""
+        at = GROUPING.index("use")
+        histograms = {key: found for key, found in self.histograms.items() if key[at] == use}
+        table = self.table[self.table["use"] == use]
+        return Measurements(table, histograms, self.problems, self.repeats)
 
     def histograms_by(self, column: str) -> dict[str, Histogram]:
         """Joint histogram for each value of one of the GROUPING columns."""
@@ -91,7 +101,8 @@ def measure_dump(
         workers: threads; as many as there are processors if None.
         progress: show a bar on a terminal.
     """
-    tensors = list(logical_tensors(store.records))
+    everything = list(logical_tensors(store.records))
+    tensors = first_passes(everything)
     rows: dict[int, dict[str, Any]] = {}
     problems: list[tuple[int, str, str]] = []
     histograms: dict[tuple[str, ...], Histogram] = {}
@@ -117,13 +128,19 @@ def measure_dump(
     columns = [*RECORD_COLUMNS, *STATISTICS, "summary", "path", "note"]
     table = pd.DataFrame([rows[number] for number in sorted(rows)], columns=columns)
     found = [Problem(Path(path), why) for _, path, why in sorted(problems)]
-    return Measurements(table, histograms, found)
+    return Measurements(table, histograms, found, len(everything) - len(tensors))
+
+
+def use_of(layer_type: Any, tensor_name: Any) -> str:
+    """Return whether a tensor counts to the operands or to the results of matmuls."""
+    return OPERANDS if is_operand(layer_type, tensor_name) else RESULTS
 
 
 def _row(tensor: Logical) -> dict[str, Any]:
     """The record's part of a row; what groups tensors is never null."""
     known = {name: getattr(tensor.row, name, None) for name in RECORD_COLUMNS}
     row = {name: None if value is pd.NA else value for name, value in known.items()}
+    row["use"] = use_of(row["layer_type"], row["tensor_name"])
     row |= {name: str(row[name] or "unknown") for name in GROUPING}
     row |= {"data_rank": tensor.data_rank, "shards": tensor.files, "shape": tensor.shape}
     return row | {"path": Path(tensor.row.path), "note": tensor.note}

@@ -20,13 +20,16 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from megatron.analysis.endings import alarm, unfinished
 from megatron.analysis.measure import Measurements, measure_dump
 from megatron.analysis.output import write_keeping
+from megatron.analysis.output_names import OPERANDS
 from megatron.analysis.plots import plot_magnitude_histogram, plot_shares, plot_value_histogram
 from megatron.analysis.plots.shares import MOST
 from megatron.analysis.plots.style import ALARM, FAINT, RC, percent, short_count
 from megatron.analysis.plots.value_histogram import ALL
 from megatron.analysis.stats.histogram import Grid
+from megatron.analysis.stats.layout import PAIRWISE
 from megatron.analysis.stats_text import GROUPS, format_statistics
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem
@@ -49,6 +52,7 @@ class QuickResult:
     measurements: Measurements
     problems: list[Problem]
     missing: int  #: files that an index names and that are not there
+    endings: dict[str, str]  #: how runs ended that did not finish, by their ids
     kept: list[Path]  #: earlier files of the same name, under the names that they have now
 
 
@@ -91,7 +95,9 @@ def quick_analysis(
         *write_keeping(output / TEXT, text.encode()),
     ]
     missing = len(dump.missing)
-    return QuickResult(output / PICTURE, output / TEXT, measured, problems, missing, kept)
+    return QuickResult(
+        output / PICTURE, output / TEXT, measured, problems, missing, unfinished(dump), kept
+    )
 
 
 def check_output(output: Path) -> None:
@@ -122,9 +128,10 @@ def draw(dump: TensorStore, measured: Measurements, problems: list[Problem]) -> 
         figure = Figure(figsize=(12.5, 7.6), layout=layout)
         columns = figure.add_gridspec(1, 2, width_ratios=[1.3, 1.0])
         upper, lower = figure_rows(figure, columns[0], [1.35, 1.0])
-        data, note = histogram_data(measured)
-        plot_value_histogram(data, title="All values", note=note, ax=upper)
-        data, note = magnitude_data(measured)
+        shown, title = operands_of(measured)
+        data, note = histogram_data(shown)
+        plot_value_histogram(data, title=title, note=note, ax=upper)
+        data, note = magnitude_data(shown)
         plot_magnitude_histogram(data, title="By magnitude", note=note, ax=lower)
         shares = {title: share_data(measured, column) for column, title in GROUPS}
         heights = [min(len(data), MOST) + 0.35 for data in shares.values()]  # bars of one thickness
@@ -140,6 +147,16 @@ def figure_rows(figure: Figure, column: SubplotSpec, heights: list[float]) -> li
     """Axes below each other in one column of the figure."""
     grid = column.subgridspec(len(heights), 1, height_ratios=heights)
     return [figure.add_subplot(grid[row, 0]) for row in range(len(heights))]
+
+
+def operands_of(measured: Measurements) -> tuple[Measurements, str]:
+    """Return what the histograms show and their title: the operands of matmuls, which formats are
+    applied to; all values of a dump that has none.
+    """
+    operands = measured.only(OPERANDS)
+    if operands.table.empty:
+        return measured, "All values"
+    return operands, "Operands of matmuls"
 
 
 def grouping(measured: Measurements) -> str:
@@ -206,9 +223,10 @@ def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
     ]
     lines = []
     if summary.zeros:
-        lines.append(
-            f"zeros: {short_count(summary.zeros)}, {percent(summary.zeros / summary.count)}"
-        )
+        masked = measured.table.loc[measured.table["tensor_name"].isin(PAIRWISE), "zeros"].sum()
+        of_mask = f" ({short_count(masked)} of them in attention's masked scores)" if masked else ""
+        share = percent(summary.zeros / summary.count)
+        lines.append(f"zeros: {short_count(summary.zeros)}, {share}{of_mask}")
     if smaller := int(everything[:first].sum()):
         lines.append(f"smaller: {short_count(smaller)}, {percent(smaller / summary.count)}")
     return pd.concat(bins, ignore_index=True), ", ".join(lines)
@@ -237,6 +255,8 @@ def _headline(
     counted = {word: table[column].dropna().nunique() for word, column in COUNTED.items()}
     counted["rank"] = dump.records["rank"].dropna().nunique()
     facts += [f"{n} {word}{'s' if n > 1 else ''}" for word, n in counted.items() if n]
+    if measured.repeats:
+        facts.append(f"{measured.repeats:,} recomputed tensors left aside")
     figure.text(0.02, 0.975, title, va="top", fontsize=16, fontweight="bold")
     figure.text(0.02, 0.925, "   ·   ".join(facts), va="top", color=FAINT)
     alarms = []
@@ -246,3 +266,5 @@ def _headline(
         alarms.append(f"{len(problems)} files could not be read")
     if alarms:
         figure.text(0.98, 0.97, "\n".join(alarms), color=ALARM, ha="right", va="top")
+    if ended := alarm(dump):
+        figure.text(0.02, 0.895, ended, va="top", color=ALARM)

@@ -74,6 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compute, print the summary, write the file; returns the exit status."""
+    from megatron.analysis.endings import remarks_on, unfinished
     from megatron.analysis.output import write_keeping
     from megatron.analysis.stats.engine import compute
     from megatron.analysis.stats.export import WRITERS, summary
@@ -119,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     for problem in found.problems:
         print(printable(f"[ERROR] {problem}"), file=sys.stderr)
     print(printable(summary(found)))
-    for remark in found.remarks:
+    for remark in [*found.remarks, *remarks_on(unfinished(store))]:
         print(f"[NOTE] {remark}", file=sys.stderr)
     if len(store.missing):
         print(f"{len(store.missing)} files that an index names are not there (removed or moved?)")

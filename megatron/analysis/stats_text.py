@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
+from megatron.analysis.endings import ending
 from megatron.analysis.measure import STATISTICS, Measurements
 from megatron.analysis.stats.export import note_lines
 from megatron.analysis.stats.moments import Moments
+from megatron.analysis.stats.result import words_of_repeats
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem
 from megatron.analysis.text_table import align, printable
@@ -21,6 +23,7 @@ GROUPS = (
     ("quant_type", "By quantization type"),
     ("layer_type", "By layer type"),
     ("operation", "By operation"),
+    ("use", "By use in matmuls"),
 )
 TENSOR_COLUMNS = (
     "iteration", "micro_batch", "data_rank", "layer_idx", "module", "operation", "phase",
@@ -43,6 +46,7 @@ def format_statistics(
             if (lost := len(dump.missing))
             else []
         ),
+        *([words_of_repeats(measured.repeats)] if measured.repeats else []),
         "",
         "Runs",
         *(f"  {line}" for line in _runs(dump)),
@@ -67,9 +71,10 @@ def _runs(dump: TensorStore) -> list[str]:
     for run_id, count in dump.runs().items():
         card = dump.run_card(run_id) if run_id else {}
         facts = [f"{count} tensors"]
-        for key, word in (("quant_type", ""), ("status", ""), ("device", "on "), ("seed", "seed ")):
+        for key, word in (("quant_type", ""), ("device", "on "), ("seed", "seed ")):
             if card.get(key) is not None:
                 facts.append(f"{word}{card[key]}")
+        facts.append(ending(card))
         lines.append(f"{run_id or '(unknown run)'}: {', '.join(facts)}")
     return lines
 

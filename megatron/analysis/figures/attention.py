@@ -39,6 +39,7 @@ def draw(material: Material) -> Iterator[tuple[str, Make]]:
     drawn when it comes; a layer that cannot be loaded is left out.
     """
     rows = latest(material)
+    where = whose(rows)
     every = -(-len(rows) // LAYERS)
     loaded, lacking, errors = 0, {}, []
     for row in rows.itertuples():
@@ -50,7 +51,7 @@ def draw(material: Material) -> Iterator[tuple[str, Make]]:
             continue
         if loaded % every == 0:
             title = f"Layer {row.layer_idx}: attention probabilities"
-            yield name, partial(probabilities, probs, title)
+            yield name, partial(probabilities, probs, title, where, material.alarm)
         loaded += 1
         errors += [
             {"format": fmt, "row": layer_name(row.layer_idx), "column": head, "value": value}
@@ -61,7 +62,7 @@ def draw(material: Material) -> Iterator[tuple[str, Make]]:
         raise NothingToDrawError(next(iter(lacking.values())))
     yield from ((name, partial(_lacks, why)) for name, why in lacking.items())
     if errors:
-        yield "head_error", partial(head_error, pd.DataFrame(errors))
+        yield "head_error", partial(head_error, pd.DataFrame(errors), where, material.alarm)
 
 
 def _lacks(why: str) -> Figure:
@@ -83,6 +84,13 @@ def latest(material: Material) -> pd.DataFrame:
     return last.drop_duplicates("layer_idx").sort_values("layer_idx")
 
 
+def whose(rows: pd.DataFrame) -> str:
+    """Return the run and the iteration of what `latest` chose, in words."""
+    first = rows.iloc[0]
+    run = f"{first['quant_type']} run {first['run_id'] or '(unknown)'}"
+    return f"{run} (the newest), iteration {first['iteration']} (its last)"
+
+
 def formats_of(material: Material, tensor: int) -> list[str]:
     """Those that the statistics have of a tensor: not all can be computed of a part of one."""
     uses = material.uses
@@ -99,7 +107,7 @@ def by_head(probs: Tensor) -> Tensor:
     return probs.reshape(-1, *probs.shape[-3:])
 
 
-def probabilities(probs: Tensor, title: str) -> Figure:
+def probabilities(probs: Tensor, title: str, where: str, warning: str = "") -> Figure:
     """The first sequence's heads."""
     heads = min(probs.shape[1], HEADS)
     columns = min(4, heads)
@@ -124,8 +132,8 @@ def probabilities(probs: Tensor, title: str) -> Figure:
         axes[0].images[0], ax=axes, label="probability", fraction=0.02, extend="min"
     )
     decades(bar.ax.yaxis)
-    note = f"first sequence, {heads} of {probs.shape[1]} heads; bits: mean entropy of a query; "
-    headline(figure, title, note + "grey: masked")
+    note = f"{where}; first sequence, {heads} of {probs.shape[1]} heads; bits: mean entropy of a "
+    headline(figure, title, f"{note}query; grey: masked", warning)
     return figure
 
 
@@ -185,7 +193,7 @@ def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]
     return signal, noise
 
 
-def head_error(data: pd.DataFrame) -> Figure:
+def head_error(data: pd.DataFrame, where: str, warning: str = "") -> Figure:
     """Layer by head, a panel a format.
 
     Args:
@@ -206,6 +214,6 @@ def head_error(data: pd.DataFrame) -> Figure:
         mine = data[data["format"] == name]
         plot_heatmap(mine, label="SQNR (dB)", title=name, norm=norm, ax=ax)
         ax.set_xlabel("head")
-    note = "SQNR of each head's probabilities, blocks along keys as in P V"
-    headline(figure, "Error of each attention head", note)
+    note = f"SQNR of each head's probabilities, blocks along keys as in P V; {where}"
+    headline(figure, "Error of each attention head", note, warning)
     return figure

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,12 +16,11 @@ from megatron.analysis.figures.material import (
     Make,
     Material,
     NothingToDrawError,
-    headline,
     legend,
     sheet,
 )
 from megatron.analysis.plots import plot_block_map, plot_code_usage, plot_counts
-from megatron.analysis.plots.style import powers_of_two
+from megatron.analysis.plots.style import powers_of_two, right_of_title
 from megatron.analysis.scale_maps import scale_map
 from megatron.analysis.stats import HEADROOM_EDGES
 from megatron.analysis.stats.coder import NAN_E8M0
@@ -46,10 +45,17 @@ def draw(material: Material) -> Iterator[tuple[str, Make]]:
 
 
 def worst(material: Material, fmt: str, count: int) -> pd.DataFrame:
-    """The tensor of each place with the lowest SQNR, lowest first."""
-    mine = material.uses[material.uses["quantized_format"] == fmt]
-    mine = mine[mine["count"] > 0].sort_values("sqnr_db", kind="stable")
-    return mine.drop_duplicates("place").head(count)
+    """Return the tensor of each place with the lowest SQNR, with blocks along the last dimension;
+    lowest first.
+    """
+    mine = material.judged[material.judged["quantized_format"] == fmt]
+    if mine.empty:
+        raise NothingToDrawError(material.nothing_judged)
+    table = material.found.formats
+    along = table[(table["quantized_format"] == fmt) & (table["axis"] == "row")]
+    sqnr = mine["tensor"].map(along.set_index("tensor")["sqnr_db"])
+    mine = mine.assign(along_row=sqnr)[mine["count"] > 0]
+    return mine.sort_values("along_row", kind="stable").drop_duplicates("place").head(count)
 
 
 def maps(material: Material, fmt: str) -> Figure:
@@ -69,22 +75,16 @@ def maps(material: Material, fmt: str) -> Figure:
     for ax in axes[len(drawn) :]:
         ax.set_visible(False)
     for ax, (row, data) in zip(axes, drawn, strict=False):
-        title = f"L{row.layer_idx} {row.place}, {row.quant_type}, {_decibels(material, row):.1f} dB"
+        title = f"L{row.layer_idx} {row.place}, {row.along_row:.1f} dB ({row.quant_type} run)"
         across = "output unit" if row.tensor_name.endswith("weight") else "row (token, head)"
-        plot_block_map(data, rows=across, columns="first value of the block", title=title, ax=ax)
-    note = "exponent of each block's stored scale, blocks along the last dimension; the tensors "
-    note += "with the lowest SQNR, one of each place; grey: zeros only"
-    headline(figure, f"{fmt}: scale maps", note)
+        plot_block_map(
+            data, rows=across, columns="first value of the block", title=title, ax=ax,
+            powers=isinstance(get_format(fmt).scaling, BlockScaling),
+        )  # fmt: skip
+    note = "each block's stored scale and the SQNR, both of blocks along the last dimension; the "
+    note += f"{material.judge} of matmuls with the lowest SQNR, one of each place; grey: zeros only"
+    material.headline(figure, f"{fmt}: scale maps", note)
     return figure
-
-
-def _decibels(material: Material, row: Any) -> float:
-    """SQNR with blocks along the last dimension, as the map shows them."""
-    table = material.found.formats
-    mine = table[
-        (table["tensor"] == row.tensor) & (table["quantized_format"] == row.quantized_format)
-    ]
-    return float(mine.loc[mine["axis"] == "row", "sqnr_db"].iloc[0])
 
 
 def counted(material: Material, formats: list[str]) -> Figure:
@@ -93,12 +93,15 @@ def counted(material: Material, formats: list[str]) -> Figure:
     known = {name: part for name, part in found.items() if part is not None}
     if not known:
         raise NothingToDrawError("no tensor was collected whole")
-    figure, axes = sheet(14.0, 4.2, 1, 3)
+    figure, axes = sheet(14.0, 4.4, 1, 3)
     edges, step = HEADROOM_EDGES, HEADROOM_EDGES[1] - HEADROOM_EDGES[0]
+    seen = np.flatnonzero(sum(part.headroom for part in known.values()))
+    chosen = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(None)
     room = [
-        pd.DataFrame({"format": n, "left": edges, "right": edges + step, "count": p.headroom})
+        pd.DataFrame({"format": n, "left": edges[chosen], "right": edges[chosen] + step,
+                      "count": p.headroom[chosen]})
         for n, p in known.items()
-    ]
+    ]  # fmt: skip
     plot_counts(
         pd.concat(room), xlabel="binades between largest value and largest number",
         title="Headroom (negative: above the largest number)", ax=axes[0],
@@ -122,24 +125,37 @@ def counted(material: Material, formats: list[str]) -> Figure:
             ax=axes[2],
         )
         powers_of_two(axes[2].xaxis)
+        if others := [name for name in known if name not in e8m0]:
+            right_of_title(axes[2], f"not of {', '.join(others)}: E4M3 scales")
     else:
         axes[2].set_visible(False)
+    if alike := same_counts({n: p.block_range for n, p in known.items()}):
+        right_of_title(axes[1], f"the same blocks: {', '.join(alike)}")
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)
     note = (
-        f"{material.origin}; ranges and scales without 0.01 % at each end; no blocks of zeros, no "
-        "NaN"
+        f"{material.judged_origin}; ranges and scales without 0.01 % at each end; no blocks of "
+        "zeros, no NaN"
     )
-    headline(figure, "Blocks: room, range and scales", note)
+    material.headline(figure, "Blocks: room, range and scales", note)
     return figure
+
+
+def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
+    """Return formats whose counts coincide with those of another, so that one hides the other."""
+    return [
+        name
+        for name, found in counts.items()
+        if any(other != name and np.array_equal(found, counts[other]) for other in counts)
+    ]
 
 
 def of_numbers(material: Material, fmt: str, scales: np.ndarray) -> np.ndarray:
     """Blocks by E8M0 byte, without those of zeros only (they store the smallest scale) and those
     with a NaN.
     """
-    mine = material.uses[material.uses["quantized_format"] == fmt]
+    mine = material.judged[material.judged["quantized_format"] == fmt]
     found: np.ndarray = scales.copy()
     found[0] -= int(mine["zero_blocks"].sum())
     found[NAN_E8M0] = 0
@@ -176,8 +192,11 @@ def codes(material: Material) -> Figure:
         raise NothingToDrawError("none of the formats has codes that are counted")
     figure, axes = sheet(11.0, 2.4 * len(shown) + 0.9, len(shown), 1)
     for ax, (name, part) in zip(axes, shown.items(), strict=True):
-        plot_code_usage(usage(name, part), title=name, ax=ax)
-    for ax in axes[:-1]:
-        ax.set_xlabel("")
-    headline(figure, "How often each code is used", f"{material.origin}; red: never used")
+        scaled = get_format(name).scaling is not None
+        plot_code_usage(usage(name, part), title=name, scaled=scaled, ax=ax)
+    for ax, after in itertools.pairwise(axes):
+        if ax.get_xlabel() == after.get_xlabel():
+            ax.set_xlabel("")
+    note = f"{material.judged_origin}; red: never used"
+    material.headline(figure, "How often each code is used", note)
     return figure

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from megatron.analysis.figures.distributions import binade_shares
@@ -13,12 +14,14 @@ from megatron.analysis.figures.material import (
     Make,
     Material,
     NothingToDrawError,
-    headline,
     legend,
+    median_of,
     medians,
+    share_y,
     sheet,
 )
 from megatron.analysis.plots import plot_exponent_histogram, plot_lines
+from megatron.analysis.plots.style import nothing
 
 
 def draw(material: Material) -> Iterator[tuple[str, Make]]:
@@ -46,8 +49,8 @@ def exponents_by_type(material: Material, types: list[str]) -> Figure:
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)
-    note = "values before quantization, of runs trained in each type"
-    headline(figure, "Values by magnitude in runs of each type", note)
+    note = f"values before quantization, of runs trained in each type; {material.origin}"
+    material.headline(figure, "Values by magnitude in runs of each type", note)
     return figure
 
 
@@ -60,7 +63,8 @@ def by_type(material: Material, column: str, ylabel: str, title: str) -> Figure:
         data = medians(mine, "quant_type", "layer_idx", column)
         plot_lines(data, xlabel="layer", ylabel=ylabel, title=KINDS[kind], logarithmic=True, ax=ax)
     legend(figure, axes)
-    headline(figure, title, f"median of {material.origin}")
+    note = median_of(material.tensors, ["kind", "quant_type", "layer_idx"], "point")
+    material.headline(figure, title, f"{note} of different modules; {material.origin}")
     return figure
 
 
@@ -72,21 +76,29 @@ def deviation(material: Material) -> Figure:
             "no tensor of a bf16 run has a counterpart, whole and of the same shape, in another run"
         )
     kinds = material.kinds(data)
-    figure, axes = sheet(4.2 * len(kinds), 4.4, 1, len(kinds), sharey=True)
+    figure, axes = sheet(4.2 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
         mine = data[data["kind"] == kind]
+        if (mine["deviation"] == 0).all():  # a logarithmic axis has no place for it
+            nothing(ax, KINDS[kind], f"equal in all runs\nin iteration {_last(mine)}")
+            continue
         shown = medians(mine, "quant_type", "layer_idx", "deviation")
         plot_lines(
-            shown, xlabel="layer", ylabel="|x - x0| / |x0|", title=KINDS[kind], logarithmic=True,
+            shown, xlabel="layer", ylabel="‖x - x0‖ / ‖x0‖", title=KINDS[kind], logarithmic=True,
             ax=ax,
         )  # fmt: skip
-    for ax in axes[1:]:
-        ax.set_ylabel("")
+    share_y([ax for ax in axes if ax.get_legend_handles_labels()[0]])
     legend(figure, axes)
-    last = data.groupby("quant_type")["iteration"].first()
-    at = ", ".join(f"{name} {iteration}" for name, iteration in last.items())
-    if last.nunique() == 1:
-        at = str(last.iloc[0])
-    note = f"x0: the same tensor of the run without quantization; median, iteration {at}"
-    headline(figure, "How far each run is from the one without quantization", note)
+    note = "x0: the same tensor of the run without quantization; "
+    note += f"{median_of(data, ['quant_type', 'kind', 'layer_idx'], 'point')}, iteration "
+    title = "How far each run is from the one without quantization"
+    material.headline(figure, title, note + _last(data))
     return figure
+
+
+def _last(data: pd.DataFrame) -> str:
+    """Return the iteration that was compared; with several ones, that of each type."""
+    last = data.groupby("quant_type")["iteration"].first()
+    if last.nunique() == 1:
+        return str(last.iloc[0])
+    return ", ".join(f"{name} {iteration}" for name, iteration in last.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from statistics import NormalDist
 
@@ -16,12 +16,12 @@ from megatron.analysis.figures.material import (
     Make,
     Material,
     NothingToDrawError,
-    headline,
     legend,
     share_y,
     sheet,
     trimmed,
 )
+from megatron.analysis.figures.patterns import REACH as PATTERN_REACH
 from megatron.analysis.figures.patterns import density, magnitude_quantiles, standard_quantiles
 from megatron.analysis.figures.ranges import format_ranges
 from megatron.analysis.plots import (
@@ -31,22 +31,34 @@ from megatron.analysis.plots import (
     plot_quantiles,
 )
 
-MOST = 24  #: small pictures on one sheet
+MOST = 36  #: small pictures on one sheet
+#: What the bars below an exponent histogram are.
+REACH = (
+    "bars: what each format reaches (thin: subnormal); of block formats thick for a block of the "
+    "median scale, a line for blocks of other scales"
+)
 
 
 def draw(material: Material) -> Iterator[tuple[str, Make]]:
     """exponents, histogram, box and qq."""
     if not material.sums.patterns:
         raise NothingToDrawError("no tensor has a value that could be counted")
-    for name, make in (
-        ("exponents", exponents), ("histogram", histogram), ("box", box), ("qq", quantile_quantile),
-    ):  # fmt: skip
+    yield "exponents", partial(exponents, material)
+    places = material.places_apart
+    for sheet_number, first in enumerate(range(0, len(places), MOST), start=1):
+        name = "histogram" if first == 0 else f"histogram_{sheet_number}"
+        yield name, partial(histogram, material, places[first : first + MOST])
+    for name, make in (("box", box), ("qq", quantile_quantile)):
         yield name, partial(make, material)
 
 
 def exponent_shares(material: Material, kind: str) -> pd.DataFrame:
-    """Shares by binade of the tensor names of one kind, for `plot_exponent_histogram`."""
-    table = material.tensors[material.tensors["kind"] == kind]
+    """Shares by binade of the tensor names of one kind by which formats are judged, for
+    `plot_exponent_histogram`.
+    """
+    table = material.judged[material.judged["kind"] == kind]
+    if not material.formats:
+        table = material.tensors[material.tensors["kind"] == kind]
     counts = {
         str(name): material.sums.binades_of(set(part["place"]))
         for name, part in table.groupby("tensor_name", sort=False)
@@ -75,24 +87,24 @@ def binade_shares(counts: Mapping[str, NDArray[np.int64]]) -> pd.DataFrame:
 
 def exponents(material: Material) -> Figure:
     """Exponent histograms with the formats' ranges."""
-    kinds = material.kinds(material.tensors)
+    judged = material.judged if material.formats else material.tensors
+    kinds = material.kinds(judged)
     figure, axes = sheet(5.4 * len(kinds), 5.0, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
-        mine = material.uses[material.uses["kind"] == kind]
+        mine = material.judged[material.judged["kind"] == kind]
         ranges = format_ranges(material.formats, mine)
         plot_exponent_histogram(exponent_shares(material, kind), ranges, title=KINDS[kind], ax=ax)
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)
-    note = "bars: what each format reaches (thin: subnormal), for block formats a block of the "
-    note += "median scale; zeros and the lowest 0.01 % are left out"
-    headline(figure, "Values by magnitude, and what the formats reach", note)
+    origin = material.judged_origin if material.formats else material.origin
+    note = f"{REACH}; zeros and the lowest 0.01 % are left out; {origin}"
+    material.headline(figure, "Values by magnitude, and what the formats reach", note)
     return figure
 
 
-def histogram(material: Material) -> Figure:
-    """Small pictures, a place each."""
-    places = material.places[:MOST]
+def histogram(material: Material, places: Sequence[str]) -> Figure:
+    """Draw one small picture per place."""
     columns = min(4, len(places))
     rows = -(-len(places) // columns)
     figure, axes = sheet(3.1 * columns, 2.1 * rows + 0.9, rows, columns)
@@ -102,30 +114,29 @@ def histogram(material: Material) -> Figure:
         data = density(material.sums.patterns[place])
         if data is None:
             ax.text(0.5, 0.5, "one value only", ha="center", transform=ax.transAxes)
-            ax.set_title(place, loc="left", fontsize=9)
+            ax.set_title(material.label(place), loc="left", fontsize=9)
             continue
         plot_density(data.assign(group=place.rpartition(" ")[2]), ax=ax)
-        ax.set_title(place, loc="left", fontsize=9)
+        ax.set_title(material.label(place), loc="left", fontsize=9)
     for ax in axes[: len(places) : columns]:
         ax.set_ylabel("density")
-    left_out = len(material.places) - len(places)
-    more = f"; {left_out} more are not drawn" if left_out else ""
-    note = f"x: standard deviations from zero; dotted: normal; {material.origin}{more}"
-    headline(figure, "Distribution of values", note)
+    note = f"x: standard deviations from zero, up to {PATTERN_REACH:g}; dotted: normal; "
+    material.headline(figure, "Distribution of values", note + material.origin)
     return figure
 
 
 def box(material: Material) -> Figure:
     """Magnitudes of each place."""
     rows = [
-        {"name": place, "group": place.rpartition(" ")[2]}
+        {"name": material.label(place), "group": place.rpartition(" ")[2]}
         | magnitude_quantiles(material.sums.patterns[place])
-        for place in material.places
+        for place in material.places_apart
     ]
     figure, axes = sheet(9.5, 0.3 * len(rows) + 1.8)
     plot_boxes(pd.DataFrame(rows), ax=axes[0])
     note = "box: middle half; line in it: median; whiskers: 1 % to 99 %; tick: largest; hatched: "
-    headline(figure, "Magnitudes of each tensor", note + "gradients")
+    note += "gradients; ▾: zeros reach so far, those of attention_probs are the mask's; "
+    material.headline(figure, "Magnitudes of each tensor", note + material.origin)
     return figure
 
 
@@ -151,6 +162,7 @@ def quantile_quantile(material: Material) -> Figure:
         if ax.has_data():
             ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, fontsize=8)
     share_y(axes)
-    note = "linear up to 10 standard deviations, logarithmic beyond; from 1e-6 to 1 - 1e-6"
-    headline(figure, "Tails: quantiles against a normal distribution", note)
+    note = "linear up to 10 standard deviations, logarithmic beyond; from 1e-6 to 1 - 1e-6; "
+    title = "Tails: quantiles against a normal distribution"
+    material.headline(figure, title, note + material.origin)
     return figure

@@ -15,9 +15,10 @@ from megatron.analysis.figures.material import (
     Make,
     Material,
     NothingToDrawError,
-    headline,
+    median_of,
     sheet,
 )
+from megatron.analysis.output_names import OPERANDS
 from megatron.analysis.plots import plot_heatmap
 
 
@@ -61,7 +62,7 @@ def cells(table: pd.DataFrame, value: str, column: str, order: list[object]) -> 
 
 def sqnr_norm(material: Material) -> Normalize:
     """One colour scale for all formats, so that their pictures can be compared."""
-    finite = material.uses["sqnr_db"].replace([np.inf, -np.inf], np.nan).dropna()
+    finite = material.judged["sqnr_db"].replace([np.inf, -np.inf], np.nan).dropna()
     if finite.empty:
         return Normalize(0, 40)
     low, high = np.floor(finite.quantile(0.01)), np.ceil(finite.quantile(0.99))
@@ -70,19 +71,26 @@ def sqnr_norm(material: Material) -> Normalize:
 
 def layer_by_tensor_sqnr(material: Material, fmt: str, norm: Normalize) -> Figure:
     """How well one format represents each tensor."""
-    mine = material.uses[material.uses["quantized_format"] == fmt]
+    mine = material.judged[material.judged["quantized_format"] == fmt]
     material.kinds(mine)
-    data = cells(mine, "sqnr_db", "place", list(material.places))
+    data = cells(mine, "sqnr_db", "place", list(material.judged_places()))
     figure, axes = _sheet_for(data)
     plot_heatmap(data, label="SQNR (dB)", norm=norm, ax=axes[0])
-    note = f"median of {material.origin}; blocks run as in the forward GEMM of an operand, else "
-    headline(figure, f"{fmt}: signal to quantization noise", note + "along the last dimension")
+    note = (
+        f"{median_of(mine, ['layer_idx', 'place'], 'cell')}; {material.judged_origin}; blocks run "
+    )
+    note += (
+        "as in the first GEMM that takes the operand"
+        if material.judge == OPERANDS
+        else ("along the last dimension")
+    )
+    material.headline(figure, f"{fmt}: signal to quantization noise", note)
     return figure
 
 
 def layer_by_iteration_sqnr(material: Material, fmt: str, norm: Normalize) -> Figure:
     """Whether it gets better or worse in training, for each kind of tensor."""
-    mine = material.uses[material.uses["quantized_format"] == fmt]
+    mine = material.judged[material.judged["quantized_format"] == fmt]
     kinds = material.kinds(mine)
     iterations = sorted(mine["iteration"].unique())
     layers = mine["layer_idx"].nunique()
@@ -92,20 +100,24 @@ def layer_by_iteration_sqnr(material: Material, fmt: str, norm: Normalize) -> Fi
         data = cells(mine[mine["kind"] == kind], "sqnr_db", "iteration", list(iterations))
         plot_heatmap(data, label="SQNR (dB)", title=KINDS[kind], norm=norm, ax=ax)
         ax.set_xlabel("iteration")
-    headline(figure, f"{fmt}: SQNR by layer and iteration", f"median of {material.origin}")
+    note = median_of(mine, ["kind", "layer_idx", "iteration"], "cell")
+    title = f"{fmt}: SQNR by layer and iteration"
+    material.headline(figure, title, f"{note}; {material.judged_origin}")
     return figure
 
 
 def layer_by_tensor_value(material: Material, column: str, title: str, label: str) -> Figure:
     """A statistic of the values themselves, on a logarithmic color scale."""
-    data = cells(material.tensors, column, "place", list(material.places))
+    data = cells(material.tensors, column, "place", list(material.places_apart))
+    data = data.assign(column=data["column"].map(material.label))
     positive = data["value"][data["value"] > 0]
     norm = (
         LogNorm(positive.min(), max(positive.max(), positive.min() * 2)) if len(positive) else None
     )
     figure, axes = _sheet_for(data)
     plot_heatmap(data, label=label, digits=".2g", cmap="cividis", norm=norm, ax=axes[0])
-    headline(figure, title, f"median of {material.origin}")
+    note = median_of(material.tensors, ["layer_idx", "place"], "cell")
+    material.headline(figure, title, f"{note}; {material.origin}")
     return figure
 
 

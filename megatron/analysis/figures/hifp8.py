@@ -16,7 +16,6 @@ from megatron.analysis.figures.material import (
     Make,
     Material,
     NothingToDrawError,
-    headline,
     legend,
     share_y,
     sheet,
@@ -98,7 +97,7 @@ def region_shares(found: FormatSum) -> pd.DataFrame:
 
 def regions(material: Material, fmt: str) -> Figure:
     """Which of the regions each tensor's values fall in."""
-    sums = {place: material.summed(fmt, [place]) for place in material.places}
+    sums = {place: material.summed(fmt, [place]) for place in material.judged_places()}
     rows = [
         {"name": place, "part": part, "share": share}
         for place, found in sums.items()
@@ -106,23 +105,29 @@ def regions(material: Material, fmt: str) -> Figure:
         for part, share in region_shares(found)[["region", "values"]].itertuples(index=False)
     ]
     if not rows:
-        raise NothingToDrawError("no tensor has values that a format could be computed of")
+        raise NothingToDrawError(material.nothing_judged)
     data = pd.DataFrame(rows)
     figure, axes = sheet(10.5, 0.3 * data["name"].nunique() + 2.2)
     colours = {name: colour for name, (colour, _) in REGIONS.items()}
     plot_stacked_shares(data, colours, xlabel="share of values that are not zero", ax=axes[0])
     legend(figure, axes, columns=4)
-    headline(figure, "HiFloat8: bits of mantissa that the values get", material.origin)
+    title = "HiFloat8: bits of mantissa that the values get"
+    material.headline(figure, title, material.judged_origin)
     return figure
+
+
+def visible_percent(share: float) -> str:
+    """Return a share in percent; below one in a million only that it is."""
+    return "<0.0001 %" if 0 < share < 1e-6 else percent(share)
 
 
 def error_by_region(material: Material, fmt: str) -> Figure:
     """Share of values and of the squared error in each region."""
-    kinds = material.kinds(material.uses)
+    kinds = material.kinds(material.judged)
     figure, axes = sheet(4.8 * len(kinds), 4.4, 1, len(kinds), sharey=True)
     names = list(REGIONS)
     for ax, kind in zip(axes, kinds, strict=True):
-        found = material.summed(fmt, material.places_of(kind))
+        found = material.summed(fmt, material.judged_places(kind))
         assert found is not None
         data = region_shares(found)
         y = np.arange(len(names))
@@ -131,8 +136,9 @@ def error_by_region(material: Material, fmt: str) -> Figure:
             for place, share in zip(y + shift, data[column], strict=True):
                 if share > 0:
                     ax.text(
-                        share + 0.01, place, percent(share), va="center", fontsize=7.5, color=INK
-                    )
+                        share + 0.01, place, visible_percent(share), va="center", fontsize=7.5,
+                        color=INK,
+                    )  # fmt: skip
         ax.set_yticks(y, names)
         ax.set_ylim(len(names) - 0.4, -0.6)
         ax.set_xlim(0, 1.16)
@@ -141,14 +147,14 @@ def error_by_region(material: Material, fmt: str) -> Figure:
         ax.spines[["top", "right"]].set_visible(False)
         ax.set_title(KINDS[kind], loc="left", fontweight="bold")
     legend(figure, axes)
-    note = f"error: sum of squares; {material.origin}"
-    headline(figure, f"{fmt}: where the error comes from", note)
+    note = f"error: sum of squares; {material.judged_origin}"
+    material.headline(figure, f"{fmt}: where the error comes from", note)
     return figure
 
 
 def error_by_magnitude(material: Material, fmt: str) -> Figure:
     """The tapered precision as it shows in the data, over the regions."""
-    kinds = material.kinds(material.uses)
+    kinds = material.kinds(material.judged)
     figure, axes = sheet(4.8 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
         data = magnitude_errors(material, kind)
@@ -163,20 +169,20 @@ def error_by_magnitude(material: Material, fmt: str) -> Figure:
                 ax.axvspan(left, right, color=colour, alpha=0.18, linewidth=0, label=name)
     share_y(axes)
     legend(figure, axes, columns=5)
-    headline(figure, f"{fmt}: relative error by magnitude", material.origin)
+    material.headline(figure, f"{fmt}: relative error by magnitude", material.judged_origin)
     return figure
 
 
 def code_usage(material: Material, fmt: str) -> Figure:
     """Which codes occur."""
-    kinds = material.kinds(material.uses)
+    kinds = material.kinds(material.judged)
     figure, axes = sheet(11.0, 2.6 * len(kinds) + 0.9, len(kinds), 1)
     for ax, kind in zip(axes, kinds, strict=True):
-        found = material.summed(fmt, material.places_of(kind))
+        found = material.summed(fmt, material.judged_places(kind))
         assert found is not None
-        plot_code_usage(usage(fmt, found), title=KINDS[kind], ax=ax)
+        plot_code_usage(usage(fmt, found), title=KINDS[kind], scaled=False, ax=ax)
     for ax in axes[:-1]:
         ax.set_xlabel("")
     legend(figure, axes)
-    headline(figure, f"{fmt}: how often each code is used", material.origin)
+    material.headline(figure, f"{fmt}: how often each code is used", material.judged_origin)
     return figure

@@ -7,19 +7,21 @@ from functools import partial
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
-from megatron.analysis.figures.distributions import exponent_shares
+from megatron.analysis.figures.distributions import REACH, exponent_shares
 from megatron.analysis.figures.material import (
     Make,
     Material,
     NothingToDrawError,
-    headline,
     legend,
+    median_of,
     medians,
     sheet,
 )
 from megatron.analysis.figures.ranges import format_ranges
 from megatron.analysis.plots import plot_exponent_histogram, plot_lines
+from megatron.analysis.plots.style import percent
 
 STATISTICS = (("rms", "root mean square"), ("amax", "largest magnitude"), ("kurtosis", "kurtosis"))
 
@@ -67,30 +69,41 @@ def by(
         data = medians(table, group, x, column)
         plot_lines(data, xlabel=xlabel, ylabel=label, logarithmic=True, ax=ax)
     legend(figure, axes)
-    headline(figure, title, f"median of {material.origin}")
+    note = f"{median_of(table, [group, x], 'point')}; {len(table):,} of {material.origin}"
+    material.headline(figure, title, note)
     return figure
 
 
 def exponents(material: Material) -> Figure:
     """Gradients by magnitude."""
-    mine = material.uses[material.uses["kind"] == "gradient"]
+    mine = material.judged[material.judged["kind"] == "gradient"]
+    if mine.empty:
+        raise NothingToDrawError(material.nothing_judged)
     figure, axes = sheet(9.0, 5.2)
     ranges = format_ranges(material.formats, mine)
     plot_exponent_histogram(exponent_shares(material, "gradient"), ranges, ax=axes[0])
     legend(figure, axes)
-    headline(figure, "Gradients by magnitude, and what the formats reach", material.origin)
+    note = f"{REACH}; {material.judged_origin}"
+    material.headline(figure, "Gradients by magnitude, and what the formats reach", note)
     return figure
 
 
 def underflow(material: Material) -> Figure:
     """What becomes zero, by layer."""
-    mine = material.uses[material.uses["kind"] == "gradient"]
+    mine = material.judged[material.judged["kind"] == "gradient"]
+    if mine.empty:
+        raise NothingToDrawError(material.nothing_judged)
     figure, axes = sheet(9.0, 4.4, 1, 2)
     for ax, column, label in zip(
         axes, ("underflow", "sqnr_db"), ("share that becomes zero", "SQNR (dB)"), strict=True
     ):
         data = medians(mine, "quantized_format", "layer_idx", column)
-        plot_lines(data, xlabel="layer", ylabel=label, ax=ax)
+        of_share = column == "underflow"
+        plot_lines(data, xlabel="layer", ylabel=label, least=0.0 if of_share else 2.0, ax=ax)
+        if of_share:
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))
     legend(figure, axes)
-    headline(figure, "Gradients in each format, by layer", f"median of {material.origin}")
+    note = median_of(mine, ["quantized_format", "layer_idx"], "point")
+    title = "Gradients in each format, by layer"
+    material.headline(figure, title, f"{note}; {material.judged_origin}")
     return figure

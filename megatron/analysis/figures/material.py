@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron.analysis.endings import alarm
 from megatron.analysis.figures.deviations import deviations
 from megatron.analysis.figures.sums import FormatSum, Sums, add_up
-from megatron.analysis.plots.style import FAINT
+from megatron.analysis.output_names import JUDGED, OPERANDS
+from megatron.analysis.plots.style import ALARM, FAINT
 from megatron.analysis.stats import Statistics
+from megatron.analysis.stats.layout import is_operand
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import BlockScaling, TwoLevelScaling
@@ -29,6 +33,7 @@ from megatron.fake_quant.formats import BlockScaling, TwoLevelScaling
 KINDS = {"forward": "Activations", "weight": "Weights", "gradient": "Gradients"}
 #: GEMMs in the order in which one of them stands for an operand that several quantize.
 USES = ("fprop", "dgrad", "wgrad")
+LETTERS = 15  #: of a note, in an inch
 _LAYER = re.compile(r"^(.*\blayers\.\d+\.)")
 _EXPERT = re.compile(r"\blocal_experts\.\d+\b")
 _NOISE = ("self_attention.", "mlp.", "linear_")
@@ -49,6 +54,7 @@ class Material:
     found: Statistics
     formats: tuple[str, ...]
     progress: bool = False  #: show a bar on a terminal where many tensors are read
+    judge: str = OPERANDS  #: which tensors formats are judged by, see `output_names.JUDGED`
 
     @functools.cached_property
     def tensors(self) -> pd.DataFrame:
@@ -62,6 +68,7 @@ class Material:
         table["kind"] = [
             kind_of(*each) for each in zip(table["tensor_name"], table["operation"], strict=True)
         ]
+        table["operand"] = [*map(is_operand, table["layer_type"], table["tensor_name"])]
         table["quant_type"] = table["quant_type"].fillna("unknown").astype(str)
         for name, unknown in (("layer_idx", -1), ("iteration", 0), ("micro_batch", 0)):
             table[name] = table[name].fillna(unknown).astype(int)
@@ -86,6 +93,14 @@ class Material:
         joined = joined.assign(at=joined["quantized_format"].map(wanted))
         return joined.sort_values(["at", "tensor"], kind="stable").drop(columns=["at"])
 
+    @functools.cached_property
+    def judged(self) -> pd.DataFrame:
+        """The rows of `uses` by which formats are judged: those of operands, unless results are
+        asked for, which no matmul quantizes.
+        """
+        operands = self.uses["operand"].astype(bool)
+        return self.uses[operands if self.judge == OPERANDS else ~operands]
+
     def kinds(self, table: pd.DataFrame) -> list[str]:
         """Those of `KINDS` that some row of `tensors` or `uses` is of.
 
@@ -95,11 +110,17 @@ class Material:
         found = [kind for kind in KINDS if (table["kind"] == kind).any()]
         if not found:
             raise NothingToDrawError(
-                "no tensor has values that a format could be computed of"
-                if "quantized_format" in table
-                else "no tensor could be read"
+                self.nothing_judged if "quantized_format" in table else "no tensor could be read"
             )
         return found
+
+    @property
+    def nothing_judged(self) -> str:
+        """Why no format can be judged."""
+        if self.uses.empty:
+            return "no tensor has values that a format could be computed of"
+        other = next(name for name in JUDGED if name != self.judge)
+        return f"the dump has no {self.judge} of matmuls; --judge {other} draws its {other}"
 
     @functools.cached_property
     def sums(self) -> Sums:
@@ -151,13 +172,35 @@ class Material:
         mine = set(self.tensors.loc[self.tensors["kind"].isin(kinds), "place"])
         return [place for place in self.places if place in mine]
 
+    def judged_places(self, *kinds: str) -> list[str]:
+        """Return the places by which formats are judged, of some kinds or of all."""
+        chosen = self.judged[self.judged["kind"].isin(kinds)] if kinds else self.judged
+        mine = set(chosen["place"])
+        return [place for place in self.places if place in mine]
+
+    @property
+    def places_apart(self) -> list[str]:
+        """The places of operands, then those of results."""
+        return sorted(self.places, key=lambda place: place not in self._operand_places)
+
+    def label(self, place: str) -> str:
+        """Return the name of a place, marked if no matmul takes its tensors in."""
+        return place if place in self._operand_places else f"{place} (result)"
+
+    @functools.cached_property
+    def _operand_places(self) -> set[str]:
+        return set(self.tensors.loc[self.tensors["operand"], "place"])
+
     def summed(self, fmt: str, places: Iterable[str] | None = None) -> FormatSum | None:
-        """One format's histograms over the given places, all layers together."""
-        wanted = None if places is None else set(places)
+        """One format's histograms over the given places, all layers together; only places by which
+        formats are judged count.
+        """
+        judged = self.judged_places()
+        wanted = set(judged) if places is None else {*judged} & {*places}
         parts = [
             part
             for (_, place, name), part in self.sums.formats.items()
-            if name == fmt and (wanted is None or place in wanted)
+            if name == fmt and place in wanted
         ]
         return sum(parts[1:], start=parts[0]) if parts else None
 
@@ -168,13 +211,30 @@ class Material:
 
     @property
     def origin(self) -> str:
-        """How much the figures stand for, in words."""
-        table = self.tensors
+        """How many tensors there are, and of what, in words."""
+        return self._origin(self.tensors, "tensors")
+
+    @property
+    def judged_origin(self) -> str:
+        """The same of the tensors by which formats are judged."""
+        chosen = self.tensors.loc[self.judged["tensor"].unique()]
+        return self._origin(chosen, f"{self.judge} of matmuls")
+
+    def _origin(self, table: pd.DataFrame, what: str) -> str:
         runs = list(dict.fromkeys(table["quant_type"]))
         iterations = table["iteration"].nunique()
         named = ", ".join(runs[:5]) + (" and others" if len(runs) > 5 else "")
         plural = "" if iterations == 1 else "s"
-        return f"{len(table):,} tensors of {named}, {iterations} iteration{plural}"
+        return f"{len(table):,} {what} of {named}, {iterations} iteration{plural}"
+
+    @functools.cached_property
+    def alarm(self) -> str:
+        """A line on runs that did not finish; empty if all did."""
+        return alarm(self.store)
+
+    def headline(self, figure: Figure, title: str, note: str = "") -> None:
+        """Write what a figure shows, of which tensors, and which runs did not finish."""
+        headline(figure, title, note, self.alarm)
 
 
 def short_module(name: str) -> str:
@@ -249,13 +309,26 @@ def legend(figure: Figure, axes: Iterable[Axes], *, columns: int = 8) -> None:
         )
 
 
-def headline(figure: Figure, title: str, note: str = "") -> None:
-    """What the figure shows, and of which tensors."""
-    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
-    if note:
-        # constrained layout makes room for the title only: the note is its second line
-        figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=13, fontweight="bold")
+def median_of(table: pd.DataFrame, keys: Sequence[str], what: str) -> str:
+    """Return of how many tensors each cell, dot or point of a figure is the median, in words."""
+    sizes = table.groupby(list(keys)).size()
+    if sizes.empty or sizes.max() == 1:
+        return f"a {what} is one tensor"
+    low, high = int(sizes.min()), int(sizes.max())
+    count = f"{high:,}" if low == high else f"{low:,} to {high:,}"
+    return f"a {what} is the median of {count} tensors"
+
+
+def headline(figure: Figure, title: str, note: str = "", warning: str = "") -> None:
+    """Write what the figure shows, of which tensors, and in red what spoils it."""
+    width = int(figure.get_figwidth() * LETTERS)
+    lines = [(line, FAINT) for line in textwrap.wrap(note, width)]
+    lines += [(line, ALARM) for line in textwrap.wrap(warning, width)]
+    # constrained layout makes room for the title only: the lines below it are empty ones of it
+    text = title + "\n" * len(lines)
+    figure.suptitle(text, x=0.012, ha="left", fontsize=13, fontweight="bold")
+    for number, (line, colour) in enumerate(lines):
         figure.text(
-            0.012, 1 - 0.34 / figure.get_figheight(), note, ha="left", va="top", fontsize=9,
-            color=FAINT,
+            0.012, 1 - (0.34 + 0.17 * number) / figure.get_figheight(), line, ha="left", va="top",
+            fontsize=9, color=colour,
         )  # fmt: skip

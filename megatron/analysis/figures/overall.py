@@ -11,15 +11,17 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from megatron.analysis.cautions import find_cautions
+from megatron.analysis.cautions import material_cautions
+from megatron.analysis.endings import ending
 from megatron.analysis.figures.material import (
     Make,
     Material,
     NothingToDrawError,
-    headline,
+    median_of,
     sheet,
 )
 from megatron.analysis.plots import plot_scales
+from megatron.analysis.stats.result import words_of_repeats
 
 GROUPS = ("quant_type", "layer_type", "operation", "kind", "tensor_name")
 NUMBERS = ("sqnr_db", "cosine", "relative_bias", "underflow", "saturated", "axis_disagreement")
@@ -38,13 +40,15 @@ def scales(material: Material) -> Figure:
     """How large the values of each place are: the whole transformer on one page."""
     table = material.tensors
     found = table.groupby("place")[["m0.01", "rms", "amax"]].median()
-    found = found.reindex(material.places).reset_index()
+    found = found.reindex(material.places_apart).reset_index()
     found = found.rename(columns={"place": "name", "m0.01": "low", "amax": "high"})
     found = found.assign(group=[name.rpartition(" ")[2] for name in found["name"]])
+    found["name"] = found["name"].map(material.label)
     figure, axes = sheet(9.0, 0.3 * len(found) + 1.8)
     plot_scales(found, ax=axes[0])
     note = "dot: rms; line: from the 1 % quantile of magnitudes to the largest; "
-    headline(figure, "Scale of each tensor", f"{note}median of {material.origin}")
+    note += f"{median_of(table, ['place'], 'row')}; {material.origin}"
+    material.headline(figure, "Scale of each tensor", note)
     return figure
 
 
@@ -84,10 +88,15 @@ def summary(material: Material) -> dict[str, Any]:
     return {
         "folder": str(material.store.folder),
         "runs": material.store.runs(),
+        "endings": {
+            run_id: ending(material.store.run_card(run_id)) for run_id in material.store.runs()
+        },
+        "repeats": material.found.repeats,
+        "judged": material.judged_origin,
         "overall": overall,
         "groups": groups,
         "formats": {name: _format(material, name) for name in material.formats},
-        "warnings": [str(warning) for warning in find_cautions(material.uses, material.tensors)],
+        "warnings": [str(warning) for warning in material_cautions(material)],
         "notes": [f"{count:,} tensors: {note}" for note, count in material.found.notes().items()],
         "left_out": [str(problem) for problem in material.found.problems],
         "missing": len(material.store.missing),
@@ -102,8 +111,8 @@ def _pooled_rms(table: pd.DataFrame) -> float:
 
 
 def _format(material: Material, name: str) -> dict[str, Any]:
-    """Quartiles over the tensors."""
-    mine = material.uses[material.uses["quantized_format"] == name]
+    """Lowest, median and highest over the tensors by which formats are judged."""
+    mine = material.judged[material.judged["quantized_format"] == name]
     found: dict[str, Any] = {"tensors": len(mine)}
     for column in NUMBERS:
         known = mine[column].dropna()
@@ -127,6 +136,9 @@ def _plain(value: float) -> float | str | None:
 def as_text(found: dict[str, Any]) -> str:
     """The same for people."""
     lines = [f"Statistics of {found['folder']}", ""]
+    lines += [f"  run {run or '(unknown)'}: {how}" for run, how in found["endings"].items()]
+    lines += [f"  {words_of_repeats(found['repeats'])}"] if found["repeats"] else []
+    lines += [""]
     lines += [f"  {name:<8} {value}" for name, value in found["overall"].items()]
     for column, groups in found["groups"].items():
         lines += ["", f"By {column}"]
@@ -136,7 +148,7 @@ def as_text(found: dict[str, Any]) -> str:
             for name, part in groups.items()
         ]
     for name, part in found["formats"].items():
-        lines += ["", f"{name}, {part['tensors']} tensors: lowest, median, highest"]
+        lines += ["", f"{name}, {part['tensors']} of {found['judged']}: lowest, median, highest"]
         lines += [
             f"  {column:<18} " + "  ".join(f"{_text(x):>13}" for x in numbers.values())
             for column, numbers in part.items()

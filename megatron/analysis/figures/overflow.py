@@ -14,7 +14,6 @@ from megatron.analysis.figures.material import (
     Make,
     Material,
     NothingToDrawError,
-    headline,
     legend,
     sheet,
     trimmed,
@@ -39,10 +38,10 @@ def draw(material: Material) -> Iterator[tuple[str, Make]]:
 
 def underflow_by_magnitude(material: Material) -> Figure:
     """Which magnitudes vanish."""
-    kinds = material.kinds(material.uses)
+    kinds = material.kinds(material.judged)
     figure, axes = sheet(4.6 * len(kinds), 4.2, 1, len(kinds), sharey=True)
     for ax, kind in zip(axes, kinds, strict=True):
-        places = material.places_of(kind)
+        places = material.judged_places(kind)
         chosen = trimmed(material.sums.binades_of(set(places)))
         frames = []
         for name in material.formats:
@@ -62,7 +61,7 @@ def underflow_by_magnitude(material: Material) -> Figure:
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)
-    headline(figure, "Which magnitudes vanish", material.origin)
+    material.headline(figure, "Which magnitudes vanish", material.judged_origin)
     return figure
 
 
@@ -77,5 +76,5 @@ def special_values(material: Material) -> Figure:
     figure, axes = sheet(max(6.0, 2 + 0.5 * data["column"].nunique()), 4.0)
     plot_heatmap(data, label="NaN and Inf values", digits=".0f", cmap="Reds", ax=axes[0])
     axes[0].set_ylabel("layer")
-    headline(figure, "NaN and Inf", material.origin)
+    material.headline(figure, "NaN and Inf", material.origin)
     return figure

@@ -14,8 +14,8 @@ from megatron.analysis.figures.material import (
     Make,
     Material,
     NothingToDrawError,
-    headline,
     legend,
+    median_of,
     medians,
     share_y,
     sheet,
@@ -48,16 +48,18 @@ def draw(material: Material) -> Iterator[tuple[str, Make]]:
 
 def by_layer(material: Material) -> Figure:
     """Formats over the layers, for each kind of tensor."""
-    kinds = material.kinds(material.uses)
+    kinds = material.kinds(material.judged)
     figure, axes = sheet(4.2 * len(kinds), 4.4, 1, len(kinds), sharey=True)
     for ax, kind in zip(axes, kinds, strict=True):
-        mine = material.uses[material.uses["kind"] == kind]
+        mine = material.judged[material.judged["kind"] == kind]
         data = medians(mine, "quantized_format", "layer_idx", "sqnr_db")
-        plot_lines(data, xlabel="layer", ylabel="SQNR (dB)", title=KINDS[kind], ax=ax)
+        plot_lines(data, xlabel="layer", ylabel="SQNR (dB)", title=KINDS[kind], least=2.0, ax=ax)
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)
-    headline(figure, "Formats on the same tensors, by layer", f"median of {material.origin}")
+    note = median_of(material.judged, ["quantized_format", "kind", "layer_idx"], "point")
+    title = "Formats on the same tensors, by layer"
+    material.headline(figure, title, f"{note}; {material.judged_origin}")
     return figure
 
 
@@ -65,12 +67,12 @@ def by_tensor(
     material: Material, column: str, xlabel: str, title: str, *, shares: bool = False
 ) -> Figure:
     """Formats side by side, a row a place."""
-    mine = material.uses.dropna(subset=[column])
+    mine = material.judged.dropna(subset=[column])
     if mine.empty:
         raise NothingToDrawError(
             "none of the formats has blocks that run along either axis"
-            if column == "axis_disagreement" and not material.uses.empty
-            else "no tensor has values that a format could be computed of"
+            if column == "axis_disagreement" and not material.judged.empty
+            else material.nothing_judged
         )
     order = [place for place in material.places if place in set(mine["place"])]
     found = mine.groupby(["quantized_format", "place"], sort=False)[column].median()
@@ -83,13 +85,14 @@ def by_tensor(
     data = data.assign(group=formats.astype(str), rank=formats.codes)
     plot_dots(data.sort_values(["at", "rank"]), xlabel=xlabel, shares=shares, ax=axes[0])
     legend(figure, axes)
-    headline(figure, title, f"median of {material.origin}")
+    note = median_of(mine, ["quantized_format", "place"], "dot")
+    material.headline(figure, title, f"{note}; {material.judged_origin}")
     return figure
 
 
 def magnitude_errors(material: Material, kind: str) -> pd.DataFrame:
     """Mean relative error of each binade and format, for `plot_error_by_magnitude`."""
-    places = material.places_of(kind)
+    places = material.judged_places(kind)
     chosen = trimmed(material.sums.binades_of(set(places)), 1e-3)
     frames = []
     for name in material.formats:
@@ -108,12 +111,12 @@ def magnitude_errors(material: Material, kind: str) -> pd.DataFrame:
 
 def error_by_magnitude(material: Material) -> Figure:
     """Where each format is precise."""
-    kinds = material.kinds(material.uses)
+    kinds = material.kinds(material.judged)
     figure, axes = sheet(4.6 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
         plot_error_by_magnitude(magnitude_errors(material, kind), title=KINDS[kind], ax=ax)
     share_y(axes)
     legend(figure, axes)
-    note = "100 %: the value becomes zero; the lowest 0.1 % of the values are left out"
-    headline(figure, "Relative error by magnitude", note)
+    note = "100 %: the value becomes zero; the lowest 0.1 % of the values are left out; "
+    material.headline(figure, "Relative error by magnitude", note + material.judged_origin)
     return figure

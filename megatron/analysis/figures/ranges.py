@@ -13,36 +13,51 @@ from megatron.fake_quant.nvfp4 import LARGEST as NVFP4_LARGEST
 
 
 def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
-    """Exponents of the smallest, smallest normal and largest number of each format.
+    """Return exponents of the smallest, smallest normal and largest number of each format.
 
     A block or a tensor reaches what its scale makes of its elements: those of the median block (or
-    tensor) of `table`, which has columns `quantized_format`, `scale_median` and `amax`.
+    tensor) of `table`, which has columns `quantized_format`, `scale_median`, `scale_min`,
+    `scale_max` and `amax`. From `lowest` to `highest` reach blocks (or tensors) of all scales.
     """
     rows = []
     for name in formats:
         fmt, mine = get_format(name), table[table["quantized_format"] == name]
         if isinstance(fmt.element, Cast) and fmt.element.name == "bfloat16":
             continue  # reaches everything
-        shift = 0.0
+        shift = low = high = 0.0
         largest = float(grid.positive_values(fmt.element)[-1])
         if isinstance(fmt.scaling, TensorScaling):
-            amax = mine["amax"].median()
-            shift = math.log2(amax / fmt.scaling.target) if amax > 0 else 0.0
+            shift, low, high = _shifts(mine["amax"], fmt.scaling.target)
         elif fmt.scaling is not None:
             shift = mine["scale_median"].median()
+            low, high = mine["scale_min"].min(), mine["scale_max"].max()
             if isinstance(fmt.scaling, TwoLevelScaling):  # under the scale of the tensor
-                amax = mine["amax"].median()
-                shift += math.log2(amax / NVFP4_LARGEST) if amax > 0 else 0.0
+                shift += _shifts(mine["amax"], NVFP4_LARGEST)[0]
+                own = [_shifts(mine["amax"][[at]], NVFP4_LARGEST)[0] for at in mine.index]
+                low, high = (mine["scale_min"] + own).min(), (mine["scale_max"] + own).max()
         if math.isnan(shift):
             continue
         # a bit for 8 values and one for 4 double an element each, its smallest ones stay
         doubled = 2 if isinstance(fmt.scaling, GroupScaling) else 0
+        smallest = math.log2(float(grid.positive_values(fmt.element)[0]))
         rows.append(
             {
                 "format": name,
-                "smallest": math.log2(float(grid.positive_values(fmt.element)[0])) + shift,
+                "lowest": smallest + low,
+                "smallest": smallest + shift,
                 "normal": math.log2(grid.smallest_normal(fmt.element)) + shift,
                 "largest": math.log2(largest) + shift + doubled,
+                "highest": math.log2(largest) + high + doubled,
             }
         )
-    return pd.DataFrame(rows, columns=["format", "smallest", "normal", "largest"])
+    columns = ["format", "lowest", "smallest", "normal", "largest", "highest"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _shifts(amax: pd.Series[float], target: float) -> tuple[float, float, float]:
+    """Return log2 of what tensors' scales multiply by: of the median, smallest, largest amax."""
+    known = amax[amax > 0]
+    if known.empty:
+        return 0.0, 0.0, 0.0
+    median, low, high = (math.log2(x / target) for x in (known.median(), known.min(), known.max()))
+    return median, low, high

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
 
 from megatron.analysis.plots.style import TRACK, power
 
 
 def plot_block_map(
-    data: pd.DataFrame, *, rows: str, columns: str, title: str = "", ax: Axes | None = None
+    data: pd.DataFrame,
+    *,
+    rows: str,
+    columns: str,
+    title: str = "",
+    powers: bool = True,
+    ax: Axes | None = None,
 ) -> Axes:
-    """Draw a pixel a block.
+    """Draw one pixel per block.
 
     Args:
-        data: exponents of the scales; its index numbers the rows and its columns the first value of
-            each block. NaN (a block of zeros, or without a scale) is grey.
+        data: base-2 logarithms of the scales; its index numbers the rows and its columns the first
+            value of each block. NaN (a block of zeros, or without a scale) is grey.
         rows, columns: what these are.
+        powers: whether all scales are powers of two; the color bar names other ones by their value.
     """
     ax = plt.gca() if ax is None else ax
     colours = plt.get_cmap("magma").with_extremes(bad=TRACK)
@@ -26,8 +35,13 @@ def plot_block_map(
         data.to_numpy(dtype=float), cmap=colours, aspect="auto", interpolation="nearest"
     )
     bar = ax.figure.colorbar(image, ax=ax, pad=0.015, fraction=0.05)
-    bar.ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda e, _: power(2, round(e))))
+    if powers:
+        bar.ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda e, _: power(2, round(e))))
+    else:
+        ticks = scale_ticks(data.to_numpy(dtype=float))
+        bar.set_ticks([tick for tick, _ in ticks], labels=[name for _, name in ticks])
+        bar.ax.minorticks_off()
     bar.outline.set_visible(False)
     for axis, names in ((ax.yaxis, data.index), (ax.xaxis, data.columns)):
         numbers = [int(name) for name in names]
@@ -36,6 +50,16 @@ def plot_block_map(
     ax.set(xlabel=columns, ylabel=rows)
     ax.set_title(title, loc="left", fontsize=9)
     return ax
+
+
+def scale_ticks(logarithms: NDArray[np.float64], most: int = 6) -> list[tuple[float, str]]:
+    """Return positions and values of scales that occur, evenly spread over the color bar."""
+    found = np.unique(logarithms[np.isfinite(logarithms)])
+    if not len(found):
+        return []
+    wanted = np.linspace(found[0], found[-1], most)
+    nearest = np.unique([np.abs(found - each).argmin() for each in wanted])
+    return [(float(found[i]), f"{2 ** found[i]:.3g}") for i in nearest]
 
 
 def _named(numbers: list[int]):  # type: ignore[no-untyped-def]

@@ -25,7 +25,7 @@ def plot_boxes(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -
 
     Args:
         data: columns `name`, `group` (its colour), `p1`, `p25`, `p50`, `p75`, `p99`, `largest`:
-            magnitudes; what is zero ends at the left of the axis.
+            magnitudes; what is zero ends at the left of the axis, where a mark says so.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:
@@ -37,6 +37,8 @@ def plot_boxes(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -
     logs = np.log2(np.maximum(numbers, floor))
     for y, (row, values) in enumerate(zip(data.to_dict("records"), logs, strict=True)):
         _box(ax, y, str(row["group"]), dict(zip(columns, values, strict=True)))
+        if row["p1"] == 0:
+            ax.plot([np.log2(floor)], [y], "v", markersize=5, color=colour_of(str(row["group"])))
     ax.set_yticks(range(len(data)), [str(name) for name in data["name"]])
     ax.set_ylim(len(data) - 0.4, -0.6)
     ax.tick_params(axis="y", length=0)

@@ -19,11 +19,14 @@ from megatron.analysis.plots.style import (
 )
 
 
-def plot_code_usage(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw a bar a code, from the most negative number to the largest; unused codes are marked.
+def plot_code_usage(
+    data: pd.DataFrame, *, title: str = "", scaled: bool = True, ax: Axes | None = None
+) -> Axes:
+    """Draw one bar per code, from the most negative number to the largest; unused codes are marked.
 
     Args:
         data: columns `format` (one), `value` (rising, -0 before 0), `count`.
+        scaled: whether the format has a scale, which the numbers are multiplied by.
     """
     ax = plt.gca() if ax is None else ax
     counts = data["count"].to_numpy(dtype=float)
@@ -45,7 +48,8 @@ def plot_code_usage(data: pd.DataFrame, *, title: str = "", ax: Axes | None = No
     ax.set_ylim(0, 1.08 * max(float(shares.max()), 1e-9))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))
     guide(ax)
-    ax.set(xlabel="number that the code stands for (before the scale)", ylabel="share of values")
+    of_scale = " (before the scale)" if scaled else ""
+    ax.set(xlabel=f"number that the code stands for{of_scale}", ylabel="share of values")
     ax.set_title(title, loc="left")
     right_of_title(ax, f"{int((counts > 0).sum())} of {len(counts)} codes used")
     return quiet(ax)

@@ -34,7 +34,8 @@ def plot_exponent_histogram(
         data: columns `group`, `exponent`, `share`: of the group's values with a magnitude from
             2**exponent up to below 2**(exponent + 1); exponents without gaps.
         ranges: columns `format`, `smallest`, `normal`, `largest`: exponents between which a format
-            has numbers, from `normal` on in full precision. A bar each, below the histogram.
+            has numbers, from `normal` on in full precision. A bar each, below the histogram; a thin
+            line goes on from `lowest` to `highest`, which blocks of other scales reach.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:
@@ -75,7 +76,11 @@ def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], si
     there are many, each has `size` times the usual height.
     """
     colour = colour_of(str(lane["format"]))
-    parts = (("smallest", "normal", 3.0), ("normal", "largest", 7.0))
+    # ranges without the reach of blocks of other scales have bars alone
+    lane = {"lowest": lane["smallest"], "highest": lane["largest"]} | lane
+    parts = (
+        ("lowest", "highest", 1.0), ("smallest", "normal", 3.0), ("normal", "largest", 7.0),
+    )  # fmt: skip
     for start, end, width in parts:
         left, right = max(lane[start], seen[0]), min(lane[end], seen[1])
         if right > left:

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatron.analysis.plots.style import (
     colours_of,
@@ -18,6 +18,7 @@ from megatron.analysis.plots.style import (
 )
 
 EXACT, ZERO = "▴ infinite", "▾ zero"
+NOISE = 0.1  #: share of a value that an axis shows on both sides of it at least
 NARROW = 8.0  #: largest over smallest value, from which on a logarithmic axis is one
 
 
@@ -28,6 +29,7 @@ def plot_lines(
     ylabel: str,
     title: str = "",
     logarithmic: bool = False,
+    least: float = 0.0,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw a line through the values of each group. What an axis has no place for, infinity and on
@@ -35,6 +37,9 @@ def plot_lines(
 
     Args:
         data: columns `group`, `x` (whole numbers), `value`.
+        logarithmic: whether ratios matter; over less than a decade the axis is linear.
+        least: span that a linear axis has at least, in units of the value, so that noise does not
+            fill it. Where ratios matter it has a tenth of the value on both sides anyway.
     """
     ax = plt.gca() if ax is None else ax
     if not np.isfinite(data["value"].astype(float)).any():
@@ -43,6 +48,8 @@ def plot_lines(
     positive = numbers[np.isfinite(numbers) & (numbers > 0)]
     # over less than a decade a logarithmic axis would have no tick
     log = logarithmic and len(positive) > 0 and positive.max() >= NARROW * positive.min()
+    if logarithmic and not log and len(positive):
+        least = max(least, 2 * NOISE * float(positive.median()))
     colours = colours_of(dict.fromkeys(map(str, data["group"])))
     for name, part in data.groupby("group", sort=False):
         colour = colours[str(name)]
@@ -65,13 +72,24 @@ def plot_lines(
         ax.set_yscale("log")
         decades(ax.yaxis)
     elif logarithmic:
-        ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useOffset=False)
+        # in the labels, not above the axes, where an exponent would push the title up
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.4g}"))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0.04, y=0.08)
+    if not log:
+        _widen(ax, numbers[np.isfinite(numbers)], least)
     guide(ax)
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.set_title(title, loc="left")
     return quiet(ax)
+
+
+def _widen(ax: Axes, values: pd.Series[float], least: float) -> None:
+    """Give a linear axis at least a span of `least`, around the middle of the values."""
+    low, high = ax.get_ylim()
+    if high - low < least and len(values):
+        middle = (float(values.min()) + float(values.max())) / 2
+        ax.set_ylim(middle - least / 2, middle + least / 2)
 
 
 def _at_the_edge(ax: Axes, x: pd.Series, colour: str, *, top: bool) -> None:

@@ -136,16 +136,21 @@ def powers_of_two(axis: Axis, most: int = 9) -> None:
 
 
 def decades(axis: Axis) -> None:
-    """The ticks of a logarithmic axis, in numbers where they are short; those between decades have
-    none unless there is no decade.
+    """Name the ticks of a logarithmic axis: all as numbers if these are short, else all as powers
+    of ten. Those between decades have no name unless there is no decade.
     """
-    axis.set_major_formatter(FuncFormatter(lambda x, _: _decade(x)))
+
+    def name(x: float) -> str:
+        low, high = sorted(axis.get_view_interval())
+        return _decade(x, short=low >= 0.99e-3 and high < 1e5)
+
+    axis.set_major_formatter(FuncFormatter(lambda x, _: name(x)))
     low, high = sorted(axis.get_view_interval())
     if not low > 0 or math.floor(math.log10(high)) - math.ceil(math.log10(low)) >= 1:
         axis.set_minor_formatter(NullFormatter())
     else:
         # 0.06 to 0.09 would stand on each other
-        axis.set_minor_formatter(FuncFormatter(lambda x, _: _decade(x) if _leads(x) else ""))
+        axis.set_minor_formatter(FuncFormatter(lambda x, _: name(x) if _leads(x) else ""))
 
 
 def _leads(x: float) -> bool:
@@ -153,10 +158,10 @@ def _leads(x: float) -> bool:
     return x > 0 and round(x / 10.0 ** math.floor(math.log10(x) + 1e-9)) in (2, 5)
 
 
-def _decade(x: float) -> str:
-    exponent = math.floor(math.log10(x) + 1e-9) if x > 0 else 0
-    if -3 <= exponent <= 4:
+def _decade(x: float, *, short: bool) -> str:
+    if short or x <= 0:
         return f"{x:g}"
+    exponent = math.floor(math.log10(x) + 1e-9)
     mantissa = x / 10.0**exponent
     return (
         power(10, exponent) if abs(mantissa - 1) < 1e-6 else f"{mantissa:.3g}·{power(10, exponent)}"
@@ -174,9 +179,9 @@ def guide(ax: Axes, axis: Literal["both", "x", "y"] = "y") -> None:
     ax.set_axisbelow(True)
 
 
-def nothing(ax: Axes, title: str) -> Axes:
+def nothing(ax: Axes, title: str, why: str = "no values to draw") -> Axes:
     """Axes for data that has no number to draw: it says so."""
-    ax.text(0.5, 0.5, "no values to draw", color=FAINT, ha="center", va="center",
+    ax.text(0.5, 0.5, why, color=FAINT, ha="center", va="center",
             transform=ax.transAxes)  # fmt: skip
     ax.set_xticks([])
     ax.set_yticks([])

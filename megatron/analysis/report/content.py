@@ -9,11 +9,13 @@ from typing import Any
 
 import pandas as pd
 
-from megatron.analysis.cautions import find_cautions
+from megatron.analysis.cautions import material_cautions
+from megatron.analysis.endings import ending
 from megatron.analysis.figures.material import Material
 from megatron.analysis.plots.style import colour_of
 from megatron.analysis.report.cards import audit, facts
 from megatron.analysis.report.details import details
+from megatron.analysis.stats.result import words_of_repeats
 
 MOST_DETAILS = 800  #: tensors that a click opens
 WORST = 60  #: rows of the table of each format
@@ -24,7 +26,8 @@ def content(material: Material) -> dict[str, Any]:
     """Everything on the page."""
     tensors = material.tensors
     layers = sorted(int(layer) for layer in tensors["layer_idx"].unique())
-    cautions = find_cautions(material.uses, tensors)
+    cautions = material_cautions(material)
+    judged_places = material.judged_places()
     lowest = worst(material)
     lists = [[row[0] for row in rows] for rows in lowest.values()]
     lists += [list(caution.tensors[:NAMED]) for caution in cautions]
@@ -32,6 +35,9 @@ def content(material: Material) -> dict[str, Any]:
         "title": f"Tensors of {material.store.folder.name}",
         "folder": str(material.store.folder),
         "origin": material.origin,
+        "judged": material.judged_origin,
+        "alarm": material.alarm,
+        "repeats": words_of_repeats(material.found.repeats) if material.found.repeats else "",
         "values": int(tensors["count"].sum()),
         "left_out": [str(problem) for problem in material.found.problems],
         "missing": len(material.store.missing),
@@ -39,16 +45,26 @@ def content(material: Material) -> dict[str, Any]:
         "runs": [run(material, run_id) for run_id in runs_of(tensors)],
         "layers": layers,
         "places": material.places,
-        "kinds": [kind_of(tensors, place) for place in material.places],
+        "labels": [material.label(place) for place in material.places],
+        "results": [material.label(place) != place for place in material.places],
         "cells": cells(material),
-        "by_place": format_medians(material, "place", material.places),
+        "judged_places": judged_places,
+        "by_place": format_medians(material, "place", judged_places),
         "by_layer": format_medians(material, "layer_idx", layers),
         "cautions": [
-            {"kind": c.kind, "text": c.text, "tensors": list(c.tensors[:NAMED])} for c in cautions
+            {
+                "kind": c.kind,
+                "text": c.text,
+                "format": c.format,
+                "tensors": list(c.tensors[:NAMED]),
+                "all": len(c.tensors),
+            }
+            for c in cautions
         ],
         "worst": lowest,
         "by_type": by_type(material),
-        "tensors": names(tensors),
+        "tensors": names(material),
+        "at": positions(material),
         "details": details(material, chosen_tensors(material, lists)),
     }
 
@@ -56,11 +72,6 @@ def content(material: Material) -> dict[str, Any]:
 def runs_of(tensors: pd.DataFrame) -> list[str]:
     """Ids, in the order of the table; tensors of unknown origin under the empty one."""
     return list(dict.fromkeys(tensors["run_id"].fillna("").astype(str)))
-
-
-def kind_of(tensors: pd.DataFrame, place: str) -> str:
-    """forward, weight or gradient."""
-    return str(tensors.loc[tensors["place"] == place, "kind"].iloc[0])
 
 
 def run(material: Material, run_id: str) -> dict[str, Any]:
@@ -74,6 +85,7 @@ def run(material: Material, run_id: str) -> dict[str, Any]:
         "colour": colour_of(str(mine["quant_type"].iloc[0])),
         "tensors": len(mine),
         "iterations": sorted(int(i) for i in mine["iteration"].unique()),
+        "ending": ending(card),
         "facts": facts(card),
         "audit": audit(card),
     }
@@ -106,7 +118,7 @@ def format_medians(material: Material, column: str, order: Sequence[Any]) -> lis
     """For each format the median SQNR of all tensors with each value of a column, of all runs and
     iterations; null: none has one.
     """
-    groups = material.uses.groupby(["quantized_format", column], sort=False)["sqnr_db"].median()
+    groups = material.judged.groupby(["quantized_format", column], sort=False)["sqnr_db"].median()
     found = {key: plain(value) for key, value in groups.items()}
     return [[found.get((name, value)) for value in order] for name in material.formats]
 
@@ -118,7 +130,8 @@ def worst(material: Material) -> dict[str, list[list[Any]]]:
     columns = ["sqnr_db", "underflow", "saturated", "relative_bias"]
     found = {}
     for name in material.formats:
-        mine = material.uses[material.uses["quantized_format"] == name].dropna(subset=["sqnr_db"])
+        mine = material.judged[material.judged["quantized_format"] == name]
+        mine = mine.dropna(subset=["sqnr_db"])
         mine = mine.sort_values("sqnr_db", kind="stable").head(WORST)
         found[name] = [
             [int(row[0]), *(plain(value) for value in row[1:])]
@@ -137,10 +150,30 @@ def by_type(material: Material) -> list[list[Any]]:
     return [[*map(str, key[:2]), int(key[2]), plain(value)] for key, value in groups.items()]
 
 
-def names(tensors: pd.DataFrame) -> list[str]:
-    """What each tensor is, in a line."""
+def positions(material: Material) -> list[list[int]]:
+    """Return run, iteration, layer and place of each tensor, as the cells of the heat map have
+    them.
+    """
+    tensors = material.tensors
+    runs = {name: i for i, name in enumerate(runs_of(tensors))}
+    places = {name: i for i, name in enumerate(material.places)}
     return [
-        f"L{row.layer_idx} {row.place}, {row.quant_type}, iteration {row.iteration}"
+        [runs[run_id], int(iteration), int(layer), places[place]]
+        for run_id, iteration, layer, place in zip(
+            tensors["run_id"].fillna("").astype(str), tensors["iteration"], tensors["layer_idx"],
+            tensors["place"], strict=True,
+        )
+    ]  # fmt: skip
+
+
+def names(material: Material) -> list[str]:
+    """Return what each tensor is, in one line."""
+    tensors = material.tensors
+    several = tensors.groupby("quant_type")["run_id"].nunique().max() > 1
+    return [
+        f"L{row.layer_idx} {material.label(row.place)}, {row.quant_type} run"
+        + (f" {row.run_id}" if several else "")
+        + f", iteration {row.iteration}"
         + (f", micro-batch {row.micro_batch}" if row.micro_batch else "")
         + (f", data rank {row.data_rank}" if row.data_rank else "")
         for row in tensors.itertuples()
@@ -162,8 +195,9 @@ def _latest_and_lowest(material: Material) -> list[int]:
         return [int(i) for i in material.tensors["tensor"]]
     last = table.groupby("run_id", dropna=False)["iteration"].transform("max")
     table["age"] = last - table["iteration"]
-    lowest = table.groupby("tensor").agg({"age": "first", "sqnr_db": "min"})
-    return [int(i) for i in lowest.sort_values(["age", "sqnr_db"], kind="stable").index]
+    table["aside"] = ~table["tensor"].isin(set(material.judged["tensor"]))
+    lowest = table.groupby("tensor").agg({"aside": "first", "age": "first", "sqnr_db": "min"})
+    return [int(i) for i in lowest.sort_values([*lowest.columns], kind="stable").index]
 
 
 def plain(value: float) -> float | str | None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.analysis.figures.material import Material, trimmed
@@ -18,6 +20,7 @@ from megatron.analysis.stats import FormatArrays
 from megatron.analysis.stats.result import Counts
 from megatron.analysis.tensor_files import UnreadableTensorError
 from megatron.fake_quant import get_format
+from megatron.fake_quant.formats import BlockScaling
 
 ROWS, BLOCKS = 48, 48  #: pixels of a block map at most
 NO_SCALE = -128  #: byte of a block without a scale
@@ -93,17 +96,28 @@ def _maps(material: Material, tensor: int) -> dict[str, Any]:
         tables = {name: scale_map(whole, name, rows=ROWS, blocks=BLOCKS) for name in formats}
     except (UnreadableTensorError, ValueError):
         return {}
-    return {name: _packed(table) for name, table in tables.items()}
+    return {name: _packed(table, name) for name, table in tables.items()}
 
 
-def _packed(table: pd.DataFrame) -> dict[str, Any]:
-    """Whole exponents as signed bytes: of NVFP4's scales, rounded down."""
+def _e4m3_codes(values: NDArray[np.float64]) -> NDArray[np.uint8]:
+    codes: NDArray[np.uint8] = (
+        torch.from_numpy(np.nan_to_num(values)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    )
+    return codes
+
+
+def _packed(table: pd.DataFrame, fmt: str) -> dict[str, Any]:
+    """Return the scales as signed bytes: the exponents of E8M0 scales, the codes of NVFP4's, which
+    are E4M3 numbers.
+    """
     exponents = table.to_numpy()
-    whole = np.where(np.isnan(exponents), NO_SCALE, np.floor(exponents))
-    content = whole.astype(np.int8).tobytes()
+    powers = isinstance(get_format(fmt).scaling, BlockScaling)
+    stored = exponents if powers else _e4m3_codes(2.0**exponents)
+    content = np.where(np.isnan(exponents), NO_SCALE, stored).astype(np.int8).tobytes()
     rows = [int(i) for i in table.index]
     columns = [int(i) for i in table.columns]
     return {
+        "powers": powers,
         "rows": len(rows),
         "every": rows[1] - rows[0] if len(rows) > 1 else 1,
         "columns": len(columns),

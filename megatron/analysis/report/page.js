@@ -17,7 +17,7 @@ function make(tag, text, attributes = {}) {
 }
 
 const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-const places = data.places.map(plain);
+const labels = data.labels.map(plain);
 
 function show(value) {
   if (value === null || value === undefined) return "-";
@@ -43,17 +43,21 @@ function fillSelect(id, entries, changed) {
 const formatIndex = () => Number($("format").value);
 const formatName = () => data.formats[formatIndex()].name;
 const chosen = () => ({ run: Number($("run").value), iteration: Number($("iteration").value) });
+// Operands of matmuls or their results: the places that the map has a column for.
+const columns = () => data.places.map((_, i) => i).filter((i) => data.results[i] === ($("shown").value === "results"));
 
 function drawHeatmap() {
   const { run, iteration } = chosen();
   const at = 5 + 2 * formatIndex();
-  const grid = (empty) => data.layers.map(() => data.places.map(() => empty));
+  const shown = columns();
+  const grid = (empty) => data.layers.map(() => shown.map(() => empty));
   const [z, text, hover, tensor] = [grid(null), grid(""), grid(""), grid(null)];
   const finite = [];
   for (const cell of data.cells) {
+    const [row, column] = [data.layers.indexOf(cell[2]), shown.indexOf(cell[3])];
+    if (column < 0) continue;
     if (typeof cell[at] === "number") finite.push(cell[at]); // one scale for all runs
     if (cell[0] !== run || cell[1] !== iteration) continue;
-    const [row, column] = [data.layers.indexOf(cell[2]), cell[3]];
     z[row][column] = cell[at];
     tensor[row][column] = cell[at + 1];
     text[row][column] = decibel(cell[at]);
@@ -64,9 +68,9 @@ function drawHeatmap() {
   const bottom = finite.reduce((a, b) => Math.min(a, b), top);
   // only the colour: what is written in a cell is its text
   const colour = (value) => (value === "inf" ? top : value === "-inf" ? bottom : value);
-  const few = data.layers.length * data.places.length <= 900;
+  const few = data.layers.length * shown.length <= 900;
   const trace = {
-    type: "heatmap", z: z.map((row) => row.map(colour)), x: places,
+    type: "heatmap", z: z.map((row) => row.map(colour)), x: shown.map((i) => labels[i]),
     y: data.layers.map((l) => (l < 0 ? "?" : `L${l}`)), text, hovertext: hover, customdata: tensor, xgap: 1, ygap: 1, colorscale: "Viridis",
     zmin: bottom, zmax: top, colorbar: { title: { text: "dB" } },
     hovertemplate: "%{y} %{x}: %{hovertext}<extra></extra>",
@@ -76,14 +80,26 @@ function drawHeatmap() {
   Plotly.react("heatmap", [trace], layout({
     height, margin: { l: 46, r: 10, t: 32, b: 120 },
     xaxis: { tickangle: -45, type: "category", automargin: true }, yaxis: { autorange: "reversed", type: "category" },
+    shapes: mark(shown),
   }), CONFIG);
   $("heatmap").removeAllListeners?.("plotly_click");
   $("heatmap").on("plotly_click", (event) => open(event.points[0].customdata));
 }
 
+// A frame around the cell of the tensor that is open, if the map shows it.
+function mark(shown) {
+  const { run, iteration } = chosen();
+  const [ofRun, at, layer, place] = opened === null ? [] : data.at[opened];
+  const [row, column] = [data.layers.indexOf(layer), shown.indexOf(place)];
+  if (ofRun !== run || at !== iteration || row < 0 || column < 0) return [];
+  const line = { color: "#b3261e", width: 2.5 };
+  return [{ type: "rect", x0: column - 0.5, x1: column + 0.5, y0: row - 0.5, y1: row + 0.5, line }];
+}
+
 function open(tensor) {
   if (tensor === null || tensor === undefined) return;
   opened = tensor;
+  if (data.formats.length) Plotly.relayout("heatmap", { shapes: mark(columns()) });
   $("detail").dataset.tensor = tensor;
   $("detail-title").textContent = data.tensors[tensor];
   const detail = data.details[tensor];
@@ -155,6 +171,23 @@ function errorRange(format) {
   return [Math.floor(Math.log10(Math.min(...known))), Math.ceil(Math.log10(Math.max(...known))) + 0.1];
 }
 
+// What the code of a positive E4M3 number stands for.
+function e4m3(code) {
+  const [field, mantissa] = [code >> 3, code & 7];
+  return field ? (1 + mantissa / 8) * 2 ** (field - 7) : mantissa * 2 ** -9;
+}
+
+// Scales that occur, evenly spread over the color bar, which is logarithmic.
+function scaleTicks(exponents) {
+  const all = [...new Set(exponents.filter((e) => e !== null))].sort((a, b) => a - b);
+  const wanted = Array.from({ length: 6 }, (_, i) => all[0] + (i / 5) * (all.at(-1) - all[0]));
+  const near = (e) => all.reduce((a, b) => (Math.abs(b - e) < Math.abs(a - e) ? b : a), all[0]);
+  const tickvals = [...new Set(wanted.map(near))];
+  return { tickvals, ticktext: tickvals.map((e) => show(Number((2 ** e).toPrecision(3)))) };
+}
+
+const some = (numbers) => numbers.filter((_, i) => i % Math.ceil(numbers.length / 8) === 0);
+
 function drawBlockMap(detail) {
   const own = detail.maps[formatName()];
   const name = own ? formatName() : Object.keys(detail.maps)[0];
@@ -165,15 +198,18 @@ function drawBlockMap(detail) {
   }
   const map = detail.maps[name];
   const bytes = Uint8Array.from(atob(map.bytes), (c) => c.charCodeAt(0));
-  const exponents = Array.from(new Int8Array(bytes.buffer), (e) => (e === -128 ? null : e));
+  const exponents = Array.from(new Int8Array(bytes.buffer), (e) => (e === -128 ? null : map.powers ? e : Math.log2(e4m3(e))));
   const z = Array.from({ length: map.rows }, (_, i) => exponents.slice(i * map.columns, (i + 1) * map.columns));
+  const x = z[0].map((_, i) => i * map.size);
+  const ticks = map.powers ? { tick0: 0, dtick: wholeStep(exponents) } : scaleTicks(exponents);
   Plotly.react("blockmap", [{
-    type: "heatmap", z, colorscale: MAGMA, x: z[0].map((_, i) => i * map.size), y: z.map((_, i) => i * map.every),
-    colorbar: { title: { text: "exponent" }, tick0: 0, dtick: wholeStep(exponents) },
-    hovertemplate: "row %{y}, block from value %{x}: 2<sup>%{z}</sup><extra></extra>",
+    type: "heatmap", z, colorscale: MAGMA, x, y: z.map((_, i) => i * map.every),
+    customdata: z.map((row) => row.map((e) => (e === null ? "" : map.powers ? `2<sup>${e}</sup>` : show(2 ** e)))),
+    colorbar: { title: { text: map.powers ? "exponent" : "scale" }, ...ticks },
+    hovertemplate: "row %{y}, block from value %{x}: %{customdata}<extra></extra>",
   }], layout({
     height: 380, title: { text: `Scales of the blocks, ${plain(name)}`, font: { size: 13 }, x: 0.01 },
-    xaxis: axis("first value of the block"), yaxis: axis("row", { autorange: "reversed" }),
+    xaxis: axis("first value of the block", { tickvals: some(x) }), yaxis: axis("row", { autorange: "reversed" }),
   }), CONFIG);
   $("block-note").textContent = (own ? "" : `${formatName()} has no scales of blocks; these are those of ${name}. `)
     + `Blocks along the last dimension; every ${map.every === 1 ? "" : `${map.every}th `}row, at most ${map.columns} blocks; empty: zeros only.`;
@@ -203,21 +239,54 @@ function drawNumbers(detail) {
 }
 
 function drawWorst() {
+  $("worst-note").textContent = `${data.judged}, in ${formatName()}, the format chosen above;`;
   const head = make("tr");
   for (const name of ["tensor", "SQNR (dB)", "become zero", "saturate", "bias / mean magnitude"]) head.append(make("th", name));
   const rows = (data.worst[formatName()] ?? []).map(([tensor, sqnr, lost, beyond, bias]) => {
     const row = make("tr", undefined, { class: "open", tabindex: 0 });
     for (const text of [data.tensors[tensor], decibel(sqnr), percent(lost), percent(beyond), percent(bias)]) row.append(make("td", text));
-    row.onclick = () => goTo(tensor);
-    row.onkeydown = (event) => { if (event.key === "Enter") goTo(tensor); };
+    row.onclick = () => jumpTo(tensor);
+    row.onkeydown = (event) => { if (event.key === "Enter") jumpTo(tensor); };
     return row;
   });
   $("worst-table").replaceChildren(head, ...rows);
 }
 
-function goTo(tensor) {
+// Shows a tensor, and in the map the cell that it belongs to; of a warning, in the format that the
+// warning is about.
+function goTo(tensor, format) {
+  const [run, iteration, , place] = data.at[tensor];
+  const at = data.formats.findIndex((each) => each.name === format);
+  if (at >= 0) $("format").value = at;
+  $("run").value = run;
+  iterations();
+  $("iteration").value = iteration;
+  $("shown").value = data.results[place] ? "results" : "operands";
+  opened = tensor;
+  if (data.formats.length) {
+    drawHeatmap();
+    drawWorst();
+  }
   open(tensor);
+}
+
+function jumpTo(tensor, format) {
+  goTo(tensor, format);
   $("detail").scrollIntoView();
+}
+
+// After another run, iteration or kind of tensors was chosen: draws the map, and opens what stands
+// in the place of the open tensor there, or else the lowest.
+function follow() {
+  drawHeatmap();
+  const { run, iteration } = chosen();
+  const [at, shown] = [6 + 2 * formatIndex(), columns()];
+  const [, , layer, place] = opened === null ? [] : data.at[opened];
+  const here = data.cells.filter((c) => c[0] === run && c[1] === iteration && shown.includes(c[3]) && c[at] !== null);
+  const height = (c) => (typeof c[at - 1] === "number" ? c[at - 1] : Infinity);
+  const same = here.find((c) => c[2] === layer && c[3] === place);
+  const cell = same ?? here.reduce((a, b) => (a && height(a) <= height(b) ? a : b), undefined);
+  if (cell) open(cell[at]);
 }
 
 // A line or marks a format; what has no error is a triangle above all numbers.
@@ -238,7 +307,8 @@ function sqnrTraces(medians, x, mode) {
 const sqnrAxis = (medians, title) => axis(title, { showticklabels: medians.flat().some((value) => typeof value === "number") });
 
 function drawFormats() {
-  $("formats-note").textContent = `Medians of ${data.origin}; a triangle above all numbers: no error.`;
+  $("formats-note").textContent = `Medians over runs, iterations and layers (or places), of ${data.judged}; a triangle above all numbers: no error.`;
+  const places = data.judged_places.map(plain);
   Plotly.newPlot("by-place", sqnrTraces(data.by_place, places, "markers"), layout({
     height: 400, xaxis: { tickangle: -45, automargin: true, type: "category" }, yaxis: sqnrAxis(data.by_place, "SQNR (dB), median"), legend: { orientation: "h", y: 1.12 },
   }), CONFIG);
@@ -253,7 +323,7 @@ function drawTypes() {
     $("types-note").textContent = "The dump has no run without quantization beside others; collect one (bf16) with the same seed to compare.";
     return;
   }
-  $("types-note").textContent = "|x - x0| / |x0| of the same tensor in the run without quantization, last iteration, median; dashed: gradients, dotted: weights.";
+  $("types-note").textContent = "‖x - x0‖ / ‖x0‖ of the same tensor in the run without quantization, last iteration, median; dashed: gradients, dotted: weights.";
   const dash = { forward: "solid", gradient: "dash", weight: "dot" };
   const colours = Object.fromEntries(data.runs.map((run) => [run.type, run.colour]));
   const groups = new Map();
@@ -265,22 +335,28 @@ function drawTypes() {
     groups.get(key).x.push(layer);
     groups.get(key).y.push(value > 0 ? value : null);
   }
-  Plotly.newPlot("by-type", [...groups.values()], layout({
-    height: 400, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: axis("|x - x0| / |x0|", { type: "log" }),
+  const drawn = [...groups.values()].filter((group) => group.y.some((value) => value !== null));
+  const equal = [...groups.values()].filter((group) => !drawn.includes(group)).map((group) => group.name);
+  if (equal.length) $("types-note").textContent += ` Equal to the run without quantization, and not drawn: ${equal.join("; ")}.`;
+  Plotly.newPlot("by-type", drawn, layout({
+    height: 400, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: axis("‖x - x0‖ / ‖x0‖", { type: "log" }),
   }), CONFIG);
 }
 
 function drawTexts() {
-  $("origin").textContent = `${data.origin}, ${show(data.values)} values, in ${data.folder}`;
+  $("origin").textContent = `${data.origin}, ${show(data.values)} values, in ${data.folder}. Formats are judged by ${data.judged}.`
+    + (data.repeats ? ` ${data.repeats}.` : "");
+  $("alarm").textContent = data.alarm;
   const [details, all] = [Object.keys(data.details).length, data.tensors.length];
   $("opened-note").textContent = `${details < all ? show(details) : "all"} of ${show(all)} tensors can be opened`;
   $("cautions").replaceChildren(...(data.cautions.length ? data.cautions.map((caution) => {
     const item = make("li", caution.text);
     const more = make("details");
-    more.append(make("summary", "open"));
+    const named = caution.tensors.length;
+    more.append(make("summary", named < caution.all ? `open one of the first ${named} of ${show(caution.all)}` : `open ${named === 1 ? "it" : `one of ${named}`}`));
     for (const tensor of caution.tensors) {
       const button = make("button", data.tensors[tensor], { class: "tensor" });
-      button.onclick = () => goTo(tensor);
+      button.onclick = () => jumpTo(tensor, caution.format);
       more.append(button);
     }
     item.append(more);
@@ -288,7 +364,7 @@ function drawTexts() {
   }) : [make("li", "none: no NaN, no saturation, no format loses more than the limits allow")]));
   $("cards").replaceChildren(...data.runs.map((run) => {
     const card = make("details");
-    card.append(make("summary", `${run.type}: ${run.id || "(unknown run)"}, ${show(run.tensors)} tensors`));
+    card.append(make("summary", `${run.type}: ${run.id || "(unknown run)"}, ${show(run.tensors)} tensors, ${run.ending}`));
     const table = make("table");
     for (const [name, value] of run.facts) {
       const row = make("tr");
@@ -306,7 +382,7 @@ function drawTexts() {
 
 function iterations() {
   const run = data.runs[Number($("run").value)];
-  fillSelect("iteration", run.iterations.map((i) => [i, i]), drawHeatmap);
+  fillSelect("iteration", run.iterations.map((i) => [i, i]), follow);
   $("iteration").value = run.iterations.at(-1);
 }
 
@@ -317,8 +393,10 @@ fillSelect("format", data.formats.map((format, i) => [i, format.name]), () => {
 });
 fillSelect("run", data.runs.map((run, i) => [i, `${run.type} (${run.id || "unknown run"})`]), () => {
   iterations();
-  drawHeatmap();
+  follow();
 });
+const kinds = ["operands", "results"].filter((name) => data.results.includes(name === "results"));
+fillSelect("shown", kinds.map((name) => [name, `${name} of matmuls`]), follow);
 iterations();
 drawTexts();
 if (data.formats.length) {
@@ -326,7 +404,7 @@ if (data.formats.length) {
   drawWorst();
   drawFormats();
   const first = data.worst[formatName()]?.[0];
-  if (first) open(first[0]);
+  if (first) goTo(first[0]);
 }
 drawTypes();
 document.body.dataset.ready = "yes";

@@ -11,7 +11,13 @@ from tqdm import tqdm
 from megatron.analysis.stats.assembly import Assembly
 from megatron.analysis.stats.cache import Cache, opened
 from megatron.analysis.stats.frames import Frames, arrays_of
-from megatron.analysis.stats.logical import NOTE_SEPARATOR, Found, Logical, logical_tensors
+from megatron.analysis.stats.logical import (
+    NOTE_SEPARATOR,
+    Found,
+    Logical,
+    first_passes,
+    logical_tensors,
+)
 from megatron.analysis.stats.plan import make_plan
 from megatron.analysis.stats.pool import affordable, on_cluster, on_threads
 from megatron.analysis.stats.result import Statistics, TensorArrays
@@ -55,7 +61,8 @@ def compute(
     names = make_plan(formats).names
     workers = affordable(workers, max_memory)
     records = store.records if select is None else select
-    tensors = list(logical_tensors(records, dump=store.records))
+    everything = list(logical_tensors(records, dump=store.records))
+    tensors = first_passes(everything)
     problems = list(store.problems)
     if strict and problems:
         first = problems[0]
@@ -89,7 +96,8 @@ def compute(
             return _arrays(tensors[numbers[tensor]], names, kept)
 
     remarks = [kept.remark] if kept is not None and kept.remark else []
-    return Statistics(table, of_formats, problems, load_arrays, remarks)
+    repeats = len(everything) - len(tensors)
+    return Statistics(table, of_formats, problems, load_arrays, remarks, repeats)
 
 
 def _note(tensor: Logical, formats: Sequence[str], found: Found) -> str:

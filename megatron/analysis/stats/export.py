@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from megatron.analysis.stats.result import Statistics
+from megatron.analysis.stats.layout import is_operand
+from megatron.analysis.stats.result import Statistics, words_of_repeats
 from megatron.analysis.text_table import align
 
 WORST = 5  #: tensors that the summary names
@@ -32,8 +33,10 @@ def summary(found: Statistics) -> str:
             name = Path(with_them["path"].iloc[0]).name
             total = int(with_them[kind].sum())
             lines.append(f"  {total} {kind} in {len(with_them)} tensors; the first is {name}")
+    if found.repeats:
+        lines.append(f"  {words_of_repeats(found.repeats)}")
     if len(found.formats):
-        lines += ["", *_by_format(found), "", *_worst(found)]
+        lines += [*_by_use(found), "", *_worst(found)]
     if notes := found.notes():
         lines += ["", "Notes", *note_lines(notes)]
     return "\n".join(lines)
@@ -44,8 +47,23 @@ def note_lines(notes: Mapping[str, int]) -> list[str]:
     return [f"  {count} tensor{'s' if count > 1 else ''}: {note}" for note, count in notes.items()]
 
 
-def _by_format(found: Statistics) -> list[str]:
+def _by_use(found: Statistics) -> list[str]:
+    """Return a table of what formats do to operands, and one of the results apart."""
     formats = found.formats
+    tensors = found.tensors
+    operand = [*map(is_operand, tensors["layer_type"], tensors["tensor_name"])]
+    of_operands = np.array(operand, bool)[formats["tensor"]]
+    lines: list[str] = []
+    for title, part in (
+        ("Operands of matmuls", formats[of_operands]),
+        ("Results of matmuls, which none quantizes", formats[~of_operands]),
+    ):
+        if len(part):
+            lines += ["", title, *_by_format(found, part)]
+    return lines
+
+
+def _by_format(found: Statistics, formats: pd.DataFrame) -> list[str]:
     # what the shares are of: as many as there are, not a tensor a vote
     finite = found.tensors["finite"].to_numpy()[formats["tensor"]]
     formats = formats.assign(whole=finite - formats["poisoned"])
@@ -71,8 +89,10 @@ def _joint(shares: pd.Series[float], of: pd.Series[int]) -> float:
 
 
 def _worst(found: Statistics) -> list[str]:
-    operands = found.joined().dropna(subset=["sqnr_db"])
-    lowest = operands.sort_values("sqnr_db").drop_duplicates("tensor").head(WORST)
+    known = found.joined().dropna(subset=["sqnr_db"])
+    operands = known[[*map(is_operand, known["layer_type"], known["tensor_name"])]]
+    judged = operands if len(operands) else known
+    lowest = judged.sort_values("sqnr_db").drop_duplicates("tensor").head(WORST)
     rows: list[tuple[object, ...]] = [("lowest SQNR dB", "format", "axis", "file")]
     for row in lowest.to_dict("records"):
         name = (row["quantized_format"], row["axis"], Path(row["path"]).name)

@@ -17,6 +17,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.tensor_record import TENSOR_NAMES
+
 PAIRWISE = ("attention_probs", "attention_scores")
 
 
@@ -75,6 +77,15 @@ _USES: dict[tuple[str, str], tuple[str, str]] = {
     ("attention", "attention_probs"): ("fprop", "wgrad"),
     ("attention", "grad_output"): ("dgrad", "wgrad"),
 }
+
+
+def is_operand(layer_type: Any, tensor_name: Any) -> bool:
+    """Return whether a matmul takes the tensor in; False for what is known to be a result only.
+
+    A tensor of an unknown kind, as in a foreign dump, may be one.
+    """
+    known = tensor_name in TENSOR_NAMES.get(layer_type, ())
+    return not known or (layer_type, tensor_name) in _USES
 
 
 def used_by(layer_type: Any, tensor_name: Any, axis: str) -> str:

@@ -94,6 +94,29 @@ def logical_tensors(
         yield _logical(rows, head_dims)
 
 
+def first_passes(tensors: Sequence[Logical]) -> list[Logical]:
+    """Return the tensors without those that repeat another one.
+
+    Activation recomputation runs a forward pass again, and its tensors are saved again. Where the
+    first pass is there, the repetition would count everything twice.
+    """
+    first = {_pass(tensor) for tensor in tensors if tensor.row.recomputed is not True}
+    return [
+        tensor
+        for tensor in tensors
+        if tensor.row.recomputed is not True or _pass(tensor) not in first
+    ]
+
+
+def _pass(tensor: Logical) -> tuple[Any, ...]:
+    """Return what a tensor has in common with its repetition. Files of unknown runs have none."""
+    if pd.isna(tensor.row.run_id):
+        return (tensor.row.path,)
+    names = (name for name in KEYS if name not in ("recomputed", "data_rank"))
+    known = (getattr(tensor.row, name) for name in names)
+    return (*(None if pd.isna(value) else value for value in known), tensor.data_rank)
+
+
 def _with_shapes(records: pd.DataFrame) -> pd.DataFrame:
     """A shape that no record tells is the file's. (What cannot be read is said when it is
     measured.)

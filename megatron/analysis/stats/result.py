@@ -99,6 +99,15 @@ Counts = NDArray[np.int64]
 Numbers = NDArray[np.float64]
 
 
+#: What becomes of tensors that activation recomputation has saved a second time.
+REPEATED = "of recomputed forward passes, left aside because each repeats one that counts"
+
+
+def words_of_repeats(count: int) -> str:
+    """Return what to say of tensors that were left aside because they repeat another."""
+    return f"{count:,} tensor{'' if count == 1 else 's'}: {REPEATED}"
+
+
 def notes_by_text(notes: Iterable[str]) -> dict[str, int]:
     """How many tensors have each note, in the order of the tensors. One may have several."""
     return dict(
@@ -150,6 +159,7 @@ class Statistics:
     problems: list[Problem] = field(default_factory=list)  #: what could not be read, and why
     load_arrays: Callable[[int], TensorArrays] | None = None
     remarks: list[str] = field(default_factory=list)  #: what became of a cache that failed
+    repeats: int = 0  #: tensors of recomputed forward passes that were left aside
 
     def arrays(self, tensor: int) -> TensorArrays:
         """Histograms of the tensor in this row of `tensors`."""
