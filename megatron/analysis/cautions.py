@@ -139,7 +139,7 @@ def _rule(
         f"L{row['layer_idx']} {row['place']} ({number(row[column])})"
         for row in beyond.drop_duplicates(["layer_idx", "place"]).head(NAMED).to_dict("records")
     )
-    what = "operands" if fmt and table["operand"].all() else "tensors"
+    what = "operands" if table["operand"].all() else "tensors"
     tensors = f"{len(beyond):,} of {len(table):,} {what}"
     text = f"{fmt} {words}: {tensors}" if fmt else f"{tensors} {words}"
     return [Caution(kind, f"{text}; worst: {worst}", tuple(beyond["tensor"]), fmt)]

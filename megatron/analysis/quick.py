@@ -124,7 +124,8 @@ def draw(dump: TensorStore, measured: Measurements, problems: list[Problem]) -> 
     """
     with matplotlib.rc_context(RC):
         # the axes leave the top of the figure to the headline
-        layout = ConstrainedLayoutEngine(rect=(0.015, 0.02, 0.97, 0.86), hspace=0.1, wspace=0.08)
+        height = 0.83 if alarm(dump) else 0.86
+        layout = ConstrainedLayoutEngine(rect=(0.015, 0.02, 0.97, height), hspace=0.1, wspace=0.08)
         figure = Figure(figsize=(12.5, 7.6), layout=layout)
         columns = figure.add_gridspec(1, 2, width_ratios=[1.3, 1.0])
         upper, lower = figure_rows(figure, columns[0], [1.35, 1.0])
@@ -224,7 +225,7 @@ def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
     lines = []
     if summary.zeros:
         masked = measured.table.loc[measured.table["tensor_name"].isin(PAIRWISE), "zeros"].sum()
-        of_mask = f" ({short_count(masked)} of them in attention's masked scores)" if masked else ""
+        of_mask = f" ({short_count(masked)} masked)" if masked else ""
         share = percent(summary.zeros / summary.count)
         lines.append(f"zeros: {short_count(summary.zeros)}, {share}{of_mask}")
     if smaller := int(everything[:first].sum()):

@@ -18,7 +18,7 @@ from matplotlib.patches import StepPatch
 
 from megatron.analysis import plots
 from megatron.analysis.figures.ranges import format_ranges
-from megatron.analysis.plots.style import FORMAT_COLOURS, TENSOR_COLOURS, colour_of
+from megatron.analysis.plots.style import FORMAT_COLOURS, TENSOR_COLOURS, colour_of, decades
 from megatron.fake_quant import fake_quantize
 
 
@@ -119,9 +119,26 @@ def test_many_formats_leave_room_for_the_histogram(ax):
 def test_the_reach_of_hifloat4_has_its_two_bits_of_exponent():
     x = torch.tensor([7.0] + [0.0] * 63)
     assert fake_quantize(x, "hifp4").max() == 7.0
-    table = pd.DataFrame({"quantized_format": ["hifp4"], "scale_median": [0.0], "amax": [7.0]})
+    table = pd.DataFrame(
+        {"quantized_format": ["hifp4"], "scale_median": [0.0], "scale_min": [-3.0],
+         "scale_max": [2.0], "amax": [7.0]}
+    )  # fmt: skip
     [row] = format_ranges(["hifp4"], table).to_dict("records")
     assert 2.0 ** row["largest"] == pytest.approx(7.0)
+    # blocks of other scales reach farther, so that nothing seems to overflow
+    assert 2.0 ** row["highest"] == pytest.approx(28.0)
+    assert row["lowest"] == row["smallest"] - 3
+
+
+def test_the_range_of_nvfp4_goes_from_the_smallest_to_the_largest_tensor():
+    table = pd.DataFrame(
+        {"quantized_format": "nvfp4", "scale_median": [7.0, 6.0, 7.0], "scale_min": [0.0, 1.0, 2.0],
+         "scale_max": [8.8, 8.8, 8.8], "amax": [1e-3, 2.0, 100.0]}
+    )  # fmt: skip
+    [row] = format_ranges(["nvfp4"], table).to_dict("records")
+    assert row["highest"] == pytest.approx(math.log2(6) + 8.8 + math.log2(100 / 2688))
+    assert row["lowest"] == pytest.approx(-1 + math.log2(1e-3 / 2688))
+    assert row["largest"] == pytest.approx(math.log2(6) + 7.0 + math.log2(2 / 2688))
 
 
 def test_variants_of_a_format_can_be_told_apart():
@@ -133,6 +150,36 @@ def test_a_narrow_span_of_values_has_a_linear_axis(ax):
     data = pd.DataFrame({"group": ["mxfp8"] * 2, "x": [0, 1], "value": [1.0, 1.5]})
     plots.plot_lines(data, xlabel="layer", ylabel="rms", logarithmic=True, ax=ax)
     assert ax.get_yscale() == "linear"
+
+
+def test_noise_does_not_fill_an_axis_and_no_power_stands_above_it(ax):
+    data = pd.DataFrame({"group": ["a"] * 2, "x": [0, 1], "value": [0.013515, 0.013545]})
+    plots.plot_lines(data, xlabel="layer", ylabel="rms", logarithmic=True, ax=ax)
+    low, high = ax.get_ylim()
+    assert low < 0.9 * 0.0136
+    assert high > 1.1 * 0.0135
+    ax.figure.canvas.draw()
+    assert ax.yaxis.get_offset_text().get_text() == ""
+    assert "0.013" in ax.get_yticklabels()[len(ax.get_yticks()) // 2].get_text()
+
+
+def test_an_axis_of_decibels_spans_two_at_least(ax):
+    data = pd.DataFrame({"group": ["a"] * 2, "x": [0, 1], "value": [18.8, 18.9]})
+    plots.plot_lines(data, xlabel="layer", ylabel="SQNR (dB)", least=2.0, ax=ax)
+    low, high = ax.get_ylim()
+    assert high - low == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "names"),
+    [((1, 1e4), {"1", "10", "100", "1000", "10000"}), ((10, 1e8), {"10¹", "10⁴", "10⁸"})],
+)
+def test_the_ticks_of_a_logarithmic_axis_have_one_style(ax, limits, names):
+    ax.set_yscale("log")
+    ax.set_ylim(*limits)
+    decades(ax.yaxis)
+    shown = {ax.yaxis.get_major_formatter()(10.0**e, 0) for e in range(9)}
+    assert names <= shown
 
 
 def test_dots_put_a_share_of_zero_at_the_end_of_the_axis_and_say_so(ax):
@@ -165,10 +212,12 @@ def test_boxes_stand_at_the_logarithms_of_the_quantiles(ax):
     plots.plot_boxes(data, ax=ax)
     [box] = ax.patches
     assert (box.get_x(), box.get_width()) == (-2, 2)
-    whiskers, median, largest = (line.get_xdata() for line in ax.get_lines())
+    *_, zeros = ax.get_lines()
+    whiskers, median, largest = (line.get_xdata() for line in ax.get_lines()[:3])
     assert list(whiskers) == [-3, 1]  # zero: half of the smallest that is drawn
     assert list(median) == [-1, -1]
     assert list(largest) == [2]
+    assert (zeros.get_marker(), list(zeros.get_xdata())) == ("v", [-3])
 
 
 def test_quantiles_of_one_colour_differ_in_their_dashes(ax):

@@ -90,11 +90,12 @@ def test_the_picture_has_its_panels_title_and_alarms(tmp_path):
     figure = draw(dump, found, list(dump.problems))
     titles = [ax.get_title(loc="left") for ax in figure.axes]
     assert titles == [
-        "All values",
+        "Operands of matmuls",
         "By magnitude",
         "By quantization type",
         "By layer type",
         "By operation",
+        "By use in matmuls",
     ]
     texts = [text.get_text() for text in figure.texts]
     assert texts[0] == "mxfp8: 28 tensors, 205 K values"
@@ -102,7 +103,10 @@ def test_the_picture_has_its_panels_title_and_alarms(tmp_path):
     assert "run 20250908_095200_abc123" in texts[1]
     assert "1 NaN and 1 Inf values, not drawn" in texts[2]
     steps = [patch for patch in figure.axes[0].patches if isinstance(patch, StepPatch)]
-    assert sum(steps[0].get_data().values) == found.summary().finite
+    assert sum(steps[0].get_data().values) == found.only("operands").summary().finite
+    assert found.only("operands").summary().count + found.only("results").summary().count == (
+        found.summary().count
+    )
 
 
 @pytest.mark.parametrize("values", [[], [float("nan")] * 3, [0.0, -0.0], [7.0], [1e-44]])
@@ -167,4 +171,5 @@ def test_nothing_readable_is_an_error_that_names_the_files(tmp_path):
 def test_memory_does_not_grow_with_a_group_of_tensors(tmp_path):
     write_dump(tmp_path, layers=4)
     _, found = measured(tmp_path)
-    assert len(found.histograms) == 4  # layer types x operations, not tensors
+    # layer types x operations x operands or results, not tensors
+    assert len(found.histograms) == 8

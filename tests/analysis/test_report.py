@@ -138,11 +138,12 @@ def test_the_page_opens_without_an_error_and_asks_for_nothing(tab, page):
     outside = [url for url in tab.requests if not url.startswith(("data:", "blob:"))]
     assert outside == [page.resolve().as_uri()]
     assert tab.evaluate("document.querySelectorAll('#heatmap .heatmaplayer image').length") == 1
+    tab.evaluate("$('iteration').value = 2, $('iteration').onchange(), 1")
     texts = tab.evaluate(
         "Array.from(document.querySelectorAll('#heatmap .heatmap-label'), (n) => n.textContent)"
     )
     # one layer has attention_probs: the other's cell is empty
-    places = len(embedded(page)["places"])
+    places = embedded(page)["results"].count(False)  # columns for operands only
     written = [text for text in texts if text]
     assert len(written) == 2 * places - 1
     assert all(re.fullmatch(r"\d+\.\d", text) for text in written)
@@ -153,6 +154,7 @@ def test_the_page_opens_without_an_error_and_asks_for_nothing(tab, page):
 def test_a_click_on_a_cell_opens_its_histogram_and_block_map(tab, page):
     data = embedded(page)
     place = data["places"].index("core query")
+    column = sum(not result for result in data["results"][:place])
     run, iteration = 1, 2
     tab.evaluate(f"$('run').value = {run}, $('run').onchange(), $('iteration').value")
     cell = next(c for c in data["cells"] if c[:4] == [run, iteration, data["layers"][1], place])
@@ -160,7 +162,7 @@ def test_a_click_on_a_cell_opens_its_histogram_and_block_map(tab, page):
     x, y = tab.evaluate(
         f"""(() => {{ const plot = $('heatmap'), box = plot.getBoundingClientRect(),
             {{ xaxis, yaxis }} = plot._fullLayout;
-            return [box.left + xaxis._offset + xaxis.l2p({place}),
+            return [box.left + xaxis._offset + xaxis.l2p({column}),
                     box.top + yaxis._offset + yaxis.l2p(1)]; }})()"""
     )
     tab.click(x, y)
@@ -195,4 +197,61 @@ def test_a_row_of_the_worst_and_a_warning_open_their_tensor(tab, page):
     named = embedded(page)["cautions"][0]["tensors"][0]
     tab.evaluate("document.querySelector('#cautions button.tensor').click(), 1")
     assert tab.evaluate("$('detail').dataset.tensor") == str(named)
+    assert tab.messages == []
+
+
+AGREEMENT = """(() => { const tensor = Number($('detail').dataset.tensor);
+    const [run, iteration] = data.at[tensor];
+    const shapes = $('heatmap').layout.shapes.length;
+    return [Number($('run').value) === run, Number($('iteration').value) === iteration,
+            $('histogram').layout.title.text.endsWith(formatName()), shapes]; })()"""
+
+
+def test_map_and_detail_show_the_same_run_iteration_and_format(tab, page):
+    data = embedded(page)
+    tab.open(page)
+    assert tab.evaluate(AGREEMENT) == [True, True, True, 1]  # on loading
+    cautions = [(i, c) for i, c in enumerate(data["cautions"]) if c["format"] and c["tensors"]]
+    assert len({caution["format"] for _, caution in cautions}) > 1
+    for number, caution in cautions:
+        item = f"document.querySelectorAll('#cautions > li')[{number}]"
+        tab.evaluate(f"Array.from({item}.querySelectorAll('button')).at(-1).click(), 1")
+        assert tab.evaluate("formatName()") == caution["format"]
+        assert tab.evaluate("$('detail').dataset.tensor") == str(caution["tensors"][-1])
+        assert tab.evaluate(AGREEMENT) == [True, True, True, 1]
+    for row in (0, 5, 11):
+        tab.evaluate(f"document.querySelectorAll('#worst-table tr.open')[{row}].click(), 1")
+        assert tab.evaluate(AGREEMENT) == [True, True, True, 1]
+    for select, value in (("run", 0), ("iteration", 1), ("run", 1), ("shown", "'results'")):
+        tab.evaluate(f"$('{select}').value = {value}, $('{select}').onchange(), 1")
+        assert tab.evaluate(AGREEMENT) == [True, True, True, 1]
+    assert tab.messages == []
+
+
+def test_results_stand_in_a_map_of_their_own(tab, page):
+    data = embedded(page)
+    shown = "$('heatmap').data[0].x"
+    for kind in (False, True):
+        name = "results" if kind else "operands"
+        tab.evaluate(f"$('shown').value = '{name}', $('shown').onchange(), 1")
+        expected = [
+            label for label, result in zip(data["labels"], data["results"], strict=True)
+            if result == kind
+        ]  # fmt: skip
+        assert tab.evaluate(shown) == expected
+    assert data["judged_places"] == [
+        place for place, result in zip(data["places"], data["results"], strict=True) if not result
+    ]
+
+
+def test_the_scales_of_nvfp4_are_shown_by_their_values(tab, page, material):
+    tab.evaluate("goTo(data.worst.nvfp4[0][0], 'nvfp4'), 1")
+    tensor = int(tab.evaluate("$('detail').dataset.tensor"))
+    expected = scale_map(material.load(tensor), "nvfp4", rows=48, blocks=48).to_numpy()
+    drawn = np.array(tab.evaluate("$('blockmap').data[0].z"), dtype=float)
+    np.testing.assert_allclose(drawn, expected, rtol=1e-12)
+    ticks = tab.evaluate("$('blockmap').data[0].colorbar.ticktext")
+    values = 2.0 ** expected[np.isfinite(expected)]
+    assert len(set(ticks)) == len(ticks)
+    assert all(np.isclose(values, float(tick), rtol=1e-2).any() for tick in ticks)
     assert tab.messages == []

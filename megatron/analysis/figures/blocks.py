@@ -103,12 +103,12 @@ def counted(material: Material, formats: list[str]) -> Figure:
         for n, p in known.items()
     ]  # fmt: skip
     plot_counts(
-        pd.concat(room), xlabel="binades between largest value and largest number",
-        title="Headroom (negative: above the largest number)", ax=axes[0],
+        pd.concat(room), xlabel="binades from the largest value up to the largest number",
+        title="Headroom", ax=axes[0],
     )  # fmt: skip
     plot_counts(
         _by_number({n: p.block_range for n, p in known.items()}, 0),
-        xlabel="binades between smallest and largest value", title="Dynamic range in a block",
+        xlabel="binades between smallest and largest value", title="Range in a block",
         ax=axes[1],
     )  # fmt: skip
     e8m0 = {
@@ -130,7 +130,7 @@ def counted(material: Material, formats: list[str]) -> Figure:
     else:
         axes[2].set_visible(False)
     if alike := same_counts({n: p.block_range for n, p in known.items()}):
-        right_of_title(axes[1], f"the same blocks: {', '.join(alike)}")
+        right_of_title(axes[1], " = ".join(alike))
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)

@@ -38,7 +38,8 @@ def plot_boxes(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -
     for y, (row, values) in enumerate(zip(data.to_dict("records"), logs, strict=True)):
         _box(ax, y, str(row["group"]), dict(zip(columns, values, strict=True)))
         if row["p1"] == 0:
-            ax.plot([np.log2(floor)], [y], "v", markersize=5, color=colour_of(str(row["group"])))
+            colour = colour_of(str(row["group"]))
+            ax.plot([np.log2(floor)], [y], "v", markersize=6, color=colour, clip_on=False, zorder=4)
     ax.set_yticks(range(len(data)), [str(name) for name in data["name"]])
     ax.set_ylim(len(data) - 0.4, -0.6)
     ax.tick_params(axis="y", length=0)
