@@ -1,4 +1,4 @@
-"""Which tensors formats are judged by, that none counts twice, and how runs ended."""
+"""Tests of what formats are judged by, of tensors that count once, and of how runs ended."""
 
 from __future__ import annotations
 

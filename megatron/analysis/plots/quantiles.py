@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
@@ -10,7 +12,7 @@ from matplotlib.ticker import FuncFormatter
 from megatron.analysis.plots.style import FAINT, colour_of, guide, nothing, quiet
 
 LINEAR = 10.0  #: standard deviations up to which the axis is linear
-DASHES = ("-", "--", ":", "-.")
+DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 
 def plot_quantiles(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
