@@ -6,7 +6,7 @@ says `running` is that of a run that was killed, or that still writes: its dump 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron.analysis.text_table import printable
@@ -37,14 +37,10 @@ def ending(card: Mapping[str, Any]) -> str:
     return printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ...")
 
 
-def unfinished(store: TensorStore, runs: Iterable[str] | None = None) -> dict[str, str]:
-    """Return how each run with a card ended that did not finish, by its id.
-
-    Args:
-        runs: ids; None stands for all runs of the store.
-    """
+def unfinished(store: TensorStore) -> dict[str, str]:
+    """Return how each run with a card ended that did not finish, by its id."""
     found = {}
-    for run_id in store.runs() if runs is None else runs:
+    for run_id in store.runs():
         card = store.run_card(run_id) if run_id else {}
         if card and (words := ending(card)) != FINISHED:
             found[run_id] = words
