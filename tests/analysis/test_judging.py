@@ -206,7 +206,7 @@ def test_verify_checks_both_passes(dumps):
     assert compute(store).repeats == repeated
     verdict = Verification(store).run()
     assert not verdict.errors
-    assert verdict.checked["tensors"] == len(store)
+    assert verdict.checked["files"] == len(store)
 
 
 @pytest.mark.parametrize(

@@ -164,5 +164,6 @@ def test_strange_values_make_no_figure_fail(strange):
                 lacking.add(f"{name}/{title}")
     assert lacking == {"comparisons", "attention_maps"}
     found = content(material)
-    assert found["cautions"][0]["kind"] == "nan"
+    # the card of the dump has no end
+    assert [caution["kind"] for caution in found["cautions"][:2]] == ["unfinished", "nan"]
     json.dumps(found, allow_nan=False)

@@ -88,7 +88,7 @@ def beyond(x: torch.Tensor, layout: Layout, name: str, axis: str) -> np.ndarray:
         decode = float(packed.scales.whole()) if isinstance(fmt.scaling, TwoLevelScaling) else 1.0
         scales = values[bytes_.long()].repeat_interleave(size, -1)[..., : rows.shape[-1]]
         scaled = rows / scales
-        if isinstance(fmt.scaling, TwoLevelScaling):  # in float32, as the format has it
+        if isinstance(fmt.scaling, TwoLevelScaling):  # in float32, as the format prescribes
             multiplier = ((scales * decode).float()).reciprocal()
             scaled = (rows.float() * multiplier).double()
         edge, goes_up = EDGES[fmt.element.name]
