@@ -1,7 +1,11 @@
 """One measurement of `analysis.py`, in a process of its own: so is its peak memory.
 
-    analysis_worker.py ours FOLDER WORKERS FORMAT...
-    analysis_worker.py naive FOLDER EVERY FORMAT...      one tensor in EVERY
+    python benchmarks/analysis_worker.py ours FOLDER WORKERS FORMAT...
+    python benchmarks/analysis_worker.py naive FOLDER EVERY FORMAT...      one tensor in EVERY
+
+as in
+
+    python benchmarks/analysis_worker.py ours enhanced_tensor_logs/mxfp8 2 mxfp8 hifp8
 
 Prints a JSON object: seconds without the start, bytes of tensors, their number, peak MiB.
 """
@@ -15,6 +19,9 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
+    print(__doc__)
+    sys.exit()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

@@ -2,6 +2,9 @@
 
 Reads a line for each step and answers with a line of numbers, see `FIELDS`; for the line `disk` it
 measures the writer alone, see `writing_speed.py`. `msprobe` runs the plain wheel without this tree.
+
+    python benchmarks/collection_worker.py sparse --folder /tmp/dump --every 10 --host-gib 1 \\
+        --disk-mib 100 --hidden-size 64 --layers 2 --seq-length 64 --dtype bf16
 """
 
 import argparse
@@ -24,7 +27,9 @@ FIELDS = ("step", "blocked", "copies", "rest", "tensors", "bytes", "peak", "host
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("mode", choices=("plain", "idle", "sparse", "everything", "msprobe"))
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--every", type=int, required=True)

@@ -4,6 +4,11 @@ Everything is timed in this one process, in rounds in which the copy, our functi
 have one turn each, in an order that changes from round to round. What shares the machine then
 disturbs all of them alike. Peers print when they are imported: standard output is kept for the
 reports and theirs goes to standard error.
+
+    PYTHONPATH=. python benchmarks/formats_worker.py REQUEST
+
+REQUEST is a JSON object, see `formats.py`, which writes it:
+`python benchmarks/formats.py --help` has the examples.
 """
 
 import gc
@@ -18,6 +23,9 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
+    print(__doc__)
+    sys.exit()
 reports = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)
 warnings.simplefilter("ignore")

@@ -2,7 +2,7 @@
 
     python benchmarks/loss_curves.py     # bf16 mxfp8 mxfp4 hifp8, 200 iterations, three seeds
     python benchmarks/loss_curves.py --types bf16 linear_mxfp4 --seeds 1 --iterations 100
-    python benchmarks/loss_curves.py --text wikitext-2/valid.txt --seeds 1234 --iterations 500 \
+    python benchmarks/loss_curves.py --text wikitext-2/valid.txt --seeds 1234 --iterations 500 \\
         --types bf16 mxfp8 mxfp4 recipe:examples/recipes/mxfp4_stochastic.yaml -- --lr 1e-3
 
 The text is that of the default corpus, or --text FILE, tokenized as the default corpus is. What

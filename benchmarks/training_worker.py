@@ -4,6 +4,9 @@ Reads lines from standard input; for each it runs one step (forward and backward
 micro-batches, Adam) and answers with the seconds it took and the process's peak memory in MiB. It
 imports nothing of `megatron.training`, so that it also runs on the plain wheel: with `--plain` the
 tree is not on the path, and only the CPU backend is loaded, by file.
+
+    echo | python benchmarks/training_worker.py --hidden-size 64 --layers 2 --seq-length 64 \\
+        --dtype bf16
 """
 
 import argparse
@@ -20,7 +23,9 @@ VOCAB, BATCH, MICRO_BATCHES = 4096, 2, 2
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--hidden-size", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True)

@@ -2,8 +2,8 @@
 """Run a training command that collects tensors, show what arrives, and report what is there at the
 end.
 
-    python script/collect_run.py --tensor-dir enhanced_tensor_logs/mxfp8 -- bash
-    examples/llama/train_....sh ...
+    python script/collect_run.py --tensor-dir enhanced_tensor_logs/mxfp8 -- \\
+        bash examples/llama/train_llama32_1b_h100_fp8.sh ...
 
 The command's output goes to a new file in --log-dir. Progress comes from the index files that the
 run appends to. The run ends when the command ends. If neither a tensor nor a line of the log comes

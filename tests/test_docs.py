@@ -4,14 +4,17 @@ import re
 import sys
 import textwrap
 from dataclasses import fields
+from pathlib import Path
+
+import pytest
 
 from megatron.fake_quant import recipe
 from megatron.fake_quant.recipe import load_recipe
 from megatron.fake_quant.recipe_config import GEMMS
 from megatron.training.collection_options import CollectionOptions
-from tests.analysis.fake_dump import write_dump
 from tests.links import broken_links
 from tests.subprocesses import REPO, environment, run
+from tests.training.runs import succeeded, train
 
 PAGE = (REPO / "docs" / "collection.md").read_text()
 RECIPES = (REPO / "docs" / "recipes.md").read_text()
@@ -30,13 +33,64 @@ def test_links_of_all_pages_lead_somewhere():
         assert broken_links(page) == [], page
 
 
-def test_the_python_of_the_analysis_page_runs(tmp_path):
-    [code] = re.findall(r"```python\n(.*?)```", (REPO / "docs" / "analysis.md").read_text(), re.S)
-    write_dump(tmp_path / "enhanced_tensor_logs" / "mxfp8", layers=2)
+def python_blocks() -> list[tuple[str, str]]:
+    """Each Python block of every page: its place and its code."""
+    pages = [*sorted(REPO.glob("README*.md")), *sorted((REPO / "docs").rglob("*.md"))]
+    found = []
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(r"^```python\n(.*?)^```", text, re.S | re.M):
+            line = text[: match.start()].count("\n") + 1
+            found.append((f"{page.relative_to(REPO).as_posix()}:{line}", match[1]))
+    return found
+
+
+@pytest.fixture(scope="module", params=["one rank", "two data-parallel ranks"])
+def dumps(request, tmp_path_factory) -> Path:
+    """The folder above a dump of two iterations and two micro-batches of training, with codes."""
+    folder = tmp_path_factory.mktemp("pages")
+    ranks = 1 if request.param == "one rank" else 2
+    collect = ("--custom-quant-type", "mxfp8", "--save-tensors", "--control-iter", "2")
+    which = ("--collect-micro-batches", "2", "--collect-tensors", "all,codes", "--mock-data")
+    where = ("--tensor-save-dir", folder / "enhanced_tensor_logs" / "mxfp8", "--train-iters", "2")
+    succeeded(train(*collect, *which, *where, ranks=ranks))
+    return folder
+
+
+def test_every_page_with_python_is_found():
+    pages = {place.partition(":")[0] for place, _ in python_blocks()}
+    assert {"README.md", "README.zh-CN.md", "docs/analysis.md", "docs/statistics.md"} <= pages
+
+
+@pytest.mark.parametrize(("place", "code"), python_blocks(), ids=lambda text: text.split("\n")[0])
+def test_the_python_of_a_page_runs_on_any_dump(dumps, place, code):
     settings = environment() | {"PYTHONPATH": str(REPO), "MPLBACKEND": "agg"}
-    done = run([sys.executable, "-c", code], cwd=tmp_path, env=settings)
+    done = run([sys.executable, "-c", code + SHOWN], cwd=dumps, env=settings)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "sqnr.png").read_bytes()[:4] == b"\x89PNG"
+    for name, width, needed in re.findall(r"^(\S+) (\S+) needs (\S+)$", done.stdout, re.M):
+        assert float(width) >= float(needed), f"{name}: labels are cut off"
+    if "savefig" in code:
+        assert " needs " in done.stdout
+
+
+#: Prints the width and height of each saved picture, and what its labels need, in inches.
+SHOWN = """
+import pathlib, struct, sys
+for path in sorted(pathlib.Path().glob("*.png")) if "matplotlib.pyplot" in sys.modules else ():
+    import matplotlib.pyplot as plt
+    figure = plt.gcf()
+    content = path.read_bytes()
+    assert content[:4] == b"\\x89PNG"
+    figure.canvas.draw()
+    box = figure.get_tightbbox()
+    whole = 0 <= box.x0 and 0 <= box.y0 and box.x1 <= figure.get_figwidth()
+    whole = whole and box.y1 <= figure.get_figheight()
+    sides = zip(struct.unpack(">II", content[16:24]), (box.width, box.height))
+    for pixels, needed in sides:
+        inches = pixels / figure.dpi
+        print(path.name, f"{inches:.3f} needs {needed if whole else needed + 0.1:.3f}")
+    path.unlink()
+"""
 
 
 def rows_of(text: str) -> dict[str, list[str]]:

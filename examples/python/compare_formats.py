@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What number formats do to a tensor: signal to quantization noise, in dB.
+"""Print what number formats do to a tensor: signal to quantization noise, in dB.
 
-    export PYTHONPATH=$PWD python=$(bash script/setup_env.sh)
+    python=$(bash script/setup_env.sh)
     "$python" examples/python/compare_formats.py
     "$python" examples/python/compare_formats.py mxfp8 mx:e3m4:b16:rceil nvfp4:2d
 
@@ -14,9 +14,12 @@ the last axis. `python -m megatron.fake_quant list` prints the names of formats.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tree is not installed
 
 from megatron.fake_quant import fake_quantize, get_format
 
@@ -38,6 +41,9 @@ def samples() -> dict[str, Tensor]:
 
 
 def main(names: list[str]) -> int:
+    if {"-h", "--help"} & set(names):
+        print(__doc__)
+        return 0
     try:
         formats = [get_format(name) for name in names or FORMATS]
     except ValueError as error:

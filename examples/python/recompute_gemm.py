@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Open a dump, put a linear layer's tensors together, and compute its output once more.
 
-    export PYTHONPATH=$PWD python=$(bash script/setup_env.sh)
+    python=$(bash script/setup_env.sh)
     "$python" examples/python/recompute_gemm.py enhanced_tensor_logs/mxfp8
     "$python" examples/python/recompute_gemm.py enhanced_tensor_logs/mxfp8 linear_fc1
 
@@ -15,9 +15,12 @@ dump.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tree is not installed
 
 from megatron.analysis.recorded_formats import uses
 from megatron.analysis.store import TensorStore
@@ -60,6 +63,11 @@ def main(folder: str, module: str = "linear_qkv") -> int:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        sys.exit()
     if not 2 <= len(sys.argv) <= 3:
-        sys.exit(__doc__)
+        print(__doc__, file=sys.stderr)
+        print("[ERROR] give a dump's folder, and a module if you like", file=sys.stderr)
+        sys.exit(2)
     sys.exit(main(*sys.argv[1:]))

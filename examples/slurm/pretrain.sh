@@ -7,6 +7,7 @@
 # the dataset and the quantization; options of script/train_config.py follow (see its --help), and
 # after -- flags of pretrain_gpt.py. One task a machine starts a process for each of its GPUs. The
 # log is slurm-NAME-JOB.log in the tree's root: sbatch opens it before anything can make a folder.
+# `bash examples/slurm/pretrain.sh --help` prints this.
 #SBATCH --job-name=lowprec
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -20,6 +21,12 @@ die() {
   printf '[ERROR] %s\n' "$*" >&2
   exit 2
 }
+
+case " $* " in *' -h '* | *' --help '*)
+  sed -n '2,/^#SBATCH/{/^#SBATCH/d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"
+  exit
+  ;;
+esac
 
 if (($# < 3)); then
   die "MODEL, DATASET and QUANTIZATION are missing; script/train_config.py --list prints them"

@@ -1,4 +1,7 @@
-"""Answers the shell drivers ask for: `python script/configs WHAT ...`.
+"""Answer what the shell drivers ask for.
+
+    python script/configs preset
+    python script/configs data --data dataset/wiki_text_document --tokenizer model/llama3.2-1b
 
 data     print the tokenizer and the prefix of the data, one per line; the default is Wikipedia in
          the tokens of Llama 3.2 1B

@@ -1,6 +1,6 @@
 """Tokenize text into the `.bin`/`.idx` pair that training reads with --data-path.
 
-    python script/data/preprocess.py --input wiki.txt --output-prefix dataset/wiki \
+    python script/data/preprocess.py --input wiki.txt --output-prefix dataset/wiki \\
         --tokenizer-model model/llama3.2-1b --append-eod
     python script/data/preprocess.py --input wikipedia/ --output-prefix dataset/wiki ...
     python script/data/preprocess.py --check dataset/wiki_text_document

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The first look at collected tensors: quick_analysis.png and tensor_stats.txt.
 
-    python script/visualization/quick_visualize.py --tensor_dir enhanced_tensor_logs/mxfp8
-    --output_dir draw
+    python script/visualization/quick_visualize.py --tensor_dir enhanced_tensor_logs/mxfp8 \\
+        --output_dir draw
 
 The same as `python -m megatron.analysis quick DIR`, whose other options it takes too: --run,
 --workers; see `python -m megatron.analysis quick --help`.

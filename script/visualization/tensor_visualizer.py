@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Everything that can be drawn of collected tensors, and report.html.
 
-    python script/visualization/tensor_visualizer.py --tensor_dir enhanced_tensor_logs
-    --output_dir draw
+    python script/visualization/tensor_visualizer.py --tensor_dir enhanced_tensor_logs \\
+        --output_dir draw
+    python script/visualization/visualize_tensors.py --output_dir draw    # another name of it
 
 The same as `python -m megatron.analysis draw DIR`, whose other options it takes too: --formats,
 --figures, --image, --run, --workers; see `python -m megatron.analysis draw --help`. The defaults

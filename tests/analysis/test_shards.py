@@ -156,7 +156,8 @@ def test_more_than_one_logical_tensor_is_refused(tmp_path):
     write(tmp_path, WHOLE, "s b h", WHOLE, counter=2, module="decoder.layers.0.mlp.linear_fc2")
     store = TensorStore(tmp_path)
     with pytest.raises(
-        ValueError, match=r"more than one tensor; say more about module: .*fc1.*fc2"
+        ValueError,
+        match=r"2 records match, of more than one tensor; give module='.*fc1' or '.*fc2', or",
     ):
         store.load_global(layer=0)
     assert torch.equal(store.load_global(module="linear_fc2"), WHOLE)
