@@ -63,7 +63,8 @@ def test_what_came_before_a_loss_spike_survives(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "numbers", [{"loss": math.nan}, {"loss": math.inf}, {"grad_norm": math.nan}, {"grad_norm": 101.0}]
+    "numbers",
+    [{"loss": math.nan}, {"loss": math.inf}, {"grad_norm": math.nan}, {"grad_norm": 101.0}],
 )
 def test_other_things_that_are_unusual(tmp_path, numbers):
     configure(tmp_path, collect_ring=2)

@@ -39,7 +39,7 @@ def test_a_resumed_run_judges_by_what_was_usual_before(run_quickly, tmp_path):
         )
     )
     first = run.losses[8] / levels["loss"][-1]
-    assert 1.33 < first, "8/6 of a quarter above the level"
+    assert first > 1.33, "8/6 of a quarter above the level"
     assert kept(dump) == [7, 8]
     card = json.loads(next(dump.glob("run_*.json")).read_text())
     assert card["ring"]["loss_jump"] == 1.25
