@@ -22,12 +22,13 @@ written.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.fake_quant import operators
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.quantize import fake_quantize
@@ -42,7 +43,7 @@ class Operand:
     hadamard: Hadamard | None = None  #: along the reduction axis, before quantization
 
     def quantized(
-        self, x: Tensor, *, axis: int, seed: int | None = None, fill: bool = False
+        self, x: Tensor, *, axis: int, seed: int | Tensor | None = None, fill: bool = False
     ) -> Tensor:
         """`x` as the GEMM sees it; `seed` is that of stochastic rounding.
 
@@ -68,7 +69,7 @@ AS_IT_IS = Operand()
 
 
 #: Slot, the operand (rotated, not yet quantized), what it goes through, its axis, its seed.
-Observer = Callable[[str, Tensor, Operand, int, int | None], None]
+Observer = Callable[[str, Tensor, Operand, int, int | Tensor | None], None]
 
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
 
@@ -137,29 +138,49 @@ class GemmFormats:
 class _QuantizedMatmul(torch.autograd.Function):
     """See the module's docstring; `quantized_matmul` is the way in.
 
-    The decorators give the backward pass the autocast state of the forward pass, as the wheel's
-    linear function has it.
+    The result is C. A straight-through backward pass takes the quantized operands, which are
+    results as well, because what is kept for it must be an input or a result under `torch.func`.
     """
 
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
-    def forward(ctx: Any, a_MK: Tensor, b_NK: Tensor, call: "_Call") -> Tensor:
-        formats = call.formats
-        # not kept until the backward pass
-        ctx.call = replace(call, whole_MK=None, sums_M1=None)
-        qa_MK = call.quantized("fprop_a", a_MK if call.whole_MK is None else call.whole_MK, axis=-1)
-        qb_NK = call.quantized("fprop_b", b_NK, axis=-1)
-        c_MN = _matmul(qa_MK, qb_NK.transpose(-2, -1), call.alpha)
-        if call.sums_M1 is not None:
-            c_MN = (c_MN / call.sums_M1).to(c_MN.dtype)
-            qa_MK = (qa_MK / call.sums_M1).to(qa_MK.dtype)
-        ctx.save_for_backward(*(qa_MK, qb_NK) if formats.straight_through else (a_MK, b_NK))
-        return c_MN
+    generate_vmap_rule = True
 
     @staticmethod
-    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (dc_MN,) = grads
+    def forward(
+        a_MK: Tensor, b_NK: Tensor, whole_MK: Tensor | None, sums_M1: Tensor | None, call: "_Call"
+    ) -> tuple[Tensor, ...]:
+        qa_MK = call.quantized("fprop_a", a_MK if whole_MK is None else whole_MK, axis=-1)
+        qb_NK = call.quantized("fprop_b", b_NK, axis=-1)
+        c_MN = _matmul(qa_MK, qb_NK.transpose(-2, -1), call.alpha)
+        if sums_M1 is not None:
+            c_MN = (c_MN / sums_M1).to(c_MN.dtype)
+            qa_MK = (qa_MK / sums_M1).to(qa_MK.dtype)
+        keep_a, keep_b = call.keeps(whole_MK)
+        return c_MN, *((qa_MK,) if keep_a else ()), *((qb_NK,) if keep_b else ())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        a_MK, b_NK, whole_MK, _, call = inputs
+        ctx.call = call
+        # The backward pass runs in the autocast state of the forward pass, as the wheel's does.
+        ctx.device = a_MK.device.type
+        ctx.autocast = _autocast_of(ctx.device)
+        kept = list(output[1:])
+        ctx.mark_non_differentiable(*kept)
+        ctx.set_materialize_grads(False)  # of operands that are kept: zeros of their size
+        keep_a, keep_b = call.keeps(whole_MK)
+        a_MK = kept.pop(0) if keep_a else a_MK
+        ctx.save_for_backward(a_MK, kept.pop(0) if keep_b else b_NK)
+
+    @staticmethod
+    def backward(ctx: Any, dc_MN: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.autocast is None or ctx.autocast == _autocast_of(ctx.device):
+            return _QuantizedMatmul._gradients(ctx, dc_MN)
+        enabled, dtype = ctx.autocast
+        with torch.autocast(ctx.device, enabled=enabled, dtype=dtype):
+            return _QuantizedMatmul._gradients(ctx, dc_MN)
+
+    @staticmethod
+    def _gradients(ctx: Any, dc_MN: Tensor) -> tuple[Tensor | None, ...]:
         a_MK, b_NK = ctx.saved_tensors
         call: _Call = ctx.call
         da_MK = db_NK = None
@@ -172,7 +193,14 @@ class _QuantizedMatmul(torch.autograd.Function):
             qa_MK = call.quantized("wgrad_a", a_MK, axis=-2)
             db_NK = torch.matmul(qdc_MN.transpose(-2, -1), qa_MK)
             db_NK = call.rotated_back(_scaled(db_NK, call.alpha))
-        return da_MK, db_NK, None
+        return da_MK, db_NK, None, None, None
+
+
+def _autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
+    """Return whether autocast is on and its dtype, None for a device that has none."""
+    if not torch.amp.is_autocast_available(device):
+        return None
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,23 +209,37 @@ class _Call:
 
     formats: GemmFormats
     alpha: float
-    seed: int | None
-    whole_MK: Tensor | None = None  #: A before its rows were divided by their sums
-    sums_M1: Tensor | None = None  #: these sums
+    seed: int | Tensor | None
     observe: "Observer | None" = None
 
     def quantized(self, slot: str, x: Tensor, *, axis: int) -> Tensor:
         operand: Operand = getattr(self.formats, slot)
-        seed = None if self.seed is None else derive_seed(self.seed, slot)
         # The other operand gets as many zeros: the sum over tokens is the same.
         x = operand.rotated(x, axis=axis, fill=slot.startswith("wgrad"))
         if operand.format is None:
             return x
-        if seed is None and operand.format.rounding == "stochastic":
-            seed = draw_seed(None)  # once, for the operand and for who looks at it
+        seed = self._seed(slot, x, operand.format)
         if self.observe is not None:
             self.observe(slot, x, operand, axis, seed)
         return fake_quantize(x, operand.format, axis=axis, seed=seed)
+
+    def keeps(self, whole_MK: Tensor | None) -> tuple[bool, bool]:
+        """Return whether the backward pass takes the forward pass's new A, and its new B."""
+        formats = self.formats
+        changed_a = formats.fprop_a != AS_IT_IS or whole_MK is not None
+        through = formats.straight_through
+        return through and changed_a, through and formats.fprop_b != AS_IT_IS
+
+    def _seed(self, slot: str, x: Tensor, fmt: Format) -> int | Tensor | None:
+        """Return an operand's seed, drawn once for the operand and for its observer."""
+        if fmt.rounding != "stochastic":
+            return None
+        if self.seed is None:
+            return draw_seed(None) if operators.is_direct(x) else operators.drawn(None)
+        if operators.is_direct(x):
+            return derive_seed(int(self.seed), slot)
+        derived: Tensor = operators.derive_seed(operators.seed_tensor(self.seed), slot)
+        return derived
 
     def rotated_back(self, grad: Tensor) -> Tensor:
         """A gradient by way of the forward pass's operands, which were rotated along K."""
@@ -227,7 +269,7 @@ def quantized_matmul(
     formats: GemmFormats,
     *,
     alpha: float = 1.0,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     unnormalized: tuple[Tensor, Tensor] | None = None,
     observe: Observer | None = None,
 ) -> Tensor:
@@ -263,6 +305,8 @@ def quantized_matmul(
             "expand the smaller one first, so that its gradient is summed where that was said"
         )
     whole_MK, sums_M1 = (None, None) if unnormalized is None else unnormalized
-    call = _Call(formats, alpha, seed, whole_MK, sums_M1, observe)
-    result: Tensor = _QuantizedMatmul.apply(a_MK, b_NK, call)  # type: ignore[no-untyped-call]
-    return result
+    call = _Call(formats, alpha, seed, observe)
+    results: tuple[Tensor, ...] = _QuantizedMatmul.apply(  # type: ignore[no-untyped-call]
+        a_MK, b_NK, whole_MK, sums_M1, call
+    )
+    return results[0]

@@ -16,13 +16,13 @@ then multiplied by 1 / sqrt(d) and rounded to the tensor's dtype.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import fused
-from megatron.fake_quant.dtypes import check_dtype
+from megatron.fake_quant import fused, operators
+from megatron.fake_quant.dtypes import check_tensor
 from megatron.fake_quant.reference import store
 
 #: Of TransformerEngine's NVFP4 recipe.
@@ -70,14 +70,15 @@ class Hadamard:
         generator = torch.Generator().manual_seed(self.signs)
         return (1 - 2 * torch.randint(0, 2, (self.size,), generator=generator)).float()
 
-    @torch.no_grad()
     def apply(self, x: Tensor, axis: int = -1) -> Tensor:
         """Transform `x` (float32, bfloat16 or float16) along `axis`, in a new tensor like it.
+
+        Gradients do not flow through, as in `fake_quantize`.
 
         Raises:
             ValueError: another dtype, the size does not divide the axis, or it is out of range.
         """
-        return self._times(x, axis, self.matrix())
+        return self._times(x, axis, inverse=False)
 
     def filled(self, x: Tensor, axis: int) -> Tensor:
         """`x` with as many zeros at the end of `axis` as `apply` needs there."""
@@ -87,13 +88,12 @@ class Hadamard:
         zeros = x.new_zeros([missing if i == axis % x.ndim else n for i, n in enumerate(x.shape)])
         return torch.cat([x, zeros], dim=axis)
 
-    @torch.no_grad()
     def invert(self, x: Tensor, axis: int = -1) -> Tensor:
         """Undo `apply`, up to rounding."""
-        return self._times(x, axis, self.matrix().t())
+        return self._times(x, axis, inverse=True)
 
-    def _times(self, x: Tensor, axis: int, matrix: Tensor) -> Tensor:
-        check_dtype(x, "transform")
+    def _times(self, x: Tensor, axis: int, *, inverse: bool) -> Tensor:
+        check_tensor(x, "transform")
         if x.ndim == 0:
             raise ValueError("a Hadamard transform runs along an axis, and the tensor has none")
         if not -x.ndim <= axis < x.ndim:
@@ -106,13 +106,48 @@ class Hadamard:
                 f"a Hadamard transform of size {self.size} does not divide axis {axis} of a tensor "
                 f"of shape {tuple(x.shape)}; choose a size that does, or another axis"
             )
-        factor = float(torch.tensor(1 / math.sqrt(self.size)))  # rounded to float32
-        if (kernel := fused.find_rotation(x)) is not None:
-            return kernel(x, matrix, factor, axis % x.ndim)
-        blocks = torch.unflatten(x.float().movedim(axis, -1), -1, (-1, self.size))
-        matrix = matrix.to(x.device)
-        total = blocks[..., :1] * matrix[0]
-        for i in range(1, self.size):
-            total += blocks[..., i : i + 1] * matrix[i]  # the product is exact
-        total *= factor
-        return store(total.flatten(-2).movedim(-1, axis), torch.empty_like(x))
+        x = x.detach()
+        if operators.is_direct(x):
+            return _rotated(x, self, axis, inverse=inverse)
+        axis = axis % x.ndim - x.ndim
+        result: Tensor = _rotate(x, self.size, str(self.signs), axis, inverse)
+        return result
+
+
+def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Tensor:
+    """Transform `x` along an axis that the size divides, by a kernel where there is one."""
+    matrix = transform.matrix().t() if inverse else transform.matrix()
+    factor = float(torch.tensor(1 / math.sqrt(transform.size)))  # rounded to float32
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    if (kernel := fused.find_rotation(x)) is not None:
+        return kernel(x, matrix, factor, axis % x.ndim)
+    blocks = torch.unflatten(x.float().movedim(axis, -1), -1, (-1, transform.size))
+    matrix = matrix.to(x.device)
+    total = blocks[..., :1] * matrix[0]
+    for i in range(1, transform.size):
+        total += blocks[..., i : i + 1] * matrix[i]  # the product is exact
+    total *= factor
+    return store(total.flatten(-2).movedim(-1, axis), torch.empty_like(x))
+
+
+@torch.library.custom_op(f"{operators.NAMESPACE}::rotate", mutates_args=())
+def _rotate(x: Tensor, size: int, signs: str, axis: int, inverse: bool) -> Tensor:
+    """Transform `x`; `axis` counts from the end. See `operators.py`."""
+    transform = Hadamard(size, signs if signs in ("none", "nvfp4") else int(signs))  # type: ignore[arg-type]
+    return _rotated(x, transform, axis, inverse=inverse)
+
+
+@_rotate.register_fake
+def _(x: Tensor, size: int, signs: str, axis: int, inverse: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_rotate.register_vmap
+def _(
+    info: Any, in_dims: Any, x: Tensor, size: int, signs: str, axis: int, inverse: bool
+) -> tuple[Tensor, int]:
+    return _rotate(x.movedim(in_dims[0], 0), size, signs, axis, inverse), 0
+
+
+_rotate.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=operators.constant)

@@ -84,6 +84,11 @@ class Layout:
         return rows.narrow(-1, 0, self.rows_shape[-1])
 
     @property
+    def from_end(self) -> int:
+        """The axis, counted from the end; 0 of a tensor without dimensions."""
+        return self.axis - len(self.shape)
+
+    @property
     def rows_shape(self) -> tuple[int, ...]:
         """The shape of `to_rows`."""
         front, back = self.shape[: self.axis], self.shape[self.axis + 1 :]

@@ -18,7 +18,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from decimal import Decimal
 from types import MappingProxyType
 from typing import cast, get_args
 
@@ -172,8 +171,15 @@ def _canonical(base: Format, fmt: Format) -> str:
 
 
 def _plain(x: float) -> str:
-    """All digits of a number, without an exponent: 15, 0.0625."""
-    return f"{Decimal(repr(x)).normalize():f}"
+    """Return all digits of a number, without an exponent: 15, 0.0625."""
+    # Not by the decimal module, which torch.compile cannot trace.
+    digits, _, exponent = repr(x).partition("e")
+    whole, _, fraction = digits.partition(".")
+    point = len(whole) + int(exponent or 0)
+    digits = whole + fraction
+    digits = "0" * (1 - point) + digits + "0" * (point - len(digits))
+    point = max(point, 1)
+    return f"{digits[:point]}.{digits[point:]}".rstrip("0").rstrip(".")
 
 
 def get_element(name: str) -> ElementFormat:

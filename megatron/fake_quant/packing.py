@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.codes import decode, encode, pack_nibbles, unpack_nibbles
-from megatron.fake_quant.formats import Cast, Format
+from megatron.fake_quant import operators
+from megatron.fake_quant.format_text import to_text
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.layout import Layout
-from megatron.fake_quant.quantize import checked, seed_for
-from megatron.fake_quant.reference import join, split, store
+from megatron.fake_quant.operators import is_direct
+from megatron.fake_quant.parts import check_values, has_blocks, has_whole, packed, unpacked
+from megatron.fake_quant.quantize import checked, seed_for, seeds_for
 from megatron.fake_quant.scales import Scales
-
-_NIBBLE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,13 @@ class QuantizedTensor:
         return sum(part.nbytes for part in parts if part is not None)
 
 
-@torch.no_grad()
 def quantize(
     x: Tensor,
     fmt: Format | str,
     axis: int = -1,
     *,
     generator: torch.Generator | None = None,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
 ) -> QuantizedTensor:
     """The codes and scales of `x`.
 
@@ -66,31 +65,27 @@ def quantize(
     what that returns.
     """
     fmt, layout = checked(x, fmt, axis)
-
-    def quantized(codes: Tensor, scales: Scales) -> QuantizedTensor:
-        return QuantizedTensor(codes, scales, fmt, layout.shape, layout.axis, x.dtype)
-
-    if isinstance(fmt.element, Cast):
-        return quantized(layout.to_rows(x.to(fmt.element.dtype)).contiguous(), Scales())
-    if x.numel() == 0:
-        raise ValueError(
-            f"a tensor of shape {layout.shape} has no values to store; keep its shape instead"
-        )
-    elements, scales = split(x, fmt, layout, seed_for(fmt, generator, seed))
-    codes = encode(layout.from_blocks(elements), fmt.element)
-    return quantized(pack_nibbles(codes) if fmt.element.bits <= _NIBBLE else codes, scales)
+    if is_direct(x):
+        check_values(layout.shape, fmt)
+        parts = packed(x.detach(), fmt, layout, seed_for(fmt, generator, seed))
+    else:
+        seeds = seeds_for(fmt, generator, seed)
+        parts = operators.quantize(x.detach(), to_text(fmt), layout.from_end, seeds, 0)
+    codes, blocks, whole = parts
+    scales = Scales(blocks if has_blocks(fmt) else None, whole if has_whole(fmt) else None)
+    return QuantizedTensor(codes, scales, fmt, layout.shape, layout.axis, x.dtype)
 
 
-@torch.no_grad()
 def dequantize(quantized: QuantizedTensor) -> Tensor:
     """The tensor that codes and scales stand for, of the shape and dtype that it had."""
-    fmt, codes, shape = quantized.format, quantized.codes, quantized.shape
-    layout = Layout.of(shape, fmt, quantized.axis)
-    if isinstance(fmt.element, Cast):
-        values = layout.from_rows(codes)
-    else:
-        if fmt.element.bits <= _NIBBLE:
-            codes = unpack_nibbles(codes, shape[quantized.axis])
-        elements = layout.to_blocks(layout.from_rows(decode(codes, fmt.element)))
-        values = join(elements, quantized.scales, fmt, layout)
-    return store(values, torch.empty(shape, dtype=quantized.dtype, device=codes.device))
+    fmt, codes, scales = quantized.format, quantized.codes, quantized.scales
+    layout = Layout.of(quantized.shape, fmt, quantized.axis)
+    codes = codes.detach()
+    blocks = codes.new_empty(0) if scales.blocks is None else scales.blocks
+    whole = codes.new_empty(0) if scales.tensor is None else scales.tensor.detach()
+    if all(is_direct(part) for part in (codes, blocks, whole)):
+        return unpacked((codes, blocks, whole), fmt, layout, quantized.dtype)
+    result: Tensor = operators.dequantize(
+        codes, blocks, whole, to_text(fmt), layout.shape, layout.from_end, quantized.dtype, 0
+    )
+    return result

@@ -3,22 +3,23 @@
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import fused, reference
-from megatron.fake_quant.dtypes import check_dtype
-from megatron.fake_quant.formats import Format
+from megatron.fake_quant import operators
+from megatron.fake_quant.dtypes import check_tensor
+from megatron.fake_quant.format_text import to_text
+from megatron.fake_quant.formats import FORMATS, Format
 from megatron.fake_quant.layout import Layout
 from megatron.fake_quant.names import get_format
+from megatron.fake_quant.operators import compute, is_direct
 from megatron.fake_quant.random_bits import draw_seed
 
 
-@torch.no_grad()
 def fake_quantize(
     x: Tensor,
     fmt: Format | str,
     axis: int = -1,
     *,
     generator: torch.Generator | None = None,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
 ) -> Tensor:
     """Quantize `x` to `fmt` and return the dequantized values in a new tensor like `x`.
 
@@ -30,7 +31,8 @@ def fake_quantize(
         generator: of the random numbers of stochastic rounding; torch's default one for the CPU if
             None. One number is drawn a call, and each value's random bits follow from that and its
             place in `x`.
-        seed: that number, from 0 to 2^62 - 1, where nothing shall be drawn.
+        seed: that number, from 0 to 2^62 - 1, where nothing shall be drawn; also as an int64
+            tensor without dimensions.
 
     The arithmetic is done in float32 whatever the dtype of `x`, and the result is then rounded to
     that dtype, to nearest even. For MX formats, HiFloat4 and HiFloat8 without a scale this last
@@ -51,23 +53,37 @@ def fake_quantize(
     need other dimensions than the tensor has.
     """
     fmt, layout = checked(x, fmt, axis)
+    x = x.detach()
+    if not is_direct(x):
+        seeds = seeds_for(fmt, generator, seed)
+        result: Tensor = operators.fake_quantize(x, to_text(fmt), layout.from_end, seeds, 0)
+        return result
     if x.numel() == 0:
         return x.clone()
-    seed = seed_for(fmt, generator, seed)
-    kernel = fused.find(x, fmt)
-    return (kernel or reference.fake_quantize)(x, fmt, layout, seed)
+    return compute(x, fmt, layout, seed_for(fmt, generator, seed))
 
 
 def checked(x: Tensor, fmt: Format | str, axis: int) -> tuple[Format, Layout]:
     """The format and the layout of its blocks; errors as `fake_quantize` says."""
     if isinstance(fmt, str):
-        fmt = get_format(fmt)
-    check_dtype(x, "quantize")
+        fmt = FORMATS.get(fmt) or get_format(fmt)
+    check_tensor(x, "quantize")
     return fmt, Layout.of(tuple(x.shape), fmt, axis)
 
 
-def seed_for(fmt: Format, generator: torch.Generator | None, seed: int | None) -> int | None:
+def seed_for(
+    fmt: Format, generator: torch.Generator | None, seed: int | Tensor | None
+) -> int | None:
     """The seed where the format rounds stochastically, else None; nothing is drawn in vain."""
     if fmt.rounding != "stochastic":
         return None
-    return draw_seed(generator) if seed is None else seed
+    return draw_seed(generator) if seed is None else int(seed)
+
+
+def seeds_for(
+    fmt: Format, generator: torch.Generator | None, seed: int | Tensor | None
+) -> Tensor | None:
+    """Return what `seed_for` does, as a tensor that can be traced."""
+    if fmt.rounding != "stochastic":
+        return None
+    return operators.drawn(generator) if seed is None else operators.seed_tensor(seed)

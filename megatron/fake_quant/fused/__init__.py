@@ -5,6 +5,9 @@ C++ compiler. Where numba is missing, and for small tensors, the reference does 
 devices Triton compiles them, which torch's CUDA builds bring; where it is missing the reference
 does the work, as it does for HiFloat4 and for blocks too large for a processor's registers.
 `LAB_FUSED=0` in the environment switches all of them off.
+
+Kernels take plain tensors only. What reaches them under torch.compile, torch.func and other
+transforms goes through `operators.py`.
 """
 
 import functools

@@ -1,0 +1,103 @@
+"""A format as a string, and back: how a `Format` travels through a graph of operators.
+
+Operators of `torch.library` take tensors, numbers and strings. A format that `get_format` knows is
+written as its name. Any other one, built from `Format` itself, is written as JSON with all of its
+fields. The string alone is enough to rebuild the format, so that an exported program can be loaded
+by another process.
+"""
+
+import functools
+import json
+from typing import Any
+
+import torch
+
+from megatron.fake_quant.formats import (
+    BlockScaling,
+    Cast,
+    ElementFormat,
+    Format,
+    GroupScaling,
+    HiFloat8,
+    TensorScaling,
+    TwoLevelScaling,
+)
+from megatron.fake_quant.names import get_format
+
+#: The classes of elements and scalings, and the fields that define them.
+_FIELDS: dict[type, tuple[str, ...]] = {
+    ElementFormat: (
+        "name", "exponent_bits", "mantissa_bits", "bias", "max", "ties", "twos_complement",
+    ),
+    HiFloat8: ("overflow",),
+    Cast: ("dtype",),
+    BlockScaling: ("size", "rule", "square"),
+    TwoLevelScaling: ("size", "square"),
+    GroupScaling: (),
+    TensorScaling: ("target", "power_of_two"),
+}  # fmt: skip
+_CLASSES = {part.__name__: part for part in _FIELDS}
+
+
+def to_text(fmt: Format) -> str:
+    """Return a string from which `from_text` makes an equal format.
+
+    Of plain string operations, which torch.compile traces; it cannot trace the json module.
+    """
+    try:
+        if get_format(fmt.name) == fmt:
+            return fmt.name
+    except ValueError:
+        pass  # a name of the user's own
+    parts = f'"element": {_packed(fmt.element)}, "scaling": {_packed(fmt.scaling)}'
+    return f'{{"name": {_value(fmt.name)}, "rounding": {_value(fmt.rounding)}, {parts}}}'
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def from_text(text: str) -> Format:
+    """Return the format that `to_text` wrote.
+
+    Raises:
+        ValueError: the text is neither a format's name nor such a description.
+    """
+    if not text.startswith("{"):
+        return get_format(text)
+    try:
+        fields = json.loads(text, strict=False)
+        parts = {name: _unpacked(fields.pop(name)) for name in ("element", "scaling")}
+        return Format(**fields, **parts)
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{text[:80]!r} does not describe a format ({error}); export the program again"
+        ) from None
+
+
+def _packed(part: Any) -> str:
+    if part is None:
+        return "null"
+    pairs = [f'"class": "{type(part).__name__}"']
+    for field in _FIELDS[type(part)]:
+        value = part.name if isinstance(part, Cast) else getattr(part, field)
+        pairs.append(f'"{field}": {_value(value)}')
+    return "{" + ", ".join(pairs) + "}"
+
+
+def _value(value: str | bool | int | float) -> str:
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value)
+
+
+def _unpacked(fields: dict[str, Any] | None) -> Any:
+    if fields is None:
+        return None
+    made = _CLASSES[fields.pop("class")]
+    if made is Cast:
+        dtype = getattr(torch, str(fields["dtype"]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{fields['dtype']!r} is no dtype")
+        return Cast(dtype)
+    return made(**fields)

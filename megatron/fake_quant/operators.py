@@ -1,0 +1,271 @@
+"""Quantization as `torch.library` operators, for code that torch traces or transforms.
+
+A compiled kernel needs the address of real memory. Under `torch.compile`, `torch.export`,
+`make_fx`, `torch.func`, `FakeTensorMode` and for tensor subclasses there is none: torch records or
+transforms the operations instead. There each entry of this package calls one operator, which has
+
+    a fake rule   shape, dtype and strides of the result, for tracing; nothing is computed
+    a vmap rule   one call with one more batch dimension, and never a loop in a graph
+    a gradient    of zero, as in eager mode: rounding is a constant wherever it has a derivative
+
+and whose implementation is what eager mode runs, so that the bits are the same. Eager mode itself
+calls the kernels directly (see `is_direct`): the dispatch of an operator costs more than some of
+them.
+
+`batch` is the number of leading dimensions that `vmap` has added. Samples are quantized as a loop
+over them would do it: each has its own tensor scale, and random bits by the place within a sample.
+`seeds` is int64 with one seed per sample, or None for formats that draw nothing. Axes are counted
+from the end, so that batch dimensions do not move them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.fake_quant import fused, random_bits, reference
+from megatron.fake_quant.dtypes import check_tensor
+from megatron.fake_quant.format_text import from_text
+from megatron.fake_quant.formats import Format
+from megatron.fake_quant.layout import Layout
+from megatron.fake_quant.parts import (
+    Parts,
+    check_values,
+    empty_parts,
+    has_blocks,
+    has_whole,
+    packed,
+    unpacked,
+)
+
+NAMESPACE = "megatron_fake_quant"
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_direct(x: Tensor) -> bool:
+    """Return whether `x` is a plain tensor and nothing traces or transforms what is done to it.
+
+    Costs less than a microsecond. What it asks, in this order: whether Dynamo traces; whether the
+    tensor has a class of its own (FakeTensor, DTensor); whether a transform of `torch.func` or a
+    dispatch mode (FakeTensorMode, make_fx, selective checkpointing) is active; whether
+    `torch.jit.trace` records; whether the tensor is a lazy negation or has no memory (meta).
+    """
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN:
+        return False
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+        return False  # make_fx and export before dispatch, which keep their modes elsewhere
+    return not (torch._C._get_tracing_state() or x.is_neg() or x.is_meta)
+
+
+def compute(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Tensor:
+    """Quantize and dequantize a tensor that is not empty, by the fastest kernel there is."""
+    return (fused.find(x, fmt) or reference.fake_quantize)(x, fmt, layout, seed)
+
+
+# Seeds
+
+
+def seed_tensor(seed: int | Tensor) -> Tensor:
+    """Return a seed as operators take it: int64 without dimensions."""
+    if isinstance(seed, Tensor):
+        return seed
+    return torch.full((), seed, dtype=torch.int64, device="cpu")
+
+
+def drawn(generator: torch.Generator | None) -> Tensor:
+    """Draw a seed; under `vmap` as its `randomness` says: one for all samples, or one for each."""
+    device = torch.device("cpu") if generator is None else generator.device
+    return torch.randint(0, 1 << 62, (), generator=generator, device=device)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::derive_seed", mutates_args=())
+def derive_seed(seed: Tensor, slot: str) -> Tensor:
+    """Return for each seed one that depends on it and on `slot`, see `random_bits.derive_seed`."""
+    derived = [random_bits.derive_seed(each, slot) for each in seed.flatten().tolist()]
+    return torch.tensor(derived, dtype=torch.int64, device=seed.device).view(seed.shape)
+
+
+@derive_seed.register_fake
+def _(seed: Tensor, slot: str) -> Tensor:
+    return seed.new_empty(seed.shape)
+
+
+@derive_seed.register_vmap
+def _(info: Any, in_dims: Any, seed: Tensor, slot: str) -> tuple[Tensor, int]:
+    return derive_seed(seed, slot), in_dims[0]
+
+
+# Batches
+
+
+def _alone(fmt: Format, seeds: Tensor | None) -> bool:
+    """Return whether samples have to be quantized one by one."""
+    return seeds is not None or has_whole(fmt)
+
+
+def _samples(x: Tensor, seeds: Tensor | None, batch: int) -> list[tuple[Tensor, int | None]]:
+    """Return the samples and their seeds."""
+    samples = x.flatten(0, batch - 1).unbind(0) if batch else (x,)
+    if seeds is None:
+        return [(sample, None) for sample in samples]
+    return list(zip(samples, seeds.flatten().tolist(), strict=True))
+
+
+def _stacked(parts: Sequence[Tensor], x: Tensor, batch: int) -> Tensor:
+    """Return results of samples in the batch dimensions of `x`."""
+    return torch.stack(list(parts)).view(*x.shape[:batch], *parts[0].shape) if batch else parts[0]
+
+
+def _with_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """Return `x` with the dimension that `vmap` maps over in front."""
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _checked(x: Tensor, fmt: str, axis: int, batch: int) -> tuple[Format, Layout]:
+    """Return the format and a sample's layout, or raise the errors of `fake_quantize`."""
+    check_tensor(x, "quantize")
+    known = from_text(fmt)
+    return known, Layout.of(tuple(x.shape[batch:]), known, axis)
+
+
+def constant(ctx: Any, inputs: Any, output: Any) -> None:
+    """Declare what an operator returns a constant for autograd."""
+    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
+
+
+# Quantizing and dequantizing
+
+
+@torch.library.custom_op(f"{NAMESPACE}::fake_quantize", mutates_args=())
+def fake_quantize(x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int) -> Tensor:
+    """See `megatron.fake_quant.fake_quantize`, and the module's docstring for the arguments."""
+    known, layout = _checked(x, fmt, axis, batch)
+    out = torch.empty_like(x)
+    if x.numel() == 0:
+        return out
+    if batch and not _alone(known, seeds):
+        layout = Layout.of(tuple(x.shape), known, axis)
+        return compute(x, known, layout, None)
+    results = [compute(s, known, layout, seed) for s, seed in _samples(x, seeds, batch)]
+    return out.copy_(_stacked(results, x, batch)) if batch else results[0]
+
+
+@fake_quantize.register_fake
+def _(x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int) -> Tensor:
+    _checked(x, fmt, axis, batch)
+    return torch.empty_like(x)
+
+
+@fake_quantize.register_vmap
+def _(
+    info: Any, in_dims: Any, x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int
+) -> tuple[Tensor, int]:
+    x = _with_batch(x, in_dims[0], info.batch_size)
+    if seeds is not None:
+        seeds = _with_batch(seeds, in_dims[3], info.batch_size)
+    return fake_quantize(x, fmt, axis, seeds, batch + 1), 0
+
+
+fake_quantize.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=constant)
+
+
+# Codes and scales, see `parts.py`
+
+
+@torch.library.custom_op(f"{NAMESPACE}::quantize", mutates_args=())
+def quantize(
+    x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, block scales and tensor scales, see `packing.quantize`."""
+    known, layout = _checked(x, fmt, axis, batch)
+    check_values(layout.shape, known)
+    if x.numel() == 0:
+        return empty_parts(x, known, layout, tuple(x.shape[:batch]))
+    if batch and not _alone(known, seeds):
+        return packed(x, known, Layout.of(tuple(x.shape), known, axis), None)
+    results = [packed(s, known, layout, seed) for s, seed in _samples(x, seeds, batch)]
+    if not batch:
+        return results[0]
+    codes, blocks, whole = zip(*results, strict=True)
+    return (
+        _stacked(codes, x, batch),
+        _stacked(blocks, x, batch) if has_blocks(known) else blocks[0],
+        _stacked(whole, x, batch) if has_whole(known) else whole[0],
+    )
+
+
+@quantize.register_fake
+def _(
+    x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    known, layout = _checked(x, fmt, axis, batch)
+    return empty_parts(x, known, layout, tuple(x.shape[:batch]))
+
+
+@quantize.register_vmap
+def _(
+    info: Any, in_dims: Any, x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int
+) -> tuple[Parts, tuple[int | None, ...]]:
+    x = _with_batch(x, in_dims[0], info.batch_size)
+    if seeds is not None:
+        seeds = _with_batch(seeds, in_dims[3], info.batch_size)
+    known = from_text(fmt)
+    out_dims = (0, 0 if has_blocks(known) else None, 0 if has_whole(known) else None)
+    return quantize(x, fmt, axis, seeds, batch + 1), out_dims
+
+
+quantize.register_autograd(lambda ctx, *grads: (None,) * 5, setup_context=constant)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::dequantize", mutates_args=())
+def dequantize(
+    codes: Tensor,
+    blocks: Tensor,
+    whole: Tensor,
+    fmt: str,
+    shape: Sequence[int],
+    axis: int,
+    dtype: torch.dtype,
+    batch: int,
+) -> Tensor:
+    """Return the tensor that codes and scales stand for, see `packing.dequantize`; `shape` is that
+    of a sample.
+    """
+    known, front = from_text(fmt), tuple(codes.shape[:batch])
+    if not batch or not has_whole(known):
+        layout = Layout.of((*front, *shape), known, axis)
+        return unpacked((codes, blocks, whole), known, layout, dtype)
+    layout = Layout.of(tuple(shape), known, axis)
+    scales = whole.flatten().unbind(0)
+    of_blocks = (
+        blocks.flatten(0, batch - 1).unbind(0) if has_blocks(known) else [blocks] * len(scales)
+    )
+    samples = zip(codes.flatten(0, batch - 1).unbind(0), of_blocks, scales, strict=True)
+    results = [unpacked(parts, known, layout, dtype) for parts in samples]
+    return torch.stack(results).view(*front, *shape)
+
+
+@dequantize.register_fake
+def _(
+    codes: Tensor, blocks: Tensor, whole: Tensor, fmt: str, shape: Sequence[int], axis: int,
+    dtype: torch.dtype, batch: int,
+) -> Tensor:  # fmt: skip
+    return codes.new_empty((*codes.shape[:batch], *shape), dtype=dtype)
+
+
+@dequantize.register_vmap
+def _(
+    info: Any, in_dims: Any, codes: Tensor, blocks: Tensor, whole: Tensor, fmt: str,
+    shape: Sequence[int], axis: int, dtype: torch.dtype, batch: int,
+) -> tuple[Tensor, int]:  # fmt: skip
+    known, size = from_text(fmt), info.batch_size
+    codes = _with_batch(codes, in_dims[0], size)
+    blocks = _with_batch(blocks, in_dims[1], size) if has_blocks(known) else blocks
+    whole = _with_batch(whole, in_dims[2], size) if has_whole(known) else whole
+    return dequantize(codes, blocks, whole, fmt, shape, axis, dtype, batch + 1), 0
+
+
+dequantize.register_autograd(lambda ctx, grad: (None,) * 8, setup_context=constant)
