@@ -1,7 +1,11 @@
 """Quantization under torch.compile, torch.export and tracing gives the bits of eager mode."""
 
 import math
+import os
+import re
+import shutil
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +35,9 @@ from .test_fused import NAMES, SEED, bits
 #: One of each kernel, scaling and rounding.
 KINDS = ["mxfp8", "nvfp4:2d", "hifp8:hr", "hifp4", "fp8_e4m3", "bf16", "mxfp4:sr", "hifp8:sr:t15"]
 kinds = pytest.mark.parametrize("name", KINDS)
+inductor = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="Inductor needs a C++ compiler"
+)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
@@ -130,6 +137,26 @@ def test_each_compiled_call_draws_a_number_as_eager_mode_does():
     assert not torch.equal(found[0], found[1])
 
 
+@inductor
+def test_inductor_draws_the_numbers_of_eager_mode_where_it_is_told_to():
+    from torch._inductor import config
+
+    function, x = torch.compile(lambda x: fake_quantize(x, "mxfp4:sr")), tensor(8, 64)
+    with config.patch(fallback_random=True):
+        function(x)  # compiles
+    torch.manual_seed(5)
+    found = [function(x) for _ in range(2)]
+    torch.manual_seed(5)
+    expected = [fake_quantize(x, "mxfp4:sr") for _ in range(2)]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_the_python_of_the_formats_page_runs():
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(code, {})
+
+
 def test_a_generator_is_used_by_partly_compiled_code():
     function = torch.compile(
         lambda x, generator: fake_quantize(x, "mxfp4:sr", generator=generator) + 1,
@@ -142,6 +169,7 @@ def test_a_generator_is_used_by_partly_compiled_code():
         assert torch.equal(function(x, ours), expected)
 
 
+@inductor
 @kinds
 def test_inductor_calls_the_operator(name):
     x = tensor(260, 300)[:, ::2]
