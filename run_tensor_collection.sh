@@ -228,6 +228,7 @@ if [[ $mode == batch && -z ${DRY_RUN-} ]] && ! looks; then
   printf 'batch: %s of %s types are in %s\n  next       %s\n' "$((${#types[@]} - ${#failed[@]}))" \
     "${#types[@]}" "$tensor_path" "$draw"
 fi
+if [[ ${#failed[@]} -eq 1 && $mode != batch ]]; then exit 1; fi # the error is printed above
 if ((${#failed[@]})); then die "not collected in full: ${failed[*]}; the reasons are above"; fi
 if ((${#limited[@]})); then
   say "[WARNING] collected up to a limit: ${limited[*]}; raise the limit or select less"

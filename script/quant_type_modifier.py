@@ -120,7 +120,8 @@ def build_parser() -> Parser:
 
 def _check_together(options: argparse.Namespace) -> None:
     other = "--check" if options.check else "--restore" if options.restore else None
-    given = [f"--{name}-quant" for name in OPERATIONS if getattr(options, f"{name}_quant")]
+    formats = {name: getattr(options, f"{name}_quant") for name in OPERATIONS}
+    given = [f"--{name}-quant" for name, value in formats.items() if value is not None]
     if given and other:
         raise ConfigError(f"{given[0]} and {other} exclude each other; give one")
     if not (given or other):

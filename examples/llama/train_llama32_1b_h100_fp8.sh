@@ -50,10 +50,10 @@ while (($#)); do
       exit 0
       ;;
     --dry-run | --dry_run) export DRY_RUN=1 ;;
-    --preset=*) preset=${1#*=} ;;
-    --preset)
+    --preset | --preset=*)
       preset=${2-}
-      shift
+      if [[ $1 == *=* ]]; then preset=${1#*=}; else shift; fi
+      if [[ -z $preset || $preset == --* ]]; then refuse "--preset needs a value: tiny or 1b"; fi
       ;;
     *)
       if [[ $1 == --* ]] || ((${#flags[@]})); then flags+=("$1"); else arguments+=("$1"); fi

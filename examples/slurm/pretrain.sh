@@ -32,7 +32,11 @@ if (($# < 3)); then
   die "MODEL, DATASET and QUANTIZATION are missing; script/train_config.py --list prints them"
 fi
 # SLURM runs a copy of this file, so that its own place says nothing
-cd -- "${SLURM_SUBMIT_DIR:?is not set; start this with sbatch}"
+if [[ -z ${SLURM_SUBMIT_DIR-} ]]; then
+  die "SLURM_SUBMIT_DIR is not set; start this with sbatch, as in" \
+    "'sbatch examples/slurm/pretrain.sh deepseek2_lite dolma FA_linear_mxfp8'"
+fi
+cd -- "$SLURM_SUBMIT_DIR"
 if [[ ! -f script/train_config.py ]]; then
   die "$PWD is not the root of the tree; submit from there"
 fi

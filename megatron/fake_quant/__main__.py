@@ -73,6 +73,10 @@ def _draw(chosen: list[str], output: Path) -> str:
         ) from None
     small = [name for name, fmt in FORMATS.items() if not isinstance(fmt.element, Cast)]
     formats = list(dict.fromkeys(map(get_format, chosen or small)))
+    if output.is_dir():
+        raise ValueError(f"--output {output} is a folder; name a file in it, as {output}/x.png")
+    if not output.suffix:
+        output = output.with_name(f"{output.name}.png")
     if not output.parent.is_dir():
         raise ValueError(f"no folder {output.parent} for --output {output}; make it first")
     picture(formats).savefig(output)

@@ -35,7 +35,7 @@ def run(command: str, description: str | None, arguments: list[str] | None) -> i
     """Run a command of `python -m megatron.analysis`, whose folders are options here; return the
     exit status.
     """
-    from megatron.console import ArgumentParser
+    from megatron.console import ArgumentParser, about_unknown
 
     parser = ArgumentParser(
         description=description,
@@ -52,6 +52,8 @@ def run(command: str, description: str | None, arguments: list[str] | None) -> i
         "--output-dir", metavar="DIR", default=default_folder("draw"), help="made if missing (draw)"
     )
     known, others = parser.parse_known_args(arguments)
+    if wrong := [word for word in others if word.startswith(("--tensor", "--output"))]:
+        parser.error(about_unknown(wrong, parser.all_options()))  # no other options begin so
     from megatron.analysis.__main__ import main as analysis
 
     folder = known.tensor_dir

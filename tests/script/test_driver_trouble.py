@@ -27,7 +27,7 @@ def test_a_full_disk_makes_the_driver_fail_at_the_end_of_training(disk):
     assert "[ERROR] training failed (exit status 1); the log is " in done.stderr
     reason = f"cannot write to {disk}/mxfp8: [Errno 28] No space left on device"
     assert done.stderr.count(reason) == 1
-    assert done.stderr.endswith("[ERROR] not collected in full: mxfp8; the reasons are above\n")
+    assert "the reasons are above" not in done.stderr, "one type has one error"
     [log] = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("  log ")]
     assert "> stopping after iteration 1" in (REPO / log).read_text(), "training went on to its end"
     files = assert_sound(disk / "mxfp8")
