@@ -154,8 +154,8 @@ tokenizer=$tokenizer_path data=$data_path
 choose_preset
 resolve_data --tokenizer-path --data-path
 
-draw="bash ${home}run_tensor_draw.sh visualize"
-if [[ $tensor_path != "${home}enhanced_tensor_logs" ]]; then draw+=" --tensor-dir $tensor_path"; fi
+draw=(bash "${home}run_tensor_draw.sh" visualize)
+if [[ $tensor_path != "${home}enhanced_tensor_logs" ]]; then draw+=(--tensor-dir "$tensor_path"); fi
 
 # collect TYPE: one run, watched.
 collect() {
@@ -197,7 +197,8 @@ collect() {
     run_child "${training[@]}"
     return
   fi
-  local next="$draw $1"
+  local next
+  next=$(quoted "${draw[@]}" "$1")
   if [[ $mode == batch ]]; then next=; fi # drawn together, at the end
   run_child "$py" "$repo/script/collect_run.py" --name "$1" --tensor-dir "$tensors" \
     --log-dir "${home}logs" --control-iter "${control_iter:-0}" --stall-timeout "$stall_timeout" \
@@ -226,7 +227,7 @@ for quant_type in "${types[@]}"; do
 done
 if [[ $mode == batch && -z ${DRY_RUN-} ]] && ! looks; then
   printf 'batch: %s of %s types are in %s\n  next       %s\n' "$((${#types[@]} - ${#failed[@]}))" \
-    "${#types[@]}" "$tensor_path" "$draw"
+    "${#types[@]}" "$tensor_path" "$(quoted "${draw[@]}")"
 fi
 if [[ ${#failed[@]} -eq 1 && $mode != batch ]]; then exit 1; fi # the error is printed above
 if ((${#failed[@]})); then die "not collected in full: ${failed[*]}; the reasons are above"; fi

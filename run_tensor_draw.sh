@@ -101,9 +101,12 @@ folder=$tensor_path
 if [[ $mode == visualize ]]; then
   if [[ -n $quant_type ]]; then folder_of "$quant_type"; fi
   if [[ ! -d $folder && -z ${DRY_RUN-} ]]; then
-    die "no folder $folder; collect first with" \
-      "'bash ${home}run_tensor_collection.sh single ${quant_type:-mxfp8}', or name another folder" \
-      "in --tensor-dir"
+    collect=(bash "${home}run_tensor_collection.sh" single "${quant_type:-mxfp8}")
+    if [[ $tensor_path != "${home}enhanced_tensor_logs" ]]; then
+      collect+=(--tensor-dir "$tensor_path")
+    fi
+    die "no folder $folder; collect first with \`$(quoted "${collect[@]}")\`, or name another" \
+      "folder in --tensor-dir"
   fi
 fi
 
@@ -132,8 +135,7 @@ if [[ $mode != collect ]]; then
   draw=("$py" "$repo/script/visualization/tensor_visualizer.py" --tensor_dir "$folder"
     --output_dir "$output_dir" ${run:+--run "$run"})
   if [[ -n ${DRY_RUN-} ]]; then
-    printf '%q ' "${draw[@]}"
-    echo
+    quoted "${draw[@]}"
     exit
   fi
   run_child "${draw[@]}"

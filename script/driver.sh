@@ -34,6 +34,18 @@ refuse() { # a wrong command line
   exit 2
 }
 
+# quoted WORD...: prints a command so that a shell reads back the same words, as Python's shlex.join.
+quoted() {
+  local word line='' quote="'\"'\"'"
+  for word in "$@"; do
+    case $word in
+      '' | *[!A-Za-z0-9_@%+=:,./-]*) word="'${word//\'/$quote}'" ;;
+    esac
+    line+="${line:+ }$word"
+  done
+  printf '%s\n' "$line"
+}
+
 # usage FILE: its header comment, which is its manual.
 usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "$1"; }
 
@@ -239,8 +251,7 @@ prepare() {
   find_python
   words=("$py" "$repo/script/data/prepare.py" "${words[@]}")
   if [[ -n ${DRY_RUN-} ]]; then
-    printf '%q ' "${words[@]}"
-    echo
+    quoted "${words[@]}"
     return
   fi
   exec "${words[@]}"

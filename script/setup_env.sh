@@ -139,7 +139,7 @@ if venv_is_complete; then found "$venv/bin/python"; fi
 if [[ -n $trouble ]]; then
   for name in python3.13 python3.12 python3.11 python3.10; do
     if "$name" -c pass 2>/dev/null; then
-      die "$trouble; Python 3.10 or newer is needed: run it again with LAB_PYTHON=$(command -v $name)"
+      die "$trouble; Python 3.10 or newer is needed: run it again with LAB_PYTHON=$(printf %q "$(command -v $name)")"
     fi
   done
   die "$trouble; Python 3.10 or newer is needed: install one, and name it in LAB_PYTHON if it is not" \

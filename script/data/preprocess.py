@@ -171,12 +171,11 @@ def report(settings: Settings, manifests: dict[str, Manifest], seconds: float) -
             print(f"left out {made.bad_lines:,} bad lines; they are in {bad_lines}")
     print(f"{seconds:.1f} s.")
     if settings.tokenizer_model is not None:
-        data, tokenizer = map(shlex.quote, (next(iter(manifests)), str(settings.tokenizer_model)))
-        print(
-            "Next: train on it and collect tensors with\n"
-            f"  bash run_tensor_collection.sh single mxfp8 --data-path {data} "
-            f"--tokenizer-path {tokenizer}"
-        )
+        driver = REPO / "run_tensor_collection.sh"
+        command = ["bash", driver.name if Path.cwd() == REPO else str(driver), "single", "mxfp8"]
+        command += ["--data-path", next(iter(manifests))]
+        command += ["--tokenizer-path", str(settings.tokenizer_model)]
+        print(f"Next: train on it and collect tensors with\n  {shlex.join(command)}")
 
 
 def attempt(settings: Settings) -> int:

@@ -28,8 +28,7 @@ draw=(-m megatron.analysis draw "${places[0]:-${TENSOR_SAVE_DIR:-${home}enhanced
   --output-dir "${places[1]:-${home}draw}" ${places[2]:+--workers "${places[2]}"} "$@")
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 if [[ -n ${DRY_RUN-} ]]; then
-  printf '%q ' python3 "${draw[@]}"
-  echo
+  quoted python3 "${draw[@]}"
   exit
 fi
 py=$(bash "$repo/script/setup_env.sh")

@@ -25,7 +25,9 @@ def stub_tree(root: Path, behavior: str) -> Path:
     for name in ("megatron", "setup.py", "pretrain_gpt.py"):
         (root / name).symlink_to(REPO / name)
     (root / TRAINING).parent.mkdir(parents=True)
+    real = shlex.quote(str(REPO / TRAINING))
     (root / TRAINING).write_text(
+        f'if [[ -n ${{DRY_RUN-}} ]]; then exec bash {real} "$@"; fi\n'
         "while (($#)); do if [[ $1 == --tensor-save-dir ]]; then folder=$2; fi; shift; done\n"
         f'exec "$LAB_PYTHON" {shlex.quote(str(FAKE))} "$folder" {behavior}\n'
     )
