@@ -145,6 +145,7 @@ def _element(fmt: Format) -> list[Line]:
         ("smallest", scientific(smallest)),
         ("positive numbers", f"{len(values)} in {count} binades, largest / smallest {ratio}"),
         ("overflow", _overflow(element, largest)),
+        *_hybrid_overflow(fmt),
         ("underflow", f"{_underflow(element, smallest)}{otherwise}"),
         ("zeros", _codes((every == 0).nonzero(), element)),
         ("Inf", _codes(every.isinf().nonzero(), element)),
@@ -173,6 +174,21 @@ def _overflow(element: Element, largest: float) -> str:
     if grid.saturates(element):
         return f"saturates: what is beyond {number(largest)} becomes that"
     return f"to Inf, to nearest from {scientific(grid.infinite_from(element))} on"
+
+
+def _hybrid_overflow(fmt: Format) -> list[Line]:
+    """Say which source is followed where those of hybrid rounding to Inf disagree."""
+    if fmt.rounding != "hybrid" or grid.saturates(fmt.element):
+        return []
+    return [
+        (
+            "",
+            "The sources disagree from 32768 to 49152. Followed here is the code of Huawei's "
+            "golden data: Inf from 40960 on, and below it the value's own low bits decide between "
+            "32768 and Inf. The paper's rule for these bits, read literally, can keep 32768 up to 49152; "
+            "another of Huawei's emulations keeps 32768 up to 40960.",
+        )
+    ]
 
 
 def _underflow(element: Element, smallest: float) -> str:

@@ -122,21 +122,30 @@ def _preparation(files: Files, request: DataRequest, python: str) -> list[str]:
 
 
 def _check(files: Files, request: DataRequest, python: str) -> None:
-    tokenizer_name, data_name = request.names
-    small = f"with neither {tokenizer_name} nor {data_name} a small corpus"
-    if not request.corpus:
-        small = "with --preset tiny and neither of the two a small corpus"
+    """Refuse missing files: all of them are named, and what the user gave comes first.
+
+    Raises:
+        MissingFile: says what to do for each.
+    """
+    problems = []
     if not Path(files.tokenizer).exists():
-        raise MissingFile(
+        problems.append(
             f"no tokenizer at {files.tokenizer}; name a SentencePiece .model file, or a folder "
-            f"with tokenizer.json or tokenizer.model, in {tokenizer_name}; {small} and its "
-            "tokenizer are made"
+            f"with tokenizer.json or tokenizer.model, in {request.names[0]}"
         )
     if not has_data(files.data):
-        how = _preparation(files, request, python)
-        raise MissingFile(
+        how = shlex.join(_preparation(files, request, python))
+        problems.append(
             f"no data at {files.data} (it takes {files.data}.bin and {files.data}.idx); make them "
-            f"with `{shlex.join(how)}`, or name others in {data_name}; {small} is made"
+            f"with `{how}`, or name others in {request.names[1]}"
+        )
+    if request.data is not None and request.tokenizer is None:
+        problems.reverse()
+    if problems:
+        neither = f"neither {request.names[0]} nor {request.names[1]}"
+        small = f"with {neither}" if request.corpus else f"with --preset tiny and {neither}"
+        raise MissingFile(
+            f"{'; and '.join(problems)}; {small} a small corpus and its tokenizer are made"
         )
 
 

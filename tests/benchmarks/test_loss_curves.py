@@ -1,15 +1,21 @@
 """benchmarks/loss_curves.py: its table and its complaints; that it trains is a slow test."""
 
+import math
+import re
+import shlex
 import sys
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from tests.subprocesses import REPO, run
+from tests.subprocesses import REPO, environment, run
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 
+sys.path.insert(0, str(REPO / "script" / "data"))
+
+import default_corpus
 import loss_curves
 
 sys.path.remove(str(REPO / "benchmarks"))
@@ -84,3 +90,30 @@ def test_types_and_recipes_train_on_a_text(tmp_path):
     assert "--text text.txt" in made
     assert str(tmp_path / "text.txt") not in made
     assert (tmp_path / "out" / "loss_curves.png").stat().st_size > 10_000
+
+
+def test_the_wikitext_page_says_how_short_its_runs_are():
+    """Tokens and parameters follow from the command that the page names."""
+    page = (REPO / "docs/results/loss_curves_wikitext.md").read_text()
+    env = environment(DRY_RUN="1", LAB_PYTHON=sys.executable)
+    script = REPO / "examples/llama/train_llama32_1b_h100_fp8.sh"
+    done = run(["bash", script, "none", "tb", "", "", "bf16", "--preset", "tiny"], env=env)
+    words = shlex.split(done.stdout)
+
+    def flag(name):
+        return int(words[words.index(f"--{name}") + 1])
+
+    assert "--untie-embeddings-and-output-weights" not in words
+    hidden, groups = flag("hidden-size"), flag("num-query-groups")
+    heads, channels = flag("num-attention-heads"), flag("kv-channels")
+    attention = 2 * hidden * heads * channels + 2 * hidden * groups * channels
+    layer = attention + 3 * hidden * flag("ffn-hidden-size") + 2 * hidden
+    parameters = flag("num-layers") * layer + hidden * default_corpus.VOCABULARY + hidden
+    iterations = int(re.search(r"--iterations (\d+)", page)[1])
+    tokens = iterations * flag("global-batch-size") * flag("seq-length")
+    text = " ".join(page.split())
+    assert f"are {tokens:,} tokens. The model has {parameters:,} parameters" in text
+    assert f"that is {tokens / parameters:.3f} tokens per parameter" in text
+    needed = math.ceil(25 * parameters * iterations / tokens)
+    assert f"would be {needed:,} iterations here, {needed / iterations:.0f} times as many" in text
+    assert f"{tokens / parameters:.2f} tokens per parameter" in (REPO / "README.md").read_text()

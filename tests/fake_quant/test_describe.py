@@ -6,8 +6,9 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
-from megatron.fake_quant import FORMATS, code_table, get_format, grid
+from megatron.fake_quant import FORMATS, code_table, fake_quantize, get_format, grid
 from megatron.fake_quant.about import describe
 from megatron.fake_quant.describe import HEADER, markdown, row
 from megatron.fake_quant.formats import ELEMENTS
@@ -242,3 +243,14 @@ def test_tables_are_those_of_ml_dtypes(name):
 )
 def test_lines_of_tables(name, line):
     assert line in code_table.markdown(get_format(name)).splitlines()
+
+
+@pytest.mark.parametrize(("name", "said"), [("hifp8:hr:inf", True), ("hifp8:hr", False)])
+def test_the_range_in_which_sources_of_hybrid_rounding_disagree_is_named(name, said):
+    text = " ".join(describe(get_format(name)).split())
+    assert ("The sources disagree from 32768 to 49152. Followed here" in text) == said
+    if said:  # what it says of this code is so
+        x = torch.tensor([33024.0, 40704.0, 40960.0, 49151.0], dtype=torch.bfloat16)
+        assert fake_quantize(x, name).tolist() == [32768, 32768, math.inf, math.inf]
+        x = torch.tensor([32768.0, 40959.0])  # float32: the low bits decide
+        assert fake_quantize(x, name).tolist() == [math.inf, 32768]

@@ -82,7 +82,8 @@ def test_an_unknown_type_is_refused_before_anything_starts(tmp_path, script, mod
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data-path", "no/such"], "[ERROR] no tokenizer at "),  # beside the default tokenizer
+        (["--data-path", "no/such"], "[ERROR] no data at no/such (it takes no/such.bin and"),
+        (["--data-path", "no/such"], "in --data-path; and no tokenizer at "),
         (
             ["--tokenizer-path", "no/tok"],
             "[ERROR] no tokenizer at no/tok; name a SentencePiece .model",
