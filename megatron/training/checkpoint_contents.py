@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from megatron.bounded_files import printable
 from megatron.training.optimizer_state import NUMERIC
 
 _LARGEST = (1 << 53) - 1  #: of a count, as far as floats count
@@ -21,7 +22,7 @@ def check_common(common: Any) -> dict[str, Any]:
     Raises:
         ValueError: names the part and what it holds.
     """
-    _require(common, "the content", _is_settings, "a dictionary")
+    _require(common, "its content", _is_settings, "a dictionary")
     if "progress" not in common:
         return common
     _require(common["progress"], "progress", _is_progress, "a dictionary of counts")
@@ -55,9 +56,10 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
 
 def _require(value: Any, name: str, fits: Callable[[Any], bool], wanted: str) -> None:
     if not fits(value):
-        shown = f"{value!r}" if isinstance(value, (int, float, str)) else "something"
-        kind = type(value).__name__
-        raise ValueError(f"{name} is {shown[:60]} of type {kind}, not {wanted}")
+        shown = f"of type {type(value).__name__}"
+        if isinstance(value, (bool, float, str)) or _is_count(value):
+            shown = printable(repr(value), limit=60)
+        raise ValueError(f"{name} is {shown}, not {wanted}")
 
 
 def _is_settings(value: Any) -> bool:

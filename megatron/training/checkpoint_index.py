@@ -109,7 +109,8 @@ def _state(item: Any, kind: str) -> dict[str, Any]:
 
 
 def _described(item: Any) -> str:
-    return f"a {item.kind}" if isinstance(item, Record) else f"a {type(item).__name__}"
+    kind = item.kind if isinstance(item, Record) else type(item).__name__
+    return f"a value of type {kind}"
 
 
 def _entry(name: str, item: Any) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -47,7 +47,7 @@ from megatron.training.checkpoint_files import (
 )
 from megatron.training.checkpoint_index import read_index
 from megatron.training.checkpoint_reading import CommonStrategy, read_common
-from megatron.training.errors import RunError, UserError
+from megatron.training.errors import Interrupted, RunError, UserError
 from megatron.training.hf.flags import converts
 from megatron.training.hf.loading import load_weights
 from megatron.training.hf.ranks import first_rank_does
@@ -128,10 +128,19 @@ def _damage(folder: Path) -> Iterator[None]:
     except (UserError, torch.OutOfMemoryError):
         raise
     except (Exception, CheckpointException) as error:  # torch's is no Exception
+        _pass_interruption(error)
         raise UserError(
             f"the checkpoint {folder} cannot be read: {_reason(error)}; give --ckpt-step with an "
             "earlier one, or name another --load"
         ) from error
+
+
+def _pass_interruption(error: BaseException) -> None:
+    """Raise the interruption that torch has collected from a rank as if it were a failure."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    for failure, _ in failures:
+        if isinstance(failure, Interrupted):
+            raise failure from error
 
 
 def _read_index(folder: Path) -> None:
@@ -194,7 +203,8 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
         with _damage(folder):
             trained.optimizer.load_state_dict(state["optimizer"])
             optimizer_state.separate_steps(trained.optimizer)
-            check_groups(trained.optimizer.param_groups)
+            with _named(folder / COMMON):
+                check_groups(trained.optimizer.param_groups)
         if args.override_opt_param_scheduler:
             optimizer_state.set_numbers(trained.optimizer, numbers)
         with _damage(folder):
@@ -218,10 +228,17 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
 def _read_common(folder: Path) -> dict[str, Any]:
     """Return what is the same on every rank, with the types that training expects."""
     common = read_common(folder)
-    try:
+    with _named(folder / COMMON):
         return check_common(common)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the file that a wrong value comes from."""
+    try:
+        yield
     except ValueError as error:
-        raise ValueError(f"{folder / COMMON}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _common(args: argparse.Namespace, progress: Progress, **has: bool) -> dict[str, Any]:

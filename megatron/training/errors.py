@@ -36,6 +36,10 @@ class Interrupted(BaseException):
         self.signal = signal.Signals(number)
         super().__init__(self.signal.name)
 
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        """Ranks that load a checkpoint together send each other what stopped them."""
+        return Interrupted, (int(self.signal),)
+
     @property
     def status(self) -> int:
         """The status that a shell reports of a process killed by this signal."""

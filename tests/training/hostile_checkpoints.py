@@ -179,8 +179,6 @@ def _commons(canary: Path) -> Changes:
     }
     for name, edit in edits.items():
         names = "iter_0000004" if name in ("schedule is short", "no groups") else "common.pt"
-        if name.startswith("rate"):
-            names = "the optimizer's"
         found[name] = (lambda c, edit=edit: c.edit_common(edit), names)
     for kind in ("fifo", "device"):
         found[kind] = (lambda c, kind=kind: special(c.common, kind), "common.pt")

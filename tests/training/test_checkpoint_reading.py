@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import signal
 import subprocess
 from collections import OrderedDict
 from datetime import date
@@ -9,13 +10,14 @@ from datetime import date
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron.core import dist_checkpointing
-from megatron.training import checked_archive, plain_pickle
+from megatron.training import checked_archive, checkpointing, plain_pickle
 from megatron.training.checkpoint_contents import check_common, check_groups
 from megatron.training.checkpoint_index import DamagedError, read_index
 from megatron.training.checkpoint_reading import Window, read_common
+from megatron.training.errors import Interrupted, UserError
 from megatron.training.plain_pickle import Global, Record, UnsafePickleError
 from tests.training.hostile_pickles import Touch, saved
 
@@ -118,3 +120,18 @@ def test_numbers_of_the_optimizer_are_numbers():
     for value in ("fast", float("inf"), (0.9, "x"), [0.1] * 9, 10**30):
         with pytest.raises(ValueError, match=r"the optimizer's betas is .* not a finite number"):
             check_groups([{"betas": value}])
+
+
+def test_an_interrupted_load_is_no_damage(tmp_path):
+    """torch collects what each rank raises, an interruption too, and sends it to the others."""
+    interruption = pickle.loads(pickle.dumps(Interrupted(signal.SIGTERM)))
+    assert interruption.signal is signal.SIGTERM
+    assert interruption.status == 143
+    with pytest.raises(Interrupted, match="SIGTERM"), checkpointing._damage(tmp_path):
+        raise CheckpointException("loading", {1: (interruption, None)})
+    failures = {0: (DamagedError("x.distcp: broken"), None)}
+    with (
+        pytest.raises(UserError, match=r"cannot be read: x\.distcp: broken; give --ckpt-step"),
+        checkpointing._damage(tmp_path),
+    ):
+        raise CheckpointException("loading", failures)
