@@ -141,6 +141,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 def write_tracker(directory: Path, iteration: int) -> None:
     """Name the latest checkpoint, whose folder is on the disk."""
     partial = directory / f"{TRACKER}.partial"
+    partial.unlink(missing_ok=True)  # a link would be followed, and a FIFO waits for a reader
     partial.write_text(str(iteration), encoding="utf-8")
     to_disk(partial)
     partial.replace(directory / TRACKER)

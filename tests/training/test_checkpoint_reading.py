@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from megatron.core import dist_checkpointing
 from megatron.training import checked_archive, checkpointing, plain_pickle
 from megatron.training.checkpoint_contents import check_common, check_groups
+from megatron.training.checkpoint_files import TRACKER, write_tracker
 from megatron.training.checkpoint_index import DamagedError, read_index
 from megatron.training.checkpoint_reading import Window, read_common
 from megatron.training.errors import Interrupted, UserError
@@ -135,3 +136,14 @@ def test_an_interrupted_load_is_no_damage(tmp_path):
         checkpointing._damage(tmp_path),
     ):
         raise CheckpointException("loading", failures)
+
+
+def test_a_tracker_is_not_written_through_a_link(tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "checkpoints"
+    folder.mkdir()
+    victim.write_text("years of work")
+    (folder / f"{TRACKER}.partial").symlink_to(victim)
+    write_tracker(folder, 7)
+    assert victim.read_text() == "years of work"
+    assert (folder / TRACKER).read_text() == "7"
+    assert not (folder / TRACKER).is_symlink()
