@@ -1,4 +1,4 @@
-"""What is read of a good checkpoint is what torch reads; a pickle is read as data."""
+"""A good checkpoint is read as torch reads it, and a pickle is read as data."""
 
 import io
 import pickle
