@@ -26,7 +26,7 @@ SELECTIVE = "selective"
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What one collection writes."""
+    """The size of one collection."""
 
     files: int
     bytes: int
@@ -291,6 +291,6 @@ def _training_code() -> dict[str, Any]:
             for name in ("selection", "collection_limits")
         }
     finally:
-        if "megatron.core" not in before:  # whoever imports it later gets the real one
+        if "megatron.core" not in before:  # a later import gets the real one
             for name in [each for each in sys.modules if each.startswith("megatron.core")]:
                 del sys.modules[name]
