@@ -1,0 +1,38 @@
+"""The model's quantized layers under torch.compile give the bits of eager mode."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.subprocesses import REPO, environment, run
+
+WORKER = Path(__file__).with_name("compiled_worker.py")
+CASES = (
+    "mxfp8 column/whole row/whole attention/parts block/parts",
+    "mxfp4:sr column/parts",
+)
+
+
+@pytest.fixture(scope="module")
+def report():
+    done = run([sys.executable, str(WORKER), *CASES], env=environment(PYTHONPATH=REPO))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("layer", ["column", "row", "attention", "block"])
+def test_two_steps_of_a_compiled_layer_have_the_bits_of_eager_ones(report, layer):
+    found = report[f"mxfp8 {layer}"]
+    assert found.get("equal") == [True, True], found
+    assert found["matmuls"] >= 2, "the quantized matmuls are in the graphs"
+
+
+@pytest.mark.parametrize("layer", ["column", "row"])
+def test_a_linear_layer_is_one_graph(report, layer):
+    assert report[f"mxfp8 {layer}"]["graphs"] == 1
+
+
+def test_stochastic_rounding_takes_the_layer_s_seed_when_compiled(report):
+    assert report["mxfp4:sr column"].get("equal") == [True, True], report
