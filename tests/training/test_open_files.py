@@ -1,0 +1,33 @@
+"""A limit of open files that is too low is named, and one that may be raised is raised."""
+
+import shlex
+import sys
+
+import pytest
+
+from tests.subprocesses import run
+from tests.training.runs import ENTRY, MODEL
+
+DATA_FREE = [word for word in (*MODEL, "--mock-data") if word not in ("--split", "80,10,10")]
+
+
+def limited(limit: str, *options: str):
+    """Run `pretrain_gpt.py` after `ulimit`."""
+    command = shlex.join([sys.executable, str(ENTRY), *DATA_FREE, *options])
+    return run(["bash", "-c", f"ulimit {limit} && exec {command}"])
+
+
+@pytest.mark.parametrize("limit", [40, 64, 100])
+def test_a_hard_limit_that_is_too_low_is_refused(limit):
+    done = limited(f"-n {limit}")
+    assert done.returncode == 2
+    [line] = [line for line in done.stderr.splitlines() if "[ERROR]" in line]
+    assert f"only {limit} files may be open at a time (ulimit -n)" in line
+    assert "needs at least 132; run `ulimit -n 4096`" in line
+    assert "Traceback" not in done.stderr
+
+
+def test_a_soft_limit_is_raised():
+    done = limited("-Sn 64", "--train-iters", "1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "iteration        1/       1" in done.stdout
