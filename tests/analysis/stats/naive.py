@@ -12,8 +12,8 @@ import torch
 
 from megatron.analysis.stats.layout import Layout
 from megatron.fake_quant import fake_quantize, get_format, quantize
+from megatron.fake_quant.codes import unpack_nibbles
 from megatron.fake_quant.formats import Cast, GroupScaling, TwoLevelScaling
-from megatron.fake_quant.packing import unpack_nibbles
 
 HIFLOAT8_OVERFLOW = 40960.0
 #: The rounding edge above the largest number of each element, and whether a value on it goes up.
