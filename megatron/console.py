@@ -76,15 +76,20 @@ class ArgumentParser(argparse.ArgumentParser):
         return list(found)
 
     def _respelled(self, words: Sequence[str]) -> list[str]:
-        """Return the words up to `--` with hyphens in the options that this parser knows so."""
+        """Return the words up to `--` with the options as this parser spells them.
+
+        Megatron-LM has options with underscores, so that either may stand for the other.
+        """
         known = self._option_string_actions
+        spelled = {hyphenated(each): each for each in known}
         found: list[str] = []
         for place, word in enumerate(words):
             if word == "--":
                 return [*found, *words[place:]]
-            new = hyphenated(word)
-            wanted = word.partition("=")[0] not in known and new.partition("=")[0] in known
-            found.append(new if wanted else word)
+            name, equals, value = word.partition("=")
+            if name not in known:
+                name = spelled.get(hyphenated(name), name)
+            found.append(name + equals + value)
         return found
 
 

@@ -18,6 +18,7 @@ def parser():
 def test_underscores_are_hyphens_in_options_and_not_in_values(parser, words):
     assert parser.parse_args(words).tensor_dir == "a_b"
     assert parser.parse_args(["--old_name", "x"]).old_name == "x"
+    assert parser.parse_args(["--old-name=x_y"]).old_name == "x_y"
 
 
 def test_what_follows_two_dashes_is_left_alone(parser):
