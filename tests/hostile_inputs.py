@@ -339,6 +339,7 @@ def _texts() -> Iterator[Case]:
         "many keys": ("a.jsonl", json.dumps(dict.fromkeys(map(str, range(10**5)))), "no text"),
         "wrong encoding": ("a.jsonl", '{"text": "1"}'.encode("utf-16"), "not UTF-8"),
         "gigantic line": ("a.jsonl", sparse(300 << 20), "a document of more than 256 MiB"),
+        "gigantic text": ("a.txt", sparse(8 << 30), "a document of more than 256 MiB"),
         "damaged gzip": ("a.txt.gz", gzip.compress(b"1 2 3" * 99)[:-9], "cut short"),
         "gzip that is none": ("a.txt.gz", b"\x1f\x8b" + b"x" * 99, "is damaged"),
         "damaged zstandard": ("a.txt.zst", b"\x28\xb5\x2f\xfd" + b"\xff" * 99, "is damaged"),
@@ -351,4 +352,18 @@ def _texts() -> Iterator[Case]:
     }
     for name, (file, content, said) in contents.items():
         yield Case(f"text: {name}", "preprocess", _written(file, content), said)
+    states = {
+        "empty": ("{}", "is not what a run writes"),
+        "deep nesting": ('{"a":' * 10**5, "nested deeper than 64 levels"),
+        "list": ("[]", "is not what a run writes"),
+        "other types": ('{"mark": {"counts": 1, "position": []}}', "is not what a run writes"),
+    }
+    for name, (content, said) in states.items():
+
+        def make(folder: Path, content=content) -> Path:
+            (folder / "out.partial").mkdir()
+            (folder / "out.partial" / "progress.json").write_text(content)
+            return _written("a.txt", "1 2 3")(folder)
+
+        yield Case(f"interrupted run: {name}", "preprocess", make, said)
     yield Case("text: folder without data", "preprocess", lambda folder: folder, "holds no data")

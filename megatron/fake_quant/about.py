@@ -185,8 +185,8 @@ def _hybrid_overflow(fmt: Format) -> list[Line]:
             "",
             "The sources disagree from 32768 to 49152. Followed here is the code of Huawei's "
             "golden data: Inf from 40960 on, and below it the value's own low bits decide between "
-            "32768 and Inf. The paper's rule for these bits, read literally, can keep 32768 up to 49152; "
-            "another of Huawei's emulations keeps 32768 up to 40960.",
+            "32768 and Inf. The paper's rule for these bits, read literally, can keep 32768 up to "
+            "49152; another of Huawei's emulations keeps 32768 up to 40960.",
         )
     ]
 

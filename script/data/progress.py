@@ -19,6 +19,7 @@ hundred bytes of every document in memory, and what it wrote cannot be continued
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import json
 import os
@@ -34,6 +35,7 @@ from index_file import LENGTH_BYTES, write_index
 from mark import Count, Mark, identity
 
 COMMIT_SECONDS = 30.0
+STATE_LIMIT = 256 << 20  # bytes of progress.json, which names every input file
 HOPELESS = 1000  # bad documents of a file that has not a single good one
 
 
@@ -146,7 +148,7 @@ class Progress:
         path = self.folder / "progress.json"
         if not path.is_file():
             return
-        state = json.loads(path.read_text())
+        state = self._read_state(path)
         problem = self._differs(state)
         if problem and self.settings.overwrite:
             path.unlink()
@@ -165,6 +167,29 @@ class Progress:
             self.marks = (now if same else start), start
             self.inputs = inputs[: now.file]
             self.resumed, self.complete = True, state["complete"]
+
+    def _read_state(self, path: Path) -> dict[str, Any]:
+        """What progress.json holds.
+
+        Raises:
+            ValueError: it is not what a run writes.
+        """
+        from megatron.bounded_files import read_json
+
+        try:
+            state = read_json(path, limit=STATE_LIMIT)
+            for name in ("mark", "file_start"):
+                Mark.from_json(copy.deepcopy(state[name]))
+            known = [[str(name), int(size), int(time)] for name, size, time in state["inputs"]]
+            if known != state["inputs"] or not self.options.keys() <= state["options"].keys():
+                raise ValueError("other fields than a run writes")
+            bool(state["complete"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is not what a run writes ({error}); delete the folder {self.folder} to "
+                "start anew"
+            ) from error
+        return state
 
     def _differs(self, state: dict[str, Any]) -> str:
         for name, value in self.options.items():

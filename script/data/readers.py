@@ -134,13 +134,19 @@ def _text(stream: BinaryIO, settings: Any, batch: Batch) -> Iterator[Batch]:
     yield batch
 
 
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """The lines of a stream, in memory up to the size of the largest document."""
+    while line := stream.readline(LARGEST_DOCUMENT + 1):
+        yield line
+
+
 def _parted(stream: BinaryIO, settings: Any, batch: Batch) -> Iterator[tuple[int, bytes, Position]]:
     """(first line, document, where the next begins), cut at the lines that are the separator."""
     separator = settings.document_separator.strip().encode()
     first, lines, size = batch.start.line + 1, list[bytes](), 0
     offset = batch.start.offset
     number = batch.start.line
-    for number, line in enumerate(stream, start=first):
+    for number, line in enumerate(_lines(stream), start=first):
         offset += len(line)
         size += len(line)
         if size > LARGEST_DOCUMENT:
@@ -160,7 +166,7 @@ def _articles(
     first, lines, size = batch.start.line + 1, list[bytes](), 0
     offset = batch.start.offset
     number, after_empty = batch.start.line, True
-    for number, line in enumerate(stream, start=first):
+    for number, line in enumerate(_lines(stream), start=first):
         if after_empty and lines and HEADING.fullmatch(line):
             yield first, b"".join(lines).strip(b"\r\n").rstrip(), Position(number - 1, offset)
             first, lines, size = number, [], 0
