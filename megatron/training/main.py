@@ -66,8 +66,10 @@ def _run(argv: Sequence[str] | None) -> int:
 
         from megatron.training.arguments import parse_args
         from megatron.training.initialize import finalize
+        from megatron.training.report import finish_log
         from megatron.training.training import pretrain
 
     pretrain(parse_args(argv))
     finalize()
+    finish_log()
     return 0

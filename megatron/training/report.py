@@ -2,17 +2,56 @@
 another's.
 """
 
+import contextlib
+import os
 import sys
 from datetime import datetime
 
 import torch.distributed as dist
 
+from megatron.training.errors import RankError
+
 RULE = "-" * 100
 
 
+_lost: list[OSError] = []  #: the first error of the log
+
+
 def _write(message: str) -> None:
-    sys.stdout.write(message + "\n")
-    sys.stdout.flush()
+    """Write a line. An error is noted and printed to stderr once: it does not end training."""
+    try:
+        sys.stdout.write(message + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        _to_nowhere()  # what is buffered would fail again, also in code that is not ours
+        if not _lost:
+            _lost.append(error)
+            with contextlib.suppress(OSError):
+                sys.stderr.write(
+                    f"[WARNING] the log cannot be written ({error.strerror}): training continues "
+                    "without it\n"
+                )
+                sys.stderr.flush()
+
+
+def _to_nowhere() -> None:
+    """Send what follows on stdout to the null device, so that no later write can fail."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+def finish_log() -> None:
+    """End the log.
+
+    Raises:
+        RankError: lines are missing in it, and not because its reader has left.
+    """
+    if _lost and not isinstance(_lost[0], BrokenPipeError):
+        raise RankError(
+            f"training is complete, but its log is not: {_lost[0].strerror}; make room, or send "
+            "the output to another disk"
+        )
 
 
 def print_rank_0(message: str) -> None:

@@ -1,0 +1,39 @@
+"""A log that cannot be written does not end training."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.subprocesses import run
+from tests.training.runs import ENTRY, MODEL
+
+DATA_FREE = [word for word in (*MODEL, "--mock-data") if word not in ("--split", "80,10,10")]
+
+
+def trained_to(where: str, folder: Path):
+    """Train two iterations with the standard output sent to `where`, and save a checkpoint."""
+    words = [sys.executable, str(ENTRY), *DATA_FREE, "--train-iters", "2", "--save", str(folder)]
+    script = f"{shlex.join(words)} {where}; exit ${{PIPESTATUS[0]}}"
+    done = run(["bash", "-c", script])
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    return done
+
+
+def test_a_reader_that_leaves_is_no_failure(tmp_path):
+    done = trained_to("| head -n 1", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("[WARNING] the log cannot be written (Broken pipe)") == 1
+    assert trained_to("2>&1 | head -n 1", tmp_path / "both").returncode == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")  # noqa: PTH110
+def test_a_full_disk_is_said_at_once_and_at_the_end(tmp_path):
+    done = trained_to("> /dev/full", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("[WARNING] the log cannot be written (No space left on device)") == 1
+    assert "[ERROR] training is complete, but its log is not: No space left" in done.stderr
