@@ -17,6 +17,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron.bounded_files import UnusableFileError, open_regular, printable
+
 SCHEMA_VERSION = 1
 
 #: What each matmul of an operation multiplied, as codes and scales: GEMM and operand, in the order
@@ -54,6 +56,10 @@ OF_ITERATION = ("weight", "fprop_weight_codes", "dgrad_weight_codes")
 COMPONENTS = {"attention": "FA", "linear": "linear"}  #: file-name component of each layer type
 TIMESTAMP = "%Y%m%d_%H%M%S"  #: of file names
 PARTIAL_SUFFIX = ".partial"  #: ends the name of a file that is still being written; readers skip it
+
+LINE_LIMIT = 1 << 18  #: bytes of a line of an index; a record takes some 900
+LINES_LIMIT = 1_000_000  #: lines of an index, which is one rank's of one run
+INDEX_LIMIT = 4 << 30  #: bytes of an index
 
 _BATCH = 1 << 20  #: bytes of an index that are read at a time
 
@@ -210,31 +216,71 @@ def read_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
     Raises:
         ValueError: as of `read_index`.
     """
+    _check_size(path)
     first = 1
-    with path.open("rb") as file:
-        lines = file.readlines(_BATCH)
-        while lines:
-            following = file.readlines(_BATCH)
-            yield _parsed(path, lines, first, last=not following)
+    rest = b""
+    with open_regular(path) as file:
+        content = file.read(_BATCH)
+        while content:
+            following = file.read(_BATCH)
+            lines = (rest + content).split(b"\n")
+            rest = lines.pop() if following else b""
+            if not following and not lines[-1]:
+                lines.pop()
+            for number, line in enumerate([*lines, rest], start=first):
+                if len(line) > LINE_LIMIT:
+                    raise ValueError(f"{_line(path, number)}: too long (over {LINE_LIMIT} bytes)")
+            if lines:
+                yield _parsed(path, lines, first, last=not following)
             first += len(lines)
-            lines = following
+            content = following
+
+
+def _check_size(path: Path) -> None:
+    """Refuse an index of more lines or bytes than a run leaves, before any is parsed."""
+    lines = total = 0
+    with open_regular(path) as file:
+        while content := file.read(_BATCH):
+            lines += content.count(b"\n")
+            total += len(content)
+            if lines > LINES_LIMIT:
+                raise UnusableFileError(path, f"an index of more than {LINES_LIMIT} lines")
+            if total > INDEX_LIMIT:
+                raise UnusableFileError(path, f"an index of more than {INDEX_LIMIT >> 30} GiB")
+
+
+def _line(path: Path, number: int) -> str:
+    return f"{printable(path, limit=1000)}, line {number}"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for at, name in enumerate(names) if name in names[:at])
+        raise ValueError(f"the key {twin[:80]!a} is there twice")
+    return found
 
 
 def _parsed(path: Path, lines: list[bytes], first: int, *, last: bool) -> list[dict[str, Any]]:
     """The objects of some lines; `first` is the number of the first, `last`: no more follow."""
     with contextlib.suppress(ValueError, RecursionError):
-        together: list[dict[str, Any]] = json.loads(b"[%b]" % b",".join(lines))
+        together: list[dict[str, Any]] = json.loads(
+            b"[%b]" % b",".join(lines), object_pairs_hook=_unique
+        )
         if len(together) == len(lines) and set(map(type, together)) == {dict}:
             return together
     found: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=first):
         try:
-            each = json.loads(line)
+            each = json.loads(line, object_pairs_hook=_unique)
             if not isinstance(each, dict):
                 raise ValueError(f"a JSON {type(each).__name__}")
-        except (ValueError, RecursionError) as error:
+        except RecursionError:
+            raise ValueError(f"{_line(path, number)}: nested too deeply to be read") from None
+        except ValueError as error:
             if last and number == first + len(lines) - 1:
                 break
-            raise ValueError(f"{path}, line {number}: not a JSON object ({error})") from None
+            raise ValueError(f"{_line(path, number)}: not a JSON object ({error})") from None
         found.append(each)
     return found

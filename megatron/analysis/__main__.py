@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.analysis import draw_command, stats_command
+from megatron.analysis.text_table import printable_lines, shown
 from megatron.console import ArgumentParser
 
 _RAW = argparse.RawDescriptionHelpFormatter
@@ -104,11 +105,11 @@ def _verify(arguments: argparse.Namespace) -> int:
         verdict = Verification(store, arguments.exact, arguments.slack, bar.update).run()
     for finding in verdict.findings:
         print(finding)
-    print(f"{len(store)} tensors in {store.folder}")
+    print(f"{len(store)} tensors in {shown(store.folder)}")
     for what, count in sorted(verdict.checked.items()):
-        print(f"  checked: {count} {what}")
+        print(f"  checked: {count} {shown(what)}")
     for reason, count in sorted(verdict.unchecked.items()):
-        print(f"  not checked: {count}: {reason}")
+        print(f"  not checked: {count}: {shown(reason)}")
     errors, notes = len(verdict.errors), len(verdict.findings) - len(verdict.errors)
     print(f"{errors} error(s), {notes} note(s)")
     return 1 if errors else 0
@@ -147,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("[ERROR] interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
-        print(f"[ERROR] {error}", file=sys.stderr)
+        print(printable_lines(f"[ERROR] {error}"), file=sys.stderr)
     except ImportError as error:
         print(
             f'[ERROR] no module {error.name!r} in {sys.executable}; use "$(bash '

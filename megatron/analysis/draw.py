@@ -24,6 +24,7 @@ from megatron.analysis.figures.material import Material
 from megatron.analysis.making import Made, Order, make_all
 from megatron.analysis.output_names import IMAGES, JUDGED, OPERANDS, QUICK, SAYS
 from megatron.analysis.quick import check_output, quick_analysis
+from megatron.analysis.stats.cache import ForeignCacheError, check_place
 from megatron.analysis.stats.pool import affordable
 from megatron.analysis.stats.result import REPEATED
 from megatron.analysis.stats_command import CACHE_FOLDER
@@ -92,12 +93,16 @@ def draw(
     result = DrawResult()
     chosen = tuple(get_format(name).name for name in formats or default_formats(store))
     chosen = tuple(dict.fromkeys(chosen))
-    cache = _cache(folder, output)
-    follows = fingerprint(folder, [cache, output], chosen, image, run, judge)
-    found = stats.compute(store, chosen, cache=cache, progress=progress, **computing)
+    cache, refused = _cache(folder, output)
+    follows = fingerprint(folder, [folder / CACHE_FOLDER, output], chosen, image, run, judge)
+    try:
+        found = stats.compute(store, chosen, cache=cache, progress=progress, **computing)
+    except ForeignCacheError as error:  # it came between
+        refused, cache = [*refused, str(error)], None
+        found = stats.compute(store, chosen, cache=cache, progress=progress, **computing)
     result.problems, result.tensors = list(found.problems), len(found.tensors)
     result.notes = found.notes() | note_of_repeats(found.repeats)
-    result.remarks = [*found.remarks, *remarks_on(unfinished(store))]
+    result.remarks = [*refused, *found.remarks, *remarks_on(unfinished(store))]
     if found.tensors.empty:
         raise ValueError(_nothing_readable(folder, result.problems))
     material = Material(store, found, chosen, progress, judge=judge)
@@ -170,12 +175,20 @@ def default_formats(store: TensorStore) -> list[str]:
     return found
 
 
-def _cache(folder: Path, output: Path) -> Path:
-    """In the dump, where the command `stats` keeps its results; else beside the figures."""
-    cache = folder / CACHE_FOLDER
-    if os.access(cache if cache.exists() else folder, os.W_OK):
-        return cache
-    return output / CACHE_FOLDER
+def _cache(folder: Path, output: Path) -> tuple[Path | None, list[str]]:
+    """Return where results are kept, and which places were refused: in the dump, where the command
+    `stats` keeps its results; else beside the figures; else nowhere.
+    """
+    refused = []
+    for cache in (folder / CACHE_FOLDER, output / CACHE_FOLDER):
+        try:
+            check_place(cache)
+        except ForeignCacheError as error:
+            refused.append(f"{error}; results are kept elsewhere or not at all")
+            continue
+        if os.access(cache if cache.exists() else cache.parent, os.W_OK):
+            return cache, refused
+    return None, refused
 
 
 def _check(kind: str, given: Sequence[str], accepted: Sequence[str]) -> None:

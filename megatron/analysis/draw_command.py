@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.analysis.stats_command import LEFT_OUT, parse_size
+from megatron.analysis.text_table import printable_lines, shown
 
 if TYPE_CHECKING:
     from megatron.analysis.draw import DrawResult
@@ -144,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
             **computing,
         )
     except UnreadableTensorError as error:  # under --strict
-        print(f"[ERROR] {error}", file=sys.stderr)
+        print(f"[ERROR] {shown(error)}", file=sys.stderr)
         return LEFT_OUT
     return say_result(result)
 
@@ -161,7 +162,7 @@ def run_quick(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     files = [quick.picture, quick.text]
     for path in files:
-        print(f"Wrote {path}")
+        print(f"Wrote {shown(path)}")
     result = DrawResult(
         files, problems=quick.problems, kept=quick.kept, tensors=len(quick.measurements.table),
         notes=quick.measurements.notes() | note_of_repeats(quick.measurements.repeats),
@@ -193,7 +194,7 @@ def _printer() -> Callable[[str], None]:
     from tqdm import tqdm
 
     def say(path: str) -> None:
-        tqdm.write(f"Wrote {path}")  # above the bar where there is one
+        tqdm.write(f"Wrote {shown(path)}")  # above the bar where there is one
         sys.stdout.flush()
 
     return say
@@ -203,23 +204,23 @@ def say_result(result: DrawResult, more: Sequence[str] = ()) -> int:
     """The closing lines, `more` among them; returns the exit status."""
     print(f"{result.tensors} tensors")
     for line in more:
-        print(f"  {line}")
+        print(f"  {shown(line)}")
     for note, count in result.notes.items():
-        print(f"  {count:,} tensor{'' if count == 1 else 's'}: {note}")
+        print(f"  {count:,} tensor{'' if count == 1 else 's'}: {shown(note)}")
     for remark in result.remarks:
-        print(f"[NOTE] {remark}")
+        print(f"[NOTE] {shown(remark)}")
     if result.unchanged:
         print(
             f"  {result.unchanged} files would be the same again and were left as they are; remove "
             "one to have it drawn anew"
         )
     for path in result.kept:
-        print(f"  kept what was there before as {path}")
+        print(f"  kept what was there before as {shown(path)}")
     for name, why in result.missing.items():
-        print(f"  no {name}: {why}")
+        print(f"  no {shown(name)}: {shown(why)}")
     for name, trace in result.failed.items():
-        print(f"[ERROR] {name} failed, which is a mistake of this program; please report it:\n"
-              f"{trace.rstrip()}", file=sys.stderr)  # fmt: skip
+        what = f"[ERROR] {name} failed, which is a mistake of this program; please report it:"
+        print(printable_lines(f"{what}\n{trace.rstrip()}"), file=sys.stderr)
     for problem in result.problems:
         print(f"[ERROR] {problem}", file=sys.stderr)
     if result.problems:

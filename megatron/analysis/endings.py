@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron.analysis.text_table import printable
+from megatron.analysis.text_table import shown
 
 if TYPE_CHECKING:
     from megatron.analysis.store import TensorStore
@@ -34,7 +34,7 @@ def ending(card: Mapping[str, Any]) -> str:
     why = next((card[name] for name in _WHY if isinstance(card.get(name), str)), "")
     word = _WORDS.get(status) if isinstance(status, str) else None
     text = f"{word or f'status {status!s}'}{': ' if why else ''}{why}"
-    return printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ...")
+    return shown(text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ...")
 
 
 def unfinished(store: TensorStore) -> dict[str, str]:
@@ -55,11 +55,11 @@ def alarm(store: TensorStore) -> str:
         for run_id, words in found.items()
     ]
     if len(named) <= 1:
-        return printable("".join(named))
+        return shown("".join(named))
     count = f"{len(named)} of {len(store.runs())} runs did not finish"
-    return printable(f"{count}; the first is {named[0]}")
+    return shown(f"{count}; the first is {named[0]}")
 
 
 def remarks_on(endings: Mapping[str, str]) -> list[str]:
     """Return a remark on each run that did not finish."""
-    return [printable(f"run {run_id}: {words}") for run_id, words in endings.items()]
+    return [shown(f"run {run_id}: {words}") for run_id, words in endings.items()]

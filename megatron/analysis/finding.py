@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.analysis.text_table import shown
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -15,4 +17,6 @@ class Finding:
     note: bool = False
 
     def __str__(self) -> str:
-        return f"{'note' if self.note else 'ERROR'}  {self.what}: {self.where}: {self.text}"
+        """Return one line that is safe to print, whatever names from the dump it quotes."""
+        kind = "note" if self.note else "ERROR"
+        return f"{kind}  {self.what}: {shown(self.where)}: {shown(self.text)}"

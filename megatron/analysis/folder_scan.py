@@ -8,6 +8,7 @@ is a `Problem` beside the good rows.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +20,18 @@ from megatron.analysis.record_columns import Columns, Row, WrongTypeError
 from megatron.analysis.tensor_files import (
     Problem,
     UnreadableTensorError,
+    in_printable_form,
     read_run_card,
     read_tensor,
     reason,
 )
+from megatron.bounded_files import UnusableFileError, printable
 from megatron.tensor_record import parse_filename, read_lines
+
+MOST_EVENTS = 100_000  #: of one index; a rank writes a few
+MOST_INDEXES = 100_000  #: below one folder: one per rank and run
+#: A name within the index's folder; a byte that is no UTF-8 is a surrogate of the second half.
+_FILE_NAME = re.compile(r"[^/\0\ud800-\udc7f\udd00-\udfff]{1,252}\.pt")
 
 
 @dataclass(frozen=True)
@@ -109,26 +117,37 @@ def _walk(folder: Path, problems: list[Problem]) -> _Files:
     what could not be listed, or only looks like a tensor, is a problem.
     """
     files = _Files()
+    by_kind = {_TENSOR: files.tensors, _INDEX: files.indexes, _CARD: files.cards}
 
     def unreadable(error: OSError) -> None:
         problems.append(Problem(Path(str(error.filename)), reason(error)))
 
     for parent, folders, names in os.walk(folder, onerror=unreadable):
         for name in folders:
-            if name.endswith(".pt"):
-                why = "a folder, not a tensor file; rename it, or move it away"
+            kind = _kind_of(name)
+            if kind is not None:
+                why = f"a folder, not {kind}; rename it, or move it away"
                 problems.append(Problem(Path(parent, name), why))
         for name in names:
-            if name.endswith(".pt"):
-                files.tensors.append(f"{parent}{os.sep}{name}")
-            elif name.startswith("index_") and name.endswith(".jsonl"):
-                files.indexes.append(f"{parent}{os.sep}{name}")
-            elif name.startswith("run_") and name.endswith(".json"):
-                files.cards.append(f"{parent}{os.sep}{name}")
+            kind = _kind_of(name)
+            if kind is not None:
+                by_kind[kind].append(f"{parent}{os.sep}{name}")
     files.tensors.sort()
     files.indexes.sort()
     files.cards.sort()
     return files
+
+
+_TENSOR, _INDEX, _CARD = "a tensor file", "an index", "a run card"
+
+
+def _kind_of(name: str) -> str | None:
+    """Return what a file of this name should be; None if it is none of a dump's."""
+    if name.endswith(".pt"):
+        return _TENSOR
+    if name.startswith("index_") and name.endswith(".jsonl"):
+        return _INDEX
+    return _CARD if name.startswith("run_") and name.endswith(".json") else None
 
 
 def _read_cards(paths: list[str], problems: list[Problem]) -> dict[str, dict[str, Any]]:
@@ -136,7 +155,8 @@ def _read_cards(paths: list[str], problems: list[Problem]) -> dict[str, dict[str
     cards: dict[str, dict[str, Any]] = {}
     for path in map(Path, paths):
         try:
-            cards.setdefault(path.stem.removeprefix("run_"), read_run_card(path))
+            run_id = printable(path.stem.removeprefix("run_"), limit=1000)  # as records have it
+            cards.setdefault(run_id, read_run_card(path))
         except ValueError as error:
             problems.append(Problem(path, str(error)))
     return cards
@@ -153,11 +173,14 @@ def _read_index(
         for lines in read_lines(Path(index)):
             rows = [line for line in lines if "event" not in line]
             if len(rows) < len(lines):
-                said += [line for line in lines if "event" in line]
+                said += [in_printable_form(line) for line in lines if "event" in line]
+                if len(said) > MOST_EVENTS:
+                    raise ValueError(f"more than {MOST_EVENTS} events")
             columns.add(rows, _paths(rows, parent), "index")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         columns.cut(before)
-        what = f"of a record in it, {error}" if isinstance(error, WrongTypeError) else reason(error)
+        what = error.why if isinstance(error, UnusableFileError) else reason(error)
+        what = f"of a record in it, {error}" if isinstance(error, WrongTypeError) else what
         why = f"not read ({what}); its files are opened instead"
         problems.append(Problem(Path(index), why))
         return
@@ -168,12 +191,18 @@ def _paths(lines: list[Row], parent: str) -> list[str]:
     """Of the files that the lines of an index name.
 
     Raises:
-        WrongTypeError: one names none.
+        WrongTypeError: one names none, or one elsewhere.
     """
     try:
-        return [parent + line["file"] for line in lines]
+        names = [line["file"] for line in lines]
+        wrong = [name for name in names if not _FILE_NAME.fullmatch(name)]
     except (KeyError, TypeError):
         raise WrongTypeError("file is no str, or missing") from None
+    if wrong:
+        raise WrongTypeError(
+            f"file is {printable(repr(wrong[0]))}, no plain file name that ends in .pt"
+        )
+    return [parent + name for name in names]
 
 
 def _row_of_file(path: Path) -> tuple[Row, str]:

@@ -45,7 +45,7 @@ class Order:
     output: Path
     image: str  #: png, svg or pdf
     run: str | None
-    cache: Path  #: of the statistics
+    cache: Path | None  #: of the statistics; None: nothing is kept
 
 
 @dataclass

@@ -33,6 +33,7 @@ from megatron.analysis.stats.layout import PAIRWISE
 from megatron.analysis.stats_text import GROUPS, format_statistics
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem
+from megatron.analysis.text_table import shown
 
 PICTURE = "quick_analysis.png"
 TEXT = "tensor_stats.txt"
@@ -89,7 +90,8 @@ def quick_analysis(
         raise ValueError(f"none of the {len(problems)} .pt files in {folder} can be read:{listed}")
     text = format_statistics(dump, measured, problems)
     picture = io.BytesIO()
-    draw(dump, measured, problems).savefig(picture, format="png", dpi=DPI)
+    with matplotlib.rc_context(RC):  # texts that are made while drawing are no formulas either
+        draw(dump, measured, problems).savefig(picture, format="png", dpi=DPI)
     kept = [
         *write_keeping(output / PICTURE, picture.getvalue()),
         *write_keeping(output / TEXT, text.encode()),
@@ -252,7 +254,7 @@ def _headline(
     named = ", ".join(types[:4]) + (f" and {len(types) - 4} more" if len(types) > 4 else "")
     title = f"{named}: {len(table):,} tensors, {short_count(summary.count)} values"
     runs = [run for run in table["run_id"].dropna().unique()]
-    facts = [str(dump.folder), f"run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs"]
+    facts = [shown(dump.folder), f"run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs"]
     counted = {word: table[column].dropna().nunique() for word, column in COUNTED.items()}
     counted["rank"] = dump.records["rank"].dropna().nunique()
     facts += [f"{n} {word}{'s' if n > 1 else ''}" for word, n in counted.items() if n]

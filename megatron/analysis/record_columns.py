@@ -8,6 +8,7 @@ short list of places.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import reprlib
 from array import array
@@ -19,6 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import numpy as np
 import pandas as pd
 
+from megatron.bounded_files import printable
 from megatron.tensor_record import TensorRecord
 
 #: What is known of one tensor: the fields of TensorRecord (missing or None where unknown), `bytes`.
@@ -48,18 +50,33 @@ _IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: the rank's place as a record has i
 _SIZES = ("shape", "global_shape")
 _UNKNOWN = dict.fromkeys((*_OF_ROW, "rank"))
 _Place = tuple[int | None, ...]
+_LOWEST = {"layer_idx": -1}  #: of whole numbers; of the others 0
+_TEXT_LIMIT = 1000  #: characters; module names have some 60
+_AXES_LIMIT = 64  #: sizes in a shape
+_BEYOND = 2**63  #: numbers of a record have 64 bits
 
 
 class WrongTypeError(ValueError):
-    """A value of a record that is not of its field's type."""
+    """A value that its field in a record cannot have."""
 
 
 class _Texts(dict[Any, Any]):
-    """Equal texts once. A key is its own value; None is."""
+    """Equal texts once, in printable form; None is itself.
+
+    Control characters are replaced by their escapes here, before a table, a log line, a figure or a
+    page can hold them: a module name with a newline could forge a line of output.
+    """
 
     def __missing__(self, text: str | None) -> str | None:
-        self[text] = text
-        return text
+        shown = text
+        if text is not None:
+            if len(text) > _TEXT_LIMIT:
+                raise WrongTypeError(f"has {len(text)} characters; at most {_TEXT_LIMIT} are read")
+            if any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise WrongTypeError("has a lone surrogate, which is no character")
+            shown = printable(text, limit=_TEXT_LIMIT)
+        self[text] = shown
+        return shown
 
 
 class _Sizes(dict[Any, Any]):
@@ -76,8 +93,7 @@ class _Sizes(dict[Any, Any]):
         try:
             return self[tuple(shape)]  # type: ignore[no-any-return]
         except (KeyError, TypeError):
-            if not set(map(type, shape)) <= {int}:
-                raise WrongTypeError("shape has other values than whole numbers") from None
+            _check_sizes("shape", shape)
             return self.setdefault(tuple(shape), shape)  # type: ignore[no-any-return]
 
 
@@ -116,7 +132,7 @@ class Columns:
         for name, values in found.items():
             _check(name, values)
             if _TYPES[name] == (str,):
-                found[name] = map(self._texts.__getitem__, values)
+                found[name] = self._printable(name, values)
             elif name in _SIZES:
                 found[name] = list(map(self._sizes.of, values))
         places = self._numbers(ranks)
@@ -125,6 +141,12 @@ class Columns:
         self.of["path"] += paths
         self.of["source"] += [source] * len(paths)
         self._place += places
+
+    def _printable(self, name: str, values: Iterable[str | None]) -> list[str | None]:
+        try:
+            return list(map(self._texts.__getitem__, values))
+        except WrongTypeError as error:
+            raise WrongTypeError(f"{name} {error}") from None
 
     def _numbers(self, ranks: Iterable[Any]) -> list[int]:
         """The number of each rank's place; most rows have that of the row before."""
@@ -138,8 +160,9 @@ class Columns:
                     raise WrongTypeError(f"rank is {_short(rank)}, no table of coordinates")
                 place = tuple(known.get(name) for name in _IN_RECORD)
                 for name, value in zip(_IN_RECORD, place, strict=True):
-                    if value is not None and not (type(value) is int and abs(value) < 2**63):
+                    if value is not None and not (type(value) is int and abs(value) < _BEYOND):
                         raise WrongTypeError(f"rank's {name} is {_short(value)}, no whole number")
+                _check_place(dict(zip(_IN_RECORD, place, strict=True)))
                 number, last = self._places.setdefault(place, len(self._places)), rank
             numbers.append(number)
         return numbers
@@ -173,18 +196,79 @@ class Columns:
 
 
 def _check(name: str, values: Sequence[Any]) -> None:
-    """Refuse values of another type than the field's; None is unknown."""
-    if name in WHOLE:
-        with contextlib.suppress(TypeError, OverflowError):
-            array("q", values)  # all of them at once
-            return
+    """Refuse values of another type than the field's, and impossible ones; None is unknown."""
+    lowest = _LOWEST.get(name, 0)
+    if name in WHOLE and set(map(type, values)) == {int}:
+        with contextlib.suppress(OverflowError):
+            if min(array("q", values)) >= lowest:  # all of them at once
+                return
     allowed = (*_TYPES[name], type(None))
     if not set(map(type, values)) <= set(allowed):
         wrong = next(value for value in values if type(value) not in allowed)
         kinds = " or ".join(each.__name__ for each in _TYPES[name])
         raise WrongTypeError(f"{name} is {_short(wrong)}, no {kinds}")
-    if name in WHOLE and any(value is not None and abs(value) >= 2**63 for value in values):
-        raise WrongTypeError(f"{name} is beyond 64 bits")
+    known = [value for value in values if value is not None]
+    if name in WHOLE:
+        if any(abs(value) >= _BEYOND for value in known):
+            raise WrongTypeError(f"{name} is beyond 64 bits")
+        if known and min(known) < lowest:
+            raise WrongTypeError(f"{name} is {min(known)}; the lowest is {lowest}")
+    elif _TYPES[name] == (float, int) and not all(map(_is_finite, known)):
+        wrong = next(value for value in known if not _is_finite(value))
+        raise WrongTypeError(f"{name} is {_short(wrong)}, no finite number")
+    elif name in _CHECKS:
+        for value in known:
+            _CHECKS[name](value)
+
+
+def _is_finite(value: float) -> bool:
+    return abs(value) < _BEYOND and math.isfinite(value)
+
+
+def _check_sizes(name: str, sizes: Any) -> None:
+    """Refuse what is no list of sizes.
+
+    Raises:
+        WrongTypeError: says why.
+    """
+    if not isinstance(sizes, list) or len(sizes) > _AXES_LIMIT:
+        found = f"a {type(sizes).__name__}" if not isinstance(sizes, list) else f"{len(sizes)} long"
+        raise WrongTypeError(f"{name} is {found}, no list of at most {_AXES_LIMIT} sizes")
+    if not set(map(type, sizes)) <= {int}:
+        raise WrongTypeError(f"{name} has other values than whole numbers")
+    if sizes and not (min(sizes) >= 0 and max(sizes) < _BEYOND):
+        raise WrongTypeError(f"{name} has a size that is negative or beyond 64 bits")
+
+
+def _check_slice(part: dict[Any, Any]) -> None:
+    for name in ("of", "start", "step"):
+        _check_sizes(f"slice's {name}", part.get(name))
+    if len({len(part[name]) for name in ("of", "start", "step")}) > 1 or 0 in part["step"]:
+        raise WrongTypeError("slice has steps of 0, or not one number for each dimension")
+
+
+def _check_codes(codes: dict[Any, Any]) -> None:
+    _check_sizes("codes' shape", codes.get("shape"))
+    axis, dtype, dims = codes.get("axis"), codes.get("dtype"), len(codes["shape"])
+    if type(axis) is not int or not -dims <= axis < dims:
+        raise WrongTypeError(f"codes' axis is {_short(axis)}, none of its {dims} dimensions")
+    if dtype not in ("float32", "float16", "bfloat16", "float64"):
+        raise WrongTypeError(f"codes' dtype is {_short(dtype)}, which no operand has")
+
+
+_CHECKS = {"slice": _check_slice, "codes": _check_codes}
+
+
+def _check_place(place: dict[str, int | None]) -> None:
+    """Refuse ranks that no run can have."""
+    for name, value in place.items():
+        lowest = 1 if name.endswith("_size") else 0
+        if value is not None and value < lowest:
+            raise WrongTypeError(f"rank's {name} is {value}; the lowest is {lowest}")
+    for group in ("world", *GROUPS):
+        rank, size = place[group], place[f"{group}_size"]
+        if rank is not None and size is not None and rank >= size:
+            raise WrongTypeError(f"rank's {group} is {rank}, but there are {size}")
 
 
 def _short(value: Any) -> str:

@@ -24,6 +24,7 @@ from megatron.fake_quant.recipe_config import GEMMS
 _AUDIT_LINE = re.compile(
     r"(?P<module>\S+)\s+(?P<operation>linear|qk|pv)\s{2,}(?P<summary>\S.*?)\s{2,}\S.*"
 )
+_LINE_LIMIT = 1000  #: characters of a line of an audit
 STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"  #: an audit's marks
 _MARK = re.compile(rf" \(({STRAIGHT}|{UNNORMALIZED})\)")
 
@@ -101,6 +102,8 @@ def of_card(
             return _of_entry(found)
         if "operands" not in part:  # of a run before the audit had them: its text
             for line in part.get("matmuls", []):
+                if len(line) > _LINE_LIMIT:
+                    continue  # matching takes the square of the length
                 match = _AUDIT_LINE.fullmatch(line)
                 of_it = match and match["operation"] == operation
                 if match and of_it and _stands_for(match["module"], module):
@@ -213,10 +216,12 @@ def _stands_for(names: str, module: str) -> bool:
     match = re.search(r"(?<=layers\.)[\d,-]+", names)
     if match is None:
         return names == module
-    ranges = (part.partition("-") for part in match[0].split(","))
-    layers = chain(*(range(int(low), int(high or low) + 1) for low, _, high in ranges))
     before, after = names[: match.start()], names[match.end() :]
-    return any(module == f"{before}{layer}{after}" for layer in layers)
+    layer = module.removeprefix(before).removesuffix(after)
+    if module != f"{before}{layer}{after}" or not re.fullmatch(r"\d{1,18}", layer):
+        return False
+    ranges = (part.partition("-") for part in match[0].split(","))
+    return any(int(low) <= int(layer) <= int(high or low) for low, _, high in ranges)
 
 
 def _of_summary(summary: str, operation: str) -> GemmFormats:

@@ -17,9 +17,10 @@ later, which is a note too, as is what an iteration lacks of which a ring held t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import pandas as pd
@@ -33,6 +34,10 @@ _PASS = ["iteration", "micro_batch"]
 _NUMBERS = (
     "control_iter", "global_batch_size", "micro_batch_size", "collect_micro_batches", "num_layers",
 )  # fmt: skip
+NAMED = 16  #: missing ranks that are named one by one
+#: A run's passes, modules and ranks meet in most of their combinations; records of a run that lacks
+#: far more of them than it has are not of one run.
+DENSE, SMALL = 50, 100_000
 _ENDS = ("limited", "failed", "dropped")  #: events after which a rank wrote no more
 #: Arguments that leave some of the schedule out on purpose, and their values that leave out none.
 #: What they chose, the card's text says; here the records themselves say which passes there were.
@@ -74,7 +79,7 @@ class _Run:
                 told |= {
                     rank["rank"]
                     for rank in self.card.get("ranks") or []
-                    if isinstance(rank, dict) and (rank.get("limit") or rank.get("error"))
+                    if type(rank.get("rank")) is int and (rank.get("limit") or rank.get("error"))
                 }
                 ended = told or ended
         last = self.records.groupby("rank")["iteration"].max()
@@ -85,18 +90,18 @@ class _Run:
         """Ranks that say that they did not write everything, and why."""
         return [
             (
-                int((event.get("rank") or {}).get("world", 0)),
+                _rank_of(event),
                 f"{event['event']}: {event.get('why')}",
             )
             for event in self.events
-            if event["event"] in _ENDS
+            if isinstance(event["event"], str) and event["event"] in _ENDS
         ]
 
     @cached_property
     def partial(self) -> set[tuple[int, int]]:
         """Rank and iteration where a rank says that it left something out."""
         return {
-            (int((event.get("rank") or {}).get("world", 0)), event["iteration"])
+            (_rank_of(event), event["iteration"])
             for event in self.events
             if event["event"] == "left_out" and isinstance(event.get("iteration"), int)
         }
@@ -105,6 +110,13 @@ class _Run:
     def early(self) -> bool:
         """Whether it ended within its first iteration, of which anything may be missing."""
         return bool(self.cut) and self.records["iteration"].nunique() == 1
+
+
+def _rank_of(event: Mapping[str, Any]) -> int:
+    """Return the rank that wrote an event; 0 where the event does not say it."""
+    place = event.get("rank")
+    rank = place.get("world", 0) if isinstance(place, dict) else 0
+    return rank if type(rank) is int else 0
 
 
 def check_run(
@@ -190,10 +202,23 @@ def _against_card(run: _Run) -> Iterator[Finding]:
             yield Finding("micro-batches", run.where, text, note=run.early)
     all_layers = args.get("collect_layers", "all") == "all" and not _chosen(run.card, _PLACES)
     if args.get("num_layers") and all_layers:
-        lost = sorted(set(range(args["num_layers"])) - set(records["layer_idx"]))
+        lost = _without(args["num_layers"], records["layer_idx"].unique())
         if lost:
-            text = f"no record of layer {in_words([(each, each) for each in lost])}"
+            text = f"no record of layer {in_words(lost)}"
             yield Finding("layers", run.where, text, note=run.early)
+
+
+def _without(count: int, present: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return the numbers from 0 on, `count` of them, that are not present, as first and last.
+
+    A file may name any number of layers or ranks, so that nothing is listed one by one.
+    """
+    gaps, low = [], 0
+    for number in sorted({int(each) for each in present if 0 <= int(each) < count}):
+        if number > low:
+            gaps.append((low, number - 1))
+        low = number + 1
+    return [*gaps, (low, count - 1)] if low < count else gaps
 
 
 def _ranks(run: _Run) -> Iterator[Finding]:
@@ -203,10 +228,20 @@ def _ranks(run: _Run) -> Iterator[Finding]:
         return
     stage = int(first["world_size"]) // int(first["pp_size"])
     present = {int(rank) for rank in run.records["rank"].unique()}
+    if stage < 1:
+        text = f"its records say {first['world_size']} ranks in {first['pp_size']} pipeline stages"
+        yield Finding("rank", run.where, text)
+        return
     for pp in sorted({rank // stage for rank in present}):
-        for rank in sorted(set(range(pp * stage, (pp + 1) * stage)) - present):
-            text = f"no record, but other ranks of pipeline stage {pp} have some"
+        text = f"no record, but other ranks of pipeline stage {pp} have some"
+        gaps = _without(stage, [rank - pp * stage for rank in present])
+        gaps = [(low + pp * stage, high + pp * stage) for low, high in gaps]
+        lost = list(islice((rank for low, high in gaps for rank in range(low, high + 1)), NAMED))
+        for rank in lost:
             yield Finding("rank", f"{run.where}, rank {rank}", text, note=run.early)
+        if more := sum(high - low + 1 for low, high in gaps) - len(lost):
+            where = f"{run.where}, {more} further ranks up to {gaps[-1][1]}"
+            yield Finding("rank", where, text, note=run.early)
 
 
 def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
@@ -216,8 +251,17 @@ def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
     passes = sorted(set(records[_PASS].itertuples(index=False, name=None)))
     if not records["micro_batch"].groupby(records["iteration"]).nunique().nunique() > 1:
         iterations, batches = ({each[i] for each in passes} for i in (0, 1))
-        passes = sorted((i, b) for i in iterations for b in batches)
+        if len(iterations) * len(batches) <= DENSE * len(passes):
+            passes = sorted((i, b) for i in iterations for b in batches)
     ranks = _ranks_of_modules(records)
+    expected_places = len(passes) * sum(map(len, ranks.values()))
+    if expected_places > DENSE * len(records) + SMALL:
+        text = (
+            f"{len(records)} records name {len(passes)} passes and {len(ranks)} modules, too many "
+            "to be of one run: what is missing is not listed"
+        )
+        yield Finding("missing", run.where, text)
+        return
     known = records.groupby("module")["tensor_name"].agg(set).to_dict()
     types = dict(zip(records["module"], records["layer_type"], strict=True))
     for module in ranks:

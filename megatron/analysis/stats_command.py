@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
+
+from megatron.analysis.text_table import printable_lines, shown
 
 DEFAULT_FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3")
 CACHE_FOLDER = ".statistics"  #: in the dump's folder
@@ -81,7 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron.analysis.stats.select import select
     from megatron.analysis.store import TensorStore
     from megatron.analysis.tensor_files import UnreadableTensorError
-    from megatron.analysis.text_table import printable
 
     if arguments.workers is not None and arguments.workers < 1:
         raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
@@ -115,20 +117,20 @@ def run(arguments: argparse.Namespace) -> int:
             progress=True,
         )
     except UnreadableTensorError as error:
-        print(f"[ERROR] {error}", file=sys.stderr)
+        print(f"[ERROR] {shown(error)}", file=sys.stderr)
         return LEFT_OUT
     for problem in found.problems:
-        print(printable(f"[ERROR] {problem}"), file=sys.stderr)
-    print(printable(summary(found)))
+        print(f"[ERROR] {problem}", file=sys.stderr)
+    print(printable_lines(summary(found)))
     for remark in [*found.remarks, *remarks_on(unfinished(store))]:
-        print(f"[NOTE] {remark}", file=sys.stderr)
+        print(f"[NOTE] {shown(remark)}", file=sys.stderr)
     if len(store.missing):
         print(f"{len(store.missing)} files that an index names are not there (removed or moved?)")
     if output is not None:
-        content = printable(WRITERS[output.suffix](found)).encode()
+        content = printable_lines(WRITERS[output.suffix](found)).encode()
         for kept in write_keeping(output, content):
-            print(f"Kept the earlier file as {kept}")
-        print(f"Wrote {output}")
+            print(f"Kept the earlier file as {shown(kept)}")
+        print(f"Wrote {shown(output)}")
     if found.problems:
         left_out = len(found.problems)
         print(f"[ERROR] {left_out} file(s) were left out; replace or remove them", file=sys.stderr)
@@ -154,14 +156,22 @@ def _cache(named: str | None, folder: Path) -> Path | None:
         return None
     if named is not None:
         return Path(named)
+    from megatron.analysis.stats.cache import ForeignCacheError, check_place
+
     cache = folder / CACHE_FOLDER
     try:
+        check_place(cache)
         cache.mkdir(exist_ok=True)
-        probe = cache / "write_test.partial"
-        probe.write_bytes(b"")
+        probe = cache / f"write_test_{os.getpid()}.partial"
+        with probe.open("xb"):  # never through a link
+            pass
         probe.unlink()
+    except ForeignCacheError as error:
+        print(f"[WARNING] {error} (--cache); results are not kept", file=sys.stderr)
+        return None
     except OSError:
-        print(f"[NOTE] {folder} cannot be written: results are not kept (--cache names a folder)",
+        where = shown(folder)
+        print(f"[NOTE] {where} cannot be written: results are not kept (--cache names a folder)",
               file=sys.stderr)  # fmt: skip
         return None
     return cache

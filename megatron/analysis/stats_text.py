@@ -17,7 +17,7 @@ from megatron.analysis.stats.moments import Moments
 from megatron.analysis.stats.result import words_of_repeats
 from megatron.analysis.store import TensorStore
 from megatron.analysis.tensor_files import Problem
-from megatron.analysis.text_table import align, printable
+from megatron.analysis.text_table import align, printable_lines, shown
 
 GROUPS = (
     ("quant_type", "By quantization type"),
@@ -37,7 +37,7 @@ def format_statistics(
     """The whole text: overall, by group, tensor by tensor, and what could not be read."""
     summary = measured.summary()
     lines = [
-        f"Statistics of the tensors in {dump.folder}",
+        f"Statistics of the tensors in {shown(dump.folder)}",
         f"{len(measured.table)} tensors, {summary.count} values"
         + (f"; {len(problems)} files could not be read (listed at the end)" if problems else ""),
         "NaN and Inf are counted and left out of every other number; std divides by n.",
@@ -62,7 +62,7 @@ def format_statistics(
     lines += ["", "Tensors", *align([header, *_tensor_rows(dump, measured.table)], text=0)]
     if problems:
         lines += ["", "Could not be read", *(f"  {problem}" for problem in problems)]
-    return printable("\n".join(lines) + "\n")
+    return printable_lines("\n".join(lines) + "\n")
 
 
 def _runs(dump: TensorStore) -> list[str]:
@@ -83,7 +83,7 @@ def _tensor_rows(dump: TensorStore, table: pd.DataFrame) -> Iterable[tuple[objec
     """A row a tensor, in the table's order."""
     for row in table.to_dict("records"):
         known = [_known(row[name]) for name in TENSOR_COLUMNS]
-        yield (*known, *_numbers(row["summary"]), row["path"].relative_to(dump.folder))
+        yield (*known, *_numbers(row["summary"]), shown(row["path"].relative_to(dump.folder)))
 
 
 def _known(value: object) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import stat
-import zipfile
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.analysis.tensor_archive import ArchiveError, check_archive
+from megatron.bounded_files import UnusableFileError, printable, read_json
+
+PATH_LIMIT = 4096  #: characters of a path in a message
+WHY_LIMIT = 1000  #: characters of a reason
+TEXT_LIMIT = 20_000  #: characters of one text in a run card
+DIMENSIONS = 16  #: most that a tensor may have; NumPy takes 64, and a matmul's operand has 2 to 4
+EMPTY_SIZES = 1 << 24  #: most that the sizes of a tensor without values may multiply to
+#: What the values of a dump can be; statistics and checks know no others.
+DTYPES = frozenset({
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+})  # fmt: skip
+
 
 class UnreadableTensorError(ValueError):
     """A file that holds no tensor we can read; the message says which and why."""
 
     def __init__(self, path: Path, why: str):
-        super().__init__(f"{path}: {why}")
-        self.why = why
+        self.why = printable(why, limit=WHY_LIMIT)
+        super().__init__(f"{printable(path, limit=PATH_LIMIT)}: {self.why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +44,8 @@ class Problem:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.why}"
+        """Return one line that is safe to print, whatever the name of the file is."""
+        return f"{printable(self.path, limit=PATH_LIMIT)}: {printable(self.why, limit=WHY_LIMIT)}"
 
 
 def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
@@ -46,10 +62,38 @@ def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
     if not isinstance(payload, Tensor):
         why = 'holds no tensor (expected {"tensor": ..., "metadata": ...})'
         raise UnreadableTensorError(path, why)
-    if payload.layout != torch.strided or payload.is_quantized or payload.is_meta:
-        why = f"holds no plain dense tensor ({payload.layout}, {payload.dtype})"
+    if why := _unusable(payload):
         raise UnreadableTensorError(path, why)
-    return payload, metadata if isinstance(metadata, dict) and metadata else None
+    metadata = metadata if isinstance(metadata, dict) and metadata else None
+    dtype = str(payload.dtype).removeprefix("torch.")
+    told = dtype if metadata is None else metadata.get("dtype", dtype)
+    if isinstance(told, str) and told != dtype:
+        raise UnreadableTensorError(path, f"holds {dtype}, but its record says {printable(told)}")
+    return payload.detach(), metadata
+
+
+def _unusable(tensor: Tensor) -> str:
+    """Return why a tensor cannot be measured in the memory that its file takes; empty if it can."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return f"holds no plain dense tensor (a {type(tensor).__name__})"
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        return f"holds no plain dense tensor ({tensor.layout}, {tensor.dtype})"
+    if tensor.is_neg() or tensor.is_conj():
+        return "holds a negated or conjugated view; save a copy (resolve_neg, resolve_conj)"
+    if tensor.is_complex():
+        return f"complex values ({tensor.dtype}) have no order; nothing is computed"
+    if tensor.dtype not in DTYPES:
+        return f"holds values of {tensor.dtype}, which no reader here knows"
+    if tensor.dim() > DIMENSIONS:
+        return f"holds a tensor of {tensor.dim()} dimensions; at most {DIMENSIONS} are read"
+    if not tensor.numel():
+        sizes = math.prod(max(size, 1) for size in tensor.shape)
+        shape = list(tensor.shape)
+        return "" if sizes <= EMPTY_SIZES else f"has no values, but the shape {shape}"
+    stored = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if tensor.numel() > stored:
+        return f"claims {tensor.numel()} values ({list(tensor.shape)}), but stores {stored}"
+    return ""
 
 
 def read_payload(path: Path) -> Any:
@@ -59,45 +103,70 @@ def read_payload(path: Path) -> Any:
         UnreadableTensorError: it cannot be read without running code, or at all.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
-            raise UnreadableTensorError(path, "no regular file")
+        check_archive(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except UnreadableTensorError:
-        raise
+    except UnusableFileError as error:
+        raise UnreadableTensorError(path, error.why) from None
+    except ArchiveError as error:
+        raise UnreadableTensorError(path, str(error)) from None
     except Exception as error:  # a damaged archive or pickle can raise nearly anything
-        raise UnreadableTensorError(path, reason(error, path)) from None
+        why = reason(error)
+        prefix = "" if isinstance(error, OSError) else "corrupt or cut short: "
+        raise UnreadableTensorError(path, prefix + why) from None
+
+
+#: What a reader expects of a run card; any field may be missing or null.
+_CARD = {
+    "arguments": dict, "quantization": list, "ranks": list, "status": str, "iterations": int,
+}  # fmt: skip
+_PARTS = {"quantization": dict, "ranks": dict}  #: of what the lists are
 
 
 def read_run_card(path: Path) -> dict[str, Any]:
-    """The content of a run card.
+    """Return the content of a run card, its texts in printable form.
 
     Raises:
         ValueError: it cannot be read, or is none.
     """
     try:
-        card = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        card = read_json(path)
+    except UnusableFileError as error:
+        raise ValueError(f"the run card is not read ({error.why})") from None
+    except OSError as error:
         raise ValueError(f"the run card is not read ({reason(error)})") from None
     if not isinstance(card, dict):
         raise ValueError(f"a JSON {type(card).__name__}, no run card")
-    for name, kind in {"arguments": dict, "quantization": list, "ranks": list}.items():
-        if not isinstance(card.get(name), (kind, type(None))):
-            found = type(card[name]).__name__
+    for name, kind in _CARD.items():
+        value = card.get(name)
+        if value is not None and type(value) is not kind:
+            found = type(value).__name__
             raise ValueError(f"no run card: its {name} are a {found}, no {kind.__name__}")
-    return card
+    for name, kind in _PARTS.items():
+        if wrong := [part for part in card.get(name) or [] if type(part) is not kind]:
+            found = type(wrong[0]).__name__
+            raise ValueError(f"no run card: its {name} have a {found}, no {kind.__name__}")
+    escaped: dict[str, Any] = in_printable_form(card)
+    return escaped
 
 
-def reason(error: Exception, path: Path | None = None) -> str:
-    """An exception in one line, for a person; `path` is the tensor file it is about."""
+def in_printable_form(value: Any) -> Any:
+    """Return a JSON value in which every text is on one line and safe to print.
+
+    Run cards and events of an index reach logs, figures and pages by many ways, so that their texts
+    are escaped here once, and by all of these ways they are harmless.
+    """
+    if isinstance(value, str):
+        return value if value.isprintable() and len(value) <= TEXT_LIMIT else printable(
+            value, limit=TEXT_LIMIT
+        )  # fmt: skip
+    if isinstance(value, Mapping):
+        return {in_printable_form(name): in_printable_form(part) for name, part in value.items()}
+    return [in_printable_form(part) for part in value] if isinstance(value, list) else value
+
+
+def reason(error: Exception) -> str:
+    """Return an exception in one line, for a person."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    if path is not None and not path.stat().st_size:
-        return "the file is empty"
-    if path is not None and not zipfile.is_zipfile(path):
-        return "no archive of torch.save: corrupt, cut short, or of another program"
     text = str(error).strip()
-    if "eights only" in text or "weights_only" in text:
-        return "it holds other things than tensors and plain values; loading it could run code"
-    line = text.splitlines()[0] if text else type(error).__name__
-    prefix = "corrupt or cut short: " if path is not None else ""
-    return prefix + line
+    return printable(text.splitlines()[0] if text else type(error).__name__, limit=WHY_LIMIT)

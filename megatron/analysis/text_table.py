@@ -1,13 +1,38 @@
-"""Tables as text: columns below each other."""
+"""Text for people: columns below each other, and nothing in them that drives a terminal.
+
+Whatever comes from a file (names, metadata, messages that quote them) goes through `shown` or
+`printable_lines` before it is printed, drawn or written to a page: a newline in a module name could
+forge a line such as "0 error(s)", an escape sequence could hide one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.bounded_files import printable
 
-def printable(text: str) -> str:
-    """Text that can be written in UTF-8: of a file's name that cannot, the bytes are escaped."""
-    return text.encode(errors="backslashreplace").decode()
+LIMIT = 4096  #: characters of one name or message; paths have as many at most
+_FORMULA = ("=", "+", "-", "@")
+
+
+def shown(value: object) -> str:
+    """Return a name or message from a file on one line, control characters escaped."""
+    text = str(value)
+    return text if text.isprintable() and len(text) <= LIMIT else printable(text, limit=LIMIT)
+
+
+def printable_lines(text: object) -> str:
+    """Return text of several lines, each as `shown` returns it, but of any length."""
+    return "\n".join(
+        line if line.isprintable() else printable(line, limit=len(line))
+        for line in str(text).split("\n")
+    )
+
+
+def csv_cell(value: str) -> str:
+    """Return a text for a CSV file: a spreadsheet would compute one that begins with `=`."""
+    text = shown(value)
+    return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 def align(rows: Sequence[tuple[object, ...]], *, text: int) -> list[str]:

@@ -6,6 +6,7 @@ without dropout; a run none of whose attention follows then may have had others:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,12 +44,20 @@ class Results:
         of_attention = self.records["layer_type"] == "attention"
         once = self._of_iteration()
         for key, rows in self._passes(self.records[~of_attention], _LINEAR_PASS):
-            for row, outcome in self._linear(rows, once.get((key[0], *key[2:]), {})):
-                yield "linear layers", row, outcome
+            try:
+                yield from (
+                    ("linear layers", row, outcome)
+                    for row, outcome in self._linear(rows, once.get((key[0], *key[2:]), {}))
+                )
+            except _IMPOSSIBLE as error:
+                yield "linear layers", rows.iloc[0], _impossible(error)
             progress()
         found: list[tuple[Any, Outcome | NotCheckedError]] = []
         for _, rows in self._passes(self.records[of_attention], _ATTENTION_PASS):
-            found += self._attention(rows)
+            try:
+                found += self._attention(rows)
+            except _IMPOSSIBLE as error:
+                found.append((rows.iloc[0], _impossible(error)))
             progress()
         trusted = any(isinstance(outcome, Outcome) and not outcome.wrong for _, outcome in found)
         told = self.card.get("arguments") or self.card.get("quantization")
@@ -123,6 +132,17 @@ class Results:
         except NotCheckedError as reason:
             results = rows[rows["tensor_name"].isin(RESULTS)]
             yield from ((row, reason) for row in results.itertuples())
+
+
+#: What torch raises for operands that do not fit together, and reading for damaged files.
+_IMPOSSIBLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, MemoryError)
+
+
+def _impossible(error: Exception) -> Outcome:
+    """Return the outcome of a pass whose tensors cannot be those of one matmul."""
+    why = str(error).strip().partition("\n")[0]
+    text = f"its pass cannot be recomputed ({type(error).__name__}: {why})"
+    return Outcome(exact=False, excess=math.inf, text=text)
 
 
 def _check_whole(rows: Iterable[Any]) -> None:

@@ -162,7 +162,10 @@ def test_an_index_cannot_point_out_of_its_folder(tmp_path):
     index.write_text(index.read_text().replace(f'"{outside.name}"', f'"../outside/{outside.name}"'))
     store = TensorStore(tmp_path / "dump")
     assert set(store.records["path"]) == {str(path) for path in (tmp_path / "dump").glob("*.pt")}
-    assert len(store.missing) == 1
+    assert len(store.missing) == 0
+    [problem] = store.problems
+    assert problem.path == index
+    assert f"file is '../outside/{outside.name}', no plain file name" in problem.why
 
 
 @pytest.mark.parametrize(

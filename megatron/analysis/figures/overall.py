@@ -21,7 +21,9 @@ from megatron.analysis.figures.material import (
     sheet,
 )
 from megatron.analysis.plots import plot_scales
+from megatron.analysis.stats.export import with_safe_texts
 from megatron.analysis.stats.result import words_of_repeats
+from megatron.analysis.text_table import shown
 
 GROUPS = ("quant_type", "layer_type", "operation", "kind", "tensor_name")
 NUMBERS = ("sqnr_db", "cosine", "relative_bias", "underflow", "saturated", "axis_disagreement")
@@ -32,7 +34,8 @@ def draw_statistics(material: Material) -> Iterator[tuple[str, Make]]:
     if material.tensors.empty:
         raise NothingToDrawError("no tensor could be read")
     yield "scales", partial(scales, material)
-    yield "tensors.csv", partial(material.found.tensors.to_csv, index_label="tensor")
+    tensors = with_safe_texts(material.found.tensors)
+    yield "tensors.csv", partial(tensors.to_csv, index_label="tensor")
     yield "formats.csv", partial(material.found.formats.to_csv, index=False)
 
 
@@ -86,7 +89,7 @@ def summary(material: Material) -> dict[str, Any]:
             for name, part in parts
         }
     return {
-        "folder": str(material.store.folder),
+        "folder": shown(material.store.folder),
         "runs": material.store.runs(),
         "endings": {
             run_id: ending(material.store.run_card(run_id)) for run_id in material.store.runs()

@@ -16,6 +16,7 @@ from megatron.analysis.plots.style import colour_of
 from megatron.analysis.report.cards import audit, facts
 from megatron.analysis.report.details import details
 from megatron.analysis.stats.result import words_of_repeats
+from megatron.analysis.text_table import shown
 
 MOST_DETAILS = 800  #: tensors that a click opens
 WORST = 60  #: rows of the table of each format
@@ -32,8 +33,8 @@ def content(material: Material) -> dict[str, Any]:
     lists = [[row[0] for row in rows] for rows in lowest.values()]
     lists += [list(caution.tensors[:NAMED]) for caution in cautions]
     return {
-        "title": f"Tensors of {material.store.folder.name}",
-        "folder": str(material.store.folder),
+        "title": f"Tensors of {shown(material.store.folder.name)}",
+        "folder": shown(material.store.folder),
         "origin": material.origin,
         "judged": material.judged_origin,
         "alarm": material.alarm,

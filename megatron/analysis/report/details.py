@@ -19,6 +19,7 @@ from megatron.analysis.scale_maps import scale_map
 from megatron.analysis.stats import FormatArrays
 from megatron.analysis.stats.result import Counts
 from megatron.analysis.tensor_files import UnreadableTensorError
+from megatron.analysis.text_table import shown as printed
 from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import BlockScaling
 
@@ -46,7 +47,7 @@ def _detail(material: Material, tensor: int, uses: pd.DataFrame | None) -> dict[
     binades = arrays.positive + arrays.negative
     shown = trimmed(binades)
     found: dict[str, Any] = {
-        "file": Path(row["path"]).name,
+        "file": printed(Path(row["path"]).name),
         "module": str(row["module"] or ""),
         "shape": [int(size) for size in row["shape"]],
         "dtype": str(row["dtype"]),

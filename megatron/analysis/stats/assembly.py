@@ -7,6 +7,7 @@ for number, result in assembly.results(on_threads(assembly.jobs(), workers)):
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 
 from megatron.analysis.stats.cache import Cache, Entry
@@ -45,6 +46,15 @@ class Assembly:
                 self._jobs.append((number, place, entry))
         return jobs
 
+    def _read(self, contents: dict[str, bytes], *, kept: bool) -> tuple[Values, Found] | None:
+        """Return the statistics from their bytes; None where those of the cache are none."""
+        try:
+            return read_outcome(contents, self.formats)
+        except (ValueError, TypeError, IndexError, StopIteration, MemoryError, struct.error):
+            if not kept:  # computed just now: our mistake
+                raise
+            return None
+
     def _entry(self, part: Part) -> Entry | None:
         try:
             return self.cache.entry(part) if self.cache is not None else None
@@ -73,7 +83,10 @@ class Assembly:
                 self.cache.put(entry, contents)
             if not self._wanted <= contents.keys():
                 contents = self.cache.get(entry) | contents
-        tensor = self.tensors[number]
+        tensor, read = self.tensors[number], None
+        if self._wanted <= contents.keys():
+            read = self._read(contents, kept=entry is not None)
+            contents = contents if read is not None else {}
         if missing := self._wanted - contents.keys():
             # it was there, and is damaged, or another process threw it away
             formats = tuple(name for name in self.formats if name in missing)
@@ -84,7 +97,8 @@ class Assembly:
         if number in self._failed:
             return
         measured = self._measured.setdefault(number, {})
-        measured[place] = read_outcome(contents, self.formats)
+        assert read is not None
+        measured[place] = read
         if len(measured) < len(tensor.parts):
             return
         try:

@@ -5,18 +5,24 @@ tensor is read, the format, and the sources of this package and of `fake_quant`.
 within the dump, so that results which lie in it move with it. Rows are written as results come, so
 that what was interrupted goes on from there, and at once, so that no other process waits.
 
-All of it can be computed again: what is damaged is thrown away, and said.
+All of it can be computed again: what is damaged is thrown away, and said. A dump may come from
+anyone, and its cache with it. So a link, a FIFO or another program's database in the place of the
+cache is refused and never changed, and only a database with exactly our two tables is used: a
+trigger or a view would run statements of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import sqlite3
+import stat
+import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import astuple, dataclass
 from itertools import chain
@@ -25,14 +31,21 @@ from typing import Any
 
 from megatron import fake_quant
 from megatron.analysis.stats.logical import Part
+from megatron.bounded_files import printable
 
 NAME = "statistics.sqlite"
 PATIENCE = 30.0  #: seconds to wait for another process that writes
-_LAYOUT = 1  #: of the tables; a file with another one is begun anew
-_TABLES = """
-    CREATE TABLE results (key TEXT, name TEXT, content BLOB, PRIMARY KEY (key, name)) WITHOUT ROWID;
-    CREATE TABLE parts (key TEXT PRIMARY KEY, version TEXT, dump TEXT, files TEXT) WITHOUT ROWID;
-"""
+APPLICATION_ID = 0x4D654761  #: in the header of a file of ours
+_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: 0: of our earlier versions
+_LAYOUT = 1  #: of the tables
+_TABLES = {
+    "results": "CREATE TABLE results (key TEXT, name TEXT, content BLOB, PRIMARY KEY (key, name))"
+    " WITHOUT ROWID",
+    "parts": "CREATE TABLE parts (key TEXT PRIMARY KEY, version TEXT, dump TEXT, files TEXT)"
+    " WITHOUT ROWID",
+}
+_BESIDE = ("-wal", "-shm")  #: files that SQLite keeps beside the database
+_JOURNAL_PATIENCE = 2.0  #: seconds for another process to end its first transaction
 
 
 @functools.cache
@@ -59,6 +72,7 @@ class Cache:
     """
 
     def __init__(self, folder: Path, dump: Path):
+        check_place(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._folder = folder / NAME, dump
         #: the dump's place, unless the results lie in it and move with it
@@ -69,22 +83,62 @@ class Cache:
             self._base: sqlite3.Connection | None = self._open()
         except sqlite3.Error as error:
             raise ValueError(
-                f"{self.path} cannot be used as a cache ({error}); name another folder, or remove "
-                "the file"
+                f"{printable(self.path, limit=4096)} cannot be used as a cache "
+                f"({printable(error)}); name another folder, or remove the file"
             ) from None
 
     def _open(self) -> sqlite3.Connection:
         base = sqlite3.connect(
             self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False
         )
-        base.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
-        base.execute("PRAGMA synchronous=NORMAL")  # a power cut may take the last results
-        if base.execute("PRAGMA user_version").fetchone() != (_LAYOUT,):
+        try:
+            base.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
+            base.execute("PRAGMA trusted_schema=OFF")
+            self._prepare(base)
+        except BaseException:
+            base.close()
+            raise
+        return base
+
+    def _prepare(self, base: sqlite3.Connection) -> None:
+        """Make the tables in a new file; refuse a file that has others.
+
+        Raises:
+            ForeignCacheError: the file is not ours.
+        """
+        ids = self._ids(base)
+        if ids[0] == APPLICATION_ID and ids[1] != _LAYOUT and _tables(base).keys() <= {*_TABLES}:
+            drop = "".join(f"DROP TABLE IF EXISTS {name}; " for name in _TABLES)  # of our own
+            reset = "PRAGMA application_id=0; PRAGMA user_version=0; COMMIT"
+            base.executescript(f"BEGIN IMMEDIATE; {drop}{reset}")
+        if not _tables(base):
+            self._refuse_foreign(base, made=False)
             base.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file
             base.execute("PRAGMA journal_mode=WAL")
-            begin = "BEGIN IMMEDIATE; DROP TABLE IF EXISTS results; DROP TABLE IF EXISTS parts;"
-            base.executescript(f"{begin}{_TABLES}PRAGMA user_version={_LAYOUT}; COMMIT")
-        return base
+            base.execute("BEGIN IMMEDIATE")
+            if not _tables(base):  # another process may have made them meanwhile
+                for statement in _TABLES.values():
+                    base.execute(statement)
+                base.execute(f"PRAGMA application_id={APPLICATION_ID}")
+                base.execute(f"PRAGMA user_version={_LAYOUT}")
+            base.execute("COMMIT")
+        self._refuse_foreign(base, made=True)
+        base.execute("PRAGMA synchronous=NORMAL")  # a power cut may take the last results
+
+    def _ids(self, base: sqlite3.Connection) -> list[int]:
+        """Return the application and the layout that the header names."""
+        names = ("application_id", "user_version")
+        return [base.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
+
+    def _refuse_foreign(self, base: sqlite3.Connection, *, made: bool) -> None:
+        ids = self._ids(base)
+        # a file of an earlier version of ours has the tables, and no application id
+        accepted = [[APPLICATION_ID, _LAYOUT], [0, _LAYOUT]] if made else [[0, 0]]
+        if ids not in accepted or (made and _tables(base) != _normalized(_TABLES)):
+            raise ForeignCacheError(
+                f"{printable(self.path, limit=4096)} cannot be used as a cache: a database of "
+                "another program, which is left as it is; name another folder, or remove the file"
+            )
 
     def entry(self, part: Part) -> Entry:
         """What a part's results are kept under. Its replicas belong to it: what is kept was
@@ -180,16 +234,86 @@ class Cache:
             return
         self.remark = f"{self.path} was damaged ({error}): what it had is computed again"
         try:
-            for ending in ("", "-wal", "-shm"):
+            for ending in ("", *_BESIDE):
                 Path(f"{self.path}{ending}").unlink(missing_ok=True)
             self._base = self._open()
-        except (OSError, sqlite3.Error) as again:
+        except (OSError, ValueError, sqlite3.Error) as again:
             self.remark += f", and not kept ({again})"
 
     def close(self) -> None:
         """Let go of the file."""
         if self._base is not None:
             self._base.close()
+
+
+class ForeignCacheError(ValueError):
+    """A file or folder in the place of a cache that is not ours; the message names it."""
+
+
+def check_place(folder: Path) -> None:
+    """Refuse a cache through a link, special files in its place, and what is no database of ours.
+
+    Raises:
+        ForeignCacheError: names the file.
+    """
+    _check_names(folder)
+    head = b""
+    with contextlib.suppress(FileNotFoundError), (folder / NAME).open("rb") as file:
+        head = file.read(100)
+    ours = head[:16] == b"SQLite format 3\0" and head[68:72] in _IDS
+    if head and not ours:
+        raise ForeignCacheError(
+            f"{printable(folder / NAME, limit=4096)} cannot be used as a cache: a file of another "
+            "program, which is left as it is; name another folder, or remove the file"
+        )
+
+
+def _check_names(folder: Path) -> None:
+    """Check by names alone: nothing is opened.
+
+    Raises:
+        ForeignCacheError: names the file.
+    """
+    deadline = time.monotonic() + _JOURNAL_PATIENCE
+    _refuse_but(folder, stat.S_ISDIR, "a folder")
+    for ending in ("", *_BESIDE):
+        _refuse_but(folder / f"{NAME}{ending}", stat.S_ISREG, "a regular file")
+    journal = folder / f"{NAME}-journal"
+    # what a journal says is done when the database is opened: it may name other files to delete
+    while os.path.lexists(journal):
+        if time.monotonic() > deadline:
+            raise ForeignCacheError(
+                f"{printable(journal, limit=4096)} cannot be used as a cache: a journal of an "
+                "interrupted program, which could change other files; name another folder, or "
+                "remove it"
+            )
+        time.sleep(0.05)
+
+
+def _refuse_but(path: Path, wanted: Callable[[int], bool], what: str) -> None:
+    """Refuse what is neither missing nor of the wanted kind; a link is never of it."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not wanted(mode):
+        found = "a symbolic link" if stat.S_ISLNK(mode) else "a special file"
+        found = "a folder" if stat.S_ISDIR(mode) else found
+        found = "a file" if stat.S_ISREG(mode) else found
+        raise ForeignCacheError(
+            f"{printable(path, limit=4096)} cannot be used as a cache: {found}, not {what}; it is "
+            "left as it is; name another folder, or remove it"
+        )
+
+
+def _tables(base: sqlite3.Connection) -> dict[str, str]:
+    """Return what the database holds (tables, triggers, views), as the statements that made it."""
+    rows = base.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 100")
+    return _normalized({str(name): str(sql) for name, sql in rows})
+
+
+def _normalized(tables: Mapping[str, str]) -> dict[str, str]:
+    return {name: " ".join(sql.split()) for name, sql in tables.items()}
 
 
 def opened(folder: Path | None, dump: Path) -> AbstractContextManager[Cache | None]:

@@ -13,7 +13,7 @@ import pandas as pd
 
 from megatron.analysis.stats.layout import is_operand
 from megatron.analysis.stats.result import Statistics, words_of_repeats
-from megatron.analysis.text_table import align
+from megatron.analysis.text_table import align, csv_cell, shown
 
 WORST = 5  #: tensors that the summary names
 _TENSOR = (
@@ -30,7 +30,7 @@ def summary(found: Statistics) -> str:
     for kind in ("nan", "inf"):
         with_them = tensors[tensors[kind] > 0]
         if len(with_them):
-            name = Path(with_them["path"].iloc[0]).name
+            name = shown(Path(with_them["path"].iloc[0]).name)
             total = int(with_them[kind].sum())
             lines.append(f"  {total} {kind} in {len(with_them)} tensors; the first is {name}")
     if found.repeats:
@@ -95,7 +95,7 @@ def _worst(found: Statistics) -> list[str]:
     lowest = judged.sort_values("sqnr_db").drop_duplicates("tensor").head(WORST)
     rows: list[tuple[object, ...]] = [("lowest SQNR dB", "format", "axis", "file")]
     for row in lowest.to_dict("records"):
-        name = (row["quantized_format"], row["axis"], Path(row["path"]).name)
+        name = (row["quantized_format"], row["axis"], shown(Path(row["path"]).name))
         rows.append((_short(row["sqnr_db"]), *name))
     return align(rows, text=0)
 
@@ -111,8 +111,21 @@ def _percent(share: float) -> str:
 def as_csv(found: Statistics) -> str:
     """A row a tensor, format and axis with all columns; a row a tensor where there is no format."""
     frame = found.joined().drop(columns="tensor") if len(found.formats) else found.tensors
-    text: str = frame.assign(shape=[_shape(shape) for shape in frame["shape"]]).to_csv(index=False)
+    frame = frame.assign(shape=[_shape(shape) for shape in frame["shape"]])
+    text: str = with_safe_texts(frame).to_csv(index=False)
     return text
+
+
+def with_safe_texts(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return a table for CSV, in which no text is a formula or breaks a line; numbers stay."""
+    found = frame.copy()
+    for name in frame.columns:
+        if frame[name].dtype.kind in "biufc":
+            continue
+        cells = [csv_cell(value) if isinstance(value, str) else value for value in frame[name]]
+        # as objects: pandas would make numbers of a column of whole numbers and None
+        found[name] = pd.Series(cells, frame.index, object)
+    return found
 
 
 def as_json(found: Statistics) -> str:
@@ -151,7 +164,7 @@ def as_text(found: Statistics) -> str:
     rows = [("tensor", *named, *numbers, "file")]
     for place, row in enumerate(tensors.to_dict("records")):
         of_row = [_cell(row[name]) for name in (*named, *numbers)]
-        rows.append((str(place), *of_row, Path(row["path"]).name))
+        rows.append((str(place), *of_row, shown(Path(row["path"]).name)))
     lines += align(rows, text=0)
     if len(found.formats):
         header = tuple(found.formats.columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable
 from dataclasses import astuple
@@ -14,6 +15,7 @@ from megatron.analysis.stats.histogram import Histogram
 from megatron.analysis.stats.moments import Moments
 from megatron.analysis.stats.values import Values
 
+MOST = 1 << 32  #: numbers in one array
 VALUES = "values"  #: name of a part's `Values` among its results; the others are formats
 
 
@@ -44,7 +46,10 @@ def unpack(content: bytes) -> list[NDArray[np.int64] | NDArray[np.float64]]:
         place += 2 + 8 * dims
         sparse, held = struct.unpack_from("<Bq", content, place)
         place += 9
-        array = np.zeros(int(np.prod(shape, dtype=np.int64)), dtype)
+        count = math.prod(shape)
+        if min(shape, default=0) < 0 or not 0 <= held <= count <= MOST:
+            raise ValueError(f"{held} numbers in an array of shape {shape}")
+        array = np.zeros(count, dtype)
         index: slice | NDArray[np.uint32] = slice(None)
         if sparse:
             index = np.frombuffer(content, "<u4", held, place)

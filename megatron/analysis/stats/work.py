@@ -29,6 +29,8 @@ from megatron.analysis.tensor_files import UnreadableTensorError, read_tensor
 from megatron.fake_quant.names import get_format
 
 _local = threading.local()
+#: What NumPy and torch raise for values that cannot be measured; the other files still are.
+_IMPOSSIBLE = (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,16 @@ def measure_job(job: Job) -> Outcome:
         return Outcome({}, failures)
     try:
         values, found = measure(tensor, job.part.layout, _plan(job), _workspace())
-    except TypeError as error:
-        return Outcome({}, (*failures, Failure(job.part.paths[0], str(error))))
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        ArithmeticError,
+        LookupError,
+        MemoryError,
+    ) as error:
+        why = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+        return Outcome({}, (*failures, Failure(job.part.paths[0], f"cannot be measured ({why})")))
     contents = {VALUES: pack_values(values)}
     for name in job.formats:
         of_format = {axis: errors for (fmt, axis), errors in found.items() if fmt == name}

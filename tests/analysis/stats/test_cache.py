@@ -103,6 +103,7 @@ def test_a_file_of_an_earlier_layout_is_begun_anew(dump, computed):
     base = sqlite3.connect(cache / NAME)
     base.execute("CREATE TABLE results (key TEXT, name TEXT, content BLOB)")
     base.execute("INSERT INTO results VALUES ('a', 'b', 'c')")
+    base.execute(f"PRAGMA application_id={caching.APPLICATION_ID}")
     base.commit()
     base.close()
     compute(dump)
