@@ -41,6 +41,7 @@ BULK = 0.999  #: share of the values that the histogram is fitted to
 REACH = 4.0  #: how many times as far as the bulk it reaches, if there is a value that far out
 TAIL = 1e-4  #: share of the smallest magnitudes that may be left out
 DPI = 150
+LONGEST = 36  #: characters of a name in the picture
 COUNTED = {"iteration": "iteration", "layer": "layer_idx"}  #: in the headline
 
 
@@ -178,7 +179,7 @@ def histogram_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
     rms = {name: group.rms for name, (_, group) in measured.by(column).items()}
     histograms = measured.histograms_by(column)
     parts = [(ALL, ALL, everything)]
-    parts += [(name, f"{name}, rms {rms[name]:.3g}", histograms[name]) for name in rms]
+    parts += [(name, f"{_brief(name)}, rms {rms[name]:.3g}", histograms[name]) for name in rms]
     edges = grid.edges()
     bins = [
         pd.DataFrame(
@@ -217,7 +218,7 @@ def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
     bins = [
         pd.DataFrame(
             {
-                "group": name,
+                "group": _brief(name),
                 "exponent": np.arange(first, last + 1) - 127,
                 "count": histograms[name].octaves()[chosen],
             }
@@ -235,11 +236,16 @@ def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
     return pd.concat(bins, ignore_index=True), ", ".join(lines)
 
 
+def _brief(name: str) -> str:
+    """Return a name that leaves room for the figure; a file may give one of any length."""
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
+
+
 def share_data(measured: Measurements, column: str) -> pd.DataFrame:
     """Tensors and values by one column of the table, for `plot_shares`."""
     return pd.DataFrame(
         [
-            {"name": name, "tensors": tensors, "values": summary.count}
+            {"name": _brief(name), "tensors": tensors, "values": summary.count}
             for name, (tensors, summary) in measured.by(column).items()
         ]
     )
@@ -251,7 +257,9 @@ def _headline(
     """Title, where the data are from, and, in red, what a reader must not miss."""
     table, summary = measured.table, measured.summary()
     types = list(measured.by("quant_type"))
-    named = ", ".join(types[:4]) + (f" and {len(types) - 4} more" if len(types) > 4 else "")
+    named = ", ".join(map(_brief, types[:4])) + (
+        f" and {len(types) - 4} more" if len(types) > 4 else ""
+    )
     title = f"{named}: {len(table):,} tensors, {short_count(summary.count)} values"
     runs = [run for run in table["run_id"].dropna().unique()]
     facts = [shown(dump.folder), f"run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs"]

@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Compute, print the summary, write the file; returns the exit status."""
     from megatron.analysis.endings import remarks_on, unfinished
     from megatron.analysis.output import write_keeping
+    from megatron.analysis.stats.cache import ForeignCacheError
     from megatron.analysis.stats.engine import compute
     from megatron.analysis.stats.export import WRITERS, summary
     from megatron.analysis.stats.select import select
@@ -104,18 +105,24 @@ def run(arguments: argparse.Namespace) -> int:
     store = TensorStore(arguments.folder)
     if arguments.run is not None:
         store = store.only(arguments.run)
+    options = {
+        "select": select(store, arguments.select) if arguments.select else None,
+        "workers": arguments.workers,
+        "max_memory": memory,
+        "scheduler": arguments.scheduler,
+        "strict": arguments.strict,
+        "progress": True,
+    }
+    formats = [] if arguments.formats == ["none"] else arguments.formats
+    cache = _cache(arguments.cache, arguments.folder)
     try:
-        found = compute(
-            store,
-            [] if arguments.formats == ["none"] else arguments.formats,
-            select=select(store, arguments.select) if arguments.select else None,
-            workers=arguments.workers,
-            max_memory=memory,
-            scheduler=arguments.scheduler,
-            cache=_cache(arguments.cache, arguments.folder),
-            strict=arguments.strict,
-            progress=True,
-        )
+        try:
+            found = compute(store, formats, cache=cache, **options)
+        except ForeignCacheError as error:
+            if arguments.cache is not None:  # the user named it
+                raise
+            print(f"[WARNING] {error} (--cache); results are not kept", file=sys.stderr)
+            found = compute(store, formats, cache=None, **options)
     except UnreadableTensorError as error:
         print(f"[ERROR] {shown(error)}", file=sys.stderr)
         return LEFT_OUT
