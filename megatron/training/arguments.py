@@ -9,14 +9,17 @@ What is missing is derived and what contradicts itself is refused in validation.
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from megatron.console import ArgumentParser, nearest
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training import options
-from megatron.training.config_args import add_config_arguments
+from megatron.training.config_args import add_config_arguments, default_of, flagged_fields
 from megatron.training.errors import UserError
+from megatron.training.flag_effects import check_effects
 from megatron.training.hf import flags as hf
 from megatron.training.option_fields import add_options
 from megatron.training.validation import complete
@@ -29,6 +32,11 @@ CONFIGS = {
     OptimizerConfig: "Optimizer (generated from megatron-core's OptimizerConfig)",
     DistributedDataParallelConfig: "Data parallelism (generated from megatron-core's "
     "DistributedDataParallelConfig)",
+}
+
+#: Fields by their flag's name; the first class makes the flag.
+_GENERATED = {
+    name: field for config in reversed(CONFIGS) for name, field in flagged_fields(config).items()
 }
 
 EXAMPLES = """\
@@ -105,13 +113,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         raise UserError(_about_unknown(unknown[0], option_names(parser)))
-    model, notes = hf.prepare(args, hf.given_flags(parser, argv))
+    given = hf.given_flags(parser, argv)
+    model, notes = hf.prepare(args, given)
+    check_effects(args, given, partial(_default, parser))
     run = complete(args, list(CONFIGS))
     run.notes.extend(notes)
     run.hf = model
     if model is None and args.save_hf is not None:
         run.hf = hf.describe(args)
     return run
+
+
+def _default(parser: argparse.ArgumentParser, name: str) -> Any:
+    """Return what a flag is when it is not given."""
+    generated = _GENERATED.get(name)
+    return parser.get_default(name) if generated is None else default_of(generated)
 
 
 def _about_unknown(argument: str, known: list[str]) -> str:

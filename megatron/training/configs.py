@@ -28,7 +28,14 @@ def _checked(config: type, kwargs: dict):
     """
     try:
         return config(**kwargs)
-    except (ValueError, AssertionError, RuntimeError, NotImplementedError, ImportError) as error:
+    except (
+        ValueError,
+        AssertionError,
+        RuntimeError,
+        NotImplementedError,
+        ImportError,
+        KeyError,
+    ) as error:
         what = " ".join(str(error).split()) or f"{config.__name__} refuses the values given"
         raise UserError(
             f"{what.rstrip('.')}; change the flags of the same names (field a_b is --a-b)"

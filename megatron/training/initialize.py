@@ -30,20 +30,13 @@ def initialize(args: argparse.Namespace) -> Timers:
     """
     _check_open_files(args)
     _start_processes(args)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-        pipeline_model_parallel_comm_backend=args.pipeline_model_parallel_comm_backend,
-        context_parallel_size=args.context_parallel_size,
-        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
-        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-        create_gloo_process_groups=not args.disable_gloo_process_groups,
-    )
+    try:
+        _cut_into_groups(args)
+    except (AssertionError, ValueError) as error:
+        raise UserError(
+            f"the ranks cannot be cut into groups: {' '.join(str(error).split())}; change the "
+            "flags of the parallel sizes"
+        ) from error
     set_seeds(args)
     init_num_microbatches_calculator(
         args.rank,
@@ -85,6 +78,24 @@ def _check_open_files(args: argparse.Namespace) -> None:
             f"{args.world_size} needs at least {needed}; run `ulimit -n {max(4096, needed)}` in a "
             "new shell first, or ask the administrator to raise the hard limit (ulimit -Hn)"
         )
+
+
+def _cut_into_groups(args: argparse.Namespace) -> None:
+    """Make megatron-core's process groups."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_comm_backend=args.pipeline_model_parallel_comm_backend,
+        context_parallel_size=args.context_parallel_size,
+        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        create_gloo_process_groups=not args.disable_gloo_process_groups,
+    )
 
 
 def _start_processes(args: argparse.Namespace) -> None:

@@ -81,6 +81,22 @@ def _layer_spec(run: Run, vp_stage: int | None):
     return get_gpt_layer_local_spec(**common, normalization=config.normalization)
 
 
+def _checked_stage(run: Run, vocab_size: int, vp_stage: int | None) -> GPTModel:
+    """Build a stage; what megatron-core's layers refuse is a mistake on the command line.
+
+    Raises:
+        UserError: their own message, which names fields.
+    """
+    try:
+        return build_stage(run, vocab_size, vp_stage)
+    except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
+        what = " ".join(str(error).split()).split(" when instantiating ")[0]
+        raise UserError(
+            f"megatron-core cannot build this model: {what or type(error).__name__}; change the "
+            "flags of the same names (field a_b is --a-b)"
+        ) from error
+
+
 def build_stage(run: Run, vocab_size: int, vp_stage: int | None = None) -> GPTModel:
     """One pipeline stage: the whole model without pipeline parallelism."""
     args = run.args
@@ -115,7 +131,7 @@ def build_chunks(run: Run, vocab_size: int) -> list[torch.nn.Module]:
     """This rank's stages: one, or several with the interleaved schedule."""
     stages = run.args.virtual_pipeline_model_parallel_size
     chunks = [
-        build_stage(run, vocab_size, vp_stage)
+        _checked_stage(run, vocab_size, vp_stage)
         for vp_stage in (range(stages) if stages is not None else (None,))
     ]
     for chunk in chunks:

@@ -56,7 +56,7 @@ def flags(config: dict[str, Any]) -> dict[str, Any]:
             "moe_router_enable_expert_bias": False,
             "moe_router_num_groups": None,
             "moe_router_group_topk": None,
-            "moe_expert_capacity_factor": None,
+            "use_rope_scaling": False,
         }
         | yarn_flags(config)
     )

@@ -16,6 +16,7 @@ from megatron.training.config_args import default_of
 from megatron.training.errors import UserError
 from megatron.training.hf import architectures, deepseek_v2
 from megatron.training.hf.architectures import DEEPSEEK_V2, Model
+from megatron.training.hf.llama import LOSSES_ONLY
 
 _FIELDS = {field.name: field for field in fields(MLATransformerConfig)}
 
@@ -173,6 +174,9 @@ def differing(expected: dict[str, Any], args: argparse.Namespace) -> list[str]:
 def _comparable(name: str, value: Any, args: argparse.Namespace) -> Any:
     if name == "moe_layer_freq" and value is not None and args.num_layers is not None:
         return deepseek_v2.layer_pattern(value, args.num_layers)
+    if name == "moe_router_load_balancing_type":
+        kinds = value if isinstance(value, list) else [value]
+        return "aux_loss" if all(k is None or k in LOSSES_ONLY for k in kinds) else value
     if name == "moe_router_topk_scaling_factor" and value == 1:
         return None
     return value

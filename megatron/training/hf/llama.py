@@ -10,7 +10,8 @@ from megatron.training.hf.layouts import Layout, Source, columns, query_groups, 
 from megatron.training.hf.layouts import whole as same
 from megatron.training.hf.rope import LLAMA3, Unsupported, llama3_flags
 
-#: What every model with LLama's blocks is, and flags that would make it another.
+#: What every model with Llama's blocks is: any other value changes the logits. hf/fields.py lists
+#: every field of the configuration, so that a new one is classified.
 BLOCKS: dict[str, Any] = {
     "normalization": "RMSNorm",
     "swiglu": True,
@@ -33,7 +34,22 @@ BLOCKS: dict[str, Any] = {
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
     "mtp_num_layers": None,
+    "window_attn_skip_freq": None,
+    "mrope_section": None,
+    "heterogeneous_block_specs": False,
+    "experimental_attention_variant": None,
+    "linear_attention_freq": None,
+    "moe_apply_probs_on_input": False,
+    "moe_expert_capacity_factor": None,
+    "moe_input_jitter_eps": None,  # the wheel's router adds the noise in evaluation too
+    "moe_latent_size": None,
+    "moe_router_force_load_balancing": False,
+    "moe_router_load_balancing_type": "aux_loss",  # or any other that only adds to the loss
+    "moe_router_topk_limited_devices": None,
 }
+
+#: Kinds of load balancing that leave the choice of experts alone.
+LOSSES_ONLY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 def flags(config: dict[str, Any]) -> dict[str, Any]:
