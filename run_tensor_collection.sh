@@ -41,8 +41,9 @@
 #   --collect-ring K           hold the last K iterations in memory; write them when the loss or the
 #                              gradient norm is not finite or jumps, or training ends with an error
 #   --collect-ring-events E    then no more than E times (3)
-#   --collect-loss-jump F      a jump: F times the median of the last 32 iterations; 0: none is (1.2)
-#   --collect-grad-norm-jump F the same for the gradient norm (4)
+#   --collect-loss-jump F      a jump: F times the level of the losses before, more in the first 8
+#                              iterations; 0: no jump is looked for (1.25)
+#   --collect-grad-norm-jump F the same for the gradient norm; 4 is useful with large batches (100)
 # How much
 #   --collect-plan             print tensors and bytes of what is selected, and stop before training
 #   --collect-max-gib X        GiB that all ranks together may write (no limit)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.anomalies import Jumps
+from megatron.core.ring import EVENTS
 from tests.script.drivers import COLLECT, DRAW, bash, dry, value
 from tests.subprocesses import REPO
 
@@ -33,6 +35,17 @@ def test_places_and_options_say_the_same():
     assert value(words, "--collect-micro-batches") == "2"
     assert "--save-tensors" in words
     assert "--collect-layers" not in words
+
+
+def test_the_manual_of_a_ring_names_the_defaults_that_hold():
+    manual = " ".join(bash(COLLECT, "--help").stdout.split())
+    for option, default in (
+        ("--collect-ring-events", EVENTS),
+        ("--collect-loss-jump", Jumps().loss),
+        ("--collect-grad-norm-jump", Jumps().grad_norm),
+    ):
+        described = manual.partition(f"{option} ")[2].partition(" --collect-")[0]
+        assert f"({default:g})" in described
 
 
 SELECTION = {
