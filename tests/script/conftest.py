@@ -1,7 +1,9 @@
 """Makes the modules of script/ importable, as they are to the scripts there."""
 
 import shlex
+import struct
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,24 +12,30 @@ from tests.subprocesses import REPO
 if str(REPO / "script") not in sys.path:
     sys.path.insert(0, str(REPO / "script"))
 
+#: An index of megatron-core: magic, version 1, code 8 (uint16), one sequence, two document bounds;
+#: the sequence has eight tokens and begins at byte 0; the document is the sequences 0 to 1.
+INDEX = b"MMIDIDX\0\0" + struct.pack("<QBQQ iq qq", 1, 8, 1, 2, 8, 0, 0, 1)
+
+
+def write_corpus(folder: Path) -> tuple[Path, Path]:
+    """Write an empty tokenizer file and a sound data set of one document with eight tokens."""
+    (folder / "tok.model").touch()
+    (folder / "text_document.bin").write_bytes(struct.pack("<8H", *range(8)))
+    (folder / "text_document.idx").write_bytes(INDEX)
+    return folder / "tok.model", folder / "text_document"
+
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """A tokenizer and data that are there, though not real: for what only looks."""
-    folder = tmp_path_factory.mktemp("files")
-    for name in ("tok.model", "text_document.bin", "text_document.idx"):
-        (folder / name).touch()
-    tokenizer, data = folder / "tok.model", folder / "text_document"
+    """Options that name a tokenizer, which only looks like one, and sound data."""
+    tokenizer, data = write_corpus(tmp_path_factory.mktemp("files"))
     return ["--tokenizer-path", str(tokenizer), "--data-path", str(data)]
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A tokenizer and data that are there, though not real: for what only looks."""
-    (tmp_path / "tok.model").write_bytes(b"")
-    for suffix in (".bin", ".idx"):
-        (tmp_path / f"text_document{suffix}").write_bytes(b"")
-    return tmp_path / "tok.model", tmp_path / "text_document"
+    """Return a tokenizer, which only looks like one, and the prefix of sound data."""
+    return write_corpus(tmp_path)
 
 
 @pytest.fixture

@@ -117,7 +117,9 @@ def test_mistakes_change_nothing(settings, call):
 
 def test_a_file_that_is_no_settings_file_is_left_alone(settings, call):
     settings.write_text("{")
-    assert "cannot be read" in call("--linear-quant", "mxfp8", status=1).err
+    error = call("--linear-quant", "mxfp8", status=1).err
+    assert f"[ERROR] settings file {settings}: not usable JSON: " in error
+    assert error.endswith("; fix or remove it\n")
     assert settings.read_text() == "{"
     settings.write_text("{}")
     call("--linear-quant", "mxfp8")
