@@ -85,7 +85,7 @@ set -euo pipefail
 # shellcheck source=script/driver.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
 
-case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
+case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}"; exit ;; esac
 
 unbounded='' mode='' quant_type='' quant_recipe='' control_iter='' type_from=flag
 for name in $collection_flags $size_options; do printf -v "${name//-/_}" %s ''; done

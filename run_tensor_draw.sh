@@ -37,7 +37,7 @@ set -euo pipefail
 # shellcheck source=script/driver.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/script/driver.sh"
 
-case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
+case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}"; exit ;; esac
 
 collection="control-iter quant-recipe $collection_flags $size_options tokenizer-path data-path dtype \
 preset nproc checkpoint-path stall-timeout"

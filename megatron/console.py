@@ -1,4 +1,6 @@
-"""The command-line parser that every program of the project uses. Standard library only.
+"""The command line of every program: its parser, and its end if nobody reads the output.
+
+Standard library only.
 
 Options are accepted with underscores in place of hyphens, because Python's names and the older
 scripts of the project have them. An unknown option is answered with the nearest known one.
@@ -6,8 +8,9 @@ scripts of the project have them. An unknown option is answered with the nearest
 
 import argparse
 import difflib
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 SHOWN = 3  #: names that a suggestion lists at most
@@ -99,3 +102,22 @@ def about_unknown(words: Sequence[str], options: Iterable[str]) -> str:
     if not first.startswith("-"):
         return f"unrecognized arguments: {' '.join(words)}"
     return f"unrecognized arguments: {' '.join(words)}{did_you_mean(first, options)}"
+
+
+def discard_output() -> None:
+    """Send what is printed from now on to nowhere, because its reader has gone.
+
+    Without this the interpreter would flush the rest when it ends, and fail once more.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def exit_status(program: Callable[[], int]) -> int:
+    """Run a program and return its status; 0 if the reader of its output leaves, as `head` does."""
+    try:
+        status = program()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        discard_output()
+        return 0

@@ -24,6 +24,7 @@ from configs.options import Parser, add_actions, add_cluster, add_experiment
 from configs.program import run_program
 from configs.quantizations import attention_choices, formats
 from configs.run_names import Formats
+from megatron.console import exit_status
 
 OFF = "none"
 
@@ -98,4 +99,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -30,6 +30,7 @@ from pathlib import Path
 from configs.names import ConfigError
 from configs.options import Parser
 from configs.resolve import REPO, enter_environment
+from megatron.console import exit_status
 
 OPERATIONS = {"linear": "linear layers", "qk": "Q K^T", "pv": "P V"}
 
@@ -196,6 +197,8 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return error.status
+    except BrokenPipeError:
+        raise  # the reader of the output has gone; the change is made
     except (OSError, ValueError) as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 1
@@ -203,4 +206,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

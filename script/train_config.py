@@ -30,6 +30,7 @@ from configs.resolve import at_home, has_data
 from configs.run_names import Formats
 from configs.scripts import write_scripts
 from configs.trainings import TRAININGS
+from megatron.console import exit_status
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -95,4 +96,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

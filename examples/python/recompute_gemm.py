@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tree is not 
 
 from megatron.analysis.recorded_formats import uses
 from megatron.analysis.store import TensorStore
+from megatron.console import exit_status
 
 NAMES = ("input", "weight", "output")
 
@@ -70,4 +71,4 @@ if __name__ == "__main__":
         print(__doc__, file=sys.stderr)
         print("[ERROR] give a dump's folder, and a module if you like", file=sys.stderr)
         sys.exit(2)
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(exit_status(lambda: main(*sys.argv[1:])))

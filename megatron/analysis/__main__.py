@@ -11,14 +11,13 @@ python -m megatron.analysis COMMAND --help                         options and e
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron.analysis import draw_command, stats_command
 from megatron.analysis.text_table import printable_lines, shown
-from megatron.console import ArgumentParser
+from megatron.console import ArgumentParser, discard_output
 
 _RAW = argparse.RawDescriptionHelpFormatter
 
@@ -141,8 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # Whoever read this has had enough; the interpreter must not try again when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return 0
     except KeyboardInterrupt:
         print("[ERROR] interrupted", file=sys.stderr)

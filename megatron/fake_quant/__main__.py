@@ -8,11 +8,10 @@ python -m megatron.fake_quant picture mxfp8 hifp8 --output values.png
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
-from megatron.console import ArgumentParser
+from megatron.console import ArgumentParser, discard_output
 from megatron.fake_quant import about, code_table, describe, names
 from megatron.fake_quant.formats import FORMATS, Cast
 from megatron.fake_quant.names import get_format
@@ -100,8 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         print(_answer(_parser().parse_args(arguments)), flush=True)
     except BrokenPipeError:
-        # Whoever read this has had enough; the interpreter must not try again when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
     except (ValueError, OSError) as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 2

@@ -32,6 +32,6 @@ set -euo pipefail
 # shellcheck source=script/driver.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/../driver.sh"
 
-case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
+case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}"; exit ;; esac
 
 prepare wikipedia "$@"

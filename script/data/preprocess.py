@@ -40,6 +40,7 @@ from batch import Batch, Position
 from command_line import parse
 from documents import Encoder, Settings, Tokens
 from inputs import expand
+from megatron.console import exit_status
 from progress import Progress
 from readers import read_file
 
@@ -188,8 +189,7 @@ def attempt(settings: Settings) -> int:
     started = time.perf_counter()
     status = 1
     try:
-        report(settings, preprocess(settings), time.perf_counter() - started)
-        return 0
+        manifests = preprocess(settings)
     except ValueError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
     except OSError as error:
@@ -202,6 +202,9 @@ def attempt(settings: Settings) -> int:
     except KeyboardInterrupt:
         print("[ERROR] interrupted", file=sys.stderr)
         status = 130
+    else:
+        report(settings, manifests, time.perf_counter() - started)
+        return 0
     partial = Path(f"{settings.output_prefix}.partial")
     if (partial / "progress.json").exists():
         print(f"What is done is kept in {partial}: the same command goes on.", file=sys.stderr)
@@ -220,4 +223,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -17,7 +17,7 @@ set -euo pipefail
 # shellcheck source=script/driver.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/../driver.sh"
 
-case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}" && exit ;; esac
+case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}"; exit ;; esac
 
 places=()
 while (($#)) && [[ $1 != -* ]] && ((${#places[@]} < 3)); do
