@@ -37,7 +37,7 @@ def account(bits: Any, result: Any, beyond: Any, n: Any, sums: Any) -> Any:
         if became > INFINITY:
             counts[POISONED] += n
         else:
-            if beyond:
+            if beyond and became > 0:  # under a scale of zero it is not clipped, it underflows
                 binade_counts[SATURATED, binade] += n
             if became == INFINITY:
                 counts[LOST] += n

@@ -251,12 +251,10 @@ def element_magnitude(scaled: Any, coder: Any) -> Any:
 
 
 @inlined
-def is_beyond(scaled: Any, class_: Any, coder: Any) -> Any:
-    """Return whether a scaled magnitude lies beyond the rounding edge of the largest number. Values
-    under a scale of zero become zero: they underflow and are not clipped.
-    """
+def is_beyond(scaled: Any, coder: Any) -> Any:
+    """Return whether a scaled magnitude lies beyond the rounding edge of the largest number."""
     if coder.kind == FLOAT or coder.kind == HIFLOAT8:
-        return scaled > coder.limit and coder.up[class_] > 0
+        return scaled > coder.limit
     return element_magnitude(scaled, coder) == INFINITY
 
 
@@ -279,9 +277,11 @@ def result_bits(rounded: Any, bits: Any, class_: Any, coder: Any) -> Any:
 @kernel
 def quantized(bits: Any, class_: Any, coder: Any) -> Any:
     """Return what a value becomes (float32 bits), its element's magnitude, and whether it was
-    clipped. One function, not inlined by numba, so that it is compiled once.
+    beyond the largest. One function, not inlined by numba, so that it is compiled once.
+
+    It runs for every float32 value. Looking up a second scale of the class here, to leave out what
+    a scale of zero makes zero, takes 2.4 times as long; `account` sees the zero without it.
     """
     scaled = scaled_magnitude(bits, class_, coder)
     rounded = np.int32(element_magnitude(scaled, coder))
-    beyond = is_beyond(scaled, class_, coder)
-    return np.int32(result_bits(rounded, bits, class_, coder)), rounded, beyond
+    return np.int32(result_bits(rounded, bits, class_, coder)), rounded, is_beyond(scaled, coder)

@@ -67,9 +67,9 @@ VALUE_COLUMNS = (
 #: underflow           share of `nonzero` with y == 0, of either sign
 #: saturated           share of the finite x that are clipped: with an unbounded exponent range they
 #:                     would round to a larger number than the format's largest. Values that round
-#:                     to the largest number anyway do not count, nor do values under a scale that
-#:                     is zero. Poisoned x are left out; weigh the share of several tensors by
-#:                     finite - poisoned, and `underflow` by nonzero
+#:                     to the largest number anyway do not count, nor do values that become zero:
+#:                     they underflow. Poisoned x are left out; weigh the share of several
+#:                     tensors by finite - poisoned, and `underflow` by nonzero
 #: codes_used          codes that occur              codes     codes that the element has
 #: code_entropy        bits                          (all three NaN for bf16 and fp16)
 #: blocks              with a scale of their own     zero_blocks, nan_blocks   among them

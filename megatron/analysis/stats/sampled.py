@@ -20,7 +20,7 @@ from megatron.analysis.stats.account import account_pairs, disagree_pairs
 from megatron.analysis.stats.errors import Errors, headroom_bins
 from megatron.analysis.stats.layout import Layout
 from megatron.analysis.stats.plan import axes_of
-from megatron.fake_quant import dequantize, quantize, reference
+from megatron.fake_quant import dequantize, reference
 from megatron.fake_quant.codes import encode, pack_nibbles, unpack_nibbles
 from megatron.fake_quant.formats import (
     Cast,
@@ -50,9 +50,9 @@ def measure_sampled(
         results = {}
         for axis in axes:
             view, dim = _view(piece, layout, axis, square=fmt.square)
-            packed = quantize(view, fmt, dim, seed=SEED)
+            packed, clipped = _quantized(view, fmt, dim)
             result = dequantize(packed)
-            _add_values(found[fmt.name, axis], view, result, packed)
+            _add_values(found[fmt.name, axis], view, result, packed, clipped)
             if fmt.block_size is not None:
                 _add_blocks(found[fmt.name, axis], view, packed)
             results[axis] = _bits(result)
@@ -94,38 +94,43 @@ def _bits(x: Tensor) -> NDArray[np.int32]:
     return bits
 
 
-def _add_values(errors: Errors, view: Tensor, result: Tensor, packed: QuantizedTensor) -> None:
-    """Values, what they became, and with which codes."""
-    beyond = _clipped(view, packed)
+def _add_values(
+    errors: Errors, view: Tensor, result: Tensor, packed: QuantizedTensor, clipped: Tensor
+) -> None:
+    """Values, what they became, with which codes, and whether they were clipped."""
     codes = packed.codes
     if packed.format.element.bits <= _NIBBLE:
         codes = unpack_nibbles(codes, packed.shape[packed.axis])
     codes = Blocks.of(packed.shape, packed.format, packed.axis).from_rows(codes)
     account_pairs(
-        _bits(view), _bits(result), beyond.reshape(-1).numpy(), errors.sums,
+        _bits(view), _bits(result), clipped.reshape(-1).numpy(), errors.sums,
         codes.reshape(-1).numpy(), errors.codes,
     )  # fmt: skip
 
 
-def _clipped(view: Tensor, packed: QuantizedTensor) -> Tensor:
-    """Return which values would round to a larger number than the largest if there were one. The
-    same random numbers decide as for the codes.
+def _quantized(view: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor, Tensor]:
+    """Return what `quantize` gives, and which values were clipped: they would round to a larger
+    number than the largest if there were one.
+
+    Values are rounded once, to an element that has larger numbers, and what is too large becomes
+    the largest afterwards. So the same random numbers decide on both.
     """
-    fmt, element = packed.format, packed.format.element
-    layout = Blocks.of(packed.shape, fmt, packed.axis)
+    layout, element = Blocks.of(tuple(view.shape), fmt, dim), fmt.element
     blocks, scales = reference.scale_down(view, fmt, layout)
     if isinstance(element, HiFloat8):
         largest, wider = math.ldexp(1, LARGEST_EXPONENT), replace(element, overflow="inf")
+        bound = largest if element.overflow == "saturate" else math.inf
     else:
         assert isinstance(element, ElementFormat)
         largest, wider = element.max, replace(element, max=2 * element.max)  # type: ignore[assignment]
-    unbounded = replace(fmt, element=wider)
+        bound = largest
     seed = SEED if fmt.rounding == "stochastic" else None
-    rounded = reference.round_blocks(blocks, view, unbounded, layout, seed)
+    rounded = reference.round_blocks(blocks, view, replace(fmt, element=wider), layout, seed)
     clipped = rounded.abs() > largest
-    if isinstance(fmt.scaling, TwoLevelScaling):  # a scale of zero makes zeros, which underflow
-        clipped &= (scales.block() > 0).unsqueeze(-1)
-    return layout.from_rows(layout.from_blocks(clipped))
+    codes = encode(layout.from_blocks(rounded.clamp_(-bound, bound)), element)
+    codes = pack_nibbles(codes) if element.bits <= _NIBBLE else codes
+    packed = QuantizedTensor(codes, scales, fmt, layout.shape, layout.axis, view.dtype)
+    return packed, layout.from_rows(layout.from_blocks(clipped))
 
 
 def _limits(packed: QuantizedTensor) -> Tensor:

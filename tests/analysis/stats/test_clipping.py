@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.analysis.stats import tensor
+from megatron.analysis.stats import sampled, tensor
 from megatron.analysis.stats.layout import layout_of
 from megatron.analysis.stats.plan import make_plan
+from megatron.fake_quant import dequantize, get_format, quantize
 from tests.analysis.stats.test_formats import heavy
 
 #: Mantissa bits, largest number, and whether a tie goes away from zero.
@@ -236,3 +237,35 @@ def test_stochastic_rounding_clips_what_its_draw_takes_up():
     assert measured(torch.full((4, 32), 6.0), "mxfp4:sr") == 0
     large = torch.tensor([[16384.0, 49152.0, 1e9, 1.0]])
     assert measured(large, "hifp8:hr") == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "mxfp4:sr",
+            "mxfp8:2d:sr",
+            "mxint8:sr",
+            "mx:e3m4:b16:rceil:sr",
+            "nvfp4:sr",
+            "nvfp4:2d:sr",
+        ),
+        *("hifp8:hr", "hifp8:hr:inf", "hifp8:sr", "hifp8:sr:inf", "hifp8:t60000:sr"),
+        *("hifp4", "hifp4:sr", "fp8_e4m3:sr"),
+    ],
+)
+def test_values_that_are_looked_at_one_by_one_get_the_codes_of_quantize(name, dtype):
+    """The statistics round once, without an upper end, and cut off what is too large later."""
+    x = heavy((70, 100), dtype, seed=5)
+    x[:3] = torch.tensor([-0.0, math.inf, -math.inf, math.nan, 60000.0]).to(dtype).repeat(3, 20)
+    x[3:36] *= torch.logspace(-9, 4, 33).unsqueeze(1).to(dtype)
+    for axis in (0, 1):
+        packed, _ = sampled._quantized(x, get_format(name), axis)
+        expected = quantize(x, name, axis, seed=sampled.SEED)
+        assert torch.equal(packed.codes, expected.codes)
+        for ours, theirs in zip(
+            packed.scales.parts().values(), expected.scales.parts().values(), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+        assert torch.equal(dequantize(packed).nan_to_num(1.5), dequantize(expected).nan_to_num(1.5))
