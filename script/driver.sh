@@ -240,6 +240,7 @@ resolve_data() {
   found=$("$py" "$repo/script/configs" data --preset "$preset" --tokenizer-name="$1" \
     --data-name="$2" ${asked[@]+"${asked[@]}"}) || exit
   { read -r tokenizer && read -r data; } <<<"$found"
+  export LAB_MISSING_SAID=1 # the scripts that this one starts need not name missing files again
 }
 
 # prepare CORPUS OPTION...: runs script/data/prepare.py; a dry run prints the command.

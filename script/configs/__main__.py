@@ -93,7 +93,7 @@ def preset(options: argparse.Namespace) -> list[str]:
     request = request_of(options)
     if request.tokenizer is None and request.data is None and not request.default.there():
         say(
-            f"No data named, and none in {request.default.data}: the model is the tiny preset "
+            f"No data named, and {request.default.lacking()}: the model is the tiny preset "
             "(--preset 1b for the real shape, which needs the data)."
         )
         return ["tiny"]

@@ -21,6 +21,7 @@ from pathlib import Path
 from configs.names import ConfigError, MissingFile
 
 REPO = Path(__file__).resolve().parents[2]
+MISSING_SAID = "LAB_MISSING_SAID"  #: set by script/driver.sh after it named the missing files
 
 
 def say(message: str) -> None:
@@ -47,6 +48,15 @@ class Files:
 
     def there(self) -> bool:
         return Path(self.tokenizer).exists() and has_data(self.data)
+
+    def lacking(self) -> str:
+        """Return which of the two is missing, as the middle of a sentence about defaults."""
+        if not has_data(self.data):
+            return f"none in {self.data}"
+        return (
+            f"no tokenizer at {self.tokenizer} for those in {self.data} (name both to train on "
+            "them)"
+        )
 
 
 def has_data(prefix: str) -> bool:
@@ -84,7 +94,7 @@ def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
         if files.there():
             return files
         if request.corpus:
-            say(f"No data named, and none in {files.data}: the default corpus is taken.")
+            say(f"No data named, and {files.lacking()}: the default corpus is taken.")
             return default_corpus() if dry_run else make_corpus(python)
     data = request.data or files.data
     for suffix in (".bin", ".idx"):
@@ -92,7 +102,7 @@ def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
     files = Files(tokenizer=request.tokenizer or files.tokenizer, data=data)
     if dry_run:
         # a driver's dry run names the corpus that it would have made
-        if files != default_corpus() and not files.there():
+        if files != default_corpus() and not files.there() and not is_set(MISSING_SAID):
             say(f"Not there yet: {_missing(files, request, python)}.")
         return files
     _check(files, request, python)

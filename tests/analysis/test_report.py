@@ -189,6 +189,18 @@ def test_another_format_redraws_what_is_open(tab):
     assert tab.messages == []
 
 
+def test_saturated_values_are_hatched_whatever_the_color_of_the_format(tab):
+    tab.evaluate("$('format').onchange(), 1")
+    patterns = dict(
+        tab.evaluate(
+            "$('histogram').data.filter((t) => t.type === 'bar')"
+            ".map((t) => [t.name, t.marker.pattern ? t.marker.pattern.shape : ''])"
+        )
+    )
+    assert patterns == {"kept": "", "become zero": "", "saturate": "/"}
+    assert tab.messages == []
+
+
 def test_a_row_of_the_worst_and_a_warning_open_their_tensor(tab, page):
     tab.evaluate("$('format').value = 1, $('format').onchange(), 1")
     worst = embedded(page)["worst"]["mxfp4"][2][0]

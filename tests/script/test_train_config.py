@@ -17,6 +17,7 @@ import train_config
 from configs import resolve
 from configs.models import MODELS
 from configs.quantizations import accepted
+from configs.resolve import DataRequest, Files, resolve_data
 from tests.published import flags_of
 from tests.script.drivers import value
 from tests.subprocesses import REPO, environment, run
@@ -49,6 +50,21 @@ def test_models_with_one_tokenizer_share_the_data(dry):
         words, _ = dry("--model", model, "--dataset", "dolma", "--quantization", "bf16")
         prefixes[model] = value(words, "--data-path")
     assert prefixes["llama31-8b"] == prefixes["llama32-1b"] != prefixes["deepseek2_lite"]
+
+
+def test_the_note_on_the_default_corpus_names_what_is_missing(tmp_path, capsys):
+    prefix = str(tmp_path / "wiki_text_document")
+    wanted = Files(tokenizer=str(tmp_path / "tokenizer"), data=prefix)
+    request = DataRequest(tokenizer=None, data=None, default=wanted, corpus=True)
+    resolve_data(request, sys.executable, dry_run=True)
+    none = f"No data named, and none in {prefix}: the default corpus is taken.\n"
+    assert capsys.readouterr().err == none
+    for suffix in (".bin", ".idx"):
+        Path(prefix + suffix).touch()
+    resolve_data(request, sys.executable, dry_run=True)
+    said = capsys.readouterr().err
+    assert f"and no tokenizer at {wanted.tokenizer} for those in {prefix} (name both" in said
+    assert "none in" not in said
 
 
 def test_tiny_takes_the_default_corpus_and_says_so(dry):

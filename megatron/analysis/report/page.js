@@ -132,9 +132,11 @@ function drawHistogram(detail) {
     type: "bar", x, y, name: label, marker: { color }, customdata: labels,
     hovertemplate: `%{y:,} ${label}, from %{customdata}<extra></extra>`,
   });
+  // hatched, because the solid color of a format may be any
+  const hatched = (trace) => ({ ...trace, marker: { color: "#fff", line: { color: "#222", width: 1 }, pattern: { shape: "/", size: 5, fgcolor: trace.marker.color } } });
   const traces = [
     bar(detail.values.map((n, i) => n - lost[i] - beyond[i] - poisoned[i]), "kept", data.formats[formatIndex()].colour),
-    bar(lost, "become zero", "#d9d9d9"), bar(beyond, "saturate", "#b3261e"),
+    bar(lost, "become zero", "#d9d9d9"), hatched(bar(beyond, "saturate", "#222")),
     ...(poisoned.some(Boolean) ? [bar(poisoned, "become NaN", "#222")] : []),
   ];
   if (format) traces.push({
