@@ -14,10 +14,12 @@ _PACKAGES = {
     "moe_latent_size": "transformer_engine",
     "moe_grouped_gemm": "grouped_gemm",
 }
+#: Kinds of load balancing that the wheel's router computes, and none of them.
+BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 #: Flags that another program than this trainer reads.
 _UNREAD = {
     "cache_mla_latents": "it is for inference",
-    "qk_clip": "only Transformer Engine's attention measures the logits that it clips",
+    "qk_clip": "the optimizers here do not clip the weights of queries and keys",
 }
 
 
@@ -47,6 +49,7 @@ def check_experts(args: argparse.Namespace) -> None:
             "add it"
         )
     _check_expert_sizes(args)
+    _check_balancing(args)
     if args.expert_model_parallel_size > 1 and args.use_cpu_initialization:
         raise UserError(
             "--use-cpu-initialization gives the experts of every expert-parallel rank the same "
@@ -75,6 +78,17 @@ def _check_expert_sizes(args: argparse.Namespace) -> None:
             "--moe-shared-expert-intermediate-size needs --disable-bias-linear: the wheel's shared "
             "experts have no biases; add it"
         )
+
+
+def _check_balancing(args: argparse.Namespace) -> None:
+    """Refuse an unknown kind of load balancing, which the wheel's router would ignore."""
+    kinds = args.moe_router_load_balancing_type or []
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        if kind not in BALANCING:
+            raise UserError(
+                f"--moe-router-load-balancing-type {kind} is unknown; give "
+                f"{', '.join(BALANCING[:-1])} or {BALANCING[-1]}"
+            )
 
 
 def check_mla(args: argparse.Namespace) -> None:

@@ -100,8 +100,6 @@ UNREAD: dict[str, str] = {
     "cuda_graph_use_single_mempool": "no code of megatron-core 0.16.1 reads it",
     "heterogeneous_block_specs": "its per-layer specifications are a JSON file that needs another "
     "configuration class, which this program has no flag for",
-    "log_max_attention_logit": "the wheel's local attention does not keep its logits; collect them "
-    "with --save-tensors --collect-tensors attention_scores",
     "max_seqlen_per_dp_cp_rank": "it is for hybrid context parallelism, which is refused",
     "moe_enable_routing_replay": "it is for reinforcement learning, whose trainer replays routes",
     "moe_per_layer_logging": "the log has the mean over the layers",
@@ -152,7 +150,7 @@ NEEDS = (
         moe_flex_dispatcher_backend moe_expert_capacity_factor moe_pad_expert_input_to_capacity
         moe_token_drop_policy moe_layer_recompute moe_permute_fusion moe_router_fusion
         moe_apply_probs_on_input moe_latent_size moe_deepep_num_sms moe_hybridep_num_sms
-        overlap_moe_expert_parallel_comm
+        overlap_moe_expert_parallel_comm expert_model_parallel_size expert_tensor_parallel_size
         """,
     ),
     _need(
@@ -295,6 +293,11 @@ NEEDS = (
     ),
     _need(
         "--timing-log-level above 0", lambda args: args.timing_log_level, "timing_log_option"
+    ),
+    _need(
+        "--cuda-graph-impl none (the default), because a graph repeats its kernels only",
+        lambda args: args.cuda_graph_impl in (None, "none") and not args.enable_cuda_graph,
+        "log_max_attention_logit",
     ),
     _need("--data-path", lambda args: not args.mock_data, "data_cache_path"),
 )  # fmt: skip

@@ -33,6 +33,14 @@ def _check_ranks(args: argparse.Namespace) -> None:
             f"--expert-model-parallel-size {ep} does not divide the {args.world_size // pp} ranks "
             "of a pipeline stage; choose a divisor"
         )
+    etp = args.expert_tensor_parallel_size or tp
+    if args.world_size % (etp * ep * pp):
+        what = "" if args.expert_tensor_parallel_size else " (as --tensor-model-parallel-size)"
+        raise UserError(
+            f"--expert-tensor-parallel-size {etp}{what} x --expert-model-parallel-size {ep} does "
+            f"not divide the {args.world_size // pp} rank(s) of a pipeline stage; lower one, or "
+            f"start a multiple of {etp * ep * pp} ranks"
+        )
     if args.use_distributed_optimizer is False and args.overlap_param_gather:
         raise UserError(
             "--overlap-param-gather needs --use-distributed-optimizer; add it or remove the former"

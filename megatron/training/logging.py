@@ -93,6 +93,8 @@ def log_line(
         parts.append(f" num zeros: {step.num_zeros}")
     if numbers.params_norm is not None:
         parts.append(f" params norm: {numbers.params_norm:.3f}")
+    if step.max_attention_logit is not None:
+        parts.append(f" max_attention_logit: {step.max_attention_logit:.3f}")
     parts += [
         f" number of skipped iterations: {interval.skipped:3d}",
         f" number of nan iterations: {interval.nan:3d}",
@@ -196,6 +198,7 @@ def scalars(progress: Progress, step: Step, numbers: Numbers) -> dict[str, Any]:
         "grad-norm": step.grad_norm,
         "num-zeros": step.num_zeros,
         "params-norm": numbers.params_norm,
+        "max_attention_logit": step.max_attention_logit,
         "iteration-time": numbers.seconds,
         "consumed-samples": progress.consumed_train_samples,
     }

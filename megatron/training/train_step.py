@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.attention_logits import take_max_attention_logit
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -35,6 +36,7 @@ class Step:
     skipped: bool  #: the gradients overflowed (fp16): the weights were left as they were
     grad_norm: float | None
     num_zeros: int | None
+    max_attention_logit: float | None = None  #: with --log-max-attention-logit
 
 
 @contextlib.contextmanager
@@ -79,6 +81,8 @@ def train_step(
     trained.optimizer.zero_grad()
     losses = run_schedule(forward_step, batches, trained.model, run, forward_only=False)
     losses |= expert_losses(run.transformer)
+    logged = run.transformer.log_max_attention_logit
+    largest = take_max_attention_logit(trained.model) if logged else None
     updated, grad_norm, num_zeros = trained.optimizer.step()
     if updated:
         trained.scheduler.step(
@@ -86,4 +90,5 @@ def train_step(
             * run.args.micro_batch_size
             * run.args.data_parallel_size
         )
-    return Step(losses, not updated, None if grad_norm is None else float(grad_norm), num_zeros)
+    norm = None if grad_norm is None else float(grad_norm)
+    return Step(losses, not updated, norm, num_zeros, max_attention_logit=largest)

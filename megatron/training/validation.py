@@ -88,6 +88,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
                 "max_position_embeddings", "tensor_model_parallel_size", "lr_decay_iters",
                 "pipeline_model_parallel_size", "context_parallel_size", "lr_decay_samples",
                 "expert_model_parallel_size", "num_virtual_stages_per_pipeline_rank",
+                "expert_tensor_parallel_size",
             ),
             1,
         ),

@@ -38,6 +38,7 @@ LINE = re.compile(
     r" loss scale: (?P<scale>\d+\.\d) \|"
     r" grad norm: (?P<norm>\d+\.\d{3}|nan|inf) \|"
     r"( params norm: (?P<params>\d+\.\d{3}) \|)?"
+    rf"( max_attention_logit: (?P<logit>{_NUMBER}) \|)?"
     r" number of skipped iterations: {1,3}(?P<skipped>\d+) \|"
     r" number of nan iterations: {1,3}(?P<nan>\d+) \|"
 )

@@ -42,12 +42,23 @@ def two_ranks(monkeypatch):
             "--expert-model-parallel-size 2 --use-cpu-initialization",
             "--use-cpu-initialization gives the experts of every",
         ),
+        ("--moe-router-load-balancing-type word", "type word is unknown; give aux_loss, seq_aux"),
+        ("--moe-router-load-balancing-type aux_loss Sinkhorn", "type Sinkhorn is unknown; give"),
+        (
+            "--expert-tensor-parallel-size 4",
+            "--expert-tensor-parallel-size 4 x --expert-model-parallel-size 1 does not divide",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
+            "--expert-tensor-parallel-size 2 (as --tensor-model-parallel-size) x",
+        ),
+        ("--expert-tensor-parallel-size 0", "--expert-tensor-parallel-size 0 is too small"),
         (
             "--moe-shared-expert-intermediate-size 64 --add-bias-linear",
             "--moe-shared-expert-intermediate-size needs --disable-bias-linear",
         ),
         ("--num-query-groups 2", "--num-query-groups 2 contradicts --multi-latent-attention"),
-        ("--qk-clip", "--qk-clip does nothing here: only Transformer Engine's"),
+        ("--qk-clip", "--qk-clip does nothing here: the optimizers here do not"),
         ("--cache-mla-latents", "--cache-mla-latents does nothing here: it is for inference"),
         (
             "--recompute-granularity selective --recompute-modules layernorm",

@@ -122,7 +122,8 @@ def test_the_tables_name_flags_that_exist():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--log-max-attention-logit", "does nothing here: .*attention_scores; remove it"),
+        ("--expert-tensor-parallel-size 1", "acts only with --num-experts"),
+        ("--qk-clip", "the optimizers here do not clip the weights of queries and keys"),
         ("--heterogeneous-block-specs", "needs another configuration class"),
         ("--tp-comm-overlap", "only Transformer Engine's layers read it; remove it"),
         ("--muon-momentum 0.5", "the optimizers here are adam and sgd"),

@@ -21,13 +21,9 @@ import torch
 
 from megatron.core import tensor_parallel, tensor_saver
 from megatron.core._overlay import shadowed
-from megatron.core.fusions.fused_softmax import (
-    get_default_causal_mask,
-    get_sliding_window_causal_mask,
-)
+from megatron.core.attention_logits import visible_mask, watch_logits
 from megatron.core.quantized_module import Quantized, operand_names
 from megatron.core.transformer.context_parallel import ContextParallelism, as_one_rank
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.fake_quant.gemm import quantized_matmul
 from megatron.tensor_record import PAIRWISE
 
@@ -49,6 +45,8 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
             self.scale_mask_softmax.window_size = None
         if v_channels is not None:  # by which the wheel's `forward` shapes the context
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+        if config.log_max_attention_logit:
+            watch_logits(self)
 
     def forward(self, query, key, value, attention_mask, *args, **kwargs):
         """Query [sq, b, np, hn], key and value [sk, b, ng, hn] to context [sq, b, np * hn]."""
@@ -180,11 +178,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
                 "dropout; give --attention-dropout 0, or leave out probabilities: unnormalized"
             )
         scaled = scores.float() if softmax.scale is None else scores.float() * softmax.scale
-        queries, keys = scores.shape[-2:]
-        if softmax.window_size is not None:
-            attention_mask = get_sliding_window_causal_mask(queries, keys, softmax.window_size)
-        elif softmax.attn_mask_type == AttnMaskType.causal and attention_mask is None:
-            attention_mask = get_default_causal_mask(queries)
+        attention_mask = visible_mask(softmax, scores, attention_mask)
         if attention_mask is not None:
             scaled = softmax.mask_func(scaled, attention_mask)
         e = (scaled - scaled.amax(-1, keepdim=True)).exp_().flatten(0, 1)

@@ -1,0 +1,73 @@
+"""The largest attention logit of an iteration, for `--log-max-attention-logit`.
+
+A logit is an element of the scaled product QK^T that its query may see. Each attention keeps the
+maximum per head in `current_max_attn_logits`, as Transformer Engine's attention does.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.fusions.fused_softmax import (
+    FusedScaleMaskSoftmax,
+    get_default_causal_mask,
+    get_sliding_window_causal_mask,
+)
+from megatron.core.transformer.enums import AttnMaskType
+
+NAME = "current_max_attn_logits"
+
+
+def visible_mask(softmax: FusedScaleMaskSoftmax, scores, attention_mask):
+    """Return the mask that the softmax applies to scores [b, np, sq, sk]; None: all are visible."""
+    queries, keys = scores.shape[-2:]
+    if softmax.window_size is not None:
+        return get_sliding_window_causal_mask(queries, keys, softmax.window_size)
+    if softmax.attn_mask_type == AttnMaskType.causal and attention_mask is None:
+        return get_default_causal_mask(queries)
+    return attention_mask
+
+
+def watch_logits(attention: torch.nn.Module) -> None:
+    """Keep the maximum of what enters the softmax of an attention while it trains.
+
+    A forward pass that recomputation repeats has the same maximum, and counts once.
+    """
+    setattr(attention, NAME, None)
+    attention.scale_mask_softmax.register_forward_pre_hook(
+        lambda softmax, inputs: _note(attention, softmax, *inputs[:2])
+    )
+
+
+@torch.no_grad()
+def _note(attention, softmax, scores, attention_mask) -> None:
+    if not attention.training:
+        return
+    mask = visible_mask(softmax, scores, attention_mask)
+    seen = scores if mask is None else scores.masked_fill(mask, -math.inf)
+    largest = seen.amax(dim=(0, 2, 3)).float()  # before the scale, which is positive
+    if softmax.scale is not None:
+        largest = largest * softmax.scale
+    before = getattr(attention, NAME)
+    setattr(attention, NAME, largest if before is None else torch.maximum(before, largest))
+
+
+@torch.no_grad()
+def take_max_attention_logit(model: list[torch.nn.Module]) -> float:
+    """Return the maximum since the last call, over layers, heads and ranks. Collective.
+
+    It is NaN if any logit was NaN, and minus infinity if there was no logit.
+    """
+    largest = torch.full((2,), -math.inf, device=torch.cuda.current_device())
+    for module in (each for chunk in model for each in chunk.modules()):
+        found = getattr(module, NAME, None)
+        if found is not None:
+            setattr(module, NAME, None)
+            largest[0] = torch.maximum(
+                largest[0], found.float().nan_to_num(-math.inf, math.inf, -math.inf).max()
+            )
+            largest[1] = torch.maximum(largest[1], found.isnan().any().float())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    value, has_nan = largest.tolist()
+    return math.nan if has_nan > 0 else value
