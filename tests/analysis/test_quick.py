@@ -115,7 +115,7 @@ def test_dumps_with_hardly_a_value_are_drawn_too(tmp_path, values):
     write_tensor(tmp_path, record, torch.tensor(values, dtype=torch.float32))
     [path] = tmp_path.glob("*.pt")
     payload = torch.load(path, weights_only=True)
-    payload["metadata"]["shape"] = [len(values)]
+    payload["metadata"] |= {"shape": [len(values)], "dtype": "float32"}
     torch.save(payload, path)
     result = quick_analysis(tmp_path, tmp_path / "draw")
     assert result.picture.stat().st_size > 10_000
