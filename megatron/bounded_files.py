@@ -1,9 +1,10 @@
 """Read small files from untrusted folders in bounded time and memory. Standard library only.
 
-Settings, recipes, manifests, run cards and the JSON files of a Hugging Face folder may come from
-anyone. Every function here opens regular files only, because a FIFO blocks forever and `/dev/zero`
-never ends, reads at most `limit` bytes, and raises `UnusableFileError`, whose message names the
-file. Links to regular files are followed: the cache of the Hugging Face hub consists of them.
+Settings, recipes, manifests, run cards and the JSON files of a Hugging Face folder may come from an
+untrusted source. Every function here opens regular files only, because a FIFO blocks forever and
+`/dev/zero` never ends. It reads at most `limit` bytes and raises `UnusableFileError`, whose message
+names the file. Links to regular files are followed: the cache of the Hugging Face hub consists of
+them.
 
 A missing file raises `FileNotFoundError`, so that a caller can treat it as "nothing is set".
 """
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MEBIBYTE = 1 << 20
-TEXT_LIMIT = 16 * MEBIBYTE  #: bytes; JSON of that size takes up to 400 MB of memory when parsed
-DEPTH_LIMIT = 64  #: levels of lists and objects inside one another
+TEXT_LIMIT = 16 * MEBIBYTE  #: parsing JSON of this size takes up to 400 MB of memory
+DEPTH_LIMIT = 64  #: levels of nested lists and objects
 
 _KINDS = {
     stat.S_ISDIR: "a folder",
@@ -31,7 +32,7 @@ _KINDS = {
 
 
 class UnusableFileError(ValueError):
-    """A file that cannot be used; the message reads `PATH: why`, and `why` stands alone as well."""
+    """An unusable file; the message reads `PATH: why`, and `path` and `why` are attributes."""
 
     def __init__(self, path: str | os.PathLike[str], why: str):
         super().__init__(f"{printable(os.fspath(path), limit=1000)}: {why}")
@@ -40,10 +41,9 @@ class UnusableFileError(ValueError):
 
 
 def printable(text: object, *, limit: int = 200) -> str:
-    """Return `text` on one line and safe to print: control characters are escaped, and what is
-    longer than `limit` is cut.
+    """Return `text` on one line, with control characters escaped, cut to `limit` characters.
 
-    Text from a file could otherwise forge further lines of output or drive the terminal.
+    Text from a file could otherwise forge lines of output or control the terminal.
     """
     string = str(text)
     pieces = [c if c.isprintable() else _escaped(c) for c in string[:limit]]
@@ -58,8 +58,8 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
     """Return the status of a regular file, or of the one that a link leads to.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        UnusableFileError: a folder, FIFO, device or socket; or its folder cannot be searched.
+        FileNotFoundError: if there is no such file.
+        UnusableFileError: if it is a folder, FIFO, device or socket, or its folder is inaccessible.
     """
     try:
         status = Path(path).stat()
@@ -75,10 +75,10 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file for reading, without ever waiting for another process.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        UnusableFileError: no regular file, or one that cannot be opened.
+        FileNotFoundError: if there is no such file.
+        UnusableFileError: if it is not a regular file, or cannot be opened.
     """
-    check_regular(path)  # opening a device can already have an effect
+    check_regular(path)  # merely opening a device can have side effects
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     except OSError as error:
         raise UnusableFileError(path, _reason(error)) from None
     try:
-        _refuse_special(path, os.fstat(number))  # it may have been replaced in between
+        _refuse_special(path, os.fstat(number))  # the file may have been replaced since the check
         return os.fdopen(number, "rb")
     except BaseException:
         os.close(number)
@@ -97,8 +97,8 @@ def read_bytes(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> byte
     """Return the content of a regular file of at most `limit` bytes.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        UnusableFileError: no regular file, too large, or unreadable.
+        FileNotFoundError: if there is no such file.
+        UnusableFileError: if it is not a regular file, too large, or unreadable.
     """
     with open_regular(path) as file:
         try:
@@ -115,8 +115,8 @@ def read_text(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> str:
     """Return the UTF-8 text of a regular file, without a byte order mark.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        UnusableFileError: as of `read_bytes`, or it is not UTF-8.
+        FileNotFoundError: if there is no such file.
+        UnusableFileError: as in `read_bytes`, or if the content is not UTF-8.
     """
     content = read_bytes(path, limit=limit)
     try:
@@ -129,12 +129,13 @@ def read_text(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> str:
 def read_json(
     path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT, depth: int = DEPTH_LIMIT
 ) -> Any:
-    """Return the value of a JSON file: no key twice in one object, no lone surrogate in a string,
-    at most `depth` levels.
+    """Return the value of a JSON file.
+
+    Duplicate keys, lone surrogates and more than `depth` levels are refused.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        UnusableFileError: as of `read_text`, or it is not such JSON.
+        FileNotFoundError: if there is no such file.
+        UnusableFileError: as in `read_text`, or if the content is not such JSON.
     """
     try:
         return parse_json(read_text(path, limit=limit), depth=depth)
@@ -148,7 +149,7 @@ def parse_json(text: str, *, depth: int = DEPTH_LIMIT) -> Any:
     """Return the value of a JSON text, with the limits of `read_json`.
 
     Raises:
-        ValueError: says what is wrong, and where it is known.
+        ValueError: if the text is refused; the message says why, and where if that is known.
     """
     try:
         value = json.loads(text, object_pairs_hook=_without_twins)
@@ -163,12 +164,12 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         twin = next(name for i, name in enumerate(names) if name in names[:i])
-        raise ValueError(f"the key {printable(repr(twin))} is there twice")
+        raise ValueError(f"the key {printable(repr(twin))} occurs twice")
     return fields
 
 
 def _check_values(value: Any, depth: int) -> None:
-    """Refuse deep nesting and lone surrogates, level by level, without recursion."""
+    """Refuse deep nesting and lone surrogates, without recursion."""
     level = [value]
     for _ in range(depth + 1):
         _refuse_surrogates(item for item in level if isinstance(item, str))

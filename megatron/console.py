@@ -2,8 +2,8 @@
 
 Standard library only.
 
-Options are accepted with underscores in place of hyphens, because Python's names and the older
-scripts of the project have them. An unknown option is answered with the nearest known one.
+Options are accepted with underscores in place of hyphens, because Megatron-LM and older scripts of
+this project use underscores. The error for an unknown option suggests the nearest known ones.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-SHOWN = 3  #: names that a suggestion lists at most
+SHOWN = 3  #: largest number of names in a suggestion
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
@@ -45,8 +45,9 @@ def _folded(name: str) -> str:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An argparse parser whose errors read `[ERROR] what; what to do` and whose options may be
-    written with underscores.
+    """An argparse parser with errors of the form `[ERROR] what; what to do`.
+
+    Its options may be written with underscores.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -56,14 +57,14 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse, after the known options were given their own spelling."""
+        """Parse the known options, whether they are spelled with hyphens or underscores."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args(self._respelled(words), namespace)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse; refuse what no option takes, with the nearest option."""
+        """Parse all options; refuse unknown ones and suggest the nearest option."""
         parsed, others = self.parse_known_args(args, namespace)
         if others:
             self.error(about_unknown(others, self.all_options()))
@@ -79,9 +80,10 @@ class ArgumentParser(argparse.ArgumentParser):
         return list(found)
 
     def _respelled(self, words: Sequence[str]) -> list[str]:
-        """Return the words up to `--` with the options as this parser spells them.
+        """Return the words with the options before `--` in the spelling of this parser.
 
-        Megatron-LM has options with underscores, so that either may stand for the other.
+        Hyphens and underscores are interchangeable, because some of Megatron-LM's own options have
+        underscores.
         """
         known = self._option_string_actions
         spelled = {hyphenated(each): each for each in known}
@@ -97,7 +99,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def about_unknown(words: Sequence[str], options: Iterable[str]) -> str:
-    """Return the message about words that no option takes."""
+    """Return the error message about unrecognized words."""
     first = words[0].partition("=")[0]
     if not first.startswith("-"):
         return f"unrecognized arguments: {' '.join(words)}"

@@ -57,9 +57,9 @@ COMPONENTS = {"attention": "FA", "linear": "linear"}  #: file-name component of 
 TIMESTAMP = "%Y%m%d_%H%M%S"  #: of file names
 PARTIAL_SUFFIX = ".partial"  #: ends the name of a file that is still being written; readers skip it
 
-LINE_LIMIT = 1 << 18  #: bytes of a line of an index; a record takes some 900
-LINES_LIMIT = 1_000_000  #: lines of an index, which is one rank's of one run
-INDEX_LIMIT = 4 << 30  #: bytes of an index
+LINE_LIMIT = 1 << 18  #: longest line of an index in bytes; a record takes some 900
+LINES_LIMIT = 1_000_000  #: most lines of an index, which belongs to one rank of one run
+INDEX_LIMIT = 4 << 30  #: largest index in bytes
 
 _BATCH = 1 << 20  #: bytes of an index that are read at a time
 
@@ -237,7 +237,7 @@ def read_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def _check_size(path: Path) -> None:
-    """Refuse an index of more lines or bytes than a run leaves, before any is parsed."""
+    """Refuse an index with more lines or bytes than any run writes, before parsing it."""
     lines = total = 0
     with open_regular(path) as file:
         while content := file.read(_BATCH):
@@ -258,7 +258,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twin = next(name for at, name in enumerate(names) if name in names[:at])
-        raise ValueError(f"the key {twin[:80]!a} is there twice")
+        raise ValueError(f"the key {twin[:80]!a} occurs twice")
     return found
 
 

@@ -132,17 +132,17 @@ def _replaced(suffix: str, make: Callable[[Path], None]) -> Callable[[Path], Non
 
 
 def _data() -> Iterator[Case]:
-    place = "has a wrong length or place"
+    place = "has a wrong length or position"
     damages: dict[str, tuple[Callable[[Path], None], str]] = {
-        "mark": (_at(0, "<c", b"X"), "is no index of megatron-core"),
-        "version": (_at(9, "<Q", 2), "is no index of megatron-core"),
-        "type": (_at(17, "<B", 77), "is no index of token ids (type 77)"),
-        "type of floats": (_at(17, "<B", 7), "is no index of token ids (type 7)"),
+        "mark": (_at(0, "<c", b"X"), "is not a megatron-core index"),
+        "version": (_at(9, "<Q", 2), "is not a megatron-core index"),
+        "type": (_at(17, "<B", 77), "is not an index of token ids (dtype code 77)"),
+        "type of floats": (_at(17, "<B", 7), "is not an index of token ids (dtype code 7)"),
         "type of other size": (_at(17, "<B", 4), place),
-        "too many sequences": (_at(18, "<Q", 1 << 60), "is no index"),
+        "too many sequences": (_at(18, "<Q", 1 << 60), "is not an index"),
         "one sequence more": (_at(18, "<Q", 4), "the index has 102 bytes, but needs 114"),
-        "no sequence": (_at(18, "<Q", 0), "is no index"),
-        "too many documents": (_at(26, "<Q", 1 << 63), "is no index"),
+        "no sequence": (_at(18, "<Q", 0), "is not an index"),
+        "too many documents": (_at(26, "<Q", 1 << 63), "is not an index"),
         "longer sequence": (_at(HEADER, "<i", 6), place),
         "longer last sequence": (_at(HEADER + 8, "<i", 5), "the .bin has 24 bytes"),
         "negative length": (_at(HEADER, "<i", -5), place),
@@ -154,8 +154,8 @@ def _data() -> Iterator[Case]:
         "descending bounds": (_at(BOUNDS + 8, "<q", 3), "bounds of the documents do not ascend"),
         "wrong last bound": (_at(BOUNDS + 24, "<q", 9), "end with sequence 9 of 3"),
         "index cut short": (_cut(".idx", 101), "the index has 101 bytes, but needs 102"),
-        "index without numbers": (_cut(".idx", 20), "is no index: it has 20 bytes"),
-        "empty index": (_cut(".idx", 0), "is no index: it has 0 bytes"),
+        "index without numbers": (_cut(".idx", 20), "is not an index: it has 20 bytes"),
+        "empty index": (_cut(".idx", 0), "is not an index: it has 0 bytes"),
         "tokens cut short": (_cut(".bin", 10), "the .bin has 10 bytes"),
         "tokens with an odd byte": (_cut(".bin", 23), "the .bin has 23 bytes"),
         "no tokens": (_cut(".bin", 0), "d.bin: is empty"),
@@ -164,7 +164,7 @@ def _data() -> Iterator[Case]:
         for kind in ("fifo", "folder", "zero", "loop"):
             said = "symbolic links" if kind == "loop" else "not a regular file"
             damages[f"{suffix} is a {kind}"] = (_replaced(suffix, special(kind)), said)
-    damages["huge index"] = (_replaced(".idx", sparse(1 << 40)), "is no index of megatron-core")
+    damages["huge index"] = (_replaced(".idx", sparse(1 << 40)), "is not a megatron-core index")
     for name, (damage, said) in damages.items():
         yield Case(f"data: {name}", "train", _pair(damage), said)
         if name in ("negative length", "wrong place", ".bin is a fifo", "tokens cut short"):
@@ -177,7 +177,7 @@ def _manifests() -> Iterator[Case]:
     contents: dict[str, tuple[bytes | str | Callable[[Path], None], str]] = {
         "list": ("[]", said),
         "deep nesting": ("[" * 100_000, "nested deeper than 64 levels"),
-        "key twice": ('{"schema_version": 1, "schema_version": 1}', "is there twice"),
+        "key twice": ('{"schema_version": 1, "schema_version": 1}', "occurs twice"),
         "vocabulary of another type": (
             json.dumps(MANIFEST | {"tokenizer": {**MANIFEST["tokenizer"], "vocab_size": "x"}}),
             "vocab_size is 'x', not int",
@@ -228,11 +228,11 @@ def _caches() -> Iterator[Case]:
         "pickle": (pickle.dumps(_Hostile()), "not an array"),
         "array of objects": (_saved(np.array([_Hostile()])), "not an array of integers"),
         "floats": (_saved(whole.astype(float)), "not an array of integers (float64)"),
-        "cut short": (cut, "but its header speaks of"),
+        "cut short": (cut, "but its header requires"),
         "empty": (b"", "not an array"),
         "header without end": (b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b"(" * 10**6, "not an array"),
         "fifo": (special("fifo"), "not a regular file"),
-        "link": (foreign, "a link, not a file of megatron-core"),
+        "link": (foreign, "a link, which megatron-core never writes"),
     }
     for name, (content, said) in contents.items():
 
@@ -260,12 +260,12 @@ def _recipes() -> Iterator[Case]:
     contents: dict[str, tuple[bytes | str | Callable[[Path], None], str]] = {
         "python tag": (
             "description: !!python/object/apply:os.mkdir [executed]\n" + RULE,
-            "line 1: the tag tag:yaml.org,2002:python/object/apply:os.mkdir; remove it",
+            "line 1: the tag tag:yaml.org,2002:python/object/apply:os.mkdir is not allowed; remove it",
         ),
         "python tag on a scalar": ("description: !!python/object/new:os.mkdir x\n", "line 1: "),
         "python name": ("description: !!python/name:os.system\n" + RULE, "line 1: could not"),
-        "cycle": ("configs: &a {x: *a}\n" + RULE, "an alias leads back to what it stands in"),
-        "cycle of lists": ("description: &a [*a]\n" + RULE, "an alias leads back"),
+        "cycle": ("configs: &a {x: *a}\n" + RULE, "an alias refers to a value that contains it"),
+        "cycle of lists": ("description: &a [*a]\n" + RULE, "an alias refers to a value"),
         "deep nesting": ("configs: " + "[" * 100_000, "nested deeper than 32 levels"),
         "deep block nesting": (
             "".join(f"{' ' * i}a:\n" for i in range(300)) + " " * 300 + "b",
@@ -286,7 +286,7 @@ def _recipes() -> Iterator[Case]:
             "line 2: matcher 'all' has layers: first 999",
         ),
         "impossible date": ("description: 2001-13-45\n" + RULE, "line 1: month must be in 1..12"),
-        "key twice": (RULE + RULE, "line 3: the key 'matchers' is there twice"),
+        "key twice": (RULE + RULE, "line 3: the key 'matchers' occurs twice"),
         "key that is a list": ("? [a]\n: b\n" + RULE, "line 1: a key is a sequence"),
         "key with escape sequences": ('"\\e[31m\\n[ERROR] forged": 1\n' + RULE, "not printable"),
         "value with line breaks": (
@@ -312,7 +312,7 @@ def _recipes() -> Iterator[Case]:
 def _settings() -> Iterator[Case]:
     contents: dict[str, tuple[bytes | str | Callable[[Path], None], str]] = {
         "deep nesting": ('{"qk":' * 9_000, "nested deeper than 64 levels"),
-        "key twice": ('{"qk": "mxfp8", "qk": "bf16"}', "the key 'qk' is there twice"),
+        "key twice": ('{"qk": "mxfp8", "qk": "bf16"}', "the key 'qk' occurs twice"),
         "lone surrogate": (r'{"qk": "\ud800"}', "a lone surrogate"),
         "escape sequence": (r'{"qk": "\u001b[31m\n[ERROR] forged", "x": 1}', "it takes an object"),
         "other types": ('{"qk": [1]}', "it takes an object with any of the keys"),

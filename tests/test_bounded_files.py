@@ -93,7 +93,7 @@ def test_a_large_file_is_not_read(tmp_path):
         (b"[" * 500 + b"]" * 500, "nested deeper than 64 levels"),
         (b"[" * 10**6, "nested deeper than 64 levels"),
         (b'{"a":' * 10**5, "nested deeper than 64 levels"),
-        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is there twice"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' occurs twice"),
         (rb'{"a": ["\ud800"]}', r"a lone surrogate in the string '\\ud800'"),
         (rb'{"\udfff": 1}', r"a lone surrogate in the string '\\udfff'"),
         (b"1" * 5000, "not usable JSON: Exceeds the limit"),

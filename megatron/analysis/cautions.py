@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.analysis.figures.material import Material
 
 SATURATED = 0.001  #: share of values that are clipped
-#: The same under the scale rules that clip some of the largest values of a block by design.
+#: The same share for scale rules that clip some of the largest values of a block by design.
 SATURATED_BY_DESIGN = 0.1
 CLIPPING_RULES = ("floor", "even")
 UNDERFLOW = 0.1  #: share of values that become zero
@@ -36,14 +36,14 @@ class Caution:
     kind: str
     text: str
     tensors: tuple[int, ...]  #: all that it is about, worst first
-    format: str = ""  #: that it is about, if it is about one
+    format: str = ""  #: the format that the trouble concerns; empty if it concerns none
 
     def __str__(self) -> str:
         return self.text
 
 
 def material_cautions(material: Material) -> list[Caution]:
-    """Return what to say of a dump: of runs that did not finish, then `find_cautions`."""
+    """Return the warnings about a dump: on runs that did not finish, then `find_cautions`."""
     tensors = material.tensors
     endings = unfinished(material.store)
     found = [
@@ -56,10 +56,11 @@ def material_cautions(material: Material) -> list[Caution]:
 
 
 def find_cautions(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Caution]:
-    """Return what to say of tensors, the gravest first.
+    """Return the warnings about tensors, the most serious first.
 
     Args:
-        uses: `Material.judged`. tensors: `Material.tensors`; outliers are named of operands only.
+        uses: the rows of `Material.judged`.
+        tensors: the rows of `Material.tensors`; only operands are searched for outliers.
     """
     found = _partial(tensors) + _values(tensors)
     for name, mine in uses.groupby("quantized_format", sort=False):

@@ -72,8 +72,8 @@ def draw(
         figures: of `output_names.SAYS`; all by default.
         image: png, svg or pdf.
         run: only the tensors of this run; `latest` for the one that started last.
-        judge: which tensors formats are judged by, `operands` of matmuls or their `results`.
-        say: is told each file when it is there.
+        judge: the tensors by which formats are judged, `operands` or `results` of matmuls.
+        say: is called with each file once it is written.
         progress: show bars on a terminal.
         computing: `workers`, `max_memory`, `scheduler`, `strict` of `stats.compute`.
 
@@ -97,7 +97,7 @@ def draw(
     follows = fingerprint(folder, [folder / CACHE_FOLDER, output], chosen, image, run, judge)
     try:
         found = stats.compute(store, chosen, cache=cache, progress=progress, **computing)
-    except ForeignCacheError as error:  # it came between
+    except ForeignCacheError as error:  # another process put it there meanwhile
         refused, cache = [*refused, str(error)], None
         found = stats.compute(store, chosen, cache=cache, progress=progress, **computing)
     result.problems, result.tensors = list(found.problems), len(found.tensors)
@@ -156,7 +156,7 @@ def _quick(
 
 
 def note_of_repeats(count: int) -> dict[str, int]:
-    """Return a note for `DrawResult.notes` on tensors that repeat another."""
+    """Return the note for `DrawResult.notes` about tensors saved again by recomputation."""
     return {REPEATED: count} if count else {}
 
 
@@ -176,15 +176,17 @@ def default_formats(store: TensorStore) -> list[str]:
 
 
 def _cache(folder: Path, output: Path) -> tuple[Path | None, list[str]]:
-    """Return where results are kept, and which places were refused: in the dump, where the command
-    `stats` keeps its results; else beside the figures; else nowhere.
+    """Return the folder of the cache, and a message per folder that was refused.
+
+    The first choice is the folder in the dump that the command `stats` uses, the second choice is
+    a folder beside the figures. The result is None if neither can be used.
     """
     refused = []
     for cache in (folder / CACHE_FOLDER, output / CACHE_FOLDER):
         try:
             check_place(cache)
         except ForeignCacheError as error:
-            refused.append(f"{error}; results are kept elsewhere or not at all")
+            refused.append(f"{error}; results are cached elsewhere or not at all")
             continue
         if os.access(cache if cache.exists() else cache.parent, os.W_OK):
             return cache, refused

@@ -105,8 +105,8 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument("--image", default="png", choices=IMAGES, help="(default: %(default)s)")
         parser.add_argument(
             "--judge", default=OPERANDS, choices=JUDGED,
-            help="tensors by which figures judge formats: the operands of matmuls, or their "
-            "results, which no matmul quantizes (default: %(default)s)",
+            help="tensors by which formats are judged: the operands of matmuls, or their results, "
+            "which are never quantized (default: %(default)s)",
         )  # fmt: skip
     parser.set_defaults(figures_of=command)
 
@@ -194,7 +194,7 @@ def _printer() -> Callable[[str], None]:
     from tqdm import tqdm
 
     def say(path: str) -> None:
-        tqdm.write(f"Wrote {shown(path)}")  # above the bar where there is one
+        tqdm.write(f"Wrote {shown(path)}")  # above the progress bar, if there is one
         sys.stdout.flush()
 
     return say
@@ -215,11 +215,11 @@ def say_result(result: DrawResult, more: Sequence[str] = ()) -> int:
             "one to have it drawn anew"
         )
     for path in result.kept:
-        print(f"  kept what was there before as {shown(path)}")
+        print(f"  kept the earlier output as {shown(path)}")
     for name, why in result.missing.items():
         print(f"  no {shown(name)}: {shown(why)}")
     for name, trace in result.failed.items():
-        what = f"[ERROR] {name} failed, which is a mistake of this program; please report it:"
+        what = f"[ERROR] {name} failed because of a bug in this program; please report it:"
         print(printable_lines(f"{what}\n{trace.rstrip()}"), file=sys.stderr)
     for problem in result.problems:
         print(f"[ERROR] {problem}", file=sys.stderr)

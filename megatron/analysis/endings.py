@@ -1,7 +1,8 @@
-"""How the runs of a dump ended, from their cards.
+"""How the runs of a dump ended, according to their run cards.
 
-A run writes `running` into its card when it begins and how it ended when it ends. A card that still
-says `running` is that of a run that was killed, or that still writes: its dump may be a part only.
+The status in a run card is `running` from the beginning of a run until the run replaces it at its
+end. If it is still `running`, the run was killed or is still writing, and its dump may be
+incomplete.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
 
 FINISHED = "finished"
 UNKNOWN = "end unknown: there is no run card"
-NO_END = "no end in its run card: it was killed, or still writes"
+NO_END = "no end in its run card: it was killed, or is still writing"
 _WORDS = {"limited": "ended by a limit", "failed": "failed", "aborted": "training was aborted"}
 _WHY = ("limit", "error", "reason")
-_LONGEST = 90  #: characters of a reason
+_LONGEST = 90  #: longest reason in characters
 
 
 def ending(card: Mapping[str, Any]) -> str:
-    """Return how a run ended, in words; `finished` if nothing is to be said."""
+    """Return how a run ended, in words; `finished` if it ended as planned."""
     if not card:
         return UNKNOWN
     status = card.get("status")
@@ -38,7 +39,7 @@ def ending(card: Mapping[str, Any]) -> str:
 
 
 def unfinished(store: TensorStore) -> dict[str, str]:
-    """Return how each run with a card ended that did not finish, by its id."""
+    """Return how each unfinished run with a card ended, by run id."""
     found = {}
     for run_id in store.runs():
         card = store.run_card(run_id) if run_id else {}
@@ -61,5 +62,5 @@ def alarm(store: TensorStore) -> str:
 
 
 def remarks_on(endings: Mapping[str, str]) -> list[str]:
-    """Return a remark on each run that did not finish."""
+    """Return one remark per run that did not finish."""
     return [shown(f"run {run_id}: {words}") for run_id, words in endings.items()]

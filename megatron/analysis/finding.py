@@ -17,6 +17,6 @@ class Finding:
     note: bool = False
 
     def __str__(self) -> str:
-        """Return one line that is safe to print, whatever names from the dump it quotes."""
+        """Return one line that is safe to print, even if it quotes hostile names of a dump."""
         kind = "note" if self.note else "ERROR"
         return f"{kind}  {self.what}: {shown(self.where)}: {shown(self.text)}"

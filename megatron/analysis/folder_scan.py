@@ -28,9 +28,9 @@ from megatron.analysis.tensor_files import (
 from megatron.bounded_files import UnusableFileError, printable
 from megatron.tensor_record import parse_filename, read_lines
 
-MOST_EVENTS = 100_000  #: of one index; a rank writes a few
-MOST_INDEXES = 100_000  #: below one folder: one per rank and run
-#: A name within the index's folder; a byte that is no UTF-8 is a surrogate of the second half.
+MOST_EVENTS = 100_000  #: events in one index; a rank writes a few
+MOST_INDEXES = 100_000  #: indexes below one folder; there is one per rank and run
+#: A file name without a folder; the surrogates U+DC80 to U+DCFF stand for bytes that are not UTF-8.
 _FILE_NAME = re.compile(r"[^/\0\ud800-\udc7f\udd00-\udfff]{1,252}\.pt")
 
 
@@ -83,7 +83,7 @@ def scan(folder: Path) -> Found:
                 problems.append(Problem(Path(path), error.why))
                 continue
             except WrongTypeError as error:
-                problems.append(Problem(Path(path), f"of its metadata, {error}"))
+                problems.append(Problem(Path(path), f"in its metadata, {error}"))
                 continue
             position = len(columns) - 1
         present.append(position)
@@ -126,7 +126,7 @@ def _walk(folder: Path, problems: list[Problem]) -> _Files:
         for name in folders:
             kind = _kind_of(name)
             if kind is not None:
-                why = f"a folder, not {kind}; rename it, or move it away"
+                why = f"a folder, not {kind}; rename it or move it elsewhere"
                 problems.append(Problem(Path(parent, name), why))
         for name in names:
             kind = _kind_of(name)
@@ -142,7 +142,7 @@ _TENSOR, _INDEX, _CARD = "a tensor file", "an index", "a run card"
 
 
 def _kind_of(name: str) -> str | None:
-    """Return what a file of this name should be; None if it is none of a dump's."""
+    """Return the kind of dump file that has such a name; None if there is none."""
     if name.endswith(".pt"):
         return _TENSOR
     if name.startswith("index_") and name.endswith(".jsonl"):
@@ -155,7 +155,8 @@ def _read_cards(paths: list[str], problems: list[Problem]) -> dict[str, dict[str
     cards: dict[str, dict[str, Any]] = {}
     for path in map(Path, paths):
         try:
-            run_id = printable(path.stem.removeprefix("run_"), limit=1000)  # as records have it
+            # records hold the run's id in the same printable form
+            run_id = printable(path.stem.removeprefix("run_"), limit=1000)
             cards.setdefault(run_id, read_run_card(path))
         except ValueError as error:
             problems.append(Problem(path, str(error)))
@@ -180,7 +181,7 @@ def _read_index(
     except (OSError, ValueError, RecursionError) as error:
         columns.cut(before)
         what = error.why if isinstance(error, UnusableFileError) else reason(error)
-        what = f"of a record in it, {error}" if isinstance(error, WrongTypeError) else what
+        what = f"in one of its records, {error}" if isinstance(error, WrongTypeError) else what
         why = f"not read ({what}); its files are opened instead"
         problems.append(Problem(Path(index), why))
         return
@@ -188,19 +189,19 @@ def _read_index(
 
 
 def _paths(lines: list[Row], parent: str) -> list[str]:
-    """Of the files that the lines of an index name.
+    """Return the paths of the files that the lines of an index name.
 
     Raises:
-        WrongTypeError: one names none, or one elsewhere.
+        WrongTypeError: if a line names no file, or one in another folder.
     """
     try:
         names = [line["file"] for line in lines]
         wrong = [name for name in names if not _FILE_NAME.fullmatch(name)]
     except (KeyError, TypeError):
-        raise WrongTypeError("file is no str, or missing") from None
+        raise WrongTypeError("file is missing or not a str") from None
     if wrong:
         raise WrongTypeError(
-            f"file is {printable(repr(wrong[0]))}, no plain file name that ends in .pt"
+            f"file is {printable(repr(wrong[0]))}, not a plain file name that ends in .pt"
         )
     return [parent + name for name in names]
 

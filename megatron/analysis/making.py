@@ -45,7 +45,7 @@ class Order:
     output: Path
     image: str  #: png, svg or pdf
     run: str | None
-    cache: Path | None  #: of the statistics; None: nothing is kept
+    cache: Path | None  #: folder of the cache of statistics; None: nothing is cached
 
 
 @dataclass

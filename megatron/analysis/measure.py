@@ -46,7 +46,7 @@ class Measurements:
     table: pd.DataFrame  #: a row a tensor: RECORD_COLUMNS, STATISTICS, summary, path, note
     histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)  #: by GROUPING
     problems: list[Problem] = field(default_factory=list)  #: files that could not be read
-    repeats: int = 0  #: tensors of recomputed forward passes that were left aside
+    repeats: int = 0  #: tensors of recomputed forward passes that were skipped
 
     def summary(self) -> Moments:
         """Of all values."""
@@ -65,7 +65,7 @@ class Measurements:
         return dict(sorted(found.items(), key=lambda item: -item[1][0]))
 
     def only(self, use: str) -> Measurements:
-        """Return the part that is of one use, operands or results."""
+        """Return the measurements of operands alone, or of results alone."""
         at = GROUPING.index("use")
         histograms = {key: found for key, found in self.histograms.items() if key[at] == use}
         table = self.table[self.table["use"] == use]
@@ -132,7 +132,7 @@ def measure_dump(
 
 
 def use_of(layer_type: Any, tensor_name: Any) -> str:
-    """Return whether a tensor counts to the operands or to the results of matmuls."""
+    """Return whether a tensor is one of the operands or of the results of matmuls."""
     return OPERANDS if is_operand(layer_type, tensor_name) else RESULTS
 
 

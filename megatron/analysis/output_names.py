@@ -17,7 +17,7 @@ SAYS = {
     "global_statistics": "everything in numbers, JSON and text",
     REPORT: "report.html, to click through",
 }
-#: Which tensors formats are judged by.
+#: The tensors by which formats are judged: the operands of matmuls, or their results.
 OPERANDS, RESULTS = "operands", "results"
 JUDGED = (OPERANDS, RESULTS)
 IMAGES = ("png", "svg", "pdf")

@@ -54,7 +54,7 @@ class QuickResult:
     measurements: Measurements
     problems: list[Problem]
     missing: int  #: files that an index names and that are not there
-    endings: dict[str, str]  #: how runs ended that did not finish, by their ids
+    endings: dict[str, str]  #: how each unfinished run ended, by run id
     kept: list[Path]  #: earlier files of the same name, under the names that they have now
 
 
@@ -91,7 +91,7 @@ def quick_analysis(
         raise ValueError(f"none of the {len(problems)} .pt files in {folder} can be read:{listed}")
     text = format_statistics(dump, measured, problems)
     picture = io.BytesIO()
-    with matplotlib.rc_context(RC):  # texts that are made while drawing are no formulas either
+    with matplotlib.rc_context(RC):  # texts created while drawing must not be parsed as formulas
         draw(dump, measured, problems).savefig(picture, format="png", dpi=DPI)
     kept = [
         *write_keeping(output / PICTURE, picture.getvalue()),
@@ -154,8 +154,10 @@ def figure_rows(figure: Figure, column: SubplotSpec, heights: list[float]) -> li
 
 
 def operands_of(measured: Measurements) -> tuple[Measurements, str]:
-    """Return what the histograms show and their title: the operands of matmuls, which formats are
-    applied to; all values of a dump that has none.
+    """Return the measurements that the histograms show, and their title.
+
+    These are the operands of matmuls, to which formats are applied, or all tensors of a dump
+    without operands.
     """
     operands = measured.only(OPERANDS)
     if operands.table.empty:
@@ -267,7 +269,7 @@ def _headline(
     counted["rank"] = dump.records["rank"].dropna().nunique()
     facts += [f"{n} {word}{'s' if n > 1 else ''}" for word, n in counted.items() if n]
     if measured.repeats:
-        facts.append(f"{measured.repeats:,} recomputed tensors left aside")
+        facts.append(f"{measured.repeats:,} recomputed tensors skipped")
     figure.text(0.02, 0.975, title, va="top", fontsize=16, fontweight="bold")
     figure.text(0.02, 0.925, "   ·   ".join(facts), va="top", color=FAINT)
     alarms = []

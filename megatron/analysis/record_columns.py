@@ -50,21 +50,21 @@ _IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: the rank's place as a record has i
 _SIZES = ("shape", "global_shape")
 _UNKNOWN = dict.fromkeys((*_OF_ROW, "rank"))
 _Place = tuple[int | None, ...]
-_LOWEST = {"layer_idx": -1}  #: of whole numbers; of the others 0
-_TEXT_LIMIT = 1000  #: characters; module names have some 60
-_AXES_LIMIT = 64  #: sizes in a shape
-_BEYOND = 2**63  #: numbers of a record have 64 bits
+_LOWEST = {"layer_idx": -1}  #: lowest value of a field that holds whole numbers; 0 by default
+_TEXT_LIMIT = 1000  #: longest text in characters; module names have some 60
+_AXES_LIMIT = 64  #: largest number of sizes in a shape
+_BEYOND = 2**63  #: numbers in a record fit in 64 bits
 
 
 class WrongTypeError(ValueError):
-    """A value that its field in a record cannot have."""
+    """A value that is not allowed in its field of a record."""
 
 
 class _Texts(dict[Any, Any]):
-    """Equal texts once, in printable form; None is itself.
+    """Cache that keeps one printable copy of equal texts and maps None to itself.
 
-    Control characters are replaced by their escapes here, before a table, a log line, a figure or a
-    page can hold them: a module name with a newline could forge a line of output.
+    Control characters are escaped here, before a text reaches a table, log line, figure or page. A
+    module name with a newline could otherwise forge a line of output.
     """
 
     def __missing__(self, text: str | None) -> str | None:
@@ -73,7 +73,7 @@ class _Texts(dict[Any, Any]):
             if len(text) > _TEXT_LIMIT:
                 raise WrongTypeError(f"has {len(text)} characters; at most {_TEXT_LIMIT} are read")
             if any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise WrongTypeError("has a lone surrogate, which is no character")
+                raise WrongTypeError("has a lone surrogate, which is not a character")
             shown = printable(text, limit=_TEXT_LIMIT)
         self[text] = shown
         return shown
@@ -157,11 +157,11 @@ class Columns:
             if number < 0 or rank != last:
                 known = {} if rank is None else rank
                 if not isinstance(known, dict):
-                    raise WrongTypeError(f"rank is {_short(rank)}, no table of coordinates")
+                    raise WrongTypeError(f"rank is {_short(rank)}, not a table of coordinates")
                 place = tuple(known.get(name) for name in _IN_RECORD)
                 for name, value in zip(_IN_RECORD, place, strict=True):
                     if value is not None and not (type(value) is int and abs(value) < _BEYOND):
-                        raise WrongTypeError(f"rank's {name} is {_short(value)}, no whole number")
+                        raise WrongTypeError(f"rank's {name} is {_short(value)}, not an integer")
                 _check_place(dict(zip(_IN_RECORD, place, strict=True)))
                 number, last = self._places.setdefault(place, len(self._places)), rank
             numbers.append(number)
@@ -196,17 +196,17 @@ class Columns:
 
 
 def _check(name: str, values: Sequence[Any]) -> None:
-    """Refuse values of another type than the field's, and impossible ones; None is unknown."""
+    """Refuse values with a wrong type and impossible values. None means unknown."""
     lowest = _LOWEST.get(name, 0)
     if name in WHOLE and set(map(type, values)) == {int}:
         with contextlib.suppress(OverflowError):
-            if min(array("q", values)) >= lowest:  # all of them at once
+            if min(array("q", values)) >= lowest:  # fast path: check all values at once
                 return
     allowed = (*_TYPES[name], type(None))
     if not set(map(type, values)) <= set(allowed):
         wrong = next(value for value in values if type(value) not in allowed)
         kinds = " or ".join(each.__name__ for each in _TYPES[name])
-        raise WrongTypeError(f"{name} is {_short(wrong)}, no {kinds}")
+        raise WrongTypeError(f"{name} is {_short(wrong)}, not {kinds}")
     known = [value for value in values if value is not None]
     if name in WHOLE:
         if any(abs(value) >= _BEYOND for value in known):
@@ -215,7 +215,7 @@ def _check(name: str, values: Sequence[Any]) -> None:
             raise WrongTypeError(f"{name} is {min(known)}; the lowest is {lowest}")
     elif _TYPES[name] == (float, int) and not all(map(_is_finite, known)):
         wrong = next(value for value in known if not _is_finite(value))
-        raise WrongTypeError(f"{name} is {_short(wrong)}, no finite number")
+        raise WrongTypeError(f"{name} is {_short(wrong)}, not a finite number")
     elif name in _CHECKS:
         for value in known:
             _CHECKS[name](value)
@@ -226,16 +226,16 @@ def _is_finite(value: float) -> bool:
 
 
 def _check_sizes(name: str, sizes: Any) -> None:
-    """Refuse what is no list of sizes.
+    """Refuse a value that is not a list of sizes.
 
     Raises:
-        WrongTypeError: says why.
+        WrongTypeError: if it is not such a list; the message says why.
     """
     if not isinstance(sizes, list) or len(sizes) > _AXES_LIMIT:
         found = f"a {type(sizes).__name__}" if not isinstance(sizes, list) else f"{len(sizes)} long"
-        raise WrongTypeError(f"{name} is {found}, no list of at most {_AXES_LIMIT} sizes")
+        raise WrongTypeError(f"{name} is {found}, not a list of at most {_AXES_LIMIT} sizes")
     if not set(map(type, sizes)) <= {int}:
-        raise WrongTypeError(f"{name} has other values than whole numbers")
+        raise WrongTypeError(f"{name} has values that are not whole numbers")
     if sizes and not (min(sizes) >= 0 and max(sizes) < _BEYOND):
         raise WrongTypeError(f"{name} has a size that is negative or beyond 64 bits")
 
@@ -244,14 +244,14 @@ def _check_slice(part: dict[Any, Any]) -> None:
     for name in ("of", "start", "step"):
         _check_sizes(f"slice's {name}", part.get(name))
     if len({len(part[name]) for name in ("of", "start", "step")}) > 1 or 0 in part["step"]:
-        raise WrongTypeError("slice has steps of 0, or not one number for each dimension")
+        raise WrongTypeError("slice has a step of 0, or not one number per dimension")
 
 
 def _check_codes(codes: dict[Any, Any]) -> None:
     _check_sizes("codes' shape", codes.get("shape"))
     axis, dtype, dims = codes.get("axis"), codes.get("dtype"), len(codes["shape"])
     if type(axis) is not int or not -dims <= axis < dims:
-        raise WrongTypeError(f"codes' axis is {_short(axis)}, none of its {dims} dimensions")
+        raise WrongTypeError(f"codes' axis is {_short(axis)}, not one of its {dims} dimensions")
     if dtype not in ("float32", "float16", "bfloat16", "float64"):
         raise WrongTypeError(f"codes' dtype is {_short(dtype)}, which no operand has")
 
@@ -268,11 +268,11 @@ def _check_place(place: dict[str, int | None]) -> None:
     for group in ("world", *GROUPS):
         rank, size = place[group], place[f"{group}_size"]
         if rank is not None and size is not None and rank >= size:
-            raise WrongTypeError(f"rank's {group} is {rank}, but there are {size}")
+            raise WrongTypeError(f"rank's {group} is {rank}, but the group has size {size}")
 
 
 def _short(value: Any) -> str:
-    """A value in a message; what is no plain value may be long."""
+    """Return a value as a message shows it; lists and objects are shown by type alone."""
     kind = type(value).__name__
     return reprlib.repr(value) if isinstance(value, (bool, int, float, str)) else f"a {kind}"
 

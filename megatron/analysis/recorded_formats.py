@@ -24,7 +24,7 @@ from megatron.fake_quant.recipe_config import GEMMS
 _AUDIT_LINE = re.compile(
     r"(?P<module>\S+)\s+(?P<operation>linear|qk|pv)\s{2,}(?P<summary>\S.*?)\s{2,}\S.*"
 )
-_LINE_LIMIT = 1000  #: characters of a line of an audit
+_LINE_LIMIT = 1000  #: longest line of an audit in characters
 STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"  #: an audit's marks
 _MARK = re.compile(rf" \(({STRAIGHT}|{UNNORMALIZED})\)")
 
@@ -103,7 +103,7 @@ def of_card(
         if "operands" not in part:  # of a run before the audit had them: its text
             for line in part.get("matmuls", []):
                 if len(line) > _LINE_LIMIT:
-                    continue  # matching takes the square of the length
+                    continue  # matching takes time quadratic in the length
                 match = _AUDIT_LINE.fullmatch(line)
                 of_it = match and match["operation"] == operation
                 if match and of_it and _stands_for(match["module"], module):

@@ -34,9 +34,9 @@ _PASS = ["iteration", "micro_batch"]
 _NUMBERS = (
     "control_iter", "global_batch_size", "micro_batch_size", "collect_micro_batches", "num_layers",
 )  # fmt: skip
-NAMED = 16  #: missing ranks that are named one by one
-#: A run's passes, modules and ranks meet in most of their combinations; records of a run that lacks
-#: far more of them than it has are not of one run.
+NAMED = 16  #: missing ranks that are listed one by one
+#: A run has records for most combinations of its passes, modules and ranks. If far more of these
+#: combinations are missing than present, the records do not come from one run.
 DENSE, SMALL = 50, 100_000
 _ENDS = ("limited", "failed", "dropped")  #: events after which a rank wrote no more
 #: Arguments that leave some of the schedule out on purpose, and their values that leave out none.
@@ -113,7 +113,7 @@ class _Run:
 
 
 def _rank_of(event: Mapping[str, Any]) -> int:
-    """Return the rank that wrote an event; 0 where the event does not say it."""
+    """Return the rank that wrote an event; 0 if the event does not name one."""
     place = event.get("rank")
     rank = place.get("world", 0) if isinstance(place, dict) else 0
     return rank if type(rank) is int else 0
@@ -209,9 +209,9 @@ def _against_card(run: _Run) -> Iterator[Finding]:
 
 
 def _without(count: int, present: Iterable[Any]) -> list[tuple[int, int]]:
-    """Return the numbers from 0 on, `count` of them, that are not present, as first and last.
+    """Return the numbers below `count` that are not present, as ranges (first, last).
 
-    A file may name any number of layers or ranks, so that nothing is listed one by one.
+    Ranges stay short even if a damaged file claims a huge number of layers or ranks.
     """
     gaps, low = [], 0
     for number in sorted({int(each) for each in present if 0 <= int(each) < count}):
@@ -229,7 +229,8 @@ def _ranks(run: _Run) -> Iterator[Finding]:
     stage = int(first["world_size"]) // int(first["pp_size"])
     present = {int(rank) for rank in run.records["rank"].unique()}
     if stage < 1:
-        text = f"its records say {first['world_size']} ranks in {first['pp_size']} pipeline stages"
+        ranks, stages = first["world_size"], first["pp_size"]
+        text = f"its records claim {ranks} ranks in {stages} pipeline stages"
         yield Finding("rank", run.where, text)
         return
     for pp in sorted({rank // stage for rank in present}):
@@ -240,7 +241,7 @@ def _ranks(run: _Run) -> Iterator[Finding]:
         for rank in lost:
             yield Finding("rank", f"{run.where}, rank {rank}", text, note=run.early)
         if more := sum(high - low + 1 for low, high in gaps) - len(lost):
-            where = f"{run.where}, {more} further ranks up to {gaps[-1][1]}"
+            where = f"{run.where}, {more} more ranks up to rank {gaps[-1][1]}"
             yield Finding("rank", where, text, note=run.early)
 
 
@@ -258,7 +259,7 @@ def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
     if expected_places > DENSE * len(records) + SMALL:
         text = (
             f"{len(records)} records name {len(passes)} passes and {len(ranks)} modules, too many "
-            "to be of one run: what is missing is not listed"
+            "for one run: missing records are not listed"
         )
         yield Finding("missing", run.where, text)
         return

@@ -36,7 +36,7 @@ _LETTER = re.compile(
     r"(?P<letter>\w+)(\[(?P<group>\w+)((?P<zigzag>:zigzag)|:(?P<copies>[1-9]\d*))?\])?"
 )
 _PARTIAL = re.compile(r"partial\[(\w+(?:,\w+)*)(:[1-9]\d*)?\]")
-NAMED = 8  #: missing shards that a message names
+NAMED = 8  #: number of missing shards that a message lists
 _EXPERT = r"\blocal_experts\.\d+\b"
 
 
@@ -155,7 +155,7 @@ def _size(records: pd.DataFrame, group: str, of_tensor: str) -> int:
 def _check_complete(
     cells: dict[tuple[int, ...], list[Any]], cuts: Sequence[Cut], sizes: list[int], of_tensor: str
 ) -> None:
-    # a record may name any size: only the first missing places are looked for
+    # a damaged record may claim any size: search for the first missing places only
     most = len(cells) + NAMED + 1
     wanted = itertools.product(*(range(min(size, most)) for size in sizes))
     gaps = list(itertools.islice((place for place in wanted if place not in cells), NAMED + 1))
@@ -166,7 +166,7 @@ def _check_complete(
         ]
         raise ValueError(
             f"{of_tensor}: {math.prod(sizes) - len(cells)} of {math.prod(sizes)} shards are "
-            f"missing, of ranks {'; '.join(named[:NAMED])}; copy the missing files into the "
+            f"missing, from ranks {'; '.join(named[:NAMED])}; copy the missing files into the "
             "folder, or load single shards with load(record)"
         )
 

@@ -170,15 +170,15 @@ def _cache(named: str | None, folder: Path) -> Path | None:
         check_place(cache)
         cache.mkdir(exist_ok=True)
         probe = cache / f"write_test_{os.getpid()}.partial"
-        with probe.open("xb"):  # never through a link
+        with probe.open("xb"):  # mode x never follows a link
             pass
         probe.unlink()
     except ForeignCacheError as error:
-        print(f"[WARNING] {error} (--cache); results are not kept", file=sys.stderr)
+        print(f"[WARNING] {error} (--cache); results are not cached", file=sys.stderr)
         return None
     except OSError:
         where = shown(folder)
-        print(f"[NOTE] {where} cannot be written: results are not kept (--cache names a folder)",
+        print(f"[NOTE] {where} is not writable: results are not cached (--cache names a folder)",
               file=sys.stderr)  # fmt: skip
         return None
     return cache

@@ -224,13 +224,13 @@ def _check_one(frame: pd.DataFrame) -> None:
     if several := [name for name in IDENTITY if frame[name].nunique(dropna=False) > 1]:
         ways = ", ".join(_choice(name, list(frame[name].unique())) for name in several)
         raise ValueError(
-            f"{len(frame)} records match, of more than one tensor; give {ways}, or one of the "
+            f"{len(frame)} records of more than one tensor match; give {ways}, or one of the "
             "records (table.iloc[0])"
         )
 
 
 def _choice(name: str, values: list[Any]) -> str:
-    """A condition with each of the values that it can have, as in `iteration=1 or 2`."""
+    """Return a selection with its possible values, as in `iteration=1 or 2`."""
     shown = [repr(value) if isinstance(value, str) else str(value) for value in values[:6]]
     more = f" or {len(values) - 6} more" if len(values) > 6 else ""
     return f"{name.removesuffix('_idx')}={' or '.join(shown)}{more}"

@@ -1,9 +1,9 @@
 """Check the archive of a `.pt` file before torch reads it.
 
-`torch.load(weights_only=True)` runs no code, but it unpacks compressed members into memory, builds
-tensors of kinds that no reader of a dump takes (nested, sparse, quantized, subclasses), and spends
-minutes on a pickle of millions of objects. What torch.save writes for one tensor is small and
-uncompressed, so everything else is refused by name before it costs anything.
+`torch.load(weights_only=True)` runs no code. But it unpacks compressed members into memory, spends
+minutes on a pickle of millions of objects, and builds kinds of tensors that no reader of a dump
+accepts (nested, sparse, quantized, subclasses). An archive that torch.save writes for one tensor is
+uncompressed and has a small pickle, so any other archive is refused before it costs anything.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ import torch
 
 from megatron.bounded_files import open_regular
 
-PICKLE_LIMIT = 1 << 20  #: bytes; the pickle of a tensor and its metadata has some 2,000
-MEMBER_LIMIT = 1000  #: an archive of one tensor has 7
-DIRECTORY_LIMIT = 1 << 20  #: bytes of the archive's directory
+PICKLE_LIMIT = 1 << 20  #: in bytes; the pickle of a tensor and its metadata has some 2,000
+MEMBER_LIMIT = 1000  #: members; an archive of one tensor has 7
+DIRECTORY_LIMIT = 1 << 20  #: size of the archive's directory in bytes
 
-_TAIL = (1 << 16) + 22  #: bytes at the end of an archive that can hold its end record
+_TAIL = (1 << 16) + 22  #: bytes at the end of an archive in which its end record must lie
 _END, _END64, _LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
-_FOREIGN = "no archive of torch.save: corrupt, cut short, or of another program"
-_CODE = "it holds other things than tensors and plain values; loading it could run code"
-#: Builders of tensors that have values of their own in plain memory.
+_FOREIGN = "not an archive of torch.save: corrupt, truncated, or written by another program"
+_CODE = "it holds objects other than tensors and plain values; loading them could run code"
+#: Functions that rebuild dense tensors with values in plain memory.
 _PLAIN = frozenset({
     "torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2",
     "torch._utils._rebuild_tensor_v3", "torch._utils._rebuild_parameter",
     "collections.OrderedDict", "torch.Size", "torch.device",
     "torch.storage.UntypedStorage", "torch.storage.TypedStorage",
 })  # fmt: skip
-#: Builders of other tensors that torch would read.
+#: Functions that rebuild other kinds of tensors, which torch would accept.
 _OTHER = ("torch._utils._rebuild", "torch._tensor._rebuild", "torch.serialization._get_layout",
           "torch.nested.", "torch.per_")  # fmt: skip
 
 
 class ArchiveError(ValueError):
-    """An archive that is not read; the message says why and names no file."""
+    """An archive that is refused; the message says why, without the file's name."""
 
 
 def check_archive(path: Path) -> None:
-    """Refuse what is no plain archive of torch.save.
+    """Refuse a file that is not a plain archive of torch.save.
 
     Raises:
-        ArchiveError: says why.
-        FileNotFoundError, UnusableFileError: as of `open_regular`.
+        ArchiveError: if it is not; the message says why.
+        FileNotFoundError, UnusableFileError: raised by `open_regular`.
     """
     with open_regular(path) as file:
         size = file.seek(0, 2)
@@ -65,7 +65,7 @@ def check_archive(path: Path) -> None:
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """Refuse a directory so large that listing it would take long; Python reads all of it."""
+    """Refuse an archive with a huge directory, all of which Python would read into memory."""
     file.seek(max(size - _TAIL, 0))
     tail = file.read(_TAIL)
     at = tail.rfind(_END)
@@ -76,17 +76,16 @@ def _check_directory(file: BinaryIO, size: int) -> None:
         members, length = struct.unpack_from("<QQ", tail, at - 76 + 32)
     if members > MEMBER_LIMIT or length > DIRECTORY_LIMIT:
         raise ArchiveError(
-            f"an archive of {members} members, which is no file of one tensor (at most "
-            f"{MEMBER_LIMIT})"
+            f"an archive of {members} members; a file with one tensor has at most {MEMBER_LIMIT}"
         )
 
 
 def _check_members(members: list[zipfile.ZipInfo], size: int) -> None:
     for member in members:
         if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-            raise ArchiveError("its members are compressed, which those of torch.save never are")
+            raise ArchiveError("it has compressed members, which torch.save never writes")
         if member.header_offset + member.file_size > size:
-            raise ArchiveError("corrupt or cut short: a member reaches beyond the end of the file")
+            raise ArchiveError("corrupt or truncated: a member extends beyond the end of the file")
 
 
 def _pickle_of(archive: zipfile.ZipFile) -> bytes:
@@ -97,34 +96,34 @@ def _pickle_of(archive: zipfile.ZipFile) -> bytes:
         raise ArchiveError(_FOREIGN)
     if pickles[0].file_size > PICKLE_LIMIT:
         raise ArchiveError(
-            f"its pickle has {pickles[0].file_size} bytes, which is no tensor with metadata (at "
-            f"most {PICKLE_LIMIT})"
+            f"its pickle has {pickles[0].file_size} bytes; that of a tensor with metadata has at "
+            f"most {PICKLE_LIMIT}"
         )
     return archive.read(pickles[0])
 
 
 def _check_globals(pickled: bytes) -> None:
-    """Refuse a pickle that names other classes and functions than a plain tensor needs."""
+    """Refuse a pickle that names classes or functions that a plain tensor does not need."""
     try:
         named = [
             str(argument).replace(" ", ".", 1)
             for code, argument, _ in pickletools.genops(pickled)
             if code.name in ("GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4")
         ]
-    except Exception as error:  # a damaged pickle can raise nearly anything
+    except Exception as error:  # a damaged pickle can raise almost any exception
         raise ArchiveError(
-            f"corrupt or cut short: its pickle ends in {type(error).__name__}"
+            f"corrupt or truncated: reading its pickle raises {type(error).__name__}"
         ) from None
     for name in named:
         if name in _PLAIN or _is_of_torch(name):
             continue
         if name.startswith(_OTHER):
-            raise ArchiveError(f"holds no plain dense tensor ({name.rpartition('.')[2]})")
+            raise ArchiveError(f"does not hold a plain dense tensor ({name.rpartition('.')[2]})")
         raise ArchiveError(_CODE)
 
 
 def _is_of_torch(name: str) -> bool:
-    """Whether a name is that of a dtype, or of the storage of one."""
+    """Return whether a name is that of a torch dtype or storage class."""
     module, _, own = name.rpartition(".")
     if module != "torch":
         return False

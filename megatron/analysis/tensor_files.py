@@ -14,12 +14,12 @@ from torch import Tensor
 from megatron.analysis.tensor_archive import ArchiveError, check_archive
 from megatron.bounded_files import UnusableFileError, printable, read_json
 
-PATH_LIMIT = 4096  #: characters of a path in a message
-WHY_LIMIT = 1000  #: characters of a reason
-TEXT_LIMIT = 20_000  #: characters of one text in a run card
-DIMENSIONS = 16  #: most that a tensor may have; NumPy takes 64, and a matmul's operand has 2 to 4
-EMPTY_SIZES = 1 << 24  #: most that the sizes of a tensor without values may multiply to
-#: What the values of a dump can be; statistics and checks know no others.
+PATH_LIMIT = 4096  #: longest path in a message, in characters
+WHY_LIMIT = 1000  #: longest reason in a message, in characters
+TEXT_LIMIT = 20_000  #: longest text in a run card, in characters
+DIMENSIONS = 16  #: most dimensions of a tensor; NumPy takes 64, and a matmul's operand has 2 to 4
+EMPTY_SIZES = 1 << 24  #: largest product of the nonzero sizes of a tensor without values
+#: Dtypes that a dump may contain; statistics and checks support no others.
 DTYPES = frozenset({
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
     torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -75,21 +75,21 @@ def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
 def _unusable(tensor: Tensor) -> str:
     """Return why a tensor cannot be measured in the memory that its file takes; empty if it can."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
-        return f"holds no plain dense tensor (a {type(tensor).__name__})"
+        return f"does not hold a plain dense tensor (but a {type(tensor).__name__})"
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        return f"holds no plain dense tensor ({tensor.layout}, {tensor.dtype})"
+        return f"does not hold a plain dense tensor ({tensor.layout}, {tensor.dtype})"
     if tensor.is_neg() or tensor.is_conj():
         return "holds a negated or conjugated view; save a copy (resolve_neg, resolve_conj)"
     if tensor.is_complex():
         return f"complex values ({tensor.dtype}) have no order; nothing is computed"
     if tensor.dtype not in DTYPES:
-        return f"holds values of {tensor.dtype}, which no reader here knows"
+        return f"holds values of {tensor.dtype}, which is not supported"
     if tensor.dim() > DIMENSIONS:
         return f"holds a tensor of {tensor.dim()} dimensions; at most {DIMENSIONS} are read"
     if not tensor.numel():
         sizes = math.prod(max(size, 1) for size in tensor.shape)
         shape = list(tensor.shape)
-        return "" if sizes <= EMPTY_SIZES else f"has no values, but the shape {shape}"
+        return "" if sizes <= EMPTY_SIZES else f"has no values, but a shape of {shape}"
     stored = tensor.untyped_storage().nbytes() // tensor.element_size()
     if tensor.numel() > stored:
         return f"claims {tensor.numel()} values ({list(tensor.shape)}), but stores {stored}"
@@ -109,42 +109,42 @@ def read_payload(path: Path) -> Any:
         raise UnreadableTensorError(path, error.why) from None
     except ArchiveError as error:
         raise UnreadableTensorError(path, str(error)) from None
-    except Exception as error:  # a damaged archive or pickle can raise nearly anything
+    except Exception as error:  # a damaged archive or pickle can raise almost any exception
         why = reason(error)
-        prefix = "" if isinstance(error, OSError) else "corrupt or cut short: "
+        prefix = "" if isinstance(error, OSError) else "corrupt or truncated: "
         raise UnreadableTensorError(path, prefix + why) from None
 
 
-#: What a reader expects of a run card; any field may be missing or null.
+#: Types of the fields of a run card that readers use; any field may be missing or null.
 _CARD = {
     "arguments": dict, "quantization": list, "ranks": list, "status": str, "iterations": int,
 }  # fmt: skip
-_PARTS = {"quantization": dict, "ranks": dict}  #: of what the lists are
+_PARTS = {"quantization": dict, "ranks": dict}  #: types of the items of lists
 
 
 def read_run_card(path: Path) -> dict[str, Any]:
-    """Return the content of a run card, its texts in printable form.
+    """Return the content of a run card, with all texts in printable form.
 
     Raises:
-        ValueError: it cannot be read, or is none.
+        ValueError: if the file cannot be read, or is not a run card.
     """
     try:
         card = read_json(path)
     except UnusableFileError as error:
-        raise ValueError(f"the run card is not read ({error.why})") from None
+        raise ValueError(f"the run card cannot be read ({error.why})") from None
     except OSError as error:
-        raise ValueError(f"the run card is not read ({reason(error)})") from None
+        raise ValueError(f"the run card cannot be read ({reason(error)})") from None
     if not isinstance(card, dict):
-        raise ValueError(f"a JSON {type(card).__name__}, no run card")
+        raise ValueError(f"not a run card: it holds a JSON {type(card).__name__}, not an object")
     for name, kind in _CARD.items():
         value = card.get(name)
         if value is not None and type(value) is not kind:
             found = type(value).__name__
-            raise ValueError(f"no run card: its {name} are a {found}, no {kind.__name__}")
+            raise ValueError(f"not a run card: {name} has type {found}, not {kind.__name__}")
     for name, kind in _PARTS.items():
         if wrong := [part for part in card.get(name) or [] if type(part) is not kind]:
             found = type(wrong[0]).__name__
-            raise ValueError(f"no run card: its {name} have a {found}, no {kind.__name__}")
+            raise ValueError(f"not a run card: {name} holds a {found}, not a {kind.__name__}")
     escaped: dict[str, Any] = in_printable_form(card)
     return escaped
 
@@ -152,8 +152,8 @@ def read_run_card(path: Path) -> dict[str, Any]:
 def in_printable_form(value: Any) -> Any:
     """Return a JSON value in which every text is on one line and safe to print.
 
-    Run cards and events of an index reach logs, figures and pages by many ways, so that their texts
-    are escaped here once, and by all of these ways they are harmless.
+    Run cards and index events reach logs, figures and pages through many paths. Escaping their
+    texts here, once, makes them harmless in all of these.
     """
     if isinstance(value, str):
         return value if value.isprintable() and len(value) <= TEXT_LIMIT else printable(
@@ -165,7 +165,7 @@ def in_printable_form(value: Any) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """Return an exception in one line, for a person."""
+    """Return the message of an exception on one line."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     text = str(error).strip()

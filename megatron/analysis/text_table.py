@@ -1,8 +1,8 @@
-"""Text for people: columns below each other, and nothing in them that drives a terminal.
+"""Aligned text tables, and escaping of text from files before it is shown.
 
-Whatever comes from a file (names, metadata, messages that quote them) goes through `shown` or
-`printable_lines` before it is printed, drawn or written to a page: a newline in a module name could
-forge a line such as "0 error(s)", an escape sequence could hide one.
+All text from a file (names, metadata, messages that quote them) must be passed through `shown` or
+`printable_lines` before it is printed, drawn or written to a page. A newline in a module name could
+otherwise forge a line such as "0 error(s)", and an escape sequence could hide one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megatron.bounded_files import printable
 
-LIMIT = 4096  #: characters of one name or message; paths have as many at most
+LIMIT = 4096  #: longest name or message in characters; also the longest path on Linux
 _FORMULA = ("=", "+", "-", "@")
 
 
@@ -22,7 +22,7 @@ def shown(value: object) -> str:
 
 
 def printable_lines(text: object) -> str:
-    """Return text of several lines, each as `shown` returns it, but of any length."""
+    """Return a text with each of its lines escaped as by `shown`, without a limit of length."""
     return "\n".join(
         line if line.isprintable() else printable(line, limit=len(line))
         for line in str(text).split("\n")
@@ -30,7 +30,7 @@ def printable_lines(text: object) -> str:
 
 
 def csv_cell(value: str) -> str:
-    """Return a text for a CSV file: a spreadsheet would compute one that begins with `=`."""
+    """Return a text that a spreadsheet does not take for a formula: `'` precedes a leading `=`."""
     text = shown(value)
     return f"'{text}" if text.startswith(_FORMULA) else text
 

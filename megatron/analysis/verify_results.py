@@ -134,12 +134,12 @@ class Results:
             yield from ((row, reason) for row in results.itertuples())
 
 
-#: What torch raises for operands that do not fit together, and reading for damaged files.
+#: Exceptions that torch raises for operands of incompatible shapes, and reading for damaged files.
 _IMPOSSIBLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, MemoryError)
 
 
 def _impossible(error: Exception) -> Outcome:
-    """Return the outcome of a pass whose tensors cannot be those of one matmul."""
+    """Return the outcome of a pass whose tensors do not belong to one matmul."""
     why = str(error).strip().partition("\n")[0]
     text = f"its pass cannot be recomputed ({type(error).__name__}: {why})"
     return Outcome(exact=False, excess=math.inf, text=text)

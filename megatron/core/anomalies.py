@@ -1,24 +1,24 @@
-"""Finds loss spikes: a loss or a gradient norm that is not finite, or one that jumps.
+"""Detect loss spikes: a loss or a gradient norm that is not finite, or that jumps.
 
-The rule, for each of the two numbers by itself:
+The rule applies to each of the two numbers separately:
 
 1. A value is compared with a level: the median of the last 32 usual values or of the last 5,
-   whichever is lower. The short one follows a loss that falls, the long one a level that creeps up.
-2. A value jumps if it exceeds the level by more than the factor allows: 1.25 for the loss, 100 for
-   the gradient norm, which reaches 44 in ordinary runs with small batches. With fewer than 8 usual
-   values behind it the excess must be larger, 8/n times after n values, because the start of a run
-   is rough: a loss needs 3 times the level after one iteration, 2 after two, 1.5 after four.
-3. It must also exceed the level by 12 times the noise: from one usual value to the next, the mean
-   rise or the mean fall, whichever is smaller, because a trend has only one of them. The noise is
-   taken from all usual values or from the last 8 steps, whichever is larger.
-4. An unusual value never enters the medians. 32 unusual values in a row that are finite are the
-   new level.
+   whichever is lower. The short median follows a loss that falls. The long median keeps the level
+   from creeping up with a slow rise.
+2. A value jumps if it is above a multiple of the level: 1.25 for the loss, 100 for the gradient
+   norm, which reaches 44 in ordinary runs with small batches. The start of a run is rough, so after
+   n < 8 usual values the excess over the level must be 8/n times as large. A loss must then be 3
+   times the level after one iteration, 2 times after two, and 1.5 times after four.
+3. A jump must also exceed the level by 12 times the noise. The noise is the mean rise or the mean
+   fall from one usual value to the next, whichever is smaller, because a trend has only one of
+   them. It is computed over all usual values and over the last 8 steps, and the larger one counts.
+4. An unusual value never enters the medians. After 32 finite unusual values in a row, these become
+   the new usual values.
 
-Falling is never unusual. A value of exactly zero comes from a batch in which no token counts: it is
-neither judged nor learned. For negative values the excess is measured by the level's magnitude.
+A falling value is never unusual. A value of exactly zero comes from a batch in which no token
+counts: it is ignored. For negative values the excess is relative to the level's magnitude.
 
-What is looked at is the same on every rank, so that all of them find the same without asking each
-other.
+The inputs are the same on every rank, so all ranks reach the same result without communication.
 """
 
 import math
@@ -31,17 +31,17 @@ from typing import Any
 
 WINDOW = 32  #: usual values of the long median; also how long a new level must last
 RECENT = 5  #: usual values of the short median
-ENOUGH = 8  #: usual values from which on the factor holds as it is given
-NOISE = 12  #: times the noise that a jump must exceed the level by
+ENOUGH = 8  #: usual values after which the excess is no longer increased
+NOISE = 12  #: a jump must exceed the level by this multiple of the noise
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
 
-Levels = dict[str, list[float]]  #: the last usual values, oldest first, by what they are
+Levels = dict[str, list[float]]  #: the last usual values by LOSS and GRAD_NORM, oldest first
 
 
 @dataclass(frozen=True, slots=True)
 class Jumps:
-    """The factor by which a value may exceed its level; 0: jumps of it are not looked for."""
+    """The multiples of the level above which a value jumps; 0 disables the check."""
 
     loss: float = 1.25
     grad_norm: float = 100.0
@@ -71,10 +71,10 @@ class Jumps:
 
 
 def checked_levels(stored: Any) -> Levels:
-    """Return the levels that a checkpoint holds.
+    """Return the levels stored in a checkpoint, after checking their types.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: if the checkpoint holds something else.
     """
     valid = isinstance(stored, dict) and all(
         name in (LOSS, GRAD_NORM)
@@ -91,7 +91,7 @@ def checked_levels(stored: Any) -> Levels:
 
 
 class _Watched:
-    """One number of a run: its usual values, and the unusual ones since the last of them."""
+    """A watched number: its usual values, and the unusual values since the last usual one."""
 
     def __init__(self, name: str, factor: float, usual: Sequence[float]):
         self.name, self._factor = name, factor
@@ -99,7 +99,7 @@ class _Watched:
         self._unusual: deque[float] = deque(maxlen=WINDOW)
 
     def judge(self, value: float) -> str | None:
-        """Return why a value is unusual, or None; learn it if it is usual."""
+        """Return why a value is unusual; None if it is usual, which also records it."""
         if not math.isfinite(value):
             self._unusual.clear()
             return f"{self.name} {value}"
@@ -142,7 +142,7 @@ class _Watched:
 
 
 def _noise(steps: list[float]) -> float:
-    """Return the mean rise or the mean fall, whichever is smaller: a trend is no noise."""
+    """Return the mean rise or the mean fall, whichever is smaller: a trend has only one of them."""
     if not steps:
         return 0.0
     rise, fall = (statistics.fmean(max(sign * step, 0.0) for step in steps) for sign in (1, -1))
@@ -153,7 +153,7 @@ class Anomalies:
     """Tells when things get unusual, once each time that they do."""
 
     def __init__(self, jumps: Jumps, levels: Mapping[str, Sequence[float]] | None = None):
-        """Begin with the values of a run that is resumed, or with none."""
+        """Start with the usual values of a resumed run, or with none."""
         levels = levels or {}
         self._watched = [
             _Watched(LOSS, jumps.loss, levels.get(LOSS, ())),
@@ -163,16 +163,16 @@ class Anomalies:
 
     @property
     def levels(self) -> Levels:
-        """The last usual values, for a run that goes on from here."""
+        """The last usual values, as a checkpoint stores them for a resumed run."""
         return {watched.name: list(watched.usual) for watched in self._watched}
 
     def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:
-        """Return what is unusual about an iteration, if the one before was not; otherwise None.
+        """Return what is unusual about an iteration; None if it is usual or the last was unusual.
 
         Args:
-            iteration: for the message.
-            loss: None: not known.
-            grad_norm: the same.
+            iteration: its number, for the message.
+            loss: its loss, or None if it is unknown.
+            grad_norm: its gradient norm, or None if it is unknown.
         """
         reasons = [
             why

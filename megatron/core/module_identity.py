@@ -97,7 +97,7 @@ def _with_global_expert(name: str, first: int) -> str:
 
 
 def unwrapped(name: str) -> str:
-    """Return a module's name without the prefixes of wrappers, as of DDP: `module.module.`."""
+    """Return a module's name without the prefixes `module.` that wrappers such as DDP add."""
     return re.sub(r"^(module\.)+", "", name)
 
 

@@ -83,7 +83,7 @@ class Ring:
     """One rank's ring."""
 
     def __init__(self, settings: RingSettings, levels: Levels | None = None):
-        """Begin empty, with the usual losses and gradient norms of a run that is resumed."""
+        """Start empty, with the usual losses and gradient norms of a resumed run, or with none."""
         self.settings = settings
         self.kept = 0  #: events
         self._shortened = False  #: memory had no room for all iterations

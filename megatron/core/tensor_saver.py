@@ -74,7 +74,7 @@ def configure(
         model: this rank's pipeline stages, so that a selection of modules that it does not have is
             refused here; else that happens when training starts.
         plan: write nothing, and count what would have been; see `collection_plan`.
-        levels: usual losses and gradient norms before `iteration`, as `Anomalies.levels` has them.
+        levels: usual losses and gradient norms before `iteration`, from `Anomalies.levels`.
         flags: `collect_layers` and so on, see `Selection.parse`, `Limits.parse`,
             `RingSettings.parse` and `FlagFile.parse`.
 

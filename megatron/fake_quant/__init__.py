@@ -4,7 +4,7 @@ The core knows numbers only, no model and no layer. To read it, start with `form
 formats are) and `names.py` (what users call them), then `reference.py` (how a tensor is taken apart
 into elements and scales, in plain torch operations) with `element.py`, `block.py`, `nvfp4.py`,
 `hifloat8.py` and `hifloat4.py`, then `quantize.py` (the entry point). `fused/` does the same
-faster; `packing.py` gives the codes and scales themselves. `operators.py` makes all of it known to
+faster; `packing.py` gives the codes and scales themselves. `operators.py` registers all of it with
 torch.compile, torch.export and torch.func.
 """
 

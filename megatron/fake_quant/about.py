@@ -177,16 +177,16 @@ def _overflow(element: Element, largest: float) -> str:
 
 
 def _hybrid_overflow(fmt: Format) -> list[Line]:
-    """Say which source is followed where those of hybrid rounding to Inf disagree."""
+    """Describe which source is followed, because sources on hybrid rounding to Inf disagree."""
     if fmt.rounding != "hybrid" or grid.saturates(fmt.element):
         return []
     return [
         (
             "",
-            "The sources disagree from 32768 to 49152. Followed here is the code of Huawei's "
-            "golden data: Inf from 40960 on, and below it the value's own low bits decide between "
-            "32768 and Inf. The paper's rule for these bits, read literally, can keep 32768 up to "
-            "49152; another of Huawei's emulations keeps 32768 up to 40960.",
+            "The sources disagree from 32768 to 49152. This format follows the code that made "
+            "Huawei's golden data: Inf from 40960 on; below it, the value's own low bits decide "
+            "between 32768 and Inf. The paper's rule for these bits, read literally, can keep "
+            "32768 up to 49152. Another of Huawei's emulations keeps 32768 up to 40960.",
         )
     ]
 

@@ -1,4 +1,4 @@
-"""A format as a string, and back: how a `Format` travels through a graph of operators.
+"""Convert a format to a string and back, so that a graph of operators can carry a `Format`.
 
 Operators of `torch.library` take tensors, numbers and strings. A format that `get_format` knows is
 written as its name. Any other one, built from `Format` itself, is written as JSON with all of its
@@ -42,13 +42,13 @@ _CLASSES = {part.__name__: part for part in _FIELDS}
 def to_text(fmt: Format) -> str:
     """Return a string from which `from_text` makes an equal format.
 
-    Of plain string operations, which torch.compile traces; it cannot trace the json module.
+    Only plain string operations are used, because torch.compile cannot trace the json module.
     """
     try:
         if get_format(fmt.name) == fmt:
             return fmt.name
     except ValueError:
-        pass  # a name of the user's own
+        pass  # a name that the user invented
     parts = f'"element": {_packed(fmt.element)}, "scaling": {_packed(fmt.scaling)}'
     return f'{{"name": {_value(fmt.name)}, "rounding": {_value(fmt.rounding)}, {parts}}}'
 
@@ -58,7 +58,7 @@ def from_text(text: str) -> Format:
     """Return the format that `to_text` wrote.
 
     Raises:
-        ValueError: the text is neither a format's name nor such a description.
+        ValueError: if the text is neither a format's name nor such a description.
     """
     if not text.startswith("{"):
         return get_format(text)
@@ -98,6 +98,6 @@ def _unpacked(fields: dict[str, Any] | None) -> Any:
     if made is Cast:
         dtype = getattr(torch, str(fields["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{fields['dtype']!r} is no dtype")
+            raise TypeError(f"{fields['dtype']!r} is not a dtype")
         return Cast(dtype)
     return made(**fields)

@@ -138,8 +138,8 @@ class GemmFormats:
 class _QuantizedMatmul(torch.autograd.Function):
     """See the module's docstring; `quantized_matmul` is the way in.
 
-    The result is C. A straight-through backward pass takes the quantized operands, which are
-    results as well, because what is kept for it must be an input or a result under `torch.func`.
+    The result is C. A straight-through backward pass needs the quantized operands. They are
+    returned too, because `torch.func` lets a function save only its inputs and results.
     """
 
     generate_vmap_rule = True
@@ -166,7 +166,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         ctx.autocast = _autocast_of(ctx.device)
         kept = list(output[1:])
         ctx.mark_non_differentiable(*kept)
-        ctx.set_materialize_grads(False)  # of operands that are kept: zeros of their size
+        ctx.set_materialize_grads(False)  # allocate no zero gradients for the saved operands
         keep_a, keep_b = call.keeps(whole_MK)
         a_MK = kept.pop(0) if keep_a else a_MK
         ctx.save_for_backward(a_MK, kept.pop(0) if keep_b else b_NK)
@@ -197,7 +197,7 @@ class _QuantizedMatmul(torch.autograd.Function):
 
 
 def _autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
-    """Return whether autocast is on and its dtype, None for a device that has none."""
+    """Return whether autocast is enabled, and its dtype; None for a device without autocast."""
     if not torch.amp.is_autocast_available(device):
         return None
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -224,14 +224,14 @@ class _Call:
         return fake_quantize(x, operand.format, axis=axis, seed=seed)
 
     def keeps(self, whole_MK: Tensor | None) -> tuple[bool, bool]:
-        """Return whether the backward pass takes the forward pass's new A, and its new B."""
+        """Return whether the backward pass needs A, and B, as the forward pass quantized them."""
         formats = self.formats
         changed_a = formats.fprop_a != AS_IT_IS or whole_MK is not None
         through = formats.straight_through
         return through and changed_a, through and formats.fprop_b != AS_IT_IS
 
     def _seed(self, slot: str, x: Tensor, fmt: Format) -> int | Tensor | None:
-        """Return an operand's seed, drawn once for the operand and for its observer."""
+        """Return the seed of an operand, which the operand and its observer share."""
         if fmt.rounding != "stochastic":
             return None
         if self.seed is None:

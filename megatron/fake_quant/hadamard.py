@@ -73,7 +73,7 @@ class Hadamard:
     def apply(self, x: Tensor, axis: int = -1) -> Tensor:
         """Transform `x` (float32, bfloat16 or float16) along `axis`, in a new tensor like it.
 
-        Gradients do not flow through, as in `fake_quantize`.
+        The gradient is zero, as in `fake_quantize`.
 
         Raises:
             ValueError: another dtype, the size does not divide the axis, or it is out of range.
@@ -115,7 +115,7 @@ class Hadamard:
 
 
 def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Tensor:
-    """Transform `x` along an axis that the size divides, by a kernel where there is one."""
+    """Transform `x` along an axis that is a multiple of the size, with a fused kernel if any."""
     matrix = transform.matrix().t() if inverse else transform.matrix()
     factor = float(torch.tensor(1 / math.sqrt(transform.size)))  # rounded to float32
     if x.numel() == 0:
@@ -126,14 +126,14 @@ def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Ten
     matrix = matrix.to(x.device)
     total = blocks[..., :1] * matrix[0]
     for i in range(1, transform.size):
-        total += blocks[..., i : i + 1] * matrix[i]  # the product is exact
+        total += blocks[..., i : i + 1] * matrix[i]  # products with 1 and -1 are exact
     total *= factor
     return store(total.flatten(-2).movedim(-1, axis), torch.empty_like(x))
 
 
 @torch.library.custom_op(f"{operators.NAMESPACE}::rotate", mutates_args=())
 def _rotate(x: Tensor, size: int, signs: str, axis: int, inverse: bool) -> Tensor:
-    """Transform `x`; `axis` counts from the end. See `operators.py`."""
+    """Transform `x` along `axis`, which counts from the end. See `operators.py`."""
     transform = Hadamard(size, signs if signs in ("none", "nvfp4") else int(signs))  # type: ignore[arg-type]
     return _rotated(x, transform, axis, inverse=inverse)
 

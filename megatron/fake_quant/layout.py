@@ -85,7 +85,7 @@ class Layout:
 
     @property
     def from_end(self) -> int:
-        """The axis, counted from the end; 0 of a tensor without dimensions."""
+        """The axis counted from the end, which is negative; 0 for a tensor without dimensions."""
         return self.axis - len(self.shape)
 
     @property

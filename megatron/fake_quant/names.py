@@ -172,7 +172,7 @@ def _canonical(base: Format, fmt: Format) -> str:
 
 def _plain(x: float) -> str:
     """Return all digits of a number, without an exponent: 15, 0.0625."""
-    # Not by the decimal module, which torch.compile cannot trace.
+    # torch.compile cannot trace the decimal module.
     digits, _, exponent = repr(x).partition("e")
     whole, _, fraction = digits.partition(".")
     point = len(whole) + int(exponent or 0)

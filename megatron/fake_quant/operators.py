@@ -2,20 +2,21 @@
 
 A compiled kernel needs the address of real memory. Under `torch.compile`, `torch.export`,
 `make_fx`, `torch.func`, `FakeTensorMode` and for tensor subclasses there is none: torch records or
-transforms the operations instead. There each entry of this package calls one operator, which has
+transforms the operations instead. In these cases each public function of this package calls one
+operator, which has
 
     a fake rule   shape, dtype and strides of the result, for tracing; nothing is computed
     a vmap rule   one call with one more batch dimension, and never a loop in a graph
     a gradient    of zero, as in eager mode: rounding is a constant wherever it has a derivative
 
-and whose implementation is what eager mode runs, so that the bits are the same. Eager mode itself
-calls the kernels directly (see `is_direct`): the dispatch of an operator costs more than some of
-them.
+An operator's implementation is the code that eager mode runs, so the bits are the same. Eager mode
+calls the kernels directly (see `is_direct`), because dispatching an operator takes longer than some
+of the kernels.
 
-`batch` is the number of leading dimensions that `vmap` has added. Samples are quantized as a loop
-over them would do it: each has its own tensor scale, and random bits by the place within a sample.
-`seeds` is int64 with one seed per sample, or None for formats that draw nothing. Axes are counted
-from the end, so that batch dimensions do not move them.
+`batch` is the number of leading dimensions that `vmap` has added. The result is that of a loop over
+the samples: each has its own tensor scale, and its random bits depend on the place within the
+sample. `seeds` is int64 with one seed per sample, or None for formats that draw nothing. Axes are
+counted from the end, so that batch dimensions do not shift them.
 """
 
 from collections.abc import Sequence
@@ -44,11 +45,11 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_direct(x: Tensor) -> bool:
-    """Return whether `x` is a plain tensor and nothing traces or transforms what is done to it.
+    """Return whether `x` is a plain tensor and no tracer or transform is active.
 
-    Costs less than a microsecond. What it asks, in this order: whether Dynamo traces; whether the
-    tensor has a class of its own (FakeTensor, DTensor); whether a transform of `torch.func` or a
-    dispatch mode (FakeTensorMode, make_fx, selective checkpointing) is active; whether
+    The call takes less than a microsecond. It checks, in this order: whether Dynamo traces; whether
+    the tensor has a class of its own (FakeTensor, DTensor); whether a transform of `torch.func` or
+    a dispatch mode (FakeTensorMode, make_fx, selective checkpointing) is active; whether
     `torch.jit.trace` records; whether the tensor is a lazy negation or has no memory (meta).
     """
     if torch.compiler.is_compiling() or type(x) not in _PLAIN:
@@ -56,12 +57,12 @@ def is_direct(x: Tensor) -> bool:
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return False
     if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
-        return False  # make_fx and export before dispatch, which keep their modes elsewhere
+        return False  # make_fx and export before dispatch keep their modes in another stack
     return not (torch._C._get_tracing_state() or x.is_neg() or x.is_meta)
 
 
 def compute(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Tensor:
-    """Quantize and dequantize a tensor that is not empty, by the fastest kernel there is."""
+    """Quantize and dequantize a non-empty tensor with the fastest available kernel."""
     return (fused.find(x, fmt) or reference.fake_quantize)(x, fmt, layout, seed)
 
 
@@ -69,21 +70,21 @@ def compute(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Tensor:
 
 
 def seed_tensor(seed: int | Tensor) -> Tensor:
-    """Return a seed as operators take it: int64 without dimensions."""
+    """Return a seed in the form that operators take: an int64 tensor without dimensions."""
     if isinstance(seed, Tensor):
         return seed
     return torch.full((), seed, dtype=torch.int64, device="cpu")
 
 
 def drawn(generator: torch.Generator | None) -> Tensor:
-    """Draw a seed; under `vmap` as its `randomness` says: one for all samples, or one for each."""
+    """Draw a seed; under `vmap`, its `randomness` sets whether all samples share one."""
     device = torch.device("cpu") if generator is None else generator.device
     return torch.randint(0, 1 << 62, (), generator=generator, device=device)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::derive_seed", mutates_args=())
 def derive_seed(seed: Tensor, slot: str) -> Tensor:
-    """Return for each seed one that depends on it and on `slot`, see `random_bits.derive_seed`."""
+    """Derive a seed for `slot` from each seed, see `random_bits.derive_seed`."""
     derived = [random_bits.derive_seed(each, slot) for each in seed.flatten().tolist()]
     return torch.tensor(derived, dtype=torch.int64, device=seed.device).view(seed.shape)
 
@@ -115,12 +116,12 @@ def _samples(x: Tensor, seeds: Tensor | None, batch: int) -> list[tuple[Tensor, 
 
 
 def _stacked(parts: Sequence[Tensor], x: Tensor, batch: int) -> Tensor:
-    """Return results of samples in the batch dimensions of `x`."""
+    """Stack the results of the samples along the batch dimensions of `x`."""
     return torch.stack(list(parts)).view(*x.shape[:batch], *parts[0].shape) if batch else parts[0]
 
 
 def _with_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Return `x` with the dimension that `vmap` maps over in front."""
+    """Return `x` with the dimension that `vmap` maps over moved to the front."""
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
@@ -132,7 +133,7 @@ def _checked(x: Tensor, fmt: str, axis: int, batch: int) -> tuple[Format, Layout
 
 
 def constant(ctx: Any, inputs: Any, output: Any) -> None:
-    """Declare what an operator returns a constant for autograd."""
+    """Declare the results of an operator as constants for autograd."""
     ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
 
 
@@ -231,8 +232,9 @@ def dequantize(
     dtype: torch.dtype,
     batch: int,
 ) -> Tensor:
-    """Return the tensor that codes and scales stand for, see `packing.dequantize`; `shape` is that
-    of a sample.
+    """Return the tensor that codes and scales stand for, see `packing.dequantize`.
+
+    `shape` is the shape of one sample.
     """
     known, front = from_text(fmt), tuple(codes.shape[:batch])
     if not batch or not has_whole(known):

@@ -1,6 +1,6 @@
-"""A tensor taken apart into codes and scales: the arithmetic of `packing.py`.
+"""Split a tensor into codes and scales, and join them again: the arithmetic of `packing.py`.
 
-A part that a format does not have is an empty tensor here, because an operator returns tensors.
+A part that a format lacks is an empty tensor here, because an operator can return only tensors.
 """
 
 import math
@@ -21,20 +21,20 @@ Parts: TypeAlias = tuple[Tensor, Tensor, Tensor]  #: codes, block scales, tensor
 
 
 def has_blocks(fmt: Format) -> bool:
-    """Return whether blocks have scales of their own."""
+    """Return whether the format has a scale per block."""
     return fmt.block_size is not None
 
 
 def has_whole(fmt: Format) -> bool:
-    """Return whether the tensor has a scale."""
+    """Return whether the format has a scale for the whole tensor."""
     return isinstance(fmt.scaling, TensorScaling | TwoLevelScaling)
 
 
 def check_values(shape: tuple[int, ...], fmt: Format) -> None:
-    """Refuse a tensor without values, which has no maximum to scale by.
+    """Refuse a tensor without values, which has no maximum from which to compute a scale.
 
     Raises:
-        ValueError: there are none, and the format is not a cast.
+        ValueError: if there are no values, and the format is not a cast.
     """
     if math.prod(shape) == 0 and not isinstance(fmt.element, Cast):
         raise ValueError(
@@ -73,7 +73,7 @@ def unpacked(parts: Parts, fmt: Format, layout: Layout, dtype: torch.dtype) -> T
 
 
 def empty_parts(x: Tensor, fmt: Format, layout: Layout, front: tuple[int, ...]) -> Parts:
-    """Return tensors like those of `packed`, not computed; `front` are batch dimensions."""
+    """Return uninitialized tensors with the shapes of `packed`; `front` is the batch shape."""
     rows, scales = layout.rows_shape, tuple[int, ...]()
     dtype, codes = torch.uint8, rows
     if isinstance(fmt.element, Cast):

@@ -37,7 +37,7 @@ _Parsed = TypeVar("_Parsed")
 TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
 OPERATION_VARIABLES = {op: f"{op.upper()}_QUANT_TYPE" for op in OPERATIONS}
 RECIPE_VARIABLE = "QUANT_RECIPE"
-DEFAULT_SOURCE = "default"  #: of a choice that nothing sets
+DEFAULT_SOURCE = "default"  #: source of a choice that neither flag nor environment nor file sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +256,10 @@ def _recipe(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Reci
 
 
 def canonical_type(name: str) -> str:
-    """Return a quantization type as files and folders spell it: `fa_HiF8` is `FA_hifp8`.
+    """Return the canonical spelling of a quantization type, used in file names: `FA_hifp8`.
 
     Raises:
-        ValueError: there is no such type.
+        ValueError: if there is no such type.
     """
     linear, qk, pv = (Choice(fmt, "") for fmt in parse_type(name).values())
     return Policy(linear, qk, pv).quant_type

@@ -29,12 +29,12 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = ArgumentParser(prog="python -m megatron.fake_quant.policy", description=main.__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check-type", metavar="TYPE", help="print its usual spelling, or exit 2")
+    what.add_argument("--check-type", metavar="TYPE", help="print its canonical name, or exit 2")
     what.add_argument(
         "--set-type",
         action="store_true",
-        help="print the type that environment and settings file set, and where each part is set; "
-        "print nothing if they set none",
+        help="print the type that the environment and the settings file set, and the source of "
+        "each part; print nothing if they set none",
     )
     what.add_argument("--check-recipe", metavar="FILE", help="exit 2 unless FILE is a recipe")
     what.add_argument(

@@ -1,8 +1,8 @@
 """Quantization types: a format's name, and before it where it applies.
 
 `mxfp8` is for all matmuls (linear, QK^T and PV), `linear_mxfp8` for the linear layers, `FA_mxfp8`
-for QK^T, `FA_linear_mxfp8` for both; `bf16` and `none` quantize nothing. A type is
-read in any case.
+for QK^T, `FA_linear_mxfp8` for both; `bf16` and `none` quantize nothing. Upper and lower case are
+not distinguished.
 """
 
 from megatron.console import did_you_mean

@@ -31,8 +31,8 @@ def fake_quantize(
         generator: of the random numbers of stochastic rounding; torch's default one for the CPU if
             None. One number is drawn a call, and each value's random bits follow from that and its
             place in `x`.
-        seed: that number, from 0 to 2^62 - 1, where nothing shall be drawn; also as an int64
-            tensor without dimensions.
+        seed: a number from 0 to 2^62 - 1 to use instead of drawing one; also as an int64 tensor
+            without dimensions.
 
     The arithmetic is done in float32 whatever the dtype of `x`, and the result is then rounded to
     that dtype, to nearest even. For MX formats, HiFloat4 and HiFloat8 without a scale this last
@@ -83,7 +83,7 @@ def seed_for(
 def seeds_for(
     fmt: Format, generator: torch.Generator | None, seed: int | Tensor | None
 ) -> Tensor | None:
-    """Return what `seed_for` does, as a tensor that can be traced."""
+    """Return the seed of `seed_for` as a tensor, which can be traced."""
     if fmt.rounding != "stochastic":
         return None
     return operators.drawn(generator) if seed is None else operators.seed_tensor(seed)

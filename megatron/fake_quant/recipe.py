@@ -38,7 +38,7 @@ from megatron.fake_quant.recipe_yaml import Node, RecipeError, load_yaml
 
 _MATCHER_KEYS = ("config", "type", "pattern", "enabled", "layers", "iterations")
 Interval = tuple[float, float]  #: first and last iteration, from 1; math.inf: without end
-# Longer numbers cannot be meant, and Python refuses to read those of thousands of digits.
+# Longer numbers are mistakes, and Python refuses to parse numbers with thousands of digits.
 _RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?")
 _ENDS = re.compile(r"(first|last) ([0-9]{1,12})")
 _ITERATIONS = re.compile(r"([0-9]{1,12})-([0-9]{0,12})")

@@ -9,12 +9,12 @@ import yaml
 
 from megatron.bounded_files import UnusableFileError, printable, read_text
 
-SIZE_LIMIT = 256 << 10  #: bytes of a file; the parser takes about 2 s for that much
+SIZE_LIMIT = 256 << 10  #: largest file in bytes; parsing it takes about 2 s
 DEPTH_LIMIT = 32
 NODE_LIMIT = 100_000
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
-SCALAR_LIMIT = 10_000  #: characters; a description is the longest value there is
-MESSAGE_LIMIT = 500  #: characters of an error that quotes the file
+SCALAR_LIMIT = 10_000  #: longest value in characters; descriptions are the longest
+MESSAGE_LIMIT = 500  #: longest error message in characters
 
 
 class RecipeError(ValueError):
@@ -37,7 +37,7 @@ class Node:
         yield from self.value.items()
 
     def error(self, message: str) -> RecipeError:
-        """Return the error to raise for what is wrong here, on one line."""
+        """Return a one-line error that names the line of this node."""
         return RecipeError(f"line {self.line}: {printable(message, limit=MESSAGE_LIMIT)}")
 
     def only_keys(self, what: str, accepted: Sequence[str]) -> None:
@@ -72,11 +72,11 @@ class Node:
 
 
 def load_yaml(path: Path) -> Node:
-    """Read a YAML file whose root is a mapping. No tag of the file is ever acted on.
+    """Read a YAML file whose root is a mapping; tags that create Python objects are refused.
 
     Raises:
-        RecipeError: it cannot be read, is no plain YAML, is too large or too deep, or has a key
-            twice.
+        RecipeError: if the file cannot be read, is not plain YAML, is too large, is nested too
+            deeply, or has a duplicate key.
     """
     try:
         text = read_text(path, limit=SIZE_LIMIT)
@@ -94,7 +94,7 @@ def load_yaml(path: Path) -> Node:
 
 
 def _check_depth(text: str) -> None:
-    """Refuse deep nesting, which the composer would follow by recursion."""
+    """Refuse deep nesting, on which the recursive YAML composer would fail."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -107,18 +107,18 @@ def _check_depth(text: str) -> None:
 
 
 def _reason(error: yaml.YAMLError) -> str:
-    """Return what a parser says, on one line."""
+    """Return the message of a parser error on one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     place = "" if mark is None else f"line {mark.line + 1}: "
     return place + printable(problem or error, limit=MESSAGE_LIMIT)
 
 
 class _Builder:
-    """Turns what the YAML parser composed into nodes, however often aliases repeat a part."""
+    """Converter from composed YAML to nodes, which bounds the number of values behind aliases."""
 
     def __init__(self) -> None:
         self._nodes = 0
-        self._open: set[int] = set()  # composed nodes that enclose the one being built
+        self._open: set[int] = set()  # ids of the composed nodes that contain the current one
 
     def node(self, node: yaml.Node, line: int) -> Node:
         self._nodes += 1
@@ -129,9 +129,11 @@ class _Builder:
         if isinstance(node, yaml.ScalarNode):
             return Node(self._scalar(node, line), line)
         if node.tag not in _PLAIN_TAGS:
-            raise RecipeError(f"line {line}: the tag {printable(node.tag)}; remove it")
+            raise RecipeError(
+                f"line {line}: the tag {printable(node.tag)} is not allowed; remove it"
+            )
         if id(node) in self._open:
-            raise RecipeError(f"line {line}: an alias leads back to what it stands in")
+            raise RecipeError(f"line {line}: an alias refers to a value that contains it")
         self._open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
@@ -149,16 +151,15 @@ class _Builder:
             if not key.value.isprintable():
                 raise RecipeError(f"line {line}: the key {printable(key.value)} is not printable")
             if key.value in found:
-                raise RecipeError(
-                    f"line {line}: the key {printable(repr(key.value))} is there twice"
-                )
+                raise RecipeError(f"line {line}: the key {printable(repr(key.value))} occurs twice")
             found[key.value] = self.node(value, line)
         return found
 
     def _scalar(self, node: yaml.ScalarNode, line: int) -> Any:
         if len(node.value) > SCALAR_LIMIT:
             raise RecipeError(
-                f"line {line}: a value of {len(node.value):,} characters; it takes {SCALAR_LIMIT:,}"
+                f"line {line}: a value has {len(node.value):,} characters; at most "
+                f"{SCALAR_LIMIT:,} are allowed"
             )
         try:
             return yaml.SafeLoader("").construct_object(node, deep=True)

@@ -48,7 +48,7 @@ def split(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> tuple[Ten
 
 
 def scale_down(x: Tensor, fmt: Format, layout: Layout) -> tuple[Tensor, Scales]:
-    """Return the float32 values in blocks, in the range of the elements, and the scales."""
+    """Return the values as float32 blocks, scaled to the range of the elements, and the scales."""
     blocks = layout.to_blocks(x.float())
     if fmt.scaling is None:
         return blocks, Scales()
@@ -61,7 +61,7 @@ def scale_down(x: Tensor, fmt: Format, layout: Layout) -> tuple[Tensor, Scales]:
 def round_blocks(
     blocks: Tensor, x: Tensor, fmt: Format, layout: Layout, seed: int | None
 ) -> Tensor:
-    """Round the values that `scale_down` gave for `x` to the elements of `fmt`."""
+    """Round the blocks that `scale_down` returned for `x` to the elements of `fmt`."""
     random = None
     if seed is not None:
         random = layout.to_blocks(random_bits(tuple(x.shape), seed, x.device))

@@ -11,8 +11,9 @@ SETTINGS_FILE = Path(__file__).resolve().parents[2] / ".quant_settings.json"
 
 
 def read_settings(path: Path) -> dict[str, str]:
-    """Read the local settings file: a JSON object with any of the keys linear, qk, pv. Without a
-    file nothing is set.
+    """Read the local settings file, a JSON object with any of the keys linear, qk, pv.
+
+    A missing file sets nothing.
 
     Raises:
         ValueError: the file is not such an object.
@@ -27,6 +28,6 @@ def read_settings(path: Path) -> dict[str, str]:
     if not known or not all(isinstance(value, str) for value in settings.values()):
         raise ValueError(
             f"settings file {path} holds {printable(repr(settings))}; it takes an object with any "
-            f"of the keys {', '.join(OPERATIONS)} and a format's name each; fix or remove it"
+            f"of the keys {', '.join(OPERATIONS)}, each with a format's name; fix or remove it"
         )
     return dict(settings)

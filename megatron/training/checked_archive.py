@@ -2,8 +2,8 @@
 
 torch's own `weights_only=True` runs no code, but it believes what a file claims: a compressed
 member, a storage or a bytearray of a terabyte is allocated, and a tensor of one stored number can
-have a million rows. So the archive must be stored without compression, its pickle may name only
-what checkpoints hold, and every tensor must be backed by bytes of the file.
+have a million rows. The archive must therefore be stored without compression, its pickle may name
+only what checkpoints hold, and every tensor must be backed by bytes of the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STORAGES = {
     "torch.ShortStorage": 2, "torch.CharStorage": 1, "torch.ByteStorage": 1,
     "torch.BoolStorage": 1,
 }  # fmt: skip
-#: What NumPy's arrays are made of, by the names of NumPy 2 and 1.
+#: The function that rebuilds an array, under its names in NumPy 2 and NumPy 1.
 _ARRAY = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
 _PLAIN = {
     _REBUILD, *_STORAGES, *_ARRAY, "numpy.ndarray", "numpy.dtype", "_codecs.encode",
@@ -44,8 +44,8 @@ def load(content: bytes) -> Any:
     """Return what `torch.save` wrote, with tensors on the CPU.
 
     Raises:
-        ValueError: no such archive, a damaged one, or one that holds more than plain values,
-            tensors and NumPy's arrays of numbers.
+        ValueError: if the content is not such an archive, is damaged, or holds more than plain
+            values, tensors and NumPy arrays of numbers.
     """
     stream = io.BytesIO(content)
     check(stream)
@@ -58,9 +58,9 @@ def load(content: bytes) -> Any:
             return torch.load(stream, map_location="cpu", weights_only=True)
     except torch.OutOfMemoryError:
         raise
-    except pickle.UnpicklingError:  # torch's text advises to switch its protection off
+    except pickle.UnpicklingError:  # torch's message recommends disabling weights_only
         raise ValueError("its pickle is not as torch.save writes it") from None
-    except Exception as error:  # a damaged archive can raise nearly anything
+    except Exception as error:  # a damaged archive can raise almost any exception
         why = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"torch cannot read it: {why}") from None
 
@@ -90,36 +90,36 @@ def _is_known(name: str) -> bool:
 
 
 def _classes_of_dtypes() -> list[type]:
-    """The classes of NumPy's types of numbers, which torch wants to be named one by one."""
+    """Return the classes of NumPy's number types, which torch needs to be listed one by one."""
     codes = "i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 b1"
     return [type(np.dtype(code)) for code in codes.split()]
 
 
 def _members(archive: zipfile.ZipFile, size: int) -> dict[str, int]:
-    """Return the bytes of each member, which are in the file as they are.
+    """Return the size in bytes of each member; members are stored uncompressed.
 
     Raises:
-        ValueError: a member is compressed, or they claim more than the file holds.
+        ValueError: if a member is compressed, or the sizes add up to more than the file.
     """
     found: dict[str, int] = {}
     for member in archive.infolist():
         if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
-            raise ValueError("a part of it is compressed or encrypted, as torch.save never does")
+            raise ValueError("it has compressed or encrypted parts, which torch.save never writes")
         if member.filename in found:
             raise ValueError("two of its parts have the same name")
         found[member.filename] = member.file_size
     if sum(found.values()) > size:
         raise ValueError("its parts claim to be larger than the file")
     if sum(name.endswith("/data.pkl") and name.count("/") == 1 for name in found) != 1:
-        raise ValueError("it has no pickle, or several: torch.save did not write it")
+        raise ValueError("it has no pickle or more than one: torch.save did not write it")
     return found
 
 
 def _check_objects(root: Any, storages: dict[str, int]) -> None:
-    """Visit every object once, however often it is used.
+    """Check every object once, no matter how often it is referenced.
 
     Raises:
-        ValueError: an object that is not made as torch and NumPy make it.
+        ValueError: if an object is not built the way torch and NumPy build it.
     """
     prefix = next(iter(storages), "archive/data/0").partition("/")[0]
     seen: set[int] = set()
@@ -162,7 +162,7 @@ def _check_record(record: Record) -> None:
         case _:
             well = False
     if not well:
-        raise UnsafePickleError(f"it makes a {record.kind} as no checkpoint does")
+        raise UnsafePickleError(f"it builds a {record.kind} in a way that no checkpoint does")
 
 
 def _check_tensor(arguments: tuple[Any, ...], prefix: str, storages: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""The types of what a checkpoint says about its run, checked before anything uses them."""
+"""Check the types of the settings and counts in a checkpoint before anything uses them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from megatron.bounded_files import printable
 from megatron.training.optimizer_state import NUMERIC
 
-_LARGEST = (1 << 53) - 1  #: of a count, as far as floats count
+_LARGEST = (1 << 53) - 1  #: largest accepted count: the last integer that a float64 counts to
 _COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_iterations")
-_DEPTH = 4  #: of lists in a setting
+_DEPTH = 4  #: levels of nested lists in a setting
 
 
 def check_common(common: Any) -> dict[str, Any]:
-    """Return the content of `common.pt`, whose parts have the types that training expects.
+    """Return the content of `common.pt` once its parts have the types that training expects.
 
     Content without `progress` comes from another program and is left to the caller.
 
     Raises:
-        ValueError: names the part and what it holds.
+        ValueError: if a part has another type; the message names the part and its value.
     """
     _require(common, "its content", _is_settings, "a dictionary")
     if "progress" not in common:
@@ -43,10 +43,10 @@ def check_common(common: Any) -> dict[str, Any]:
 
 
 def check_groups(groups: list[dict[str, Any]]) -> None:
-    """Refuse numbers of the optimizer that are none; the first step would fail on them.
+    """Refuse optimizer settings that are not finite numbers: the first step would fail on them.
 
     Raises:
-        ValueError: names the number and what it holds.
+        ValueError: if a setting is not a number; the message names it and its value.
     """
     for group in groups:
         for name in NUMERIC:
@@ -67,7 +67,7 @@ def _is_settings(value: Any) -> bool:
 
 
 def _is_settings_or_parts(value: Any) -> bool:
-    """The states of several chained optimizers are numbered."""
+    """Return whether `value` is a dictionary; chained optimizers number their states."""
     return isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value)
 
 
@@ -76,7 +76,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _is_progress(value: Any) -> bool:
-    """The counts are looked at here, the levels of losses in `checked_levels`."""
+    """Return whether the counts are valid; `checked_levels` checks the levels of the losses."""
     return _is_settings(value) and all(_is_count(value.get(name, 0)) for name in _COUNTS)
 
 
@@ -97,7 +97,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_numeric(value: Any) -> bool:
-    """A number, or a few of them (Adam's betas)."""
+    """Return whether `value` is a number or a short list of numbers, such as Adam's betas."""
     if isinstance(value, (list, tuple)):
         return len(value) <= _DEPTH and all(map(_is_number, value))
     return _is_number(value)

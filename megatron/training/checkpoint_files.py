@@ -17,13 +17,13 @@ from megatron.training.report import print_rank_0
 from megatron.training.special_files import refuse_special_files
 
 TRACKER = "latest_checkpointed_iteration.txt"
-COMMON = "common.pt"  #: what is the same on every rank
-INDEX = ".metadata"  #: which file holds which part of which tensor
+COMMON = "common.pt"  #: the state that is the same on every rank
+INDEX = ".metadata"  #: the index: which file holds which part of which tensor
 #: Of a checkpoint that was being written, and of one that was being replaced.
 _ITERATION = re.compile(r"[0-9]{1,15}")
 _FOLDER = re.compile(r"iter_([0-9]{7,15})")
 _TRACKER_LIMIT = 1024  #: bytes
-#: What `metadata.json` says of a checkpoint in the format that is read here.
+#: The content of `metadata.json` in a checkpoint of the one format that is read here.
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -42,7 +42,7 @@ def latest_iteration(directory: str) -> int | None:
     """Return the iteration that the tracker file names; None if there is no such file.
 
     Raises:
-        UserError: the file holds something else.
+        UserError: if the file holds something other than an iteration.
     """
     path = Path(directory, TRACKER)
     advice = "give --ckpt-step with one of the folder's iterations"
@@ -59,7 +59,7 @@ def latest_iteration(directory: str) -> int | None:
 
 
 def iterations_in(directory: str) -> list[int]:
-    """Return the iterations whose folders are there, in order."""
+    """Return the iterations that have a checkpoint folder, in ascending order."""
     if not Path(directory).is_dir():
         return []
     found = (_FOLDER.fullmatch(path.name) for path in Path(directory).iterdir())
@@ -141,7 +141,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 def write_tracker(directory: Path, iteration: int) -> None:
     """Name the latest checkpoint, whose folder is on the disk."""
     partial = directory / f"{TRACKER}.partial"
-    partial.unlink(missing_ok=True)  # a link would be followed, and a FIFO waits for a reader
+    partial.unlink(missing_ok=True)  # writing would follow a link, and block on a FIFO
     partial.write_text(str(iteration), encoding="utf-8")
     to_disk(partial)
     partial.replace(directory / TRACKER)
@@ -200,14 +200,12 @@ def folder_to_load(args: argparse.Namespace) -> Path | None:
         advice = "name another --load"
         if others:
             advice = f"give --ckpt-step with one of {', '.join(others)}"
-        raise UserError(
-            f"{folder} is no complete checkpoint in the torch_dist format: {problem}; {advice}"
-        )
+        raise UserError(f"{folder} is not a complete torch_dist checkpoint: {problem}; {advice}")
     return folder
 
 
 def _problem_in(folder: Path) -> str | None:
-    """Return what keeps a folder from being a checkpoint, or None."""
+    """Return why a folder is not a complete checkpoint; None if it is one."""
     try:
         refuse_special_files(folder)
         for name in (COMMON, INDEX):
@@ -218,5 +216,5 @@ def _problem_in(folder: Path) -> str | None:
     except UnusableFileError as error:
         return str(error)
     if not isinstance(found, dict) or "sharded_backend" not in found or FORMAT | found != FORMAT:
-        return f"{folder / 'metadata.json'} names another format"
+        return f"{folder / 'metadata.json'} describes a different format"
     return None

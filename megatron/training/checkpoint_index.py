@@ -1,7 +1,7 @@
-"""The index of a checkpoint, `.metadata`: which file holds which part of which tensor.
+"""Read the index of a checkpoint, `.metadata`: which file holds which part of which tensor.
 
-torch unpickles the index with everything that it names. Here it is read as data, and only the
-classes of an index are made from it, after every number was checked against the files.
+torch unpickles the index and imports whatever it names. This module reads it as data, checks every
+number against the files, and then builds the classes of an index and no others.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from megatron.training.checkpoint_files import INDEX
 from megatron.training.plain_pickle import Global, Record
 
 INDEX_LIMIT = 1 << 30  #: bytes; 10,000 tensors on 1,000 ranks take a tenth of that
-DIMENSIONS = 64  #: at most, as in torch
+DIMENSIONS = 64  #: the most dimensions of a tensor, as in torch
 _LARGEST = (1 << 63) - 1
 _CLASSES = "torch.distributed.checkpoint."
-#: What an index names besides: dummies of older versions of megatron-core are among it.
+#: All names that an index may contain, including placeholders of older megatron-core versions.
 _KNOWN = re.compile(
     r"torch\.distributed\.checkpoint\.(metadata|filesystem|planner)\.\w+|torch\.Size"
     r"|torch\.(u?int\d+|b?float\d+\w*|bool|complex\d+)|torch\.serialization\._get_layout"
@@ -44,16 +44,17 @@ _KNOWN = re.compile(
 
 
 class DamagedError(ValueError):
-    """A file of a checkpoint that cannot be used; the message names it. Ranks send it to each
-    other, which takes a single argument.
+    """An unusable file of a checkpoint; the message names it.
+
+    Ranks send this error to each other by pickle, which needs a constructor with one argument.
     """
 
 
 def read_index(folder: Path) -> Metadata:
-    """Return the index of a checkpoint, whose files are there and as long as it says.
+    """Return the index of a checkpoint after checking that its files exist and are long enough.
 
     Raises:
-        DamagedError: names the file and says what is wrong with it.
+        DamagedError: if a file cannot be used; the message names the file and the reason.
     """
     path = folder / INDEX
     try:
@@ -74,9 +75,9 @@ def _index(found: Any) -> Metadata:
     state = _state(found, "metadata.Metadata")
     tensors, stored = state.get("state_dict_metadata"), state.get("storage_data")
     if type(tensors) is not dict or type(stored) is not dict:
-        raise ValueError("it lists no tensors and no places of them")
+        raise ValueError("it has no list of tensors, or no list of where they are stored")
     if not all(isinstance(name, str) for name in tensors):
-        raise ValueError("a tensor in it has no name")
+        raise ValueError("the name of a tensor is not a string")
     index = Metadata(
         {name: _entry(name, entry) for name, entry in tensors.items()},
         storage_data=dict(_place(key, place) for key, place in stored.items()),
@@ -86,7 +87,7 @@ def _index(found: Any) -> Metadata:
     for name, entry in index.state_dict_metadata.items():
         for key in _expected(name, entry):
             if key not in index.storage_data:
-                raise ValueError(f"it names no file for {name}")
+                raise ValueError(f"it does not say which file holds {name}")
     return index
 
 
@@ -101,7 +102,7 @@ def _expected(name: str, entry: TensorStorageMetadata | BytesStorageMetadata) ->
 def _state(item: Any, kind: str) -> dict[str, Any]:
     """Return the fields of an object of the given class."""
     if not isinstance(item, Record) or item.kind != _CLASSES + kind:
-        raise ValueError(f"it has {_described(item)} where a {kind.partition('.')[2]} belongs")
+        raise ValueError(f"it has {_described(item)} in place of a {kind.partition('.')[2]}")
     state = {} if item.state is None else item.state
     if item.arguments or type(state) is not dict or not all(isinstance(n, str) for n in state):
         raise ValueError(f"a {kind.partition('.')[2]} in it has no fields")
@@ -119,12 +120,12 @@ def _entry(name: str, item: Any) -> TensorStorageMetadata | BytesStorageMetadata
     state = _state(item, "metadata.TensorStorageMetadata")
     size, chunks = _size(state.get("size")), state.get("chunks")
     if type(chunks) is not list:
-        raise ValueError(f"it has no parts of {name}")
+        raise ValueError(f"it lists no parts for {name}")
     parts = [_chunk(name, chunk, size) for chunk in chunks]
     if len({part.offsets for part in parts}) != len(parts):
-        raise ValueError(f"it has a part of {name} twice")
+        raise ValueError(f"it lists a part of {name} twice")
     if sum(math.prod(part.sizes) for part in parts) != math.prod(size):
-        raise ValueError(f"the parts of {name} do not make up its shape {tuple(size)}")
+        raise ValueError(f"the parts of {name} do not add up to its shape {tuple(size)}")
     return TensorStorageMetadata(_properties(name, state.get("properties")), size, parts)
 
 
@@ -133,27 +134,27 @@ def _chunk(name: str, item: Any, size: torch.Size) -> ChunkStorageMetadata:
     offsets, sizes = _size(state.get("offsets")), _size(state.get("sizes"))
     fits = len(offsets) == len(sizes) == len(size)
     if not fits or any(o + s > n for o, s, n in zip(offsets, sizes, size, strict=True)):
-        raise ValueError(f"a part of {name} lies outside of its shape {tuple(size)}")
+        raise ValueError(f"a part of {name} lies outside its shape {tuple(size)}")
     return ChunkStorageMetadata(offsets, sizes)
 
 
 def _properties(name: str, item: Any) -> TensorProperties:
-    """Keep the type alone: torch calls the other properties deprecated and reads none."""
+    """Return the dtype alone: torch deprecated the other properties and reads none of them."""
     if not isinstance(item, Record) or item.kind != _CLASSES + "metadata.TensorProperties":
-        raise ValueError(f"it has no properties of {name}")
+        raise ValueError(f"it has no properties for {name}")
     kind = item.state[0] if type(item.state) is tuple and item.state else None
     dtype = getattr(torch, kind.name.removeprefix("torch."), None) if type(kind) is Global else None
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"it has no type of {name}")
+        raise ValueError(f"it has no dtype for {name}")
     return TensorProperties(dtype=dtype)
 
 
 def _size(item: Any) -> torch.Size:
     if not isinstance(item, Record) or item.kind != "torch.Size" or len(item.arguments) != 1:
-        raise ValueError(f"it has {_described(item)} where a shape belongs")
+        raise ValueError(f"it has {_described(item)} in place of a shape")
     (numbers,) = item.arguments
     if type(numbers) is not tuple or len(numbers) > DIMENSIONS or not all(map(_counts, numbers)):
-        raise ValueError("it has a shape that is none")
+        raise ValueError("it has an invalid shape")
     return torch.Size(numbers)
 
 
@@ -162,25 +163,25 @@ def _counts(number: Any) -> bool:
 
 
 def _place(key: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
-    """Return where a part of a tensor, or an object, lies."""
+    """Return where a part of a tensor, or an object, is stored."""
     named = _state(key, "metadata.MetadataIndex")
     name, offset = named.get("fqn"), named.get("offset")
     state = _state(place, "filesystem._StorageInfo")
     file, start, length = (state.get(n) for n in ("relative_path", "offset", "length"))
     if not isinstance(name, str) or not isinstance(file, str):
-        raise ValueError("a place in it has no name or no file")
+        raise ValueError("a storage entry lacks a name or a file")
     if not _counts(start) or not _counts(length):
-        raise ValueError(f"the place of {name} is no range of bytes")
+        raise ValueError(f"the storage entry of {name} is not a range of bytes")
     if state.get("transform_descriptors"):
-        raise ValueError(f"{name} is compressed or encoded, which is not read")
+        raise ValueError(f"{name} is compressed or encoded, which cannot be read")
     if Path(file).name != file or file in ("", ".", ".."):
-        raise ValueError(f"it names the file {file!r} outside of the checkpoint")
+        raise ValueError(f"it names the file {file!r} outside the checkpoint")
     index = MetadataIndex(name, None if offset is None else _size(offset))
     return index, _StorageInfo(file, start, length)
 
 
 def _check_files(folder: Path, index: Metadata) -> None:
-    """Refuse files that are missing, special or shorter than the index says."""
+    """Refuse files that are missing, not regular, or shorter than the index says."""
     ends: dict[str, int] = {}
     for place in index.storage_data.values():
         end = place.offset + place.length

@@ -1,12 +1,12 @@
-"""megatron-core's reader of checkpoints, without the places where a file can run code.
+"""Replace the parts of megatron-core's checkpoint reader that let a file run code.
 
     .metadata       torch unpickles it                 read by `checkpoint_index`
     *.distcp        torch unpickles random states      checked and read by `checked_archive`
-    common.pt       unpickled, if an environment       read by `checked_archive`
-                    variable of torch says so
+    common.pt       torch unpickles it if an           read by `checked_archive`
+                    environment variable requests it
 
-The wheel's strategies look up their reader and planner in their module when they load, so that both
-are replaced there: nothing in this process reads a checkpoint in another way.
+The wheel's strategies look up their reader and planner in their module at each load. Both are
+replaced there, so every checkpoint that this process reads is read by this module.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from megatron.training import checked_archive
 from megatron.training.checkpoint_files import COMMON
 from megatron.training.checkpoint_index import DamagedError, read_index
 
-COMMON_LIMIT = 256 * MEBIBYTE  #: bytes; settings and the scheduler's numbers take a few thousand
+COMMON_LIMIT = 256 * MEBIBYTE  #: settings and the scheduler's state take a few kilobytes
 
 
 def read_common(folder: str | Path) -> Any:
-    """Return what a checkpoint has once for all ranks; its types are not checked yet.
+    """Return the state that a checkpoint stores once for all ranks, with types still unchecked.
 
     Raises:
-        DamagedError: names the file and says what is wrong with it.
+        DamagedError: if the file cannot be used; the message names it and the reason.
     """
     path = Path(folder, COMMON)
     try:
@@ -54,7 +54,7 @@ def read_common(folder: str | Path) -> Any:
 
 
 class CommonStrategy(TorchCommonLoadStrategy):
-    """The wheel's reader of `common.pt`, through `read_common`."""
+    """The wheel's strategy for `common.pt`, which reads through `read_common`."""
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
         """Return the content of `common.pt`."""
@@ -62,7 +62,7 @@ class CommonStrategy(TorchCommonLoadStrategy):
 
 
 class Window(io.RawIOBase):
-    """A part of a file, as a file; torch's own cannot be read from its end."""
+    """A byte range of a file as a file object; unlike torch's, it can seek from its end."""
 
     def __init__(self, file: IO[bytes], start: int, length: int):
         self._file, self._start, self._length = file, start, length
@@ -77,7 +77,7 @@ class Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if base + offset < 0:
-            raise OSError("a position before the start")
+            raise OSError("cannot seek to a position before the start")
         self._position = base + offset
         return self._position
 
@@ -94,10 +94,10 @@ class Window(io.RawIOBase):
 
 
 class Reader(CachedMetadataFileSystemReader):
-    """torch's reader of files, which checks each part before it is opened."""
+    """torch's file reader, which here checks each part before opening it."""
 
     def read_metadata(self) -> Metadata:
-        """Return the index, read once."""
+        """Return the index, which is read once and then cached."""
         if self._cached_metadata is None:
             index = read_index(Path(self.path))
             meta = dataclasses.replace(index.storage_meta, load_id=self.load_id)
@@ -105,13 +105,17 @@ class Reader(CachedMetadataFileSystemReader):
         return self._cached_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the parts of a plan; name the file that does not hold what the index says."""
+        """Read the parts of a plan.
+
+        Raises:
+            DamagedError: if a file does not hold what the index says; the message names it.
+        """
         self._file: Path = Path(self.path)
         try:
             return super().read_data(plan, planner)
         except (DamagedError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # a part that is another thing can raise nearly anything
+        except Exception as error:  # a part of the wrong kind can raise almost any exception
             why = printable(error, limit=300) or type(error).__name__
             raise DamagedError(f"{self._file} does not hold what its index says: {why}") from None
 
@@ -126,10 +130,10 @@ class Reader(CachedMetadataFileSystemReader):
 
 
 class Planner(wheel.MCoreLoadPlanner):
-    """The wheel's planner, which unpickles no object without a check."""
+    """The wheel's planner, which here checks every object before unpickling it."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object where it belongs: a rank's random states, or a layer's extra state."""
+        """Store a loaded object in the state: a rank's random states or a layer's extra state."""
         name = read_item.dest_index.fqn
         try:
             found = checked_archive.load(value.getvalue())
@@ -137,12 +141,12 @@ class Planner(wheel.MCoreLoadPlanner):
             raise DamagedError(f"{name}: {printable(error, limit=300)}") from None
         if not isinstance(found, list) or len(found) != 1:
             raise DamagedError(
-                f"{name} is of type {type(found).__name__}, not a list of one object"
+                f"{name} has type {type(found).__name__}, not a list with one object"
             )
         if "_extra_state" in name and _holds_bytes(found):
             raise DamagedError(
-                f"{name} is the state of an FP8 layer of Transformer Engine, which is a pickle "
-                "that can run code"
+                f"{name} is the state of a Transformer Engine FP8 layer, which is a pickle that "
+                "can run code"
             )
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], found)
@@ -151,7 +155,7 @@ class Planner(wheel.MCoreLoadPlanner):
 
 
 def _holds_bytes(found: list[Any]) -> bool:
-    """Tell whether Transformer Engine would unpickle anything; without FP8 it writes no byte."""
+    """Return whether Transformer Engine would unpickle anything; without FP8 it writes nothing."""
     return any(not (i is None or (isinstance(i, torch.Tensor) and not i.numel())) for i in found)
 
 

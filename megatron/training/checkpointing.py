@@ -59,7 +59,7 @@ from megatron.training.validation import Run
 VERSION = 3.0  #: Megatron-LM's number of this layout
 #: In what torch.save says of a full disk.
 _TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream error")
-_LONGEST = 500  #: characters of what a library says that are passed on
+_LONGEST = 500  #: characters of a library's error message that are passed on
 
 
 def save_checkpoint(run: Run, trained: Trained, progress: Progress) -> None:
@@ -119,15 +119,15 @@ def _refusals(final: Path) -> Iterator[None]:
 
 @contextmanager
 def _damage(folder: Path) -> Iterator[None]:
-    """Report whatever a checkpoint's files raise as the user's error.
+    """Report any error that reading a checkpoint raises as a `UserError`.
 
-    A file that is wrong in a new way can raise nearly anything in the libraries that read it.
+    A damaged file can raise almost any exception in the libraries that read it.
     """
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
         raise
-    except (Exception, CheckpointException) as error:  # torch's is no Exception
+    except (Exception, CheckpointException) as error:  # the latter is only a BaseException
         _pass_interruption(error)
         raise UserError(
             f"the checkpoint {folder} cannot be read: {_reason(error)}; give --ckpt-step with an "
@@ -136,7 +136,7 @@ def _damage(folder: Path) -> Iterator[None]:
 
 
 def _pass_interruption(error: BaseException) -> None:
-    """Raise the interruption that torch has collected from a rank as if it were a failure."""
+    """Raise the interruption that torch collected from a rank and reports as a failure."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
     for failure, _ in failures:
         if isinstance(failure, Interrupted):
@@ -144,7 +144,7 @@ def _pass_interruption(error: BaseException) -> None:
 
 
 def _read_index(folder: Path) -> None:
-    """Look into the list of tensors first: on a broken one torch prints a traceback per rank."""
+    """Read the index before torch does: torch prints one traceback per rank if it is damaged."""
     with _damage(folder):
         read_index(folder)
 
@@ -226,7 +226,7 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
 
 
 def _read_common(folder: Path) -> dict[str, Any]:
-    """Return what is the same on every rank, with the types that training expects."""
+    """Return the state that is the same on every rank, after checking its types."""
     common = read_common(folder)
     with _named(folder / COMMON):
         return check_common(common)
@@ -234,7 +234,7 @@ def _read_common(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Name the file that a wrong value comes from."""
+    """Prefix a `ValueError` with the file that the wrong value comes from."""
     try:
         yield
     except ValueError as error:

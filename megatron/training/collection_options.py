@@ -107,7 +107,7 @@ class CollectionOptions:
         None,
         "hold the last K iterations in memory, and write them only when the loss or the gradient "
         "norm is not finite or jumps, or training ends with an error (not by Ctrl-C or SIGTERM); "
-        "2 or more hold the iteration before the jump too",
+        "with K of 2 or more the iteration before the jump is kept too",
         type=int,
         metavar="K",
     )
@@ -118,12 +118,12 @@ class CollectionOptions:
     )
     collect_loss_jump: float | None = option(
         None,
-        "with --collect-ring: a jump is a loss of so many times its level before, a median that "
-        "spikes do not enter; more in the first 8 iterations; 0: none is (default: 1.25)",
+        "with --collect-ring: a loss jumps if it is above this multiple of the median of recent "
+        "usual losses; the first 8 iterations need more; 0 switches it off (default: 1.25)",
         type=float,
     )
     collect_grad_norm_jump: float | None = option(
         None,
-        "the same for the gradient norm; with large batches 4 is of use (default: 100)",
+        "the same for the gradient norm; use about 4 with large batches (default: 100)",
         type=float,
     )

@@ -63,14 +63,14 @@ def check_files(args: argparse.Namespace) -> None:
     """Check every index against its token file. One process per machine reads them. Collective.
 
     Raises:
-        UserError: an index is damaged; on all ranks alike.
+        UserError: on all ranks, if an index is damaged.
     """
     for prefix in _prefixes(args):
         all_succeed(_problem(check_index, prefix))
 
 
 def _problem(check: Callable[..., None], *what: object) -> str | None:
-    """What a check says on the first process of this machine; None on the others."""
+    """Return the problem that a check finds on the first process of this machine; else None."""
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         try:
             check(*what)
@@ -80,7 +80,7 @@ def _problem(check: Callable[..., None], *what: object) -> str | None:
 
 
 def _prefixes(args: argparse.Namespace) -> list[str]:
-    """Every prefix of the command line, once."""
+    """Return the distinct data prefixes of the command line."""
     blends = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
     return list(dict.fromkeys(p for blend in blends if blend for p in blend_prefixes(blend)))
 
@@ -240,15 +240,15 @@ class MicroBatches:
         """Refuse token ids that the embedding does not have: on a GPU they end in a device assert.
 
         Raises:
-            RankError: the data was made with another tokenizer, or its ids are damaged.
+            RankError: if the data was made with another tokenizer, or its ids are damaged.
         """
         bounds = [batch[name].aminmax() for name in ("tokens", "labels")]
         smallest = min(int(low) for low, _ in bounds)
         largest = max(int(high) for _, high in bounds)
         if smallest < 0:
             raise RankError(
-                f"the data holds token id {smallest}, and ids begin at 0; check the data with "
-                "`python script/data/preprocess.py --check PREFIX` and make them again"
+                f"the data holds token id {smallest}, but ids begin at 0; check the data with "
+                "`python script/data/preprocess.py --check PREFIX` and make it again"
             )
         if largest >= self._vocab_size:
             raise RankError(

@@ -8,7 +8,7 @@ from megatron.bounded_files import printable
 
 USAGE_ERROR = 2  #: exit status of a command line that cannot be run, as argparse has it
 RUN_ERROR = 1  #: exit status of a run that started and failed
-_LONGEST = 10_000  #: characters of a message
+_LONGEST = 10_000  #: longest message in characters
 
 
 class UserError(ValueError):
@@ -37,7 +37,7 @@ class Interrupted(BaseException):
         super().__init__(self.signal.name)
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
-        """Ranks that load a checkpoint together send each other what stopped them."""
+        """Support pickle: ranks that load a checkpoint together exchange their exceptions."""
         return Interrupted, (int(self.signal),)
 
     @property
@@ -60,7 +60,7 @@ def report(message: str, *, every_rank: bool = False) -> None:
     """Write `[ERROR] message` to stderr, from the rank that speaks for the run only, unless the
     error is this rank's alone.
 
-    A message may quote a file, so that control characters are escaped: no file can forge a line.
+    Control characters are escaped, because a message may quote a file that forges lines.
     """
     if every_rank or is_first_rank():
         sys.stderr.write(f"[ERROR] {printable(message, limit=_LONGEST)}\n")

@@ -1,8 +1,8 @@
 """Check the sample indices that megatron-core keeps on disk, before and after it loads them.
 
-megatron-core loads its `.npy` files with `numpy.load(allow_pickle=True)`, which executes a file
-that is no array but a pickle, and takes their numbers as they are. The folder usually lies beside
-the data, so that it may come from wherever the data came from.
+megatron-core loads its `.npy` files with `numpy.load(allow_pickle=True)`, which runs the code of a
+pickle in place of an array, and does not check the numbers. The folder usually lies beside the
+data, so it is as untrusted as the data.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.training.errors import UserError
 
-DTYPES = ("int16", "int32", "uint32", "int64")  #: that megatron-core writes
-BLOCK = 1 << 22  #: samples at a time
+DTYPES = ("int16", "int32", "uint32", "int64")  #: the dtypes that megatron-core writes
+BLOCK = 1 << 22  #: samples that are checked at a time
 
 
 def check_cached_files(folder: str | None) -> None:
-    """Refuse a folder of sample indices that holds anything but whole arrays of integers.
+    """Refuse a folder of sample indices that holds anything but complete arrays of integers.
 
     Raises:
-        UserError: names the file and what to do.
+        UserError: if a file is not such an array; the message names the file and the remedy.
     """
     if folder is None or not os.path.lexists(folder):
         return
@@ -35,7 +35,7 @@ def check_cached_files(folder: str | None) -> None:
         with os.scandir(folder) as entries:
             for entry in sorted(entries, key=lambda e: e.name):
                 if entry.is_symlink():
-                    raise UnusableFileError(entry.path, "a link, not a file of megatron-core")
+                    raise UnusableFileError(entry.path, "a link, which megatron-core never writes")
                 if entry.name.endswith(".npy"):
                     _check_array(Path(entry.path))
                 else:
@@ -45,11 +45,11 @@ def check_cached_files(folder: str | None) -> None:
 
 
 def _advice(folder: str) -> str:
-    return f"delete the folder {printable(folder, limit=1000)}, and it is made again"
+    return f"delete the folder {printable(folder, limit=1000)}; the next run recreates it"
 
 
 def _check_array(path: Path) -> None:
-    """Refuse a file that is no whole array of integers, without unpickling anything."""
+    """Refuse a file that is not a complete array of integers, without unpickling anything."""
     with open_regular(path) as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -65,7 +65,7 @@ def _check_array(path: Path) -> None:
     if dtype.name not in DTYPES or fortran_order or not dtype.isnative:
         raise UnusableFileError(path, f"not an array of integers ({dtype})")
     if size != needed:
-        raise UnusableFileError(path, f"has {size} bytes, but its header speaks of {needed}")
+        raise UnusableFileError(path, f"has {size} bytes, but its header requires {needed}")
 
 
 def check_samples(dataset: Any, folder: str | None) -> None:
@@ -74,7 +74,7 @@ def check_samples(dataset: Any, folder: str | None) -> None:
     Reads every index once: about 0.5 s for 10 million documents.
 
     Raises:
-        UserError: says which index, and what to do.
+        UserError: if an index does not fit; the message names the index and the remedy.
     """
     try:
         if isinstance(dataset, BlendedDataset):
@@ -92,31 +92,31 @@ def check_samples(dataset: Any, folder: str | None) -> None:
 def _check_blend(blend: Any) -> None:
     which, sample = blend.dataset_index, blend.dataset_sample_index
     if which.ndim != 1 or which.shape != sample.shape:
-        raise _damaged(blend, "dataset_sample_index", "another length than dataset_index")
+        raise _damaged(blend, "dataset_sample_index", "not as long as dataset_index")
     sizes = np.array([len(part) for part in blend.datasets])
     for start in range(0, len(which), BLOCK):
         part, at = which[start : start + BLOCK], sample[start : start + BLOCK]
         if part.min() < 0 or part.max() >= len(sizes):
             raise _damaged(blend, "dataset_index", "names a data set that is not in the blend")
         if at.min() < 0 or (at >= sizes[part]).any():
-            raise _damaged(blend, "dataset_sample_index", "names a sample that its data lack")
+            raise _damaged(blend, "dataset_sample_index", "names a sample that does not exist")
 
 
 def _check_documents(dataset: Any) -> None:
-    """Every document of the split comes up equally often."""
+    """Check that every document of the split occurs equally often."""
     documents, split = dataset.document_index, dataset.indices
     first, last = int(split.min()), int(split.max())
     if documents.ndim != 1 or not len(documents) or len(documents) % len(split):
-        raise _damaged(dataset, "document_index", "no whole number of epochs")
+        raise _damaged(dataset, "document_index", "not a whole number of epochs")
     if documents.min() < first or documents.max() > last:
-        raise _damaged(dataset, "document_index", "names a document outside of its split")
+        raise _damaged(dataset, "document_index", "names a document outside its split")
     counts = np.bincount(documents - first, minlength=len(split))
     if (counts != len(documents) // len(split)).any():
-        raise _damaged(dataset, "document_index", "some documents come up more often than others")
+        raise _damaged(dataset, "document_index", "some documents occur more often than others")
 
 
 def _check_places(dataset: Any) -> None:
-    """Sample i begins i times the sequence length behind the first token."""
+    """Check that sample i begins at token i * sequence_length."""
     places = dataset.sample_index
     if places.ndim != 2 or places.shape[1] != 2 or len(places) < 2:
         raise _damaged(dataset, "sample_index", "not a pair of numbers per sample")
@@ -126,25 +126,25 @@ def _check_places(dataset: Any) -> None:
         document, offset = places[start : start + BLOCK].astype(np.int64).T
         inside = document.min() >= 0 and document.max() < len(ends)
         if not inside or offset.min() < 0 or (offset > lengths[document]).any():
-            raise _damaged(dataset, "sample_index", "names a place that the data lack")
+            raise _damaged(dataset, "sample_index", "names a position beyond the data")
         token = ends[document] - lengths[document] + offset
         expected = np.arange(start, start + len(token)) * dataset.config.sequence_length
         wrong = token != expected
         if start + BLOCK >= len(places):
-            wrong[-1] = token[-1] > expected[-1]  # the last sample may be a part of one
+            wrong[-1] = token[-1] > expected[-1]  # the last sample may be incomplete
         if wrong.any():
-            raise _damaged(dataset, "sample_index", "a sample begins at another token")
+            raise _damaged(dataset, "sample_index", "a sample begins at the wrong token")
 
 
 def _check_shuffle(dataset: Any) -> None:
-    """Every sample comes up once."""
+    """Check that every sample occurs exactly once."""
     order, samples = dataset.shuffle_index, len(dataset.sample_index) - 1
     seen = np.zeros(samples, dtype=bool)
     inside = order.ndim == 1 and len(order) == samples
     if inside and order.min() >= 0 and order.max() < samples:
         seen[order] = True
     if not seen.all():
-        raise _damaged(dataset, "shuffle_index", "not every sample comes up once")
+        raise _damaged(dataset, "shuffle_index", "not every sample occurs exactly once")
 
 
 def _damaged(dataset: Any, name: str, why: str) -> UnusableFileError:

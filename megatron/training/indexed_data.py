@@ -1,8 +1,8 @@
 """Check a `.bin/.idx` pair before anything is read through it.
 
 An index holds the length of every sequence, the byte at which it begins, and the bounds of the
-documents. Sequences follow one another without a gap, as megatron-core's writer makes them, so that
-lengths, places and the size of the `.bin` file determine each other: a single wrong byte is found.
+documents. megatron-core's writer leaves no gap between sequences. Lengths, positions and the size
+of the `.bin` file therefore determine each other, and a single wrong byte is found.
 
 `read_header` costs one small read. `Index.problems` reads the whole index, 20 bytes per document,
 in blocks: about 0.3 s of one core for 10 million documents, in 50 MB of memory.
@@ -20,13 +20,13 @@ import numpy as np
 from megatron.bounded_files import UnusableFileError, check_regular, open_regular
 from megatron.training.errors import UserError
 
-MARK = b"MMIDIDX\x00\x00"  #: begins every index of megatron-core
-HEADER = struct.Struct("<9sQBQQ")  #: mark, version, code of the ids, sequences, document bounds
-#: Integer types by megatron-core's codes; it has floats as well (6, 7), which are no token ids.
+MARK = b"MMIDIDX\x00\x00"  #: the first bytes of every megatron-core index
+HEADER = struct.Struct("<9sQBQQ")  #: mark, version, dtype code, sequences, document bounds
+#: Integer dtypes by megatron-core's codes; codes 6 and 7 are floats, which cannot be token ids.
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 LENGTH = np.dtype("<i4")
 PLACE = np.dtype("<i8")
-BLOCK = 1 << 20  #: sequences at a time
+BLOCK = 1 << 20  #: sequences that are checked at a time
 ADVICE = "make the data again with script/data/preprocess.py, or get the files again"
 
 
@@ -35,27 +35,27 @@ class Index:
     """The header of an index and the size of its token file."""
 
     prefix: str
-    dtype: np.dtype  #: of the token ids
+    dtype: np.dtype  #: dtype of the token ids
     sequences: int
     documents: int
-    size: int  #: bytes of the `.idx` file
-    bin_size: int  #: bytes of the `.bin` file
+    size: int  #: size of the `.idx` file in bytes
+    bin_size: int  #: size of the `.bin` file in bytes
 
     @property
     def path(self) -> Path:
-        """The `.idx` file."""
+        """Path of the `.idx` file."""
         return Path(f"{self.prefix}.idx")
 
     @property
     def tokens(self) -> int:
-        """The number of tokens, by the size of the `.bin` file."""
+        """Number of tokens that the `.bin` file holds, by its size."""
         return self.bin_size // self.dtype.itemsize
 
     def problems(self, *, allow_empty: bool = False) -> list[str]:
-        """Return what is wrong with the pair, in the order of the file; read everything once.
+        """Read the index once and return what is wrong with the pair, in the order of the file.
 
-        Sequences without tokens and documents without sequences do training no harm, but
-        script/data/preprocess.py writes none: `allow_empty` accepts them.
+        `allow_empty` accepts sequences without tokens and documents without sequences. They do not
+        harm training, but script/data/preprocess.py never writes them.
         """
         found = self._size_problems()
         if not found:
@@ -67,7 +67,8 @@ class Index:
     def _size_problems(self) -> list[str]:
         needed = HEADER.size + (LENGTH.itemsize + PLACE.itemsize) * self.sequences
         needed += PLACE.itemsize * (self.documents + 1)
-        if self.size in (needed, needed + self.sequences):  # a byte each: modes of multimodal data
+        # multimodal data has one more byte per sequence, its mode
+        if self.size in (needed, needed + self.sequences):
             return []
         return [f"the index has {self.size} bytes, but needs {needed}"]
 
@@ -95,13 +96,13 @@ class Index:
                 at = int(wrong[0])
                 expected = int(ends[at] - length[at]) * self.dtype.itemsize
                 return [
-                    f"sequence {number + at} has a wrong length or place: it has {length[at]} "
-                    f"tokens from byte {place[at]} on, and the one before it ends at byte "
+                    f"sequence {number + at} has a wrong length or position: it has {length[at]} "
+                    f"tokens and begins at byte {place[at]}, but the one before it ends at byte "
                     f"{expected}"
                 ]
             tokens, number = int(ends[-1]), number + len(length)
         if (expected := tokens * self.dtype.itemsize) != self.bin_size:
-            return [f"the .bin has {self.bin_size} bytes, but the index speaks of {expected}"]
+            return [f"the .bin has {self.bin_size} bytes, but the index requires {expected}"]
         return []
 
     def _bound_problems(self, least: int) -> list[str]:
@@ -121,7 +122,7 @@ def read_header(prefix: str) -> Index:
 
     Raises:
         FileNotFoundError: one of the two files is missing.
-        UnusableFileError: one is no regular file, or the `.idx` file is no index of token ids.
+        UnusableFileError: if one is not a regular file, or the `.idx` file is not a valid index.
     """
     path = Path(f"{prefix}.idx")
     bin_size = check_regular(f"{prefix}.bin").st_size
@@ -130,27 +131,27 @@ def read_header(prefix: str) -> Index:
         size = path.stat().st_size
     if len(start) < HEADER.size:
         raise UnusableFileError(
-            path, f"is no index: it has {len(start)} bytes, and a header has {HEADER.size}"
+            path, f"is not an index: it has {len(start)} bytes, but a header has {HEADER.size}"
         )
     if not bin_size:
         raise UnusableFileError(f"{prefix}.bin", "is empty")
     mark, version, code, sequences, bounds = HEADER.unpack(start)
     if mark != MARK or version != 1:
-        raise UnusableFileError(path, "is no index of megatron-core (version 1)")
+        raise UnusableFileError(path, "is not a megatron-core index (version 1)")
     if code not in DTYPES:
-        raise UnusableFileError(path, f"is no index of token ids (type {code})")
+        raise UnusableFileError(path, f"is not an index of token ids (dtype code {code})")
     if not 1 <= sequences <= size or not 2 <= bounds <= size:
         raise UnusableFileError(
-            path, f"is no index: {sequences} sequences and {bounds} bounds in {size} bytes"
+            path, f"is not an index: {sequences} sequences and {bounds} bounds in {size} bytes"
         )
     return Index(prefix, np.dtype(DTYPES[code]), sequences, bounds - 1, size, bin_size)
 
 
 def check_header(prefix: str) -> Index:
-    """Refuse a pair whose header or file size is wrong; both files must exist. One small read.
+    """Refuse a pair whose header or file size is wrong, with one small read. Both files must exist.
 
     Raises:
-        UserError: names the file and what to do.
+        UserError: if the pair is wrong; the message names the file and the remedy.
     """
     try:
         index = read_header(prefix)
@@ -162,10 +163,10 @@ def check_header(prefix: str) -> Index:
 
 
 def check_index(prefix: str) -> None:
-    """Refuse a pair whose index is wrong anywhere. Reads the whole index.
+    """Read the whole index of a pair and refuse one that is wrong anywhere.
 
     Raises:
-        UserError: names the file, the first thing that is wrong, and what to do.
+        UserError: if the index is wrong; the message has the file, the first fault and the remedy.
     """
     index = check_header(prefix)
     try:

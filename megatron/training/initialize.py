@@ -17,16 +17,16 @@ from megatron.training import device
 from megatron.training.errors import UserError
 from megatron.training.report import print_rank_0
 
-OPEN_FILES = 128  #: of one rank; 90 to 99 were measured with one and two ranks
-OPEN_FILES_PER_RANK = 4  #: sockets of gloo's groups; 7 were measured from two to four ranks
+OPEN_FILES = 128  #: files that one rank opens; 90 to 99 were measured with one and two ranks
+OPEN_FILES_PER_RANK = 4  #: sockets of gloo's groups; four ranks took 7 more than two
 MOST_OPEN_FILES = 1 << 16  #: the soft limit is not raised beyond this
 
 
 def initialize(args: argparse.Namespace) -> Timers:
-    """Start torch.distributed, cut the ranks into megatron-core's groups, seed every generator.
+    """Start torch.distributed, create megatron-core's process groups, and seed all generators.
 
     Raises:
-        UserError: the backend is not there, or too few files may be open.
+        UserError: if the backend is missing, or the limit of open files is too low.
     """
     _check_open_files(args)
     _start_processes(args)
@@ -57,10 +57,10 @@ def initialize(args: argparse.Namespace) -> Timers:
 
 
 def _check_open_files(args: argparse.Namespace) -> None:
-    """Raise the soft limit of open files as far as it may be, and refuse one that is too low.
+    """Raise the soft limit of open files if it is low, and refuse a hard limit that is too low.
 
     Raises:
-        UserError: the limit is too low; gloo would end with a traceback.
+        UserError: if the limit is too low; gloo would otherwise end with a traceback.
     """
     soft, hard = (
         MOST_OPEN_FILES if limit == resource.RLIM_INFINITY else limit

@@ -29,7 +29,7 @@ class Progress:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     skipped_iterations: int = 0  #: since the beginning, as in Megatron-LM's checkpoints
-    #: The last usual losses and gradient norms, with which a loss spike is told from noise.
+    #: Recent usual losses and gradient norms, from which a loss spike is told from noise.
     levels: Levels = field(default_factory=dict)
 
 
@@ -103,7 +103,7 @@ def log_line(
 
 
 def event_folder_problem(args: argparse.Namespace) -> str | None:
-    """Return why this rank cannot write to `--tensorboard-dir`, or None if it can or need not."""
+    """Return why this rank cannot write to `--tensorboard-dir`; None if it can or need not."""
     if args.tensorboard_dir is None or not is_last_rank():
         return None
     folder = Path(args.tensorboard_dir)
@@ -120,12 +120,13 @@ def event_folder_problem(args: argparse.Namespace) -> str | None:
 
 
 class TensorBoard:
-    """Scalars by iteration, under Megatron-LM's names; written by the rank that prints the log
-    line. Training continues where they cannot be written, and the run then ends with an error.
+    """Writer of scalars per iteration, under Megatron-LM's names, on the rank that prints the log.
+
+    If writing fails, training continues and the run ends with an error.
     """
 
     def __init__(self, args: argparse.Namespace):
-        self.failure: str | None = None  #: the reason that the event files are incomplete
+        self.failure: str | None = None  #: why the event files are incomplete
         self._writer: Any = None
         self._folder = args.tensorboard_dir
         self._interval = args.tensorboard_log_interval
@@ -151,7 +152,7 @@ class TensorBoard:
         """Write out what is queued."""
         if self._writer is not None:
             with self._failures("the end"):
-                self._writer.flush()  # also raises what the writing thread met
+                self._writer.flush()  # also raises the errors of the writing thread
                 self._writer.close()
 
     def _add(self, iteration: int, scalars: dict[str, float]) -> None:
@@ -174,7 +175,7 @@ class TensorBoard:
 
 
 def _silence_event_threads() -> None:
-    """Print no traceback for a thread that writes event files.
+    """Suppress the traceback of a thread that fails to write event files.
 
     The thread keeps its exception, and the next call of the writer raises it.
     """

@@ -119,8 +119,9 @@ class Loop:
             self._save()
 
     def _watch(self, step: Step) -> None:
-        """Learn what is usual, for the checkpoint too; keep the collection's ring at a spike."""
-        grad_norm = None if step.skipped else step.grad_norm  # else the loss scale's own
+        """Update the usual loss and gradient norm, and write the collection's ring at a spike."""
+        # fp16 gradients that overflow under loss scaling are not a spike
+        grad_norm = None if step.skipped else step.grad_norm
         self.anomalies.look(self.progress.iteration, step.losses["lm loss"], grad_norm)
         self.progress.levels = self.anomalies.levels
         report_anomaly(step)

@@ -62,10 +62,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read a manifest back.
+        """Return the manifest that a JSON text describes.
 
         Raises:
-            ValueError: `text` is no manifest; says what is wrong.
+            ValueError: if the text is not a manifest; the message says why.
         """
         content = parse_json(text)
         version = content.get("schema_version") if isinstance(content, dict) else None
@@ -104,16 +104,16 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def _checked(value: dict[str, Any], kinds: dict[str, tuple[type, ...]], what: str) -> dict:
-    """Return a copy of `value`, which must have exactly these fields, each of its type.
+    """Return a copy of `value` after checking that it has exactly these fields and types.
 
     Raises:
-        ValueError: names the field.
+        ValueError: if a field is wrong; the message names it.
     """
     if odd := sorted(value.keys() ^ kinds.keys()):
         problem = "lacks" if odd[0] in kinds else "has the unknown field"
         raise ValueError(f"{what} {problem} {printable(odd[0])}")
     for name, accepted in kinds.items():
-        if type(value[name]) not in accepted:  # a bool is an int as well
+        if type(value[name]) not in accepted:  # isinstance would accept a bool as an int
             raise ValueError(
                 f"{name} is {printable(repr(value[name]), limit=60)}, not "
                 f"{' or '.join(kind.__name__ for kind in accepted)}"
@@ -140,7 +140,7 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
         why = error.why if isinstance(error, UnusableFileError) else error
         raise UserError(
             f"{printable(path, limit=1000)} does not describe a data set ({why}); make the data "
-            "again with script/data/preprocess.py, or move the file away if it is not of ours"
+            "again with script/data/preprocess.py, or move the file away if it is unrelated"
         ) from error
 
 

@@ -59,7 +59,7 @@ def separate_steps(optimizer: MegatronOptimizer) -> None:
 #: What a group of parameters has from the command line; the learning rate and the weight decay of
 #: an iteration are the scheduler's.
 _NUMBERS = ("max_lr", "min_lr", "lr_mult", "wd_mult", "betas", "eps", "momentum")
-NUMERIC = (*_NUMBERS, "lr", "weight_decay")  #: every number of a group of parameters
+NUMERIC = (*_NUMBERS, "lr", "weight_decay")  #: all numeric settings of a parameter group
 
 
 def numbers(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:

@@ -51,10 +51,10 @@ def blend_prefixes(values: list[str]) -> list[str]:
 
 
 def _exists(path: str) -> bool:
-    """Whether there is anything that a data file could be, a damaged one included.
+    """Return whether anything exists under this name, even if it is not a usable data file.
 
     Raises:
-        UserError: the name is none that a file can have.
+        UserError: if no file can have this name.
     """
     try:
         check_regular(path)
@@ -67,10 +67,10 @@ def _exists(path: str) -> bool:
 
 
 def check_prefix(prefix: str) -> None:
-    """Refuse a prefix without its two files, or whose index has a wrong header or size.
+    """Refuse a prefix if one of its two files is missing, or its index has a wrong header or size.
 
     Raises:
-        UserError: naming the file and the likeliest mistake.
+        UserError: if so; the message names the file and the most likely mistake.
     """
     missing = [suffix for suffix in (".bin", ".idx") if not _exists(prefix + suffix)]
     if not missing:

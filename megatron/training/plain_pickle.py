@@ -1,11 +1,11 @@
 """Read a pickle as data: nothing is imported, no class is instantiated and no function is called.
 
-`pickle.load` runs whatever the file names, so that a checkpoint from someone else could run any
-command. `parse` runs the pickle's own stack machine and keeps a name as a `Global`, an object as a
-`Record` of its class's name and its arguments. Only names that the caller knows are accepted, and
-only the operations that `pickle.dump` and `torch.save` write for checkpoints. What is gained
-besides: time and memory grow with the size of the file alone. The given up part is speed, about
-a million operations per second.
+`pickle.load` calls any function that the file names, so an untrusted checkpoint could run any
+command. `parse` runs the pickle's own stack machine. It represents a name as a `Global`, and an
+object as a `Record` of its class's name and its arguments. Only names that the caller accepts are
+allowed, and only the operations that `pickle.dump` and `torch.save` write for checkpoints. Time and
+memory are proportional to the size of the file. The price is speed: about a million operations per
+second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class UnsafePickleError(ValueError):
-    """A pickle that holds something that no checkpoint needs."""
+    """A pickle with content that no checkpoint needs, and that could run code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An object that the pickle describes; `state` is what its class would restore."""
+    """An object that the pickle describes; `state` would be passed to its `__setstate__`."""
 
     kind: str
     arguments: tuple[Any, ...]
     state: Any = None
 
 
-PERSISTENT = "persistent"  #: kind of a record that stands for data outside of the pickle
+PERSISTENT = "persistent"  #: kind of a record that stands for data outside the pickle
 _KEYS = (str, int, float, type(None), Record)
 _DATA = (
     "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1",
@@ -49,15 +49,15 @@ _DATA = (
 
 
 def parse(data: bytes, *, known: Callable[[str], bool]) -> Any:
-    """Return what a pickle holds, with `Global` and `Record` for everything but plain values.
+    """Return the content of a pickle, with `Global` and `Record` in place of all but plain values.
 
     Args:
         data: the whole pickle.
-        known: tells whether a dotted name is accepted.
+        known: returns whether a dotted name is accepted.
 
     Raises:
-        UnsafePickleError: a name or an operation that is not accepted.
-        ValueError: no pickle, or one that is cut off.
+        UnsafePickleError: if a name or an operation is not accepted.
+        ValueError: if `data` is not a pickle, or a truncated one.
     """
     try:
         return _Machine(data, known).load()
@@ -65,20 +65,20 @@ def parse(data: bytes, *, known: Callable[[str], bool]) -> Any:
         raise
     except EOFError:
         raise ValueError("the pickle is cut off") from None
-    except Exception as error:  # a damaged pickle can raise nearly anything in the machine
+    except Exception as error:  # a damaged pickle can raise almost any exception
         why = str(error) or type(error).__name__
-        raise ValueError(f"no intact pickle ({why})") from None
+        raise ValueError(f"the pickle is damaged ({why})") from None
 
 
 class _Operations(dict[int, Callable[[Any], None]]):
-    """The operations by their codes."""
+    """Table of the accepted operations by their codes."""
 
     def __missing__(self, code: int) -> Callable[[Any], None]:
-        raise UnsafePickleError(f"the pickle has the operation 0x{code:02x}, as no checkpoint has")
+        raise UnsafePickleError(f"it has the operation 0x{code:02x}, which no checkpoint has")
 
 
 class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
-    """The standard library's unpickler in Python, with fewer operations and without effects."""
+    """The standard library's unpickler in Python, with fewer operations and no side effects."""
 
     def __init__(self, data: bytes, known: Callable[[str], bool]):
         super().__init__(io.BytesIO(data))
@@ -94,19 +94,19 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
         return Record(PERSISTENT, identifier if type(identifier) is tuple else (identifier,))
 
     def reduce(self) -> None:
-        """Keep a call, and the making of an object, as a record."""
+        """Represent a call, or the creation of an object, as a record."""
         arguments = self.stack.pop()
         function = self.stack[-1]
         if type(function) is not Global or type(arguments) is not tuple:
-            raise UnsafePickleError("it calls something that is no function")
+            raise UnsafePickleError("it calls something that is not a function")
         self.stack[-1] = Record(function.name, arguments)
 
     def build(self) -> None:
-        """Keep the state of an object."""
+        """Store the state of an object in its record."""
         state = self.stack.pop()
         record = self.stack[-1]
         if type(record) is not Record:
-            raise UnsafePickleError("it sets the state of something that is no object")
+            raise UnsafePickleError("it sets the state of something that is not an object")
         record.state = state
 
     def set_item(self) -> None:
@@ -121,9 +121,9 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
         self._add(items)
 
     def _add(self, items: list[Any]) -> None:
-        """Accept keys whose hash takes no time: that of nested tuples can take forever."""
+        """Add items, with simple keys only: the hash of nested tuples can take forever."""
         target = self.stack[-1]
-        if type(target) is Record:  # an OrderedDict, say; its items are not needed
+        if type(target) is Record:  # such as an OrderedDict, whose items are not needed
             return
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, _KEYS):

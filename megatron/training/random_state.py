@@ -27,17 +27,17 @@ def sharded(values: dict[str, Any] | None) -> ShardedObject:
 
 
 def restore(values: dict[str, Any]) -> None:
-    """Continue from the random states of a checkpoint.
+    """Restore the random states of a checkpoint.
 
     Raises:
-        ValueError: they are not as `current` gives them.
+        ValueError: if they do not have the form that `current` returns.
     """
     try:
         _restore(values)
-    except Exception as error:  # each generator refuses in its own way
+    except Exception as error:  # each generator raises exceptions of its own
         why = str(error) or type(error).__name__
         raise ValueError(
-            f"its random states are not as this program writes them ({why})"
+            f"its random states do not have the form that this program writes ({why})"
         ) from error
 
 

@@ -18,12 +18,12 @@ _lost: list[OSError] = []  #: the first error of the log
 
 
 def _write(message: str) -> None:
-    """Write a line. An error is noted and printed to stderr once: it does not end training."""
+    """Write a line. The first error is recorded and printed to stderr; training continues."""
     try:
         sys.stdout.write(message + "\n")
         sys.stdout.flush()
     except OSError as error:
-        _to_nowhere()  # what is buffered would fail again, also in code that is not ours
+        _to_nowhere()  # buffered output would fail again, also in code of other packages
         if not _lost:
             _lost.append(error)
             with contextlib.suppress(OSError):
@@ -35,17 +35,17 @@ def _write(message: str) -> None:
 
 
 def _to_nowhere() -> None:
-    """Send what follows on stdout to the null device, so that no later write can fail."""
+    """Redirect stdout to the null device, so that no later write can fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
 
 
 def finish_log() -> None:
-    """End the log.
+    """Check at the end of a run that the log is complete.
 
     Raises:
-        RankError: lines are missing in it, and not because its reader has left.
+        RankError: if lines are missing for another reason than a closed pipe.
     """
     if _lost and not isinstance(_lost[0], BrokenPipeError):
         raise RankError(

@@ -1,4 +1,4 @@
-"""FIFOs, devices and sockets in a folder of files to read: refused by name before any is opened.
+"""Refuse FIFOs, devices and sockets in an input folder before any library opens them.
 
 The libraries that read such a folder open what they find: a FIFO blocks them forever, and
 `/dev/zero` never ends. Links to regular files are followed.
@@ -14,10 +14,10 @@ def refuse_special_files(folder: Path, *, concerns: Callable[[str], bool] = bool
     """Refuse a folder with an entry that is neither a regular file nor a folder.
 
     Args:
-        concerns: tells by its name whether an entry would be read.
+        concerns: returns whether an entry of this name would be read.
 
     Raises:
-        UnusableFileError: names the entry.
+        UnusableFileError: if there is such an entry; the message names it.
     """
     try:
         paths = sorted(path for path in folder.iterdir() if concerns(path.name))

@@ -26,8 +26,8 @@ from megatron.bounded_files import MEBIBYTE, read_bytes
 from megatron.core.tokenizers.text.libraries.abstract_tokenizer import MegatronTokenizerTextAbstract
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
-FILE_LIMIT = 256 * MEBIBYTE  #: bytes; the largest vocabularies take 4 million
-LARGEST_RANK = 1 << 24  #: twenty times the largest vocabulary
+FILE_LIMIT = 256 * MEBIBYTE  #: the largest vocabularies take 4 MB
+LARGEST_RANK = 1 << 24  #: some 20 times as many as the largest vocabulary has
 LONGEST_PIECE = 400_000  # characters
 LONGEST_RUN = 25_000  # of characters that are all white space, or none of them
 _LONG = rf"{{{LONGEST_RUN + 1},}}"
@@ -101,10 +101,10 @@ FAMILIES = {
 
 
 def _rank(digits: bytes) -> int:
-    """Return a rank.
+    """Return the rank that the digits stand for.
 
     Raises:
-        ValueError: no number, or larger than any vocabulary.
+        ValueError: if they are not a number, or the number is larger than any vocabulary.
     """
     if not re.fullmatch(rb"[0-9]{1,9}", digits) or int(digits) >= LARGEST_RANK:
         raise ValueError(f"a rank above {LARGEST_RANK}")

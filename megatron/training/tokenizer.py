@@ -32,14 +32,15 @@ TOKENIZER_TYPES = (
 )
 
 _SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".bpe", ".vocab")
-#: What Hugging Face's library reads beside `tokenizer.json`, all of them small.
+#: Small files that transformers reads in addition to `tokenizer.json`.
 _CONFIGURATION = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "config.json",
 )
-#: Names of tokenizers. The library takes any of its classes by its name, and some start others.
+#: Names of tokenizer classes. transformers accepts any of its classes by name, and some of them
+#: load others.
 _TOKENIZER_CLASS = re.compile(r"(?!Rag|Auto)\w*Tokenizer\w*|\w+Backend")
 #: What AutoTokenizer needs to find in a folder.
 HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -178,7 +179,7 @@ def _refuse_special(path: Path) -> None:
     """Refuse a FIFO, device or socket where a tokenizer's file would be opened.
 
     Raises:
-        UserError: names it.
+        UserError: if there is one; the message names it.
     """
     try:
         if path.is_dir():
@@ -187,7 +188,7 @@ def _refuse_special(path: Path) -> None:
             check_regular(path)
             refuse_special_files(path.parent, concerns=lambda name: name in _CONFIGURATION)
     except (OSError, UnusableFileError) as error:
-        raise UserError(f"{error}; give a tokenizer of regular files") from error
+        raise UserError(f"{error}; give a tokenizer that consists of regular files") from error
 
 
 def _sentencepiece(path: Path) -> MegatronTokenizerText:
@@ -237,15 +238,15 @@ def _hugging_face(path: Path) -> MegatronTokenizerText:
     _check_configuration(folder)
     try:
         return _from_wheel("huggingface", folder, use_fast=True)
-    except Exception as error:  # the library raises nearly anything on a wrong file
+    except Exception as error:  # the library raises almost any exception on a wrong file
         raise _unreadable(folder, error) from error
 
 
 def _check_configuration(folder: Path) -> None:
-    """Refuse settings of a tokenizer that are no settings.
+    """Refuse configuration files of a tokenizer that do not hold settings of a tokenizer.
 
     Raises:
-        UserError: names the file.
+        UserError: if there is one; the message names it.
     """
     for name in _CONFIGURATION:
         path = folder / name
@@ -263,8 +264,8 @@ def _check_configuration(folder: Path) -> None:
         kind = found.get("tokenizer_class") if name != "config.json" else None
         if kind is not None and not (isinstance(kind, str) and _TOKENIZER_CLASS.fullmatch(kind)):
             raise UserError(
-                f"{path} names the class {printable(repr(kind), limit=60)}, which is no tokenizer; "
-                "save the tokenizer again with save_pretrained"
+                f"{path} names the class {printable(repr(kind), limit=60)}, which is not a "
+                "tokenizer; save the tokenizer again with save_pretrained"
             )
 
 
@@ -272,8 +273,8 @@ def _unreadable(path: Path, error: Exception) -> UserError:
     why = str(error).strip().rpartition("Exception: ")[2] or type(error).__name__
     if "trust_remote_code" in why:
         return UserError(
-            f"the tokenizer in {path} brings code of its own, which is never run; save it again as "
-            "a tokenizer that transformers has"
+            f"the tokenizer in {path} needs custom code, which is never run; save it again as one "
+            "of the tokenizer classes of transformers"
         )
     return UserError(
         f"cannot read the tokenizer in {path} ({printable(why.splitlines()[-1], limit=300)}); save "

@@ -91,14 +91,14 @@ def _check_event_files(tensorboard: TensorBoard) -> None:
     """Fail at the end of a run whose event files are incomplete. Collective.
 
     Raises:
-        RunError: on all ranks alike.
+        RunError: on all ranks, if event files are incomplete.
     """
     try:
         all_succeed(tensorboard.failure)
     except UserError as error:
         raise RunError(
-            f"training is complete, but TensorBoard's event files are not: {error}; make room or "
-            "choose another --tensorboard-dir"
+            f"training is complete, but TensorBoard's event files are not: {error}; free disk "
+            "space or choose another --tensorboard-dir"
         ) from None
 
 

@@ -116,7 +116,7 @@ def test_a_figure_that_fails_takes_no_other_with_it(dump, monkeypatch, tmp_path,
     assert (tmp_path / "gradients" / "third.txt").read_text() == "text"
     assert (tmp_path / "global_statistics" / "global_statistics.txt").exists()
     errors = capsys.readouterr().err
-    assert "[ERROR] gradients/second failed, which is a mistake of this program" in errors
+    assert "[ERROR] gradients/second failed because of a bug in this program" in errors
     assert "ZeroDivisionError" in errors
 
 

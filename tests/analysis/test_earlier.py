@@ -61,7 +61,7 @@ def test_figures_of_another_dump_are_kept_and_stale_ones_of_the_same_go(tmp_path
     assert {"sqnr_mxfp8.png", "amax.png", "mine.txt"} < names
     assert "sqnr_mxfp4.png" not in names
     assert main(["draw", str(dump / "mxfp8"), *options, "mxfp8"]) == 0
-    assert "kept what was there before as" in capsys.readouterr().out
+    assert "kept the earlier output as" in capsys.readouterr().out
     [aside] = (tmp_path / "draw").glob("heatmaps_*")
     assert {path.name for path in aside.iterdir()} == names
 

@@ -142,7 +142,7 @@ def test_the_drawing_script_refuses_code_as_a_user_runs_it(tmp_path):
     )
     assert done.returncode == 3
     for path in (paths[0], paths[0].with_name("new.pt")):
-        assert f"[ERROR] {path}: it holds other things than tensors" in done.stderr
+        assert f"[ERROR] {path}: it holds objects other than tensors" in done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "draw" / "quick_analysis.png").exists()
     assert not (tmp_path / "made").exists()
@@ -165,7 +165,7 @@ def test_an_index_cannot_point_out_of_its_folder(tmp_path):
     assert len(store.missing) == 0
     [problem] = store.problems
     assert problem.path == index
-    assert f"file is '../outside/{outside.name}', no plain file name" in problem.why
+    assert f"file is '../outside/{outside.name}', not a plain file name" in problem.why
 
 
 @pytest.mark.parametrize(

@@ -89,16 +89,16 @@ def test_an_older_index_without_some_fields_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"counter": "7"}, "counter is '7', no int"),
-        ({"iteration": 1.5}, "iteration is 1.5, no int"),
+        ({"counter": "7"}, "counter is '7', not int"),
+        ({"iteration": 1.5}, "iteration is 1.5, not int"),
         ({"bytes": 2**63}, "bytes is beyond 64 bits"),
-        ({"module": ["a"]}, "module is a list, no str"),
-        ({"shape": [[1]]}, "shape has other values than whole numbers"),
-        ({"shape": 3}, "shape is 3, no list"),
-        ({"rank": [0]}, "rank is a list, no table of coordinates"),
-        ({"rank": {"world": "0"}}, "rank's world is '0', no whole number"),
-        ({"recomputed": "no"}, "recomputed is 'no', no bool"),
-        ({"file": 3}, "file is no str, or missing"),
+        ({"module": ["a"]}, "module is a list, not str"),
+        ({"shape": [[1]]}, "shape has values that are not whole numbers"),
+        ({"shape": 3}, "shape is 3, not a list"),
+        ({"rank": [0]}, "rank is a list, not a table of coordinates"),
+        ({"rank": {"world": "0"}}, "rank's world is '0', not an integer"),
+        ({"recomputed": "no"}, "recomputed is 'no', not bool"),
+        ({"file": 3}, "file is missing or not a str"),
     ],
 )
 def test_an_index_with_a_value_of_another_type_is_a_problem_and_its_files_are_opened(
@@ -108,7 +108,7 @@ def test_an_index_with_a_value_of_another_type_is_a_problem_and_its_files_are_op
     index = rewrite(tmp_path, lambda line: line | (wrong if line["counter"] == 5 else {}))
     store = TensorStore(tmp_path)
     assert [str(problem) for problem in store.problems] == [
-        f"{index}: not read (of a record in it, {said}); its files are opened instead"
+        f"{index}: not read (in one of its records, {said}); its files are opened instead"
     ]
     assert len(store) == len(LAYER)
     assert sources(store) == {"file"}
@@ -135,16 +135,17 @@ def test_metadata_of_another_type_are_a_problem(tmp_path):
     store = TensorStore(tmp_path)
     assert len(store) == len(LAYER)
     [problem] = store.problems
-    assert str(problem) == f"{tmp_path / 'foreign.pt'}: of its metadata, module is a Tensor, no str"
+    why = "in its metadata, module is a Tensor, not str"
+    assert str(problem) == f"{tmp_path / 'foreign.pt'}: {why}"
 
 
 def test_a_run_card_that_is_none_is_a_problem(tmp_path):
     write_dump(tmp_path, layers=1)
     [card] = tmp_path.glob("run_*.json")
     for content, said in (
-        ("{", "the run card is not read"),
-        ("[]", "a JSON list, no run card"),
-        ('{"arguments": []}', "no run card: its arguments are a list, no dict"),
+        ("{", "the run card cannot be read"),
+        ("[]", "not a run card: it holds a JSON list, not an object"),
+        ('{"arguments": []}', "not a run card: arguments has type list, not dict"),
     ):
         card.write_text(content)
         store = TensorStore(tmp_path)

@@ -11,7 +11,7 @@ import torch
 
 from megatron.analysis.__main__ import main
 from megatron.analysis.cautions import find_cautions, material_cautions
-from megatron.analysis.endings import ending
+from megatron.analysis.endings import NO_END, ending
 from megatron.analysis.figures import attention, blocks, heatmaps, quantization
 from megatron.analysis.figures.material import Material, NothingToDrawError, median_of
 from megatron.analysis.measure import measure_dump
@@ -121,7 +121,7 @@ def test_warnings_and_worst_lists_are_of_operands(material):
 
 def test_the_summary_shows_results_apart(material):
     text = summary(material.found)
-    operands, results = text.split("Results of matmuls, which none quantizes")
+    operands, results = text.split("Results of matmuls, which are never quantized")
     assert "Operands of matmuls" in operands
     counts = [int(re.search(r"hifp8 +all +(\d+)", part)[1]) for part in (operands, results)]
     assert counts == [58, 56]
@@ -180,7 +180,7 @@ def test_a_recomputed_tensor_counts_once_and_the_dump_says_so(tmp_path, capsys):
     assert found.tensors["path"].tolist() == before.tensors["path"].tolist()
     assert found.formats.equals(before.formats)
     assert again.table["path"].tolist() == measured.table["path"].tolist()
-    words = "8 tensors: of recomputed forward passes, left aside because each repeats one"
+    words = "8 tensors: saved again by activation recomputation; skipped, because"
     assert words in summary(found)
     assert words in quick_analysis(folder, tmp_path / "quick").text.read_text()
     assert main(["draw", str(folder), "--figures", "statistics", "--output-dir",
@@ -213,8 +213,8 @@ def test_verify_checks_both_passes(dumps):
     ("card", "words"),
     [
         ({"status": "finished"}, "finished"),
-        ({"status": "running"}, "no end in its run card: it was killed, or still writes"),
-        ({"seed": 1}, "no end in its run card: it was killed, or still writes"),
+        ({"status": "running"}, "no end in its run card: it was killed, or is still writing"),
+        ({"seed": 1}, "no end in its run card: it was killed, or is still writing"),
         ({"status": "limited", "limit": "1 GiB is reached"}, "ended by a limit: 1 GiB is reached"),
         ({"status": "failed", "error": "No space left"}, "failed: No space left"),
         ({"status": "aborted", "reason": "ValueError: x"}, "training was aborted: ValueError: x"),
@@ -232,7 +232,7 @@ def test_everything_that_is_drawn_says_that_a_run_was_killed(tmp_path, capsys):
     for quant_type, status in (("bf16", "finished"), ("mxfp8", "running")):
         path = folder / quant_type / run_card_name(RUNS[quant_type])
         path.write_text(json.dumps(json.loads(path.read_text()) | {"status": status}))
-    words = f"run {RUNS['mxfp8']} (mxfp8): no end in its run card: it was killed, or still writes"
+    words = f"run {RUNS['mxfp8']} (mxfp8): {NO_END}"
     material = material_of(folder, formats=["mxfp8", "hifp8"])
     for figure in (
         quantization.by_layer(material),

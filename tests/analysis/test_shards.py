@@ -101,7 +101,7 @@ def test_a_gap_is_refused_and_named(tmp_path):
     for path in tmp_path.glob("*rank0[12]*"):
         path.unlink()
     with pytest.raises(
-        ValueError, match="2 of 4 shards are missing, of ranks cp=0 tp=1; cp=1 tp=0"
+        ValueError, match="2 of 4 shards are missing, from ranks cp=0 tp=1; cp=1 tp=0"
     ):
         TensorStore(tmp_path).load_global(0)
 
@@ -157,7 +157,7 @@ def test_more_than_one_logical_tensor_is_refused(tmp_path):
     store = TensorStore(tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"2 records match, of more than one tensor; give module='.*fc1' or '.*fc2', or",
+        match=r"2 records of more than one tensor match; give module='.*fc1' or '.*fc2', or",
     ):
         store.load_global(layer=0)
     assert torch.equal(store.load_global(module="linear_fc2"), WHOLE)
@@ -290,7 +290,7 @@ def test_a_real_gap_is_named(dumps, tmp_path):
     for path in (dumps / "tp2").iterdir():
         if not re.search(r"rank01_output\.pt$", path.name):
             (tmp_path / path.name).symlink_to(path)
-    with pytest.raises(ValueError, match="1 of 2 shards are missing, of ranks tp=1"):
+    with pytest.raises(ValueError, match="1 of 2 shards are missing, from ranks tp=1"):
         TensorStore(tmp_path).load_global(
             layer=0, micro_batch=0, module="linear_proj", tensor_name="output"
         )

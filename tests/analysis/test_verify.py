@@ -228,7 +228,7 @@ def test_values_and_metadata(copied):
     third.write_bytes(third.read_bytes()[:1000])
     found = {finding.where: finding.text for finding in verify(folder).errors}
     assert found[str(second)] == "holds float64, but its record says float32"
-    assert found[str(third)].startswith("no archive of torch.save: corrupt, cut short")
+    assert found[str(third)].startswith("not an archive of torch.save: corrupt, truncated")
     assert found[str(first)] == "128 NaN and 0 Inf of 4096 values"
 
 

@@ -242,7 +242,7 @@ def test_the_lm_head_needs_a_recipe():
         ("- 1\n", "line 1: it takes configs: and matchers:"),
         ("a: [\n", "it is not YAML"),
         ("matchers:\n  m: 1\n", "line 2: matcher 'm' is 1; it takes config, type, pattern"),
-        ("matchers:\n  m: {}\n  m: {}\n", "line 3: the key 'm' is there twice"),
+        ("matchers:\n  m: {}\n  m: {}\n", "line 3: the key 'm' occurs twice"),
         (
             "matchers:\n  m: {config: mxfp8, type: glob, patern: '*', enabled: true}\n",
             "line 2: matcher 'm' has the key 'patern'; it takes config, type, pattern, enabled",

@@ -44,7 +44,7 @@ def test_a_corrupt_file_is_named_and_the_others_are_drawn(tmp_path):
     done = visualize("--tensor_dir", tmp_path / "logs", "--output_dir", tmp_path / "draw")
     assert done.returncode == 3
     assert f"[ERROR] {paths[0]}: the file is empty\n" in done.stderr
-    assert f"[ERROR] {paths[1]}: no archive of torch.save: corrupt, cut short" in done.stderr
+    assert f"[ERROR] {paths[1]}: not an archive of torch.save: corrupt, truncated" in done.stderr
     assert "[ERROR] 2 file(s) were left out; replace or remove them" in done.stderr
     assert (tmp_path / "draw" / "quick_analysis.png").exists()
     text = (tmp_path / "draw" / "tensor_stats.txt").read_text()
@@ -61,7 +61,7 @@ def test_an_earlier_picture_of_another_dump_is_kept_and_named(tmp_path):
     kept = [path for path in draw.iterdir() if path.stem[-1].isdigit()]
     assert len(kept) == 2
     for path in kept:
-        assert f"kept what was there before as {path}" in done.stdout
+        assert f"kept the earlier output as {path}" in done.stdout
 
 
 def test_nan_and_inf_are_reported(tmp_path):

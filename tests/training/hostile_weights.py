@@ -99,7 +99,7 @@ def _configs(canary: Path) -> Changes:
     }
     found = {k: _writes("config.json", json.dumps(CONFIG | v)) for k, v in fields.items()}
     found["hidden 2^30"] = (found["hidden 2^30"][0], "by config.json")
-    found["layers of no tensor"] = (found["layers of no tensor"][0], "by config.json")
+    found["layers of no tensor"] = (found["layers of no tensor"][0], "config.json claims")
     texts = {
         "deep": DEEP, "list": "[]", "number": "3", "empty": "", "digits": "9" * 10_000,
         "binary": b"\xff\xfe\x00", "surrogate": '{"a": "\ud800"}', "large": "[" + "0," * (1 << 23),

@@ -19,9 +19,9 @@ GONE = "gone"
         ("*.distcp", HALF, "cannot be read: "),
         ("*.distcp", GONE, "cannot be read: "),
         ("common.pt", HALF, "cannot be read: "),
-        ("common.pt", GONE, "is no complete checkpoint"),
+        ("common.pt", GONE, "is not a complete torch_dist checkpoint"),
         (".metadata", HALF, "cannot be read: "),
-        ("metadata.json", HALF, "is no complete checkpoint"),
+        ("metadata.json", HALF, "is not a complete torch_dist checkpoint"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(run_quickly, checkpoints, tmp_path, file, damage, message):

@@ -65,7 +65,7 @@ def test_missing_files_are_named(folder):
 def test_a_file_that_was_cut_off_is_found_by_its_header(folder, left):
     file = sorted(folder.glob("*.safetensors"))[2]
     file.write_bytes(file.read_bytes()[:left])
-    with pytest.raises(UserError, match=rf"{file.name} is not whole or no safetensors file"):
+    with pytest.raises(UserError, match=rf"{file.name} is incomplete or not a safetensors file"):
         check(folder)
 
 
@@ -107,8 +107,8 @@ def test_an_index_that_is_wrong_is_refused(folder):
     of_tensor = json.loads(index.read_text())["weight_map"]
     swapped = dict(zip(of_tensor, reversed(list(of_tensor.values())), strict=True))
     for text, message in (
-        ("{", "is no index of tensors"),
-        ("[]", "is no index of tensors"),
+        ("{", "is not an index of tensors"),
+        ("[]", "is not an index of tensors"),
         (json.dumps({"weight_map": {"a": "../other.safetensors"}}), "outside of its folder"),
         (json.dumps({"weight_map": swapped}), "which model.safetensors.index.json says it has"),
     ):

@@ -173,7 +173,7 @@ def test_mistakes_are_one_line_on_one_rank(corpus, llama, tmp_path):
     file = sorted(folder.glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-10])
     done = train(*options, "--load-hf", folder, model=BATCH)
-    assert f"{file} is not whole or no safetensors file" in one_line(done)
+    assert f"{file} is incomplete or not a safetensors file" in one_line(done)
 
 
 def test_two_ranks_stop_alike(corpus, llama, tmp_path):

@@ -34,7 +34,7 @@ def test_a_wrong_place_is_found_before_training(run_quickly, corpus, tmp_path):
     prefix = copy_of(corpus, tmp_path)
     change(prefix, HEADER + 4 * DOCUMENTS + 8 * 5, "<q", 14)
     line = refused(run_quickly("--data-path", prefix))
-    assert f"data file {prefix}.idx: sequence 5 has a wrong length or place" in line
+    assert f"data file {prefix}.idx: sequence 5 has a wrong length or position" in line
     assert line.endswith(
         "make the data again with script/data/preprocess.py, or get the files again"
     )
@@ -72,7 +72,7 @@ def test_large_indexes_are_checked_in_blocks(tmp_path):
     places[BLOCK + 7] += 2
     write()
     (problem,) = read_header(str(tmp_path / "l")).problems()
-    assert problem.startswith(f"sequence {BLOCK + 7} has a wrong length or place")
+    assert problem.startswith(f"sequence {BLOCK + 7} has a wrong length or position")
 
 
 def test_empty_sequences_train_but_are_reported_by_a_check(tmp_path):
@@ -84,7 +84,7 @@ def test_empty_sequences_train_but_are_reported_by_a_check(tmp_path):
     builder.finalize(str(tmp_path / "e.idx"))
     check_index(str(tmp_path / "e"))
     (problem,) = read_header(str(tmp_path / "e")).problems()
-    assert problem.startswith("sequence 1 has a wrong length or place")
+    assert problem.startswith("sequence 1 has a wrong length or position")
 
 
 def test_a_negative_token_id_is_refused(run_quickly, tmp_path):
@@ -98,7 +98,7 @@ def test_a_negative_token_id_is_refused(run_quickly, tmp_path):
         builder.end_document()
     builder.finalize(str(tmp_path / "n.idx"))
     line = refused(run_quickly("--data-path", tmp_path / "n"), status=1)
-    assert "the data holds token id -5, and ids begin at 0" in line
+    assert "the data holds token id -5, but ids begin at 0" in line
 
 
 # The sample indices on disk.
@@ -120,7 +120,7 @@ def test_a_damaged_sample_index_ends_the_run(run_quickly, cached, tmp_path):
     index.write_bytes(b"cos\nmkdir\n(S'executed'\ntR.")
     line = refused(run_quickly("--data-cache-path", folder))
     assert f"sample index {index}: not an array" in line
-    assert f"delete the folder {index.parent}, and it is made again" in line
+    assert f"delete the folder {index.parent}; the next run recreates it" in line
 
     (index,) = folder.glob("*/*-train-shuffle_index.npy")
     (other,) = cached.glob("*/*-train-document_index.npy")
@@ -129,7 +129,7 @@ def test_a_damaged_sample_index_ends_the_run(run_quickly, cached, tmp_path):
     order[0] = order[1]
     np.save(index, order)
     line = refused(run_quickly("--data-cache-path", folder))
-    assert f"{index.name}: does not fit the data (not every sample comes up once)" in line
+    assert f"{index.name}: does not fit the data (not every sample occurs exactly once)" in line
 
 
 @pytest.fixture
@@ -156,14 +156,14 @@ def samples(corpus):
 @pytest.mark.parametrize(
     ("name", "place", "value", "why"),
     [
-        ("document_index", 3, -1, "names a document outside of its split"),
-        ("document_index", 3, DOCUMENTS, "names a document outside of its split"),
-        ("document_index", 3, None, "some documents come up more often"),
-        ("sample_index", (3, 0), -1, "names a place that the data lack"),
-        ("sample_index", (3, 1), 1 << 20, "names a place that the data lack"),
-        ("sample_index", (3, 1), None, "a sample begins at another token"),
-        ("shuffle_index", 3, 1 << 30, "not every sample comes up once"),
-        ("shuffle_index", 3, None, "not every sample comes up once"),
+        ("document_index", 3, -1, "names a document outside its split"),
+        ("document_index", 3, DOCUMENTS, "names a document outside its split"),
+        ("document_index", 3, None, "some documents occur more often"),
+        ("sample_index", (3, 0), -1, "names a position beyond the data"),
+        ("sample_index", (3, 1), 1 << 20, "names a position beyond the data"),
+        ("sample_index", (3, 1), None, "a sample begins at the wrong token"),
+        ("shuffle_index", 3, 1 << 30, "not every sample occurs exactly once"),
+        ("shuffle_index", 3, None, "not every sample occurs exactly once"),
     ],
 )
 def test_sample_indices_are_held_against_the_data(samples, name, place, value, why):

@@ -107,7 +107,7 @@ def test_any_other_missing_checkpoint_is_an_error(tmp_path):
     with pytest.raises(UserError, match=r"name one of its checkpoints with --ckpt-step \(10\)"):
         checkpoint_files.folder_to_load(arguments(load=str(tmp_path), save=str(tmp_path)))
     (tmp_path / checkpoint_files.TRACKER).write_text("10")
-    with pytest.raises(UserError, match="is no complete checkpoint"):
+    with pytest.raises(UserError, match="is not a complete torch_dist checkpoint"):
         checkpoint_files.folder_to_load(arguments(load=str(tmp_path)))
     (tmp_path / checkpoint_files.TRACKER).write_text("release")
     with pytest.raises(UserError, match="holds 'release', not an iteration"):

@@ -85,7 +85,7 @@ def latest(material: Material) -> pd.DataFrame:
 
 
 def whose(rows: pd.DataFrame) -> str:
-    """Return the run and the iteration of what `latest` chose, in words."""
+    """Return a phrase that names the run and the iteration of the rows that `latest` chose."""
     first = rows.iloc[0]
     run = f"{first['quant_type']} run {first['run_id'] or '(unknown)'}"
     return f"{run} (the newest), iteration {first['iteration']} (its last)"

@@ -45,8 +45,9 @@ def draw(material: Material) -> Iterator[tuple[str, Make]]:
 
 
 def worst(material: Material, fmt: str, count: int) -> pd.DataFrame:
-    """Return the tensor of each place with the lowest SQNR, with blocks along the last dimension;
-    lowest first.
+    """Return the tensor with the lowest SQNR of each place, the lowest SQNR first.
+
+    The SQNR is that of blocks along the last dimension, as in the maps.
     """
     mine = material.judged[material.judged["quantized_format"] == fmt]
     if mine.empty:
@@ -81,8 +82,8 @@ def maps(material: Material, fmt: str) -> Figure:
             data, rows=across, columns="first value of the block", title=title, ax=ax,
             powers=isinstance(get_format(fmt).scaling, BlockScaling),
         )  # fmt: skip
-    note = "each block's stored scale and the SQNR, both of blocks along the last dimension; the "
-    note += f"{material.judge} of matmuls with the lowest SQNR, one of each place; grey: zeros only"
+    note = "the stored scale of each block and the SQNR, for blocks along the last dimension; the "
+    note += f"{material.judge} of matmuls with the lowest SQNR, one per place; gray: zeros only"
     material.headline(figure, f"{fmt}: scale maps", note)
     return figure
 
@@ -126,7 +127,7 @@ def counted(material: Material, formats: list[str]) -> Figure:
         )
         powers_of_two(axes[2].xaxis)
         if others := [name for name in known if name not in e8m0]:
-            right_of_title(axes[2], f"not of {', '.join(others)}: E4M3 scales")
+            right_of_title(axes[2], f"without {', '.join(others)}, whose scales are E4M3")
     else:
         axes[2].set_visible(False)
     if alike := same_counts({n: p.block_range for n, p in known.items()}):
@@ -135,15 +136,15 @@ def counted(material: Material, formats: list[str]) -> Figure:
         ax.set_ylabel("")
     legend(figure, axes)
     note = (
-        f"{material.judged_origin}; ranges and scales without 0.01 % at each end; no blocks of "
-        "zeros, no NaN"
+        f"{material.judged_origin}; ranges and scales without 0.01 % at each end, blocks of "
+        "zeros and NaN"
     )
     material.headline(figure, "Blocks: room, range and scales", note)
     return figure
 
 
 def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
-    """Return formats whose counts coincide with those of another, so that one hides the other."""
+    """Return the formats whose counts equal those of another, so that one curve hides another."""
     return [
         name
         for name, found in counts.items()

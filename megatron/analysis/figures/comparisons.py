@@ -79,7 +79,7 @@ def deviation(material: Material) -> Figure:
     figure, axes = sheet(4.2 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
         mine = data[data["kind"] == kind]
-        if (mine["deviation"] == 0).all():  # a logarithmic axis has no place for it
+        if (mine["deviation"] == 0).all():  # a logarithmic axis cannot show 0
             nothing(ax, KINDS[kind], f"equal in all runs\nin iteration {_last(mine)}")
             continue
         shown = medians(mine, "quant_type", "layer_idx", "deviation")
@@ -91,13 +91,13 @@ def deviation(material: Material) -> Figure:
     legend(figure, axes)
     note = "x0: the same tensor of the run without quantization; "
     note += f"{median_of(data, ['quant_type', 'kind', 'layer_idx'], 'point')}, iteration "
-    title = "How far each run is from the one without quantization"
+    title = "Deviation of each run from the run without quantization"
     material.headline(figure, title, note + _last(data))
     return figure
 
 
 def _last(data: pd.DataFrame) -> str:
-    """Return the iteration that was compared; with several ones, that of each type."""
+    """Return the iteration that was compared, or one per type if they differ."""
     last = data.groupby("quant_type")["iteration"].first()
     if last.nunique() == 1:
         return str(last.iloc[0])

@@ -32,10 +32,10 @@ from megatron.analysis.plots import (
 )
 
 MOST = 36  #: small pictures on one sheet
-#: What the bars below an exponent histogram are.
+#: Explanation of the bars below an exponent histogram.
 REACH = (
-    "bars: what each format reaches (thin: subnormal); of block formats thick for a block of the "
-    "median scale, a line for blocks of other scales"
+    "bars: the range of each format (thin: subnormal); in block formats, bars hold for a block "
+    "with the median scale, and the line extends to blocks with other scales"
 )
 
 
@@ -53,8 +53,9 @@ def draw(material: Material) -> Iterator[tuple[str, Make]]:
 
 
 def exponent_shares(material: Material, kind: str) -> pd.DataFrame:
-    """Shares by binade of the tensor names of one kind by which formats are judged, for
-    `plot_exponent_histogram`.
+    """Return the share of values per binade and tensor name, for `plot_exponent_histogram`.
+
+    Only the tensors of one kind by which formats are judged count.
     """
     table = material.judged[material.judged["kind"] == kind]
     if not material.formats:
@@ -135,7 +136,7 @@ def box(material: Material) -> Figure:
     figure, axes = sheet(9.5, 0.3 * len(rows) + 1.8)
     plot_boxes(pd.DataFrame(rows), ax=axes[0])
     note = "box: middle half; line in it: median; whiskers: 1 % to 99 %; tick: largest; hatched: "
-    note += "gradients; ▾: zeros reach so far, those of attention_probs are the mask's; "
+    note += "gradients; ▾: zeros reach to here (in attention_probs: the causal mask); "
     material.headline(figure, "Magnitudes of each tensor", note + material.origin)
     return figure
 

@@ -67,9 +67,11 @@ def the_format(material: Material) -> str:
 
 
 def by_region(found: FormatSum) -> pd.DataFrame:
-    """Return values and squared error of each region. What became zero and what was clipped was
-    counted when it was quantized. The error of the highest binade counts as that of clipped values
-    if it has any: values below 1.25 * 2^15 round to 2^15 and are not told apart there.
+    """Return the number of values and the squared error of each region.
+
+    Values that underflow or are clipped were counted during quantization. If any value of the
+    highest binade was clipped, the whole error of that binade counts as error of clipped values:
+    the sum does not separate it from values below 1.25 * 2^15, which round to 2^15.
     """
     kept = found.values - found.underflow - found.saturated
     error = found.squared_error.copy()
@@ -117,7 +119,7 @@ def regions(material: Material, fmt: str) -> Figure:
 
 
 def visible_percent(share: float) -> str:
-    """Return a share in percent; below one in a million only that it is."""
+    """Return a share in percent, or `<0.0001 %` if it is below one in a million."""
     return "<0.0001 %" if 0 < share < 1e-6 else percent(share)
 
 

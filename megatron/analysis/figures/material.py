@@ -33,7 +33,7 @@ from megatron.fake_quant.formats import BlockScaling, TwoLevelScaling
 KINDS = {"forward": "Activations", "weight": "Weights", "gradient": "Gradients"}
 #: GEMMs in the order in which one of them stands for an operand that several quantize.
 USES = ("fprop", "dgrad", "wgrad")
-LETTERS = 15  #: of a note, in an inch
+LETTERS = 15  #: characters of a note per inch
 _LAYER = re.compile(r"^(.*\blayers\.\d+\.)")
 _EXPERT = re.compile(r"\blocal_experts\.\d+\b")
 _NOISE = ("self_attention.", "mlp.", "linear_")
@@ -54,7 +54,7 @@ class Material:
     found: Statistics
     formats: tuple[str, ...]
     progress: bool = False  #: show a bar on a terminal where many tensors are read
-    judge: str = OPERANDS  #: which tensors formats are judged by, see `output_names.JUDGED`
+    judge: str = OPERANDS  #: the tensors by which formats are judged, one of `JUDGED`
 
     @functools.cached_property
     def tensors(self) -> pd.DataFrame:
@@ -95,9 +95,7 @@ class Material:
 
     @functools.cached_property
     def judged(self) -> pd.DataFrame:
-        """The rows of `uses` by which formats are judged: those of operands, unless results are
-        asked for, which no matmul quantizes.
-        """
+        """Rows of `uses` by which formats are judged: operands or results, see `judge`."""
         operands = self.uses["operand"].astype(bool)
         return self.uses[operands if self.judge == OPERANDS else ~operands]
 
@@ -116,9 +114,9 @@ class Material:
 
     @property
     def nothing_judged(self) -> str:
-        """Why no format can be judged."""
+        """The reason why no format can be judged."""
         if self.uses.empty:
-            return "no tensor has values that a format could be computed of"
+            return "no tensor has values that a format could be applied to"
         other = next(name for name in JUDGED if name != self.judge)
         return f"the dump has no {self.judge} of matmuls; --judge {other} draws its {other}"
 
@@ -173,18 +171,18 @@ class Material:
         return [place for place in self.places if place in mine]
 
     def judged_places(self, *kinds: str) -> list[str]:
-        """Return the places by which formats are judged, of some kinds or of all."""
+        """Return the places by which formats are judged; of the given kinds, or of all kinds."""
         chosen = self.judged[self.judged["kind"].isin(kinds)] if kinds else self.judged
         mine = set(chosen["place"])
         return [place for place in self.places if place in mine]
 
     @property
     def places_apart(self) -> list[str]:
-        """The places of operands, then those of results."""
+        """All places, those of operands first and those of results second."""
         return sorted(self.places, key=lambda place: place not in self._operand_places)
 
     def label(self, place: str) -> str:
-        """Return the name of a place, marked if no matmul takes its tensors in."""
+        """Return the name of a place, with the suffix `(result)` if no matmul reads its tensors."""
         return place if place in self._operand_places else f"{place} (result)"
 
     @functools.cached_property
@@ -192,8 +190,9 @@ class Material:
         return set(self.tensors.loc[self.tensors["operand"], "place"])
 
     def summed(self, fmt: str, places: Iterable[str] | None = None) -> FormatSum | None:
-        """One format's histograms over the given places, all layers together; only places by which
-        formats are judged count.
+        """Return the histograms of one format, summed over layers and the given places.
+
+        Only places by which formats are judged count.
         """
         judged = self.judged_places()
         wanted = set(judged) if places is None else {*judged} & {*places}
@@ -211,12 +210,12 @@ class Material:
 
     @property
     def origin(self) -> str:
-        """How many tensors there are, and of what, in words."""
+        """A phrase with the number of tensors, their types and iterations."""
         return self._origin(self.tensors, "tensors")
 
     @property
     def judged_origin(self) -> str:
-        """The same of the tensors by which formats are judged."""
+        """The same phrase for the tensors by which formats are judged."""
         chosen = self.tensors.loc[self.judged["tensor"].unique()]
         return self._origin(chosen, f"{self.judge} of matmuls")
 
@@ -229,11 +228,11 @@ class Material:
 
     @functools.cached_property
     def alarm(self) -> str:
-        """A line on runs that did not finish; empty if all did."""
+        """One line about runs that did not finish; empty if all did."""
         return alarm(self.store)
 
     def headline(self, figure: Figure, title: str, note: str = "") -> None:
-        """Write what a figure shows, of which tensors, and which runs did not finish."""
+        """Write the title of a figure, the note below it, and a warning on unfinished runs."""
         headline(figure, title, note, self.alarm)
 
 
@@ -310,7 +309,7 @@ def legend(figure: Figure, axes: Iterable[Axes], *, columns: int = 8) -> None:
 
 
 def median_of(table: pd.DataFrame, keys: Sequence[str], what: str) -> str:
-    """Return of how many tensors each cell, dot or point of a figure is the median, in words."""
+    """Return a phrase: the number of tensors of which a cell, dot or point is the median."""
     sizes = table.groupby(list(keys)).size()
     if sizes.empty or sizes.max() == 1:
         return f"a {what} is one tensor"
@@ -320,11 +319,11 @@ def median_of(table: pd.DataFrame, keys: Sequence[str], what: str) -> str:
 
 
 def headline(figure: Figure, title: str, note: str = "", warning: str = "") -> None:
-    """Write what the figure shows, of which tensors, and in red what spoils it."""
+    """Write the title of a figure, a note below it, and a warning in red."""
     width = int(figure.get_figwidth() * LETTERS)
     lines = [(line, FAINT) for line in textwrap.wrap(note, width)]
     lines += [(line, ALARM) for line in textwrap.wrap(warning, width)]
-    # constrained layout makes room for the title only: the lines below it are empty ones of it
+    # constrained layout reserves space for the title only, so it gets empty lines for the notes
     text = title + "\n" * len(lines)
     figure.suptitle(text, x=0.012, ha="left", fontsize=13, fontweight="bold")
     for number, (line, colour) in enumerate(lines):

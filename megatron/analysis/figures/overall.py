@@ -114,7 +114,7 @@ def _pooled_rms(table: pd.DataFrame) -> float:
 
 
 def _format(material: Material, name: str) -> dict[str, Any]:
-    """Lowest, median and highest over the tensors by which formats are judged."""
+    """Return the lowest, median and highest numbers over the tensors that judge a format."""
     mine = material.judged[material.judged["quantized_format"] == name]
     found: dict[str, Any] = {"tensors": len(mine)}
     for column in NUMBERS:

@@ -15,9 +15,9 @@ from megatron.fake_quant.nvfp4 import LARGEST as NVFP4_LARGEST
 def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
     """Return exponents of the smallest, smallest normal and largest number of each format.
 
-    A block or a tensor reaches what its scale makes of its elements: those of the median block (or
-    tensor) of `table`, which has columns `quantized_format`, `scale_median`, `scale_min`,
-    `scale_max` and `amax`. From `lowest` to `highest` reach blocks (or tensors) of all scales.
+    The range of a block (or tensor) is that of the elements times its scale. `smallest`, `normal`
+    and `largest` hold for the median scale in `table`, `lowest` and `highest` for all scales.
+    `table` has columns `quantized_format`, `scale_median`, `scale_min`, `scale_max` and `amax`.
     """
     rows = []
     for name in formats:
@@ -55,7 +55,7 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _shifts(amax: pd.Series[float], target: float) -> tuple[float, float, float]:
-    """Return log2 of what tensors' scales multiply by: of the median, smallest, largest amax."""
+    """Return log2 of the tensor scale for the median, the smallest and the largest amax."""
     known = amax[amax > 0]
     if known.empty:
         return 0.0, 0.0, 0.0

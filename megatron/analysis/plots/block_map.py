@@ -24,10 +24,11 @@ def plot_block_map(
     """Draw one pixel per block.
 
     Args:
-        data: base-2 logarithms of the scales; its index numbers the rows and its columns the first
-            value of each block. NaN (a block of zeros, or without a scale) is grey.
+        data: base-2 logarithms of the scales. The index is the number of the row, and a column's
+            name is the position of the block's first value. NaN (a block of zeros, or without a
+            scale) is gray.
         rows, columns: what these are.
-        powers: whether all scales are powers of two; the color bar names other ones by their value.
+        powers: whether all scales are powers of two. The color bar labels other scales by value.
     """
     ax = plt.gca() if ax is None else ax
     colours = plt.get_cmap("magma").with_extremes(bad=TRACK)
@@ -53,7 +54,7 @@ def plot_block_map(
 
 
 def scale_ticks(logarithms: NDArray[np.float64], most: int = 6) -> list[tuple[float, str]]:
-    """Return positions and values of scales that occur, evenly spread over the color bar."""
+    """Return positions and labels of ticks: scales that occur, evenly spread over the color bar."""
     found = np.unique(logarithms[np.isfinite(logarithms)])
     if not len(found):
         return []

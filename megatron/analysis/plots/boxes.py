@@ -21,11 +21,11 @@ from megatron.analysis.plots.style import (
 
 
 def plot_boxes(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw a box a row: the middle half, the median, whiskers from 1 % to 99 %, the largest.
+    """Draw one box per row: the middle half, the median, whiskers from 1 % to 99 %, the largest.
 
     Args:
-        data: columns `name`, `group` (its colour), `p1`, `p25`, `p50`, `p75`, `p99`, `largest`:
-            magnitudes; what is zero ends at the left of the axis, where a mark says so.
+        data: columns `name`, `group` (its color), and the magnitudes `p1`, `p25`, `p50`, `p75`,
+            `p99`, `largest`. A mark at the left end of the axis stands for zero.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:

@@ -26,7 +26,7 @@ def plot_code_usage(
 
     Args:
         data: columns `format` (one), `value` (rising, -0 before 0), `count`.
-        scaled: whether the format has a scale, which the numbers are multiplied by.
+        scaled: whether the format has a scale, by which the numbers are multiplied.
     """
     ax = plt.gca() if ax is None else ax
     counts = data["count"].to_numpy(dtype=float)

@@ -28,14 +28,14 @@ def plot_exponent_histogram(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the share of values in each binade, an outline a group, over the ranges of formats.
+    """Draw the share of values in each binade, one outline per group, above the formats' ranges.
 
     Args:
         data: columns `group`, `exponent`, `share`: of the group's values with a magnitude from
             2**exponent up to below 2**(exponent + 1); exponents without gaps.
         ranges: columns `format`, `smallest`, `normal`, `largest`: exponents between which a format
-            has numbers, from `normal` on in full precision. A bar each, below the histogram; a thin
-            line goes on from `lowest` to `highest`, which blocks of other scales reach.
+            has numbers, from `normal` on in full precision. Each format has a bar below the
+            histogram; a thin line from `lowest` to `highest` is the range of all block scales.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:
@@ -76,7 +76,7 @@ def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], si
     there are many, each has `size` times the usual height.
     """
     colour = colour_of(str(lane["format"]))
-    # ranges without the reach of blocks of other scales have bars alone
+    # without `lowest` and `highest` there is no line
     lane = {"lowest": lane["smallest"], "highest": lane["largest"]} | lane
     parts = (
         ("lowest", "highest", 1.0), ("smallest", "normal", 3.0), ("normal", "largest", 7.0),

@@ -18,7 +18,7 @@ from megatron.analysis.plots.style import (
 )
 
 EXACT, ZERO = "▴ infinite", "▾ zero"
-NOISE = 0.1  #: share of a value that an axis shows on both sides of it at least
+NOISE = 0.1  #: an axis extends at least this share of the median value to both sides
 NARROW = 8.0  #: largest over smallest value, from which on a logarithmic axis is one
 
 
@@ -32,14 +32,15 @@ def plot_lines(
     least: float = 0.0,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a line through the values of each group. What an axis has no place for, infinity and on
-    a logarithmic one zero, is marked at its end; NaN is left out.
+    """Draw one line per group through its values.
+
+    Infinity, and zero on a logarithmic axis, are marked at the end of the axis. NaN is left out.
 
     Args:
         data: columns `group`, `x` (whole numbers), `value`.
-        logarithmic: whether ratios matter; over less than a decade the axis is linear.
-        least: span that a linear axis has at least, in units of the value, so that noise does not
-            fill it. Where ratios matter it has a tenth of the value on both sides anyway.
+        logarithmic: whether ratios matter. Over less than a decade the axis is linear all the same,
+            and extends at least a tenth of the median value to both sides.
+        least: the smallest span of a linear axis, so that noise does not fill it.
     """
     ax = plt.gca() if ax is None else ax
     if not np.isfinite(data["value"].astype(float)).any():
@@ -72,7 +73,7 @@ def plot_lines(
         ax.set_yscale("log")
         decades(ax.yaxis)
     elif logarithmic:
-        # in the labels, not above the axes, where an exponent would push the title up
+        # full numbers in the labels: a common factor above the axes would push the title up
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.4g}"))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0.04, y=0.08)
@@ -85,7 +86,7 @@ def plot_lines(
 
 
 def _widen(ax: Axes, values: pd.Series[float], least: float) -> None:
-    """Give a linear axis at least a span of `least`, around the middle of the values."""
+    """Widen a linear axis to a span of at least `least` around the middle of the values."""
     low, high = ax.get_ylim()
     if high - low < least and len(values):
         middle = (float(values.min()) + float(values.max())) / 2

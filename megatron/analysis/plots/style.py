@@ -136,8 +136,9 @@ def powers_of_two(axis: Axis, most: int = 9) -> None:
 
 
 def decades(axis: Axis) -> None:
-    """Name the ticks of a logarithmic axis: all as numbers if these are short, else all as powers
-    of ten. Those between decades have no name unless there is no decade.
+    """Label the ticks of a logarithmic axis, as numbers if all are short, else as powers of ten.
+
+    Ticks between decades have no label unless no decade is visible.
     """
 
     def name(x: float) -> str:

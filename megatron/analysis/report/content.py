@@ -152,8 +152,8 @@ def by_type(material: Material) -> list[list[Any]]:
 
 
 def positions(material: Material) -> list[list[int]]:
-    """Return run, iteration, layer and place of each tensor, as the cells of the heat map have
-    them.
+    """Return the run, iteration, layer and place of each tensor, which identify its cell in the
+    heat map.
     """
     tensors = material.tensors
     runs = {name: i for i, name in enumerate(runs_of(tensors))}
@@ -168,7 +168,7 @@ def positions(material: Material) -> list[list[int]]:
 
 
 def names(material: Material) -> list[str]:
-    """Return what each tensor is, in one line."""
+    """Return one line per tensor that describes it."""
     tensors = material.tensors
     several = tensors.groupby("quant_type")["run_id"].nunique().max() > 1
     return [

@@ -108,9 +108,7 @@ def _e4m3_codes(values: NDArray[np.float64]) -> NDArray[np.uint8]:
 
 
 def _packed(table: pd.DataFrame, fmt: str) -> dict[str, Any]:
-    """Return the scales as signed bytes: the exponents of E8M0 scales, the codes of NVFP4's, which
-    are E4M3 numbers.
-    """
+    """Return the scales as signed bytes: exponents of E8M0 scales, codes of NVFP4's E4M3 scales."""
     exponents = table.to_numpy()
     powers = isinstance(get_format(fmt).scaling, BlockScaling)
     stored = exponents if powers else _e4m3_codes(2.0**exponents)

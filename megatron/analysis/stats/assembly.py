@@ -47,11 +47,11 @@ class Assembly:
         return jobs
 
     def _read(self, contents: dict[str, bytes], *, kept: bool) -> tuple[Values, Found] | None:
-        """Return the statistics from their bytes; None where those of the cache are none."""
+        """Return the statistics that the bytes hold; None if a cached entry is damaged."""
         try:
             return read_outcome(contents, self.formats)
         except (ValueError, TypeError, IndexError, StopIteration, MemoryError, struct.error):
-            if not kept:  # computed just now: our mistake
+            if not kept:  # just computed, so this is a bug of this program
                 raise
             return None
 

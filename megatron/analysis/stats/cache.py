@@ -1,14 +1,15 @@
-"""Results that were computed before: a table in one SQLite file, a row a tensor and format.
+"""Cache of computed results: one SQLite file with one row per tensor and format.
 
-The key is what the result follows from: the files (path, size, time of the last change), how the
-tensor is read, the format, and the sources of this package and of `fake_quant`. Paths are those
-within the dump, so that results which lie in it move with it. Rows are written as results come, so
-that what was interrupted goes on from there, and at once, so that no other process waits.
+The key covers everything that a result depends on: the files (path, size, time of the last change),
+how the tensor is read, the format, and the source code of this package and of `fake_quant`. Paths
+are relative to the dump, so that a cache inside a dump can be moved with it. Each row is written as
+soon as its result is known, in a transaction of its own. An interrupted computation therefore
+continues where it stopped, and other processes do not wait.
 
-All of it can be computed again: what is damaged is thrown away, and said. A dump may come from
-anyone, and its cache with it. So a link, a FIFO or another program's database in the place of the
-cache is refused and never changed, and only a database with exactly our two tables is used: a
-trigger or a view would run statements of its own.
+Everything can be computed again, so damaged entries are dropped with a remark. A dump and its cache
+may come from an untrusted source. A link, a FIFO or another program's database in the place of the
+cache is therefore refused and left unchanged. Only a database with exactly the two expected tables
+is used, because a trigger or a view would run statements of its own.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from megatron.bounded_files import printable
 
 NAME = "statistics.sqlite"
 PATIENCE = 30.0  #: seconds to wait for another process that writes
-APPLICATION_ID = 0x4D654761  #: in the header of a file of ours
-_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: 0: of our earlier versions
-_LAYOUT = 1  #: of the tables
+APPLICATION_ID = 0x4D654761  #: marks the header of a cache file
+_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: earlier versions wrote an id of 0
+_LAYOUT = 1  #: version of the tables
 _TABLES = {
     "results": "CREATE TABLE results (key TEXT, name TEXT, content BLOB, PRIMARY KEY (key, name))"
     " WITHOUT ROWID",
@@ -45,7 +46,7 @@ _TABLES = {
     " WITHOUT ROWID",
 }
 _BESIDE = ("-wal", "-shm")  #: files that SQLite keeps beside the database
-_JOURNAL_PATIENCE = 2.0  #: seconds for another process to end its first transaction
+_JOURNAL_PATIENCE = 2.0  #: seconds to wait for another process to end its first transaction
 
 
 @functools.cache
@@ -101,10 +102,10 @@ class Cache:
         return base
 
     def _prepare(self, base: sqlite3.Connection) -> None:
-        """Make the tables in a new file; refuse a file that has others.
+        """Create the tables in a new file, and refuse a file with other tables.
 
         Raises:
-            ForeignCacheError: the file is not ours.
+            ForeignCacheError: if another program wrote the file.
         """
         ids = self._ids(base)
         if ids[0] == APPLICATION_ID and ids[1] != _LAYOUT and _tables(base).keys() <= {*_TABLES}:
@@ -116,28 +117,28 @@ class Cache:
             base.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file
             base.execute("PRAGMA journal_mode=WAL")
             base.execute("BEGIN IMMEDIATE")
-            if not _tables(base):  # another process may have made them meanwhile
+            if not _tables(base):  # another process may have created them meanwhile
                 for statement in _TABLES.values():
                     base.execute(statement)
                 base.execute(f"PRAGMA application_id={APPLICATION_ID}")
                 base.execute(f"PRAGMA user_version={_LAYOUT}")
             base.execute("COMMIT")
         self._refuse_foreign(base, made=True)
-        base.execute("PRAGMA synchronous=NORMAL")  # a power cut may take the last results
+        base.execute("PRAGMA synchronous=NORMAL")  # a power failure may lose the last results
 
     def _ids(self, base: sqlite3.Connection) -> list[int]:
-        """Return the application and the layout that the header names."""
+        """Return the application id and the layout version from the file's header."""
         names = ("application_id", "user_version")
         return [base.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
 
     def _refuse_foreign(self, base: sqlite3.Connection, *, made: bool) -> None:
         ids = self._ids(base)
-        # a file of an earlier version of ours has the tables, and no application id
+        # an earlier version of this program wrote the same tables without an application id
         accepted = [[APPLICATION_ID, _LAYOUT], [0, _LAYOUT]] if made else [[0, 0]]
         if ids not in accepted or (made and _tables(base) != _normalized(_TABLES)):
             raise ForeignCacheError(
-                f"{printable(self.path, limit=4096)} cannot be used as a cache: a database of "
-                "another program, which is left as it is; name another folder, or remove the file"
+                f"{printable(self.path, limit=4096)} cannot be used as a cache: it is a database "
+                "of another program; name another folder, or remove the file"
             )
 
     def entry(self, part: Part) -> Entry:
@@ -247,14 +248,14 @@ class Cache:
 
 
 class ForeignCacheError(ValueError):
-    """A file or folder in the place of a cache that is not ours; the message names it."""
+    """A foreign file or folder in the place of the cache; the message names it."""
 
 
 def check_place(folder: Path) -> None:
-    """Refuse a cache through a link, special files in its place, and what is no database of ours.
+    """Refuse a cache folder that is a link, holds special files, or a foreign database.
 
     Raises:
-        ForeignCacheError: names the file.
+        ForeignCacheError: if it is refused; the message names the file.
     """
     _check_names(folder)
     head = b""
@@ -263,35 +264,34 @@ def check_place(folder: Path) -> None:
     ours = head[:16] == b"SQLite format 3\0" and head[68:72] in _IDS
     if head and not ours:
         raise ForeignCacheError(
-            f"{printable(folder / NAME, limit=4096)} cannot be used as a cache: a file of another "
-            "program, which is left as it is; name another folder, or remove the file"
+            f"{printable(folder / NAME, limit=4096)} cannot be used as a cache: it is a file of "
+            "another program; name another folder, or remove the file"
         )
 
 
 def _check_names(folder: Path) -> None:
-    """Check by names alone: nothing is opened.
+    """Check the kinds of the files without opening any.
 
     Raises:
-        ForeignCacheError: names the file.
+        ForeignCacheError: if one is refused; the message names it.
     """
     deadline = time.monotonic() + _JOURNAL_PATIENCE
     _refuse_but(folder, stat.S_ISDIR, "a folder")
     for ending in ("", *_BESIDE):
         _refuse_but(folder / f"{NAME}{ending}", stat.S_ISREG, "a regular file")
     journal = folder / f"{NAME}-journal"
-    # what a journal says is done when the database is opened: it may name other files to delete
+    # SQLite replays a journal when it opens the database; a forged one may delete other files
     while os.path.lexists(journal):
         if time.monotonic() > deadline:
             raise ForeignCacheError(
-                f"{printable(journal, limit=4096)} cannot be used as a cache: a journal of an "
-                "interrupted program, which could change other files; name another folder, or "
-                "remove it"
+                f"{printable(journal, limit=4096)} prevents the use of the cache: replaying a "
+                "leftover journal could change other files; name another folder, or remove it"
             )
         time.sleep(0.05)
 
 
 def _refuse_but(path: Path, wanted: Callable[[int], bool], what: str) -> None:
-    """Refuse what is neither missing nor of the wanted kind; a link is never of it."""
+    """Refuse an existing path of another kind than the wanted one; a link is always refused."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -301,13 +301,13 @@ def _refuse_but(path: Path, wanted: Callable[[int], bool], what: str) -> None:
         found = "a folder" if stat.S_ISDIR(mode) else found
         found = "a file" if stat.S_ISREG(mode) else found
         raise ForeignCacheError(
-            f"{printable(path, limit=4096)} cannot be used as a cache: {found}, not {what}; it is "
-            "left as it is; name another folder, or remove it"
+            f"{printable(path, limit=4096)} cannot be used as a cache: it is {found}, not {what}; "
+            "name another folder, or remove it"
         )
 
 
 def _tables(base: sqlite3.Connection) -> dict[str, str]:
-    """Return what the database holds (tables, triggers, views), as the statements that made it."""
+    """Return the statements that created the database's content (tables, triggers, views)."""
     rows = base.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 100")
     return _normalized({str(name): str(sql) for name, sql in rows})
 

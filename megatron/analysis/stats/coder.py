@@ -4,8 +4,8 @@ with the scale of each block given by its *class*.
 A class stands for the byte that the format stores for the block's scale. It is an E8M0 byte (of
 formats that are counted together one that differs from each format's own by a constant), in nvfp4
 the code of an E4M3 number, and 0 in formats without block scales. What a value becomes, and whether
-it underflows or is clipped, follows from its bits and its class alone. That is why values can be
-counted by class and pattern first and quantized afterwards, a few thousand instead of millions.
+it underflows or is clipped, depends only on its bits and its class. Values can therefore be counted
+by class and bit pattern first and quantized afterwards, a few thousand instead of millions.
 """
 
 from __future__ import annotations
@@ -276,11 +276,12 @@ def result_bits(rounded: Any, bits: Any, class_: Any, coder: Any) -> Any:
 
 @kernel
 def quantized(bits: Any, class_: Any, coder: Any) -> Any:
-    """Return what a value becomes (float32 bits), its element's magnitude, and whether it was
-    beyond the largest. One function, not inlined by numba, so that it is compiled once.
+    """Return a quantized value (float32 bits), its element's magnitude, and whether it is beyond
+    the largest number.
 
-    It runs for every float32 value. Looking up a second scale of the class here, to leave out what
-    a scale of zero makes zero, takes 2.4 times as long; `account` sees the zero without it.
+    The function is not inlined by numba, so that it is compiled once. It runs for every float32
+    value. Excluding values under a scale of zero would need a second table lookup here, which takes
+    2.4 times as long; `account` recognizes them without it.
     """
     scaled = scaled_magnitude(bits, class_, coder)
     rounded = np.int32(element_magnitude(scaled, coder))

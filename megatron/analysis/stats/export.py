@@ -48,7 +48,7 @@ def note_lines(notes: Mapping[str, int]) -> list[str]:
 
 
 def _by_use(found: Statistics) -> list[str]:
-    """Return a table of what formats do to operands, and one of the results apart."""
+    """Return one table of the formats' effect on operands, and one of their effect on results."""
     formats = found.formats
     tensors = found.tensors
     operand = [*map(is_operand, tensors["layer_type"], tensors["tensor_name"])]
@@ -56,7 +56,7 @@ def _by_use(found: Statistics) -> list[str]:
     lines: list[str] = []
     for title, part in (
         ("Operands of matmuls", formats[of_operands]),
-        ("Results of matmuls, which none quantizes", formats[~of_operands]),
+        ("Results of matmuls, which are never quantized", formats[~of_operands]),
     ):
         if len(part):
             lines += ["", title, *_by_format(found, part)]
@@ -117,13 +117,13 @@ def as_csv(found: Statistics) -> str:
 
 
 def with_safe_texts(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a table for CSV, in which no text is a formula or breaks a line; numbers stay."""
+    """Return a table that is safe as CSV: no text is a formula or has a line break."""
     found = frame.copy()
     for name in frame.columns:
         if frame[name].dtype.kind in "biufc":
             continue
         cells = [csv_cell(value) if isinstance(value, str) else value for value in frame[name]]
-        # as objects: pandas would make numbers of a column of whole numbers and None
+        # dtype object, because pandas would turn a column of integers and None into floats
         found[name] = pd.Series(cells, frame.index, object)
     return found
 

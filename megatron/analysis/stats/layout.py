@@ -80,9 +80,9 @@ _USES: dict[tuple[str, str], tuple[str, str]] = {
 
 
 def is_operand(layer_type: Any, tensor_name: Any) -> bool:
-    """Return whether a matmul takes the tensor in; False for what is known to be a result only.
+    """Return whether a matmul reads the tensor; False only for a known result.
 
-    A tensor of an unknown kind, as in a foreign dump, may be one.
+    A tensor of an unknown kind, as in a foreign dump, counts as an operand.
     """
     known = tensor_name in TENSOR_NAMES.get(layer_type, ())
     return not known or (layer_type, tensor_name) in _USES

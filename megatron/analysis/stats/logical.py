@@ -95,10 +95,10 @@ def logical_tensors(
 
 
 def first_passes(tensors: Sequence[Logical]) -> list[Logical]:
-    """Return the tensors without those that repeat another one.
+    """Return the tensors without those that recomputation saved a second time.
 
-    Activation recomputation runs a forward pass again, and its tensors are saved again. Where the
-    first pass is there, the repetition would count everything twice.
+    Activation recomputation runs a forward pass again and saves its tensors again. If the first
+    pass is in the dump too, the second one would count everything twice.
     """
     first = {_pass(tensor) for tensor in tensors if tensor.row.recomputed is not True}
     return [
@@ -109,7 +109,7 @@ def first_passes(tensors: Sequence[Logical]) -> list[Logical]:
 
 
 def _pass(tensor: Logical) -> tuple[Any, ...]:
-    """Return what a tensor has in common with its repetition. Files of unknown runs have none."""
+    """Return a key that a tensor shares with its repetition; a file of an unknown run has none."""
     if pd.isna(tensor.row.run_id):
         return (tensor.row.path,)
     names = (name for name in KEYS if name not in ("recomputed", "data_rank"))

@@ -15,7 +15,7 @@ from megatron.analysis.stats.histogram import Histogram
 from megatron.analysis.stats.moments import Moments
 from megatron.analysis.stats.values import Values
 
-MOST = 1 << 32  #: numbers in one array
+MOST = 1 << 32  #: largest number of elements of one array
 VALUES = "values"  #: name of a part's `Values` among its results; the others are formats
 
 

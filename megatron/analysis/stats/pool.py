@@ -86,12 +86,12 @@ def on_threads(jobs: Sequence[Job], workers: int) -> Iterator[tuple[int, Outcome
 
 
 def check_scheduler(address: str) -> None:
-    """Connect to a Dask scheduler once, before a client is made for it.
+    """Check that a Dask scheduler answers before a client is created for it.
 
     A client that could not connect waits another 40 s when it is deleted.
 
     Raises:
-        ValueError: no scheduler answers.
+        ValueError: if no scheduler answers.
     """
     core: Any = importlib.import_module("distributed.core")
     websocket: Any = importlib.import_module("tornado.websocket")
@@ -99,7 +99,7 @@ def check_scheduler(address: str) -> None:
 
     async def connect() -> None:
         comm = await asyncio.wait_for(core.connect(address, timeout=seconds), 2 * seconds)
-        comm.abort()  # a peer that is no scheduler may never close its side
+        comm.abort()  # a peer that is not a scheduler may never close its side
 
     refused = (OSError, ValueError, TimeoutError, asyncio.TimeoutError, websocket.WebSocketError)
     try:

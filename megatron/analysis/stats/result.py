@@ -80,8 +80,8 @@ VALUE_COLUMNS = (
 #:                     binades of their largest and their smallest magnitude above zero
 #: block_range_max     the largest
 #: headroom            mean over these blocks of log2(largest number * scale / largest magnitude);
-#:                     negative: the largest magnitude exceeds the largest number, to which it
-#:                     rounds or is clipped
+#:                     if negative, the largest magnitude exceeds the largest number, and is rounded
+#:                     or clipped to it
 #: axis_disagreement   share of values that become another number along the other axis
 #: axis_sqnr_db        10 log10(sum x^2 / sum (y_row - y_column)^2)
 FORMAT_COLUMNS = (
@@ -99,12 +99,12 @@ Counts = NDArray[np.int64]
 Numbers = NDArray[np.float64]
 
 
-#: What becomes of tensors that activation recomputation has saved a second time.
-REPEATED = "of recomputed forward passes, left aside because each repeats one that counts"
+#: Note on the tensors that activation recomputation has saved a second time.
+REPEATED = "saved again by activation recomputation; skipped, because the first pass counts"
 
 
 def words_of_repeats(count: int) -> str:
-    """Return what to say of tensors that were left aside because they repeat another."""
+    """Return a line on the tensors that were skipped because recomputation repeats them."""
     return f"{count:,} tensor{'' if count == 1 else 's'}: {REPEATED}"
 
 
@@ -127,7 +127,7 @@ class FormatArrays:
     axis: str  #: row | column | all
     values: Counts  #: by binade
     underflow: Counts  #: by binade: those that become zero
-    saturated: Counts  #: by binade: those that are clipped, see `saturated` above
+    saturated: Counts  #: by binade: values that are clipped, see `saturated` above
     squared_error: Numbers  #: by binade: sum of (y - x)^2
     error: Numbers  #: by binade: sum of |y| - |x|, the bias in magnitude
     relative_error: Numbers  #: by binade: sum of |y - x| / |x|; divide by `values` for the mean
@@ -159,7 +159,7 @@ class Statistics:
     problems: list[Problem] = field(default_factory=list)  #: what could not be read, and why
     load_arrays: Callable[[int], TensorArrays] | None = None
     remarks: list[str] = field(default_factory=list)  #: what became of a cache that failed
-    repeats: int = 0  #: tensors of recomputed forward passes that were left aside
+    repeats: int = 0  #: tensors of recomputed forward passes that were skipped
 
     def arrays(self, tensor: int) -> TensorArrays:
         """Histograms of the tensor in this row of `tensors`."""

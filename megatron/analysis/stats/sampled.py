@@ -109,11 +109,11 @@ def _add_values(
 
 
 def _quantized(view: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor, Tensor]:
-    """Return what `quantize` gives, and which values were clipped: they would round to a larger
-    number than the largest if there were one.
+    """Return the result of `quantize`, and which values are clipped: those that would round to a
+    number above the format's largest if one existed.
 
-    Values are rounded once, to an element that has larger numbers, and what is too large becomes
-    the largest afterwards. So the same random numbers decide on both.
+    Values are rounded once, to an element type that has larger numbers, and are then clipped to the
+    largest number. The same random numbers therefore decide about both results.
     """
     layout, element = Blocks.of(tuple(view.shape), fmt, dim), fmt.element
     blocks, scales = reference.scale_down(view, fmt, layout)

@@ -98,7 +98,7 @@ def _tile(
     more, the compiler cannot rule out that they overlap, and gives up on vectors.
     """
     element, decode = coder.element, coder.rule.decode
-    limit = coder.limit if up > 0 else INFINITY  # a scale of zero: all underflow, none is clipped
+    limit = coder.limit if up > 0 else INFINITY  # under a scale of zero no value is clipped
     for k in range(len(n)):
         scaled = min(as_bits(as_float(magnitudes[k]) * down), element.top)
         upper[k] = np.int32(nearest_even(scaled, element) >> 16)

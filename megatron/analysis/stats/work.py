@@ -29,7 +29,7 @@ from megatron.analysis.tensor_files import UnreadableTensorError, read_tensor
 from megatron.fake_quant.names import get_format
 
 _local = threading.local()
-#: What NumPy and torch raise for values that cannot be measured; the other files still are.
+#: Exceptions of NumPy and torch for a tensor that cannot be measured; the run continues without it.
 _IMPOSSIBLE = (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, MemoryError)
 
 

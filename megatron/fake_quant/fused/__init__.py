@@ -6,8 +6,8 @@ devices Triton compiles them, which torch's CUDA builds bring; where it is missi
 does the work, as it does for HiFloat4 and for blocks too large for a processor's registers.
 `LAB_FUSED=0` in the environment switches all of them off.
 
-Kernels take plain tensors only. What reaches them under torch.compile, torch.func and other
-transforms goes through `operators.py`.
+Kernels take plain tensors only. Under torch.compile, torch.func and other transforms they are
+called by `operators.py`.
 """
 
 import functools

@@ -84,7 +84,7 @@ def read_model(folder: str) -> Model:
             return Model(architecture, config)
     told = printable(" and ".join(map(str, names))) if names and isinstance(names, list) else None
     raise UserError(
-        f"{path} is of {told or 'no architecture'}; --load-hf takes "
+        f"{path} names {told or 'no architecture'}; --load-hf takes "
         f"{' or '.join(a.name for a in ARCHITECTURES)}"
     )
 

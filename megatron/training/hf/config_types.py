@@ -1,13 +1,13 @@
-"""The types and the ranges of what a config.json says, checked before any of it is used."""
+"""Check the types and ranges of the values of a config.json before any of them is used."""
 
 import math
 from typing import Any
 
 from megatron.bounded_files import printable
 
-_WIDEST = 1 << 31  #: of a dimension; beyond it no tensor could be indexed
+_WIDEST = 1 << 31  #: largest dimension; a larger tensor could not be indexed
 _MOST_LAYERS = 10_000
-_MOST_PARTS = 1 << 16  #: heads and experts
+_MOST_PARTS = 1 << 16  #: largest number of heads, of experts, and largest head dimension
 _COUNTS = {
     "vocab_size": _WIDEST,
     "hidden_size": _WIDEST,
@@ -22,7 +22,7 @@ _COUNTS = {
     "num_hidden_layers": _MOST_LAYERS,
     "num_attention_heads": _MOST_PARTS,
     "num_key_value_heads": _MOST_PARTS,
-}  #: at least 1
+}  #: upper bounds of values that are at least 1
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -36,7 +36,7 @@ _SIZES = {
     "n_routed_experts": _MOST_PARTS,
     "n_shared_experts": _MOST_PARTS,
     "num_experts_per_tok": _MOST_PARTS,
-}  #: at least 0
+}  #: upper bounds of values that are at least 0
 _NUMBERS = ("rms_norm_eps", "rope_theta", "attention_dropout", "routed_scaling_factor")
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob")
 _TEXTS = ("hidden_act", "topk_method", "scoring_func")
@@ -46,10 +46,10 @@ _ROPE_FLAGS = ("truncate",)
 
 
 def check_types(config: dict[str, Any]) -> None:
-    """Refuse values that no model has; most that are missing, or null, have a default.
+    """Refuse values that no model has. Most missing or null values have a default.
 
     Raises:
-        ValueError: reads `NAME VALUE, which is ...`.
+        ValueError: if a value is wrong; the message reads `NAME VALUE, which is ...`.
     """
     for name in _REQUIRED:
         if config.get(name) is None:
@@ -66,20 +66,20 @@ def check_types(config: dict[str, Any]) -> None:
         elif name in _FLAGS and type(value) is not bool:
             raise ValueError(f"{name} {_shown(value)}, which is neither true nor false")
         elif name in _TEXTS and not isinstance(value, str):
-            raise ValueError(f"{name} {_shown(value)}, which is no text")
+            raise ValueError(f"{name} {_shown(value)}, which is not a string")
         elif name in _ROPE:
             _check_rope(name, value)
 
 
 def _check_rope(name: str, value: Any) -> None:
     if not isinstance(value, dict):
-        raise ValueError(f"{name} {_shown(value)}, which is no object")
+        raise ValueError(f"{name} {_shown(value)}, which is not an object")
     for key, item in value.items():
         if item is None:
             continue
         if key in _ROPE_TEXTS:
             if not isinstance(item, str):
-                raise ValueError(f"{name}.{key} {_shown(item)}, which is no text")
+                raise ValueError(f"{name}.{key} {_shown(item)}, which is not a string")
         elif key not in _ROPE_FLAGS:
             _check_number(f"{name}.{key}", item)
 
@@ -87,14 +87,16 @@ def _check_rope(name: str, value: Any) -> None:
 def _check_count(name: str, value: Any, bounds: tuple[int, int]) -> None:
     least, most = bounds
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} {_shown(value)}, which is no number from {least} to {most}")
+        raise ValueError(
+            f"{name} {_shown(value)}, which is not a whole number from {least} to {most}"
+        )
 
 
 def _check_number(name: str, value: Any) -> None:
     if type(value) is int and abs(value) < _WIDEST * _WIDEST:
         return
     if type(value) is not float or not math.isfinite(value):
-        raise ValueError(f"{name} {_shown(value)}, which is no finite number")
+        raise ValueError(f"{name} {_shown(value)}, which is not a finite number")
 
 
 def _shown(value: Any) -> str:

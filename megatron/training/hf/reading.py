@@ -22,7 +22,7 @@ OPEN_FILES = 4
 PLAIN = ("F64", "F32", "F16", "BF16")
 #: Computed from the config.json; older checkpoints store it.
 COMPUTED = ".rotary_emb.inv_freq"
-INDEX_LIMIT = 256 * MEBIBYTE  #: bytes; 100 per tensor
+INDEX_LIMIT = 256 * MEBIBYTE  #: an index takes some 100 bytes per tensor
 
 
 class Weights:
@@ -59,13 +59,13 @@ class Weights:
             return self._names_in_single()
         except UnusableFileError as error:
             raise UserError(
-                f"{index} is no index of tensors ({error.why}); get the file again"
+                f"{index} is not an index of tensors ({error.why}); get the file again"
             ) from error
         of_tensor = found.get("weight_map") if isinstance(found, dict) else None
         if not isinstance(of_tensor, dict) or not all(map(_is_text, of_tensor.values())):
             raise UserError(
-                f"{index} is no index of tensors: it has no weight_map from names to files; get "
-                "the file again"
+                f"{index} is not an index of tensors: it has no weight_map from names to files; "
+                "get the file again"
             )
         names = sorted(set(of_tensor.values()))
         if any(Path(name).name != name for name in names):
@@ -74,7 +74,7 @@ class Weights:
         if missing:
             raise UserError(
                 f"--load-hf {self.folder} lacks {len(missing)} of its {len(names)} files: "
-                f"{_some(missing)}; get them"
+                f"{_some(missing)}; download them"
             )
         return of_tensor
 
@@ -99,24 +99,24 @@ class Weights:
                 self._files[name] = opened.__enter__()
             except (SafetensorError, OSError) as error:
                 raise UserError(
-                    f"{path} is not whole or no safetensors file ({printable(error)}); get the "
-                    "file again"
+                    f"{path} is incomplete or not a safetensors file ({printable(error)}); get "
+                    "the file again"
                 ) from error
         return self._files[name]
 
     def check_count(self, layers: int, experts: int) -> None:
         """Refuse a config.json that claims more layers than there are tensors.
 
-        A list of its tensors would have to be made before they could be compared.
+        This comes before the comparison by name, for which a list of all claimed tensors is made.
 
         Raises:
-            UserError: names both numbers.
+            UserError: if there are too few tensors; the message gives both numbers.
         """
         if len(self._of_tensor) < layers * max(1, experts):
             claimed = f"{layers} layers" + (f" of {experts} experts" if experts else "")
             raise UserError(
-                f"--load-hf {self.folder} has {len(self._of_tensor)} tensors, but by config.json "
-                f"it has {claimed}; get both again"
+                f"--load-hf {self.folder} has {len(self._of_tensor)} tensors, but its config.json "
+                f"claims {claimed}; get both again"
             )
 
     def check(self, expected: dict[str, Source], *, tied: bool) -> None:

@@ -98,7 +98,7 @@ def test_a_shape_that_no_record_tells_is_the_files(tmp_path):
         path.write_bytes(b"garbage")
     found = stats.compute(TensorStore(tmp_path))
     assert [problem.why for problem in found.problems] == [
-        "no archive of torch.save: corrupt, cut short, or of another program"
+        "not an archive of torch.save: corrupt, truncated, or written by another program"
     ] * 2
     assert found.tensors["tensor_name"].tolist() == ["output", "grad_output"]
 
