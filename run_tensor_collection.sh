@@ -16,9 +16,9 @@
 #
 # Mode and type, in their places or as options
 #   --mode M                   single, batch or quick (single)
-#   --quant-type TYPE          X, linear_X, FA_X, FA_linear_X of a format X; bf16 or none for no
-#                              quantization, in any case; not with batch (what CUSTOM_QUANT_TYPE
-#                              or script/quant_type_modifier.py sets, else mxfp8)
+#   --quant-type TYPE          X, linear_X, FA_X or FA_linear_X for a format X; bf16 or none for no
+#                              quantization; upper or lower case; not with batch (the type that
+#                              CUSTOM_QUANT_TYPE or script/quant_type_modifier.py sets, else mxfp8)
 #   --quant-recipe FILE        in place of a type: formats layer by layer, see examples/recipes
 #                              (QUANT_RECIPE if set); TYPE is then recipe_<the file's name>
 #   --quant-audit              print what each matmul would go through, and stop before training
@@ -41,21 +41,21 @@
 #   --collect-ring K           hold the last K iterations in memory; write them when the loss or the
 #                              gradient norm is not finite or jumps, or training ends with an error
 #   --collect-ring-events E    then no more than E times (3)
-#   --collect-loss-jump F      a jump: F times the level of the losses before, more in the first 8
-#                              iterations; 0: no jump is looked for (1.25)
-#   --collect-grad-norm-jump F the same for the gradient norm; 4 is useful with large batches (100)
+#   --collect-loss-jump F      a loss above F times the median of recent usual losses is a jump; the
+#                              first 8 iterations need more; 0: never a jump (1.25)
+#   --collect-grad-norm-jump F the same for the gradient norm; use about 4 with large batches (100)
 # How much
 #   --collect-plan             print tensors and bytes of what is selected, and stop before training
 #   --collect-max-gib X        GiB that all ranks together may write (no limit)
 #   --collect-max-files N      the same for files (no limit)
-#   --yes                      collect more than 10 GB without such a limit (COLLECT_YES=1)
+#   --yes                      collect more than 10 GB without a limit (COLLECT_YES=1)
 #   --collect-keep-free-gib X  GiB of the disk that stay free (1, or 5% of a disk below 20 GiB)
 #   --collect-max-host-gib X   GiB of memory for what waits to be written, or in a ring (a tenth of
 #                              the machine's)
 # Where to
 #   --tensor-path DIR          base folder; the tensors go to DIR/TYPE/ (TENSOR_SAVE_DIR if set,
 #                              else enhanced_tensor_logs); --tensor-dir and --tensor-save-dir
-#                              are the same
+#                              are other names of it
 # What to train
 #   --tokenizer-path P         see TOKENIZER of the training script (model/llama3.2-1b)
 #   --data-path P              see DATA of the training script
@@ -74,9 +74,9 @@
 #   --verbose                  show training's output too
 #   -h, --help                 print this
 #
-# --dry-run or DRY_RUN=1 prints the training commands and runs nothing; what is missing is named.
-# Default folders are below the root of the tree; a path that is named is meant from the current
-# folder. Underscores in options are hyphens.
+# --dry-run or DRY_RUN=1 prints the training commands and what they lack, and runs nothing. Default
+# folders are in the root of the repository; a path that you give is relative to the current folder.
+# Options may be written with underscores in place of hyphens.
 #
 # Exit status: 0 everything is there; 1 a run failed; 2 wrong option; 3 training went well, but a
 # limit has ended the collection before everything was there.
@@ -207,7 +207,7 @@ collect() {
     ${verbose:+--verbose} -- "${training[@]}"
 }
 
-# announce COMMAND: says what the collection comes to, and asks before a large one.
+# announce COMMAND: prints the size of the collection, and asks before a large one.
 announce() {
   if looks; then return; fi
   "$py" "$repo/script/configs" size --command="$1" --types "${#types[@]}" ${yes:+--yes} \

@@ -16,22 +16,22 @@
 # that could not be read.
 #
 # Mode and type, in their places or as options
-#   --mode M           collect, visualize or both (visualize); between it and the type may stand a
-#                      mode of run_tensor_collection.sh: single, quick or batch (single)
-#   --quant-type TYPE  what to collect, as in run_tensor_collection.sh; visualize: draw only the
-#                      folder of this type (all)
+#   --mode M           collect, visualize or both (visualize); it may be followed by a mode of
+#                      run_tensor_collection.sh: single, quick or batch (single)
+#   --quant-type TYPE  the type to collect, as in run_tensor_collection.sh; with visualize: draw
+#                      only the folder of this type (all)
 # Drawing
 #   --tensor-dir DIR   base folder: tensors are collected in DIR/TYPE/, and drawn from there;
-#                      visualize without a type, and both batch, draw all that is below DIR
+#                      visualize without a type, and both batch, draw everything below DIR
 #                      (TENSOR_SAVE_DIR if set, else enhanced_tensor_logs); --tensor-path and
-#                      --tensor-save-dir are the same
+#                      --tensor-save-dir are other names of it
 #   --output-dir DIR   where all of it goes (draw)
 #   --run ID           visualize: only this run; latest: the newest (all; both: its own)
 # Collecting
 #   any other option, and flags after --, as in run_tensor_collection.sh; see its --help
 #
-# --dry-run or DRY_RUN=1 prints the commands and runs nothing. The default folders are below the root
-# of the tree; a folder that is named is meant from the current one.
+# --dry-run or DRY_RUN=1 prints the commands and runs nothing. Default folders are in the root of the
+# repository; a folder that you give is relative to the current one.
 set -euo pipefail
 
 # shellcheck source=script/driver.sh
@@ -83,7 +83,7 @@ case $mode in
     ;;
 esac
 
-# folder_of TYPE: sets folder to that of a type, in the case in which it is there.
+# folder_of TYPE: sets folder to that of a type, whatever case its existing folder has.
 folder_of() {
   local each wanted
   wanted=$(folder_name "$1")

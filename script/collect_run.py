@@ -1,19 +1,17 @@
 #!/usr/bin/env python3
-"""Run a training command that collects tensors, show what arrives, and report what is there at the
-end.
+"""Run a training command that collects tensors, show its progress, and report the result.
 
     python script/collect_run.py --tensor-dir enhanced_tensor_logs/mxfp8 -- \\
         bash examples/llama/train_llama32_1b_h100_fp8.sh ...
 
 The command's output goes to a new file in --log-dir. Progress comes from the index files that the
-run appends to. The run ends when the command ends. If neither a tensor nor a line of the log comes
-for --stall-timeout seconds, or at Ctrl-C or SIGTERM, the command and every process that it started
-are stopped; what
-was collected stays. Nothing is ever deleted.
+run appends to. The run ends when the command ends. The command and every process that it started
+are stopped at Ctrl-C or SIGTERM, or if neither a tensor nor a line of the log arrives for
+--stall-timeout seconds. Collected tensors stay, and nothing is ever deleted.
 
-Exit status: 0 the tensors are there; 1 training failed, stalled, or ended early; 2 wrong option; 3
-training went well, and a limit that the user set has ended the collection before all tensors were
-there; 128+n signal n.
+Exit status: 0 all tensors were collected; 1 training failed, stalled, or ended early; 2 wrong
+option; 3 training succeeded, but a limit set by the user ended the collection before all tensors
+were written; 128+n signal n.
 """
 
 from __future__ import annotations
@@ -37,7 +35,8 @@ from index_follower import TOKEN_VARIABLE, IndexFollower
 from megatron.console import ArgumentParser
 from process_tree import ProcessTree
 
-#: The driver scripts that wait for this process, outermost first; script/driver.sh sets it.
+#: Environment variable that lists the driver scripts that wait for this process, outermost first.
+#: script/driver.sh sets it.
 DRIVERS_VARIABLE = "LAB_DRIVERS"
 LIMITED = 3  #: exit status of a collection that a limit has ended
 TICK = 0.2  #: seconds between two looks at the indexes
@@ -245,7 +244,7 @@ def open_log(folder: Path, name: str) -> tuple[Path, IO[bytes]]:
         path = folder / f"collect_{safe}_{stamp}{f'_{attempt}' if attempt else ''}.log"
         try:
             path.open("xb").close()
-            return path, path.open("ab")  # what is appended stays whole if the log is cut
+            return path, path.open("ab")  # in append mode, writing survives truncation of the log
         except FileExistsError:
             continue
     raise AssertionError(f"1000 logs of one second in {folder}")

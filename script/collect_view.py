@@ -19,12 +19,12 @@ from index_follower import Tally
 EVERY = 5.0  #: seconds between two lines where there is no terminal
 QUIET = 30.0  #: the same while nothing new arrives
 TAIL = 1 << 16  #: bytes of the log's end that are looked at
-REMOVED = " (it was removed during the run)"  #: follows the name of a log that is gone
+REMOVED = " (it was removed during the run)"  #: added to the path of a log that was removed
 SHOWN = 15  #: lines of the log that are shown after a failure
 
 
 class LogFile:
-    """The log of the command, as it grows. It stays readable after its name was removed."""
+    """The growing log of the command, which stays readable after the file was removed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -32,11 +32,11 @@ class LogFile:
         self._offset = 0
 
     def size(self) -> int:
-        """Return the number of bytes that the log holds."""
+        """Return the size of the log in bytes."""
         return os.fstat(self._log.fileno()).st_size
 
     def is_there(self) -> bool:
-        """Return whether the log still has its name."""
+        """Return whether the log still exists under its path."""
         try:
             return self.path.stat().st_ino == os.fstat(self._log.fileno()).st_ino
         except OSError:
@@ -44,7 +44,7 @@ class LogFile:
 
     def new_text(self) -> str:
         """What was appended since the last call, up to the last complete line."""
-        if self.size() < self._offset:  # the log was cut, as a log rotation does
+        if self.size() < self._offset:  # the log was truncated, for instance by log rotation
             self._offset = 0
         self._log.seek(self._offset)
         text = self._log.read()

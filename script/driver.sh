@@ -1,9 +1,8 @@
 # shellcheck shell=bash disable=SC2034 # what is set here is used there
 # What the drivers share; sourced, never run. Works with the bash 3.2 of macOS.
 #
-# Sets repo (the tree's root) and home: what stands before a default path, empty if this is the root
-# already. A path that the user names is meant from the current folder, a default path from the
-# root.
+# Sets repo (the repository's root) and home (the prefix of default paths, which is empty in the root).
+# A path that the user gives is relative to the current folder, a default path to the root.
 
 repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 home=$repo/
@@ -34,7 +33,7 @@ refuse() { # a wrong command line
   exit 2
 }
 
-# quoted WORD...: prints a command so that a shell reads back the same words, as Python's shlex.join.
+# quoted WORD...: prints a command with its words quoted for a shell, as Python's shlex.join does.
 quoted() {
   local word line='' quote="'\"'\"'"
   for word in "$@"; do
@@ -49,8 +48,8 @@ quoted() {
 # usage FILE: its header comment, which is its manual.
 usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "$1"; }
 
-# option_name WORD: sets name to the option that a word means: underscores are hyphens, and names of
-# Megatron-LM and of train_config.py stand for the drivers' own.
+# option_name WORD: sets name to the driver's option for a word: underscores become hyphens, and
+# equivalent names of Megatron-LM and train_config.py are translated.
 option_name() {
   name=${1#--}
   name=${name//_/-}
@@ -62,7 +61,7 @@ option_name() {
   esac
 }
 
-# switch NAME: notes an option without a value.
+# switch NAME: records an option without a value.
 switch() {
   case $1 in
     verbose) verbose=--verbose ;;
@@ -73,7 +72,7 @@ switch() {
   esac
 }
 
-# unknown_option WORD ACCEPTED: refuses an option, and names the nearest ones.
+# unknown_option WORD ACCEPTED: refuses an option, and suggests the nearest ones.
 unknown_option() {
   local near=''
   near=$("${LAB_PYTHON:-python3}" "$repo/script/configs" nearest --word="${1%%=*}" \
@@ -138,10 +137,11 @@ parse() {
 # looks: whether the run stops before training, whoever was told so.
 looks() { [[ " ${look[*]-} ${training_flags[*]-} " =~ ' '--(collect-plan|quant-audit)' ' ]]; }
 
-# next_place: removes the first of the array places.
+# next_place: removes the first element of the array places.
 next_place() { places=(${places[@]+"${places[@]:1}"}); }
 
-# take_mode MODES DEFAULT: sets mode, as an option or the first of places, which is removed then.
+# take_mode MODES DEFAULT: sets mode from an option or from the first of places, and then removes it
+# there.
 take_mode() {
   if [[ -n ${places[0]-} && (-z $mode || " $1 " == *" ${places[0]} "*) ]]; then
     one mode "$mode" "${places[0]}" ''
@@ -150,11 +150,11 @@ take_mode() {
   : "${mode:=$2}"
 }
 
-# take_type: sets quant_type, as an option or the one word that places still has.
+# take_type: sets quant_type from an option or from the only word left in places.
 take_type() {
   if ((${#places[@]} > 1)); then
-    refuse "'${places[1]}' is one word too many; the places are MODE and TYPE, flags of" \
-      "pretrain_gpt.py go after --"
+    refuse "'${places[1]}' is one word too many; give MODE and TYPE, and put flags of" \
+      "pretrain_gpt.py after --"
   fi
   one quant_type "$quant_type" "${places[0]-}" ''
 }
@@ -189,19 +189,19 @@ find_python() {
   export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 }
 
-# choose_type [TYPE]: sets quant_type to a type as its files spell it, and type_from to flag, or to
-# settings where the training reads it from the environment and the settings file. Without a type
-# it is what these set, or mxfp8.
+# choose_type [TYPE]: sets quant_type to the type's canonical name. Sets type_from to flag, or to
+# settings if training reads the type from the environment and the settings file. Without TYPE it is
+# the type that these set, or mxfp8.
 choose_type() {
   local found
   found=$("$py" "$repo/script/configs" type ${DRY_RUN:+--dry-run} ${1:+--type="$1"}) || exit
   { read -r quant_type && read -r type_from; } <<<"$found"
 }
 
-# folder_name TYPE: how megatron.tensor_record names the folder of a type.
+# folder_name TYPE: prints the folder's name of a type, as megatron.tensor_record forms it.
 folder_name() { printf '%s' "${1//[^A-Za-z0-9_.+-]/-}"; }
 
-# recipe_type FILE: what stands for the type in the folder of a recipe.
+# recipe_type FILE: prints the name that replaces the type for a recipe.
 recipe_type() {
   local name=${1##*/}
   printf 'recipe_%s' "${name%.*}"
@@ -213,13 +213,13 @@ check_recipe() {
   "$py" -m megatron.fake_quant.policy --check-recipe "$1" || exit 2
 }
 
-# files_asked: sets the array asked to what the user named of tokenizer and data.
+# files_asked: sets the array asked to options with the tokenizer and data that the user gave.
 files_asked() {
   asked=(${tokenizer:+--tokenizer="$tokenizer"} ${data:+--data="$data"} ${DRY_RUN:+--dry-run})
 }
 
-# choose_preset: sets preset where the user did not: tiny without a CUDA device, or where nothing was
-# named and the default data are missing. Needs the variables tokenizer and data.
+# choose_preset: sets preset unless the user did. It is tiny without a CUDA device, or if the user
+# gave no data and the default data are missing. Needs the variables tokenizer and data.
 choose_preset() {
   local asked
   if [[ -z $preset ]]; then
@@ -231,9 +231,9 @@ choose_preset() {
   fi
 }
 
-# resolve_data TOKENIZER_NAME DATA_NAME: completes the variables tokenizer and data. Where neither
-# was named and a default is missing, the tiny preset takes the small corpus, which is made. What was
-# named must be there, and so must the data of the published model.
+# resolve_data TOKENIZER_NAME DATA_NAME: completes the variables tokenizer and data. If the user gave
+# neither and a default is missing, the tiny preset makes and uses the small corpus. Files that the
+# user gave must exist, and so must the data of the published model.
 resolve_data() {
   local found asked
   files_asked
@@ -279,8 +279,8 @@ train_config() {
 
 # run_child COMMAND...: waits for a command, and ends it when this script is asked to end. It runs
 # in the background, where bash lets it ignore SIGINT: therefore every signal is passed on as
-# SIGTERM. A signal that ends this script without its knowledge (SIGKILL) cannot be passed on: the
-# variable LAB_DRIVERS tells the watcher of a collection which scripts it must not outlive.
+# SIGTERM. SIGKILL ends this script and cannot be passed on. Therefore the variable LAB_DRIVERS lists
+# the scripts whose end also ends the process that watches a collection.
 run_child() {
   local child status=0 caught=0
   LAB_DRIVERS="${LAB_DRIVERS:+$LAB_DRIVERS }$$" "$@" &

@@ -86,7 +86,7 @@ class ProcessTree:
             return None
 
     def lost_driver(self) -> int | None:
-        """Return a driver that was not alive at the last look, or None if all were."""
+        """Return a driver that was dead at the last check, or None if all were alive."""
         lost = (p for p, started in self._drivers.items() if not _lives(self._table, p, started))
         return next(lost, None)
 

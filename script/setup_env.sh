@@ -9,8 +9,8 @@
 #   2. .venv in the repository's root, if it is complete;
 #   3. .venv is made, or completed, with pip: once, and the only step that needs a network.
 # Several calls at a time are safe: one builds, the others wait. A .venv whose making was interrupted
-# is made anew. One that you made yourself is completed in place. The rest of a .venv that was partly
-# deleted or damaged is renamed to .venv.damaged and made anew. pip only ever runs inside of .venv.
+# is created again. One that you made yourself is completed in place. A .venv that was partly deleted
+# or damaged is renamed to .venv.damaged and created again. pip runs only inside .venv.
 #
 # Options
 #   --dev       also ask for the linters that script/check.sh runs (ruff, mypy, shellcheck)
@@ -57,10 +57,10 @@ found() {
 }
 
 # Prints one line each: the version, the interpreter, the interpreter that a virtual environment is
-# based on, the kind of environment, and the pins that are missing. The kind is `inside` for the
-# virtual environment in the given folder, `base` for a Python installation in that folder, and
-# `outside` for anything else. Reads the installed releases without importing them. The first half
-# must also run, and print its version, where Python is too old for the rest.
+# based on, the kind of environment, and the missing pins. The kind is `inside` for the virtual
+# environment in the given folder, `base` for a Python installation in that folder, and `outside` for
+# anything else. Installed releases are read without importing them. The first half must also run
+# under a Python that is too old for the rest, and print its version.
 probe='
 import sys
 print("%d.%d.%d" % sys.version_info[:3])
@@ -162,7 +162,7 @@ if ! "$builder" -c "$take" now 2>/dev/null; then
 fi
 
 if [[ -n ${PYTHONHOME-} ]]; then
-  die "PYTHONHOME is set to '$PYTHONHOME', and a virtual environment does not work with it; unset it," \
+  die "PYTHONHOME is set to '$PYTHONHOME', which breaks virtual environments; unset it," \
     "and run it again"
 fi
 
@@ -179,7 +179,7 @@ for name in os.listdir(venv):
         os.unlink(path)'
 make_room() {
   if [[ -L $venv && ! -d $venv ]]; then
-    die "$venv is a link to $(readlink "$venv"), which is not a folder that is there; delete the link," \
+    die "$venv is a link to $(readlink "$venv"), which is not an existing folder; delete the link," \
       "or make the folder, and run it again"
   elif [[ -e $venv && ! -d $venv ]]; then
     die "$venv is not a folder; rename or delete it, and run it again"
@@ -206,7 +206,7 @@ if [[ -e $unfinished ]] || ! look "$venv/bin/python" "$stamp" || [[ $kind == out
   make_room
   say "Making $venv with Python $builder_version ($builder) ..."
   # The marks come first, so that an interruption at any later point leaves them behind.
-  # venv refuses a link, hence the real path.
+  # The real path, because venv refuses a link.
   if ! { mkdir -p -- "$venv" && : >"$made" && : >"$unfinished" &&
     "$builder" -m venv --without-pip "$(cd -P -- "$venv" && pwd)"; }; then
     die "cannot make $venv (the reason is above); free the space or fix the folder, and run it again"

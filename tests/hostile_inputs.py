@@ -260,7 +260,7 @@ def _recipes() -> Iterator[Case]:
     contents: dict[str, tuple[bytes | str | Callable[[Path], None], str]] = {
         "python tag": (
             "description: !!python/object/apply:os.mkdir [executed]\n" + RULE,
-            "line 1: the tag tag:yaml.org,2002:python/object/apply:os.mkdir is not allowed; remove it",
+            "the tag tag:yaml.org,2002:python/object/apply:os.mkdir is not allowed; remove it",
         ),
         "python tag on a scalar": ("description: !!python/object/new:os.mkdir x\n", "line 1: "),
         "python name": ("description: !!python/name:os.system\n" + RULE, "line 1: could not"),
@@ -353,10 +353,10 @@ def _texts() -> Iterator[Case]:
     for name, (file, content, said) in contents.items():
         yield Case(f"text: {name}", "preprocess", _written(file, content), said)
     states = {
-        "empty": ("{}", "is not what a run writes"),
+        "empty": ("{}", "is damaged or not written by"),
         "deep nesting": ('{"a":' * 10**5, "nested deeper than 64 levels"),
-        "list": ("[]", "is not what a run writes"),
-        "other types": ('{"mark": {"counts": 1, "position": []}}', "is not what a run writes"),
+        "list": ("[]", "is damaged or not written by"),
+        "other types": ('{"mark": {"counts": 1, "position": []}}', "is damaged or not written by"),
     }
     for name, (content, said) in states.items():
 

@@ -20,8 +20,8 @@
 #                (dataset/wikipedia_processed/wikipedia_processed_text_document)
 #   DTYPE        bf16, fp16, fp32; fp8: bf16, and simulated mxfp8 unless CUSTOM_QUANT_TYPE names
 #                another type (bf16)
-# With neither TOKENIZER nor DATA, and no files at their defaults, the tiny preset trains on a small
-# real corpus, which is made; for the published model that is an error.
+# Without TOKENIZER, DATA and files at their defaults, the tiny preset makes a small corpus of real
+# text and trains on it; for the published model, missing files are an error.
 #
 # Flags
 #   --preset 1b|tiny  the model's shape; tiny has 4 layers of 256 and trains on a laptop
@@ -32,7 +32,7 @@
 #   NPROC     processes (GPUs) of this machine (1)
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several machines, as for torchrun (1, 0, -, 6000)
 #   TRAIN_ITERS, MICRO_BATCH, GLOBAL_BATCH, SEQ_LENGTH, LR   change the preset's values
-#   DRY_RUN=1, or --dry-run, prints the command and runs nothing; what is missing is named
+#   DRY_RUN=1, or --dry-run, prints the command and the files that it lacks, and runs nothing
 #
 # The values are those of script/configs/ (llama32-1b, training configuration collect), where the
 # command is made.

@@ -5,10 +5,11 @@
     "$python" examples/python/compare_formats.py
     "$python" examples/python/compare_formats.py mxfp8 mx:e3m4:b16:rceil nvfp4:2d
 
-Each format meets three tensors: normal values; the same with a channel in 32 that is 50 times as
-large, as activations have; and the same divided by 2^18, as gradients may be. The noise is measured
-in the other channels: in the whole tensor the large ones would drown it. Blocks are formed along
-the last axis. `python -m megatron.fake_quant list` prints the names of formats.
+Each format is applied to three tensors: normal values; the same with one channel in 32 that is 50
+times as large, as in activations; and the same divided by 2^18, as in gradients. The noise is
+measured in the other channels, because the large ones would dominate that of the whole tensor.
+Blocks are formed along the last axis. `python -m megatron.fake_quant list` prints the names of
+formats.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tree is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed
 
 from megatron.console import exit_status
 from megatron.fake_quant import fake_quantize, get_format

@@ -5,11 +5,10 @@
     "$python" examples/python/recompute_gemm.py enhanced_tensor_logs/mxfp8
     "$python" examples/python/recompute_gemm.py enhanced_tensor_logs/mxfp8 linear_fc1
 
-y = x W^T is computed from the saved operands twice: quantized as the run quantized them, which
-gives the saved output again (on the same machine in every bit), and as they are, which shows what
-the format cost. The layer is the first, the module linear_qkv unless named; the shards of several
-ranks are joined first. `python -m megatron.analysis verify` does this for every matmul of a
-dump.
+y = x W^T is computed from the saved operands twice: quantized as in the run, which reproduces the
+saved output (bit for bit on the same machine), and unquantized, which shows the error of the
+format. The layer is the first one, the module is linear_qkv by default, and shards of several ranks
+are joined first. `python -m megatron.analysis verify` does this for every matmul of a dump.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tree is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed
 
 from megatron.analysis.recorded_formats import uses
 from megatron.analysis.store import TensorStore
@@ -69,6 +68,6 @@ if __name__ == "__main__":
         sys.exit()
     if not 2 <= len(sys.argv) <= 3:
         print(__doc__, file=sys.stderr)
-        print("[ERROR] give a dump's folder, and a module if you like", file=sys.stderr)
+        print("[ERROR] give the folder of a dump, and optionally a module", file=sys.stderr)
         sys.exit(2)
     sys.exit(exit_status(lambda: main(*sys.argv[1:])))

@@ -23,4 +23,4 @@ if sys.version_info < (3, 10):  # noqa: UP036  (the reader's python3, not the en
         'needed; run it with the environment\'s: "$(bash script/setup_env.sh)" ' + sys.argv[0]
     )
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # megatron/console.py lies there
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the folder of megatron/console.py

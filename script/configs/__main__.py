@@ -1,4 +1,4 @@
-"""Answer what the shell drivers ask for.
+"""Answer queries of the shell drivers.
 
     python script/configs preset
     python script/configs data --data dataset/wiki_text_document --tokenizer model/llama3.2-1b
@@ -6,11 +6,11 @@
 data     print the tokenizer and the prefix of the data, one per line; the default is Wikipedia in
          the tokens of Llama 3.2 1B
 preset   print 1b or tiny: the model that fits this machine and its data
-type     print a quantization type as its files spell it, then `flag`, or `settings` where the
-         training reads the type from the environment and the settings file
-size     say what the collection of a training command (--command) comes to, and ask before a
+type     print the canonical name of a quantization type, then `flag`, or `settings` if training
+         reads the type from the environment and the settings file
+size     print the size of the collection of a training command (--command), and ask before a
          large one
-nearest  print the options that are most like a word, as a part of a message
+nearest  print the options that are most similar to a word, as a part of a message
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--tokenizer-name", default="--tokenizer-path", help="for the messages")
     parser.add_argument("--data-name", default="--data-path", help="for the messages")
     parser.add_argument("--preset", default="tiny", help="tiny may train on the default corpus")
-    parser.add_argument("--type", help="as named by the user")
-    parser.add_argument("--command", default="", help="as a dry run prints it")
-    parser.add_argument("--types", type=int, default=1, help="that are collected in turn")
+    parser.add_argument("--type", help="quantization type as given by the user")
+    parser.add_argument("--command", default="", help="training command as a dry run prints it")
+    parser.add_argument("--types", type=int, default=1, help="number of types collected in turn")
     parser.add_argument("--yes", action="store_true", help="the user agrees to a large collection")
     parser.add_argument("--word", default="", help="an unknown option")
-    parser.add_argument("--options", default="", help="the known ones, with spaces between them")
+    parser.add_argument("--options", default="", help="known options, separated by spaces")
     parser.add_argument("--dry-run", action="store_true")
     return parser
 
 
 def request_of(options: argparse.Namespace) -> DataRequest:
-    """Return what is asked for: Wikipedia in the tokens of Llama 3.2 1B unless files are named."""
+    """Return the request for data: Wikipedia for Llama 3.2 1B unless the user gives files."""
     model, dataset = MODELS["llama32-1b"], DATASETS["wikipedia"]
     default = Files(
         tokenizer=at_home(model.tokenizer.path), data=at_home(dataset.prefix(model.tokenizer))
@@ -86,14 +86,14 @@ def data(options: argparse.Namespace) -> list[str]:
 
 
 def preset(options: argparse.Namespace) -> list[str]:
-    """Choose the published model only where there is a device for it and data."""
+    """Choose the published model only if a CUDA device and data are present."""
     if not cuda_devices(sys.executable, dry_run=options.dry_run):
         say("No CUDA device: the model is the tiny preset (--preset 1b for the real shape).")
         return ["tiny"]
     request = request_of(options)
     if request.tokenizer is None and request.data is None and not request.default.there():
         say(
-            f"No data named, and {request.default.lacking()}: the model is the tiny preset "
+            f"No data given, and {request.default.lacking()}: the model is the tiny preset "
             "(--preset 1b for the real shape, which needs the data)."
         )
         return ["tiny"]

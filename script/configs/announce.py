@@ -1,4 +1,4 @@
-"""Announce what a collection comes to, and ask before a large one."""
+"""Print the size of a collection before it starts, and ask before a large one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from configs.collection_size import Size, collection_size
 from configs.names import ConfigError
 from configs.resolve import say
 
-LARGE = 10_000_000_000  #: bytes of all types; more takes --yes or a limit
+LARGE = 10_000_000_000  #: bytes of all types together; above this --yes or a limit is required
 
 
 def announce(words: Sequence[str], *, types: int, yes: bool, dry_run: bool) -> None:
-    """Say what the collection of a training command writes; ask before a large one.
+    """Print the size of the collection of a training command, and ask before a large one.
 
     Args:
         words: the training command.
@@ -22,27 +22,27 @@ def announce(words: Sequence[str], *, types: int, yes: bool, dry_run: bool) -> N
         dry_run: nothing is collected now.
 
     Raises:
-        ConfigError: the collection is large, and nobody has agreed to it.
+        ConfigError: if the collection is large and the user has not agreed to it.
     """
     size = collection_size(words)
     if size is None:
-        say("Collection: of unknown size with experts or latent attention; see --collect-plan.")
+        say("Collection: unknown size (experts or latent attention); see --collect-plan.")
         return
     say(_described(size, types))
     total = size.bytes * types
     if total <= LARGE or size.limited or yes:
         return
     if dry_run:
-        say(f"A run asks for --yes or a limit above {gb(LARGE)}.")
+        say(f"Above {gb(LARGE)}, a run requires --yes or a limit.")
         return
     if sys.stdin.isatty() and sys.stderr.isatty():
         print("Collect that much? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
     raise ConfigError(
-        f"the collection comes to {gb(total)}, which is more than {gb(LARGE)}; give --yes (or "
-        "COLLECT_YES=1), a limit (--collect-max-gib X, --collect-max-files N), or less to collect "
-        "(--collect-layers first,last --collect-slice s=0:2048)"
+        f"the collection would write {gb(total)}, more than {gb(LARGE)}; give --yes (or "
+        "COLLECT_YES=1), set a limit (--collect-max-gib X, --collect-max-files N), or collect "
+        "less (--collect-layers first,last --collect-slice s=0:2048)"
     )
 
 
@@ -54,18 +54,19 @@ def _described(size: Size, types: int) -> str:
         what += " types"
     notes = []
     if size.iterations != 1:
-        notes.append(f"{size.iterations:,} iterations" if size.iterations else "no last iteration")
+        many = f"{size.iterations:,} iterations"
+        notes.append(many if size.iterations else "unlimited iterations")
     if size.limited:
-        notes.append("up to the limit")
+        notes.append("stops at the limit")
     if size.optional:
-        notes.append("at most, if something happens")
+        notes.append("at most, only if triggered")
     if size.codes:
-        notes.append("codes not counted")
+        notes.append("without codes")
     return f"Collection: {what} ({', '.join(notes)})." if notes else f"Collection: {what}."
 
 
 def gb(size: float) -> str:
-    """Return a number of bytes in a unit that people read."""
+    """Return a number of bytes in a readable unit."""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
         if size >= unit:
             return f"{size / unit:,.3g} {name}"

@@ -1,8 +1,8 @@
 """Choose the quantization type of a collection, for the drivers.
 
-What the user names wins, then a recipe that the environment names, then what the environment and
-the settings file of quant_type_modifier.py set, then `DEFAULT`. The names of the matrix are known
-here; all others are read by the code of training, which needs torch.
+The precedence is: the type that the user gives, a recipe named in the environment, the type that
+the environment and the settings file of quant_type_modifier.py set, and `DEFAULT`. Names of the
+experiment matrix are known here. All others are resolved by the training code, which needs torch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenType:
-    """The type of a collection."""
+    """The quantization type of a collection."""
 
-    name: str  #: as its folder and its files spell it
-    by_flag: bool  #: whether `--custom-quant-type` gives it; otherwise the training reads it itself
+    name: str  #: canonical name, used for its folder and files
+    by_flag: bool  #: whether `--custom-quant-type` passes it; otherwise training reads the settings
 
 
 def chosen_type(given: str | None, python: str, *, dry_run: bool) -> ChosenType:
-    """Return the type that the user names, or the one that is set.
+    """Return the type that the user gives, or else the one that is set.
 
     Args:
         given: as named by the user.
@@ -42,7 +42,7 @@ def chosen_type(given: str | None, python: str, *, dry_run: bool) -> ChosenType:
     of_all = os.environ.get(TYPE_VARIABLE)
     if given is None and of_all and not of_operations():
         given = of_all
-        say(f"No type named: {TYPE_VARIABLE} sets {given}.")
+        say(f"No type given: {TYPE_VARIABLE} sets {given}.")
     if given is not None:
         return ChosenType(name=canonical(given, python, dry_run=dry_run), by_flag=True)
     if not (of_all or of_operations() or settings_file()):
@@ -53,12 +53,12 @@ def chosen_type(given: str | None, python: str, *, dry_run: bool) -> ChosenType:
     if not lines:
         return ChosenType(name=DEFAULT, by_flag=True)
     name, *sources = lines
-    say(f"No type named: {name} is set ({'; '.join(sources)}).")
+    say(f"No type given: {name} is set ({'; '.join(sources)}).")
     return ChosenType(name=name, by_flag=False)
 
 
 def canonical(name: str, python: str, *, dry_run: bool) -> str:
-    """Return a type as files and folders spell it.
+    """Return the canonical name of a type, which files and folders use.
 
     Raises:
         ConfigError: there is no such type.
@@ -72,10 +72,10 @@ def canonical(name: str, python: str, *, dry_run: bool) -> str:
 
 
 def _ask(words: list[str], python: str, *, dry_run: bool) -> list[str] | None:
-    """Return what the code of training answers; None where a dry run lacks torch for it.
+    """Return the lines that the training code prints; None if torch is missing in a dry run.
 
     Raises:
-        ConfigError: it refuses the type.
+        ConfigError: if the training code refuses the type.
     """
     asked = subprocess.run(
         [python, "-m", "megatron.fake_quant.policy", *words],
@@ -87,8 +87,8 @@ def _ask(words: list[str], python: str, *, dry_run: bool) -> list[str] | None:
     if asked.returncode == 2:
         raise ConfigError(asked.stderr.strip().removeprefix("[ERROR] "))
     if asked.returncode and dry_run:
-        say(f"{python} lacks torch: the type is shown as it was given and not checked.")
+        say(f"{python} lacks torch: the type is shown as given, without a check.")
         return None
     if asked.returncode:
-        raise ConfigError(f"{python} cannot read the type: {asked.stderr.strip()}")
+        raise ConfigError(f"{python} cannot check the type: {asked.stderr.strip()}")
     return asked.stdout.splitlines()

@@ -1,9 +1,9 @@
-"""Compute what a collection comes to, in files and bytes, before anything is trained.
+"""Compute the size of a collection, in files and bytes, before training starts.
 
-`--collect-plan` measures the same by running an iteration, which takes as long as an iteration and
-as much memory. Here it is arithmetic on the flags of the training command, and takes a tenth of a
-second without torch. The flags of the collection are read by the code that training uses. Tests
-compare the result with `--collect-plan`. Experts and latent attention are not covered.
+`--collect-plan` measures the same size by running an iteration, with its time and memory. This
+module computes it from the flags of the training command in a tenth of a second, without torch. The
+flags of the collection are parsed by the code that training uses. Tests compare the result with
+`--collect-plan`. Experts and latent attention are not covered.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from configs.names import ConfigError, last_value
 from configs.resolve import REPO
 
-FILE_OVERHEAD = 2460  #: bytes of a file beside its values: the record and torch's archive
+FILE_OVERHEAD = 2460  #: bytes per file besides the values: the record and torch's archive
 UNKNOWN = ("--num-experts", "--multi-latent-attention")  #: flags of models that are not covered
-#: Recomputation that runs the core of attention again; with `full` everything is run again.
+#: Selective recomputation runs core attention again; `full` runs everything again.
 SELECTIVE = "selective"
 
 
@@ -30,15 +30,15 @@ class Size:
 
     files: int
     bytes: int
-    iterations: int | None  #: None: no end, as with `--control-iter 0` and no `--train-iters`
+    iterations: int | None  #: None without an end (`--control-iter 0` without `--train-iters`)
     limited: bool  #: whether the user has set a limit of files or bytes
-    optional: bool  #: whether it is written only if something happens
-    codes: bool  #: whether codes are collected too, which are not counted
+    optional: bool  #: whether it is written only if a ring or a flag file triggers it
+    codes: bool  #: whether codes are collected as well; they are not counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """One tensor of a module: its name and the sizes of its dimensions by their letters."""
+    """One collected tensor of a module: its name, and the size of each dimension by its letter."""
 
     module: str
     name: str
@@ -69,7 +69,7 @@ class Model:
         """Return the value of a flag that takes a whole number.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: if the value is not a whole number.
         """
         text = last_value(flag, self.words)
         if text is None:
@@ -80,12 +80,12 @@ class Model:
 
     @property
     def micro_batches(self) -> int:
-        """Return the micro-batches of an iteration, for each copy of the model."""
+        """Return the number of micro-batches per iteration and data-parallel replica."""
         copies = max(1, self.world // (self.tp * self.cp * self.pp))
         return max(1, self.number("--global-batch-size", self.batch) // (self.batch * copies))
 
     def tensors(self) -> Iterator[Saved]:
-        """Return the tensors that one rank has of one layer and micro-batch."""
+        """Yield the tensors of one layer, rank and micro-batch."""
         query, kv = self.heads * self.head_dim, self.groups * self.head_dim
         fc1 = self.gate * self.ffn
         for module, h, o, column in (
@@ -110,7 +110,7 @@ class Model:
             yield self._saved("self_attention.core_attention", name, "bask", sizes)
 
     def _of(self, module: str, shapes: dict[str, str], sizes: dict[str, int]) -> Iterator[Saved]:
-        """Return tensors and their gradients, which have the same shapes."""
+        """Yield tensors and their gradients, which have the same shapes."""
         for name, letters in shapes.items():
             yield self._saved(module, name, letters, sizes)
             yield self._saved(module, f"grad_{name}", letters, sizes)
@@ -120,7 +120,7 @@ class Model:
         return Saved(module=module, name=name, dims=tuple((each, every[each]) for each in letters))
 
     def runs(self, saved: Saved) -> int:
-        """Return how often a tensor is computed: again in a pass that is recomputed."""
+        """Return how often a tensor is saved: twice if recomputation runs its pass again."""
         if saved.name.startswith("grad_") or saved.name == "weight":
             return 1
         kind = last_value("--recompute-granularity", self.words)
@@ -131,13 +131,13 @@ class Model:
 
 
 def collection_size(words: Sequence[str]) -> Size | None:
-    """Return what the collection of a training command writes; None for a model not covered.
+    """Return the size of the collection of a training command; None for a model not covered.
 
     Args:
         words: the command, with the flags of `pretrain_gpt.py`.
 
     Raises:
-        ConfigError: a flag of the collection is not understood.
+        ConfigError: if a flag of the collection has an invalid value.
     """
     code, model = _training_code(), Model(words)
     try:
@@ -173,7 +173,7 @@ def collection_size(words: Sequence[str]) -> Size | None:
 
 
 def _of_iteration(model: Model, selection: Any, matches: Any) -> tuple[float, float]:
-    """Return the files and bytes that all ranks write in one iteration."""
+    """Return the number of files and bytes that all ranks write per iteration."""
     files = size = 0
     micro_batches = min(selection.micro_batches or model.micro_batches, model.micro_batches)
     names = selection.names
@@ -189,7 +189,7 @@ def _of_iteration(model: Model, selection: Any, matches: Any) -> tuple[float, fl
             if values:
                 files += times
                 size += times * (values * model.value_bytes + FILE_OVERHEAD)
-    ranks = model.world / model.pp  # each of a pipeline's stages has a part of the layers
+    ranks = model.world / model.pp  # each pipeline stage has only its own layers
     share = selection.ranks.count(model.world) / model.world
     return files * ranks * share, size * ranks * share
 
@@ -199,7 +199,7 @@ def _included(module: str, globs: Sequence[str], matches: Any) -> bool:
 
 
 def _kept(slices: dict[str, range], saved: Saved) -> list[int]:
-    """Return how much of each dimension is kept."""
+    """Return the size of each dimension that the slice keeps."""
     kept = []
     for letter, size in saved.dims:
         part = slices.get(letter)
@@ -208,7 +208,7 @@ def _kept(slices: dict[str, range], saved: Saved) -> list[int]:
 
 
 def _iterations(words: Sequence[str], selection: Any, ring: int | None) -> int | None:
-    """Return how many iterations are collected at most."""
+    """Return the largest number of iterations that are collected."""
     if ring is not None:
         return ring * (_whole("--collect-ring-events", words) or 3)
     train_iters = _whole("--train-iters", words)
@@ -239,7 +239,7 @@ def _selection_flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _list(flag: str, words: Sequence[str]) -> list[str] | None:
-    """Return the values that follow a flag, the last time that it is given."""
+    """Return the values that follow the last occurrence of a flag."""
     values: list[str] | None = None
     taking = False
     for word in words:
@@ -273,10 +273,10 @@ def _real(flag: str, words: Sequence[str]) -> float | None:
 
 
 def _training_code() -> dict[str, Any]:
-    """Import what reads the flags of a collection, without megatron-core.
+    """Import the parsers of the collection's flags without importing megatron-core.
 
-    The package's own `__init__` imports all of megatron-core, which takes seconds and needs the
-    environment. The modules that are used here need the standard library only.
+    The `__init__` of the package imports all of megatron-core, which takes seconds and needs the
+    environment. The modules used here need only the standard library.
     """
     import importlib
 
@@ -291,6 +291,6 @@ def _training_code() -> dict[str, Any]:
             for name in ("selection", "collection_limits")
         }
     finally:
-        if "megatron.core" not in before:  # a later import gets the real one
+        if "megatron.core" not in before:  # so that a later import loads the real package
             for name in [each for each in sys.modules if each.startswith("megatron.core")]:
                 del sys.modules[name]

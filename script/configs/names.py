@@ -42,7 +42,7 @@ def pick(kind: str, name: str, table: Mapping[str, Entry], more: str = "") -> En
 
 
 def spelled(name: str, table: Iterable[str]) -> str:
-    """Return the entry of a table that equals `name` in any case, or `name` itself."""
+    """Return the entry of a table that equals `name` except for case, or else `name` itself."""
     return {each.lower(): each for each in table}.get(name.lower(), name)
 
 

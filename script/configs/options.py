@@ -16,7 +16,7 @@ from megatron.console import ArgumentParser, hyphenated
 
 
 class Parser(ArgumentParser):
-    """A parser that raises its errors, and whose help is as it was written."""
+    """A parser that raises its errors, and prints its help without reformatting it."""
 
     advice = "see --help (flags of pretrain_gpt.py go after --)"
 

@@ -1,7 +1,7 @@
-"""What is on this machine: the interpreter, a CUDA device, the tokenizer and the data.
+"""Find what this machine has: the interpreter, a CUDA device, the tokenizer and the data.
 
-A path that the user names is meant from the current folder and must be there; a default path is
-meant from the tree's root, and is shown without the root if that is the current folder.
+A path that the user gives is relative to the current folder and must exist. A default path is
+relative to the repository's root, and is printed without the root if that is the current folder.
 """
 
 from __future__ import annotations
@@ -94,26 +94,26 @@ def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
         if files.there():
             return files
         if request.corpus:
-            say(f"No data named, and {files.lacking()}: the default corpus is taken.")
+            say(f"No data given, and {files.lacking()}: the default corpus is used.")
             return default_corpus() if dry_run else make_corpus(python)
     data = request.data or files.data
     for suffix in (".bin", ".idx"):
         data = data.removesuffix(suffix)
     files = Files(tokenizer=request.tokenizer or files.tokenizer, data=data)
     if dry_run:
-        # a driver's dry run names the corpus that it would have made
+        # the dry run of a driver prints the corpus that a run would make
         if files != default_corpus() and not files.there() and not is_set(MISSING_SAID):
-            say(f"Not there yet: {_missing(files, request, python)}.")
+            say(f"Missing: {_missing(files, request, python)}.")
         return files
     _check(files, request, python)
     return files
 
 
 def _missing(files: Files, request: DataRequest, python: str) -> str:
-    """Return what a dry run lacks, and how to get it."""
+    """Return the missing files, and how to get them."""
     parts = []
     if not Path(files.tokenizer).exists():
-        parts.append(f"the tokenizer {files.tokenizer}, which is needed before the data are made")
+        parts.append(f"the tokenizer {files.tokenizer}, which is needed to make the data")
     if not has_data(files.data):
         how = shlex.join(_preparation(files, request, python))
         parts.append(f"the data {files.data}.bin and .idx, which `{how}` makes")
@@ -132,10 +132,10 @@ def _preparation(files: Files, request: DataRequest, python: str) -> list[str]:
 
 
 def _check(files: Files, request: DataRequest, python: str) -> None:
-    """Refuse missing files: all of them are named, and what the user gave comes first.
+    """Refuse missing files; the message lists all of them, those given by the user first.
 
     Raises:
-        MissingFile: says what to do for each.
+        MissingFile: if files are missing; the message has a remedy for each.
     """
     problems = []
     if not Path(files.tokenizer).exists():

@@ -23,12 +23,12 @@ FORMAT_FLAGS = {
 }
 
 
-#: Types that are their own effective name; `none` is not.
+#: Types whose effective name is their own name; that of `none` is not.
 QUANTIZED = accepted().keys() - {AS_SET, "none"}
 
 
 def of_operations() -> bool:
-    """Return whether the environment sets the format of a single operation."""
+    """Return whether an environment variable sets the format of a single operation."""
     return any(os.environ.get(f"{name}_QUANT_TYPE") for name in ("LINEAR", "QK", "PV"))
 
 
@@ -61,7 +61,7 @@ class Formats:
         of_all = FORMAT_FLAGS["custom_quant_type"]
         name = last_value(of_all, flags)
         if said == [of_all] and name in QUANTIZED and not (of_operations() or settings_file()):
-            return name  # the same answer, without the seconds that importing torch takes
+            return name  # the same result, without importing torch, which takes seconds
         return _resolved([*self.flags, *flags], python) or self.name
 
 

@@ -42,11 +42,11 @@ def _tokenizer(options: argparse.Namespace) -> Any:
 
 
 def inspect(prefix: str, tokenizer: Any = None) -> tuple[str, list[str]]:
-    """A line about sound data, and everything that is wrong.
+    """Return a summary of the data set, and a list of everything that is wrong with it.
 
     Raises:
-        ValueError: the index cannot be read at all.
-        FileNotFoundError: there is none, or no token file.
+        ValueError: if the index cannot be read at all.
+        FileNotFoundError: if the index or the token file is missing.
     """
     from megatron.training.indexed_data import read_header
     from megatron.training.manifest import check_fits, read_manifest

@@ -20,7 +20,7 @@ from typing import Any
 from batch import Batch, Position
 from readers import guess_format
 
-KEYS_SHOWN = 10  #: of a document that lacks the one asked for
+KEYS_SHOWN = 10  #: keys that an error lists of a document without the requested key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +187,8 @@ class Encoder:
             record = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
-        except ValueError as error:  # a number of thousands of digits
-            raise ValueError(f"not JSON that can be read ({error})") from error
+        except ValueError as error:  # such as a number with thousands of digits
+            raise ValueError(f"not readable JSON ({error})") from error
         except RecursionError as error:
             raise ValueError("not JSON that can be read (nested too deep)") from error
         if not isinstance(record, dict):
@@ -208,7 +208,7 @@ class Encoder:
 
 
 def _some(keys: Iterable[str]) -> str:
-    """Return the first keys of a document, shortened, for an error."""
+    """Return the first keys of a document, shortened for an error message."""
     shown = [repr(key[:40]) for key in itertools.islice(keys, KEYS_SHOWN + 1)]
     return ", ".join(shown[:KEYS_SHOWN]) + ", ..." * (len(shown) > KEYS_SHOWN)
 

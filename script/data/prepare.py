@@ -75,15 +75,15 @@ def complete(options: argparse.Namespace, home: Path) -> Settings:
 
 
 def _tokenizer(options: argparse.Namespace, home: Path) -> Path | None:
-    """Return where the tokenizer lies; before a download, which may take hours, it is loaded.
+    """Return the path of the tokenizer, after loading it: a download before may take hours.
 
     Raises:
-        ValueError: there is none.
+        ValueError: if there is no tokenizer.
     """
     model, kind = options.tokenizer_model, options.tokenizer_type
     if kind == "NullTokenizer":
         return model
-    put = "put Llama 3.2's there, or name" if model is None else "name"
+    put = "put that of Llama 3.2 there, or give" if model is None else "give"
     model = model or home / "model" / "llama3.2-1b"
     if not model.exists():
         raise ValueError(

@@ -35,7 +35,7 @@ from index_file import LENGTH_BYTES, write_index
 from mark import Count, Mark, identity
 
 COMMIT_SECONDS = 30.0
-STATE_LIMIT = 256 << 20  # bytes of progress.json, which names every input file
+STATE_LIMIT = 256 << 20  # largest progress.json in bytes; it lists every input file
 HOPELESS = 1000  # bad documents of a file that has not a single good one
 
 
@@ -160,7 +160,7 @@ class Progress:
         else:
             now, start = Mark.from_json(state["mark"]), Mark.from_json(state["file_start"])
             inputs, files = state["inputs"], self.settings.input
-            # A file that was read in part may have been mended since: then it is read again.
+            # A partly read file may have been repaired since; it is then read again from its start.
             same = now.file >= len(inputs) or (
                 now.file < len(files) and identity(files[now.file]) == inputs[now.file]
             )
@@ -169,10 +169,10 @@ class Progress:
             self.resumed, self.complete = True, state["complete"]
 
     def _read_state(self, path: Path) -> dict[str, Any]:
-        """What progress.json holds.
+        """Return the content of progress.json.
 
         Raises:
-            ValueError: it is not what a run writes.
+            ValueError: if a run would not write such content.
         """
         from megatron.bounded_files import read_json
 
@@ -182,12 +182,12 @@ class Progress:
                 Mark.from_json(copy.deepcopy(state[name]))
             known = [[str(name), int(size), int(time)] for name, size, time in state["inputs"]]
             if known != state["inputs"] or not self.options.keys() <= state["options"].keys():
-                raise ValueError("other fields than a run writes")
+                raise ValueError("unexpected fields or values")
             bool(state["complete"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path} is not what a run writes ({error}); delete the folder {self.folder} to "
-                "start anew"
+                f"{path} is damaged or not written by this program ({error}); delete the folder "
+                f"{self.folder} to start over"
             ) from error
         return state
 
@@ -222,7 +222,7 @@ class Progress:
             self.files[f"{key}.bin"].write(tokens.ids[key].data)
             self.files[f"{key}.lengths"].write(tokens.lengths[key].data)
         lines = "".join(f"{path}:{line}: {why}\n" for line, why in tokens.bad)
-        said = lines.encode(errors="backslashreplace")  # a file's name may be no UTF-8
+        said = lines.encode(errors="backslashreplace")  # a file's name may be invalid UTF-8
         self.files["bad_lines.txt"].write(said)
         for key, count in mark.counts.items():
             count.documents += len(tokens.lengths[key])
@@ -246,7 +246,7 @@ class Progress:
         if mark.file_read or not (last or mark.file_bad >= HOPELESS):
             return
         start = self.marks[1]
-        self.marks = start, start  # so that a mended file is read from its start
+        self.marks = start, start  # so that a repaired file is read from its start
         if not mark.file_bad:
             raise ValueError(f"{path} holds no document; leave it out, or get it again")
         with (self.folder / "bad_lines.txt").open("rb") as file:

@@ -135,7 +135,7 @@ def _text(stream: BinaryIO, settings: Any, batch: Batch) -> Iterator[Batch]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """The lines of a stream, in memory up to the size of the largest document."""
+    """Yield the lines of a stream; memory holds at most the largest document."""
     while line := stream.readline(LARGEST_DOCUMENT + 1):
         yield line
 

@@ -8,8 +8,8 @@
 #   tensor_dir  searched with its subfolders (TENSOR_SAVE_DIR if set, else enhanced_tensor_logs)
 #   output_dir  made if missing (draw)
 #   workers     threads that read (one a processor)
-# The default folders are below the root of the tree, a folder that is named is meant from the current
-# one. Options after these go to `python -m megatron.analysis draw`, whose exit status is this script's.
+# Default folders are in the root of the repository; a folder that you give is relative to the current
+# one. Further options go to `python -m megatron.analysis draw`, whose exit status is this script's.
 #
 # DRY_RUN=1 prints the command and runs nothing.
 set -euo pipefail

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""The first look at collected tensors: quick_analysis.png and tensor_stats.txt.
+"""Draw a first overview of collected tensors: quick_analysis.png and tensor_stats.txt.
 
     python script/visualization/quick_visualize.py --tensor_dir enhanced_tensor_logs/mxfp8 \\
         --output_dir draw
 
-The same as `python -m megatron.analysis quick DIR`, whose other options it takes too: --run,
+This script runs `python -m megatron.analysis quick DIR` and takes its other options too: --run,
 --workers; see `python -m megatron.analysis quick --help`.
 
-Exit status: 0 all is drawn; 2 a wrong option, or nothing to draw; 3 drawn without files that could
-not be read.
+Exit status: 0 everything is drawn; 2 wrong option, or nothing to draw; 3 drawn without the files
+that could not be read.
 """
 
 from __future__ import annotations

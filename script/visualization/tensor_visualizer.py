@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
-"""Everything that can be drawn of collected tensors, and report.html.
+"""Draw all figures of collected tensors, and write report.html.
 
     python script/visualization/tensor_visualizer.py --tensor_dir enhanced_tensor_logs \\
         --output_dir draw
     python script/visualization/visualize_tensors.py --output_dir draw    # another name of it
 
-The same as `python -m megatron.analysis draw DIR`, whose other options it takes too: --formats,
---figures, --image, --run, --workers; see `python -m megatron.analysis draw --help`. The defaults
-of both folders are below the root of the tree; a folder that is named is meant from the current
-one.
+This script runs `python -m megatron.analysis draw DIR` and takes its other options too: --formats,
+--figures, --image, --run, --workers; see `python -m megatron.analysis draw --help`. Default folders
+are in the root of the repository; a folder that you give is relative to the current one.
 
-Exit status: 0 all is drawn; 2 a wrong option or folder; 3 drawn without files that could not be
-read.
+Exit status: 0 everything is drawn; 2 wrong option or folder; 3 drawn without the files that could
+not be read.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ if str(ROOT) not in sys.path:
 
 
 def default_folder(name: str) -> str:
-    """Return a folder of the tree as a user in the current folder would write it."""
+    """Return the path of a folder in the repository's root, seen from the current folder."""
     return name if Path.cwd() == ROOT else str(ROOT / name)
 
 
 def run(command: str, description: str | None, arguments: list[str] | None) -> int:
-    """Run a command of `python -m megatron.analysis`, whose folders are options here; return the
-    exit status.
+    """Run a command of `python -m megatron.analysis`; return the exit status.
+
+    The folders are options here, and arguments of the command.
     """
     from megatron.console import ArgumentParser, about_unknown
 
@@ -53,17 +53,18 @@ def run(command: str, description: str | None, arguments: list[str] | None) -> i
     )
     known, others = parser.parse_known_args(arguments)
     if wrong := [word for word in others if word.startswith(("--tensor", "--output"))]:
-        parser.error(about_unknown(wrong, parser.all_options()))  # no other options begin so
+        # no option of the command begins with --tensor or --output
+        parser.error(about_unknown(wrong, parser.all_options()))
     from megatron.analysis.__main__ import main as analysis
 
     folder = known.tensor_dir
     if folder.startswith("-"):
-        folder = f"./{folder}"  # a name, not an option
+        folder = f"./{folder}"  # so that it is not taken for an option
     return analysis([command, folder, "--output-dir", known.output_dir, *others])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draw; return the exit status."""
+    """Draw all figures; return the exit status."""
     return run("draw", __doc__, arguments)
 
 

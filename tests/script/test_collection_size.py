@@ -66,8 +66,8 @@ def test_more_than_10_gb_asks_for_yes_or_a_limit(files, tmp_path):
     assert done.returncode == 2
     said, error = done.stderr.splitlines()
     assert said == "Collection: 576 files, 27.8 GB."
-    assert error.startswith("[ERROR] the collection comes to 27.8 GB, which is more than 10 GB; ")
-    assert "--yes (or COLLECT_YES=1), a limit (--collect-max-gib X, --collect-max-files" in error
+    assert error.startswith("[ERROR] the collection would write 27.8 GB, more than 10 GB; ")
+    assert "--yes (or COLLECT_YES=1), set a limit (--collect-max-gib X, " in error
     for agreed, variables in (
         (["--yes"], {}),
         (["--collect-max-gib", "20"], {}),
@@ -82,9 +82,9 @@ def test_a_small_or_a_previewed_collection_asks_nothing(files, capsys):
     announce(words, types=4, yes=False, dry_run=True)
     said = capsys.readouterr().err
     assert "2,304 files, 111 GB for 4 types" in said
-    assert "A run asks for --yes or a limit above 10 GB." in said
+    assert "Above 10 GB, a run requires --yes or a limit." in said
     announce([*words, "--collect-layers", "first"], types=1, yes=False, dry_run=False)
-    with pytest.raises(ConfigError, match=r"27\.8 GB, which is more than 10 GB; give --yes"):
+    with pytest.raises(ConfigError, match=r"27\.8 GB, more than 10 GB; give --yes"):
         announce(words, types=1, yes=False, dry_run=False)
 
 
@@ -107,4 +107,4 @@ def test_models_that_the_arithmetic_does_not_know_are_said_to_be(capsys):
     words = [*MODEL, "--num-experts", "4"]
     assert collection_size(words) is None
     announce(words, types=1, yes=False, dry_run=False)
-    assert "of unknown size with experts" in capsys.readouterr().err
+    assert "unknown size (experts" in capsys.readouterr().err

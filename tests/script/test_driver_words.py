@@ -87,7 +87,7 @@ def test_formats_of_the_settings_file_reach_a_collection_without_a_type(tmp_path
     assert "--custom-quant-type" not in train
     assert value(train, "--tensor-save-dir") == value(draw, "--tensor_dir") == "a/FA_linear_mxfp8"
     done = bash(COLLECT, "single", DRY_RUN="1", QUANT_SETTINGS_FILE=path)
-    assert "No type named: FA_linear_mxfp8 is set (linear: mxfp8 (settings file sett" in done.stderr
+    assert "No type given: FA_linear_mxfp8 is set (linear: mxfp8 (settings file sett" in done.stderr
     [words] = dry(COLLECT, "single", "mxfp4", QUANT_SETTINGS_FILE=path)
     assert value(words, "--custom-quant-type") == "mxfp4"
     [words] = dry(COLLECT, "batch", QUANT_SETTINGS_FILE=path)[:1]
@@ -110,7 +110,7 @@ def test_a_dry_run_needs_neither_data_nor_tokenizer(tmp_path, script):
         words += ["--tokenizer-path", "no/tok", "--data-path", "no/data"]
     done = bash(*script, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "Not there yet: the tokenizer no/tok" in done.stderr
+    assert "Missing: the tokenizer no/tok" in done.stderr
     assert "the data no/data.bin and .idx" in done.stderr
     assert "pretrain_gpt.py" in done.stdout.splitlines()[0]
     assert not list(tmp_path.iterdir())
@@ -129,7 +129,7 @@ def test_the_published_model_does_not_fall_back_to_the_default_corpus():
     done = bash(COLLECT, "single", "--preset", "1b")
     assert done.returncode == 1
     assert "[ERROR] no tokenizer at model/llama3.2-1b; " in done.stderr
-    assert "default corpus is taken" not in done.stderr
+    assert "default corpus is used" not in done.stderr
 
 
 @pytest.mark.parametrize("folder", ["script", "script/visualization"])

@@ -59,7 +59,7 @@ def check(training, quantization):
         assert row["what"] == ("high precision" if name == "bf16" else name), row[0]
     [share] = [float(match["percent"]) for line in lines if (match := SHARE.fullmatch(line))]
     assert (share > 0) == (quantization != "bf16")
-    assert "the default corpus is taken" in training.errors
+    assert "the default corpus is used" in training.errors
 
 
 @pytest.mark.parametrize(("model", "dataset", "quantization"), SAMPLE)

@@ -41,7 +41,7 @@ def test_a_dry_run_shows_the_published_model_and_what_is_missing(dry):
     assert value(words, "--data-path").startswith("dataset/wikipedia_processed/")
     assert value(words, "--save") == "checkpoints/llama31-8b_wikipedia_bf16"
     if not Path("dataset/wikipedia_processed").exists():
-        assert "Not there yet: " in said
+        assert "Missing: " in said
 
 
 def test_models_with_one_tokenizer_share_the_data(dry):
@@ -72,7 +72,7 @@ def test_tiny_takes_the_default_corpus_and_says_so(dry):
         pytest.skip("there is a Wikipedia")
     words, said = dry(*CELL, *TINY)
     assert value(words, "--data-path") == "dataset/default/corpus_text_document"
-    assert "the default corpus is taken" in said
+    assert "the default corpus is used" in said
     assert "--save" not in words
 
 
