@@ -248,7 +248,7 @@ def test_lines_of_tables(name, line):
 @pytest.mark.parametrize(("name", "said"), [("hifp8:hr:inf", True), ("hifp8:hr", False)])
 def test_the_range_in_which_sources_of_hybrid_rounding_disagree_is_named(name, said):
     text = " ".join(describe(get_format(name)).split())
-    assert ("The sources disagree from 32768 to 49152. Followed here" in text) == said
+    assert ("The sources disagree from 32768 to 49152. This format follows" in text) == said
     if said:  # what it says of this code is so
         x = torch.tensor([33024.0, 40704.0, 40960.0, 49151.0], dtype=torch.bfloat16)
         assert fake_quantize(x, name).tolist() == [32768, 32768, math.inf, math.inf]
