@@ -187,7 +187,7 @@ TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
     "expanded rows": (_write(lambda: torch.zeros(64).expand(1 << 34, 64)), "claims"),
     "zero elements, huge": (_write(lambda: torch.zeros(0, 1 << 40)), "shape"),
     "too many dimensions": (_write(lambda: torch.zeros([1] * 100)), "dimensions"),
-    "nested": (_nested, "no plain dense tensor"),
+    "nested": (_nested, "a plain dense tensor"),
     "negative bit": (_write(lambda: torch._neg_view(torch.ones(8))), "negated or conjugated"),
     "imaginary part": (
         _write(lambda: torch.ones(8, dtype=torch.complex64).conj().imag), "negated or conjugated"
@@ -196,31 +196,31 @@ TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
         _write(lambda: torch.ones(8, dtype=torch.complex64).conj()), "negated or conjugated"
     ),
     "complex": (_write(lambda: torch.ones(8, dtype=torch.complex64)), "complex"),
-    "sparse": (lambda p: _save(p, torch.ones(4, 4).to_sparse()), "no plain dense tensor"),
+    "sparse": (lambda p: _save(p, torch.ones(4, 4).to_sparse()), "a plain dense tensor"),
     "sparse rows": (
-        lambda p: _save(p, torch.eye(4).to_sparse_csr()), "no plain dense tensor"
+        lambda p: _save(p, torch.eye(4).to_sparse_csr()), "a plain dense tensor"
     ),
-    "quantized": (_quantized, "no plain dense tensor"),
+    "quantized": (_quantized, "a plain dense tensor"),
     "meta device": (
-        lambda p: _save(p, torch.empty(1 << 30, 4, device="meta")), "no plain dense tensor"
+        lambda p: _save(p, torch.empty(1 << 30, 4, device="meta")), "a plain dense tensor"
     ),
     "subclass": (
-        lambda p: _save(p, torch.ones(4).as_subclass(_Subclass)), "no plain dense tensor|run code"
+        lambda p: _save(p, torch.ones(4).as_subclass(_Subclass)), "a plain dense tensor|run code"
     ),
     "4-bit dtype": (_write(lambda: _bits(torch.float4_e2m1fn_x2)), "float4_e2m1fn_x2"),
     "bits dtype": (_write(lambda: _bits(torch.bits8)), "bits8"),
     "another dtype": (_strange_metadata(dtype="float64"), "float64"),
     "another shape": (_strange_metadata(shape=[7]), "its record says"),
-    "values cut short": (_truncated_data, "cut short|claims"),
+    "values cut short": (_truncated_data, "truncated|claims"),
     "compressed": (_deflated, "compressed"),
     "a million memo entries": (_memo_entries, "pickle"),
     "deep pickle": (_deep_pickle, "its pickle|deep"),
-    "bytes of a file": (_in_bytes, "no tensor|other things than tensors"),
+    "bytes of a file": (_in_bytes, "no tensor|objects other than tensors"),
     "another zip": (_wrong_zip, "archive"),
     "twenty thousand members": (_many_members, "members"),
     "member behind the end": (_local_headers, "archive|corrupt"),
     "legacy format": (_legacy, "archive"),
-    "script module": (_script, "other things than tensors|compressed"),
+    "script module": (_script, "objects other than tensors|compressed"),
     "pickle": (lambda p: _overwrite(p, pickle.dumps([1, 2])), "archive"),
     "empty": (lambda p: _overwrite(p, b""), "empty"),
     "zeros": (lambda p: _overwrite(p, bytes(5000)), "archive"),

@@ -80,7 +80,7 @@ def test_codes_are_numbers_before_the_scale_only_where_there_is_one(material):
 
 def test_a_panel_says_which_formats_it_lacks_or_hides(material):
     room, ranges, scales = blocks.counted(material, material.with_blocks()).axes
-    assert scales.get_title(loc="right") == "not of nvfp4: E4M3 scales"
+    assert scales.get_title(loc="right") == "without nvfp4, whose scales are E4M3"
     assert ranges.get_title(loc="right") == "mxfp8 = mxfp4"
     counted = sum(material.summed(name).headroom for name in material.with_blocks())
     highest = blocks.HEADROOM_EDGES[counted.nonzero()[0][-1]]

@@ -97,7 +97,7 @@ def test_a_spoilt_file_is_named_and_not_run_and_the_others_are_read(
     assert not any(str(path) in told for path in paths if path != paths[3])
     assert "Traceback" not in told
     if kind == "evil archive":
-        assert "loading it could run code" in told
+        assert "loading them could run code" in told
     assert not made.exists()
 
 

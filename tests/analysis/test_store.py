@@ -196,7 +196,7 @@ def test_a_table_is_taken_where_it_is_one_tensor(tmp_path):
     one = store.select(module="linear_qkv", tensor_name="input", rank=0)
     assert torch.equal(store.load_global(one, rank=0), store.load(one))
     with pytest.raises(
-        ValueError, match=r"of more than one tensor; give .*module=.* or .*, or one of"
+        ValueError, match=r"of more than one tensor match; give .*module=.* or .*, or one of"
     ):
         store.load_global(store.records)
     assert repr(store) == f"TensorStore({str(tmp_path)!r}): 28 tensors of 1 run(s)"

@@ -63,7 +63,7 @@ def test_of_replicas_a_bad_one_is_named_and_a_good_one_used(tmp_path, capsys, ra
         store = TensorStore(tmp_path)
         found = stats.compute(store, ["mxfp8"], cache=cache)
         assert [problem.path for problem in found.problems] == [bad]
-        assert "no archive of torch.save" in found.problems[0].why
+        assert "not an archive of torch.save" in found.problems[0].why
         numbers = expected.tensors.drop(columns="path")
         pd.testing.assert_frame_equal(found.tensors.drop(columns="path"), numbers)
         pd.testing.assert_frame_equal(found.formats, expected.formats)
