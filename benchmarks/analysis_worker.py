@@ -1,4 +1,4 @@
-"""One measurement of `analysis.py`, in a process of its own: so is its peak memory.
+"""Run one measurement of `analysis.py`, in a process of its own to measure its peak memory.
 
     python benchmarks/analysis_worker.py ours FOLDER WORKERS FORMAT...
     python benchmarks/analysis_worker.py naive FOLDER EVERY FORMAT...      one tensor in EVERY
@@ -7,7 +7,7 @@ as in
 
     python benchmarks/analysis_worker.py ours enhanced_tensor_logs/mxfp8 2 mxfp8 hifp8
 
-Prints a JSON object: seconds without the start, bytes of tensors, their number, peak MiB.
+Prints a JSON object: seconds without the startup, bytes of tensors, their number, peak MiB.
 """
 
 import json

@@ -1,14 +1,14 @@
-"""What benchmarks/formats.py runs under the peers' Python: measures, and reports as JSON lines.
+"""Measure formats for benchmarks/formats.py, under the peers' Python, and report JSON lines.
 
-Everything is timed in this one process, in rounds in which the copy, our function and every peer
-have one turn each, in an order that changes from round to round. What shares the machine then
-disturbs all of them alike. Peers print when they are imported: standard output is kept for the
-reports and theirs goes to standard error.
+All functions are timed in this one process. In each round the copy, our function and every peer
+have one turn, in an order that changes from round to round. Other load on the machine then disturbs
+all of them alike. Peers print when they are imported, so standard output is reserved for the
+reports and their output is redirected to standard error.
 
     PYTHONPATH=. python benchmarks/formats_worker.py REQUEST
 
-REQUEST is a JSON object, see `formats.py`, which writes it:
-`python benchmarks/formats.py --help` has the examples.
+REQUEST is a JSON object that `formats.py` writes; see `python benchmarks/formats.py --help` for
+examples.
 """
 
 import gc

@@ -23,7 +23,7 @@ found = importlib.metadata.distributions()
 print(json.dumps({d.metadata["Name"].lower().replace("_", "-"): d.version for d in found}))
 """
 PREFIX = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
-#: Settings of pip that name another interpreter or another place to install to.
+#: Settings of pip that select another interpreter or another target folder.
 ELSEWHERE = ("PIP_PYTHON", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER")
 
 
@@ -64,7 +64,7 @@ def is_inside(python: Path, venv: Path) -> bool:
 def install(python: Path, constraints: Path, requirement: str) -> bool:
     """Install one requirement into `.venv-peers`, and nowhere else; return whether that worked."""
     if not is_inside(python, VENV):
-        raise SystemExit(f"[ERROR] {VENV} is no virtual environment that works; delete it")
+        raise SystemExit(f"[ERROR] {VENV} is not a working virtual environment; delete it")
     command = [python, "-I", "-m", "pip", "--require-virtualenv", "install", "--quiet"]
     command += ["--disable-pip-version-check", "--constraint", constraints, requirement]
     settings = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}

@@ -50,7 +50,7 @@ def cases() -> list[Case]:
 
 
 def special(kind: str) -> Callable[[Path], None]:
-    """Return a function that puts something at a path that is no regular file."""
+    """Return a function that creates a special file at a path."""
 
     def make(path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -65,7 +65,7 @@ def special(kind: str) -> Callable[[Path], None]:
 
 
 def sparse(size: int) -> Callable[[Path], None]:
-    """Return a function that makes a file of `size` bytes that takes no room on the disk."""
+    """Return a function that creates a sparse file of `size` bytes."""
 
     def make(path: Path) -> None:
         with path.open("wb") as file:
@@ -90,7 +90,7 @@ def _written(name: str, content: bytes | str | Callable[[Path], None]) -> Callab
 
 
 def sound_pair(folder: Path) -> Path:
-    """Write three documents of 12 tokens in all; returns the prefix."""
+    """Write three documents with 12 tokens in total; return the prefix."""
     ends = np.cumsum(LENGTHS)
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(LENGTHS), len(LENGTHS) + 1)
     places = (ends - LENGTHS) * 2
@@ -203,7 +203,7 @@ def _manifests() -> Iterator[Case]:
 
 
 class _Hostile:
-    """Unpickling it makes a folder named `executed` in the current one."""
+    """An object that, when unpickled, creates a folder `executed` in the current one."""
 
     def __reduce__(self) -> tuple:
         return os.mkdir, ("executed",)

@@ -34,7 +34,7 @@ def test_links_of_all_pages_lead_somewhere():
 
 
 def python_blocks() -> list[tuple[str, str]]:
-    """Each Python block of every page: its place and its code."""
+    """Return the place and the code of each Python block of every page."""
     pages = [*sorted(REPO.glob("README*.md")), *sorted((REPO / "docs").rglob("*.md"))]
     found = []
     for page in pages:

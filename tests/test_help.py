@@ -15,7 +15,7 @@ FOLDERS = ("", "examples", "script", "benchmarks", "tests")
 
 
 def is_script(path: Path) -> bool:
-    """Whether a file is meant to be started: not imported, not sourced."""
+    """Return whether a file is a program rather than a module or a sourced script."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".sh":
         return text.startswith("#!")

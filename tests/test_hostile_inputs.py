@@ -39,7 +39,7 @@ def test_it_is_refused_with_one_error_that_names_the_file(outcomes, name):
 
 
 def test_sound_files_of_the_same_kind_are_taken(tmp_path):
-    """So that no case passes because everything is refused."""
+    """Undamaged inputs are accepted, so no case passes because everything is refused."""
     from megatron.fake_quant.recipe import load_recipe
     from megatron.training.index_cache import check_cached_files
     from megatron.training.indexed_data import check_index

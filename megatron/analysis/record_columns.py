@@ -46,7 +46,7 @@ def _types() -> dict[str, tuple[type, ...]]:
 
 _TYPES = _types()
 WHOLE = (*(name for name in _OF_ROW if _TYPES[name] == (int,)), *RANK_COLUMNS)  #: of whole numbers
-_IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: the rank's place as a record has it
+_IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: names of the rank's coordinates in a record
 _SIZES = ("shape", "global_shape")
 _UNKNOWN = dict.fromkeys((*_OF_ROW, "rank"))
 _Place = tuple[int | None, ...]

@@ -108,7 +108,7 @@ class _Run:
 
     @property
     def early(self) -> bool:
-        """Whether it ended within its first iteration, of which anything may be missing."""
+        """Return whether the run ended in its first iteration, whose records may be incomplete."""
         return bool(self.cut) and self.records["iteration"].nunique() == 1
 
 

@@ -125,7 +125,7 @@ class GemmFormats:
 
     @property
     def stochastic(self) -> bool:
-        """Whether an operand is rounded stochastically."""
+        """Return whether any operand is rounded stochastically."""
         formats = (getattr(self, slot).format for slot in SLOTS)
         return any(fmt is not None and fmt.rounding == "stochastic" for fmt in formats)
 

@@ -125,7 +125,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _default(parser: argparse.ArgumentParser, name: str) -> Any:
-    """Return what a flag is when it is not given."""
+    """Return the default value of a flag."""
     generated = _GENERATED.get(name)
     return parser.get_default(name) if generated is None else default_of(generated)
 

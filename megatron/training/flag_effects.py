@@ -1,10 +1,10 @@
-"""Flags that would do nothing, in one table: they are refused, because a silent no-op misleads.
+"""Refuse flags that would have no effect, because a silent no-op misleads.
 
-`UNREAD` names flags that no code reads on the paths that this program supports, with the reason.
-`NEEDS` names flags that act only together with another one. A flag that switches something off, or
-that is given its default, is always accepted: what it asks for is what happens.
+`UNREAD` lists flags that no code reads on the paths that this program supports, with the reason.
+`NEEDS` lists flags that have an effect only together with another one. A flag that disables
+something, or that has its default value, is always accepted: the result is what it requests.
 
-The flags that are in neither table have a reader; tests/data/option_readers.txt names it.
+All other flags are read by some code; tests/data/option_readers.txt names it for each.
 """
 
 import argparse
@@ -120,7 +120,7 @@ CUDA_ONLY = _names("""
 
 @dataclass(frozen=True)
 class Need:
-    """What must be given for some flags to act."""
+    """A condition without which some flags have no effect."""
 
     what: str
     met: Callable[[argparse.Namespace], object]

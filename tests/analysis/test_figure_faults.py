@@ -1,4 +1,4 @@
-"""Tests of faults that pictures had: places left out, axes of noise, words about another format."""
+"""Regression tests of figures: missing places, axes that show noise, labels of a wrong format."""
 
 from __future__ import annotations
 

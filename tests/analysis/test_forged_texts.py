@@ -26,7 +26,7 @@ ASKED = {
 
 @pytest.fixture
 def forged(tmp_path):
-    """A dump in which every text that may be any text holds `EVIL`; one file has it in its name."""
+    """Create a dump with `EVIL` in every free text of its records, and in the name of one file."""
     dump = tmp_path / "dump"
     paths = write_dump(dump, layers=1, index=False)
     [card] = dump.glob("run_*.json")

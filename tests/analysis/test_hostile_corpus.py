@@ -94,7 +94,7 @@ GOOD = {"tensors": len(TENSORS), "indexes": 2 * len(SAYS["indexes"]), "cards": 2
 
 
 def read_all(folder: Path, *dumps: Path) -> dict:
-    """What every reader says of the dumps, from a process of its own."""
+    """Run every reader on the dumps in a process of its own, and return what each printed."""
     result = folder / "told.json"
     command = [sys.executable, str(Path(hostile_worker.__file__)), str(result), *map(str, dumps)]
     done = subprocess.run(
@@ -107,7 +107,7 @@ def read_all(folder: Path, *dumps: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """The hostile files of each dump, and what every reader says of it."""
+    """Write the hostile files of each dump, and run every reader on it."""
     folder = tmp_path_factory.mktemp("corpus")
     writers = {"tensors": write_tensors, "indexes": write_indexes, "cards": write_cards}
     hostile = {name: write(folder / name) for name, write in writers.items()}

@@ -1,4 +1,4 @@
-"""Tests of what formats are judged by, of tensors that count once, and of how runs ended."""
+"""Tests of the tensors that judge formats, of recomputed tensors, and of the ends of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of the peers: pip never installs outside of it."""
+"""pip never installs outside the virtual environment of the peers."""
 
 import shutil
 import subprocess

@@ -64,7 +64,7 @@ def results(module, function, x):
 
 
 def compare(module, x, *, fullgraph):
-    """Return what compiled training steps gave, against eager ones."""
+    """Return the comparison of compiled training steps with eager ones."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(module, backend=counter, fullgraph=fullgraph)

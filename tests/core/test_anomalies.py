@@ -25,7 +25,7 @@ PLANTED = [name for name in CURVES if name.startswith("planted/")]
 
 
 def iterations_found(curve, anomalies: Anomalies | None = None) -> list[int]:
-    """Iterations, counted from 1, at which something unusual begins."""
+    """Return the iterations, counted from 1, at which something unusual begins."""
     anomalies = anomalies or Anomalies(Jumps())
     pairs = [(x, None) if isinstance(x, float) else x for x in curve]
     return [i for i, pair in enumerate(pairs, 1) if anomalies.look(i, *pair)]
@@ -46,7 +46,7 @@ def test_no_published_run_is_unusual(file):
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_every_planted_divergence_is_found_at_its_jump(name):
-    """A weight or a batch acts in the iteration in which it is planted, a learning rate one later.
+    """A planted weight or batch shows in its own iteration, a learning rate one iteration later.
 
     A learning rate of 0.1 takes up to seven iterations to raise the loss by more than its noise.
     """
@@ -74,7 +74,7 @@ def test_a_jump_is_found_in_every_ordinary_run(iteration, factor):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_made_up_curve_is_unusual(seed):
-    """A steep fall with noise, down to a loss near zero or far below it."""
+    """A steep, noisy fall to a loss near zero or far below zero raises no alarm."""
     generator = np.random.default_rng(seed)
     steps = np.arange(400)
     for floor, noise in ((3.0, 0.1), (1.0, 0.1), (0.05, 0.02), (-5.0, 0.2)):

@@ -303,7 +303,7 @@ def test_the_error_is_at_most_half_an_ulp_unless_the_value_saturates(element, ru
 @pytest.mark.parametrize(("width", "same"), [(64, True), (48, False)])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 def test_blocks_begin_anew_at_each_shard(name, width, same):
-    """As README's limits say of tensor parallelism: the same only where blocks divide a shard."""
+    """Results under tensor parallelism equal one rank's only if blocks divide the shards."""
     x = torch.randn(64, 2 * width, generator=torch.Generator().manual_seed(0))
     shards = torch.cat([fake_quantize(x[:, :width], name), fake_quantize(x[:, width:], name)], 1)
     assert torch.equal(shards, fake_quantize(x, name)) == same

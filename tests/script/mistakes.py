@@ -1,7 +1,7 @@
-"""Mistakes that users make, by entry point: the words, and a part of the one error that they get.
+"""Mistakes of users by entry point: the arguments, and a part of the one error message.
 
-`{dump}` is a good dump, `{empty}` an empty folder, `{file}` a file, `{none}` a path that is not
-there, `{tok}` and `{data}` files that are there and hold nothing.
+`{dump}` is a good dump, `{empty}` an empty folder, `{file}` a file, `{none}` a missing path;
+`{tok}` and `{data}` are empty files.
 """
 
 CELL = "--model llama32-1b --dataset wikipedia --quantization bf16"

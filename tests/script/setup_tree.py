@@ -22,7 +22,7 @@ LINT = {"lab-lint": "1.0"}
 
 
 def wheel(folder: Path, name: str, release: str) -> None:
-    """The smallest wheel that pip installs."""
+    """Write the smallest wheel that pip installs."""
     module = name.replace("-", "_")
     info = f"{module}-{release}.dist-info"
     with zipfile.ZipFile(folder / f"{module}-{release}-py3-none-any.whl", "w") as archive:
@@ -37,7 +37,7 @@ def wheel(folder: Path, name: str, release: str) -> None:
 
 
 class Tree:
-    """A copy of what the script needs, in a folder with a space, and the ways to call it."""
+    """A copy of the files that the script needs, in a folder with a space, and ways to call it."""
 
     def __init__(self, folder: Path, name: str = "a tree"):
         self.root = folder / name
@@ -65,7 +65,7 @@ class Tree:
         (self.root / "setup.py").write_text(f"{before}{PINS % release}\nif __name__{after}")
 
     def python(self, name: str, body: str | None = None) -> None:
-        """Put a Python into PATH: the one that runs the tests, unless `body` says otherwise."""
+        """Put a Python into PATH: the one that runs the tests, or the script `body`."""
         path = self.bin / name
         path.write_text("#!/bin/bash\n" + (body or f'exec "{sys.executable}" "$@"') + "\n")
         path.chmod(0o755)

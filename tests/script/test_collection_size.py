@@ -1,4 +1,4 @@
-"""What the driver says of a collection's size is what `--collect-plan` measures."""
+"""The size that a driver prints for a collection is the size that `--collect-plan` measures."""
 
 from __future__ import annotations
 

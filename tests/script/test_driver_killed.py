@@ -1,4 +1,4 @@
-"""A driver script that is killed alone: the collection ends soon, and nothing is lost."""
+"""If only a driver script is killed, its collection ends soon and loses nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_collection_ends_with_its_driver(tmp_path, files, script, number):
 
 
 def test_a_driver_that_ended_before_the_start_counts_too(tmp_path):
-    """The outer of two drivers is killed while the inner one still makes the environment."""
+    """The outer of two drivers is killed while the inner one still creates the environment."""
     ended = subprocess.Popen(["true"])
     ended.wait()
     done = subprocess.run(

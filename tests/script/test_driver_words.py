@@ -1,5 +1,5 @@
-"""Names that users know from elsewhere: options of Megatron-LM and of older scripts, types in any
-case, paths of the visualization scripts.
+"""Alternative names are accepted: options of Megatron-LM and of older scripts, types in upper or
+lower case, other paths of the visualization scripts.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ MODULES = {
 
 
 def cases(names):
-    """Return one parameter per mistake of the tables of these names."""
+    """Return one test parameter per mistake in the named tables."""
     return [
         pytest.param(name, words, message, id=f"{name}-{words}")
         for name in names
@@ -57,7 +57,7 @@ def cases(names):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """Make what the placeholders of the tables stand for."""
+    """Create the files that the placeholders of the tables stand for."""
     folder = tmp_path_factory.mktemp("places")
     write_dump(folder / "dump", layers=1)
     (folder / "empty").mkdir()

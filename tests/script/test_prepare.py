@@ -123,7 +123,7 @@ def test_a_missing_tokenizer_is_explained(tmp_path):
 def test_a_tokenizer_that_cannot_be_used_is_refused_before_the_download(
     tmp_path, monkeypatch, capsys, corpus, there
 ):
-    """A folder without a tokenizer is as bad as none."""
+    """A folder without a tokenizer is refused like a missing one."""
     monkeypatch.setattr(prepare, "download", lambda *a, **k: pytest.fail("downloaded"))
     folder = tmp_path / "tok"
     if there:

@@ -20,7 +20,7 @@ NAME = "x $(touch PWN) `touch PWN` 'y' \"z\" $HOME; touch PWN & *"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder of that name, with a tree of the drivers, a tokenizer and data."""
+    """Create a folder of that name with the drivers, a tokenizer and data."""
     folder = tmp_path_factory.mktemp("printed") / NAME
     stub_tree(folder / "tree", "ok")
     for name in ("tok.model", "text_document.bin", "text_document.idx"):
@@ -40,7 +40,7 @@ def drive(place: Path, script: str, *words: str | Path, **variables: str):
 
 
 def words_of(command: str, scratch: Path) -> list[str]:
-    """Return what a shell makes of a command, which must not run anything else."""
+    """Return the words that a shell parses from a command, which must not run anything else."""
     scratch.mkdir(exist_ok=True)
     assert subprocess.run(["bash", "-n"], input=command, text=True, check=False).returncode == 0
     show = 'show() { printf "%s\\0" "$@"; }\nshow ' + command
@@ -192,7 +192,7 @@ def test_the_shells_quoting_is_pythons():
 
 
 def test_no_script_puts_a_command_together_without_quoting():
-    """A path that stands beside a program's name in a printed text goes through `quoted`."""
+    """Every path in a printed command is passed through the shell function `quoted`."""
     pattern = re.compile(r"""["'`](?:bash|python3?|torchrun) [^"]*\$(?!\(quoted)""")
     for path in [*REPO.glob("*.sh"), *(REPO / "script").rglob("*.sh")]:
         found = [line for line in path.read_text().splitlines() if pattern.search(line)]

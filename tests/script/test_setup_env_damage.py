@@ -14,7 +14,7 @@ from tests.subprocesses import run
 
 
 def tree_in(folder: Path) -> Tree:
-    """A tree whose python3 is the stand-in for the user's Python."""
+    """Create a tree whose python3 is the stand-in for the user's Python."""
     made = Tree(folder)
     made.user_python = separate_python(folder)
     made.python("python3", f'exec "{made.user_python}" "$@"')
@@ -35,7 +35,7 @@ def complete(tmp_path_factory) -> Tree:
 
 
 def users_packages(tree: Tree) -> list[str]:
-    """Everything that is installed in the user's Python."""
+    """Return everything that is installed in the user's Python."""
     home = tree.user_python.parent.parent
     (folder,) = home.glob("lib/*/site-packages")
     programs = [path for path in (home / "bin").iterdir() if path.name != "python3"]
@@ -51,7 +51,7 @@ def empty_configuration(venv: Path) -> None:
 
 
 def interrupted_removal(venv: Path) -> None:
-    """`rm -rf` removes in the order of the directory: here everything but bin and site-packages."""
+    """An interrupted `rm -rf` has removed everything except bin and site-packages."""
     for entry in venv.iterdir():
         if entry.name not in ("bin", "lib"):
             entry.unlink() if entry.is_file() or entry.is_symlink() else shutil.rmtree(entry)
@@ -161,7 +161,7 @@ def test_a_link_to_nothing(tree):
 
 
 def test_a_link_to_a_folder_of_the_user(tree):
-    """Nothing in it is touched: it may be anything."""
+    """A folder with unknown content is not modified."""
     (tree.root / "documents").mkdir()
     (tree.root / "documents/letter").write_text("dear")
     (tree.root / ".venv").symlink_to(tree.root / "documents")
@@ -192,7 +192,7 @@ def test_an_interruption_does_not_clear_an_environment_of_the_user(tree):
 
 
 def test_a_failed_start_of_the_making_is_cleared_by_the_next_call(tree):
-    """`python -m venv` dies half-way: its remains are this script's own."""
+    """`python -m venv` dies midway; the script may delete the remains, which are its own."""
     tree.python(
         "python3",
         'case " $* " in *" -m venv "*) echo "No space left" >&2; exit 1;; esac; '
@@ -234,7 +234,7 @@ def test_a_pip_configuration_that_leads_elsewhere_is_refused(tree, line):
 
 
 def test_pythonhome_is_refused(tree):
-    """It takes the place of the virtual environment's own home."""
+    """PYTHONHOME replaces the home of the virtual environment."""
     home = str(tree.user_python.parent.parent)
     check_error(tree.call(PYTHONHOME=home), "PYTHONHOME is set to", "unset it")
     assert users_packages(tree) == []

@@ -45,7 +45,7 @@ class Checkpoint:
         self.index.write_bytes(pickle.dumps(index))
 
     def edit_common(self, change: Callable[[Any], None]) -> None:
-        """Change what is the same on every rank."""
+        """Change the state that is the same on every rank."""
         common = torch.load(self.common, weights_only=True)
         change(common)
         torch.save(common, self.common)
@@ -66,7 +66,7 @@ class Checkpoint:
 
 
 def special(path: Path, kind: str) -> None:
-    """Put something in a file's place that a reader would wait for, or never finish."""
+    """Replace a file by one that blocks a reader, or that it never finishes."""
     path.unlink(missing_ok=True)
     if kind == "fifo":
         os.mkfifo(path)

@@ -33,7 +33,7 @@ CPU_SECONDS = 100
 
 
 class Worker:
-    """A run whose model is built, as far as any file would be opened."""
+    """Build the model of a run, up to the point at which a file would be opened."""
 
     def __init__(self, options: list[str]):
         self.options = options
@@ -55,7 +55,7 @@ class Worker:
         checkpointing.load_checkpoint(run, trained)
 
     def weights(self, folder: str) -> None:
-        """Read a Hugging Face folder as far as before the model is built."""
+        """Read a Hugging Face folder up to the point at which the model would be built."""
         words = ("--seq-length", "8", "--micro-batch-size", "1", "--lr", "1", "--train-iters", "1")
         null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--mock-data")
         check_weights(parse_args([*words, *null, "--load-hf", folder]))
@@ -96,7 +96,7 @@ def measured(work: Worker, case: dict[str, str], canary: Path) -> dict[str, Any]
 
 
 def limit() -> None:
-    """Bound what the process may take from here on."""
+    """Limit the memory and time that the process may use from here on."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -27,7 +27,7 @@ def text(value: str) -> bytes:
 
 
 def programs(canary: Path) -> dict[str, bytes]:
-    """Return pickles that run a command, each by another operation of the pickle machine."""
+    """Return pickles that run a command, each by a different operation of the pickle machine."""
     command = f"touch '{canary}'"
     python = f"open({str(canary)!r}, 'w')"
     return {
@@ -61,7 +61,7 @@ def bombs() -> dict[str, bytes]:
 
 
 def damaged() -> dict[str, bytes]:
-    """Return files that are no pickle, or one of something else."""
+    """Return files that are not a pickle, or a pickle of something else."""
     return {
         "empty": b"",
         "random": bytes(range(256)) * 16,

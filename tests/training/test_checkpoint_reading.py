@@ -51,7 +51,7 @@ def test_random_states_are_what_torch_reads():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32])
 def test_a_part_of_a_tensor_passes(dtype):
-    """A view of a larger storage, as tensor parallelism makes them."""
+    """A view of a larger storage, as tensor parallelism creates them, is read."""
     tensor = torch.arange(24).to(dtype).reshape(4, 6)[1:3, ::2]
     assert torch.equal(checked_archive.load(saved({"a": tensor}))["a"], tensor)
 
@@ -71,7 +71,7 @@ def test_a_pickle_is_data():
 
 
 def test_a_pickle_runs_nothing(tmp_path):
-    """Even of a name that is known."""
+    """Reading calls nothing, not even a function whose name is accepted."""
     canary = tmp_path / "canary"
     record = plain_pickle.parse(pickle.dumps(Touch(canary)), known=lambda _: True)
     assert record == record

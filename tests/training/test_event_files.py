@@ -14,7 +14,7 @@ INCOMPLETE = "training is complete, but TensorBoard's event files are not: "
 
 @pytest.fixture
 def disk(tmp_path):
-    """A file system of 64 KiB."""
+    """Mount a file system of 64 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount_or_skip(folder, "size=64k")

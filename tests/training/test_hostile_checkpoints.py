@@ -1,4 +1,4 @@
-"""Checkpoints from someone else: nothing in them is executed, and each has one clear error."""
+"""Nothing in an untrusted checkpoint is executed, and each damage ends in one clear error."""
 
 import io
 import json
@@ -64,7 +64,7 @@ def linked(folder: Path) -> None:
 
 
 def test_good_files_are_read_also_through_links(checkpoints, corpus, tmp_path):
-    """So that the refusals of the other tests are those of what was changed."""
+    """The unchanged checkpoint loads, so other tests fail because of their change alone."""
     cases = []
     for links in (False, True):
         root = tmp_path / f"links {links}"
@@ -160,7 +160,7 @@ def test_hostile_tokenizers_are_refused(corpus, tmp_path):
 
 
 def test_one_rank_speaks_for_all(corpus, tmp_path):
-    """A command among the random states of the second rank ends both, with one line."""
+    """A command in the random states of the second rank ends both ranks with one line."""
     canary, good = tmp_path / "canary", tmp_path / "good"
     words = (*NO_DROPOUT, *SIZE, "--data-path", corpus)
     save = ("--save", good, "--save-interval", "2", "--train-iters", "2")

@@ -30,7 +30,7 @@ def change(prefix: Path, offset: int, form: str, value: int) -> None:
 
 
 def test_a_wrong_place_is_found_before_training(run_quickly, corpus, tmp_path):
-    """Until it was checked, the run trained on other tokens."""
+    """Without the check, the run would train on other tokens."""
     prefix = copy_of(corpus, tmp_path)
     change(prefix, HEADER + 4 * DOCUMENTS + 8 * 5, "<q", 14)
     line = refused(run_quickly("--data-path", prefix))
@@ -41,7 +41,7 @@ def test_a_wrong_place_is_found_before_training(run_quickly, corpus, tmp_path):
 
 
 def test_every_wrong_byte_that_training_reads_is_found(tmp_path):
-    """All but the inner bounds, whose documents may have any number of sequences."""
+    """Every wrong byte is found, except in bounds between documents of any length."""
     prefix = hostile_inputs.sound_pair(tmp_path)
     check_index(str(prefix))
     path = Path(f"{prefix}.idx")

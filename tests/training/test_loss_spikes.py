@@ -12,7 +12,7 @@ TOO_FAST = ("--lr", "3", "--lr-decay-style", "constant", "--clip-grad", "0")
 
 
 def kept(folder) -> list[int]:
-    """Iterations that the first event of a ring wrote."""
+    """Return the iterations that the first event of a ring wrote."""
     (index,) = folder.glob("index_*.jsonl")
     event = next(event for event in read_events(index) if event["event"] == "kept")
     return event["iterations"]

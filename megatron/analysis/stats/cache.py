@@ -242,7 +242,7 @@ class Cache:
             self.remark += f", and not kept ({again})"
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the database."""
         if self._base is not None:
             self._base.close()
 

@@ -1,9 +1,9 @@
-"""What each field of the model's configuration means to a Hugging Face checkpoint.
+"""Classify the fields of the model's configuration by how a Hugging Face checkpoint expresses them.
 
-A checkpoint is weights and a config.json. So a flag that changes the logits is either expressed in
-the config.json or must have the one value that transformers computes. Every field of the wheel's
-configuration and every flag of the model is in exactly one of these classes. A test compares them
-with the wheel's dataclasses. The classes were read off the wheel's code.
+A checkpoint consists of weights and a config.json. A flag that changes the logits is therefore
+either expressed in config.json, or must have the one value that transformers computes. Every field
+of the wheel's configuration and every flag of the model is in exactly one of these classes. A test
+compares them with the wheel's dataclasses. The classes follow from the wheel's code.
 """
 
 from megatron.training.hf.llama import BLOCKS

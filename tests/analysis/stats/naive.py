@@ -74,7 +74,7 @@ def _saturated(x: torch.Tensor, layout: Layout, name: str, axis: str) -> dict[st
 
 
 def beyond(x: torch.Tensor, layout: Layout, name: str, axis: str) -> np.ndarray:
-    """1 where a value lies beyond the rounding edge of the largest number at its place, else 0."""
+    """Return 1 for values beyond the rounding edge of the largest number at their place, else 0."""
     fmt = get_format(name)
     seen, dim = view(x, layout, axis)
     magnitude = seen.abs().double()

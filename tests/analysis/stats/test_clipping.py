@@ -1,7 +1,7 @@
 """Check what `saturated` counts against rational arithmetic that shares no code with the program.
 
-A value is clipped when it would round to a larger number than the format's largest if the exponent
-range had no end. `Oracle` follows the specifications: OCP Microscaling v1.0, arXiv 2509.25149 for
+A value is clipped if it would round to a larger number than the format's largest in an unbounded
+exponent range. `Oracle` follows the specifications: OCP Microscaling v1.0, arXiv 2509.25149 for
 NVFP4, arXiv 2409.16626 for HiFloat8 and arXiv 2602.11287 for HiFloat4. Where a format prescribes
 float32 arithmetic (NVFP4, scales of a tensor), numpy's float32 does each operation.
 """
@@ -228,7 +228,7 @@ def test_values_under_a_scale_of_zero_underflow_and_are_not_clipped():
 
 
 def test_stochastic_rounding_clips_what_its_draw_takes_up():
-    """Between the largest number and the next one the share that goes up is the distance."""
+    """The probability of rounding up is the distance from the largest number, in steps."""
     x = torch.full((512, 32), 6.5)
     x[:, 0] = 7.9
     clipped = measured(x, "mxfp4:sr")
