@@ -37,7 +37,7 @@ def test_pip_installs_into_the_environment_and_nowhere_else(venv: Path) -> None:
 
     (venv / "pyvenv.cfg").unlink()
     assert not peers_env.is_inside(python, venv)
-    with pytest.raises(SystemExit, match="no virtual environment that works; delete it"):
+    with pytest.raises(SystemExit, match="not a working virtual environment; delete it"):
         peers_env.install(python, venv / "constraints.txt", "lab-peer==1.0")
     home = venv.parent / "user's python"
     assert not list(home.rglob("site-packages/*"))

@@ -1,5 +1,5 @@
 """Open each case of `tests/hostile_inputs.py` with the code that users run, in bounded time and
-memory, and print one JSON line per case with its error, time and memory.
+memory, and print one JSON line per case with its error and its time.
 
     python tests/training/hostile_worker.py FOLDER
 """
