@@ -94,7 +94,7 @@ def test_an_older_index_without_some_fields_is_read(tmp_path):
         ({"bytes": 2**63}, "bytes is beyond 64 bits"),
         ({"module": ["a"]}, "module is a list, not str"),
         ({"shape": [[1]]}, "shape has values that are not whole numbers"),
-        ({"shape": 3}, "shape is 3, not a list"),
+        ({"shape": 3}, "shape is 3, not list"),
         ({"rank": [0]}, "rank is a list, not a table of coordinates"),
         ({"rank": {"world": "0"}}, "rank's world is '0', not an integer"),
         ({"recomputed": "no"}, "recomputed is 'no', not bool"),
