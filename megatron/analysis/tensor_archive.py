@@ -1,9 +1,9 @@
 """Check the archive of a `.pt` file before torch reads it.
 
-`torch.load(weights_only=True)` runs no code. But it unpacks compressed members into memory, spends
-minutes on a pickle of millions of objects, and builds kinds of tensors that no reader of a dump
-accepts (nested, sparse, quantized, subclasses). An archive that torch.save writes for one tensor is
-uncompressed and has a small pickle, so any other archive is refused before it costs anything.
+`torch.load(weights_only=True)` runs no code. But it unpacks compressed members into memory, and
+spends minutes on a pickle of millions of objects. It also builds kinds of tensors that no reader of
+a dump accepts (nested, sparse, quantized, subclasses). An archive that torch.save writes for one
+tensor is uncompressed and has a small pickle. Any other archive is refused before it costs anything.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ The rule applies to each of the two numbers separately:
    n < 8 usual values the excess over the level must be 8/n times as large. A loss must then be 3
    times the level after one iteration, 2 times after two, and 1.5 times after four.
 3. A jump must also exceed the level by 12 times the noise. The noise is the mean rise or the mean
-   fall from one usual value to the next, whichever is smaller, because a trend has only one of
-   them. It is computed over all usual values and over the last 8 steps, and the larger one counts.
+   fall from one usual value to the next, whichever is smaller: a trend has only one of them. It is
+   computed over all usual values and over the last 8 steps, and the larger result counts.
 4. An unusual value never enters the medians. After 32 finite unusual values in a row, these become
    the new usual values.
 

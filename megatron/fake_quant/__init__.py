@@ -1,11 +1,11 @@
 """Simulated low-precision number formats: `fake_quantize(x, "mxfp8")` and the table of formats.
 
-The core knows numbers only, no model and no layer. To read it, start with `formats.py` (what the
-formats are) and `names.py` (what users call them), then `reference.py` (how a tensor is taken apart
-into elements and scales, in plain torch operations) with `element.py`, `block.py`, `nvfp4.py`,
-`hifloat8.py` and `hifloat4.py`, then `quantize.py` (the entry point). `fused/` does the same
-faster; `packing.py` gives the codes and scales themselves. `operators.py` registers all of it with
-torch.compile, torch.export and torch.func.
+The core deals with numbers only, not with models or layers. Start reading with `formats.py` (the
+definitions of the formats) and `names.py` (their names). Next come `reference.py`, which splits a
+tensor into elements and scales in plain torch operations, and its helpers `element.py`,
+`block.py`, `nvfp4.py`, `hifloat8.py` and `hifloat4.py`. `quantize.py` is the entry point. `fused/` does the
+same faster; `packing.py` gives the codes and scales themselves. `operators.py` registers all of it
+with torch.compile, torch.export and torch.func.
 """
 
 from megatron.fake_quant.formats import FORMATS, Format

@@ -28,9 +28,9 @@ def fake_quantize(
             call it inside an autograd function.
         fmt: a format or its name, see `get_format`.
         axis: along which blocks are formed, in formats that have them; a GEMM's reduction axis.
-        generator: of the random numbers of stochastic rounding; torch's default one for the CPU if
-            None. One number is drawn a call, and each value's random bits follow from that and its
-            place in `x`.
+        generator: generator for stochastic rounding; torch's default one for the CPU if None. One
+            number is drawn per call. Each value's random bits follow from it and the value's place
+            in `x`.
         seed: a number from 0 to 2^62 - 1 to use instead of drawing one; also as an int64 tensor
             without dimensions.
 

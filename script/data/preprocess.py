@@ -6,17 +6,20 @@
     python script/data/preprocess.py --check dataset/wiki_text_document
 
 writes dataset/wiki_text_document.bin, .idx and .json, which remembers the tokenizer. The flags are
-those of Megatron-LM's tools/preprocess_data.py. Input is files and folders of them: JSONL and
-Parquet (a line or row is a document, and each of --json-keys gets its files), text (documents are
-parted by blank lines) and wikitext (articles begin with ` = Title = `); all but Parquet may be
-compressed with gzip, bzip2 or zstandard.
+those of Megatron-LM's tools/preprocess_data.py. Input consists of files, or folders of files:
 
-Documents are read in batches that a pool of processes tokenizes and the parent writes in the order
-of the input, so the files are the same for any number of workers, and memory holds a few batches
-only. The files appear under their names when they are complete. A run that was interrupted, or that
-failed, keeps what is done in PREFIX.partial: the same command goes on from there.
+    JSONL, Parquet   one document per line or row; each of --json-keys gets files of its own
+    text             documents are separated by blank lines
+    wikitext         articles begin with ` = Title = `
 
-Lines that are no documents are left out, counted and listed in PREFIX_bad_lines.txt; with --strict
+All but Parquet may be compressed with gzip, bzip2 or zstandard.
+
+Documents are read in batches, which a pool of processes tokenizes. The parent process writes them
+in the order of the input, so the files are the same for any number of workers. Memory holds a few
+batches only. The files appear under their names when they are complete. A run that was interrupted
+or failed keeps its progress in PREFIX.partial, and the same command continues from there.
+
+Lines that are not documents are skipped, counted and listed in PREFIX_bad_lines.txt; with --strict
 the first one ends the run.
 """
 
