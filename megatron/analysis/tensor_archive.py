@@ -3,7 +3,7 @@
 `torch.load(weights_only=True)` runs no code. But it unpacks compressed members into memory, and
 spends minutes on a pickle of millions of objects. It also builds kinds of tensors that no reader of
 a dump accepts (nested, sparse, quantized, subclasses). An archive that torch.save writes for one
-tensor is uncompressed and has a small pickle. Any other archive is refused before it costs anything.
+tensor is uncompressed and has a small pickle. Every other archive is refused before torch reads it.
 """
 
 from __future__ import annotations

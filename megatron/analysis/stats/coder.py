@@ -5,9 +5,9 @@ The scale of a block is given by its *class*.
 A class stands for the byte that the format stores for the block's scale. It is an E8M0 byte in
 formats with E8M0 scales, the code of an E4M3 number in nvfp4, and 0 in formats without block
 scales. Formats that are counted together share an E8M0 byte, from which that of each format differs
-by a constant. What a value becomes, and whether
-it underflows or is clipped, depends only on its bits and its class. Values can therefore be counted
-by class and bit pattern first and quantized afterwards, a few thousand instead of millions.
+by a constant. What a value becomes, and whether it underflows or is clipped, depends only on its
+bits and its class. Values can therefore be counted by class and bit pattern first and quantized
+afterwards, a few thousand instead of millions.
 """
 
 from __future__ import annotations
