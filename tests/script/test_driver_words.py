@@ -120,7 +120,7 @@ def test_a_dry_run_names_each_missing_file_once(tmp_path):
     words = ["single", "--dry-run", "--tokenizer-path", "no/tok", "--data-path", "no/data"]
     done = bash(COLLECT, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("Not there yet") == 1
+    assert done.stderr.count("Missing: ") == 1
 
 
 def test_the_published_model_does_not_fall_back_to_the_default_corpus():

@@ -57,7 +57,7 @@ def test_the_note_on_the_default_corpus_names_what_is_missing(tmp_path, capsys):
     wanted = Files(tokenizer=str(tmp_path / "tokenizer"), data=prefix)
     request = DataRequest(tokenizer=None, data=None, default=wanted, corpus=True)
     resolve_data(request, sys.executable, dry_run=True)
-    none = f"No data named, and none in {prefix}: the default corpus is taken.\n"
+    none = f"No data given, and none in {prefix}: the default corpus is used.\n"
     assert capsys.readouterr().err == none
     for suffix in (".bin", ".idx"):
         Path(prefix + suffix).touch()
