@@ -35,6 +35,7 @@ from megatron.training.arguments import parse_args  # noqa: E402
 from megatron.training.hf import reading, writing  # noqa: E402
 from megatron.training.hf.loading import check_weights, load_weights  # noqa: E402
 from megatron.training.hf.writing import save_weights  # noqa: E402
+from megatron.training.validation import Run  # noqa: E402
 from tests.training.hf_models import TOKENS, sample  # noqa: E402
 
 
@@ -97,10 +98,10 @@ class CountedSlice:
         return part
 
 
-def run_case(options: list[str], folder: Path) -> None:
-    reads = Counter()
-    reading.safe_open = lambda path, **options: Counted(path, reads, **options)
+def loaded(options: list[str]) -> tuple[Run, list[torch.nn.Module]]:
+    """Return the run of a command line and its model with the checkpoint's weights."""
     run = parse_args(options)
+    model.check_buildable(run.args)
     initialize.initialize(run.args)
     check_weights(run)
     run.transformer.timers = None
@@ -109,6 +110,33 @@ def run_case(options: list[str], folder: Path) -> None:
     load_weights(chunks, run.hf, run.args.load_hf)
     for chunk in chunks:
         chunk.eval()
+    return run, chunks
+
+
+def leave() -> None:
+    """Take megatron-core's groups down, with the threads that gloo has for each."""
+    parallel_state.destroy_model_parallel()
+    unset_num_microbatches_calculator()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def start_once() -> None:
+    """Let later command lines use the processes that the first one starts."""
+    start = initialize._start_processes
+
+    def start_processes(args):
+        if not dist.is_initialized():
+            start(args)
+
+    initialize._start_processes = start_processes
+
+
+def run_case(options: list[str], folder: Path) -> None:
+    reads = Counter()
+    reading.safe_open = lambda path, **options: Counted(path, reads, **options)
+    run, chunks = loaded(options)
     with torch.no_grad():
         logits = logits_of(run, chunks)
     if logits is not None:
@@ -116,18 +144,11 @@ def run_case(options: list[str], folder: Path) -> None:
     (folder / f"reads_{dist.get_rank()}.json").write_text(json.dumps(reads))
     if run.args.save_hf:
         save_weights(run, chunks)
-    parallel_state.destroy_model_parallel()
-    unset_num_microbatches_calculator()
+    leave()
 
 
 def main(cases: Path) -> None:
-    start = initialize._start_processes
-
-    def start_once(args):
-        if not dist.is_initialized():
-            start(args)
-
-    initialize._start_processes = start_once
+    start_once()
     writing.FILE_BYTES = 100_000
     for case in json.loads(cases.read_text()):
         run_case(case["options"], Path(case["folder"]))
