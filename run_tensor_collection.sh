@@ -227,7 +227,7 @@ for quant_type in "${types[@]}"; do
   elif ((status)); then failed+=("$quant_type"); fi
 done
 if [[ $mode == batch && -z ${DRY_RUN-} ]] && ! looks; then
-  printf 'batch: %s of %s types are in %s\n  next       %s\n' "$((${#types[@]} - ${#failed[@]}))" \
+  tell 'batch: %s of %s types are in %s\n  next       %s\n' "$((${#types[@]} - ${#failed[@]}))" \
     "${#types[@]}" "$tensor_path" "$(quoted "${draw[@]}")"
 fi
 if [[ ${#failed[@]} -eq 1 && $mode != batch ]]; then exit 1; fi # the error is printed above

@@ -8,7 +8,9 @@ this project use underscores. The error for an unknown option suggests the neare
 
 import argparse
 import difflib
+import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -106,20 +108,53 @@ def about_unknown(words: Sequence[str], options: Iterable[str]) -> str:
     return f"unrecognized arguments: {' '.join(words)}{did_you_mean(first, options)}"
 
 
-def discard_output() -> None:
-    """Send what is printed from now on to nowhere, because its reader has gone.
+class _Outliving(io.FileIO):
+    """A descriptor whose writes are discarded once the reader of its pipe has ended."""
 
-    Without this the interpreter would flush the rest when it ends, and fail once more.
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.fileno())  # for child processes too
+            os.close(nothing)
+            return memoryview(data).nbytes
+
+
+def outlive_readers() -> None:
+    """Let this process go on when the reader of its output ends, as `head -n 1` does.
+
+    A collection or a drawing of hours must not end with the pager that shows its messages. The
+    exit status stays the one of the work.
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            number = stream.fileno()
+        except (AttributeError, OSError, ValueError):  # closed, or no file
+            continue
+        stream.flush()
+        writer = io.BufferedWriter(_Outliving(number, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(
+            writer, encoding=stream.encoding, errors=stream.errors,
+            line_buffering=stream.line_buffering, write_through=stream.write_through,
+        ))  # fmt: skip
 
 
-def exit_status(program: Callable[[], int]) -> int:
-    """Run a program and return its status; 0 if the reader of its output leaves, as `head` does."""
+def run_main(main: Callable[[], int]) -> NoReturn:
+    """Run the main function of a program and exit with its status.
+
+    Ctrl-C is one line and status 130. SIGTERM is status 143, after temporary files were removed.
+    """
+    outlive_readers()
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
-        status = program()
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        discard_output()
-        return 0
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("[ERROR] interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)

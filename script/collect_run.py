@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from collect_view import REMOVED, LogFile, Progress, print_report
 from index_follower import TOKEN_VARIABLE, IndexFollower
-from megatron.console import ArgumentParser
+from megatron.console import ArgumentParser, run_main
 from process_tree import ProcessTree
 
 #: Environment variable that lists the driver scripts that wait for this process, outermost first.
@@ -141,6 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
     follower.poll(last=True)
     print_report(follower.tally, args, log, time.monotonic() - started)
+    for problem in follower.problems:
+        print(f"[WARNING] {problem}", file=sys.stderr, flush=True)
     if left:
         fail(f"processes {', '.join(map(str, left))} could not be stopped; end them by hand")
     if why is None:
@@ -257,4 +259,4 @@ def fail(message: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

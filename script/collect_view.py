@@ -10,15 +10,19 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
 
 from index_follower import Tally
+from megatron.bounded_files import printable
 
 EVERY = 5.0  #: seconds between two lines where there is no terminal
 QUIET = 30.0  #: the same while nothing new arrives
 TAIL = 1 << 16  #: bytes of the log's end that are looked at
+PIECE = 1 << 20  #: bytes of the log that are read at a time
+WIDEST = 4096  #: characters of a line of the log that are shown
 REMOVED = " (it was removed during the run)"  #: added to the path of a log that was removed
 SHOWN = 15  #: lines of the log that are shown after a failure
 
@@ -42,21 +46,25 @@ class LogFile:
         except OSError:
             return False
 
-    def new_text(self) -> str:
-        """What was appended since the last call, up to the last complete line."""
-        if self.size() < self._offset:  # the log was truncated, for instance by log rotation
+    def new_lines(self) -> Iterator[str]:
+        """Yield the complete lines that were appended since the last call."""
+        end = self.size()
+        if end < self._offset:  # the log was truncated, for instance by log rotation
             self._offset = 0
-        self._log.seek(self._offset)
-        text = self._log.read()
-        complete = text[: text.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return complete.decode(errors="replace")
+        while self._offset < end:
+            self._log.seek(self._offset)
+            text = self._log.read(min(PIECE, end - self._offset))
+            complete = text[: text.rfind(b"\n") + 1]
+            if not complete and len(text) < PIECE:
+                return
+            complete = complete or text  # a line longer than a piece
+            self._offset += len(complete)
+            yield from _shown_lines(complete)
 
     def end(self) -> list[str]:
-        """The last lines, without empty ones."""
+        """Return the last lines, without empty ones."""
         self._log.seek(max(self._log.seek(0, 2) - TAIL, 0))
-        lines = self._log.read().decode(errors="replace").splitlines()
-        return [line.rstrip() for line in lines if line.strip()]
+        return [line.rstrip() for line in _shown_lines(self._log.read(TAIL)) if line.strip()]
 
     def show_end(self, out: TextIO) -> None:
         """The error lines if the command printed any, each once, else the last lines."""
@@ -68,6 +76,12 @@ class LogFile:
             print(f"  the last lines of {self.path}:", file=out)
             for line in lines[-SHOWN:]:
                 print(f"  | {line}", file=out)
+
+
+def _shown_lines(text: bytes) -> list[str]:
+    """Return lines of a log; what would drive the terminal is escaped."""
+    lines = text.decode(errors="replace").expandtabs().splitlines()
+    return [printable(line, limit=WIDEST) for line in lines]
 
 
 class Progress:
@@ -106,7 +120,9 @@ class Progress:
     def update(self, tally: Tally) -> None:
         """Show what there is now."""
         if self._verbose:
-            print(self._log.new_text(), end="", flush=True)
+            for line in self._log.new_lines():
+                print(line)
+            sys.stdout.flush()
         if self._bar is not None:
             # an iteration is complete when the next one begins
             self._bar.n = max(len(tally.iterations) - 1, 0)

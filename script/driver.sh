@@ -23,7 +23,11 @@ switches="collect-plan quant-audit save-tensors verbose yes dry-run"
 # Options that change values of the preset: the training script reads each from a variable.
 size_options="train-iters micro-batch-size global-batch-size seq-length lr"
 
-say() { printf '%s\n' "$*" >&2; }
+# tell FORMAT WORD...: prints what may be lost where its reader has ended, as `head -n 1` does: the
+# subshell takes the signal that would end this script.
+# shellcheck disable=SC2059 # the caller's format
+tell() { (printf "$@") || :; }
+say() { tell '%s\n' "$*" >&2; }
 die() {
   say "[ERROR] $*"
   exit 1
@@ -280,7 +284,8 @@ train_config() {
 # run_child COMMAND...: waits for a command, and ends it when this script is asked to end. It runs
 # in the background, where bash lets it ignore SIGINT: therefore every signal is passed on as
 # SIGTERM. SIGKILL ends this script and cannot be passed on. Therefore the variable LAB_DRIVERS lists
-# the scripts whose end also ends the process that watches a collection.
+# the scripts whose end also ends the process that watches a collection or a
+# drawing.
 run_child() {
   local child status=0 caught=0
   LAB_DRIVERS="${LAB_DRIVERS:+$LAB_DRIVERS }$$" "$@" &

@@ -17,14 +17,13 @@ Exit status: that of the training; 1 a file is missing; 2 wrong option.
 from __future__ import annotations
 
 import argparse
-import sys
 
 from configs.names import ConfigError, pick, spelled
 from configs.options import Parser, add_actions, add_cluster, add_experiment
 from configs.program import run_program
 from configs.quantizations import attention_choices, formats
 from configs.run_names import Formats
-from megatron.console import exit_status
+from megatron.console import run_main
 
 OFF = "none"
 
@@ -99,4 +98,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_main(main)

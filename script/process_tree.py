@@ -45,7 +45,7 @@ class ProcessTree:
         self,
         command: list[str],
         *,
-        output: IO[bytes],
+        output: IO[bytes] | None,
         environment: dict[str, str],
         drivers: Iterable[int] = (),
     ):
@@ -53,7 +53,8 @@ class ProcessTree:
 
         Args:
             command: the words of the command.
-            output: the file for its standard output and standard error.
+            output: the file for its standard output and standard error; None: those of this
+                process.
             environment: its environment variables.
             drivers: processes that wait for the command's end; see `lost_driver`.
         """
@@ -68,7 +69,7 @@ class ProcessTree:
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=None if output is None else subprocess.STDOUT,
             env=environment,
             start_new_session=True,
             # if this process is killed without a chance to clean up, the command is asked to end

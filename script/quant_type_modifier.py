@@ -30,7 +30,7 @@ from pathlib import Path
 from configs.names import ConfigError
 from configs.options import Parser
 from configs.resolve import REPO, enter_environment
-from megatron.console import exit_status
+from megatron.console import run_main
 
 OPERATIONS = {"linear": "linear layers", "qk": "Q K^T", "pv": "P V"}
 
@@ -206,4 +206,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_main(main)

@@ -18,7 +18,6 @@ Exit status: that of the training; 1 a file is missing; 2 wrong option.
 from __future__ import annotations
 
 import argparse
-import sys
 
 from configs.datasets import DATASETS
 from configs.models import MODELS
@@ -30,7 +29,7 @@ from configs.resolve import at_home, has_data
 from configs.run_names import Formats
 from configs.scripts import write_scripts
 from configs.trainings import TRAININGS
-from megatron.console import exit_status
+from megatron.console import run_main
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -96,4 +95,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_main(main)

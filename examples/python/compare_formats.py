@@ -22,7 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed
 
-from megatron.console import exit_status
+from megatron.console import run_main
 from megatron.fake_quant import fake_quantize, get_format
 
 FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "hifp8", "fp8_e4m3")
@@ -60,4 +60,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: main(sys.argv[1:])))
+    run_main(lambda: main(sys.argv[1:]))

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository i
 
 from megatron.analysis.recorded_formats import uses
 from megatron.analysis.store import TensorStore
-from megatron.console import exit_status
+from megatron.console import run_main
 
 NAMES = ("input", "weight", "output")
 
@@ -70,4 +70,4 @@ if __name__ == "__main__":
         print(__doc__, file=sys.stderr)
         print("[ERROR] give the folder of a dump, and optionally a module", file=sys.stderr)
         sys.exit(2)
-    sys.exit(exit_status(lambda: main(*sys.argv[1:])))
+    run_main(lambda: main(*sys.argv[1:]))

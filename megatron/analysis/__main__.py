@@ -11,13 +11,14 @@ python -m megatron.analysis COMMAND --help                         options and e
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron.analysis import draw_command, stats_command
 from megatron.analysis.text_table import printable_lines, shown
-from megatron.console import ArgumentParser, discard_output
+from megatron.console import ArgumentParser, run_main
 
 _RAW = argparse.RawDescriptionHelpFormatter
 
@@ -139,12 +140,9 @@ def main(arguments: list[str] | None = None) -> int:
         status = command(parsed)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:
-        discard_output()
-        return 0
     except KeyboardInterrupt:
         print("[ERROR] interrupted", file=sys.stderr)
-        return 130
+        return 128 + signal.SIGINT
     except (ValueError, OSError) as error:
         print(printable_lines(f"[ERROR] {error}"), file=sys.stderr)
     except ImportError as error:
@@ -157,4 +155,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

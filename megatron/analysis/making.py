@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import os
 import signal
-import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -92,24 +93,46 @@ def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]
 
 
 _order: list[Order] = []  # of this process, if it was forked to draw
+_making: list[str] = []  # the output that this process makes, if it was forked to draw
 
 
 def _begin(order: Order) -> None:
-    """In a process that was just forked: it has no threads but this one, and no terminal."""
-    signal.signal(signal.SIGINT, _stop)
+    """Prepare a process that was just forked: it has no threads but this one, and no terminal."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     order.material.progress = False
     _order.append(order)
 
 
 def _stop(*_: object) -> None:
-    """On an interrupt: no file is left half, no further output is begun, the parent says so."""
+    """Leave the output that is being made, and begin no further one.
+
+    A process that waits for work must not be left by an exception: half of a message would stay in
+    the queue, and the next process would read the rest of it.
+    """
     _order.clear()
-    sys.exit(130)
+    if _making:
+        raise KeyboardInterrupt
+
+
+def _end_with_parent() -> None:
+    """End with a parent that was killed, which cannot end this process."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _make(name: str) -> Made:
-    return make(name, _order[0]) if _order else Made(name)
+    if not _order:
+        raise KeyboardInterrupt  # in the parent, too
+    order = _order[0]
+    _making.append(name)
+    try:
+        return make(name, order)
+    finally:
+        _making.clear()
 
 
 def make(name: str, order: Order) -> Made:

@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron.console import ArgumentParser, discard_output
+from megatron.console import ArgumentParser, run_main
 from megatron.fake_quant import about, code_table, describe, names
 from megatron.fake_quant.formats import FORMATS, Cast
 from megatron.fake_quant.names import get_format
@@ -98,8 +98,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     try:
         print(_answer(_parser().parse_args(arguments)), flush=True)
-    except BrokenPipeError:
-        discard_output()
     except (ValueError, OSError) as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 2
@@ -107,4 +105,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -14,7 +14,6 @@ The LM head stays in high precision unless a recipe says otherwise.
 """
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,6 +294,7 @@ def current() -> Policy:
 
 
 if __name__ == "__main__":
+    from megatron.console import run_main
     from megatron.fake_quant.policy_check import main
 
-    sys.exit(main())
+    run_main(main)

@@ -36,7 +36,7 @@ from configs.resolve import (
     resolve_data,
     say,
 )
-from megatron.console import ArgumentParser, did_you_mean, exit_status
+from megatron.console import ArgumentParser, did_you_mean, run_main
 
 
 def build_parser() -> ArgumentParser:
@@ -137,4 +137,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_main(main)

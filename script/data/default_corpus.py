@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from megatron.console import ArgumentParser, exit_status
+from megatron.console import ArgumentParser, run_main
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -146,4 +146,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_main(main)

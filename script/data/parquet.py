@@ -9,6 +9,7 @@ from typing import Any
 from batch import Batch, Position
 
 ROWS = 32  # decoded at a time
+LARGEST_CELL = 256 << 20  # bytes; the same as of a document in a text file
 
 
 def read_parquet(
@@ -42,6 +43,7 @@ def read_parquet(
                     cells = zip(*(column.to_pylist() for column in columns), strict=True)
                     for document in cells:
                         row += 1
+                        _check_size(path, row, document)
                         if row > start.line:
                             batch.documents.append((row, document))
                             text += sum(len(cell or b"") for cell in document)
@@ -58,6 +60,14 @@ def read_parquet(
         raise ValueError(
             f"{path} is damaged, or no Parquet file ({reason}); get it again, or leave it out"
         ) from error
+
+
+def _check_size(path: Path, row: int, document: tuple[bytes | None, ...]) -> None:
+    if max(len(cell or b"") for cell in document) > LARGEST_CELL:
+        raise ValueError(
+            f"{path}, row {row}: a document of more than {LARGEST_CELL >> 20} MiB; cut it into "
+            "several rows, or leave the file out"
+        )
 
 
 def _check_columns(path: Path, schema: Any, keys: tuple[str, ...]) -> None:

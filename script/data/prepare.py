@@ -17,7 +17,7 @@ from pathlib import Path
 from command_line import ArgumentParser, add_running, add_tokenizer
 from documents import Settings
 from download import HUB, download
-from megatron.console import exit_status
+from megatron.console import run_main
 from preprocess import REPO, attempt
 
 
@@ -114,4 +114,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(exit_status(main))
+    run_main(main)

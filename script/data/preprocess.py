@@ -43,8 +43,8 @@ from batch import Batch, Position
 from command_line import parse
 from documents import Encoder, Settings, Tokens
 from inputs import expand
-from megatron.console import exit_status
-from progress import Progress
+from megatron.console import run_main
+from progress import DamagedStateError, Progress
 from readers import read_file
 
 if TYPE_CHECKING:
@@ -193,6 +193,9 @@ def attempt(settings: Settings) -> int:
     status = 1
     try:
         manifests = preprocess(settings)
+    except DamagedStateError as error:
+        print(f"[ERROR] {error}", file=sys.stderr)
+        return status  # the same command does not go on
     except ValueError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
     except OSError as error:
@@ -226,4 +229,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(exit_status(main))
+    run_main(main)

@@ -43,6 +43,10 @@ def _is_at(file: TextIO, path: Path) -> bool:
     return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
+class DamagedStateError(ValueError):
+    """The state of an interrupted run that no run can go on from."""
+
+
 class Progress:
     """The files of a run, written in the order of the input. Use it as a context manager."""
 
@@ -120,7 +124,7 @@ class Progress:
         for name, size in sizes.items():
             file = self.files[name] = (self.folder / name).open("ab")
             if file.tell() < size:
-                raise ValueError(
+                raise DamagedStateError(
                     f"{self.folder / name} is shorter than progress.json says; delete the folder "
                     f"{self.folder} to start anew"
                 )
@@ -185,7 +189,7 @@ class Progress:
                 raise ValueError("unexpected fields or values")
             bool(state["complete"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
+            raise DamagedStateError(
                 f"{path} is damaged or not written by this program ({error}); delete the folder "
                 f"{self.folder} to start over"
             ) from error

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from tensor_visualizer import run
+from tensor_visualizer import begin, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,4 +27,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    begin(main)

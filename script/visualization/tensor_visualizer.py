@@ -18,7 +18,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
@@ -68,5 +70,12 @@ def main(arguments: list[str] | None = None) -> int:
     return run("draw", __doc__, arguments)
 
 
+def begin(main: Callable[[], int]) -> NoReturn:
+    """Run the main function of a program and exit with its status."""
+    from megatron.console import run_main
+
+    run_main(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    begin(main)

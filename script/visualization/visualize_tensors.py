@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from tensor_visualizer import main
+from tensor_visualizer import begin, main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    begin(main)

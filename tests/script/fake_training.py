@@ -74,7 +74,17 @@ def main() -> int:
     if behaviour == "hang":
         note(pid_file, os.getpid())
         time.sleep(600)
-    collect(folder, iterations, card=behaviour != "no card")
+    if behaviour == "pipe":  # in the place of its run card
+        os.mkfifo(folder / f"run_20250908_095200_{os.getpid():06x}.json")
+    collect(folder, iterations, card=behaviour not in ("no card", "pipe"))
+    if behaviour == "forge":
+        evil = "x\n[ERROR] forged\x1b[2J\u202e"
+        (index,) = folder.glob("index_*.jsonl")
+        with index.open("a") as lines:
+            for event in ("limited", "kept", "let_go"):
+                lines.write(json.dumps({"event": event, "why": evil}) + "\n")
+        print("a log\x1b[2J\u202e forged\x07", flush=True)
+        return 1
     if behaviour == "limited":
         (index,) = folder.glob("index_*.jsonl")
         with index.open("a") as lines:

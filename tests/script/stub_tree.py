@@ -32,3 +32,21 @@ def stub_tree(root: Path, behavior: str) -> Path:
         f'exec "$LAB_PYTHON" {shlex.quote(str(FAKE))} "$folder" {behavior}\n'
     )
     return root
+
+
+def stub_drawing(tree: Path) -> None:
+    """Let the drawing of a stub tree hang, with a child process in a session of its own.
+
+    It writes their process numbers to `pids` in the folder of the tensors.
+    """
+    (tree / "script" / "visualization" / "tensor_visualizer.py").write_text(
+        "import subprocess, sys, time\n"
+        "from pathlib import Path\n"
+        "import os\n"
+        "folder = Path(sys.argv[sys.argv.index('--tensor_dir') + 1])\n"
+        "words = [sys.executable, '-c', 'import time; time.sleep(600)', str(folder)]\n"
+        "child = subprocess.Popen(words, start_new_session=True)\n"
+        "(folder / 'partial').write_text(f'{os.getpid()} {child.pid}')\n"
+        "(folder / 'partial').rename(folder / 'pids')\n"
+        "time.sleep(600)\n"
+    )

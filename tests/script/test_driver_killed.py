@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.script.stub_tree import stub_tree
+from tests.analysis.fake_dump import write_dump
+from tests.script.stub_tree import stub_drawing, stub_tree
 from tests.script.watching import LIMIT, alive, command, started, wait_for
-from tests.subprocesses import environment
+from tests.subprocesses import REPO, environment
 
 WORDS = {
     "run_tensor_collection.sh": ("single", "mxfp8"),
@@ -89,3 +90,76 @@ def test_a_driver_that_lives_is_no_reason_to_stop(tmp_path):
         timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("number", [*NUMBERS, signal.SIGINT], ids=lambda number: number.name)
+def test_the_drawing_ends_with_its_driver(tmp_path, number):
+    tree, dump = stub_tree(tmp_path / "tree", "ok"), tmp_path / "dump"
+    dump.mkdir()
+    stub_drawing(tree)
+    with (tmp_path / "output").open("w") as output:
+        driver = subprocess.Popen(
+            ["bash", tree / "run_tensor_draw.sh", "visualize", "--tensor-dir", dump],
+            env=environment(LAB_PYTHON=sys.executable),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    wait_for((dump / "pids").exists)
+    drawing = started(dump)
+    assert len(drawing) == 2
+    assert all(map(alive, drawing))
+    driver.send_signal(number)
+    driver.wait(timeout=LIMIT)
+    wait_for(lambda: not processes_of(tmp_path))
+    assert not any(map(alive, drawing))
+    told = (tmp_path / "output").read_text()
+    assert told.count("[ERROR]") == 1
+    assert "the drawing was stopped; what is drawn stays, and the same command goes on" in told
+    assert "Traceback" not in told
+    if number == signal.SIGKILL:
+        assert f"[ERROR] the driver script (process {driver.pid}) has ended" in told
+    else:
+        assert driver.returncode == 128 + number
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_drawing_is_one_line_and_leaves_whole_files(tmp_path, number):
+    """The real program, with processes that draw: all of them get the signal of the terminal."""
+    write_dump(tmp_path / "dump", layers=1)
+    words = [sys.executable, "-m", "megatron.analysis", "draw", tmp_path / "dump"]
+    words += ["--output-dir", tmp_path / "draw", "--workers", "2", "--formats", "mxfp8"]
+    drawing = subprocess.Popen(
+        [str(word) for word in words],
+        env=environment(PYTHONPATH=REPO),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert drawing.stdout is not None
+    assert drawing.stdout.readline().startswith("Wrote ")
+    os.killpg(drawing.pid, number)
+    _, errors = drawing.communicate(timeout=LIMIT)
+    assert drawing.returncode == 128 + number
+    assert errors == ("[ERROR] interrupted\n" if number == signal.SIGINT else "")
+    wait_for(lambda: not processes_of(tmp_path))
+    assert not list((tmp_path / "draw").rglob("*.partial"))
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
+def test_processes_that_draw_end_with_a_parent_that_is_killed(tmp_path):
+    write_dump(tmp_path / "dump", layers=1)
+    words = [sys.executable, "-m", "megatron.analysis", "draw", tmp_path / "dump"]
+    words += ["--output-dir", tmp_path / "draw", "--workers", "2", "--formats", "mxfp8"]
+    drawing = subprocess.Popen(
+        [str(word) for word in words], env=environment(PYTHONPATH=REPO), stdout=subprocess.PIPE
+    )
+    assert drawing.stdout is not None
+    assert drawing.stdout.readline().startswith(b"Wrote ")
+    assert len(processes_of(tmp_path)) > 1
+    drawing.kill()
+    drawing.wait()
+    drawing.stdout.close()
+    wait_for(lambda: not processes_of(tmp_path))
