@@ -2,10 +2,11 @@
 
 import json
 
+import pytest
 import torch
 
-from megatron.tensor_record import read_events
-from tests.training.runs import succeeded
+from megatron.tensor_record import read_events, read_index
+from tests.training.runs import NO_DROPOUT, succeeded, train
 
 KEEP = ("--collect-ring", "2", "--collect-ring-events", "1", "--no-check-for-nan-in-loss-and-grad")
 TOO_FAST = ("--lr", "3", "--lr-decay-style", "constant", "--clip-grad", "0")
@@ -43,3 +44,18 @@ def test_a_resumed_run_judges_by_what_was_usual_before(run_quickly, tmp_path):
     assert kept(dump) == [7, 8]
     card = json.loads(next(dump.glob("run_*.json")).read_text())
     assert card["ring"]["loss_jump"] == 1.25
+
+
+@pytest.mark.parametrize(
+    "layout", [("--pipeline-model-parallel-size", "2"), ()], ids=["pipeline", "data"]
+)
+def test_all_ranks_keep_the_same_iterations(corpus, tmp_path, layout):
+    size = ("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2")
+    options = ("--save-tensors", "--tensor-save-dir", tmp_path, *KEEP, *TOO_FAST)
+    succeeded(train(*NO_DROPOUT, "--data-path", corpus, *size, *layout, *options, ranks=2))
+    indexes = sorted(tmp_path.glob("index_*.jsonl"))
+    assert len(indexes) == 2
+    for index in indexes:
+        (event,) = [event for event in read_events(index) if event["event"] == "kept"]
+        assert event["iterations"] == [1, 2]
+        assert {record["iteration"] for record in read_index(index)} == {1, 2}
