@@ -4,7 +4,7 @@
 # Sets repo (the repository's root) and home (the prefix of default paths, which is empty in the root).
 # A path that the user gives is relative to the current folder, a default path to the root.
 
-repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+repo=$(unset CDPATH && cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 home=$repo/
 if [[ $PWD == "$repo" ]]; then home=; fi
 case ${DRY_RUN-} in # a switch that says no is one that is not there, for what this starts too
@@ -193,6 +193,13 @@ find_python() {
   export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 }
 
+# run_module MODULE WORD...: runs a module as python -m does, but imports nothing from the current
+# folder, which may hold anyone's numpy.py.
+run_module() {
+  "$py" -c 'import sys; sys.path[:] = [p for p in sys.path if p]; import runpy
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)' "$@"
+}
+
 # choose_type [TYPE]: sets quant_type to the type's canonical name. Sets type_from to flag, or to
 # settings if training reads the type from the environment and the settings file. Without TYPE it is
 # the type that these set, or mxfp8.
@@ -214,7 +221,7 @@ recipe_type() {
 # check_recipe FILE: refuses a recipe that cannot be read, by the code that training uses.
 check_recipe() {
   if [[ -n ${DRY_RUN-} ]]; then return; fi
-  "$py" -m megatron.fake_quant.policy --check-recipe "$1" || exit 2
+  run_module megatron.fake_quant.policy --check-recipe "$1" || exit 2
 }
 
 # files_asked: sets the array asked to options with the tokenizer and data that the user gave.

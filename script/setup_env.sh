@@ -25,7 +25,7 @@
 #               builds, which are a tenth of the size.
 set -euo pipefail
 
-repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+repo=$(unset CDPATH && cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$repo/.venv
 stamp=$venv/.lab-complete     # the pins that were installed; written last
 unfinished=$venv/.lab-making  # there from the first step to the last

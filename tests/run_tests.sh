@@ -15,7 +15,7 @@
 #   TEST_WORKERS   processes that share the tests, a file at a time (default 2; 0: none besides pytest)
 set -euo pipefail
 
-repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+repo=$(unset CDPATH && cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 : "${TEST_WORKERS:=2}"
 
 usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }

@@ -83,7 +83,7 @@ resolve_data TOKENIZER DATA
 name=llama32_$preset
 checkpoint=${arguments[0]-}
 if [[ -z $checkpoint ]]; then
-  type=$("$py" -m megatron.fake_quant.policy --effective-type ${flags[@]+"${flags[@]}"}) || exit 2
+  type=$(run_module megatron.fake_quant.policy --effective-type ${flags[@]+"${flags[@]}"}) || exit 2
   checkpoint=${home}checkpoints/${name}_${type//:/-}
 fi
 if [[ $preset == 1b ]]; then preset=full; fi

@@ -13,11 +13,16 @@ from dataclasses import dataclass
 
 from configs.names import ConfigError
 from configs.quantizations import AS_SET, UNQUANTIZED, accepted
-from configs.resolve import REPO, say
+from configs.resolve import FOREIGN_LEFT_OUT, REPO, say
 from configs.run_names import of_operations, settings_file
 
 DEFAULT = "mxfp8"
 TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
+_POLICY = (
+    FOREIGN_LEFT_OUT
+    + "import runpy; runpy.run_module('megatron.fake_quant.policy', run_name='__main__', "
+    "alter_sys=True)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +83,7 @@ def _ask(words: list[str], python: str, *, dry_run: bool) -> list[str] | None:
         ConfigError: if the training code refuses the type.
     """
     asked = subprocess.run(
-        [python, "-m", "megatron.fake_quant.policy", *words],
+        [python, "-c", _POLICY, *words],
         env={**os.environ, "PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,

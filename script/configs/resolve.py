@@ -34,6 +34,11 @@ def at_home(path: str) -> str:
     return path if Path.cwd() == REPO else str(REPO / path)
 
 
+#: Begins the code of `python -c`: nothing is imported from the current folder, which may hold
+#: anyone's torch.py.
+FOREIGN_LEFT_OUT = "import sys; sys.path[:] = [path for path in sys.path if path]\n"
+
+
 def is_set(variable: str) -> bool:
     """Whether a switch in the environment is on; script/driver.sh reads DRY_RUN the same way."""
     return os.environ.get(variable, "").lower() not in ("", "0", "false", "no")
@@ -259,5 +264,7 @@ def cuda_devices(python: str, *, dry_run: bool = False) -> int:
     if dry_run:
         return 1
     code = "import torch; print(torch.cuda.device_count())"
-    asked = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    asked = subprocess.run(
+        [python, "-c", FOREIGN_LEFT_OUT + code], capture_output=True, text=True, check=False
+    )
     return int(asked.stdout) if asked.returncode == 0 else 0

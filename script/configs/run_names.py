@@ -11,7 +11,7 @@ from pathlib import Path
 
 from configs.names import ConfigError, last_value
 from configs.quantizations import AS_SET, accepted
-from configs.resolve import REPO, say
+from configs.resolve import FOREIGN_LEFT_OUT, REPO, say
 
 #: Flags of `pretrain_gpt.py` that say formats, by what `megatron.fake_quant.policy` calls them.
 FORMAT_FLAGS = {
@@ -83,7 +83,7 @@ def _resolved(flags: Sequence[str], python: str) -> str | None:
     """
     said = {name: last_value(flag, flags) for name, flag in FORMAT_FLAGS.items()}
     asked = subprocess.run(
-        [python, "-c", _ASK, json.dumps(said)],
+        [python, "-c", FOREIGN_LEFT_OUT + _ASK, json.dumps(said)],
         env={**os.environ, "PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,

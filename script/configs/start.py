@@ -225,6 +225,9 @@ def training_environment() -> dict[str, str]:
     variables = dict(os.environ)
     path = variables.get("PYTHONPATH")
     variables["PYTHONPATH"] = f"{REPO}{os.pathsep}{path}" if path else str(REPO)
+    # torchrun is started with `python -m`, which would import anyone's torch.py from the current
+    # folder. Python 3.10 does not know this variable.
+    variables.setdefault("PYTHONSAFEPATH", "1")
     # By default OpenMP's threads spin while they wait for each other. Where anything else runs on
     # the same processors that is fatal: on 2 cores beside one busy process an iteration of the
     # tiny preset took 25 to 49 s; with a short spin it takes 1.5 s there, and 0.66 s instead of

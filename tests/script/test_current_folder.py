@@ -1,0 +1,56 @@
+"""The current folder may hold anyone's files: the drivers import nothing from it."""
+
+import pytest
+
+from configs import start
+from tests.script.drivers import bash
+from tests.subprocesses import REPO
+
+TRAP = "import pathlib\npathlib.Path(__file__).with_name('executed').touch()\n"
+NAMES = ("megatron", "torch", "numpy", "yaml", "runpy", "json", "sitecustomize")
+PLACES = f"source {REPO}/script/driver.sh && py=$LAB_PYTHON && export PYTHONPATH={REPO} && "
+RECIPE = REPO / "examples/recipes/nvfp4_pretraining.yaml"
+
+
+@pytest.fixture
+def trap(tmp_path):
+    """A folder with modules that say when they are imported."""
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text(TRAP)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        f"check_recipe {RECIPE}",
+        "choose_type mx:e3m4:b16:rceil && [[ $quant_type == mx:e3m4:b16:rceil ]]",
+        "choose_type && [[ $quant_type == mxfp8 ]]",
+        "preset='' tokenizer='' data='' && choose_preset && [[ $preset == tiny ]]",
+        "run_module megatron.fake_quant.policy --effective-type --quant-recipe " + str(RECIPE),
+    ],
+)
+def test_a_driver_asks_the_code_of_training_and_not_the_current_folder(trap, asked):
+    done = bash("-c", PLACES + asked, cwd=trap)
+    assert done.returncode == 0, done.stderr
+    assert not (trap / "executed").exists()
+
+
+def test_the_launcher_is_told_not_to_import_from_the_current_folder(monkeypatch):
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    assert start.training_environment()["PYTHONSAFEPATH"] == "1"
+
+
+def test_the_traps_work(trap):
+    """So that no test above passes because nothing could be caught."""
+    bash("-c", '"$LAB_PYTHON" -m megatron.fake_quant.policy', cwd=trap)
+    assert (trap / "executed").exists()
+
+
+def test_a_search_path_of_folders_leads_to_no_other_tree(tmp_path):
+    """`cd` searches CDPATH for a relative path, and prints what it finds there."""
+    name = REPO.name
+    (tmp_path / name / "script").mkdir(parents=True)
+    asked = f'source {name}/script/driver.sh && printf %s "$repo"'
+    done = bash("-c", f"export CDPATH={tmp_path}; {asked}", cwd=REPO.parent)
+    assert done.stdout == str(REPO)
