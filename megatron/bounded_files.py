@@ -11,10 +11,12 @@ A missing file raises `FileNotFoundError`, so that a caller can treat it as "not
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,6 +31,24 @@ _KINDS = {
     stat.S_ISBLK: "a block device",
     stat.S_ISSOCK: "a socket",
 }
+
+
+class NeverWaiting(io.BufferedReader):
+    """A file opened with O_NONBLOCK that raises where it would wait for another process.
+
+    Some files of /proc look regular and have no end. Python returns None for such a read.
+    """
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return up to `size` bytes.
+
+        Raises:
+            BlockingIOError: there is nothing to read now, and the file has not ended.
+        """
+        content: bytes | None = super().read(size)
+        if content is None:
+            raise BlockingIOError(errno.EAGAIN, "reading it would wait for another process")
+        return content
 
 
 class UnusableFileError(ValueError):
@@ -87,10 +107,49 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         raise UnusableFileError(path, _reason(error)) from None
     try:
         _refuse_special(path, os.fstat(number))  # the file may have been replaced since the check
-        return os.fdopen(number, "rb")
+        return NeverWaiting(io.FileIO(number, "rb"))
     except BaseException:
         os.close(number)
         raise
+
+
+def walk(
+    folder: str | os.PathLike[str], unreadable: Callable[[OSError], object]
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield each folder from `folder` on, with the names of its folders and of its other entries.
+
+    This is `os.walk` without recursion: before Python 3.12, a thousand folders inside one another
+    end `os.walk` with a RecursionError. Links to folders are listed and not followed. A caller
+    may remove and sort names of folders in place.
+
+    Args:
+        folder: where to begin.
+        unreadable: is called with the error of each folder that cannot be listed.
+    """
+    waiting = [os.fspath(folder)]
+    while waiting:
+        parent = waiting.pop()
+        folders: list[str] = []
+        others: list[str] = []
+        try:
+            with os.scandir(parent) as entries:
+                for entry in entries:
+                    (folders if _is_folder(entry) else others).append(entry.name)
+        except OSError as error:
+            unreadable(error)
+            continue
+        yield parent, folders, others
+        for name in reversed(folders):
+            path = os.path.join(parent, name)  # noqa: PTH118 # as a string, for speed
+            if not os.path.islink(path):  # noqa: PTH114
+                waiting.append(path)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads in a circle
+        return False
 
 
 def read_bytes(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> bytes:

@@ -10,6 +10,7 @@ readers (`megatron.analysis`) both import this file and nothing of each other.
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -240,6 +241,8 @@ def _check_size(path: Path) -> None:
     """Refuse an index with more lines or bytes than any run writes, before parsing it."""
     lines = total = 0
     with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > INDEX_LIMIT:
+            raise UnusableFileError(path, f"an index of more than {INDEX_LIMIT >> 30} GiB")
         while content := file.read(_BATCH):
             lines += content.count(b"\n")
             total += len(content)

@@ -1,5 +1,7 @@
 """Small files from untrusted folders are read in bounded time and memory, or refused by name."""
 
+import errno
+import io
 import json
 import os
 import socket
@@ -7,6 +9,7 @@ import socket
 import pytest
 
 from megatron.bounded_files import (
+    NeverWaiting,
     UnusableFileError,
     check_regular,
     open_regular,
@@ -15,7 +18,9 @@ from megatron.bounded_files import (
     read_bytes,
     read_json,
     read_text,
+    walk,
 )
+from tests.deep_folders import deep_folders
 
 
 def test_a_good_file_is_read_as_it_is(tmp_path):
@@ -128,3 +133,39 @@ def test_a_name_from_outside_is_escaped_too(tmp_path):
     assert "\n" not in str(caught.value)
     with pytest.raises(UnusableFileError, match="null"):
         read_text("a\0b")
+
+
+def test_a_read_that_would_wait_is_an_error():
+    """Some files of /proc look regular and never end; Python returns None for such a read."""
+    reading, writing = os.pipe()
+    try:
+        os.set_blocking(reading, False)
+        with (
+            NeverWaiting(io.FileIO(reading, "rb")) as file,
+            pytest.raises(BlockingIOError, match="would wait for another process"),
+        ):
+            file.read(10)
+    finally:
+        os.close(writing)
+
+
+def test_folders_are_walked_as_os_walk_does(tmp_path):
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    (tmp_path / "a").mkdir()
+    for name in ("x", "a/y", "b/c/z"):
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to("b")
+    (tmp_path / "a" / "circle").symlink_to("circle")
+    errors: list[OSError] = []
+    found = {place: (set(f), set(n)) for place, f, n in walk(tmp_path, errors.append)}
+    assert found == {place: (set(f), set(n)) for place, f, n in os.walk(tmp_path)}
+    assert not errors
+
+
+def test_folders_are_walked_however_deep_they_are(tmp_path):
+    """Recursion ends at 1,000 folders inside one another, and a path at 4,096 bytes."""
+    errors: list[OSError] = []
+    with deep_folders(tmp_path, 2100):
+        assert len(list(walk(tmp_path, errors.append))) > 1500
+    [error] = errors
+    assert error.errno == errno.ENAMETOOLONG

@@ -20,6 +20,7 @@ from megatron.analysis.making import Made
 from megatron.analysis.output import write
 from megatron.analysis.output_names import QUICK, REPORT
 from megatron.analysis.stats.cache import code_version
+from megatron.bounded_files import read_json, walk
 
 NAME = ".drawn.json"
 _SOURCES = {".py", ".css", ".html", ".js"}
@@ -40,9 +41,10 @@ def fingerprint(dump: Path, but: Sequence[Path], *options: object) -> str:
     for path in sorted(Path(__file__).parent.rglob("*")):
         if path.suffix in _SOURCES:
             digest.update(path.read_bytes())
-    left_out = {path.resolve() for path in but}
-    for place, folders, names in os.walk(dump):
-        folders[:] = sorted(each for each in folders if Path(place, each).resolve() not in left_out)
+    left_out = {str(path.resolve()) for path in but}
+    dump = dump.resolve()
+    for place, folders, names in walk(dump, lambda error: None):
+        folders[:] = sorted(each for each in folders if f"{place}{os.sep}{each}" not in left_out)
         files = [(name, *_stamp(Path(place, name))) for name in sorted(names)]
         digest.update(json.dumps([os.path.relpath(place, dump), files]).encode())
     return digest.hexdigest()[:32]
@@ -91,7 +93,8 @@ def remember(output: Path, dump: Path, made: Iterable[Made], follows: str) -> No
         same = _of(drawn, each.name) == str(dump.resolve())
         for old in _files(drawn, each.name) if same else ():
             path = output / old
-            if old not in new and path.resolve().is_relative_to((output / each.name).resolve()):
+            # a link in the place of the output's folder must not lead to files elsewhere
+            if old not in new and path.resolve().is_relative_to(output.resolve() / each.name):
                 path.unlink(missing_ok=True)
         drawn[each.name] = {
             "dump": str(dump.resolve()),
@@ -125,8 +128,27 @@ def _files(drawn: Mapping[str, Any], name: str) -> dict[str, list[int]]:
 
 
 def _read(output: Path) -> dict[str, Any]:
+    """Return the sound entries of the notes on earlier outputs; anyone may have made the file."""
     try:
-        drawn = json.loads((output / NAME).read_text(encoding="utf-8"))
+        drawn = read_json(output / NAME)
     except (OSError, ValueError):
         return {}
-    return drawn if isinstance(drawn, dict) else {}
+    entries = drawn.items() if isinstance(drawn, dict) else ()
+    return {name: entry for name, entry in entries if _is_sound(entry)}
+
+
+def _is_sound(entry: Any) -> bool:
+    """Whether an entry is such as `remember` writes."""
+    if not isinstance(entry, dict) or entry.keys() != {"dump", "follows", "missing", "files"}:
+        return False
+    files, missing = entry["files"], entry["missing"]
+    return (
+        isinstance(files, dict)
+        and all("\0" not in name and _is_stamp(stamp) for name, stamp in files.items())
+        and isinstance(missing, dict)
+        and all(isinstance(why, str) for why in missing.values())
+    )
+
+
+def _is_stamp(value: Any) -> bool:
+    return isinstance(value, list) and [type(part) for part in value] == [int, int]

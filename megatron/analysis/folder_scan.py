@@ -25,7 +25,7 @@ from megatron.analysis.tensor_files import (
     read_tensor,
     reason,
 )
-from megatron.bounded_files import UnusableFileError, printable
+from megatron.bounded_files import UnusableFileError, printable, walk
 from megatron.tensor_record import parse_filename, read_lines
 
 MOST_EVENTS = 100_000  #: events in one index; a rank writes a few
@@ -91,6 +91,8 @@ def scan(folder: Path) -> Found:
         detail = f" ({len(indexed)} are in its index)" if indexed else ""
         if files.cards and not indexed:
             detail = f" ({Path(files.cards[0]).name} is of a run that has saved none)"
+        if problems:  # such as a folder that cannot be listed
+            raise ValueError(f"no .pt file can be read in {folder} or below{detail}; {problems[0]}")
         raise ValueError(
             f"no .pt file in {folder} or below{detail}; collect tensors first, or name "
             "another folder"
@@ -122,7 +124,7 @@ def _walk(folder: Path, problems: list[Problem]) -> _Files:
     def unreadable(error: OSError) -> None:
         problems.append(Problem(Path(str(error.filename)), reason(error)))
 
-    for parent, folders, names in os.walk(folder, onerror=unreadable):
+    for parent, folders, names in walk(folder, unreadable):
         for name in folders:
             kind = _kind_of(name)
             if kind is not None:

@@ -6,6 +6,8 @@ import os
 from datetime import datetime
 from pathlib import Path
 
+from megatron.bounded_files import check_regular, read_bytes
+
 
 def write(path: Path, content: bytes) -> Path:
     """Write at once, under a temporary name first; what was there is replaced."""
@@ -24,7 +26,7 @@ def write_keeping(path: Path, content: bytes) -> list[Path]:
     time; that name is returned.
     """
     kept = []
-    if path.exists() and path.read_bytes() != content:
+    if path.exists() and not _holds(path, content):
         written = datetime.fromtimestamp(path.stat().st_mtime)
         aside = path.with_name(f"{path.stem}_{written:%Y%m%d_%H%M%S}{path.suffix}")
         if not aside.exists():
@@ -32,3 +34,13 @@ def write_keeping(path: Path, content: bytes) -> list[Path]:
             kept.append(aside)
     write(path, content)
     return kept
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    """Whether a file has this content.
+
+    Raises:
+        UnusableFileError: it is no regular file, or cannot be read.
+    """
+    same_size = check_regular(path).st_size == len(content)
+    return same_size and read_bytes(path, limit=len(content)) == content

@@ -109,6 +109,9 @@ def read_payload(path: Path) -> Any:
         raise UnreadableTensorError(path, error.why) from None
     except ArchiveError as error:
         raise UnreadableTensorError(path, str(error)) from None
+    except UnicodeEncodeError:
+        why = "its path has bytes that are no UTF-8, and torch opens no such file; rename it"
+        raise UnreadableTensorError(path, why) from None
     except Exception as error:  # a damaged archive or pickle can raise almost any exception
         why = reason(error)
         prefix = "" if isinstance(error, OSError) else "corrupt or truncated: "
