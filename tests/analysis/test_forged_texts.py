@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import sqlite3
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_no_text_of_a_dump_forges_a_line_or_drives_the_terminal(forged, tmp_path
     assert main([reader, str(forged), *ASKED[reader], *options]) in (1, 3)
     told = "".join(capsys.readouterr())
     assert "Traceback" not in told
-    for text in [told, *(p.read_text() for p in tmp_path.glob("draw/*.txt"))]:
+    for text in [told, *(p.read_text() for p in tmp_path.glob("draw/**/*.txt"))]:
         assert all(letter.isprintable() or letter == "\n" for letter in text)
         forged_lines = [line for line in text.splitlines() if line.startswith("0 error(s)")]
         assert forged_lines == []
@@ -62,6 +63,30 @@ def test_no_text_of_a_dump_forges_a_line_or_drives_the_terminal(forged, tmp_path
         page = (tmp_path / "draw" / "report.html").read_text()
         assert "<script>alert(1)" not in page
         assert "\u202e" not in page
+
+
+@pytest.mark.parametrize("image", ["svg", "pdf"])
+def test_figures_show_the_texts_of_a_dump_as_they_are(tmp_path, capsys, image):
+    """Long names leave the axes no room, so these are short."""
+    name = "a\n\x1b[2J$x^{<b>"
+    dump, drawn = tmp_path / "dump", tmp_path / "draw"
+    lines = []
+    for path in write_dump(dump, layers=1, index=False):
+        line = torch.load(path, weights_only=True)["metadata"]
+        line |= {"file": path.name, "bytes": path.stat().st_size}
+        line |= {"module": f"decoder.layers.0.{name}", "quant_type": name}
+        lines.append(json.dumps(line))
+    (dump / "index_20250908_095200_abc123_rank00.jsonl").write_text("\n".join(lines) + "\n")
+    options = ["--workers", "1", "--formats", "mxfp8", "nvfp4", "--image", image]
+    assert main(["draw", str(dump), *options, "--output-dir", str(drawn)]) == 0
+    told = "".join(capsys.readouterr())
+    assert all(letter.isprintable() or letter == "\n" for letter in told)
+    pictures = list(drawn.glob(f"**/*.{image}"))
+    assert len(pictures) > 15
+    for picture in pictures if image == "svg" else ():
+        assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    for path in drawn.glob("**/*.txt"):
+        assert all(letter.isprintable() or letter == "\n" for letter in path.read_text())
 
 
 def test_texts_in_csv_are_no_formulas():

@@ -5,6 +5,7 @@ to be.
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -60,6 +61,28 @@ def test_the_cards_arguments_tell_of_what_is_missing_altogether(copied):
         "micro-batches: 3 of each iteration by the run card, but records are of 2",
         "layers: no record of layer 2",
     ]
+
+
+def test_counts_of_a_billion_take_no_memory(copied):
+    """A run card and records may claim any number of ranks, layers, iterations and samples."""
+    huge = 10**9
+    folder = copied("pp2")
+    args = {"control_iter": huge, "num_layers": huge, "global_batch_size": huge}
+    change_card(folder, arguments=args | {"micro_batch_size": 1}, iterations=huge)
+    records = TensorStore(folder).records.assign(world_size=huge, pp_size=2)
+    card = TensorStore(folder).run_card(records["run_id"].iloc[0])
+    tracemalloc.start()
+    texts = [str(finding) for finding in schedule.check_run(records, card)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 32 << 20
+    assert len(texts) < 200
+    for expected in (
+        "1000000000 were collected by the run card",
+        "no record of layer 2-999999999",
+        "more ranks up to rank 499999999",
+    ):
+        assert any(expected in text for text in texts), texts
 
 
 def test_a_killed_run_may_end_within_its_last_pass(copied):
