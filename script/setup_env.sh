@@ -63,6 +63,7 @@ found() {
 # under a Python that is too old for the rest, and print its version.
 probe='
 import sys
+sys.path[:] = filter(None, sys.path)  # without the current folder
 print("%d.%d.%d" % sys.version_info[:3])
 print(sys.executable)
 print(getattr(sys, "_base_executable", None) or sys.executable)
@@ -146,7 +147,8 @@ if [[ -n $trouble ]]; then
     "called python3"
 fi
 
-"$builder" -c 'import ensurepip, venv' 2>/dev/null ||
+# without the current folder, which -c would search first
+"$builder" -c 'import sys; sys.path[:] = filter(None, sys.path); import ensurepip, venv' 2>/dev/null ||
   die "Python $builder_version ($builder) has no venv module; on Debian and Ubuntu run" \
     "'apt install python${builder_version%.*}-venv', elsewhere set LAB_PYTHON to a complete Python"
 
@@ -155,9 +157,9 @@ fi
 { exec 9>>"$repo/.venv.lock"; } 2>/dev/null ||
   die "cannot write to $repo, where .venv is made; use a copy of the repository that you may write to"
 take='import fcntl, sys; fcntl.flock(9, fcntl.LOCK_EX | (fcntl.LOCK_NB if sys.argv[1:] else 0))'
-if ! "$builder" -c "$take" now 2>/dev/null; then
+if ! "$builder" -I -c "$take" now 2>/dev/null; then
   say "Waiting for another setup_env.sh, which is making $venv ..."
-  "$builder" -c "$take"
+  "$builder" -I -c "$take"
   if venv_is_complete; then found "$venv/bin/python"; fi
 fi
 
@@ -184,9 +186,9 @@ make_room() {
   elif [[ -e $venv && ! -d $venv ]]; then
     die "$venv is not a folder; rename or delete it, and run it again"
   elif [[ -e $made ]]; then
-    "$builder" -c "$clear" "$venv" "$made" ||
+    "$builder" -I -c "$clear" "$venv" "$made" ||
       die "cannot empty $venv (the reason is above); rename or delete it, and run it again"
-  elif [[ -d $venv ]] && ! "$builder" -c 'import os, sys; sys.exit(bool(os.listdir(sys.argv[1])))' "$venv"; then
+  elif [[ -d $venv ]] && ! "$builder" -I -c 'import os, sys; sys.exit(bool(os.listdir(sys.argv[1])))' "$venv"; then
     if [[ -L $venv ]]; then
       die "$venv is a link to $(readlink "$venv"), which is not a virtual environment that works;" \
         "delete the link, and run it again"
@@ -208,7 +210,7 @@ if [[ -e $unfinished ]] || ! look "$venv/bin/python" "$stamp" || [[ $kind == out
   # The marks come first, so that an interruption at any later point leaves them behind.
   # The real path, because venv refuses a link.
   if ! { mkdir -p -- "$venv" && : >"$made" && : >"$unfinished" &&
-    "$builder" -m venv --without-pip "$(cd -P -- "$venv" && pwd)"; }; then
+    "$builder" -I -m venv --without-pip "$(cd -P -- "$venv" && pwd)"; }; then
     die "cannot make $venv (the reason is above); free the space or fix the folder, and run it again"
   fi
 elif ! new_enough "$version"; then
@@ -252,7 +254,7 @@ list='import runpy, sys
 tree = runpy.run_path(sys.argv[1])
 for item in tree["pins"](tree["RUNTIME"], tree["TEST"], tree["LINT"]).items():
     print("%s==%s" % item)'
-"$venv/bin/python" -c "$list" "$repo/setup.py" >"$venv/requirements.txt"
+"$venv/bin/python" -I -c "$list" "$repo/setup.py" >"$venv/requirements.txt"
 
 say "Installing the pinned requirements into $venv (once; later calls need no network) ..."
 log=$venv/pip.log
@@ -275,7 +277,7 @@ fi
 
 # pip compiles one file at a time; imports take twice as long where this is left to them and
 # PYTHONDONTWRITEBYTECODE is set. Files that are templates do not compile: no harm.
-"$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages >/dev/null 2>&1 || true
+"$venv/bin/python" -I -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages >/dev/null 2>&1 || true
 
 cp "$venv/requirements.txt" "$stamp.partial"
 mv "$stamp.partial" "$stamp"

@@ -123,12 +123,12 @@ def _instead(make: Callable[[Path], object]) -> Write:
 #: By name: how the run card of a good tensor is written, and what a reader says of it.
 CARDS: dict[str, tuple[Write, str]] = {
     "cut short": (_text('{"run_id": "r", '), "JSON"),
-    "a number": (_text("7"), "a JSON int, no run card"),
+    "a number": (_text("7"), "not a run card: it holds a JSON int"),
     "not UTF-8": (_text(b'{"a": "\xff\xfe"}'), "UTF-8"),
     "deep nesting": (_text('{"a": ' + "[" * 200_000), "nested"),
     "nested 200 levels": (_text('{"a": ' + "[" * 200 + "]" * 200 + "}"), "nested"),
     "duplicate key": (_text('{"status": "finished", "status": "killed"}'), "twice"),
-    "NaN": (_text('{"iterations": NaN}'), "iterations are a float"),
+    "NaN": (_text('{"iterations": NaN}'), "iterations has type float, not int"),
     "number of 5000 digits": (_text('{"iterations": ' + "9" * 5000 + "}"), "JSON"),
     "lone surrogate": (_text('{"status": "\\ud800"}'), "surrogate"),
     "100 GB": (_sparse(100 << 30), "larger than"),

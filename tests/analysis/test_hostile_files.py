@@ -179,7 +179,7 @@ def test_an_index_cannot_point_out_of_its_folder(tmp_path):
 )
 def test_a_file_without_a_plain_tensor_is_explained(tmp_path, payload):
     torch.save(payload, tmp_path / "a.pt")
-    with pytest.raises(UnreadableTensorError, match=r"a\.pt: holds no"):
+    with pytest.raises(UnreadableTensorError, match=r"a\.pt: (holds no|does not hold)"):
         read_tensor(tmp_path / "a.pt")
 
 

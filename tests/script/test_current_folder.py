@@ -41,6 +41,14 @@ def test_the_launcher_is_told_not_to_import_from_the_current_folder(monkeypatch)
     assert start.training_environment()["PYTHONSAFEPATH"] == "1"
 
 
+def test_the_environment_is_looked_for_without_the_current_folder(trap):
+    for name in ("importlib", "os", "sysconfig", "fcntl", "venv", "ensurepip"):
+        (trap / f"{name}.py").write_text(TRAP)
+    done = bash(f"{REPO}/script/setup_env.sh", cwd=trap)
+    assert done.returncode == 0, done.stderr
+    assert not (trap / "executed").exists()
+
+
 def test_the_traps_work(trap):
     """So that no test above passes because nothing could be caught."""
     bash("-c", '"$LAB_PYTHON" -m megatron.fake_quant.policy', cwd=trap)
