@@ -130,8 +130,8 @@ def test_what_contradicts_a_checkpoint_is_refused(tmp_path, name, options, messa
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama31-8b", {"architectures": ["MistralForCausalLM"]}, "is of MistralForCausalLM; --lo"),
-        ("llama31-8b", {"architectures": None}, "is of no architecture"),
+        ("llama31-8b", {"architectures": ["MistralForCausalLM"]}, "names MistralForCausalLM; --lo"),
+        ("llama31-8b", {"architectures": None}, "names no architecture"),
         ("llama31-8b", {"attention_bias": True}, "attention_bias; here the projections"),
         ("llama31-8b", {"hidden_act": "gelu"}, "hidden_act 'gelu'; here it is silu"),
         ("llama31-8b", {"quantization_config": {"bits": 4}}, "give the weights in bf16"),
