@@ -66,10 +66,11 @@ def _run(argv: Sequence[str] | None) -> int:
 
         from megatron.training.arguments import parse_args
         from megatron.training.initialize import finalize
-        from megatron.training.report import finish_log
+        from megatron.training.report import Log, finish_log
         from megatron.training.training import pretrain
 
-    pretrain(parse_args(argv))
-    finalize()
+    with contextlib.redirect_stdout(Log(sys.stdout)):  # megatron-core prints as well
+        pretrain(parse_args(argv))
+        finalize()
     finish_log()
     return 0

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from datetime import datetime
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -17,21 +18,48 @@ RULE = "-" * 100
 _lost: list[OSError] = []  #: the first error of the log
 
 
+class Log:
+    """Standard output for all packages: its first error is recorded and training continues."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text, or drop it after the first error."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            _give_up(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush what was written, or drop it after the first error."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            _give_up(error)
+
+
 def _write(message: str) -> None:
     """Write a line. The first error is recorded and printed to stderr; training continues."""
-    try:
-        sys.stdout.write(message + "\n")
-        sys.stdout.flush()
-    except OSError as error:
-        _to_nowhere()  # buffered output would fail again, also in code of other packages
-        if not _lost:
-            _lost.append(error)
-            with contextlib.suppress(OSError):
-                sys.stderr.write(
-                    f"[WARNING] the log cannot be written ({error.strerror}): training continues "
-                    "without it\n"
-                )
-                sys.stderr.flush()
+    log = Log(sys.stdout)
+    log.write(message + "\n")
+    log.flush()
+
+
+def _give_up(error: OSError) -> None:
+    _to_nowhere()  # buffered output would fail again
+    if not _lost:
+        _lost.append(error)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(
+                f"[WARNING] the log cannot be written ({error.strerror}): training continues "
+                "without it\n"
+            )
+            sys.stderr.flush()
 
 
 def _to_nowhere() -> None:

@@ -1,5 +1,6 @@
 """A log that cannot be written does not end training."""
 
+import contextlib
 import os
 import shlex
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training import report
 from tests.subprocesses import run
 from tests.training.runs import ENTRY, MODEL
 
@@ -37,3 +39,14 @@ def test_a_full_disk_is_said_at_once_and_at_the_end(tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("[WARNING] the log cannot be written (No space left on device)") == 1
     assert "[ERROR] training is complete, but its log is not: No space left" in done.stderr
+
+
+def test_what_other_packages_print_does_not_end_training_either(monkeypatch, capfd):
+    """megatron-core calls `print`, which raises where the pipe's reader has left."""
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(report, "_lost", [])
+    with os.fdopen(write, "w") as stream, contextlib.redirect_stdout(report.Log(stream)):
+        print("nobody reads this", flush=True)
+        print("nor this", flush=True)
+    assert capfd.readouterr().err.count("[WARNING] the log cannot be written (Broken pipe)") == 1
