@@ -187,8 +187,8 @@ class Encoder:
             record = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
-        except ValueError as error:  # such as a number with thousands of digits
-            raise ValueError(f"not readable JSON ({error})") from error
+        except ValueError as error:  # int() refuses numbers of thousands of digits
+            raise ValueError("not JSON that can be read (a number has too many digits)") from error
         except RecursionError as error:
             raise ValueError("not JSON that can be read (nested too deep)") from error
         if not isinstance(record, dict):
