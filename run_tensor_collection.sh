@@ -201,7 +201,7 @@ collect() {
   local next
   next=$(quoted "${draw[@]}" "$1")
   if [[ $mode == batch ]]; then next=; fi # drawn together, at the end
-  run_child "$py" "$repo/script/collect_run.py" --name "$1" --tensor-dir "$tensors" \
+  run_child "$py" "$repo/script/collect/run.py" --name "$1" --tensor-dir "$tensors" \
     --log-dir "${home}logs" --control-iter "${control_iter:-0}" --stall-timeout "$stall_timeout" \
     --next "$next" ${unbounded:+--may-be-empty} \
     ${verbose:+--verbose} -- "${training[@]}"

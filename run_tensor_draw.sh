@@ -138,6 +138,6 @@ if [[ $mode != collect ]]; then
     quoted "${draw[@]}"
     exit
   fi
-  run_child "$py" "$repo/script/draw_run.py" -- "${draw[@]}"
+  run_child "$py" "$repo/script/collect/draw_run.py" -- "${draw[@]}"
 fi
 exit "$status"

@@ -87,8 +87,8 @@ def collect(
     tensor_saver: ModuleType,
 ) -> None:
     """Write `tensors` once a layer, as one micro-batch."""
-    from megatron.core.collection_clock import MicroBatch, clock
-    from megatron.core.module_identity import ModuleIdentity
+    from megatron.collection.module_identity import ModuleIdentity
+    from megatron.collection.training_clock import MicroBatch, clock
 
     tensor_saver.configure(
         {}, save_tensors=True, save_dir=str(folder), control_iter=0, collect_keep_free_gib=0.0,

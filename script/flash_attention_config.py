@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import argparse
 
-from configs.names import ConfigError, pick, spelled
+from configs.cli import run_program
+from configs.lookup import ConfigError, pick, spelled
 from configs.options import Parser, add_actions, add_cluster, add_experiment
-from configs.program import run_program
 from configs.quantizations import attention_choices, formats
 from configs.run_names import Formats
 from megatron.console import run_main

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from configs.names import ConfigError
+from configs.lookup import ConfigError
 from configs.options import Parser
 from configs.resolve import REPO, enter_environment
 from megatron.console import run_main

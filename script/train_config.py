@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import argparse
 
+from configs.cli import run_program
 from configs.datasets import DATASETS
+from configs.lookup import pick, spelled
 from configs.models import MODELS
-from configs.names import pick, spelled
 from configs.options import Parser, add_actions, add_cluster, add_experiment
-from configs.program import run_program
 from configs.quantizations import AS_SET, accepted
 from configs.resolve import at_home, has_data
 from configs.run_names import Formats

@@ -35,7 +35,7 @@ IMPORTS = {
     "wheel": CORE,
     "overlay": (*CORE, "megatron.core.tensor_saver"),
     "training": (
-        *("megatron.training.checkpointing", "megatron.training.training"),
+        *("megatron.training.checkpointing.save_load", "megatron.training.training"),
         "megatron.core.tokenizers.text.libraries",  # transformers
     ),
 }

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.fake_quant import recipe
 from megatron.fake_quant.recipe import load_recipe
-from megatron.fake_quant.recipe_config import GEMMS
+from megatron.fake_quant.recipe_operands import GEMMS
 from megatron.training.collection_options import CollectionOptions
 from tests.links import broken_links
 from tests.subprocesses import REPO, environment, run

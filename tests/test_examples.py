@@ -58,7 +58,7 @@ def test_the_formats_can_be_named(capsys):
 
 
 def test_a_saved_output_is_recomputed(tmp_path, capsys):
-    worker = REPO / "tests/analysis/layouts_worker.py"
+    worker = REPO / "tests/analysis/dump/layouts_worker.py"
     made = forks.run(worker, tmp_path, "mxfp8", env=ENVIRONMENT)
     assert made.returncode == 0, made.stderr[-3000:]
     dump, main = tmp_path / "mxfp8", main_of("recompute_gemm.py")

@@ -7,7 +7,7 @@ import pytest
 from tests import forks, hostile_inputs
 from tests.subprocesses import REPO, environment
 
-WORKER = REPO / "tests/training/hostile_worker.py"
+WORKER = REPO / "tests/training/checkpointing/hostile_worker.py"
 CASES = {case.name: case for case in hostile_inputs.cases()}
 
 
@@ -41,10 +41,10 @@ def test_it_is_refused_with_one_error_that_names_the_file(outcomes, name):
 def test_sound_files_of_the_same_kind_are_taken(tmp_path):
     """Undamaged inputs are accepted, so no case passes because everything is refused."""
     from megatron.fake_quant.recipe import load_recipe
-    from megatron.training.index_cache import check_cached_files
-    from megatron.training.indexed_data import check_index
-    from megatron.training.manifest import read_manifest
-    from megatron.training.paths import check_prefix
+    from megatron.training.data.index_cache import check_cached_files
+    from megatron.training.data.indexed_data import check_index
+    from megatron.training.data.manifest import read_manifest
+    from megatron.training.data.paths import check_prefix
 
     prefix = hostile_inputs.sound_pair(tmp_path)
     check_prefix(str(prefix))

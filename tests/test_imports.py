@@ -1,4 +1,7 @@
-"""Imports run one way: tensor_record <- fake_quant <- core <- training; analysis beside them."""
+"""Imports run one way: tensor_record <- fake_quant <- collection <- core <- training.
+
+`analysis` stands on tensor_record and fake_quant alone.
+"""
 
 import ast
 import sys
@@ -20,8 +23,15 @@ ALLOWED = {
         "megatron.bounded_files",
         "megatron.console",
     },
+    "megatron.collection": {
+        "megatron.collection",
+        "megatron.fake_quant",
+        "megatron.tensor_record",
+        "megatron.bounded_files",
+    },
     "megatron.core": {
         "megatron.core",
+        "megatron.collection",
         "megatron.fake_quant",
         "megatron.tensor_record",
         "megatron.bounded_files",
@@ -29,6 +39,7 @@ ALLOWED = {
     "megatron.training": {
         "megatron.training",
         "megatron.core",
+        "megatron.collection",
         "megatron.fake_quant",
         "megatron.tensor_record",
         "megatron.cpu_backend",
@@ -52,7 +63,8 @@ ONLY = {
     "megatron.fake_quant": {"torch"},
     "megatron.fake_quant.recipe_yaml": {"yaml"},
     "megatron.fake_quant.fused": {"torch", "numpy", "numba", "triton"},
-    "megatron.fake_quant.plots": {"torch", "numpy", "matplotlib"},
+    "megatron.fake_quant.inspect.value_grids": {"torch", "numpy", "matplotlib"},
+    "megatron.collection": {"torch", "numpy"},
 }
 
 
@@ -77,7 +89,7 @@ def imported(path: Path) -> set[str]:
 def test_a_module_found_by_its_name_alone_is_one():
     """Scripts import what lies beside them; two files of one name would hide each other."""
     found: dict[str, Path] = {}
-    for folder in ("benchmarks", "script", "script/data", "script/visualization"):
+    for folder in ("benchmarks", "script", "script/collect", "script/data", "script/visualization"):
         for path in map(Path.resolve, (REPO / folder).glob("*.py")):  # a link is what it leads to
             assert found.get(path.stem, path) == path, f"{path}, {found[path.stem]}: same name"
             assert path.stem not in sys.stdlib_module_names, f"{path} hides the standard library's"
@@ -120,7 +132,8 @@ def test_a_dump_is_read_without_the_engine():
     """Importing core takes seconds, and a laptop needs only the dump."""
     code = (
         "import sys, megatron.analysis.quick\n"
-        "print([m for m in sys.modules if m.startswith(('megatron.core', 'megatron.training'))])\n"
+        "engine = ('megatron.core', 'megatron.collection', 'megatron.training')\n"
+        "print([m for m in sys.modules if m.startswith(engine)])\n"
     )
     result = run([sys.executable, "-c", code])
     assert result.returncode == 0, result.stderr

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fake_quant.describe import markdown
 from megatron.fake_quant.formats import FORMATS
+from megatron.fake_quant.inspect.format_table import markdown
 from megatron.tensor_record import CODES, TENSOR_NAMES, TensorRecord
 from tests.links import broken_links
 from tests.subprocesses import REPO, environment

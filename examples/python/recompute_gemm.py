@@ -21,8 +21,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed
 
-from megatron.analysis.recorded_formats import uses
 from megatron.analysis.store import TensorStore
+from megatron.analysis.verification.recorded_formats import uses
 from megatron.console import run_main
 
 NAMES = ("input", "weight", "output")

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.analysis import draw_command, stats_command
+from megatron.analysis.cli import draw_command, stats_command
 from megatron.analysis.text_table import printable_lines, shown
 from megatron.console import ArgumentParser, run_main
 
@@ -92,7 +92,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from megatron.analysis.store import TensorStore
-    from megatron.analysis.verify import Verification
+    from megatron.analysis.verification.verify import Verification
 
     if not arguments.slack > 0:
         raise ValueError(f"--slack is {arguments.slack:g}; give a number above 0")

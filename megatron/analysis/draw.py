@@ -18,18 +18,18 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron.analysis import stats
-from megatron.analysis.earlier import fingerprint, remember, set_aside, unchanged
-from megatron.analysis.endings import remarks_on, unfinished
-from megatron.analysis.figures.material import Material
-from megatron.analysis.making import Made, Order, make_all
-from megatron.analysis.output_names import IMAGES, JUDGED, OPERANDS, QUICK, SAYS
+from megatron.analysis.cli.stats_command import CACHE_FOLDER
+from megatron.analysis.dump.run_endings import remarks_on, unfinished
+from megatron.analysis.dump.tensor_files import Problem
+from megatron.analysis.figures.figure_data import Material
+from megatron.analysis.outputs.names import IMAGES, JUDGED, OPERANDS, QUICK, SAYS
+from megatron.analysis.outputs.provenance import fingerprint, remember, set_aside, unchanged
+from megatron.analysis.outputs.render import Made, Order, make_all
 from megatron.analysis.quick import check_output, quick_analysis
 from megatron.analysis.stats.cache import ForeignCacheError, check_place
-from megatron.analysis.stats.pool import affordable
+from megatron.analysis.stats.executors import affordable
 from megatron.analysis.stats.result import REPEATED
-from megatron.analysis.stats_command import CACHE_FOLDER
 from megatron.analysis.store import TensorStore
-from megatron.analysis.tensor_files import Problem
 from megatron.fake_quant import get_format
 
 #: What is compared where nothing is asked for, besides the types of the dump.

@@ -20,19 +20,19 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from megatron.analysis.endings import alarm, unfinished
-from megatron.analysis.measure import Measurements, measure_dump
-from megatron.analysis.output import write_keeping
-from megatron.analysis.output_names import OPERANDS
+from megatron.analysis.dump.run_endings import alarm, unfinished
+from megatron.analysis.dump.tensor_files import Problem
+from megatron.analysis.outputs.atomic_write import write_keeping
+from megatron.analysis.outputs.names import OPERANDS
+from megatron.analysis.outputs.statistics_text import GROUPS, format_statistics
 from megatron.analysis.plots import plot_magnitude_histogram, plot_shares, plot_value_histogram
 from megatron.analysis.plots.shares import MOST
 from megatron.analysis.plots.style import ALARM, FAINT, RC, percent, short_count
 from megatron.analysis.plots.value_histogram import ALL
 from megatron.analysis.stats.histogram import Grid
 from megatron.analysis.stats.layout import PAIRWISE
-from megatron.analysis.stats_text import GROUPS, format_statistics
+from megatron.analysis.stats.measure import Measurements, measure_dump
 from megatron.analysis.store import TensorStore
-from megatron.analysis.tensor_files import Problem
 from megatron.analysis.text_table import shown
 
 PICTURE = "quick_analysis.png"

@@ -24,11 +24,11 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from megatron.analysis.codes import read_codes
-from megatron.analysis.folder_scan import scan
-from megatron.analysis.record_table import matching
-from megatron.analysis.shards import data_ranks, reassemble
-from megatron.analysis.tensor_files import Problem, UnreadableTensorError, read_tensor
+from megatron.analysis.dump.packed_codes import read_codes
+from megatron.analysis.dump.query import matching
+from megatron.analysis.dump.reassembly import data_ranks, reassemble
+from megatron.analysis.dump.scan import scan
+from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError, read_tensor
 from megatron.fake_quant.packing import QuantizedTensor
 
 #: What tells one logical tensor from another, besides the data-parallel rank.

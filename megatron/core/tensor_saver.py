@@ -1,238 +1,114 @@
-"""Collects the tensors that enter and leave the matmuls of linear and attention layers.
+"""The interface of the tensor collection for layers, schedules and trainers on megatron-core.
 
-A layer asks `capture(...)` at each forward pass: None means that nothing is collected now, and then
-the layer takes the wheel's own path; otherwise it shows its tensors to the `Capture`. The schedule
-moves the clock, so collection works under any trainer built on megatron-core. A trainer of ours
-calls `configure` with its flags and `close` at the end; under any other the environment switches
-collection on, TENSOR_SAVE_ENABLED=true and TENSOR_SAVE_DIR.
+Collection works under any trainer built on megatron-core, because our layers and our schedule call
+these functions. A trainer of ours calls `configure` with its flags and `close` at the end. Under
+any other trainer the environment switches collection on: TENSOR_SAVE_ENABLED=true, and
+TENSOR_SAVE_DIR for the folder.
 
-Tensors are copied at once, so that what is on disk is what the matmul saw, and written by threads.
-A write that fails stops the collection, says so once and lets training go on; the run card then
-says `failed`, and `close` returns the message, with which our trainer exits non-zero.
+The collection itself is `megatron.collection`, which needs no megatron-core. Added here is what
+only megatron-core knows: the coordinates of this rank and the modules of the model.
 """
 
-import atexit
-import logging
-import os
-import secrets
-import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron.core._ranks import from_all_ranks, from_first_rank, together
-from megatron.core._record_writer import check_writable
-from megatron.core.anomalies import Levels
-from megatron.core.capture import Capture
-from megatron.core.collection_clock import clock
-from megatron.core.collection_limits import gib
-from megatron.core.collection_plan import Planner
-from megatron.core.collection_settings import Settings, enabled_by_environment, read_settings
-from megatron.core.module_identity import ModuleIdentity
-from megatron.core.quantized_module import Quantized
-from megatron.core.saver import TensorSaver
-from megatron.core.selection import Selection
-from megatron.core.uninterrupted import uninterrupted
+from megatron.collection import session
+from megatron.collection.run_card import rank_coordinates
+from megatron.collection.session import (
+    capture,
+    close,
+    configured,
+    current,
+    enabled,
+    end_iteration,
+    finished,
+    flush,
+    observe,
+    save_tensor,
+    set_sample_idx,
+    settle,
+)
+from megatron.collection.settings import enabled_by_environment
+from megatron.core import parallel_state
+from megatron.core.low_precision.quantized_module import Quantized
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "begin_iteration",
+    "capture",
+    "check_reached",
+    "close",
+    "configure",
+    "configured",
+    "coordinates",
+    "current",
+    "enabled",
+    "enabled_by_environment",
+    "end_iteration",
+    "finished",
+    "flush",
+    "observe",
+    "save_tensor",
+    "set_sample_idx",
+    "settle",
+]
 
-UNNAMED = ModuleIdentity("", -1)  #: of a layer that stands in no model
+_GROUPS = {
+    "tp": "tensor_model_parallel",
+    "pp": "pipeline_model_parallel",
+    "dp": "data_parallel",
+    "cp": "context_parallel",
+    "ep": "expert_model_parallel",
+    "etp": "expert_tensor_parallel",
+}
 
 
-_saver: TensorSaver | None = None
-_configured = False
-_owner = 0  #: the process that collects
-_observed = 0  #: completed iterations whose numbers the trainer has told
+def coordinates() -> dict[str, int]:
+    """Return the rank of this process in each parallel group, and the sizes of the groups."""
+    if not parallel_state.model_parallel_is_initialized():
+        return rank_coordinates()
+    return rank_coordinates(
+        {
+            axis: (
+                getattr(parallel_state, f"get_{name}_rank")(),
+                getattr(parallel_state, f"get_{name}_world_size")(),
+            )
+            for axis, name in _GROUPS.items()
+        }
+    )
 
 
 def configure(
-    args: dict[str, Any] | None = None,
-    *,
-    save_tensors: bool = False,
-    save_dir: str | None = None,
-    control_iter: int | None = None,
-    iteration: int = 0,
-    quantization: list[dict[str, Any]] | None = None,
-    model: Sequence[torch.nn.Module] = (),
-    plan: bool = False,
-    levels: Levels | None = None,
-    **flags: Any,
+    args: dict[str, Any] | None = None, *, model: Sequence[torch.nn.Module] = (), **options: Any
 ) -> None:
     """Fix what this run collects; collective over all ranks once the process groups exist.
 
     Args:
-        args: the run's arguments, for the run card; `num_layers` bounds `collect_layers` and
+        args: arguments of the run, for the run card; `num_layers` bounds `collect_layers`, and
             `train_iters` the iterations.
-        save_tensors: or TENSOR_SAVE_ENABLED=true.
-        save_dir: used as it is; else TENSOR_SAVE_DIR, else
-            `enhanced_tensor_logs/<quantization type>`.
-        control_iter: iterations to collect, 0 for no end; 1, or all of `collect_iterations`.
-        iteration: iterations done before this run (it resumes a checkpoint).
-        quantization: what each matmul goes through, for the run card.
-        model: this rank's pipeline stages, so that a selection of modules that it does not have is
-            refused here; else that happens when training starts.
-        plan: write nothing, and count what would have been; see `collection_plan`.
-        levels: usual losses and gradient norms before `iteration`, from `Anomalies.levels`.
-        flags: `collect_layers` and so on, see `Selection.parse`, `Limits.parse`,
-            `RingSettings.parse` and `FlagFile.parse`.
+        model: pipeline stages of this rank, so that a selection of modules that the model does not
+            have is refused here; otherwise it is refused when training starts.
+        options: the further arguments of `megatron.collection.session.configure`.
 
     Raises:
-        ValueError: what the user can mend, on all ranks alike whichever rank met it.
+        ValueError: a mistake of the user, raised on all ranks whichever rank found it.
     """
-    global _saver, _configured, _observed, _owner
-    close()
-    _configured, _observed = True, 0
-    clock.reset(iteration)
-    args = {} if args is None else args
-
-    def settings() -> Settings | None:
-        if not (plan or save_tensors or enabled_by_environment()):
-            return None
-        found = read_settings(args, save_dir, control_iter, iteration, flags)
-        if not plan:
-            check_writable(found.directory)
-        return found
-
-    wanted = together(settings)
-    _check_alike(wanted is not None)
-    if wanted is None:
-        return
-    _owner = os.getpid()
-    atexit.register(close_at_exit)
-    if from_all_ranks(bool(model))[0]:
-        _check_reached(wanted.selection, model)
-    run_id = from_first_rank(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(3)}")
-    if plan:
-        _saver = Planner(wanted, run_id)
-        return
-    with uninterrupted:  # else a run card could be left that nobody closes
-        _saver = together(
-            lambda: TensorSaver.start(
-                wanted, run_id, args, levels=levels, quantization=quantization
-            )
-        )
-    if _saver.is_first:
-        logger.info("saving tensors to %s (run %s)", wanted.directory, run_id)
-
-
-def _check_alike(enabled: bool) -> None:
-    answers = from_all_ranks(enabled)
-    if len(set(answers)) > 1:
-        ranks = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer)
-        raise ValueError(
-            f"saving tensors is switched on on rank(s) {ranks} of {len(answers)} only; give "
-            "--save-tensors, or set TENSOR_SAVE_ENABLED alike on every machine"
-        )
-
-
-def configured() -> bool:
-    """Whether a trainer has called `configure`."""
-    return _configured
+    modules = _modules(model) if model else None
+    session.configure(args, modules=modules, coordinates=coordinates(), **options)
 
 
 def begin_iteration() -> None:
-    """The schedule starts a training iteration.
-
-    Configures from the environment under a trainer that never did.
-    """
-    if not _configured:
+    """Start a training iteration; configure from the environment if no trainer has configured."""
+    if not session.configured():
         configure()
-    clock.iteration += 1
-    if _saver is not None:
-        if _saver.has_ring and clock.completed > _observed:
-            raise ValueError(
-                "a ring of iterations (collect_ring) waits for this trainer to say what an "
-                "iteration came to; call megatron.core.tensor_saver.observe(loss, grad_norm) after "
-                "each, or leave collect_ring out"
-            )
-        with uninterrupted:
-            _saver.begin_iteration()
-
-
-def end_iteration() -> None:
-    """The schedule has finished a training iteration."""
-    clock.completed += 1
-    clock.micro_batch = None
-    if _saver is not None:
-        _saver.end_iteration()
-
-
-def observe(loss: float | None, grad_norm: float | None) -> str | None:
-    """The trainer says what an iteration came to; a ring of iterations is kept if that is unusual.
-
-    Args:
-        loss: the same on every rank, as is `grad_norm`; None: not known.
-        grad_norm: None also where it is of no meaning, as in an iteration that a loss scaler skips.
-
-    Returns:
-        A line on what happened, if the ring was to be kept; on every rank, or on none.
-    """
-    global _observed
-    _observed = clock.completed
-    with uninterrupted:
-        return None if _saver is None else _saver.observe(loss, grad_norm)
-
-
-def flush() -> None:
-    """Wait until everything collected is on disk, or the writing has failed."""
-    if _saver is not None:
-        _saver.outcome()
-
-
-def set_sample_idx(sample_idx: int) -> None:
-    """The trainer says which sample the micro-batch under way begins with; else it is null."""
-    if clock.micro_batch is not None:
-        clock.micro_batch.sample_idx = sample_idx
-
-
-def capture(identity: ModuleIdentity | None, layer_type: str) -> Capture | None:
-    """A layer's way in: None if nothing of it is collected now."""
-    identity = identity or UNNAMED
-    if _saver is None or not _saver.wants(identity, layer_type):
-        return None
-    return Capture(_saver, identity, layer_type)
-
-
-def save_tensor(
-    tensor: torch.Tensor, tensor_name: str, *, layer_type: str, dims: str, **how: Any
-) -> None:
-    """Save one tensor from code outside of our layers, if something is being collected now.
-
-    Args:
-        tensor: what to save.
-        tensor_name: one of `megatron.tensor_record.TENSOR_NAMES[layer_type]`.
-        layer_type: attention or linear.
-        dims: see `Capture.save`, as for the further arguments.
-        how: `identity`, the layer's `ModuleIdentity`, and the keywords of `Capture.save`.
-    """
-    if (found := capture(how.pop("identity", None), layer_type)) is not None:
-        found.save(tensor_name, tensor, dims=dims, **how)
-
-
-def enabled() -> bool:
-    """Whether this run collects at all."""
-    return _saver is not None
-
-
-def current() -> TensorSaver | None:
-    """This rank's collection, if the run collects."""
-    return _saver
-
-
-def finished() -> str | None:
-    """Why training can stop, once as many iterations as `control_iter` says are collected; the same
-    on every rank.
-    """
-    if _saver is None or not _saver.complete:
-        return None
-    return f"the tensors of {_saver.collected} iteration(s) are collected (--control-iter)"
+    session.begin_iteration()
 
 
 def check_reached(model: Sequence[torch.nn.Module]) -> None:
-    """Refuse a selection that names what the model does not have; collective where the run
-    collects.
+    """Refuse a selection that names what the model does not have.
+
+    The check is collective over all ranks if the run collects.
 
     Args:
         model: the pipeline stages of this rank.
@@ -240,59 +116,13 @@ def check_reached(model: Sequence[torch.nn.Module]) -> None:
     Raises:
         ValueError: on all ranks alike.
     """
-    if _saver is not None:
-        _check_reached(_saver.settings.selection, model)
+    session.check_reached(_modules(model))
 
 
-def _check_reached(selection: Selection, model: Sequence[torch.nn.Module]) -> None:
-    own = [
+def _modules(model: Sequence[torch.nn.Module]) -> list[session.NamedTensors]:
+    return [
         (module.identity, module.tensor_names())
         for chunk in model
         for module in chunk.modules()
         if isinstance(module, Quantized) and module.identity is not None
     ]
-    selection.check_reached(each for part in from_all_ranks(own) for each in part)
-
-
-def settle() -> list[str]:
-    """Gather how every rank fared, for the run card; collective, at the end of a run that went well
-    where the run collects.
-
-    Returns:
-        A line for each rank that reached a limit.
-    """
-    if _saver is None:
-        return []
-    # In turns: no rank waits in a collective for as long as another's disk may take.
-    while not all(from_all_ranks(_saver.settled(_saver.settings.turn))):
-        pass
-    _saver.ranks = from_all_ranks(_saver.outcome())
-    return [
-        f"{rank['limit']}; dropped were {rank['dropped_tensors']} tensors, "
-        f"{gib(rank['dropped_bytes'])}"
-        for rank in _saver.ranks
-        if rank["limit"]
-    ]
-
-
-def close(aborted: str | None = None, *, interrupted: bool = False) -> str | None:
-    """End the collection; returns what went wrong with it on this rank, after `settle` on any of
-    them, or None.
-
-    Args:
-        aborted: why the training ended before its time, for the run card; a ring is written then.
-        interrupted: it was told to end: there is nothing in the ring to look at.
-    """
-    global _saver
-    with uninterrupted:
-        saver, _saver = _saver, None
-        return None if saver is None else saver.close(aborted, interrupted=interrupted)
-
-
-def close_at_exit() -> None:
-    """Of a trainer that never closes: whatever waits is written before Python ends."""
-    if os.getpid() != _owner:  # a process forked from here, without the writer's threads
-        return
-    error = getattr(sys, "last_value", None)  # what Python has just printed the traceback of
-    why = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
-    close(why, interrupted=not isinstance(error, Exception))

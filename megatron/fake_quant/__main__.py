@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 from megatron.console import ArgumentParser, run_main
-from megatron.fake_quant import about, code_table, describe, names
+from megatron.fake_quant import names
 from megatron.fake_quant.formats import FORMATS, Cast
+from megatron.fake_quant.inspect import code_point_table, format_report, format_table
 from megatron.fake_quant.names import get_format
 
 
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 def _draw(chosen: list[str], output: Path) -> str:
     """Write the picture; returns what to tell."""
     try:
-        from megatron.fake_quant.plots.value_grids import picture
+        from megatron.fake_quant.inspect.value_grids import picture
     except ModuleNotFoundError as error:
         raise ValueError(
             f"picture needs {error.name}, which is not installed; pip install matplotlib"
@@ -85,13 +86,13 @@ def _draw(chosen: list[str], output: Path) -> str:
 def _answer(arguments: argparse.Namespace) -> str:
     """What the command prints."""
     if arguments.command == "list":
-        return describe.markdown(map(get_format, arguments.format or FORMATS))
+        return format_table.markdown(map(get_format, arguments.format or FORMATS))
     if arguments.command == "picture":
         return _draw(arguments.format, arguments.output)
     fmt = get_format(arguments.format)
     if arguments.command == "describe":
-        return about.describe(fmt)
-    return code_table.as_csv(fmt) if arguments.csv else code_table.markdown(fmt)
+        return format_report.describe(fmt)
+    return code_point_table.as_csv(fmt) if arguments.csv else code_point_table.markdown(fmt)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -21,9 +21,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import fused, operators
-from megatron.fake_quant.dtypes import check_tensor
+from megatron.fake_quant import operators
+from megatron.fake_quant.fused import dispatch
 from megatron.fake_quant.reference import store
+from megatron.fake_quant.rounding import check_tensor
 
 #: Of TransformerEngine's NVFP4 recipe.
 NVFP4_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -120,7 +121,7 @@ def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Ten
     factor = float(torch.tensor(1 / math.sqrt(transform.size)))  # rounded to float32
     if x.numel() == 0:
         return torch.empty_like(x)
-    if (kernel := fused.find_rotation(x)) is not None:
+    if (kernel := dispatch.find_rotation(x)) is not None:
         return kernel(x, matrix, factor, axis % x.ndim)
     blocks = torch.unflatten(x.float().movedim(axis, -1), -1, (-1, transform.size))
     matrix = matrix.to(x.device)

@@ -28,8 +28,8 @@ scale. Beyond 7 * 49152 the group's largest values saturate.
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.element import BIAS, MANTISSA_BITS, power_of_two_bits
 from megatron.fake_quant.formats import ElementFormat, GroupScaling
+from megatron.fake_quant.rounding import BIAS, MANTISSA_BITS, power_of_two_bits
 from megatron.fake_quant.scales import Scales
 
 NAN_BYTE = 255

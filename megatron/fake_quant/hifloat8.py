@@ -58,7 +58,9 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.element import (
+from megatron.fake_quant.formats import HiFloat8, Rounding
+from megatron.fake_quant.random_bits import RANDOM_BITS
+from megatron.fake_quant.rounding import (
     BIAS,
     INFINITY,
     MAGNITUDE,
@@ -66,8 +68,6 @@ from megatron.fake_quant.element import (
     SIGN,
     power_of_two_bits,
 )
-from megatron.fake_quant.formats import HiFloat8, Rounding
-from megatron.fake_quant.random_bits import RANDOM_BITS
 
 LARGEST_EXPONENT = 15
 SMALLEST_EXPONENT = -22

@@ -24,9 +24,9 @@ Note for tensor parallelism: a is taken over what `fake_quantize` is given, a sh
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.codes import decode, encode
-from megatron.fake_quant.element import round_to
+from megatron.fake_quant.code_points import decode, encode
 from megatron.fake_quant.formats import E2M1, E4M3, ElementFormat, TwoLevelScaling
+from megatron.fake_quant.rounding import round_to
 from megatron.fake_quant.scales import Scales
 from megatron.fake_quant.tensor_scale import FLOAT32_MAX, divide_by, finite_amax
 

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import fused, random_bits, reference
-from megatron.fake_quant.dtypes import check_tensor
+from megatron.fake_quant import random_bits, reference
+from megatron.fake_quant.block_layout import Layout
 from megatron.fake_quant.format_text import from_text
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.layout import Layout
-from megatron.fake_quant.parts import (
+from megatron.fake_quant.fused import dispatch
+from megatron.fake_quant.packing_parts import (
     Parts,
     check_values,
     empty_parts,
@@ -39,6 +39,7 @@ from megatron.fake_quant.parts import (
     packed,
     unpacked,
 )
+from megatron.fake_quant.rounding import check_tensor
 
 NAMESPACE = "megatron_fake_quant"
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -63,7 +64,7 @@ def is_direct(x: Tensor) -> bool:
 
 def compute(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Tensor:
     """Quantize and dequantize a non-empty tensor with the fastest available kernel."""
-    return (fused.find(x, fmt) or reference.fake_quantize)(x, fmt, layout, seed)
+    return (dispatch.find(x, fmt) or reference.fake_quantize)(x, fmt, layout, seed)
 
 
 # Seeds

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import operators
+from megatron.fake_quant.block_layout import Layout
 from megatron.fake_quant.format_text import to_text
 from megatron.fake_quant.formats import Format
-from megatron.fake_quant.layout import Layout
 from megatron.fake_quant.operators import is_direct
-from megatron.fake_quant.parts import check_values, has_blocks, has_whole, packed, unpacked
+from megatron.fake_quant.packing_parts import check_values, has_blocks, has_whole, packed, unpacked
 from megatron.fake_quant.quantize import checked, seed_for, seeds_for
 from megatron.fake_quant.scales import Scales
 

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import operators
-from megatron.fake_quant.dtypes import check_tensor
+from megatron.fake_quant.block_layout import Layout
 from megatron.fake_quant.format_text import to_text
 from megatron.fake_quant.formats import FORMATS, Format
-from megatron.fake_quant.layout import Layout
 from megatron.fake_quant.names import get_format
 from megatron.fake_quant.operators import compute, is_direct
 from megatron.fake_quant.random_bits import draw_seed
+from megatron.fake_quant.rounding import check_tensor
 
 
 def fake_quantize(

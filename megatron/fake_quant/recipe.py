@@ -33,7 +33,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron.bounded_files import printable
-from megatron.fake_quant.recipe_config import Config, parse_config
+from megatron.fake_quant.recipe_operands import Config, parse_config
 from megatron.fake_quant.recipe_yaml import Node, RecipeError, load_yaml
 
 _MATCHER_KEYS = ("config", "type", "pattern", "enabled", "layers", "iterations")

@@ -9,8 +9,8 @@ of summation: the result is the same on every device.
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import block, hifloat4, nvfp4, tensor_scale
-from megatron.fake_quant.element import round_to
+from megatron.fake_quant import hifloat4, mx, nvfp4, tensor_scale
+from megatron.fake_quant.block_layout import Layout
 from megatron.fake_quant.formats import (
     BlockScaling,
     Cast,
@@ -21,13 +21,13 @@ from megatron.fake_quant.formats import (
     TwoLevelScaling,
 )
 from megatron.fake_quant.hifloat8 import round_to_hifloat8
-from megatron.fake_quant.layout import Layout
 from megatron.fake_quant.random_bits import random_bits
+from megatron.fake_quant.rounding import round_to
 from megatron.fake_quant.scales import Scales
 
 #: Each scaling has a module with `scale_down` and `scale_up`.
 _SCALINGS = {
-    BlockScaling: block,
+    BlockScaling: mx,
     TwoLevelScaling: nvfp4,
     GroupScaling: hifloat4,
     TensorScaling: tensor_scale,

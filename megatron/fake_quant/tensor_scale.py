@@ -16,8 +16,8 @@ scale of the others; Transformer Engine takes 1 for the scale where it meets an 
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.element import INFINITY, MAGNITUDE
 from megatron.fake_quant.formats import Element, TensorScaling
+from megatron.fake_quant.rounding import INFINITY, MAGNITUDE
 from megatron.fake_quant.scales import Scales
 
 SMALLEST_NORMAL, FLOAT32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max

@@ -8,24 +8,24 @@ from typing import Any
 
 import torch
 
+from megatron.collection.limits import gib
+from megatron.collection.plan import Planner, make_plan, planned_iterations
+from megatron.collection.plan_report import report
+from megatron.collection.settings import Settings, read_settings
+from megatron.collection.training_clock import clock
 from megatron.core import tensor_saver
-from megatron.core.collection_clock import clock
-from megatron.core.collection_limits import gib
-from megatron.core.collection_plan import Planner, make_plan, planned_iterations
-from megatron.core.collection_settings import Settings, read_settings
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_num_microbatches,
 )
-from megatron.core.plan_report import report
-from megatron.training import data
-from megatron.training.batch import forward_step
+from megatron.training.arguments.validation import Run
 from megatron.training.collection_options import CollectionOptions
+from megatron.training.data import datasets
+from megatron.training.data.batch import forward_step
 from megatron.training.errors import RunError, UserError
 from megatron.training.logging import Progress
-from megatron.training.report import print_rank_0
+from megatron.training.printing import print_rank_0
 from megatron.training.train_step import Step, Trained, run_schedule
-from megatron.training.validation import Run
 
 #: Further ones that a run has no use for without a collection.
 OTHERS = {"control_iter": None, "tensor_save_dir": None}
@@ -128,10 +128,10 @@ def print_plan(
             "--train-iters"
         )
     clock.reset(iterations[0] - 1)
-    batches = data.micro_batches(
+    batches = datasets.micro_batches(
         args,
         dataset,
-        total=data.split_sizes(args)["train"],
+        total=datasets.split_sizes(args)["train"],
         consumed=progress.consumed_train_samples,
     )
     for chunk in trained.model:

@@ -1,12 +1,12 @@
 """Flags of the tensor collection. What they accept is with those who read them, see
-`megatron.core.collection_settings`.
+`megatron.collection.settings`.
 """
 
 # ruff: noqa: RUF009  (`option` is a dataclass field)
 
 from dataclasses import dataclass
 
-from megatron.training.option_fields import option
+from megatron.training.arguments.option_fields import option
 
 
 @dataclass(kw_only=True)

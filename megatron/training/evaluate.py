@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.training.data import MicroBatches
-from megatron.training.report import print_rank_last
+from megatron.training.arguments.validation import Run
+from megatron.training.data.datasets import MicroBatches
+from megatron.training.printing import print_rank_last
 from megatron.training.train_step import run_schedule, whole_weights
-from megatron.training.validation import Run
 
 
 def evaluate(

@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 from megatron.core.timers import Timers
 from megatron.training import device
 from megatron.training.errors import UserError
-from megatron.training.report import print_rank_0
+from megatron.training.printing import print_rank_0
 
 OPEN_FILES = 128  #: files that one rank opens; 90 to 99 were measured with one and two ranks
 OPEN_FILES_PER_RANK = 4  #: sockets of gloo's groups; four ranks took 7 more than two

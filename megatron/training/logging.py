@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.core.anomalies import Levels
+from megatron.collection.loss_spikes import Levels
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training.flops import flops_per_token
-from megatron.training.report import is_last_rank, stamp
+from megatron.training.printing import is_last_rank, stamp
 from megatron.training.train_step import Step
 
 

@@ -7,19 +7,20 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from megatron.collection.loss_spikes import Anomalies, Jumps
 from megatron.core import tensor_saver
-from megatron.core.anomalies import Anomalies, Jumps
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     update_num_microbatches,
 )
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.timers import Timers
-from megatron.training import data
-from megatron.training.batch import forward_step
-from megatron.training.checkpoint_files import resumes_in_place
-from megatron.training.checkpointing import save_checkpoint
+from megatron.training.arguments.validation import Run
+from megatron.training.checkpointing.files import resumes_in_place
+from megatron.training.checkpointing.save_load import save_checkpoint
 from megatron.training.collection import report_anomaly
+from megatron.training.data import datasets as data
+from megatron.training.data.batch import forward_step
 from megatron.training.errors import RunError
 from megatron.training.evaluate import evaluate, print_evaluation
 from megatron.training.hf.writing import save_weights
@@ -32,9 +33,8 @@ from megatron.training.logging import (
     scalars,
 )
 from megatron.training.params_norm import params_norm
-from megatron.training.report import print_rank_0, print_rank_last, stamp
+from megatron.training.printing import print_rank_0, print_rank_last, stamp
 from megatron.training.train_step import Step, Trained, train_step, whole_weights
-from megatron.training.validation import Run
 
 
 class Loop:

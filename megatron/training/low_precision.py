@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron.core import audit, recipe_check, tensor_saver
+from megatron.core import tensor_saver
+from megatron.core.low_precision import matmul_audit, recipe_check
 from megatron.fake_quant import policy
 from megatron.training.errors import UserError
 
@@ -84,14 +85,14 @@ def audit_model(
     starts = [first, *(each for each in changes if first < each <= args.train_iters)]
     lines, card = [], []
     for start in starts:
-        found = audit.of_whole_model(chunks, args.seq_length, start)
-        share, table = audit.share(found), audit.table(found)
+        found = matmul_audit.of_whole_model(chunks, args.seq_length, start)
+        share, table = matmul_audit.share(found), matmul_audit.table(found)
         when = f"from iteration {start} on, " if len(starts) > 1 else ""
         lines.append(
             f"{when}matmuls in low precision: {100 * share:.4g}% of the FLOPs of all matmuls"
         )
         lines += [f"  {line}" for line in table]
-        structured = audit.for_card(found)
+        structured = matmul_audit.for_card(found)
         card.append(
             {
                 "iteration": start,

@@ -64,9 +64,9 @@ def _run(argv: Sequence[str] | None) -> int:
 
         device.prepare()
 
-        from megatron.training.arguments import parse_args
+        from megatron.training.arguments.parse_args import parse_args
         from megatron.training.initialize import finalize
-        from megatron.training.report import Log, finish_log
+        from megatron.training.printing import Log, finish_log
         from megatron.training.training import pretrain
 
     with contextlib.redirect_stdout(Log(sys.stdout)):  # megatron-core prints as well

@@ -19,9 +19,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.context_parallel import COMM_TYPE
 from megatron.core.transformer.module import Float16Module
 from megatron.training import device
+from megatron.training.arguments.validation import Run
 from megatron.training.errors import UserError
-from megatron.training.report import print_rank_0
-from megatron.training.validation import Run
+from megatron.training.printing import print_rank_0
 
 
 def check_buildable(args: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from megatron.collection.deferred_signals import signals_deferred
 from megatron.training.errors import Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -60,8 +61,5 @@ def interruptible() -> Iterator[None]:
 
 
 def _interrupt(error: Interrupted) -> None:
-    """Raise `error` as soon as may be."""
-    core = sys.modules.get("megatron.core.uninterrupted")
-    if core is None:  # megatron-core is not imported yet, and takes seconds
-        raise error
-    core.uninterrupted.interrupt(error)
+    """Raise `error` now, or at the end of a step of the collection that must be finished."""
+    signals_deferred.interrupt(error)

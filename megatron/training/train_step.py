@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.attention_logits import take_max_attention_logit
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.training.batch import average_losses
-from megatron.training.data import MicroBatches
+from megatron.core.transformer.attention_logits import take_max_attention_logit
+from megatron.training.arguments.validation import Run
+from megatron.training.data.batch import average_losses
+from megatron.training.data.datasets import MicroBatches
 from megatron.training.expert_losses import expert_losses
-from megatron.training.validation import Run
 
 
 @dataclass

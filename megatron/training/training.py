@@ -3,9 +3,10 @@
 from megatron.core import tensor_saver
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.fake_quant import policy
-from megatron.training import data, model
-from megatron.training.checkpoint_files import check_save_directory
-from megatron.training.checkpointing import load_checkpoint
+from megatron.training import model
+from megatron.training.arguments.validation import Run
+from megatron.training.checkpointing.files import check_save_directory
+from megatron.training.checkpointing.save_load import load_checkpoint
 from megatron.training.collection import (
     check_collection,
     close_collection,
@@ -13,6 +14,8 @@ from megatron.training.collection import (
     print_plan,
     report_collection,
 )
+from megatron.training.data import datasets as data
+from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.errors import RunError, UserError
 from megatron.training.hf.convert import convert
 from megatron.training.hf.flags import check_vocabulary, converts, name_special_tokens
@@ -23,10 +26,8 @@ from megatron.training.initialize import initialize
 from megatron.training.logging import TensorBoard, event_folder_problem
 from megatron.training.loop import Loop
 from megatron.training.low_precision import audit_model, configure_formats
-from megatron.training.report import print_rank_0
-from megatron.training.tokenizer import build_tokenizer
+from megatron.training.printing import print_rank_0
 from megatron.training.train_step import Trained
-from megatron.training.validation import Run
 
 
 def pretrain(run: Run) -> None:

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from configs.announce import announce
 from configs.chosen_type import chosen_type
 from configs.datasets import DATASETS
+from configs.lookup import ConfigError
 from configs.models import MODELS
-from configs.names import ConfigError
 from configs.resolve import (
     DataRequest,
     Files,

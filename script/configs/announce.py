@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from configs.collection_size import Size, collection_size
-from configs.names import ConfigError
+from configs.lookup import ConfigError
 from configs.resolve import say
 
 LARGE = 10_000_000_000  #: bytes of all types together; above this --yes or a limit is required

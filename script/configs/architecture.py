@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from configs.names import number
+from configs.lookup import number
 
 
 @dataclass(frozen=True, kw_only=True)

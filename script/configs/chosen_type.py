@@ -11,7 +11,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 
-from configs.names import ConfigError
+from configs.lookup import ConfigError
 from configs.quantizations import AS_SET, UNQUANTIZED, accepted
 from configs.resolve import FOREIGN_LEFT_OUT, REPO, say
 from configs.run_names import of_operations, settings_file

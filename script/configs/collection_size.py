@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from configs.names import ConfigError, last_value
+from configs.lookup import ConfigError, last_value
 from configs.resolve import REPO
 
 FILE_OVERHEAD = 2460  #: bytes per file besides the values: the record and torch's archive

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from configs.layout import UNEVEN_STAGES, Launch, Layout, check_model, check_ranks
+from configs.lookup import ConfigError, last_value, number
 from configs.models import Preset
-from configs.names import ConfigError, last_value, number
+from configs.parallelism import UNEVEN_STAGES, Launch, Layout, check_model, check_ranks
 from configs.resolve import REPO, Files, say, tokenizer_type
 from configs.trainings import OPTIMIZER, Schedule
 

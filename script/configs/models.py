@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from configs.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Yarn
-from configs.layout import Layout
+from configs.parallelism import Layout
 
 PRESETS = ("full", "tiny")
 

@@ -9,8 +9,8 @@ from typing import NoReturn
 
 from configs.command import PRECISIONS
 from configs.datasets import DATASETS
+from configs.lookup import ConfigError
 from configs.models import MODELS
-from configs.names import ConfigError
 from configs.trainings import TRAININGS
 from megatron.console import ArgumentParser, hyphenated
 

@@ -18,7 +18,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from configs.names import ConfigError, MissingFile
+from configs.lookup import ConfigError, MissingFile
 
 REPO = Path(__file__).resolve().parents[2]
 MISSING_SAID = "LAB_MISSING_SAID"  #: set by script/driver.sh after it named the missing files
@@ -177,7 +177,7 @@ def make_corpus(python: str) -> Files:
 
 
 def tokenizer_type(path: str) -> str:
-    """Return Megatron-LM's name for what is at `path`, as `megatron.training.tokenizer` does.
+    """Return Megatron-LM's name for what is at `path`, as `megatron.training.data.tokenizer` does.
 
     Raises:
         MissingFile: a folder without a tokenizer, or with several.

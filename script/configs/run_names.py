@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.names import ConfigError, last_value
+from configs.lookup import ConfigError, last_value
 from configs.quantizations import AS_SET, accepted
 from configs.resolve import FOREIGN_LEFT_OUT, REPO, say
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from configs.datasets import DATASETS
+from configs.lookup import ConfigError
 from configs.models import MODELS
-from configs.names import ConfigError
 from configs.quantizations import QUANTIZATIONS, describe
 from configs.resolve import REPO
 

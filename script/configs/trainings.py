@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from configs.names import number
+from configs.lookup import number
 
 
 @dataclass(frozen=True, kw_only=True)

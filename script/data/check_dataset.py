@@ -36,7 +36,7 @@ def check_and_report(options: argparse.Namespace) -> int:
 def _tokenizer(options: argparse.Namespace) -> Any:
     if options.tokenizer_model is None and options.tokenizer_type is None:
         return None
-    from megatron.training.tokenizer import build_tokenizer
+    from megatron.training.data.tokenizer import build_tokenizer
 
     return build_tokenizer(options.tokenizer_type, options.tokenizer_model, options.vocab_size)
 
@@ -48,8 +48,8 @@ def inspect(prefix: str, tokenizer: Any = None) -> tuple[str, list[str]]:
         ValueError: if the index cannot be read at all.
         FileNotFoundError: if the index or the token file is missing.
     """
-    from megatron.training.indexed_data import read_header
-    from megatron.training.manifest import check_fits, read_manifest
+    from megatron.training.data.indexed_data import read_header
+    from megatron.training.data.manifest import check_fits, read_manifest
 
     manifest = read_manifest(prefix)
     problems: list[str] = []

@@ -87,7 +87,7 @@ class Encoder:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not")
             from megatron.core.datasets.indexed_dataset import DType
-            from megatron.training.tokenizer import batch_encoder, build_tokenizer
+            from megatron.training.data.tokenizer import batch_encoder, build_tokenizer
 
         self.settings = settings
         self.tokenizer = build_tokenizer(

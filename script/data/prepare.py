@@ -92,7 +92,7 @@ def _tokenizer(options: argparse.Namespace, home: Path) -> Path | None:
         )
     if options.input is None:
         sys.path.insert(0, str(REPO))
-        from megatron.training.tokenizer import build_tokenizer
+        from megatron.training.data.tokenizer import build_tokenizer
 
         build_tokenizer(kind, model, options.vocab_size)
     return model

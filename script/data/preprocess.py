@@ -48,7 +48,7 @@ from progress import DamagedStateError, Progress
 from readers import read_file
 
 if TYPE_CHECKING:
-    from megatron.training.manifest import Manifest
+    from megatron.training.data.manifest import Manifest
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -109,7 +109,7 @@ def preprocess(settings: Settings) -> dict[str, Manifest]:
     settings = dataclasses.replace(settings, input=expand(settings))
     check(settings)
     Encoder.shared = encoder = Encoder(settings)
-    from megatron.training.manifest import TokenizerRecord
+    from megatron.training.data.manifest import TokenizerRecord
 
     record = TokenizerRecord.of(encoder.tokenizer)
     settings.output_prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ def _write(settings: Settings, progress: Progress) -> None:
 
 
 def _manifest(settings: Settings, progress: Progress, key: str, record: object) -> Manifest:
-    from megatron.training.manifest import Manifest
+    from megatron.training.data.manifest import Manifest
 
     count = progress.mark.counts[key]
     return Manifest(

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO, TextIO
 from batch import Position
 from documents import Settings, Tokens
 from index_file import LENGTH_BYTES, write_index
-from mark import Count, Mark, identity
+from resume_point import Count, Mark, identity
 
 COMMIT_SECONDS = 30.0
 STATE_LIMIT = 256 << 20  # largest progress.json in bytes; it lists every input file

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from megatron.analysis import draw as drawing
-from megatron.analysis import making
 from megatron.analysis.__main__ import main
 from megatron.analysis.figures.deviations import relative_distance
-from megatron.analysis.figures.material import Material, short_module
-from megatron.analysis.output_names import SAYS
-from megatron.analysis.outputs import OUTPUTS
+from megatron.analysis.figures.figure_data import Material, short_module
+from megatron.analysis.outputs import render
+from megatron.analysis.outputs.names import SAYS
+from megatron.analysis.outputs.registry import OUTPUTS
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize
-from tests.analysis.drawing import FORMATS, write_two_types
 from tests.analysis.fake_dump import write_dump
+from tests.analysis.figures.drawing import FORMATS, write_two_types
 
 PNG = b"\x89PNG\r\n\x1a\n"
 FIGURES = {
@@ -57,7 +57,7 @@ def drawn(dump, tmp_path_factory):
     """Everything of the dump, small; and what `draw` says."""
     output = tmp_path_factory.mktemp("draw")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(making, "DPI", 40)
+        patch.setattr(render, "DPI", 40)
         everything = [name for name in SAYS if name != "report"]
         return output, drawing.draw(dump, output, formats=FORMATS, figures=everything)
 
@@ -90,7 +90,7 @@ def test_every_output_is_there_and_nothing_else(drawn):
 
 
 def test_one_process_makes_the_same_bytes_as_several(dump, drawn, monkeypatch, tmp_path):
-    monkeypatch.setattr(making, "DPI", 40)
+    monkeypatch.setattr(render, "DPI", 40)
     some = ["quick", "gradients", "global_statistics"]
     one = drawing.draw(dump, tmp_path, formats=FORMATS, figures=some, workers=1)
     assert len(one.files) == 2 + len(FIGURES["gradients"]) + 2
@@ -126,7 +126,7 @@ def test_a_disk_that_takes_nothing_is_an_error_and_no_missing_figure(
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(making, "write", full)
+    monkeypatch.setattr(render, "write", full)
     options = ["--output-dir", str(tmp_path), "--figures", "statistics", "gradients"]
     assert main(["draw", str(dump), *options, "--formats", "mxfp8"]) == 2
     assert "No space left on device" in capsys.readouterr().err

@@ -10,22 +10,22 @@ import pytest
 import torch
 
 from megatron.analysis.__main__ import main
-from megatron.analysis.cautions import find_cautions, material_cautions
-from megatron.analysis.endings import NO_END, ending
+from megatron.analysis.diagnostics import find_cautions, material_cautions
+from megatron.analysis.dump.run_endings import NO_END, ending
 from megatron.analysis.figures import attention, blocks, heatmaps, quantization
-from megatron.analysis.figures.material import Material, NothingToDrawError, median_of
-from megatron.analysis.measure import measure_dump
+from megatron.analysis.figures.figure_data import Material, NothingToDrawError, median_of
 from megatron.analysis.plots.block_map import scale_ticks
 from megatron.analysis.quick import draw, quick_analysis
 from megatron.analysis.report.content import content
 from megatron.analysis.stats import compute
 from megatron.analysis.stats.export import summary
 from megatron.analysis.stats.layout import is_operand
+from megatron.analysis.stats.measure import measure_dump
 from megatron.analysis.store import TensorStore
-from megatron.analysis.verify import Verification
+from megatron.analysis.verification.verify import Verification
 from megatron.tensor_record import run_card_name
-from tests.analysis.drawing import FORMATS, RUNS, write_two_types
 from tests.analysis.fake_dump import LAYER, records, values, write_dump, write_tensor
+from tests.analysis.figures.drawing import FORMATS, RUNS, write_two_types
 
 OPERANDS = {
     "qkv input", "qkv weight", "qkv grad_output", "core query", "core key", "core value",

@@ -6,8 +6,8 @@ import pytest
 import torch
 from matplotlib.patches import StepPatch
 
-from megatron.analysis.measure import measure_dump
 from megatron.analysis.quick import draw, histogram_data, magnitude_data, quick_analysis
+from megatron.analysis.stats.measure import measure_dump
 from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import LAYER, records, write_dump, write_tensor
 

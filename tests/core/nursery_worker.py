@@ -24,12 +24,12 @@ import megatron.cpu_backend
 
 megatron.cpu_backend.activate()
 
+from megatron.collection.module_identity import ModuleIdentity  # noqa: E402
+from megatron.collection.training_clock import MicroBatch, clock  # noqa: E402
 from megatron.core import tensor_saver  # noqa: E402  needs the backend
-from megatron.core.collection_clock import MicroBatch, clock  # noqa: E402
-from megatron.core.module_identity import ModuleIdentity  # noqa: E402
 from megatron.training.errors import Interrupted  # noqa: E402
 from megatron.training.signals import interruptible  # noqa: E402
-from tests.core import pieces  # noqa: E402
+from tests.collection import pieces  # noqa: E402
 
 ITERATIONS, MICRO_BATCHES, LAYERS = 4, 2, 8
 TENSORS = ITERATIONS * MICRO_BATCHES * LAYERS

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megatron.analysis.store import TensorStore
-from megatron.core.collection_limits import OVERHEAD
+from megatron.collection.limits import OVERHEAD
 from megatron.fake_quant import dequantize, fake_quantize
 from megatron.fake_quant.gemm import SLOTS
-from megatron.fake_quant.recipe_config import GEMMS
+from megatron.fake_quant.recipe_operands import GEMMS
 from megatron.tensor_record import CODES, ON_REQUEST, TENSOR_NAMES
-from tests.analysis.verifying import count, verify
+from tests.analysis.verification.verifying import count, verify
 from tests.core.test_collection import collect, pick
 
 RECIPE = """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.capture import global_shape, over_context
+from megatron.collection.capture import global_shape, over_context
 from tests import forks
 from tests.core.test_collection import PER_LAYER, collect, pick
 from tests.subprocesses import REPO, environment

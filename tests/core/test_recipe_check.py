@@ -9,7 +9,7 @@ from tests import forks
 from tests.subprocesses import REPO, environment
 
 PLACES = """
-from megatron.core.recipe_check import Place, check_rules
+from megatron.core.low_precision.recipe_check import Place, check_rules
 places = [Place("output_layer", -1, ("linear",))]
 for layer in range(4):
     name = f"decoder.layers.{layer}"

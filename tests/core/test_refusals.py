@@ -83,10 +83,10 @@ def test_a_recipe_next_to_a_format_is_refused():
 def test_a_model_that_would_bypass_the_formats_is_refused():
     """Under a trainer of somebody else; ours refuses the flags."""
     code = BUILD + (
-        "from megatron.core.reach import check_reach\n"
-        "check_reach(model)\n"
+        "from megatron.core.low_precision.coverage_check import check_coverage\n"
+        "check_coverage(model, collecting=False)\n"
         "model.config.%s\n"
-        "check_reach(model)\n"
+        "check_coverage(model, collecting=False)\n"
     )
     for bypass in ("cuda_graph_impl = 'local'", "overlap_moe_expert_parallel_comm = True"):
         result = snippet(code % bypass, CUSTOM_QUANT_TYPE="mxfp8")

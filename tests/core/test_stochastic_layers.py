@@ -10,7 +10,7 @@ from tests.subprocesses import REPO, environment
 
 SEEDS = """
 import json
-from megatron.core.collection_clock import MicroBatch, clock
+from megatron.collection.training_clock import MicroBatch, clock
 layers = [model.decoder.layers[i].mlp.linear_fc1 for i in (0, 1)]
 attention = model.decoder.layers[0].self_attention.core_attention
 formats = layers[0].formats_of("linear")
@@ -71,7 +71,7 @@ def test_a_recomputed_forward_pass_rounds_as_the_first_one_did(tmp_path):
 RANKS = """
 import json, os
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.quantized_module import Quantized
+from megatron.core.low_precision.quantized_module import Quantized
 seeds, own = [], Quantized.rounding_seed
 
 def noted(self, *args):

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.fake_quant import get_format, reference
-from megatron.fake_quant.layout import Layout
+from megatron.fake_quant.block_layout import Layout
 
 
 def every_bfloat16() -> Tensor:

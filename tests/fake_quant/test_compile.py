@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megatron.fake_quant import (
     Format,
     Hadamard,
-    codes,
+    code_points,
     dequantize,
     fake_quantize,
     format_text,
@@ -346,10 +346,10 @@ def test_traced_codes_and_scales_have_the_real_shapes(name):
 
 def test_tracing_leaves_no_traced_tensor_in_a_cache():
     element = get_format("mx:e3m3:b8:floor").element
-    codes.code_values.cache_clear()
+    code_points.code_values.cache_clear()
     with FakeTensorMode() as mode:
         dequantize(quantize(mode.from_tensor(tensor(4, 8)), "mx:e3m3:b8:floor"))
-    assert type(codes.code_values(element)) is Tensor
+    assert type(code_points.code_values(element)) is Tensor
     assert quantize(tensor(4, 8), "mx:e3m3:b8:floor").codes.shape == (4, 8)
 
 

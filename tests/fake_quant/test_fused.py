@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.fake_quant import Hadamard, fake_quantize, fused, get_format, reference
-from megatron.fake_quant.fused import cpu
-from megatron.fake_quant.fused import threads as team
+from megatron.fake_quant import Hadamard, fake_quantize, get_format, reference
+from megatron.fake_quant.fused import dispatch, numba_launch
+from megatron.fake_quant.fused import numba_threads as team
 from megatron.fake_quant.quantize import checked
 
 from .inputs import random_bit_patterns
@@ -92,7 +92,7 @@ def test_the_bits_are_the_reference_s(name, dtype):
                     continue
                 _, layout = checked(x, fmt, axis)
                 expected = reference.fake_quantize(x, fmt, layout, seed)
-                found = cpu.fake_quantize(x, fmt, layout, seed)
+                found = numba_launch.fake_quantize(x, fmt, layout, seed)
                 assert torch.equal(bits(found), bits(expected)), (kind, layout_name, axis)
                 assert found.stride() == expected.stride(), (kind, layout_name, axis)
                 assert found.dtype == dtype
@@ -108,9 +108,9 @@ def test_rotations_have_the_reference_s_bits(hadamard, dtype, monkeypatch):
             if y.shape[axis] % hadamard.size:
                 continue
             for transform in (hadamard.apply, hadamard.invert):
-                monkeypatch.setenv(fused.VARIABLE, "1")
+                monkeypatch.setenv(dispatch.VARIABLE, "1")
                 found = transform(y, axis)
-                monkeypatch.setenv(fused.VARIABLE, "0")
+                monkeypatch.setenv(dispatch.VARIABLE, "0")
                 expected = transform(y, axis)
                 assert torch.equal(bits(found), bits(expected))
                 assert found.stride() == expected.stride()
@@ -132,7 +132,7 @@ def test_the_number_of_threads_does_not_matter(name, axis, threads):
     results = []
     for count in (1, 2, 5):
         threads(count)
-        results.append(cpu.fake_quantize(x, fmt, layout, seed))
+        results.append(numba_launch.fake_quantize(x, fmt, layout, seed))
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -189,15 +189,15 @@ def test_without_openmp_threads_of_our_own_do_the_work(threads, monkeypatch):
 def test_it_is_what_large_tensors_get():
     large, small = torch.randn(256, 256), torch.randn(255, 256)
     for name in ("mxfp8", "nvfp4:2d", "hifp8:hr", "fp8_e5m2:sr"):
-        assert fused.find(large, get_format(name)) is cpu.fake_quantize
-        assert fused.find(small, get_format(name)) is None
+        assert dispatch.find(large, get_format(name)) is numba_launch.fake_quantize
+        assert dispatch.find(small, get_format(name)) is None
     for name in ("bf16", "fp16", "hifp4:sr"):
-        assert fused.find(large, get_format(name)) is None
+        assert dispatch.find(large, get_format(name)) is None
 
 
 def test_it_can_be_switched_off(monkeypatch):
-    monkeypatch.setenv(fused.VARIABLE, "0")
-    assert fused.find(torch.randn(256, 256), get_format("mxfp8")) is None
+    monkeypatch.setenv(dispatch.VARIABLE, "0")
+    assert dispatch.find(torch.randn(256, 256), get_format("mxfp8")) is None
 
 
 def run(code: str, **environment: str) -> str:
@@ -218,9 +218,10 @@ def test_without_numba_the_reference_does_the_work():
 import sys
 sys.modules["numba"] = None
 import torch
-from megatron.fake_quant import fake_quantize, fused, get_format
+from megatron.fake_quant import fake_quantize, get_format
+from megatron.fake_quant.fused import dispatch
 x = torch.arange(1 << 16, dtype=torch.float32).view(256, 256)
-assert fused.find(x, get_format("mxfp8")) is None
+assert dispatch.find(x, get_format("mxfp8")) is None
 print(fake_quantize(x, "mxfp8").sum().item())
 """
     x = torch.arange(1 << 16, dtype=torch.float32).view(256, 256)
@@ -231,9 +232,10 @@ def test_no_compiler_is_needed(tmp_path):
     """With an empty PATH and an empty cache: nothing is compiled but by numba itself."""
     code = """
 import torch
-from megatron.fake_quant import fake_quantize, fused, get_format
+from megatron.fake_quant import fake_quantize, get_format
+from megatron.fake_quant.fused import dispatch
 x = torch.ones(256, 256)
-assert fused.find(x, get_format("mxfp8")) is not None
+assert dispatch.find(x, get_format("mxfp8")) is not None
 print(fake_quantize(x, "mxfp8").sum().item())
 """
     out = run(code, PATH=str(tmp_path), NUMBA_CACHE_DIR=str(tmp_path / "cache"))
@@ -246,9 +248,10 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
     not_a_folder.write_text("")
     code = """
 import torch
-from megatron.fake_quant import fake_quantize, fused, get_format
+from megatron.fake_quant import fake_quantize, get_format
+from megatron.fake_quant.fused import dispatch
 x = torch.ones(256, 256)
-assert fused.find(x, get_format("hifp8")) is not None
+assert dispatch.find(x, get_format("hifp8")) is not None
 print(fake_quantize(x, "hifp8").sum().item())
 """
     assert float(run(code, NUMBA_CACHE_DIR=str(not_a_folder), HOME=str(not_a_folder))) == 1 << 16

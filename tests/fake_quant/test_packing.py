@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.fake_quant import FORMATS, dequantize, fake_quantize, get_format, quantize
-from megatron.fake_quant.codes import (
+from megatron.fake_quant.code_points import (
     code_values,
     decode,
     encode,

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.fake_quant import fake_quantize, fused, get_format, reference
+import megatron.fake_quant.fused
+from megatron.fake_quant import fake_quantize, get_format, reference
+from megatron.fake_quant.fused import dispatch
 from megatron.fake_quant.quantize import checked
 from tests.subprocesses import environment, run
 
@@ -94,40 +96,40 @@ def test_a_later_launch_is_like_the_first(tmp_path):
 @pytest.fixture
 def on_cuda():
     """What `find` looks at."""
-    fused._gpu.cache_clear()
+    dispatch._gpu.cache_clear()
     yield types.SimpleNamespace(is_cuda=True, device=torch.device("cuda"), numel=lambda: 1)
-    fused._gpu.cache_clear()
+    dispatch._gpu.cache_clear()
 
 
 def test_they_are_what_a_cuda_tensor_gets(on_cuda, monkeypatch):
-    from megatron.fake_quant.fused import gpu
+    from megatron.fake_quant.fused import triton_launch
 
-    monkeypatch.setattr(gpu, "check", lambda: None)
+    monkeypatch.setattr(triton_launch, "check", lambda: None)
     for name in OURS:
-        assert fused.find(on_cuda, get_format(name)) is gpu.fake_quantize
+        assert dispatch.find(on_cuda, get_format(name)) is triton_launch.fake_quantize
     for name in ("bf16", "fp16", "hifp4", "mx:e4m3:b16385:floor", "mx:e4m3:b129:floor:2d"):
-        assert fused.find(on_cuda, get_format(name)) is None
-    monkeypatch.setenv(fused.VARIABLE, "0")
-    assert fused.find(on_cuda, get_format("mxfp8")) is None
+        assert dispatch.find(on_cuda, get_format(name)) is None
+    monkeypatch.setenv(dispatch.VARIABLE, "0")
+    assert dispatch.find(on_cuda, get_format("mxfp8")) is None
 
 
 def test_without_triton_the_reference_does_the_work(on_cuda, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    for module in ("gpu", "triton_blocks", "triton_elementwise", "triton_bits"):
+    for module in ("triton_launch", "triton_blocks", "triton_elementwise", "triton_bits"):
         monkeypatch.delitem(sys.modules, f"megatron.fake_quant.fused.{module}", raising=False)
-        monkeypatch.delattr(fused, module, raising=False)
-    assert fused.find(on_cuda, get_format("mxfp8")) is None
+        monkeypatch.delattr(megatron.fake_quant.fused, module, raising=False)
+    assert dispatch.find(on_cuda, get_format("mxfp8")) is None
 
 
 def test_where_triton_cannot_launch_the_reference_does_the_work_and_says_so(on_cuda, monkeypatch):
-    from megatron.fake_quant.fused import gpu
+    from megatron.fake_quant.fused import triton_launch
 
     def check() -> None:
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(gpu, "check", check)
+    monkeypatch.setattr(triton_launch, "check", check)
     with pytest.warns(UserWarning, match="find C compiler.*several times slower.*install gcc"):
-        assert fused.find(on_cuda, get_format("mxfp8")) is None
+        assert dispatch.find(on_cuda, get_format("mxfp8")) is None
 
 
 # On a GPU.
@@ -144,7 +146,7 @@ def test_on_a_gpu_the_bits_are_the_reference_s(name, dtype):
         on_gpu = layouts(values.cuda())
         for layout_name, x in layouts(values).items():
             y = on_gpu[layout_name]
-            kernel = fused.find(y, fmt)
+            kernel = dispatch.find(y, fmt)
             assert kernel is not None
             for axis in range(-x.ndim, 0):
                 if fmt.square and (x.ndim < 2 or axis < -2):

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, interpreter
 
 from megatron.fake_quant import Format, get_format, reference
-from megatron.fake_quant.fused import gpu
+from megatron.fake_quant.fused import triton_launch
 from megatron.fake_quant.quantize import checked
 from tests.fake_quant.inputs import every_bfloat16, every_float16
 from tests.fake_quant.test_fused import INPUTS, SEED, bits
@@ -99,7 +99,7 @@ def differences(name: str) -> list[str]:
                 continue
             _, layout = checked(x, fmt, axis)
             expected = reference.fake_quantize(x, fmt, layout, seed)
-            ours = gpu.fake_quantize(x, fmt, layout, seed)
+            ours = triton_launch.fake_quantize(x, fmt, layout, seed)
             if not torch.equal(bits(ours), bits(expected)):
                 found.append(f"{case}, axis {axis}: {int((bits(ours) != bits(expected)).sum())}")
             elif ours.stride() != expected.stride() or ours.dtype != x.dtype:
@@ -159,11 +159,13 @@ class Driver:
 
 
 def compiled(name: str, dtype: torch.dtype, shape: tuple[int, ...], axis: int) -> dict[str, Any]:
-    chosen = gpu.plan(get_format(name), shape, axis, dtype)
+    chosen = triton_launch.plan(get_format(name), shape, axis, dtype)
     x = torch.empty(64, dtype=dtype)
     plans = [(chosen, (x, x, torch.zeros((), dtype=torch.int32) if chosen.amax else None, 5, 7))]
     if chosen.amax:
-        plans.append((gpu.amax_plan(x.numel(), dtype), (x, torch.zeros((), dtype=torch.int32))))
+        plans.append(
+            (triton_launch.amax_plan(x.numel(), dtype), (x, torch.zeros((), dtype=torch.int32)))
+        )
     found: dict[str, Any] = {"forbidden": [], "operations": []}
     for plan, arguments in plans:
         arguments = (*arguments, *plan.numbers, *plan.constants.values())
@@ -182,7 +184,7 @@ def launched(name: str, device: Driver) -> list[list[list[str]]]:
     for x in (values[:4096], values[:4096], values[1:]):
         device.launches.clear()
         fmt, layout = checked(x, name, 0)
-        gpu.fake_quantize(x, fmt, layout, SEED if fmt.rounding == "stochastic" else None)
+        triton_launch.fake_quantize(x, fmt, layout, SEED if fmt.rounding == "stochastic" else None)
         found.append(list(device.launches))
     return found
 

@@ -9,8 +9,9 @@ import pytest
 
 from tests.subprocesses import REPO
 
-if str(REPO / "script") not in sys.path:
-    sys.path.insert(0, str(REPO / "script"))
+for folder in ("script/collect", "script"):
+    if str(REPO / folder) not in sys.path:
+        sys.path.insert(0, str(REPO / folder))
 
 #: An index of megatron-core: magic, version 1, code 8 (uint16), one sequence, two document bounds;
 #: the sequence has eight tokens and begins at byte 0; the document is the sequences 0 to 1.

@@ -17,7 +17,7 @@ from megatron.training import device
 device.prepare()
 
 from megatron.core import parallel_state  # noqa: E402
-from megatron.training.arguments import parse_args  # noqa: E402
+from megatron.training.arguments.parse_args import parse_args  # noqa: E402
 from megatron.training.initialize import initialize  # noqa: E402
 from megatron.training.model import build_stage, padded_vocab_size  # noqa: E402
 

@@ -8,7 +8,7 @@ import pytest
 
 from configs.announce import announce, gb
 from configs.collection_size import collection_size
-from configs.names import ConfigError
+from configs.lookup import ConfigError
 from tests import forks
 from tests.script.drivers import COLLECT, bash, dry
 from tests.subprocesses import REPO, environment

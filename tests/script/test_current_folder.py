@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs import start
+from configs import launch
 from tests.script.drivers import bash
 from tests.subprocesses import REPO
 
@@ -38,7 +38,7 @@ def test_a_driver_asks_the_code_of_training_and_not_the_current_folder(trap, ask
 
 def test_the_launcher_is_told_not_to_import_from_the_current_folder(monkeypatch):
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    assert start.training_environment()["PYTHONSAFEPATH"] == "1"
+    assert launch.training_environment()["PYTHONSAFEPATH"] == "1"
 
 
 def test_the_environment_is_looked_for_without_the_current_folder(trap):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.anomalies import Jumps
-from megatron.core.ring import EVENTS
+from megatron.collection.loss_spikes import Jumps
+from megatron.collection.ring_buffer import EVENTS
 from tests.script.drivers import COLLECT, DRAW, bash, dry, value
 from tests.subprocesses import REPO
 

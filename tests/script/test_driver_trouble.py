@@ -5,8 +5,8 @@ import subprocess
 import pytest
 
 from megatron.tensor_record import run_card_name
-from tests.core.conftest import mount_or_skip
 from tests.core.dumps import assert_sound, partial_files, run_of
+from tests.file_systems import mount_or_skip
 from tests.script.drivers import COLLECT, bash
 from tests.subprocesses import REPO
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from configs import start
-from configs.layout import tensor_sizes
+from configs import launch
 from configs.models import MODELS
+from configs.parallelism import tensor_sizes
 from tests.published import flags_of
 from tests.script.drivers import value
 from tests.subprocesses import REPO, environment, run
@@ -102,14 +102,14 @@ def test_layouts_of_experts(refused, words, message):
 
 def test_a_wrong_layout_is_refused_before_a_corpus_is_made(refused, monkeypatch):
     made = []
-    monkeypatch.setattr(start, "resolve_data", lambda *a, **k: made.append(a))
+    monkeypatch.setattr(launch, "resolve_data", lambda *a, **k: made.append(a))
     for wrong in (("--tp", "3"), ("--nnodes", "2"), ("--global-batch-size", "7")):
         refused(*CELL, *TINY, *wrong)
     assert made == []
 
 
 def test_more_processes_than_gpus_are_refused(refused, files, monkeypatch):
-    monkeypatch.setattr(start, "cuda_devices", lambda python, dry_run: 2)
+    monkeypatch.setattr(launch, "cuda_devices", lambda python, dry_run: 2)
     message = refused(*CELL, "--preset", "full", *files)
     assert message.startswith("8 processes, but this machine has 2 GPU(s); give --nproc-per-node 2")
 

@@ -74,7 +74,7 @@ def test_statistics_and_findings_keep_their_exit_status(tmp_path, dump):
     [
         ("-m", "megatron.fake_quant", "list"),
         ("-m", "megatron.fake_quant", "--help"),
-        ("script/collect_run.py", "--help"),
+        ("script/collect/run.py", "--help"),
         ("script/train_config.py", "--list"),
         ("script/flash_attention_config.py", "--help"),
         ("script/quant_type_modifier.py", "--help"),

@@ -22,7 +22,7 @@ from configs.quantizations import PLACES, QUANTIZATIONS, accepted, places
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.fake_quant import policy
 from megatron.fake_quant.quant_type import PREFIXES
-from megatron.training.arguments import parse_args
+from megatron.training.arguments.parse_args import parse_args
 from tests.published import PUBLISHED, flags_of
 from tests.script.meaning import MEANING
 from tests.subprocesses import REPO, environment, run

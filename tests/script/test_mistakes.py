@@ -42,7 +42,7 @@ MODULES = {
     "PREPARE": "prepare",
     "PREPROCESS": "preprocess",
     "CORPUS": "default_corpus",
-    "COLLECT_RUN": "collect_run",
+    "COLLECT_RUN": "run",
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.training.paths import parse_blend
+from megatron.training.data.paths import parse_blend
 from tests.subprocesses import REPO, run
 
 SCRIPT = REPO / "script/data/preprocess.py"

@@ -66,7 +66,10 @@ def test_the_tiny_preset_has_the_same_architecture_and_is_small():
 
 def test_pretrain_gpt_knows_every_flag_of_both_presets(corpus):
     """What is printed is parsed by the program that it is for."""
-    check = "import sys; from megatron.training.arguments import parse_args as p; p(sys.argv[1:])"
+    check = (
+        "import sys; from megatron.training.arguments.parse_args import parse_args; "
+        "parse_args(sys.argv[1:])"
+    )
     for preset in ("1b", "tiny"):
         [words] = dry(TRAIN, "none", "", *corpus, "--preset", preset, NPROC="2")
         flags = words[words.index(str(REPO / "pretrain_gpt.py")) + 1 :]

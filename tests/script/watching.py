@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-WATCHER = REPO / "script" / "collect_run.py"
+WATCHER = REPO / "script" / "collect/run.py"
 TRAINING = Path(__file__).with_name("fake_training.py")
 LIMIT = 30.0  #: seconds; none of these needs more than three
 

@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.core import pieces
+from tests.collection import pieces
 from tests.training.exact_worker import recording
 
 
@@ -38,7 +38,7 @@ def commanding(at: int, command: str) -> None:
 
 def writing(slow: float, hang_after: int | None) -> None:
     """Writes that take longer, or for ever: nobody opens the other end of a pipe."""
-    from megatron.core._record_writer import RecordWriter
+    from megatron.collection.record_writer import RecordWriter
 
     write, begun, lock = RecordWriter.write, [0], threading.Lock()
 
@@ -56,7 +56,7 @@ def writing(slow: float, hang_after: int | None) -> None:
 
 
 def impatient(patience: float) -> None:
-    from megatron.core.background_writer import BackgroundWriter
+    from megatron.collection.background_writer import BackgroundWriter
 
     BackgroundWriter.__init__.__kwdefaults__["patience"] = patience
 

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from megatron.tensor_record import read_events, read_index
-from tests.core.conftest import mount_or_skip
 from tests.core.dumps import assert_sound, index_lines, partial_files, run_of
+from tests.file_systems import mount_or_skip
 from tests.training.faults import LAYOUTS, STOPPED, TENSORS, Ended, losses, start, verify
 
 SLOW = pytest.mark.slow

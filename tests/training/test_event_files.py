@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from tests.core.conftest import mount_or_skip
+from tests.file_systems import mount_or_skip
 from tests.training.faults import LAYOUTS, losses, start
 
 SLOW = pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training import report
+from megatron.training import printing
 from tests.subprocesses import run
 from tests.training.runs import ENTRY, MODEL
 
@@ -45,8 +45,8 @@ def test_what_other_packages_print_does_not_end_training_either(monkeypatch, cap
     """megatron-core calls `print`, which raises where the pipe's reader has left."""
     read, write = os.pipe()
     os.close(read)
-    monkeypatch.setattr(report, "_lost", [])
-    with os.fdopen(write, "w") as stream, contextlib.redirect_stdout(report.Log(stream)):
+    monkeypatch.setattr(printing, "_lost", [])
+    with os.fdopen(write, "w") as stream, contextlib.redirect_stdout(printing.Log(stream)):
         print("nobody reads this", flush=True)
         print("nor this", flush=True)
     assert capfd.readouterr().err.count("[WARNING] the log cannot be written (Broken pipe)") == 1

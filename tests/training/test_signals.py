@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from megatron.core.uninterrupted import uninterrupted
+from megatron.collection.deferred_signals import uninterrupted
 from megatron.training import signals
 from megatron.training.errors import Interrupted
 

@@ -5,11 +5,12 @@ import math
 
 import pytest
 
-from megatron.training import checkpoint_files, paths
+from megatron.training.checkpointing import files
+from megatron.training.data import paths
+from megatron.training.data.samplers import SequentialSampler
 from megatron.training.errors import UserError
 from megatron.training.evaluate import perplexity
 from megatron.training.logging import Interval
-from megatron.training.samplers import SequentialSampler
 from megatron.training.train_step import Step
 
 
@@ -96,22 +97,22 @@ def arguments(**values) -> argparse.Namespace:
 
 def test_an_empty_folder_to_save_to_may_be_loaded(tmp_path, capsys):
     own = str(tmp_path / "new")
-    assert checkpoint_files.folder_to_load(arguments(load=own, save=own)) is None
+    assert files.folder_to_load(arguments(load=own, save=own)) is None
     assert "starting from scratch" in capsys.readouterr().out
 
 
 def test_any_other_missing_checkpoint_is_an_error(tmp_path):
     with pytest.raises(UserError, match="holds no checkpoint; name the folder"):
-        checkpoint_files.folder_to_load(arguments(load=str(tmp_path)))
+        files.folder_to_load(arguments(load=str(tmp_path)))
     (tmp_path / "iter_0000010").mkdir()
     with pytest.raises(UserError, match=r"name one of its checkpoints with --ckpt-step \(10\)"):
-        checkpoint_files.folder_to_load(arguments(load=str(tmp_path), save=str(tmp_path)))
-    (tmp_path / checkpoint_files.TRACKER).write_text("10")
+        files.folder_to_load(arguments(load=str(tmp_path), save=str(tmp_path)))
+    (tmp_path / files.TRACKER).write_text("10")
     with pytest.raises(UserError, match="is not a complete torch_dist checkpoint"):
-        checkpoint_files.folder_to_load(arguments(load=str(tmp_path)))
-    (tmp_path / checkpoint_files.TRACKER).write_text("release")
+        files.folder_to_load(arguments(load=str(tmp_path)))
+    (tmp_path / files.TRACKER).write_text("release")
     with pytest.raises(UserError, match="holds 'release', not an iteration"):
-        checkpoint_files.folder_to_load(arguments(load=str(tmp_path)))
+        files.folder_to_load(arguments(load=str(tmp_path)))
 
 
 def test_a_checkpoint_is_replaced_only_by_a_complete_one(tmp_path):
@@ -119,6 +120,6 @@ def test_a_checkpoint_is_replaced_only_by_a_complete_one(tmp_path):
     for folder in (final, partial):
         folder.mkdir()
         (folder / "name").write_text(folder.name)
-    checkpoint_files.put_in_place(partial, final)
+    files.put_in_place(partial, final)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000010"]
     assert (final / "name").read_text() == "iter_0000010.partial"

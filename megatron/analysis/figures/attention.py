@@ -13,17 +13,17 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from megatron.analysis.figures.heatmaps import layer_name
-from megatron.analysis.figures.material import (
+from megatron.analysis.figures.figure_data import (
     Make,
     Material,
     NothingToDrawError,
     headline,
     sheet,
 )
+from megatron.analysis.figures.heatmaps import layer_name
+from megatron.analysis.figures.scale_maps import largest_finite
 from megatron.analysis.plots import plot_attention_map, plot_heatmap
 from megatron.analysis.plots.style import decades
-from megatron.analysis.scale_maps import largest_finite
 from megatron.analysis.stats.errors import decibels
 from megatron.fake_quant import fake_quantize, get_format
 from megatron.fake_quant.formats import TensorScaling, TwoLevelScaling

@@ -10,21 +10,21 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from megatron.analysis.dump.tensor_files import UnreadableTensorError
 from megatron.analysis.figures.codes import usage
-from megatron.analysis.figures.heatmaps import file_name
-from megatron.analysis.figures.material import (
+from megatron.analysis.figures.figure_data import (
     Make,
     Material,
     NothingToDrawError,
     legend,
     sheet,
 )
+from megatron.analysis.figures.heatmaps import file_name
+from megatron.analysis.figures.scale_maps import scale_map
 from megatron.analysis.plots import plot_block_map, plot_code_usage, plot_counts
 from megatron.analysis.plots.style import powers_of_two, right_of_title
-from megatron.analysis.scale_maps import scale_map
 from megatron.analysis.stats import HEADROOM_EDGES
-from megatron.analysis.stats.coder import NAN_E8M0
-from megatron.analysis.tensor_files import UnreadableTensorError
+from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E8M0
 from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import BlockScaling, Cast
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from megatron.analysis.tensor_files import UnreadableTensorError
+from megatron.analysis.dump.tensor_files import UnreadableTensorError
 
 #: What two runs with the same data have in common.
 SAME = ("iteration", "micro_batch", "data_rank", "layer_idx", "module", "operation", "tensor_name")

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from megatron.analysis.figures.material import (
+from megatron.analysis.figures.figure_data import (
     KINDS,
     Make,
     Material,

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from megatron.analysis.figures.material import (
+from megatron.analysis.figures.figure_data import (
     KINDS,
     Make,
     Material,
@@ -18,7 +18,7 @@ from megatron.analysis.figures.material import (
     median_of,
     sheet,
 )
-from megatron.analysis.output_names import OPERANDS
+from megatron.analysis.outputs.names import OPERANDS
 from megatron.analysis.plots import plot_heatmap
 
 

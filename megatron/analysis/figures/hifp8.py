@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from megatron.analysis.figures.codes import usage
-from megatron.analysis.figures.material import (
+from megatron.analysis.figures.figure_data import (
     KINDS,
     Make,
     Material,

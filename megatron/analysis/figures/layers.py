@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from megatron.analysis.figures.distributions import REACH, exponent_shares
-from megatron.analysis.figures.material import (
+from megatron.analysis.figures.figure_data import (
     Make,
     Material,
     NothingToDrawError,

@@ -11,9 +11,9 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from megatron.analysis.cautions import material_cautions
-from megatron.analysis.endings import ending
-from megatron.analysis.figures.material import (
+from megatron.analysis.diagnostics import material_cautions
+from megatron.analysis.dump.run_endings import ending
+from megatron.analysis.figures.figure_data import (
     Make,
     Material,
     NothingToDrawError,

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from megatron.analysis.figures.material import (
+from megatron.analysis.figures.figure_data import (
     KINDS,
     Make,
     Material,

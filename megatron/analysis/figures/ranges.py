@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from megatron.fake_quant import get_format, grid
+from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import Cast, GroupScaling, TensorScaling, TwoLevelScaling
+from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.nvfp4 import LARGEST as NVFP4_LARGEST
 
 
@@ -25,7 +26,7 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
         if isinstance(fmt.element, Cast) and fmt.element.name == "bfloat16":
             continue  # reaches everything
         shift = low = high = 0.0
-        largest = float(grid.positive_values(fmt.element)[-1])
+        largest = float(format_properties.positive_values(fmt.element)[-1])
         if isinstance(fmt.scaling, TensorScaling):
             shift, low, high = _shifts(mine["amax"], fmt.scaling.target)
         elif fmt.scaling is not None:
@@ -39,13 +40,13 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
             continue
         # a bit for 8 values and one for 4 double an element each, its smallest ones stay
         doubled = 2 if isinstance(fmt.scaling, GroupScaling) else 0
-        smallest = math.log2(float(grid.positive_values(fmt.element)[0]))
+        smallest = math.log2(float(format_properties.positive_values(fmt.element)[0]))
         rows.append(
             {
                 "format": name,
                 "lowest": smallest + low,
                 "smallest": smallest + shift,
-                "normal": math.log2(grid.smallest_normal(fmt.element)) + shift,
+                "normal": math.log2(format_properties.smallest_normal(fmt.element)) + shift,
                 "largest": math.log2(largest) + shift + doubled,
                 "highest": math.log2(largest) + high + doubled,
             }

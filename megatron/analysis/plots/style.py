@@ -13,7 +13,7 @@ from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from megatron.fake_quant.plots.value_grids import COLOURS
+from megatron.fake_quant.inspect.value_grids import COLOURS
 
 #: A format has this colour in every figure.
 FORMAT_COLOURS = {

@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.analysis.figures.material import Material
-from megatron.analysis.output import write
+from megatron.analysis.figures.figure_data import Material
+from megatron.analysis.outputs.atomic_write import write
 from megatron.analysis.report.content import content
 
 _HERE = Path(__file__).parent

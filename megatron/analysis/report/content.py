@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from megatron.analysis.cautions import material_cautions
-from megatron.analysis.endings import ending
-from megatron.analysis.figures.material import Material
+from megatron.analysis.diagnostics import material_cautions
+from megatron.analysis.dump.run_endings import ending
+from megatron.analysis.figures.figure_data import Material
 from megatron.analysis.plots.style import colour_of
 from megatron.analysis.report.cards import audit, facts
 from megatron.analysis.report.details import details

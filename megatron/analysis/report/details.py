@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.analysis.figures.material import Material, trimmed
-from megatron.analysis.scale_maps import scale_map
+from megatron.analysis.dump.tensor_files import UnreadableTensorError
+from megatron.analysis.figures.figure_data import Material, trimmed
+from megatron.analysis.figures.scale_maps import scale_map
 from megatron.analysis.stats import FormatArrays
 from megatron.analysis.stats.result import Counts
-from megatron.analysis.tensor_files import UnreadableTensorError
 from megatron.analysis.text_table import shown as printed
 from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import BlockScaling

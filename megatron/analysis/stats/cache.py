@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import fake_quant
-from megatron.analysis.stats.logical import Part
+from megatron.analysis.stats.logical_tensors import Part
 from megatron.bounded_files import printable
 
 NAME = "statistics.sqlite"

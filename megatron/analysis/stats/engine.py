@@ -8,22 +8,22 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
-from megatron.analysis.stats.assembly import Assembly
+from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError
 from megatron.analysis.stats.cache import Cache, opened
-from megatron.analysis.stats.frames import Frames, arrays_of
-from megatron.analysis.stats.logical import (
+from megatron.analysis.stats.executors import affordable, on_cluster, on_threads
+from megatron.analysis.stats.format_groups import make_plan
+from megatron.analysis.stats.jobs import Failure, measure_job
+from megatron.analysis.stats.logical_tensors import (
     NOTE_SEPARATOR,
     Found,
     Logical,
     first_passes,
     logical_tensors,
 )
-from megatron.analysis.stats.plan import make_plan
-from megatron.analysis.stats.pool import affordable, on_cluster, on_threads
+from megatron.analysis.stats.merge import Assembly
 from megatron.analysis.stats.result import Statistics, TensorArrays
-from megatron.analysis.stats.work import Failure, measure_job
+from megatron.analysis.stats.result_columns import Frames, arrays_of
 from megatron.analysis.store import TensorStore
-from megatron.analysis.tensor_files import Problem, UnreadableTensorError
 
 _STRICT = "remove the file, or leave --strict out"
 _NO_FORMATS_OF = "no format is computed of {dtype} values"

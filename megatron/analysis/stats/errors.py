@@ -12,8 +12,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.analysis.stats import account
-from megatron.analysis.stats.account import (
+from megatron.analysis.stats.kernels import error_sums
+from megatron.analysis.stats.kernels.error_sums import (
     BIAS,
     BINADES,
     COMPARED,
@@ -43,16 +43,16 @@ class Errors:
 
     def __init__(self, codes: int, ints: NDArray[np.int64] | None = None,
                  floats: NDArray[np.float64] | None = None):  # fmt: skip
-        sizes = (account.COUNTS, 3 * BINADES, 256, 3, RANGES, HEADROOM_BINS, 2, codes)
+        sizes = (error_sums.COUNTS, 3 * BINADES, 256, 3, RANGES, HEADROOM_BINS, 2, codes)
         self.ints = np.zeros(sum(sizes), np.int64) if ints is None else ints
-        self.floats = np.zeros(account.SUMS + 3 * BINADES + 2) if floats is None else floats
+        self.floats = np.zeros(error_sums.SUMS + 3 * BINADES + 2) if floats is None else floats
         ends = list(itertools.accumulate(sizes))
         parts = [self.ints[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         self.counts, by_binade, self.scales, self.blocks = parts[:4]
         self.block_range, self.headroom, self.disagreement, self.codes = parts[4:]
         self.binade_counts = by_binade.reshape(3, BINADES)
-        self.totals = self.floats[: account.SUMS]
-        self.binade_sums = self.floats[account.SUMS : -2].reshape(3, BINADES)
+        self.totals = self.floats[: error_sums.SUMS]
+        self.binade_sums = self.floats[error_sums.SUMS : -2].reshape(3, BINADES)
         self.headroom_sum, self.disagreement_sum = self.floats[-2:-1], self.floats[-1:]
 
     def __iadd__(self, other: Errors) -> Errors:
@@ -80,7 +80,7 @@ class Errors:
         )
         squared = float(self.binade_sums[SQUARED].sum())
         nonzero = int(by_binade[VALUES].sum())
-        finite = n + int(self.counts[account.LOST])
+        finite = n + int(self.counts[error_sums.LOST])
         return {
             "mse": _ratio(squared, n),
             "rmse": math.sqrt(_ratio(squared, n)),

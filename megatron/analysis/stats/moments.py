@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.analysis.stats.compiled import kernel
+from megatron.analysis.stats.kernels.compiled import kernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from megatron.analysis.stats.logical import NOTE_SEPARATOR
-from megatron.analysis.tensor_files import Problem
+from megatron.analysis.dump.tensor_files import Problem
+from megatron.analysis.stats.logical_tensors import NOTE_SEPARATOR
 
 #: Shares of which `tensors` has the quantile of the values (`q0.5`) and of the magnitudes (`m0.5`).
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
@@ -131,7 +131,8 @@ class FormatArrays:
     squared_error: Numbers  #: by binade: sum of (y - x)^2
     error: Numbers  #: by binade: sum of |y| - |x|, the bias in magnitude
     relative_error: Numbers  #: by binade: sum of |y - x| / |x|; divide by `values` for the mean
-    codes: Counts  #: by code of the element (`megatron.fake_quant.codes`); empty for bf16 and fp16
+    #: by code of the element (`megatron.fake_quant.code_points`); empty for bf16 and fp16
+    codes: Counts
     scales: Counts  #: [256] blocks by stored scale byte; empty without block scales
     block_range: Counts  #: blocks by exponent(largest) - exponent(smallest above zero): 0, 1, ...
     headroom: Counts  #: blocks by log2(largest number * scale / amax): `HEADROOM_EDGES`

@@ -16,18 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.analysis.stats import moments, scan
-from megatron.analysis.stats.account import account_cells, account_values
-from megatron.analysis.stats.blocks import BlockCounts, block_extremes, classes_of
-from megatron.analysis.stats.coder import make_coder, number_of_codes
-from megatron.analysis.stats.counter import Counter, Workspace, one_by_one
+from megatron.analysis.stats import moments
+from megatron.analysis.stats.chunks import LARGE, give_back, is_mapped, pieces
+from megatron.analysis.stats.direct import measure_sampled
 from megatron.analysis.stats.errors import Errors
-from megatron.analysis.stats.halves import HALVES, INFINITY, numbers, widened
+from megatron.analysis.stats.format_groups import Group, Plan, axes_of
 from megatron.analysis.stats.histogram import BINS, Histogram
+from megatron.analysis.stats.kernels import value_scan
+from megatron.analysis.stats.kernels.block_extremes import BlockCounts, block_extremes, classes_of
+from megatron.analysis.stats.kernels.error_sums import account_cells, account_values
+from megatron.analysis.stats.kernels.half_tables import HALVES, INFINITY, numbers, widened
+from megatron.analysis.stats.kernels.pattern_counts import Counter, Workspace, one_by_one
+from megatron.analysis.stats.kernels.scalar_quantizer import make_coder, number_of_codes
 from megatron.analysis.stats.layout import Layout
-from megatron.analysis.stats.pieces import LARGE, give_back, is_mapped, pieces
-from megatron.analysis.stats.plan import Group, Plan, axes_of
-from megatron.analysis.stats.sampled import measure_sampled
 from megatron.analysis.stats.values import Values
 from megatron.fake_quant.formats import Format
 
@@ -106,14 +107,14 @@ class _Tensor:
             part = flat_token[row : row + height].reshape(piece.shape[0], piece.shape[1], -1)
             row += height
             if half is not None:
-                scan.amax16(piece, INFINITY[half], part, channel)
-                found, often = scan.counted(piece.ravel())
+                value_scan.amax16(piece, INFINITY[half], part, channel)
+                found, often = value_scan.counted(piece.ravel())
                 counts[found] += often
             else:
-                scan.amax32(piece, FLOAT32_INFINITY, part, channel)
+                value_scan.amax32(piece, FLOAT32_INFINITY, part, channel)
                 of_values += moments.of_values(piece.ravel().view(np.float32))
                 upper = (piece.ravel() >> 16).astype(np.uint16)
-                found, often = scan.counted(upper)
+                found, often = value_scan.counted(upper)
                 counts[found] += often
             give_back(piece, mapped=self.mapped)
         if half is not None:
@@ -139,7 +140,7 @@ class _Tensor:
         """
         assert self.bits is not None
         zero = np.ones(len(chosen), np.bool_)
-        magnitude = scan.LOW31 if self.half is None else scan.LOW15
+        magnitude = value_scan.LOW31 if self.half is None else value_scan.LOW15
         for piece in pieces(self.bits, 1):
             zero &= ~(piece.reshape(-1, channels)[:, chosen] & magnitude).any(0)
             give_back(piece, mapped=self.mapped)

@@ -13,9 +13,10 @@ import functools
 
 import torch
 
-from megatron.core import recipe_check, tensor_saver
+from megatron.collection.training_clock import MicroBatch, clock
+from megatron.core import tensor_saver
 from megatron.core._overlay import shadowed
-from megatron.core.collection_clock import MicroBatch, clock
+from megatron.core.low_precision import recipe_check
 from megatron.fake_quant import policy
 
 _upstream = shadowed(__name__)

@@ -17,7 +17,7 @@ Letters of the recorded dims: s sequence, b batch, t tokens, h input features, o
 
 from megatron.core import tensor_saver
 from megatron.core._overlay import shadowed
-from megatron.core.quantized_module import Quantized, operand_names
+from megatron.core.low_precision.quantized_module import Quantized, operand_names
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,

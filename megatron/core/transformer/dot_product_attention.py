@@ -21,8 +21,8 @@ import torch
 
 from megatron.core import tensor_parallel, tensor_saver
 from megatron.core._overlay import shadowed
-from megatron.core.attention_logits import visible_mask, watch_logits
-from megatron.core.quantized_module import Quantized, operand_names
+from megatron.core.low_precision.quantized_module import Quantized, operand_names
+from megatron.core.transformer.attention_logits import visible_mask, watch_logits
 from megatron.core.transformer.context_parallel import ContextParallelism, as_one_rank
 from megatron.fake_quant.gemm import quantized_matmul
 from megatron.tensor_record import PAIRWISE

@@ -5,11 +5,11 @@ needs the memory of the weights and of one file.
 """
 
 from megatron.training import model
-from megatron.training.checkpointing import load_checkpoint
+from megatron.training.arguments.validation import Run
+from megatron.training.checkpointing.save_load import load_checkpoint
 from megatron.training.hf.writing import save_weights
-from megatron.training.report import print_rank_0
+from megatron.training.printing import print_rank_0
 from megatron.training.train_step import Trained
-from megatron.training.validation import Run
 
 
 def convert(run: Run) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron.training.config_args import default_of
+from megatron.training.arguments.config_flags import default_of
 from megatron.training.errors import UserError
 from megatron.training.hf import architectures, deepseek_v2
 from megatron.training.hf.architectures import DEEPSEEK_V2, Model

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.training.disk import folder_to_disk, to_disk
+from megatron.training.checkpointing.disk import folder_to_disk, to_disk
 from megatron.training.errors import RunError, UserError
 from megatron.training.hf.architectures import CONFIG
 from megatron.training.hf.reading import INDEX

@@ -6,17 +6,17 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from megatron.collection.module_identity import global_parameters
 from megatron.core import parallel_state
-from megatron.core.module_identity import global_parameters
 from megatron.core.utils import unwrap_model
-from megatron.training.checkpoint_files import resumes
+from megatron.training.arguments.validation import Run
+from megatron.training.checkpointing.files import resumes
 from megatron.training.errors import UserError
 from megatron.training.hf.architectures import Model
 from megatron.training.hf.layouts import Layout, Piece
 from megatron.training.hf.ranks import all_succeed, first_rank_does
 from megatron.training.hf.reading import Weights
-from megatron.training.report import print_rank_0
-from megatron.training.validation import Run
+from megatron.training.printing import print_rank_0
 
 
 def parts(

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron.bounded_files import MEBIBYTE, UnusableFileError, printable, read_json
+from megatron.training.data.special_files import refuse_special_files
 from megatron.training.errors import UserError
 from megatron.training.hf.layouts import Piece, Source
-from megatron.training.special_files import refuse_special_files
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

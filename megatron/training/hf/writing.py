@@ -18,10 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from megatron.collection.module_identity import natural_order
 from megatron.core import parallel_state
-from megatron.core.module_identity import natural_order
 from megatron.training import device
-from megatron.training.configs import params_dtype
+from megatron.training.arguments.configs import params_dtype
+from megatron.training.arguments.validation import Run
 from megatron.training.errors import RunError
 from megatron.training.hf import flags, folders
 from megatron.training.hf.architectures import Model
@@ -29,8 +30,7 @@ from megatron.training.hf.layouts import Piece, Source
 from megatron.training.hf.loading import parts
 from megatron.training.hf.ranks import first_rank_does
 from megatron.training.hf.reading import SINGLE
-from megatron.training.report import print_rank_0
-from megatron.training.validation import Run
+from megatron.training.printing import print_rank_0
 
 FILE_BYTES = 2 * 2**30  #: of a file, unless one tensor alone is larger
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron.analysis.stats.layout import Layout
 from megatron.fake_quant import fake_quantize, get_format, quantize
-from megatron.fake_quant.codes import unpack_nibbles
+from megatron.fake_quant.code_points import unpack_nibbles
 from megatron.fake_quant.formats import Cast, GroupScaling, TwoLevelScaling
 
 HIFLOAT8_OVERFLOW = 40960.0

@@ -12,13 +12,13 @@ import pytest
 
 from megatron.analysis import stats
 from megatron.analysis.__main__ import main
-from megatron.analysis.measure import measure_dump
 from megatron.analysis.stats import cache as caching
-from megatron.analysis.stats import work
-from megatron.analysis.stats.assembly import Assembly
+from megatron.analysis.stats import jobs as work
 from megatron.analysis.stats.cache import NAME, Cache
-from megatron.analysis.stats.logical import logical_tensors
-from megatron.analysis.stats.packed import pack, unpack
+from megatron.analysis.stats.logical_tensors import logical_tensors
+from megatron.analysis.stats.measure import measure_dump
+from megatron.analysis.stats.merge import Assembly
+from megatron.analysis.stats.serialization import pack, unpack
 from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import LAYER, write_dump
 
@@ -42,7 +42,7 @@ def computed(monkeypatch):
         return original(job)
 
     monkeypatch.setattr(work, "measure_job", spy)
-    monkeypatch.setattr("megatron.analysis.stats.assembly.measure_job", spy)
+    monkeypatch.setattr("megatron.analysis.stats.merge.measure_job", spy)
     return jobs
 
 

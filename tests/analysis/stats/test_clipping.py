@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.analysis.stats import sampled, tensor
+from megatron.analysis.stats import direct, tensor
+from megatron.analysis.stats.format_groups import make_plan
 from megatron.analysis.stats.layout import layout_of
-from megatron.analysis.stats.plan import make_plan
 from megatron.fake_quant import dequantize, get_format, quantize
 from tests.analysis.stats.test_formats import heavy
 
@@ -261,8 +261,8 @@ def test_values_that_are_looked_at_one_by_one_get_the_codes_of_quantize(name, dt
     x[:3] = torch.tensor([-0.0, math.inf, -math.inf, math.nan, 60000.0]).to(dtype).repeat(3, 20)
     x[3:36] *= torch.logspace(-9, 4, 33).unsqueeze(1).to(dtype)
     for axis in (0, 1):
-        packed, _ = sampled._quantized(x, get_format(name), axis)
-        expected = quantize(x, name, axis, seed=sampled.SEED)
+        packed, _ = direct._quantized(x, get_format(name), axis)
+        expected = quantize(x, name, axis, seed=direct.SEED)
         assert torch.equal(packed.codes, expected.codes)
         for ours, theirs in zip(
             packed.scales.parts().values(), expected.scales.parts().values(), strict=True

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.analysis import stats
 from megatron.analysis.__main__ import main
-from megatron.analysis.stats import pool
+from megatron.analysis.stats import executors
 from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import write_dump
 from tests.subprocesses import REPO, run
@@ -49,14 +49,14 @@ def test_a_cluster_gives_the_very_same_tables(address, tmp_path, monkeypatch, ca
     (tmp_path / "dump" / "broken.pt").write_bytes(b"")
     store = TensorStore(tmp_path / "dump")
     here = stats.compute(store, FORMATS)
-    monkeypatch.setattr(pool, "BATCH_JOBS", 3)
+    monkeypatch.setattr(executors, "BATCH_JOBS", 3)
     there = stats.compute(store, FORMATS, scheduler=address, cache=tmp_path / "cache")
     pd.testing.assert_frame_equal(here.tensors, there.tensors)
     pd.testing.assert_frame_equal(here.formats, there.formats)
     assert there.problems == here.problems
     # the results came back and are kept here
-    monkeypatch.setattr(pool, "batches", lambda jobs: iter([jobs] if jobs else []))
-    monkeypatch.setattr(pool, "measure_jobs", None)
+    monkeypatch.setattr(executors, "batches", lambda jobs: iter([jobs] if jobs else []))
+    monkeypatch.setattr(executors, "measure_jobs", None)
     again = stats.compute(store, FORMATS, cache=tmp_path / "cache")
     pd.testing.assert_frame_equal(here.formats, again.formats)
     monkeypatch.undo()
@@ -73,7 +73,7 @@ def die(jobs):
 
 def test_workers_that_die_are_said_in_words(address, tmp_path, monkeypatch, capsys):
     write_dump(tmp_path, layers=1)
-    monkeypatch.setattr(pool, "measure_jobs", die)
+    monkeypatch.setattr(executors, "measure_jobs", die)
     options = ["stats", str(tmp_path), "--scheduler", address, "--cache", "none"]
     assert main(options) == 2
     printed = capsys.readouterr().err
@@ -83,7 +83,7 @@ def test_workers_that_die_are_said_in_words(address, tmp_path, monkeypatch, caps
 def test_a_scheduler_that_is_not_there_is_an_error(tmp_path, monkeypatch, capsys):
     pytest.importorskip("distributed")
     write_dump(tmp_path, layers=1)
-    monkeypatch.setattr(pool, "PATIENCE", "1s")
+    monkeypatch.setattr(executors, "PATIENCE", "1s")
     options = ["stats", str(tmp_path), "--scheduler", "tcp://127.0.0.1:1", "--cache", "none"]
     assert main(options) == 2
     assert "no Dask scheduler answers at 'tcp://127.0.0.1:1'" in capsys.readouterr().err

@@ -16,8 +16,9 @@ import torch
 
 from megatron.analysis import stats
 from megatron.analysis.__main__ import main
-from megatron.analysis.stats import pieces, pool, work
-from megatron.analysis.stats_command import parse_size
+from megatron.analysis.cli.stats_command import parse_size
+from megatron.analysis.stats import chunks, executors
+from megatron.analysis.stats import jobs as work
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize
 from tests.analysis.fake_dump import LAYER, records, write_dump, write_tensor
@@ -71,7 +72,7 @@ def test_quantiles_of_bfloat16_are_order_statistics(found):
 
 
 def test_workers_and_batches_change_nothing(dump, found, monkeypatch):
-    monkeypatch.setattr(pool, "BATCH_JOBS", 1)
+    monkeypatch.setattr(executors, "BATCH_JOBS", 1)
     for workers in (1, 5):
         same(stats.compute(TensorStore(dump), FORMATS, workers=workers), found)
 
@@ -96,7 +97,7 @@ def test_a_second_call_computes_nothing_and_a_new_format_only_itself(
         computed.extend(job.formats for job in jobs)
         return original(jobs)
 
-    monkeypatch.setattr(pool, "measure_jobs", spy)
+    monkeypatch.setattr(executors, "measure_jobs", spy)
     store = TensorStore(dump)
     same(stats.compute(store, FORMATS[:3], cache=tmp_path), stats.compute(store, FORMATS[:3]))
     del computed[:]
@@ -137,7 +138,7 @@ def test_what_was_interrupted_goes_on(dump, tmp_path, monkeypatch):
         done.append(job.part.paths)
         return original(job)
 
-    monkeypatch.setattr(pool, "BATCH_JOBS", 1)
+    monkeypatch.setattr(executors, "BATCH_JOBS", 1)
     monkeypatch.setattr(work, "measure_job", interrupted)
     with pytest.raises(KeyboardInterrupt):
         stats.compute(TensorStore(dump), ["mxfp8"], cache=tmp_path, workers=1)
@@ -265,12 +266,12 @@ def test_sizes():
 
 
 def test_memory_decides_on_the_number_of_workers():
-    one = pool.BASE + pool.PER_WORKER
-    assert pool.affordable(4, one) == 1
-    assert pool.affordable(4, one + 2 * pool.PER_WORKER) == 3
-    assert pool.affordable(2, None) == 2
+    one = executors.BASE + executors.PER_WORKER
+    assert executors.affordable(4, one) == 1
+    assert executors.affordable(4, one + 2 * executors.PER_WORKER) == 3
+    assert executors.affordable(2, None) == 2
     with pytest.raises(ValueError, match="too few"):
-        pool.affordable(1, one - 1)
+        executors.affordable(1, one - 1)
 
 
 def test_pages_of_a_mapped_file_are_given_back_and_others_never(tmp_path, monkeypatch):
@@ -278,10 +279,10 @@ def test_pages_of_a_mapped_file_are_given_back_and_others_never(tmp_path, monkey
     x = torch.randn(512, 1024).bfloat16()
     path = write_tensor(tmp_path, record, x)
     mapped = torch.load(path, weights_only=True, mmap=True)["tensor"]
-    assert pieces.is_mapped(mapped.data_ptr())
-    assert not pieces.is_mapped(x.data_ptr())
-    pieces.give_back(mapped.view(torch.int16).numpy(), mapped=True)
+    assert chunks.is_mapped(mapped.data_ptr())
+    assert not chunks.is_mapped(x.data_ptr())
+    chunks.give_back(mapped.view(torch.int16).numpy(), mapped=True)
     assert torch.equal(mapped, x)
     kept = x.clone()
-    pieces.give_back(x.view(torch.int16).numpy(), mapped=pieces.is_mapped(x.data_ptr()))
+    chunks.give_back(x.view(torch.int16).numpy(), mapped=chunks.is_mapped(x.data_ptr()))
     assert torch.equal(kept, x)

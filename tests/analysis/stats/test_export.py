@@ -10,9 +10,9 @@ import torch
 
 from megatron.analysis import stats
 from megatron.analysis.__main__ import main
-from megatron.analysis.measure import measure_dump
+from megatron.analysis.outputs.statistics_text import format_statistics
 from megatron.analysis.stats.export import summary
-from megatron.analysis.stats_text import format_statistics
+from megatron.analysis.stats.measure import measure_dump
 from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import records, write_tensor
 from tests.analysis.stats.test_logical import record_of, write_shards

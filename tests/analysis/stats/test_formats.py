@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.analysis.stats import pieces, tables, tensor
-from megatron.analysis.stats.frames import arrays_of, format_numbers
+from megatron.analysis.stats import chunks, tensor
+from megatron.analysis.stats.format_groups import AXES, make_plan
+from megatron.analysis.stats.kernels import class_tables
 from megatron.analysis.stats.layout import layout_of
-from megatron.analysis.stats.plan import AXES, make_plan
+from megatron.analysis.stats.result_columns import arrays_of, format_numbers
 from megatron.fake_quant import fake_quantize, get_format, quantize
 from tests.analysis.stats import naive
 
@@ -225,7 +226,7 @@ def test_pieces_give_what_the_whole_gives(dtype, monkeypatch):
     layout = layout_of(tuple(x.shape), layer_type="attention", tensor_name="attention_probs")
     plan = make_plan(["mxfp8", "mx:e2m1:b16:even", "nvfp4", "hifp8", "fp8_e4m3", "hifp4"])
     whole_values, whole = tensor.measure(x, layout, plan)
-    monkeypatch.setattr(pieces, "PIECE", 1000)
+    monkeypatch.setattr(chunks, "PIECE", 1000)
     values, found = tensor.measure(x, layout, plan)
     for key, errors in found.items():
         np.testing.assert_array_equal(errors.ints, whole[key].ints, key)
@@ -241,7 +242,7 @@ def test_a_full_table_loses_nothing(planes):
     x *= torch.exp2(torch.arange(64.0) % 50)[:, None].bfloat16()  # many pairs of scales
     plan = make_plan(["mxfp8", "mxfp4"])
     roomy, small = tensor.Workspace(), tensor.Workspace()
-    small.pairs = tables.PairTable(planes)
+    small.pairs = class_tables.PairTable(planes)
     _, whole = tensor.measure(x, linear(x), plan, roomy)
     _, found = tensor.measure(x, linear(x), plan, small)
     for key, errors in found.items():

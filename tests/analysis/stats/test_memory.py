@@ -8,9 +8,9 @@ import tracemalloc
 import pytest
 import torch
 
-from megatron.analysis.stats import pieces, tensor
+from megatron.analysis.stats import chunks, tensor
+from megatron.analysis.stats.format_groups import make_plan
 from megatron.analysis.stats.layout import layout_of
-from megatron.analysis.stats.plan import make_plan
 from tests.subprocesses import REPO, environment, run
 
 
@@ -28,7 +28,7 @@ def peak(x: torch.Tensor, names: list[str]) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_blocks_are_not_kept_until_the_end(monkeypatch, dtype):
-    monkeypatch.setattr(pieces, "PIECE", 1 << 14)
+    monkeypatch.setattr(chunks, "PIECE", 1 << 14)
     x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     names = ["mxfp8", "nvfp4"]
     growth = peak(x.repeat(4, 1), names) - peak(x, names)
@@ -40,8 +40,8 @@ WORKER = """
 import sys
 from pathlib import Path
 from megatron.analysis.stats.layout import layout_of
-from megatron.analysis.stats.logical import Part
-from megatron.analysis.stats.work import Job, measure_job
+from megatron.analysis.stats.logical_tensors import Part
+from megatron.analysis.stats.jobs import Job, measure_job
 
 path, rows = sys.argv[1], int(sys.argv[2])
 layout = layout_of((rows, 1024), layer_type="linear", tensor_name="input")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.analysis.stats import pieces, tensor
+from megatron.analysis.stats import chunks, tensor
+from megatron.analysis.stats.format_groups import make_plan
 from megatron.analysis.stats.histogram import BINS, Grid, Histogram
 from megatron.analysis.stats.layout import layout_of
 from megatron.analysis.stats.moments import Moments, merge
-from megatron.analysis.stats.plan import make_plan
 
 NAN, INF = math.nan, math.inf
 
@@ -118,7 +118,7 @@ def test_pieces_merge_to_the_whole(monkeypatch):
     x = torch.randn(1000, 1, generator=torch.Generator().manual_seed(2))
     x[::17], x[5], x[700] = 0.0, NAN, INF
     whole = measure(x)
-    monkeypatch.setattr(pieces, "PIECE", 64)
+    monkeypatch.setattr(chunks, "PIECE", 64)
     parts = measure(x)
     check(whole[0], x.double().flatten().tolist())
     check(parts[0], x.double().flatten().tolist())

@@ -5,9 +5,10 @@ is quantized and how a collected tensor is recorded. Seam: the end of `__init__`
 too walks over all named modules.
 """
 
+from megatron.collection.module_identity import assign_identities
+from megatron.core import tensor_saver
 from megatron.core._overlay import shadowed
-from megatron.core.module_identity import assign_identities
-from megatron.core.reach import check_reach
+from megatron.core.low_precision.coverage_check import check_coverage
 
 _upstream = shadowed(__name__)
 
@@ -18,4 +19,5 @@ class GPTModel(_upstream.GPTModel):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         assign_identities(self)
-        check_reach(self)
+        collecting = tensor_saver.enabled() or tensor_saver.enabled_by_environment()
+        check_coverage(self, collecting=collecting)

@@ -1,0 +1,184 @@
+"""`python -m megatron.analysis stats`: options, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from megatron.analysis.text_table import printable_lines, shown
+
+DEFAULT_FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3")
+CACHE_FOLDER = ".statistics"  #: in the dump's folder
+LEFT_OUT = 3  #: exit status where a file could not be read
+
+DESCRIPTION = """\
+Statistics of the tensors of a dump, and of what number formats do to them: error (SQNR, MSE, bias,
+cosine), underflow, saturation, scales, codes, blocks, along both axes that matmuls quantize along.
+
+Each file is read once, in memory that does not grow with it. Shards of several ranks are put
+together to the logical tensor. Results are kept in DIR/.statistics: a second call takes them from
+there, an interrupted one goes on.
+"""
+EXAMPLES = """\
+Exit status: 0 every file was measured; 2 a wrong option or folder; 3 files were left out, each is
+named (with --strict the first one ends it).
+
+examples:
+  python -m megatron.analysis stats enhanced_tensor_logs/mxfp8
+  python -m megatron.analysis stats dump --formats mxfp8 mxfp8:rceil hifp8:t15 --output stats.csv
+  python -m megatron.analysis stats dump --select layer=0,1 tensor_name=input iteration=1-4
+  python -m megatron.analysis stats dump --formats none --max-memory 1G --workers 2
+  python -m megatron.analysis stats dump --scheduler tcp://head:8786      on a Dask cluster
+"""
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of the subcommand."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="searched with its subfolders")
+    parser.add_argument(
+        "--formats", nargs="+", default=list(DEFAULT_FORMATS), metavar="FORMAT",
+        help="names of megatron.fake_quant; 'none': of the values only "
+        f"(default: {' '.join(DEFAULT_FORMATS)})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--select", nargs="+", default=[], metavar="COLUMN=VALUE",
+        help="only tensors that meet all of these; several values with commas, ranges as in 1-4",
+    )  # fmt: skip
+    parser.add_argument("--run", metavar="ID", help="only this run; 'latest' for the newest")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE",
+        help="write everything into a .csv, .json or .txt file; an earlier one is kept beside it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="threads (default: one a processor)"
+    )
+    parser.add_argument(
+        "--max-memory",
+        metavar="SIZE",
+        help="that may be used, as in 800M or 2G (default: no limit)",
+    )
+    parser.add_argument(
+        "--scheduler", metavar="ADDRESS",
+        help="of a Dask cluster, whose workers see DIR under the same path; they have been told "
+        "their threads and memory",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cache", metavar="FOLDER",
+        help=f"where results are kept; 'none': nowhere (default: DIR/{CACHE_FOLDER})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--strict", action="store_true", help="stop at the first file that cannot be read"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compute, print the summary, write the file; returns the exit status."""
+    from megatron.analysis.cli.select import select
+    from megatron.analysis.dump.run_endings import remarks_on, unfinished
+    from megatron.analysis.dump.tensor_files import UnreadableTensorError
+    from megatron.analysis.outputs.atomic_write import write_keeping
+    from megatron.analysis.stats.cache import ForeignCacheError
+    from megatron.analysis.stats.engine import compute
+    from megatron.analysis.stats.export import WRITERS, summary
+    from megatron.analysis.store import TensorStore
+
+    if arguments.workers is not None and arguments.workers < 1:
+        raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
+    if arguments.scheduler is not None:
+        for name in ("workers", "max_memory"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is of this process's threads, and with "
+                    "--scheduler others work; leave it out, and tell it to the cluster's workers "
+                    "(dask worker --nthreads N --memory-limit SIZE)"
+                )
+    output: Path | None = arguments.output
+    if output is not None and output.suffix not in WRITERS:
+        raise ValueError(f"--output {output}: the name must end in {', '.join(WRITERS)}")
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.parent}")
+    memory = None if arguments.max_memory is None else parse_size(arguments.max_memory)
+    store = TensorStore(arguments.folder)
+    if arguments.run is not None:
+        store = store.only(arguments.run)
+    options = {
+        "select": select(store, arguments.select) if arguments.select else None,
+        "workers": arguments.workers,
+        "max_memory": memory,
+        "scheduler": arguments.scheduler,
+        "strict": arguments.strict,
+        "progress": True,
+    }
+    formats = [] if arguments.formats == ["none"] else arguments.formats
+    cache = _cache(arguments.cache, arguments.folder)
+    try:
+        try:
+            found = compute(store, formats, cache=cache, **options)
+        except ForeignCacheError as error:
+            if arguments.cache is not None:  # the user named it
+                raise
+            print(f"[WARNING] {error} (--cache); results are not kept", file=sys.stderr)
+            found = compute(store, formats, cache=None, **options)
+    except UnreadableTensorError as error:
+        print(f"[ERROR] {shown(error)}", file=sys.stderr)
+        return LEFT_OUT
+    for problem in found.problems:
+        print(f"[ERROR] {problem}", file=sys.stderr)
+    print(printable_lines(summary(found)))
+    for remark in [*found.remarks, *remarks_on(unfinished(store))]:
+        print(f"[NOTE] {shown(remark)}", file=sys.stderr)
+    if len(store.missing):
+        print(f"{len(store.missing)} files that an index names are not there (removed or moved?)")
+    if output is not None:
+        content = printable_lines(WRITERS[output.suffix](found)).encode()
+        for kept in write_keeping(output, content):
+            print(f"Kept the earlier file as {shown(kept)}")
+        print(f"Wrote {shown(output)}")
+    if found.problems:
+        left_out = len(found.problems)
+        print(f"[ERROR] {left_out} file(s) were left out; replace or remove them", file=sys.stderr)
+        return LEFT_OUT
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `800M`, `2G`, `2GiB`, `123456`.
+
+    Raises:
+        ValueError: none of these.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is no size; give a number with K, M, G or T, as in 800M")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _cache(named: str | None, folder: Path) -> Path | None:
+    """Where results are kept. Where the dump itself cannot be written, nowhere."""
+    if named == "none":
+        return None
+    if named is not None:
+        return Path(named)
+    from megatron.analysis.stats.cache import ForeignCacheError, check_place
+
+    cache = folder / CACHE_FOLDER
+    try:
+        check_place(cache)
+        cache.mkdir(exist_ok=True)
+        probe = cache / f"write_test_{os.getpid()}.partial"
+        with probe.open("xb"):  # mode x never follows a link
+            pass
+        probe.unlink()
+    except ForeignCacheError as error:
+        print(f"[WARNING] {error} (--cache); results are not cached", file=sys.stderr)
+        return None
+    except OSError:
+        where = shown(folder)
+        print(f"[NOTE] {where} is not writable: results are not cached (--cache names a folder)",
+              file=sys.stderr)  # fmt: skip
+        return None
+    return cache

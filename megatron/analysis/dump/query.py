@@ -1,0 +1,97 @@
+"""How a part of a dump's table is named.
+
+One row a tensor. The columns are the fields of `TensorRecord`, with the rank's coordinates in
+columns of their own, and where the tensor lies (`record_columns`). What is unknown (of a file
+without metadata) is None, or NA in a column of numbers.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from megatron.analysis.dump.record_columns import COLUMNS, WHOLE
+from megatron.tensor_record import COMPONENTS, TENSOR_NAMES
+
+_ALIASES = {"layer": "layer_idx", "world": "rank"}
+_ACCEPTED: Mapping[str, Collection[str]] = {
+    "layer_type": TENSOR_NAMES,
+    "operation": ("forward", "backward"),
+    "phase": ("pre", "post"),
+    "component": COMPONENTS.values(),
+    "tensor_name": dict.fromkeys(name for names in TENSOR_NAMES.values() for name in names),
+}
+
+
+def matching(records: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFrame:
+    """The rows of `records` for which every condition holds; see `TensorStore.select`.
+
+    Raises:
+        ValueError: no such column, or a value that the column can never have.
+    """
+    keep = np.ones(len(records), dtype=bool)
+    for given, wanted in conditions.items():
+        name = _ALIASES.get(given, given)
+        if name not in COLUMNS:
+            raise ValueError(
+                f"no condition {given!r}; choose from {', '.join(_ALIASES)}, {', '.join(COLUMNS)}"
+            )
+        if isinstance(wanted, range) and name in WHOLE:  # may be without end, as good as
+            keep &= _in_range(records[name], wanted)
+            continue
+        several = isinstance(wanted, Collection) and not isinstance(wanted, str)
+        values = list(wanted) if several else [wanted]
+        _check(name, values)
+        keep &= _holds(records[name], name, values)
+    return records[keep]
+
+
+def _in_range(column: pd.Series[Any], wanted: range) -> Any:
+    """Which of the numbers a range has; an unknown one is in none."""
+    if not wanted:
+        return np.zeros(len(column), dtype=bool)
+    known = column.notna().to_numpy()
+    numbers = column.fillna(0).to_numpy(dtype=np.int64)
+    low, high = sorted((wanted[0], wanted[-1]))
+    between = (low <= numbers) & (numbers <= high)
+    return known & between & ((numbers - low) % abs(wanted.step) == 0)
+
+
+def _check(name: str, values: list[Any]) -> None:
+    if name in _ACCEPTED:
+        accepted = _ACCEPTED[name]
+        if wrong := [value for value in values if value is not None and value not in accepted]:
+            raise ValueError(f"no {name} {wrong[0]!r}; choose from {', '.join(accepted)}")
+    if name in WHOLE and any(isinstance(value, str) for value in values):
+        raise ValueError(
+            f"{name} is a whole number, not {values[0]!r}; give a number, a list or a range"
+        )
+
+
+def _holds(column: pd.Series[Any], name: str, values: list[Any]) -> Any:
+    """Which rows have one of `values`; None stands for unknown."""
+    if name == "module":
+        names = {each for each in column.unique() if isinstance(each, str)}
+        fitting = [each for each in names if any(is_module(each, str(v)) for v in values if v)]
+        values = [*fitting, *([None] if None in values else [])]
+    if name in ("shape", "global_shape"):
+        wanted = [tuple(value) for value in [values]] if values and _is_size(values) else values
+        sizes = {tuple(value) for value in wanted}
+        return np.array([shape is not None and tuple(shape) in sizes for shape in column])
+    found = column.isin([value for value in values if value is not None]).to_numpy(dtype=bool)
+    if None in values:
+        found = found | column.isna().to_numpy()
+    return found
+
+
+def _is_size(values: list[Any]) -> bool:
+    return all(isinstance(value, int) for value in values)
+
+
+def is_module(name: str, pattern: str) -> bool:
+    """Whether a shell pattern fits a dotted module name, or the end of it from a dot on."""
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")

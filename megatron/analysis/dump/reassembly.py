@@ -1,0 +1,257 @@
+"""Puts a logical tensor together from the shards that the ranks of a run hold.
+
+`dims` says how: a letter a dimension, and in brackets the group that shards it; after a bar the
+groups over which the tensor is a partial sum.
+
+    s b h[tp]              joined along h, in order of the tensor-parallel rank
+    s[cp:zigzag] b h       of 2 * cp_size chunks along s, rank r has those numbered r and
+                           2 * cp_size - 1 - r
+    s b o | partial[tp]    added over the tensor-parallel ranks
+    s b g[tp:2] d          joined along g; two ranks, one after the other, have the same part
+    s b g[tp:2] d | partial[tp:2]    the two have parts of a sum
+
+Ranks of a group that `dims` does not name hold replicas. Data-parallel ranks hold other data,
+except of a weight. An expert belongs to the ranks of its own groups: whose data it saw says the
+rank among those that have the same expert ("expert data parallel").
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from megatron.analysis.dump.record_columns import GROUPS
+
+_LETTER = re.compile(
+    r"(?P<letter>\w+)(\[(?P<group>\w+)((?P<zigzag>:zigzag)|:(?P<copies>[1-9]\d*))?\])?"
+)
+_PARTIAL = re.compile(r"partial\[(\w+(?:,\w+)*)(:[1-9]\d*)?\]")
+NAMED = 8  #: number of missing shards that a message lists
+_EXPERT = r"\blocal_experts\.\d+\b"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One group's ranks hold parts of a tensor: along an axis, or (None) of a sum."""
+
+    group: str
+    axis: int | None
+    zigzag: bool = False
+    copies: int = 1  #: ranks, one after another, that have the same part
+    summed: bool = False  #: they have parts of a sum
+
+
+def parse_dims(dims: str) -> list[Cut]:
+    """How a tensor is cut, group by group.
+
+    Raises:
+        ValueError: not written as the module's docstring says.
+    """
+    letters, _, sums = dims.partition("|")
+    cuts = []
+    for axis, word in enumerate(letters.split()):
+        match = _LETTER.fullmatch(word)
+        if match is None:
+            raise ValueError(f"dims {dims!r}: {word!r} is not understood; as in 's b h[tp]'")
+        if match["group"]:
+            copies, zigzag = int(match["copies"] or 1), bool(match["zigzag"])
+            cuts.append(Cut(match["group"], axis, zigzag=zigzag, copies=copies))
+    for word in sums.split():
+        match = _PARTIAL.fullmatch(word)
+        if match is None:
+            raise ValueError(f"dims {dims!r}: {word!r} is not understood; as in '| partial[tp]'")
+        if match[2]:
+            cuts = [replace(c, summed=True) if c.group == match[1] else c for c in cuts]
+        else:
+            cuts += [Cut(group, None) for group in match[1].split(",")]
+    if unknown := [cut.group for cut in cuts if cut.group not in GROUPS]:
+        raise ValueError(
+            f"dims {dims!r}: no parallel group {unknown[0]!r}; there are {', '.join(GROUPS)}"
+        )
+    return cuts
+
+
+def data_ranks(records: pd.DataFrame) -> Any:
+    """Whose data each record is of: the data-parallel rank; of a weight 0, since all have the same.
+
+    Megatron numbers ranks etp fastest, then ep, then expert data parallel, then pp.
+    """
+    dp = records["dp"].fillna(0).to_numpy(dtype=np.int64)
+    experts = records["module"].str.contains(_EXPERT, regex=True, na=False).to_numpy(dtype=bool)
+    if experts.any():
+        numbers = records[["rank", "world_size", "pp_size", "ep_size", "etp_size"]].fillna(1)
+        rank, world, pp, ep, etp = numbers.to_numpy(dtype=np.int64).T
+        copies = np.maximum(world // (pp * ep * etp), 1)
+        dp = np.where(experts, rank // (etp * ep) % copies, dp)
+    return np.where(records["tensor_name"] == "weight", 0, dp)
+
+
+def reassemble(records: pd.DataFrame, load: Callable[[Any], Tensor]) -> Tensor:
+    """The logical tensor of which `records` are the shards and replicas.
+
+    Raises:
+        ValueError: shards are missing, twice there, or do not fit; replicas differ.
+    """
+    rows = list(records.itertuples())
+    first = rows[0]
+    if len(rows) == 1 and first.dims is None:
+        return load(first)
+    of_tensor = f"{first.tensor_name} of {first.module} ({Path(first.path).name})"
+    if parts := [row.slice for row in rows if row.slice is not None]:
+        raise ValueError(
+            f"{of_tensor}: only a part of it was collected, {parts[0]}; load each file with "
+            "load(record), or collect without --collect-slice"
+        )
+    if records["dims"].nunique(dropna=False) > 1 or first.dims is None:
+        raise ValueError(
+            f"{of_tensor}: the {len(rows)} records say of their dims "
+            f"{', '.join(map(repr, records['dims'].unique()))}; without one answer they cannot be "
+            "put together: load each with load(record)"
+        )
+    if (twice := records["rank"].duplicated(keep=False)).any():
+        names = ", ".join(Path(path).name for path in records["path"][twice].head(4))
+        raise ValueError(
+            f"{of_tensor}: rank {records['rank'][twice].iloc[0]} has more than one such tensor "
+            f"({names}); say which by counter=..., or remove the copy"
+        )
+    cuts = parse_dims(first.dims)
+    sizes = [_size(records, cut.group, of_tensor) for cut in cuts]
+    cells: dict[tuple[int, ...], list[Any]] = {}
+    for row in rows:
+        cells.setdefault(tuple(int(getattr(row, cut.group)) for cut in cuts), []).append(row)
+    _check_complete(cells, cuts, sizes, of_tensor)
+    shards = {place: one_of_replicas(copies, load) for place, copies in cells.items()}
+    whole = _join(shards, cuts, of_tensor)
+    if first.global_shape is not None and list(whole.shape) != list(first.global_shape):
+        raise ValueError(
+            f"{of_tensor}: its shards make a tensor of shape {list(whole.shape)}, but the record "
+            f"says {list(first.global_shape)}; the files are not of one tensor"
+        )
+    return whole
+
+
+def _size(records: pd.DataFrame, group: str, of_tensor: str) -> int:
+    """How many ranks a group has."""
+    name = f"{group}_size"
+    found = records[name].dropna().unique() if name in records else []
+    if len(found) != 1 or records[group].isna().any():
+        raise ValueError(
+            f"{of_tensor}: dims {records['dims'].iloc[0]!r} name the group {group!r}, of which the "
+            "records do not say the rank and the size alike; load each with load(record)"
+        )
+    return int(found[0])
+
+
+def _check_complete(
+    cells: dict[tuple[int, ...], list[Any]], cuts: Sequence[Cut], sizes: list[int], of_tensor: str
+) -> None:
+    # a damaged record may claim any size: search for the first missing places only
+    most = len(cells) + NAMED + 1
+    wanted = itertools.product(*(range(min(size, most)) for size in sizes))
+    gaps = list(itertools.islice((place for place in wanted if place not in cells), NAMED + 1))
+    if gaps:
+        named = [
+            " ".join(f"{cut.group}={rank}" for cut, rank in zip(cuts, place, strict=True))
+            for place in gaps
+        ]
+        raise ValueError(
+            f"{of_tensor}: {math.prod(sizes) - len(cells)} of {math.prod(sizes)} shards are "
+            f"missing, from ranks {'; '.join(named[:NAMED])}; copy the missing files into the "
+            "folder, or load single shards with load(record)"
+        )
+
+
+def one_of_replicas(copies: Sequence[Any], load: Callable[[Any], Tensor]) -> Tensor:
+    """The tensor of which every record is a copy.
+
+    Raises:
+        ValueError: they are not the same in every bit.
+    """
+    first = load(copies[0])
+    for row in copies[1:]:
+        if difference := differences(first, load(row)):
+            raise ValueError(
+                f"{row.tensor_name} of {row.module}: rank {row.rank} ({Path(row.path).name}) "
+                f"should have the tensor of rank {copies[0].rank} ({Path(copies[0].path).name}), "
+                f"but {difference}"
+            )
+    return first
+
+
+def differences(one: Tensor, other: Tensor) -> str:
+    """In what two tensors differ, bit for bit; empty if in nothing."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return (
+            f"{list(other.shape)} {other.dtype} is not {list(one.shape)} {one.dtype}; the files "
+            "are not of one tensor"
+        )
+    if torch.equal(bits(one), bits(other)):
+        return ""
+    unequal = int((bits(one) != bits(other)).sum())
+    largest = float((one.double() - other.double()).abs().nan_to_num(nan=torch.inf).max())
+    return f"{unequal} of {one.numel()} values differ, by up to {largest:.3g}"
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bit patterns: NaN equals itself and the zeros differ."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return x.contiguous().view(sizes.get(x.element_size(), torch.int64))
+
+
+def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor: str) -> Tensor:
+    """Join or add the last group's ranks, then those of the group before it, and so on."""
+    for cut in reversed(cuts):
+        groups: dict[tuple[int, ...], list[Tensor]] = {}
+        for place in sorted(shards):
+            groups.setdefault(place[:-1], []).append(shards[place])
+        try:
+            shards = {place: _of_group(parts, cut) for place, parts in groups.items()}
+        except _CopiesDifferError as error:
+            raise ValueError(f"{of_tensor}: {error}") from None
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{of_tensor}: its shards along {cut.group} do not fit together ({error}); the "
+                "files are not of one tensor"
+            ) from None
+    return shards[()]
+
+
+class _CopiesDifferError(Exception):
+    """Ranks that should have the same part have not."""
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0, dtype=torch.float64).to(parts[0].dtype)
+
+
+def _one_of(copies: list[Tensor], cut: Cut) -> Tensor:
+    for other in copies[1:]:
+        if difference := differences(copies[0], other):
+            raise _CopiesDifferError(
+                f"{cut.copies} ranks of {cut.group}, one after another, should have the same part, "
+                f"but {difference}"
+            )
+    return copies[0]
+
+
+def _of_group(parts: list[Tensor], cut: Cut) -> Tensor:
+    """The tensor of which the ranks of one group, in order, have these parts."""
+    if cut.axis is None:
+        return _sum(parts)
+    if cut.copies > 1:
+        together = [parts[at : at + cut.copies] for at in range(0, len(parts), cut.copies)]
+        parts = [_sum(each) if cut.summed else _one_of(each, cut) for each in together]
+    if cut.zigzag:
+        halves = [part.chunk(2, cut.axis) for part in parts]
+        parts = [half[0] for half in halves] + [half[1] for half in reversed(halves)]
+    return torch.cat(parts, cut.axis)

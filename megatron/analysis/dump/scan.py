@@ -1,0 +1,225 @@
+"""What lies in a dump's folder: tensor files, indexes and run cards.
+
+What is known of a tensor comes from the run's index where there is one, else from the file's own
+metadata, else from its name. Nothing is written, and no file spoils the others: what cannot be read
+is a `Problem` beside the good rows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from megatron.analysis.dump.record_columns import Columns, Row, WrongTypeError
+from megatron.analysis.dump.tensor_files import (
+    Problem,
+    UnreadableTensorError,
+    in_printable_form,
+    read_run_card,
+    read_tensor,
+    reason,
+)
+from megatron.bounded_files import UnusableFileError, printable, walk
+from megatron.tensor_record import parse_filename, read_lines
+
+MOST_EVENTS = 100_000  #: events in one index; a rank writes a few
+MOST_INDEXES = 100_000  #: indexes below one folder; there is one per rank and run
+#: A file name without a folder; the surrogates U+DC80 to U+DCFF stand for bytes that are not UTF-8.
+_FILE_NAME = re.compile(r"[^/\0\ud800-\udc7f\udd00-\udfff]{1,252}\.pt")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder holds."""
+
+    records: pd.DataFrame  #: in the order in which they were written
+    missing: pd.DataFrame  #: index lines whose file is not there
+    events: list[dict[str, Any]]  #: what the indexes say besides
+    cards: dict[str, dict[str, Any]]  #: the run card of each run that has one
+    problems: list[Problem]  #: files that are no tensors of ours
+
+
+@dataclass
+class _Files:
+    """The names below a folder, by kind."""
+
+    tensors: list[str] = field(default_factory=list)
+    indexes: list[str] = field(default_factory=list)
+    cards: list[str] = field(default_factory=list)
+
+
+def scan(folder: Path) -> Found:
+    """Find all tensors below `folder`, in its subfolders too. Reads indexes; opens only files that
+    stand in none.
+
+    Raises:
+        ValueError: the folder is missing, is no folder, or holds no `.pt` file.
+    """
+    if not folder.exists():
+        raise ValueError(f"no folder {folder}; collect tensors first, or name another folder")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; name the folder that holds the .pt files")
+    problems: list[Problem] = []
+    events: list[dict[str, Any]] = []
+    files = _walk(folder, problems)
+    columns = Columns()
+    for index in files.indexes:
+        _read_index(index, columns, events, problems)
+    indexed = _by_path(columns.of["path"], problems)
+    present = []
+    for path in files.tensors:
+        position = indexed.pop(path, None)
+        if position is None:
+            try:
+                row, source = _row_of_file(Path(path))
+                columns.add([row], [path], source)
+            except UnreadableTensorError as error:
+                problems.append(Problem(Path(path), error.why))
+                continue
+            except WrongTypeError as error:
+                problems.append(Problem(Path(path), f"in its metadata, {error}"))
+                continue
+            position = len(columns) - 1
+        present.append(position)
+    if not files.tensors:
+        detail = f" ({len(indexed)} are in its index)" if indexed else ""
+        if files.cards and not indexed:
+            detail = f" ({Path(files.cards[0]).name} is of a run that has saved none)"
+        if problems:  # such as a folder that cannot be listed
+            raise ValueError(f"no .pt file can be read in {folder} or below{detail}; {problems[0]}")
+        raise ValueError(
+            f"no .pt file in {folder} or below{detail}; collect tensors first, or name "
+            "another folder"
+        )
+    records, missing = (
+        columns.table(columns.order(each)) for each in (present, list(indexed.values()))
+    )
+    return Found(records, missing, events, _read_cards(files.cards, problems), problems)
+
+
+def _by_path(paths: list[str], problems: list[Problem]) -> dict[str, int]:
+    """Where a file's row is; of one that several lines name, the last, and that is a problem."""
+    indexed = {path: position for position, path in enumerate(paths)}
+    if len(indexed) < len(paths):
+        for path, count in Counter(paths).items():
+            if count > 1:
+                why = f"{count} lines of indexes name it; the last counts"
+                problems.append(Problem(Path(path), why))
+    return indexed
+
+
+def _walk(folder: Path, problems: list[Problem]) -> _Files:
+    """The names below a folder. Links to folders are not followed, so no link leads in a circle;
+    what could not be listed, or only looks like a tensor, is a problem.
+    """
+    files = _Files()
+    by_kind = {_TENSOR: files.tensors, _INDEX: files.indexes, _CARD: files.cards}
+
+    def unreadable(error: OSError) -> None:
+        problems.append(Problem(Path(str(error.filename)), reason(error)))
+
+    for parent, folders, names in walk(folder, unreadable):
+        for name in folders:
+            kind = _kind_of(name)
+            if kind is not None:
+                why = f"a folder, not {kind}; rename it or move it elsewhere"
+                problems.append(Problem(Path(parent, name), why))
+        for name in names:
+            kind = _kind_of(name)
+            if kind is not None:
+                by_kind[kind].append(f"{parent}{os.sep}{name}")
+    files.tensors.sort()
+    files.indexes.sort()
+    files.cards.sort()
+    return files
+
+
+_TENSOR, _INDEX, _CARD = "a tensor file", "an index", "a run card"
+
+
+def _kind_of(name: str) -> str | None:
+    """Return the kind of dump file that has such a name; None if there is none."""
+    if name.endswith(".pt"):
+        return _TENSOR
+    if name.startswith("index_") and name.endswith(".jsonl"):
+        return _INDEX
+    return _CARD if name.startswith("run_") and name.endswith(".json") else None
+
+
+def _read_cards(paths: list[str], problems: list[Problem]) -> dict[str, dict[str, Any]]:
+    """The cards by run, which the file's name says; of several of one run the first."""
+    cards: dict[str, dict[str, Any]] = {}
+    for path in map(Path, paths):
+        try:
+            # records hold the run's id in the same printable form
+            run_id = printable(path.stem.removeprefix("run_"), limit=1000)
+            cards.setdefault(run_id, read_run_card(path))
+        except ValueError as error:
+            problems.append(Problem(path, str(error)))
+    return cards
+
+
+def _read_index(
+    index: str, columns: Columns, events: list[dict[str, Any]], problems: list[Problem]
+) -> None:
+    """Add the lines of one index; of a spoilt one none, and that is one problem."""
+    parent = index[: index.rindex(os.sep) + 1]
+    before = len(columns)
+    said: list[dict[str, Any]] = []
+    try:
+        for lines in read_lines(Path(index)):
+            rows = [line for line in lines if "event" not in line]
+            if len(rows) < len(lines):
+                said += [in_printable_form(line) for line in lines if "event" in line]
+                if len(said) > MOST_EVENTS:
+                    raise ValueError(f"more than {MOST_EVENTS} events")
+            columns.add(rows, _paths(rows, parent), "index")
+    except (OSError, ValueError, RecursionError) as error:
+        columns.cut(before)
+        what = error.why if isinstance(error, UnusableFileError) else reason(error)
+        what = f"in one of its records, {error}" if isinstance(error, WrongTypeError) else what
+        why = f"not read ({what}); its files are opened instead"
+        problems.append(Problem(Path(index), why))
+        return
+    events += said
+
+
+def _paths(lines: list[Row], parent: str) -> list[str]:
+    """Return the paths of the files that the lines of an index name.
+
+    Raises:
+        WrongTypeError: if a line names no file, or one in another folder.
+    """
+    try:
+        names = [line["file"] for line in lines]
+        wrong = [name for name in names if not _FILE_NAME.fullmatch(name)]
+    except (KeyError, TypeError):
+        raise WrongTypeError("file is missing or not a str") from None
+    if wrong:
+        raise WrongTypeError(
+            f"file is {printable(repr(wrong[0]))}, not a plain file name that ends in .pt"
+        )
+    return [parent + name for name in names]
+
+
+def _row_of_file(path: Path) -> tuple[Row, str]:
+    """What is known of a file that stands in no index, and whether from the file or its name."""
+    tensor, metadata = read_tensor(path)
+    named = parse_filename(path.name)
+    if named is not None:
+        named["rank"] = {"world": named["rank"]}
+    if metadata is None and named is None:
+        raise UnreadableTensorError(
+            path,
+            "no metadata in it, and its name is not "
+            "{timestamp}_{counter}_{layer}_L{n}_{operation}_{phase}_{component}_{type}_{tensor}.pt",
+        )
+    actual = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    row = (named or {}) | actual | (metadata or {}) | {"bytes": path.stat().st_size}
+    return row, "name" if metadata is None else "file"

@@ -1,0 +1,175 @@
+"""How one file of a dump is read: a tensor, or a run card. Nothing that a file holds is run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.analysis.dump.tensor_archive import ArchiveError, check_archive
+from megatron.bounded_files import UnusableFileError, printable, read_json
+
+PATH_LIMIT = 4096  #: longest path in a message, in characters
+WHY_LIMIT = 1000  #: longest reason in a message, in characters
+TEXT_LIMIT = 20_000  #: longest text in a run card, in characters
+DIMENSIONS = 16  #: most dimensions of a tensor; NumPy takes 64, and a matmul's operand has 2 to 4
+EMPTY_SIZES = 1 << 24  #: largest product of the nonzero sizes of a tensor without values
+#: Dtypes that a dump may contain; statistics and checks support no others.
+DTYPES = frozenset({
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+})  # fmt: skip
+
+
+class UnreadableTensorError(ValueError):
+    """A file that holds no tensor we can read; the message says which and why."""
+
+    def __init__(self, path: Path, why: str):
+        self.why = printable(why, limit=WHY_LIMIT)
+        super().__init__(f"{printable(path, limit=PATH_LIMIT)}: {self.why}")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A file that was left out, and why."""
+
+    path: Path
+    why: str
+
+    def __str__(self) -> str:
+        """Return one line that is safe to print, whatever the name of the file is."""
+        return f"{printable(self.path, limit=PATH_LIMIT)}: {printable(self.why, limit=WHY_LIMIT)}"
+
+
+def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
+    """The tensor of a file, memory-mapped, and its metadata if it has any.
+
+    Raises:
+        UnreadableTensorError: not a tensor, or not one that can be read without running code.
+    """
+    payload = read_payload(path)
+    metadata = None
+    if isinstance(payload, dict):
+        metadata = payload.get("metadata")
+        payload = payload.get("tensor")
+    if not isinstance(payload, Tensor):
+        why = 'holds no tensor (expected {"tensor": ..., "metadata": ...})'
+        raise UnreadableTensorError(path, why)
+    if why := _unusable(payload):
+        raise UnreadableTensorError(path, why)
+    metadata = metadata if isinstance(metadata, dict) and metadata else None
+    dtype = str(payload.dtype).removeprefix("torch.")
+    told = dtype if metadata is None else metadata.get("dtype", dtype)
+    if isinstance(told, str) and told != dtype:
+        raise UnreadableTensorError(path, f"holds {dtype}, but its record says {printable(told)}")
+    return payload.detach(), metadata
+
+
+def _unusable(tensor: Tensor) -> str:
+    """Return why a tensor cannot be measured in the memory that its file takes; empty if it can."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return f"does not hold a plain dense tensor (but a {type(tensor).__name__})"
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        return f"does not hold a plain dense tensor ({tensor.layout}, {tensor.dtype})"
+    if tensor.is_neg() or tensor.is_conj():
+        return "holds a negated or conjugated view; save a copy (resolve_neg, resolve_conj)"
+    if tensor.is_complex():
+        return f"complex values ({tensor.dtype}) have no order; nothing is computed"
+    if tensor.dtype not in DTYPES:
+        return f"holds values of {tensor.dtype}, which is not supported"
+    if tensor.dim() > DIMENSIONS:
+        return f"holds a tensor of {tensor.dim()} dimensions; at most {DIMENSIONS} are read"
+    if not tensor.numel():
+        sizes = math.prod(max(size, 1) for size in tensor.shape)
+        shape = list(tensor.shape)
+        return "" if sizes <= EMPTY_SIZES else f"has no values, but a shape of {shape}"
+    stored = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if tensor.numel() > stored:
+        return f"claims {tensor.numel()} values ({list(tensor.shape)}), but stores {stored}"
+    return ""
+
+
+def read_payload(path: Path) -> Any:
+    """Whatever a file of torch.save holds, tensors memory-mapped.
+
+    Raises:
+        UnreadableTensorError: it cannot be read without running code, or at all.
+    """
+    try:
+        check_archive(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UnusableFileError as error:
+        raise UnreadableTensorError(path, error.why) from None
+    except ArchiveError as error:
+        raise UnreadableTensorError(path, str(error)) from None
+    except UnicodeEncodeError:
+        why = "its path has bytes that are no UTF-8, and torch opens no such file; rename it"
+        raise UnreadableTensorError(path, why) from None
+    except Exception as error:  # a damaged archive or pickle can raise almost any exception
+        why = reason(error)
+        prefix = "" if isinstance(error, OSError) else "corrupt or truncated: "
+        raise UnreadableTensorError(path, prefix + why) from None
+
+
+#: Types of the fields of a run card that readers use; any field may be missing or null.
+_CARD = {
+    "arguments": dict, "quantization": list, "ranks": list, "status": str, "iterations": int,
+}  # fmt: skip
+_PARTS = {"quantization": dict, "ranks": dict}  #: types of the items of lists
+
+
+def read_run_card(path: Path) -> dict[str, Any]:
+    """Return the content of a run card, with all texts in printable form.
+
+    Raises:
+        ValueError: if the file cannot be read, or is not a run card.
+    """
+    try:
+        card = read_json(path)
+    except UnusableFileError as error:
+        raise ValueError(f"the run card cannot be read ({error.why})") from None
+    except OSError as error:
+        raise ValueError(f"the run card cannot be read ({reason(error)})") from None
+    if not isinstance(card, dict):
+        raise ValueError(f"not a run card: it holds a JSON {type(card).__name__}, not an object")
+    for name, kind in _CARD.items():
+        value = card.get(name)
+        if value is not None and type(value) is not kind:
+            found = type(value).__name__
+            raise ValueError(f"not a run card: {name} has type {found}, not {kind.__name__}")
+    for name, kind in _PARTS.items():
+        if wrong := [part for part in card.get(name) or [] if type(part) is not kind]:
+            found = type(wrong[0]).__name__
+            raise ValueError(f"not a run card: {name} holds a {found}, not a {kind.__name__}")
+    escaped: dict[str, Any] = in_printable_form(card)
+    return escaped
+
+
+def in_printable_form(value: Any) -> Any:
+    """Return a JSON value in which every text is on one line and safe to print.
+
+    Run cards and index events reach logs, figures and pages through many paths. Escaping their
+    texts here, once, makes them harmless in all of these.
+    """
+    if isinstance(value, str):
+        return value if value.isprintable() and len(value) <= TEXT_LIMIT else printable(
+            value, limit=TEXT_LIMIT
+        )  # fmt: skip
+    if isinstance(value, Mapping):
+        return {in_printable_form(name): in_printable_form(part) for name, part in value.items()}
+    return [in_printable_form(part) for part in value] if isinstance(value, list) else value
+
+
+def reason(error: Exception) -> str:
+    """Return the message of an exception on one line."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    text = str(error).strip()
+    return printable(text.splitlines()[0] if text else type(error).__name__, limit=WHY_LIMIT)

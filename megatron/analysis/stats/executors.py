@@ -1,0 +1,171 @@
+"""Runs jobs on threads of this process, or on a Dask cluster, and hands out what they give as it
+comes.
+
+Threads, not processes: the time goes into compiled loops, which release the interpreter's lock, and
+nothing is loaded or compiled twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+
+from megatron.analysis.stats.jobs import Job, Outcome, measure_jobs
+from megatron.analysis.stats.kernels.class_tables import TABLE_BYTES
+
+PATIENCE = "20s"  #: for a scheduler to answer
+BATCH_BYTES, BATCH_JOBS = 1 << 23, 64  #: small tensors are sent together
+#: Bytes that a process needs before it works, and that each of its threads may take: three tables
+#: of counts, a large tensor's mapped pages, and the arrays for a piece of it.
+BASE, PER_WORKER = 420 << 20, 3 * TABLE_BYTES + (96 << 20)
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def affordable(workers: int | None, max_memory: int | None) -> int:
+    """How many threads there can be.
+
+    Raises:
+        ValueError: too little memory for one.
+    """
+    wanted = workers or processors()
+    if max_memory is None:
+        return wanted
+    fit = (max_memory - BASE) // PER_WORKER
+    if fit < 1:
+        raise ValueError(
+            f"{max_memory >> 20} MiB of memory are too few; one worker takes up to "
+            f"{(BASE + PER_WORKER) >> 20} MiB, and each further one {PER_WORKER >> 20} MiB"
+        )
+    return min(wanted, fit)
+
+
+def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
+    """The largest tensors first, so that no worker is left alone with one at the end."""
+    batch: list[Job] = []
+    size = 0
+    for job in sorted(jobs, key=lambda job: -job.part.nbytes):
+        batch.append(job)
+        size += job.part.nbytes
+        if size >= BATCH_BYTES or len(batch) >= BATCH_JOBS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def on_threads(jobs: Sequence[Job], workers: int) -> Iterator[tuple[int, Outcome]]:
+    """Outcomes by the jobs' numbers, in any order; few are in memory at a time."""
+    waiting = batches(jobs)
+    with one_torch_thread(), ThreadPoolExecutor(workers, "statistics") as threads:
+        running: set[Future[list[tuple[int, Outcome]]]] = set()
+        try:
+            while True:
+                while len(running) < 2 * workers and (batch := next(waiting, None)):
+                    running.add(threads.submit(measure_jobs, batch))
+                if not running:
+                    return
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield from future.result()
+        finally:  # an interrupt, or --strict: do not measure the rest first
+            threads.shutdown(cancel_futures=True)
+
+
+def check_scheduler(address: str) -> None:
+    """Check that a Dask scheduler answers before a client is created for it.
+
+    A client that could not connect waits another 40 s when it is deleted.
+
+    Raises:
+        ValueError: if no scheduler answers.
+    """
+    core: Any = importlib.import_module("distributed.core")
+    websocket: Any = importlib.import_module("tornado.websocket")
+    seconds: Any = importlib.import_module("dask.utils").parse_timedelta(PATIENCE)
+
+    async def connect() -> None:
+        comm = await asyncio.wait_for(core.connect(address, timeout=seconds), 2 * seconds)
+        comm.abort()  # a peer that is not a scheduler may never close its side
+
+    refused = (OSError, ValueError, TimeoutError, asyncio.TimeoutError, websocket.WebSocketError)
+    try:
+        asyncio.run(connect())
+    except refused as error:
+        why = str(error) or type(error).__name__
+        raise ValueError(
+            f"no Dask scheduler answers at {address!r} ({why}); give --scheduler the address that "
+            "`dask scheduler` prints, as in tcp://HOST:8786, or leave the option out"
+        ) from None
+
+
+def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, Outcome]]:
+    """As `on_threads`, on the workers of a Dask scheduler. They read the dump under the same path
+    and import this package.
+
+    Raises:
+        ValueError: Dask is not installed, no scheduler answers, or its workers die.
+    """
+    try:
+        distributed: Any = importlib.import_module("distributed")
+    except ImportError:
+        raise ValueError(
+            "--scheduler needs Dask; install it with pip install -e .[cluster], or leave the "
+            "option out: the work is then done by threads"
+        ) from None
+    check_scheduler(address)
+    try:
+        client = distributed.Client(address, timeout=PATIENCE, set_as_default=False)
+    except (OSError, ValueError, TimeoutError) as error:
+        raise ValueError(f"no Dask scheduler answers at {address!r} ({error})") from None
+    with client:
+        waiting = batches(jobs)
+        room = 3 * max(sum(client.nthreads().values()), 1)
+        first = [client.submit(measure_jobs, batch, pure=False) for batch in islice(waiting, room)]
+        found = distributed.as_completed(first, loop=client.loop, with_results=True)
+        running = len(first)
+        while running:
+            try:
+                _, outcomes = next(found)
+            except ImportError as error:
+                raise ValueError(
+                    f"a worker of {address} has no module {error.name!r}; start the workers with "
+                    "this tree in PYTHONPATH and the requirements of setup.py"
+                ) from None
+            except distributed.KilledWorker as error:
+                raise ValueError(
+                    f"workers of {address} ended again and again while they measured ({error}); "
+                    "give them more memory (dask worker --memory-limit, fewer --nthreads) and look "
+                    "into their logs; what came back is kept, and the next call goes on from there"
+                ) from None
+            running -= 1
+            if (batch := next(waiting, None)) is not None:
+                found.add(client.submit(measure_jobs, batch, pure=False))
+                running += 1
+            yield from outcomes
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """The pool is the parallelism: a team of torch's own threads in each worker would only be in
+    the way.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

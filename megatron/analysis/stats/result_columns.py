@@ -1,0 +1,184 @@
+"""The two tables of the result, column by column: a row takes a few hundred bytes, not objects."""
+
+from __future__ import annotations
+
+import functools
+import math
+from array import array
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from megatron.analysis.stats.errors import Errors
+from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E8M0
+from megatron.analysis.stats.layout import used_by
+from megatron.analysis.stats.logical_tensors import Found, Logical
+from megatron.analysis.stats.result import (
+    FORMAT_COLUMNS,
+    IDENTITY_COLUMNS,
+    QUANTILES,
+    VALUE_COLUMNS,
+    FormatArrays,
+    TensorArrays,
+)
+from megatron.analysis.stats.values import Values, live_median
+from megatron.fake_quant.formats import BlockScaling, Format
+from megatron.fake_quant.inspect.format_properties import stored_scales
+from megatron.fake_quant.names import get_format
+
+_NAMES = ("quantized_format", "axis", "used_by")
+_NUMBERS = tuple(name for name in FORMAT_COLUMNS if name not in ("tensor", *_NAMES))
+_WHOLE_VALUES = (
+    "count", "finite", "nan", "inf", "zeros", "negative_zeros", "channels", "outlier_channels",
+    "dead_channels",
+)  # fmt: skip
+_WHOLE_NUMBERS = ("compared", "nonzero", "poisoned")
+_BLOCK_NUMBERS = FORMAT_COLUMNS[
+    FORMAT_COLUMNS.index("blocks") : FORMAT_COLUMNS.index("headroom") + 1
+]
+_MOMENTS = (
+    "count", "finite", "nan", "inf", "zeros", "negative_zeros", "min", "max", "mean", "std", "rms",
+    "amax", "smallest", "l1", "skewness", "kurtosis",
+)  # fmt: skip
+
+
+class Frames:
+    """Rows as they come, tables at the end."""
+
+    def __init__(self) -> None:
+        self._identities: list[tuple[Any, ...]] = []
+        self._values = array("d")
+        self._numbers = array("d")
+        self._names: list[tuple[str, str, str]] = []
+        self._of: list[int] = []  # the logical tensor of each row of formats
+        self._order: list[int] = []  # and of each row of values
+
+    def add(self, number: int, logical: Logical, values: Values, found: Found, note: str) -> None:
+        """A logical tensor; `number` is its place among all."""
+        self._order.append(number)
+        self._identities.append(_identity(logical, note))
+        numbers = value_numbers(values)
+        self._values.extend(numbers[name] for name in VALUE_COLUMNS)
+        for (name, axis), errors in found.items():
+            use = used_by(logical.row.layer_type, logical.row.tensor_name, axis)
+            self._of.append(number)
+            self._names.append((name, axis, use))
+            of_format = format_numbers(get_format(name), errors)
+            self._numbers.extend(of_format[column] for column in _NUMBERS)
+
+    def tables(self) -> tuple[pd.DataFrame, pd.DataFrame, list[int]]:
+        """Tensors and formats in the order of the logical tensors, and the number of each row."""
+        order = np.argsort(np.array(self._order, np.int64), kind="stable")
+        numbers = [self._order[place] for place in order]
+        identities = [self._identities[place] for place in order]
+        tensors = pd.DataFrame(identities, columns=list(IDENTITY_COLUMNS), dtype=object)
+        values = np.frombuffer(self._values).reshape(-1, len(VALUE_COLUMNS))[order]
+        for index, name in enumerate(VALUE_COLUMNS):
+            column = values[:, index]
+            tensors[name] = column.astype(np.int64) if name in _WHOLE_VALUES else column
+        for name in ("iteration", "micro_batch", "layer_idx"):
+            tensors[name] = pd.array(tensors[name].tolist(), dtype="Int64")
+        for name in ("data_rank", "shards"):
+            tensors[name] = tensors[name].astype(np.int64)
+        return tensors, self._formats(numbers), numbers
+
+    def _formats(self, numbers: list[int]) -> pd.DataFrame:
+        place = {number: row for row, number in enumerate(numbers)}
+        of = np.array([place[number] for number in self._of], np.int64)
+        order = np.argsort(of, kind="stable")
+        found = np.frombuffer(self._numbers).reshape(-1, len(_NUMBERS))[order]
+        columns: dict[str, Any] = {"tensor": of[order]}
+        for index, name in enumerate(_NAMES):
+            columns[name] = pd.Categorical([self._names[row][index] for row in order])
+        for index, name in enumerate(_NUMBERS):
+            column = found[:, index]
+            columns[name] = column.astype(np.int64) if name in _WHOLE_NUMBERS else column
+        return pd.DataFrame({name: columns[name] for name in FORMAT_COLUMNS})
+
+
+def _identity(logical: Logical, note: str) -> tuple[Any, ...]:
+    row = logical.row
+    known = {name: getattr(row, name, None) for name in IDENTITY_COLUMNS}
+    known = {
+        name: None if not isinstance(value, list) and pd.isna(value) else value
+        for name, value in known.items()
+    }
+    known |= {"data_rank": logical.data_rank, "shape": tuple(logical.shape), "path": row.path}
+    known |= {"shards": logical.files, "note": note}
+    return tuple(known[name] for name in IDENTITY_COLUMNS)
+
+
+def value_numbers(values: Values) -> dict[str, float]:
+    """The columns of `tensors` that are computed."""
+    found: dict[str, float] = {name: getattr(values.moments, name) for name in _MOMENTS}
+    found |= dict(
+        zip(
+            (f"q{share}" for share in QUANTILES), values.histogram.quantiles(QUANTILES), strict=True
+        )
+    )
+    magnitudes = values.histogram.magnitude_quantiles(QUANTILES)
+    found |= dict(zip((f"m{share}" for share in QUANTILES), magnitudes, strict=True))
+    channels = values.channel_amax.ravel()
+    return found | {
+        "channels": len(channels),
+        "outlier_channels": len(values.outliers),
+        "dead_channels": values.dead_channels,
+        "channel_amax_ratio": _over_median(channels),
+        "token_amax_ratio": _over_median(values.token_amax.ravel()),
+    }
+
+
+def _over_median(amax: NDArray[np.float64]) -> float:
+    median = live_median(amax)
+    return float(amax.max()) / median if median else math.nan
+
+
+def format_numbers(fmt: Format, errors: Errors) -> dict[str, float]:
+    """The columns of `formats` that are computed."""
+    found = errors.numbers()
+    if fmt.block_size is None:
+        return found | dict.fromkeys(_BLOCK_NUMBERS, math.nan)
+    return found | errors.block_numbers(scale_exponents(fmt))
+
+
+@functools.cache
+def scale_exponents(fmt: Format) -> NDArray[np.float64]:
+    """The base-2 logarithm of what each scale byte stands for, NaN where that is no number."""
+    if isinstance(fmt.scaling, BlockScaling):
+        exponents = np.arange(256, dtype=np.float64) - 127
+        exponents[NAN_E8M0] = math.nan
+        return exponents
+    assert fmt.scaling is not None
+    scales = stored_scales(fmt.scaling)[:256].double()  # type: ignore[arg-type]
+    found: NDArray[np.float64] = scales.where(scales > 0, math.nan).log2().numpy()
+    return found
+
+
+def arrays_of(values: Values, found: Found) -> TensorArrays:
+    """The histograms of a tensor."""
+    halves = values.histogram.counts.reshape(2, -1)[:, : 255 * 128].copy()
+    halves[:, 0] = 0  # zeros
+    positive, negative = halves.reshape(2, 255, 128).sum(2)
+    return TensorArrays(
+        exponents=np.arange(-127, 128),
+        positive=positive,
+        negative=negative,
+        patterns=values.histogram.counts,
+        channel_amax=values.channel_amax.ravel(),
+        token_amax=values.token_amax.ravel(),
+        formats={key: _format_arrays(*key, errors) for key, errors in found.items()},
+    )
+
+
+def _format_arrays(name: str, axis: str, errors: Errors) -> FormatArrays:
+    values, underflow, saturated = errors.binade_counts
+    squared, error, relative = errors.binade_sums
+    blocks = get_format(name).block_size is not None
+    none = np.zeros(0, np.int64)
+    return FormatArrays(
+        name, axis, values, underflow, saturated, squared, error, relative, errors.codes,
+        errors.scales if blocks else none, errors.block_range if blocks else none,
+        errors.headroom if blocks else none,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Checks of a dump: files, completeness, and matmuls computed again from their operands."""

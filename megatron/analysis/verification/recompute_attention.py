@@ -1,0 +1,227 @@
+"""Recomputes attention, QK^T, softmax, PV and their gradients, from the saved operands.
+
+Between the two matmuls a score is rounded, and then a probability to its format: what another
+machine's order of summation does to the last bit of a score can move an operand of PV by a whole
+step of the format, and no bound for each value tells a step from a mistake. So the recomputation
+says itself what rounding does: it is repeated with every score moved at random by one unit in the
+last place of the dtype, and a saved result may differ from it, in norm and at its worst value, by
+four times as much as the two recomputations do, besides four units in its own last place. On the
+machine of the run results are the same bit for bit.
+
+Recomputed is attention without dropout, causal or with a sliding window, of any scale; heads of
+values may be smaller than those of keys. Of ranks that share a sequence (context parallelism) keys
+and values are gathered and their gradients are summed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron.analysis.dump.reassembly import bits, differences
+from megatron.analysis.verification.recompute_linear import Outcome, as_outcome, check_not_random
+from megatron.analysis.verification.recorded_formats import NotCheckedError, Softmax
+from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
+from megatron.tensor_record import PAIRWISE
+
+MASKED = -10000.0  #: Megatron's score of a hidden key
+_TIMES = 4.0  #: how much more than the measured effect of rounding is allowed
+_OPERANDS, _GRADIENTS = ("query", "key", "value"), ("grad_query", "grad_key", "grad_value")
+_FORWARD = ("output", *PAIRWISE)
+RESULTS = (*_FORWARD, *_GRADIENTS)  #: what follows from the operands
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """What QK^T and PV go through (None: high precision), and the scores between them."""
+
+    qk: GemmFormats | None
+    pv: GemmFormats | None
+    softmax: Softmax = field(default_factory=Softmax)
+
+    def check(self, *, backward: bool) -> None:
+        """Refuse what cannot be recomputed.
+
+        Raises:
+            NotCheckedError: stochastic rounding.
+        """
+        for formats in (self.qk, self.pv):
+            if formats is not None:
+                slots = SLOTS if backward else SLOTS[:2]
+                check_not_random(*(formats.effective(slot) for slot in slots))
+
+
+def attention(
+    ranks: Sequence[Mapping[str, Tensor]], formats: Formats, slack: float
+) -> Iterator[tuple[int, str, Outcome | NotCheckedError]]:
+    """Each result of each rank of a context-parallel group (in order), checked, or why not."""
+    for operands, results in ((_OPERANDS, _FORWARD), ((*_OPERANDS, "grad_output"), _GRADIENTS)):
+        wanted = [(i, name) for i, held in enumerate(ranks) for name in results if name in held]
+        if not wanted:
+            continue
+        backward = "grad_output" in operands
+        try:
+            if lost := [name for name in operands if any(name not in held for held in ranks)]:
+                raise NotCheckedError(f"no {' and no '.join(lost)} to recompute it from")
+            formats.check(backward=backward)
+            found = _recompute(ranks, formats, backward=backward)
+        except (NotCheckedError, RuntimeError, ValueError) as error:
+            for rank, name in wanted:
+                yield rank, name, as_outcome(error)
+            continue
+        moved: list[dict[str, Tensor]] = []
+        for rank, name in wanted:
+            saved, again = ranks[rank][name], found[rank][name]
+            if saved.shape == again.shape and torch.equal(bits(saved), bits(again)):
+                yield rank, name, Outcome(exact=True)
+                continue
+            moved = moved or _recompute(ranks, formats, backward=backward, move=True)
+            yield rank, name, _judge(saved, again, moved[rank][name], slack)
+
+
+def _judge(saved: Tensor, again: Tensor, moved: Tensor, slack: float) -> Outcome:
+    """A saved result against the recomputed one, by what moved scores do to that."""
+    if saved.shape != again.shape:
+        return Outcome(exact=False, excess=torch.inf, text=differences(again, saved))
+    own, other, once_more = saved.double(), again.double(), moved.double()
+    finite = own.isfinite() & other.isfinite()
+    if not bool(finite.all()):
+        if not torch.equal(own[~finite].nan_to_num(nan=0), other[~finite].nan_to_num(nan=0)):
+            return Outcome(exact=False, excess=torch.inf, text="NaN or Inf where it should be none")
+        own, other, once_more = (torch.where(finite, x, 0.0) for x in (own, other, once_more))
+        once_more = once_more.nan_to_num()
+    unit = torch.finfo(saved.dtype).eps
+    excess, texts = 0.0, []
+    for what, measure in (("its norm", torch.linalg.vector_norm), ("its worst value", _largest)):
+        error, noise, size = (float(measure(x)) for x in (own - other, once_more - other, other))
+        allowed = slack * _TIMES * (noise + unit * size)
+        ratio = error / allowed if allowed else (0.0 if error == 0 else math.inf)
+        excess = max(excess, ratio)
+        texts.append(f"{what} is off by {error:.3g} of {size:.3g}, {ratio:.3g} times the allowed")
+    return Outcome(exact=False, excess=excess, text="; ".join(texts))
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().max()
+
+
+def _recompute(
+    ranks: Sequence[Mapping[str, Tensor]], formats: Formats, *, backward: bool, move: bool = False
+) -> list[dict[str, Tensor]]:
+    """The output, scores and probabilities of each rank, or its gradients."""
+    key, value = (
+        _gathered([held[name] for held in ranks]).detach().requires_grad_(backward)
+        for name in ("key", "value")
+    )
+    found: list[dict[str, Tensor]] = []
+    shares: list[Sequence[Tensor]] = []  #: of the gradients of keys and values, by rank
+    for rank, held in enumerate(ranks):
+        query = held["query"].detach().requires_grad_(backward)
+        hidden = _hidden(len(query), rank, len(ranks), formats.softmax.window)
+        results = _attend(query, key, value, formats, hidden, move=move)
+        if not backward:
+            found.append({name: results[name] for name in _FORWARD if name in held})
+            continue
+        grads = torch.autograd.grad(results["output"], (query, key, value), held["grad_output"])
+        found.append({"grad_query": grads[0]})
+        shares.append(grads[1:])
+    for name, parts in zip(_GRADIENTS[1:], zip(*shares, strict=True), strict=False):
+        for rank, part in enumerate(_scattered(functools.reduce(torch.add, parts), len(ranks))):
+            found[rank][name] = part
+    return found
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, formats: Formats, hidden: Tensor, *, move: bool
+) -> dict[str, Tensor]:
+    """[s, b, heads, d] to [s, b, heads * d], in the operations and the order of the layer."""
+    tokens, batch, heads, dim = query.shape
+    softmax = formats.softmax
+    scale = 1 / math.sqrt(dim) if softmax.scale is None else softmax.scale
+    query_BMD, key_BND, value_BND = (_by_head(x, heads) for x in (query, key, value))
+    scores_BMN = _matmul(query_BMD, key_BND, formats.qk, alpha=scale)
+    if move:
+        signs = torch.randint(0, 2, scores_BMN.shape, generator=torch.Generator().manual_seed(0))
+        scores_BMN = scores_BMN * (1 + torch.finfo(query.dtype).eps * (2 * signs - 1)).to(query)
+    masked_BMN = _masked(scores_BMN, softmax, hidden, in_fp32=softmax.in_fp32)
+    probs_BMN = masked_BMN.softmax(-1).to(query.dtype)
+    whole = None
+    if formats.pv is not None and formats.pv.unnormalized:
+        whole = _unnormalized(_masked(scores_BMN.detach(), softmax, hidden), query.dtype)
+    value_BDN = value_BND.transpose(1, 2)
+    context_BMD = _matmul(probs_BMN, value_BDN, formats.pv, unnormalized=whole)
+    context = context_BMD.view(batch, heads, tokens, -1)
+    found = {"attention_scores": scores_BMN, "attention_probs": probs_BMN}
+    found = {name: x.view(batch, heads, *x.shape[1:]) for name, x in found.items()}
+    return {"output": context.permute(2, 0, 1, 3).reshape(tokens, batch, -1)} | found
+
+
+def _masked(
+    scores_BMN: Tensor, softmax: Softmax, hidden: Tensor, *, in_fp32: bool = True
+) -> Tensor:
+    """What the exponential function is taken of."""
+    scores_BMN = scores_BMN.float() if in_fp32 else scores_BMN
+    if softmax.coefficient is not None:
+        scores_BMN = scores_BMN * softmax.coefficient
+    return scores_BMN.masked_fill(hidden, MASKED)
+
+
+def _unnormalized(masked_BMN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """e = exp(s - rowmax) in `dtype` and its row sums in float32, as the layer has them."""
+    e_BMN = (masked_BMN - masked_BMN.amax(-1, keepdim=True)).exp()
+    return e_BMN.to(dtype), e_BMN.sum(-1, keepdim=True)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """[s, b, groups, d] -> [b * heads, s, d], a group repeated for the heads that share it."""
+    if x.shape[2] != heads:
+        x = x.repeat_interleave(heads // x.shape[2], dim=2)
+    return x.reshape(x.shape[0], -1, x.shape[3]).transpose(0, 1)
+
+
+def _matmul(
+    a_BMK: Tensor,
+    b_BNK: Tensor,
+    formats: GemmFormats | None,
+    *,
+    alpha: float = 1.0,
+    unnormalized: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    if formats is not None:
+        return quantized_matmul(a_BMK, b_BNK, formats, alpha=alpha, unnormalized=unnormalized)
+    bt_BKN = b_BNK.transpose(1, 2)
+    if alpha == 1.0:
+        return torch.bmm(a_BMK, bt_BKN)
+    out = a_BMK.new_empty(*a_BMK.shape[:2], bt_BKN.shape[2])
+    return torch.baddbmm(out, a_BMK, bt_BKN, beta=0.0, alpha=alpha)
+
+
+def _hidden(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -> Tensor:
+    """[queries, keys]: whether a query of this rank must not see a key of the whole sequence."""
+    keys = torch.arange(tokens * size)
+    chunks = keys.chunk(2 * size)
+    queries = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]) if size > 1 else keys
+    ahead = keys - queries[:, None]
+    before, after = (tokens * size, 0) if window is None else window
+    return (ahead < -before) | (ahead > after)
+
+
+def _gathered(parts: Sequence[Tensor]) -> Tensor:
+    """[s, ...] in the order of the sequence, of the zigzag chunks of each rank."""
+    if len(parts) == 1:
+        return parts[0]
+    halves = [part.chunk(2) for part in parts]
+    return torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)])
+
+
+def _scattered(whole: Tensor, size: int) -> list[Tensor]:
+    """Undo `_gathered`."""
+    if size == 1:
+        return [whole]
+    chunks = whole.chunk(2 * size)
+    return [torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]) for rank in range(size)]

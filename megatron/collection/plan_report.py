@@ -1,0 +1,143 @@
+"""A collection plan as text: tensors and bytes by layer, tensor, iteration and rank, the disk and
+the limits.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable
+from itertools import pairwise
+
+from megatron.collection.limits import OVERHEAD, gib
+from megatron.collection.plan import Plan, Segment, Share
+
+
+def report(plan: Plan) -> list[str]:
+    """The lines, for the first rank to print."""
+    lines = []
+    of_layer, of_tensor, of_rank = (defaultdict(Counter) for _ in range(3))
+    for share, segment in _all(plan):
+        times = segment.stop - segment.start
+        for key, tensors in segment.tensors.items():
+            layer, layer_type, name = key
+            found = Counter(tensors=tensors * times, bytes=segment.bytes[key] * times)
+            of_layer[layer] += found
+            of_tensor[f"{layer_type} {name}"] += found
+            of_rank[share.rank] += found
+    lines += _table("layer", sorted(of_layer.items()))
+    lines += _table("tensor", sorted(of_tensor.items()))
+    lines += _table("iteration", _by_iteration(plan))
+    lines += _table("rank", sorted(of_rank.items()))
+    total = sum(of_rank.values(), Counter())
+    lines += _table("total", [("", total)])[1:]
+    return [*lines, *_when(plan), *_disks(plan, of_rank), *_memory(plan), *_limits(plan)]
+
+
+def _all(plan: Plan) -> Iterable[tuple[Share, Segment]]:
+    return ((share, segment) for share in plan.shares for segment in share.segments)
+
+
+def _table(title: str, rows: Iterable[tuple[Hashable, Counter[str]]]) -> list[str]:
+    lines = [f"  {title:<28} {'tensors':>12} {'bytes':>18}"]
+    for name, found in rows:
+        label = {-1: "outside of the layers", "": title}.get(name, name)
+        lines.append(
+            f"    {label!s:<26} {found['tensors']:>12} {found['bytes']:>18}  {gib(found['bytes'])}"
+        )
+    return lines
+
+
+def _by_iteration(plan: Plan) -> list[tuple[str, Counter[str]]]:
+    """What all ranks write in one iteration; neighbours that write the same are one row."""
+    cuts = sorted({end for _, segment in _all(plan) for end in (segment.start, segment.stop)})
+    rows: list[tuple[int, int, Counter[str]]] = []
+    for start, stop in pairwise(cuts):
+        found: Counter[str] = Counter()
+        for _, segment in _all(plan):
+            if segment.start <= start < segment.stop:
+                found["tensors"] += segment.tensors.total()
+                found["bytes"] += segment.bytes.total()
+        if rows and rows[-1][2] == found:
+            start = rows.pop()[0]
+        rows.append((start, stop, found))
+    return [(_named(plan.iterations[start:stop]), found) for start, stop, found in rows]
+
+
+def _named(iterations: Iterable[int]) -> str:
+    iterations = list(iterations)
+    if len(iterations) == 1:
+        return str(iterations[0])
+    return f"{iterations[0]}-{iterations[-1]}, each of {len(iterations)}"
+
+
+def _disks(plan: Plan, of_rank: dict[int, Counter[str]]) -> list[str]:
+    """A line a machine: what its ranks write, against the free space of its disk."""
+    events = 1 if plan.settings.ring is None else plan.settings.ring.events
+    lines = [
+        f"  folder {plan.settings.directory}; the indexes take about 1 KiB a tensor more",
+    ]
+    for host in dict.fromkeys(share.host for share in plan.shares):
+        here = [share for share in plan.shares if share.host == host]
+        size = events * sum(of_rank[share.rank]["bytes"] for share in here)
+        free, kept = min(share.free for share in here), here[0].kept
+        verdict = "holds" if size + OVERHEAD * len(here) <= free - kept else "DOES NOT HOLD"
+        needed = f"{gib(size)} needed" + (f" for {events} events" if events > 1 else "")
+        lines.append(
+            f"  disk of {host}: {gib(free)} free, {gib(kept)} of it kept, {needed}: {verdict}"
+        )
+    return lines
+
+
+def _when(plan: Plan) -> list[str]:
+    """What decides in the course of the run whether all this is written."""
+    ring, flag_file = plan.settings.ring, plan.settings.flag_file
+    lines = []
+    if ring is not None:
+        lines.append(
+            f"  ring: the above is one event of {ring.iterations} iteration(s), written at most "
+            f"{ring.events} time(s) (--collect-ring-events)"
+        )
+    if flag_file is not None:
+        lines.append(f"  flag file: the above is if {flag_file.path} is there all the time")
+    return lines
+
+
+def _memory(plan: Plan) -> list[str]:
+    """Whether the host's memory has room for an iteration, or for a ring of them."""
+    limit, ring = plan.settings.limits.host_bytes, plan.settings.ring
+    assert limit is not None, "the limits are a rank's share"
+    iterations = 1 if ring is None else ring.iterations
+    most = max((segment.held for _, segment in _all(plan)), default=0)
+    largest = max((segment.largest for _, segment in _all(plan)), default=0)
+    held = f"{gib(most * iterations)} for {iterations} iteration(s)"
+    line = f"  memory of a rank: {gib(limit)} (--collect-max-host-gib), {held}: "
+    if most * iterations <= limit:
+        return [line + "holds"]
+    if largest > limit:
+        return [f"{line}DOES NOT HOLD, one tensor takes {gib(largest)}"]
+    if ring is None:
+        return [line + "training will wait for the disk"]
+    return [f"{line}DOES NOT HOLD, the ring will have {limit // most or 'the first part of one'}"]
+
+
+def _limits(plan: Plan) -> list[str]:
+    """Whether each rank's share of the limits holds, and if not, in which iteration it ends."""
+    limits = plan.settings.limits
+    if limits.max_files is None and limits.max_bytes is None:
+        return ["  limits: none was given (--collect-max-gib, --collect-max-files)"]
+    found = (_stop(plan, share) for share in plan.shares)
+    return [line for line in found if line] or ["  limits: hold"]
+
+
+def _stop(plan: Plan, share: Share) -> str | None:
+    """A line on where a rank's share ends, if it does."""
+    tensors = size = 0
+    for segment in share.segments:
+        for iteration in plan.iterations[segment.start : segment.stop]:
+            tensors += segment.tensors.total()
+            size += segment.bytes.total()
+            why = plan.settings.limits.of_files(tensors, size + OVERHEAD)
+            if why is not None:
+                return (
+                    f"  limits: {why}: DOES NOT HOLD, rank {share.rank} would stop in iteration "
+                    f"{iteration}"
+                )
+    return None

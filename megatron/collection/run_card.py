@@ -1,0 +1,105 @@
+"""The run card: what a reader of a dump needs to know of the run that wrote it."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.fake_quant import policy
+from megatron.tensor_record import SCHEMA_VERSION
+
+PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
+VARIABLES = (  #: environment variables that start so
+    policy.TYPE_VARIABLE,
+    *policy.OPERATION_VARIABLES.values(),
+    policy.SETTINGS_VARIABLE,
+    "TENSOR_SAVE",
+    "CUDA",
+    "NCCL",
+    "OMP_NUM_THREADS",
+)
+#: Parallel groups of a rank: tensor, pipeline, data, context, expert, and tensors of experts.
+GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rank_coordinates(groups: Mapping[str, tuple[int, int]] | None = None) -> dict[str, int]:
+    """Return the coordinates of this process, as records and run cards store them.
+
+    Args:
+        groups: rank and size of each parallel group, by the names of `GROUPS`; a group that is
+            missing has one member.
+    """
+    world, world_size = 0, 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    place = {"world": world, "world_size": world_size}
+    for group in GROUPS:
+        place[group], place[f"{group}_size"] = (groups or {}).get(group, (0, 1))
+    return place
+
+
+def collect_run_card(
+    run_id: str, args: dict[str, Any], coordinates: Mapping[str, int]
+) -> dict[str, Any]:
+    """Arguments, formats, versions, git, topology and seeds of this run, as plain values."""
+    current = policy.current()
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": run_id,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "quant_type": current.quant_type,
+        "formats": current.describe(),
+        "arguments": {key: _plain(value) for key, value in sorted(args.items())},
+        "seed": args.get("seed"),
+        "topology": dict(coordinates),
+        "versions": {"python": platform.python_version()} | _versions(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "git": _git(),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
+    }
+
+
+def _plain(value: Any) -> Any:
+    plain = (bool, int, float, str, list, tuple, type(None))
+    return value if isinstance(value, plain) else str(value)
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit and whether the tree differs from it; None outside of a repository or without git."""
+    try:
+        commit, status = (
+            subprocess.run(
+                ["git", "-C", str(ROOT), *command],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=10,
+            ).stdout.strip()
+            for command in (
+                ["rev-parse", "HEAD"],
+                ["status", "--porcelain", "--untracked-files=no"],
+            )
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "modified": bool(status)}

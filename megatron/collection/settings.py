@@ -1,0 +1,145 @@
+"""The flags of a collection, read together: what to collect, where, when and how much."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.collection.flag_file import FlagFile
+from megatron.collection.iteration_windows import check_in_run, how_many
+from megatron.collection.limits import LIMIT_FLAGS, Limits
+from megatron.collection.ring_buffer import RingSettings
+from megatron.collection.run_card import rank_coordinates
+from megatron.collection.selection import Selection, describe
+from megatron.fake_quant import policy
+from megatron.tensor_record import safe_name
+
+DEFAULT_DIRECTORY = "enhanced_tensor_logs"
+TIMEOUT = 10  #: minutes; of a collective, where the trainer's arguments do not say it
+TURN = 30.0  #: seconds
+RING_FLAGS = (
+    "collect_ring",
+    "collect_ring_events",
+    "collect_loss_jump",
+    "collect_grad_norm_jump",
+)
+#: Environment variables that say how many ranks a machine has.
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+#: Who reads which flags; the others are the selection's.
+PARTS = {"limits": LIMIT_FLAGS, "ring": RING_FLAGS, "flag file": ("collect_flag_file",)}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to collect and where."""
+
+    directory: Path
+    quant_type: str
+    control_iter: int  #: iterations to collect, 0: no end
+    selection: Selection
+    limits: Limits  #: of this rank
+    ring: RingSettings | None = None  #: None: everything is written
+    flag_file: FlagFile | None = None  #: None: always on
+    #: Seconds after which a rank that waits for another gives up: a collective's.
+    timeout: float = math.inf
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that training may wait for the disk in one iteration, at whose end at the latest
+        the other ranks wait for this one.
+        """
+        return self.timeout / 2
+
+    @property
+    def turn(self) -> float:
+        """Seconds after which a rank that waits for its disk tells the others that it is there."""
+        return min(self.timeout / 4, TURN)
+
+    def describe(self) -> dict[str, Any]:
+        """As plain values, for the run card."""
+        return {
+            "selection": describe(self.selection),
+            "limits_of_each_rank": self.limits.describe(),
+            "ring": None if self.ring is None else self.ring.describe(),
+            "flag_file": None if self.flag_file is None else str(self.flag_file.path),
+        }
+
+
+def read_settings(
+    args: dict[str, Any],
+    save_dir: str | None,
+    control_iter: int | None,
+    iteration: int,
+    flags: dict[str, Any],
+) -> Settings:
+    """The settings that the arguments of `configure` come to on this rank.
+
+    Raises:
+        ValueError: a value that is not understood, or two that exclude each other.
+    """
+    quant_type = policy.current().quant_type
+    world_size = args.get("world_size") or rank_coordinates()["world_size"]
+    default = Path(DEFAULT_DIRECTORY, safe_name(quant_type))
+    of_part: dict[str, dict[str, Any]] = {part: {} for part in (*PARTS, "selection")}
+    for flag, value in flags.items():
+        part = next((part for part, known in PARTS.items() if flag in known), "selection")
+        of_part[part][flag] = value
+    chosen = Selection.parse(
+        num_layers=args.get("num_layers"), world_size=world_size, **of_part["selection"]
+    )
+    ring = RingSettings.parse(**of_part["ring"])
+    flag_file = FlagFile.parse(**of_part["flag file"])
+    if control_iter is not None and control_iter < 0:
+        raise ValueError(
+            f"--control-iter is {control_iter}; give 0 for no limit or a positive number"
+        )
+    if ring is not None and control_iter:
+        raise ValueError(
+            f"--control-iter {control_iter} and --collect-ring {ring.iterations}: a ring is "
+            "collected until something happens; leave --control-iter out"
+        )
+    if control_iter is None and (ring or flag_file):
+        control_iter = 0
+    control_iter = how_many(control_iter, chosen.iterations, iteration)
+    check_in_run(chosen.iterations, control_iter, iteration, args.get("train_iters"))
+    return Settings(
+        directory=Path(save_dir or os.environ.get("TENSOR_SAVE_DIR") or default),
+        quant_type=quant_type,
+        control_iter=control_iter,
+        selection=chosen,
+        limits=Limits.parse(**of_part["limits"]).share(
+            chosen.ranks.count(world_size), _on_machine(world_size)
+        ),
+        ring=ring,
+        flag_file=flag_file,
+        timeout=60.0 * (args.get("distributed_timeout_minutes") or TIMEOUT)
+        if world_size > 1
+        else math.inf,
+    )
+
+
+def _on_machine(world_size: int) -> int:
+    """Ranks of this run on this machine, as torchrun, mpirun or srun says; else one a device, and
+    where there is none all of them.
+    """
+    for name in LOCAL_SIZES:
+        if (value := os.environ.get(name, "")).isdecimal():
+            return max(1, min(int(value), world_size))
+    return min(world_size, torch.cuda.device_count() or world_size)
+
+
+def enabled_by_environment() -> bool:
+    """What TENSOR_SAVE_ENABLED says.
+
+    Raises:
+        ValueError: it says neither yes nor no.
+    """
+    value = os.environ.get("TENSOR_SAVE_ENABLED", "").strip().lower()
+    if value not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):
+        raise ValueError(
+            f"environment variable TENSOR_SAVE_ENABLED is {value!r}; use true or false"
+        )
+    return value in ("1", "true", "yes", "on")

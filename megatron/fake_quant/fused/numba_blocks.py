@@ -1,0 +1,173 @@
+"""CPU kernels for formats with block scales: one pass over memory, no temporaries."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.fake_quant.fused.numba_bits import (
+    INFINITY,
+    MAGNITUDE,
+    NAN,
+    ONE,
+    SIGN,
+    ZERO,
+    Element,
+    as_bits,
+    as_float,
+    fill_random,
+    inlined,
+    kernel,
+    narrow,
+    nearest_even,
+    stochastic,
+    widen,
+)  # fmt: skip
+
+FRACTION = np.int32(0x7FFFFF)
+HALF_POWER = np.int32(1 << 22)  #: 2^-127
+FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
+COLUMNS = 512  #: that a tile is wide, so that a block's rows of it stay in the nearest cache
+E4M3 = Element(
+    np.int32((127 - 6) << 23), np.int32((127 + 8) << 23 | 6 << 20), np.int32(3 << 23),
+    np.int32(8), SIGN,
+)  # fmt: skip
+
+
+class Rule(NamedTuple):
+    """How a block's scale follows from its maximum."""
+
+    carry_from: np.int32  #: E8M0: mantissa of a maximum from which on the scale is doubled
+    encode: np.float32  #: NVFP4: encode / 6 of the tensor; 0 for E8M0
+    decode: np.float32  #: NVFP4: of the tensor; 1 for E8M0
+
+
+@inlined
+def e8m0(amax: Any, element: Any, rule: Any) -> Any:
+    """The byte of a block's scale, -1 for NaN; see `block.scale_bytes`."""
+    if amax >= INFINITY:
+        return np.int32(-1)
+    exponent, fraction = amax >> 23, np.int32(amax & FRACTION)
+    if exponent == 0 and amax > 0:
+        exponent = 1
+        while fraction <= FRACTION:
+            fraction = np.int32(fraction << 1)
+            exponent -= 1
+        fraction = np.int32(fraction & FRACTION)
+    byte = exponent - element.emax + (1 if fraction >= rule.carry_from else 0)
+    return np.int32(0 if amax == 0 else min(max(byte, 0), 254))
+
+
+@inlined
+def power(byte: Any) -> Any:
+    """2^(byte - 127) as float32."""
+    return as_float(np.int32(byte << 23) if byte > 0 else HALF_POWER)
+
+
+@inlined
+def block_scale(amax: Any, element: Any, rule: Any) -> Any:
+    """What a block's values are multiplied by before and after, and the mask that keeps signs."""
+    if amax >= INFINITY:
+        return as_float(NAN), as_float(NAN), ZERO
+    if rule.encode == 0:
+        byte = e8m0(amax, element, rule)
+        return power(254 - byte), power(byte), SIGN
+    scaled = min(as_bits(as_float(amax) * rule.encode), E4M3.top)
+    scale = as_float(nearest_even(scaled, E4M3))
+    return min(ONE / np.float32(scale * rule.decode), FLOAT32_MAX), scale, SIGN
+
+
+@inlined
+def scaled_down(bits: Any, down: Any, element: Any) -> Any:
+    """A value's magnitude in the element's range, in bits."""
+    return min(as_bits(as_float(np.int32(bits & MAGNITUDE)) * down), element.top)
+
+
+@inlined
+def scaled_up(rounded: Any, bits: Any, up: Any, keep: Any, element: Any, rule: Any) -> Any:
+    """Undo `scaled_down`, with the sign of `bits` if the block's values keep theirs."""
+    sign = np.int32(bits & keep)
+    if rounded == 0:
+        sign = np.int32(sign & element.zero_sign)
+    return np.int32(as_bits(np.float32(as_float(rounded) * up) * rule.decode) | sign)
+
+
+@inlined
+def line(
+    src: Any, dst: Any, down: Any, up: Any, keep: Any, element: Any, rule: Any, random: Any,
+    index: Any, buffer: Any,
+) -> Any:  # fmt: skip
+    """Neighbors in memory, each with a scale of its own; `index` is the place of the first in the
+    tensor. The loop is long, so that what it costs to enter it counts little.
+    """
+    if random.on:
+        drawn = buffer[fill_random(buffer, index, len(src), random) :]
+        for j in range(len(src)):
+            bits = widen(src[j])
+            rounded = stochastic(scaled_down(bits, down[j], element), element, drawn[j])
+            dst[j] = narrow(scaled_up(rounded, bits, up[j], keep[j], element, rule), dst[j])
+    else:
+        for j in range(len(src)):
+            bits = widen(src[j])
+            rounded = nearest_even(scaled_down(bits, down[j], element), element)
+            dst[j] = narrow(scaled_up(rounded, bits, up[j], keep[j], element, rule), dst[j])
+
+
+@kernel
+def rows(
+    src: Any, dst: Any, size: Any, element: Any, rule: Any, random: Any, start: Any, stop: Any
+) -> None:
+    """Blocks along the last axis of `[rows, n]`, rows start to stop."""
+    n = src.shape[1]
+    width = max(COLUMNS // size, 1) * size
+    keep, buffer = np.empty(width, np.int32), np.empty(width + 7, np.int32)
+    down, up = np.empty(width, np.float32), np.empty(width, np.float32)
+    for row in range(start, stop):
+        for left in range(0, n, width):
+            read, written = src[row, left : left + width], dst[row, left : left + width]
+            for first in range(0, len(read), size):
+                block = read[first : first + size]
+                amax = ZERO
+                for j in range(len(block)):
+                    amax = max(amax, np.int32(widen(block[j]) & MAGNITUDE))
+                last = first + size
+                down[first:last], up[first:last], keep[first:last] = block_scale(
+                    amax, element, rule
+                )
+            index = np.int64(row) * n + left
+            line(read, written, down, up, keep, element, rule, random, index, buffer)
+
+
+@kernel
+def columns(
+    src: Any, dst: Any, size: Any, square: Any, element: Any, rule: Any, random: Any,
+    start: Any, stop: Any,
+) -> None:  # fmt: skip
+    """Blocks along the middle axis of `[outer, n, inner]`, or square ones of the last two axes.
+
+    start and stop count blocks of rows, those of the first matrix before those of the next.
+    """
+    n, inner = src.shape[1], src.shape[2]
+    blocks = (n + size - 1) // size
+    width = max(COLUMNS // size, 1) * size if square else COLUMNS
+    amax, keep = np.empty(width, np.int32), np.empty(width, np.int32)
+    down, up = np.empty(width, np.float32), np.empty(width, np.float32)
+    buffer = np.empty(width + 7, np.int32)
+    for item in range(start, stop):
+        outer, first = item // blocks, item % blocks * size
+        last = min(first + size, n)
+        for left in range(0, inner, width):
+            right = min(left + width, inner)
+            amax[:] = 0
+            for i in range(first, last):
+                read = src[outer, i, left:right]
+                for j in range(len(read)):
+                    amax[j] = max(amax[j], np.int32(widen(read[j]) & MAGNITUDE))
+            if square:
+                for group in range(0, width, size):
+                    amax[group : group + size] = amax[group : group + size].max()
+            for j in range(width):
+                down[j], up[j], keep[j] = block_scale(amax[j], element, rule)
+            for i in range(first, last):
+                read, written = src[outer, i, left:right], dst[outer, i, left:right]
+                index = (np.int64(outer) * n + i) * inner + left
+                line(read, written, down, up, keep, element, rule, random, index, buffer)

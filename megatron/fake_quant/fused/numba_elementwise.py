@@ -1,0 +1,175 @@
+"""CPU kernels for formats without block scales, and the maximum of a tensor."""
+
+from typing import Any
+
+import numpy as np
+
+from megatron.fake_quant.fused.numba_bits import (
+    INFINITY,
+    MAGNITUDE,
+    NAN,
+    SIGN,
+    ZERO,
+    as_bits,
+    as_float,
+    fill_random,
+    inlined,
+    kernel,
+    narrow,
+    nearest_even,
+    stochastic,
+    widen,
+)  # fmt: skip
+from megatron.fake_quant.random_bits import RANDOM_BITS
+
+FRACTION = np.int32(0x7FFFFF)
+UNITS = np.int32(1 << RANDOM_BITS)
+LARGEST = np.int32((127 + 15) << 23)
+OVERFLOW = np.int32(LARGEST | 1 << 21)  #: 1.25 * 2^15
+SMALLEST = np.int32((127 - 22) << 23)
+HALF_SMALLEST = np.int32((127 - 23) << 23)
+SMALLEST_NORMAL_FLOAT16 = np.int32((127 - 14) << 23)
+UNITS_BELOW_SMALLEST = np.float32(2.0 ** (RANDOM_BITS + 22))
+PIECE = 1024  #: values that random bits are made for at a time
+NEAREST, STOCHASTIC, HYBRID = 0, 1, 2
+FROM_FLOAT32, FROM_BFLOAT16, FROM_FLOAT16 = 0, 1, 2
+
+
+@kernel
+def finite_amax(src: Any, start: Any, stop: Any) -> Any:
+    """The largest finite magnitude of `src[start:stop]`, in bits."""
+    amax = ZERO
+    part = src[start:stop]  # counting from 0 saves a check for negative indices
+    for i in range(len(part)):
+        magnitude = np.int32(widen(part[i]) & MAGNITUDE)
+        amax = max(amax, magnitude if magnitude < INFINITY else ZERO)
+    return amax
+
+
+@inlined
+def element_value(bits: Any, rounded: Any, up: Any, element: Any) -> Any:
+    """The result, in bits, from the input's and the rounded magnitude's."""
+    sign = np.int32(bits & SIGN)
+    if rounded == 0:
+        sign = np.int32(sign & element.zero_sign)
+    value = np.int32(as_bits(as_float(rounded) * up) | sign)
+    return NAN if np.int32(bits & MAGNITUDE) > INFINITY else value
+
+
+@kernel
+def elements(
+    src: Any, dst: Any, down: Any, up: Any, element: Any, random: Any, start: Any, stop: Any
+) -> None:
+    """Every value times `down`, rounded to the element, times `up`."""
+    read, written = src[start:stop], dst[start:stop]
+    if random.on:
+        buffer = np.empty(PIECE + 7, np.int32)
+        for first in range(start, stop, PIECE):
+            read, written = src[first : min(first + PIECE, stop)], dst[first:stop]
+            drawn = buffer[fill_random(buffer, first, len(read), random) :]
+            for i in range(len(read)):
+                bits = widen(read[i])
+                scaled = as_bits(as_float(np.int32(bits & MAGNITUDE)) * down)
+                rounded = stochastic(min(scaled, element.top), element, drawn[i])
+                written[i] = narrow(element_value(bits, rounded, up, element), written[i])
+    else:
+        for i in range(len(read)):
+            bits = widen(read[i])
+            scaled = as_bits(as_float(np.int32(bits & MAGNITUDE)) * down)
+            rounded = nearest_even(min(scaled, element.top), element)
+            written[i] = narrow(element_value(bits, rounded, up, element), written[i])
+
+
+@inlined
+def steps_of(magnitude: Any) -> Any:
+    """The spacing of HiFloat8 at a magnitude of at least 2^-22, in units of the last bit."""
+    distance = abs(np.int32(np.int32(magnitude >> 23) - 127))
+    shift = 20 + (distance >= 4) + (distance >= 8) + (distance >= 16)
+    return np.int32(np.int32(1) << np.int32(shift))
+
+
+@inlined
+def nearest_hifloat8(magnitude: Any) -> Any:
+    """Ties away from zero; may be beyond the largest number."""
+    lifted = max(magnitude, SMALLEST)
+    steps = steps_of(lifted)
+    rounded = np.int32(np.int32(lifted + (steps >> 1)) & np.int32(-steps))
+    return ZERO if magnitude < HALF_SMALLEST else rounded
+
+
+@inlined
+def carries_by_low_bits(magnitude: Any, way: Any, source: Any) -> Any:
+    """Whether SR14 or SR2 goes up; `way` is how far it is, in units of 2^-24."""
+    if source == FROM_FLOAT32:
+        return (way >> (RANDOM_BITS - 14)) >= (magnitude & ((1 << 14) - 1))
+    if source == FROM_BFLOAT16:
+        last = (magnitude >> 16) & 1
+    elif magnitude >= SMALLEST_NORMAL_FLOAT16:
+        last = (magnitude >> 13) & 1
+    else:
+        last = np.int32(as_float(magnitude) * np.float32(1 << 24)) & 1
+    return (way >> (RANDOM_BITS - 2)) >= 2 * last + 1
+
+
+@inlined
+def other_hifloat8(magnitude: Any, rounding: Any, source: Any, random: Any) -> Any:
+    """Hybrid or stochastic (where `random` counts); may be beyond the largest number."""
+    small = magnitude < SMALLEST
+    steps = steps_of(max(magnitude, SMALLEST))
+    below = ZERO if small else np.int32(magnitude & np.int32(-steps))
+    if small:
+        way = np.int32(as_float(magnitude) * UNITS_BELOW_SMALLEST)
+    else:
+        way = np.int32(np.int32(magnitude - below) * (UNITS // steps))
+    if rounding == STOCHASTIC:
+        up = way > random
+    elif abs((magnitude >> 23) - 127) < 4:
+        up = way >= UNITS // 2
+    else:
+        up = carries_by_low_bits(magnitude, way, source)
+        up = (up and magnitude >= HALF_SMALLEST) or magnitude >= OVERFLOW
+    above = SMALLEST if small else np.int32(below + steps)
+    return above if up else below
+
+
+@inlined
+def hifloat8_value(bits: Any, scaled: Any, rounded: Any, up: Any, beyond: Any) -> Any:
+    """The result, in bits, from the input's, its scaled magnitude's and the rounded one's."""
+    if rounded > LARGEST:
+        rounded = beyond
+    sign = np.int32(bits & SIGN) if rounded != 0 else ZERO
+    value = np.int32(as_bits(as_float(rounded) * up) | sign)
+    return NAN if scaled > INFINITY else value
+
+
+@kernel
+def hifloat8(
+    src: Any, dst: Any, down: Any, up: Any, beyond: Any, rounding: Any, source: Any, random: Any,
+    start: Any, stop: Any,
+) -> None:  # fmt: skip
+    """Every value times `down`, rounded to HiFloat8, times `up`; overflow becomes `beyond`."""
+    read, written = src[start:stop], dst[start:stop]
+    # Twice the largest number is beyond it in every rounding.
+    limit = np.int32(min(beyond, np.int32(LARGEST + (1 << 23))))
+    if rounding == NEAREST:
+        for i in range(len(read)):
+            bits = widen(read[i])
+            scaled = as_bits(as_float(np.int32(bits & MAGNITUDE)) * down)
+            rounded = nearest_hifloat8(min(scaled, limit))
+            written[i] = narrow(hifloat8_value(bits, scaled, rounded, up, beyond), written[i])
+    elif rounding == HYBRID:
+        for i in range(len(read)):
+            bits = widen(read[i])
+            scaled = as_bits(as_float(np.int32(bits & MAGNITUDE)) * down)
+            rounded = other_hifloat8(min(scaled, limit), HYBRID, source, ZERO)
+            written[i] = narrow(hifloat8_value(bits, scaled, rounded, up, beyond), written[i])
+    else:
+        buffer = np.empty(PIECE + 7, np.int32)
+        for first in range(start, stop, PIECE):
+            read, written = src[first : min(first + PIECE, stop)], dst[first:stop]
+            drawn = buffer[fill_random(buffer, first, len(read), random) :]
+            for i in range(len(read)):
+                bits = widen(read[i])
+                scaled = as_bits(as_float(np.int32(bits & MAGNITUDE)) * down)
+                rounded = other_hifloat8(min(scaled, limit), STOCHASTIC, source, drawn[i])
+                written[i] = narrow(hifloat8_value(bits, scaled, rounded, up, beyond), written[i])

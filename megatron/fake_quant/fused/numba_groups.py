@@ -1,0 +1,104 @@
+"""CPU kernel for HiFloat4, whose groups of 64 values have three levels of scales.
+
+Products are float64 and exact, as in `hifloat4.py`.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from megatron.fake_quant.fused.numba_bits import (
+    INFINITY,
+    MAGNITUDE,
+    NAN,
+    SIGN,
+    ZERO,
+    as_bits,
+    as_float,
+    inlined,
+    kernel,
+    narrow,
+    widen,
+)  # fmt: skip
+
+GROUP = 64
+COLUMNS = 64  #: that are brought together into rows at a time
+BIAS = 48
+LARGEST_BYTE = 254
+MANTISSA = 52  #: bits of a float64's, and its bias
+DOUBLE_BIAS = 1023
+SEVENTH = 73 / 512  #: bf16(1 / 7)
+RECIPROCALS = (1.0, 205 / 256, 171 / 256, 73 / 128)  #: bf16(1 / (1 + m / 4))
+
+
+@inlined
+def e6m2(amax: Any) -> Any:
+    """The byte of a group's scale from its largest magnitude, a float32 above 0."""
+    product = np.float64(np.float64(amax) * SEVENTH).view(np.int64)
+    exponent = (product >> MANTISSA) - DOUBLE_BIAS
+    fraction = (product & ((1 << MANTISSA) - 1)) | (1 << MANTISSA)
+    # To 8 significant bits (bf16), then to 3, each time to nearest even.
+    dropped = MANTISSA - 7
+    eight = (fraction + (1 << (dropped - 1)) - 1 + ((fraction >> dropped) & 1)) >> dropped
+    three = (eight + 15 + ((eight >> 5) & 1)) >> 5
+    return min(max((exponent + BIAS) * 4 + three - 4, 0), LARGEST_BYTE)
+
+
+@inlined
+def element(bits: Any, reciprocal: Any, up: Any) -> Any:
+    """A value that is multiplied by `reciprocal`, rounded to quarters and multiplied by `up`."""
+    quarters = np.float64(as_float(np.int32(bits & MAGNITUDE))) * reciprocal * 4
+    rounded = np.float32(min(np.floor(quarters + 0.5), 7.0)) * np.float32(0.25)
+    return np.int32(as_bits(rounded * up) | np.int32(bits & SIGN))
+
+
+@inlined
+def one_group(group: Any) -> Any:
+    """Quantize 64 float32 in place, as bits."""
+    amax = ZERO
+    for j in range(GROUP):
+        amax = max(amax, np.int32(group[j] & MAGNITUDE))
+    if amax >= INFINITY:
+        for j in range(GROUP):
+            group[j] = NAN
+        return
+    byte = e6m2(as_float(amax)) if amax > 0 else 0
+    # Powers of two from bits: 2^(48 - e) in float64, 2^(e - 48) in float32.
+    power = np.int64((DOUBLE_BIAS + BIAS - (byte >> 2)) << MANTISSA).view(np.float64)
+    reciprocal = RECIPROCALS[byte & 3] * power
+    scale = as_float(np.int32(((127 - BIAS) << 23) + (byte << 21)))
+    for eight in range(0, GROUP, 8):
+        first = second = ZERO
+        for j in range(4):
+            first = max(first, np.int32(group[eight + j] & MAGNITUDE))
+            second = max(second, np.int32(group[eight + 4 + j] & MAGNITUDE))
+        e8 = 2 if np.float64(as_float(max(first, second))) * reciprocal >= 4 else 1
+        for four in range(2):
+            largest = np.float64(as_float(second if four else first)) * reciprocal / e8
+            power_of_two = e8 * (2 if largest >= 2 else 1)
+            down, up = reciprocal / power_of_two, scale * np.float32(power_of_two)
+            for j in range(eight + 4 * four, eight + 4 * four + 4):
+                group[j] = element(group[j], down, up)
+
+
+@kernel
+def hifloat4(src: Any, dst: Any, start: Any, stop: Any) -> None:
+    """Groups along the middle axis of `[outer, n, inner]`; start and stop count groups of rows."""
+    n, inner = src.shape[1], src.shape[2]
+    groups = (n + GROUP - 1) // GROUP
+    buffer = np.empty((COLUMNS, GROUP), np.int32)
+    for item in range(start, stop):
+        outer, first = item // groups, item % groups * GROUP
+        count = min(GROUP, n - first)
+        for left in range(0, inner, COLUMNS):
+            width = min(COLUMNS, inner - left)
+            buffer[:, count:] = 0  # again each time: a group of NaN has overwritten it
+            for i in range(count):
+                for j in range(width):
+                    buffer[j, i] = widen(src[outer, first + i, left + j])
+            for j in range(width):
+                one_group(buffer[j])
+            for i in range(count):
+                for j in range(width):
+                    like = dst[outer, first + i, left + j]
+                    dst[outer, first + i, left + j] = narrow(buffer[j, i], like)

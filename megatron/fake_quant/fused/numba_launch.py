@@ -1,0 +1,185 @@
+"""Fused quantization on the CPU: which kernel, with which numbers, in how many threads."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.fake_quant.block_layout import Layout
+from megatron.fake_quant.formats import (
+    BlockScaling,
+    ElementFormat,
+    Format,
+    GroupScaling,
+    HiFloat8,
+    TensorScaling,
+    TwoLevelScaling,
+)
+from megatron.fake_quant.fused import (
+    numba_bits,
+    numba_blocks,
+    numba_elementwise,
+    numba_groups,
+    numba_rotation,
+    numba_threads,
+)
+from megatron.fake_quant.fused.memory_order import without_gaps
+from megatron.fake_quant.mx import CARRY_FROM
+from megatron.fake_quant.nvfp4 import LARGEST, SIXTH
+from megatron.fake_quant.random_bits import WORD
+from megatron.fake_quant.tensor_scale import divide_by, encode_scale
+
+_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+_SOURCES = {
+    torch.float32: numba_elementwise.FROM_FLOAT32,
+    torch.bfloat16: numba_elementwise.FROM_BFLOAT16,
+    torch.float16: numba_elementwise.FROM_FLOAT16,
+}
+_ROUNDINGS = {
+    "nearest": numba_elementwise.NEAREST,
+    "stochastic": numba_elementwise.STOCHASTIC,
+    "hybrid": numba_elementwise.HYBRID,
+}
+_LEAST = 1 << 15  #: values that are worth a thread
+
+Flat = NDArray[np.integer[Any]]  #: the bits of a tensor in the order of memory
+
+
+def _element(element: ElementFormat) -> numba_bits.Element:
+    def of(x: float) -> Any:
+        return np.float32(x).view(np.int32)
+
+    return numba_bits.Element(
+        lowest=of(math.ldexp(1, element.emin)),
+        top=of(element.max),
+        mantissa=np.int32(element.mantissa_bits << 23),
+        emax=np.int32(element.emax),
+        zero_sign=np.int32(0) if element.twos_complement else numba_bits.SIGN,
+    )
+
+
+def _rule(
+    scaling: BlockScaling | TwoLevelScaling, element: ElementFormat, src: Flat
+) -> numba_blocks.Rule:
+    if isinstance(scaling, BlockScaling):
+        significand = CARRY_FROM[scaling.rule](element)  # in [0.5, 1]
+        carry_from = int(math.ldexp(significand, 24)) - (1 << 23)
+        return numba_blocks.Rule(np.int32(carry_from), np.float32(0), np.float32(1))
+    whole = divide_by(_finite_amax(src), LARGEST)
+    sixth, decode = (whole * SIXTH).item(), whole.reciprocal().item()
+    return numba_blocks.Rule(np.int32(0), np.float32(sixth), np.float32(decode))
+
+
+def _finite_amax(src: Flat) -> Tensor:
+    parts = numba_threads.run(
+        functools.partial(numba_elementwise.finite_amax, src), len(src), _LEAST
+    )
+    return torch.tensor(max(parts), dtype=torch.int32).view(torch.float32)
+
+
+def _random(seed: int | None) -> numba_bits.Random:
+    key = 0 if seed is None else seed
+    return numba_bits.Random(seed is not None, np.uint32(key & WORD), np.uint32(key >> 32))
+
+
+def _blocks(
+    src: Flat, dst: Flat, fmt: Format, shape: list[int], axis: int, seed: int | None
+) -> None:
+    """Quantize memory of this shape in blocks along `axis`, or in square ones of the last two."""
+    assert isinstance(fmt.element, ElementFormat)
+    assert fmt.block_size is not None
+    size = fmt.block_size
+    if fmt.square:
+        axis = len(shape) - 2
+    outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+    work: Callable[[int, int], Any]
+    if isinstance(fmt.scaling, GroupScaling):
+        tensors = (array.reshape(outer, n, inner) for array in (src, dst))
+        work = functools.partial(numba_groups.hifloat4, *tensors)
+        numba_threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
+        return
+    assert isinstance(fmt.scaling, (BlockScaling, TwoLevelScaling))
+    element, rule = _element(fmt.element), _rule(fmt.scaling, fmt.element, src)
+    if inner == 1 and not fmt.square:
+        # Short rows that end with a block can be cut and joined, to give each thread its part.
+        width = next((w for w in (16 * size, size) if n % w == 0), n)
+        matrices = (array.reshape(-1, width) for array in (src, dst))
+        work = functools.partial(numba_blocks.rows, *matrices, size, element, rule, _random(seed))
+        numba_threads.run(work, len(src) // width, -(-_LEAST // width))
+    else:
+        tensors = (array.reshape(outer, n, inner) for array in (src, dst))
+        work = functools.partial(
+            numba_blocks.columns, *tensors, size, fmt.square, element, rule, _random(seed)
+        )
+        numba_threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
+
+
+def _elements(src: Flat, dst: Flat, fmt: Format, source: int, seed: int | None) -> None:
+    """Quantize memory value by value."""
+    down = up = np.float32(1)
+    if isinstance(fmt.scaling, TensorScaling):
+        encode = encode_scale(_finite_amax(src), fmt.scaling)
+        down, up = np.float32(encode.item()), np.float32(encode.reciprocal().item())
+        source = numba_elementwise.FROM_FLOAT32
+    if isinstance(fmt.element, HiFloat8):
+        beyond = (
+            numba_elementwise.LARGEST if fmt.element.overflow == "saturate" else numba_bits.INFINITY
+        )
+        rounding = _ROUNDINGS[fmt.rounding]
+        work = functools.partial(
+            numba_elementwise.hifloat8, src, dst, down, up, beyond, rounding, source, _random(seed)
+        )
+    else:
+        assert isinstance(fmt.element, ElementFormat)
+        element = _element(fmt.element)
+        work = functools.partial(
+            numba_elementwise.elements, src, dst, down, up, element, _random(seed)
+        )
+    numba_threads.run(work, len(src), _LEAST)
+
+
+def _memory(dense: Tensor, order: list[int]) -> Flat:
+    array: Flat = dense.permute(order).view(-1).view(_INTEGERS[dense.dtype]).numpy()
+    return array
+
+
+def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
+    """`x` times a block-diagonal matrix along `axis`, see `hadamard.py`."""
+    out, size = torch.empty_like(x), matrix.shape[0]
+    if x.dtype == torch.float16:
+        x = x.float()
+    dense, order = without_gaps(x, in_order=False)
+    result = torch.empty_like(dense)
+    src, dst = _memory(dense, order), _memory(result, order)
+    position = order.index(axis)
+    inner = math.prod(dense.shape[dim] for dim in order[position + 1 :])
+    shape = (-1, size) if inner == 1 else (-1, size, inner)
+    kernel = numba_rotation.rows if inner == 1 else numba_rotation.columns
+    arguments = (matrix.contiguous().numpy(), np.float32(factor))
+    work = functools.partial(kernel, src.reshape(shape), dst.reshape(shape), *arguments)
+    numba_threads.run(work, len(src) // (size * inner), -(-_LEAST // (size * inner)))
+    same = result.dtype == out.dtype and result.stride() == out.stride()
+    return result if same else out.copy_(result)
+
+
+def fake_quantize(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Tensor:
+    """See `reference.fake_quantize`; of formats for which `fused.find` names this one."""
+    out = torch.empty_like(x)
+    source = _SOURCES[x.dtype]
+    if x.dtype == torch.float16:
+        x = x.float()
+    dense, order = without_gaps(x, in_order=seed is not None or fmt.square)
+    result = torch.empty_like(dense)
+    src, dst = (t.permute(order).view(-1).view(_INTEGERS[t.dtype]).numpy() for t in (dense, result))
+    if fmt.block_size is None:
+        _elements(src, dst, fmt, source, seed)
+    else:
+        shape = [dense.shape[dim] for dim in order]
+        _blocks(src, dst, fmt, shape, order.index(layout.axis), seed)
+    same = result.dtype == out.dtype and result.stride() == out.stride()
+    return result if same else out.copy_(result)

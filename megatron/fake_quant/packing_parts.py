@@ -1,0 +1,91 @@
+"""Split a tensor into codes and scales, and join them again: the arithmetic of `packing.py`.
+
+A part that a format lacks is an empty tensor here, because an operator can return only tensors.
+"""
+
+import math
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megatron.fake_quant import reference
+from megatron.fake_quant.block_layout import Layout
+from megatron.fake_quant.code_points import decode, encode, pack_nibbles, unpack_nibbles
+from megatron.fake_quant.formats import Cast, Format, GroupScaling, TensorScaling, TwoLevelScaling
+from megatron.fake_quant.scales import Scales
+
+_NIBBLE = 4
+
+Parts: TypeAlias = tuple[Tensor, Tensor, Tensor]  #: codes, block scales, tensor scale
+
+
+def has_blocks(fmt: Format) -> bool:
+    """Return whether the format has a scale per block."""
+    return fmt.block_size is not None
+
+
+def has_whole(fmt: Format) -> bool:
+    """Return whether the format has a scale for the whole tensor."""
+    return isinstance(fmt.scaling, TensorScaling | TwoLevelScaling)
+
+
+def check_values(shape: tuple[int, ...], fmt: Format) -> None:
+    """Refuse a tensor without values, which has no maximum from which to compute a scale.
+
+    Raises:
+        ValueError: if there are no values, and the format is not a cast.
+    """
+    if math.prod(shape) == 0 and not isinstance(fmt.element, Cast):
+        raise ValueError(
+            f"a tensor of shape {shape} has no values to store; keep its shape instead"
+        )
+
+
+def packed(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Parts:
+    """Return the codes and scales of a tensor, in new memory."""
+    none = torch.empty(0, dtype=torch.uint8, device=x.device)
+    if isinstance(fmt.element, Cast):
+        codes = layout.to_rows(x.to(fmt.element.dtype)).contiguous()
+        codes = codes.clone() if codes.data_ptr() == x.data_ptr() else codes
+        return codes, none, none.float()
+    elements, scales = reference.split(x, fmt, layout, seed)
+    codes = encode(layout.from_blocks(elements), fmt.element)
+    if fmt.element.bits <= _NIBBLE:
+        codes = pack_nibbles(codes if layout.shape else codes.reshape(1))
+    blocks = none if scales.blocks is None else scales.blocks.contiguous()
+    whole = none.float() if scales.tensor is None else scales.tensor
+    return codes.contiguous(), blocks, whole
+
+
+def unpacked(parts: Parts, fmt: Format, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """Return the tensor that codes and scales stand for, in new memory."""
+    codes, blocks, whole = parts
+    if isinstance(fmt.element, Cast):
+        values = layout.from_rows(codes)
+    else:
+        if fmt.element.bits <= _NIBBLE:
+            count = layout.rows_shape[-1] if layout.shape else 1
+            codes = unpack_nibbles(codes, count).reshape(layout.rows_shape)
+        elements = layout.to_blocks(layout.from_rows(decode(codes, fmt.element)))
+        values = reference.join(elements, Scales(blocks, whole), fmt, layout)
+    return reference.store(values, torch.empty(layout.shape, dtype=dtype, device=codes.device))
+
+
+def empty_parts(x: Tensor, fmt: Format, layout: Layout, front: tuple[int, ...]) -> Parts:
+    """Return uninitialized tensors with the shapes of `packed`; `front` is the batch shape."""
+    rows, scales = layout.rows_shape, tuple[int, ...]()
+    dtype, codes = torch.uint8, rows
+    if isinstance(fmt.element, Cast):
+        dtype = fmt.element.dtype
+    elif fmt.element.bits <= _NIBBLE:
+        codes = (*rows[:-1], -(-rows[-1] // 2)) if rows else (1,)
+    if (size := fmt.block_size) is not None:
+        kept = 2 if fmt.square else 1
+        scales = (*rows[:-kept], *(-(-n // size) for n in rows[-kept:]))
+        scales += (4,) if isinstance(fmt.scaling, GroupScaling) else ()
+    return (
+        x.new_empty((*front, *codes), dtype=dtype),
+        x.new_empty((*front, *scales) if has_blocks(fmt) else (0,), dtype=torch.uint8),
+        x.new_empty(front if has_whole(fmt) else (0,), dtype=torch.float32),
+    )

@@ -1,0 +1,117 @@
+"""Refuses what mixtures of experts and multi-latent attention cannot be built from here, or what
+they would ignore.
+"""
+
+import argparse
+
+from megatron.training.arguments.defaults import installed
+from megatron.training.errors import UserError
+
+#: Flags whose code is another package's.
+_PACKAGES = {
+    "moe_permute_fusion": "transformer_engine",
+    "moe_router_fusion": "transformer_engine",
+    "moe_latent_size": "transformer_engine",
+    "moe_grouped_gemm": "grouped_gemm",
+}
+#: Kinds of load balancing that the wheel's router computes, and none of them.
+BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+#: Flags that another program than this trainer reads.
+_UNREAD = {
+    "cache_mla_latents": "it is for inference",
+    "qk_clip": "the optimizers here do not clip the weights of queries and keys",
+}
+
+
+def check_experts(args: argparse.Namespace) -> None:
+    """Refuse a mixture of experts that cannot be built or would not train as the flags say.
+
+    Raises:
+        UserError: names the flag.
+    """
+    if not args.num_moe_experts:
+        return
+    local = args.transformer_impl == "local"
+    for name, package in _PACKAGES.items():
+        if local and getattr(args, name) and not installed(package):
+            raise UserError(
+                f"--{name.replace('_', '-')} needs the package {package}, which is not installed; "
+                "remove it"
+            )
+    if args.moe_token_dispatcher_type == "flex" and not installed("deep_ep"):
+        raise UserError(
+            "--moe-token-dispatcher-type flex needs the package deep_ep, which is not installed; "
+            "give alltoall or allgather"
+        )
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise UserError(
+            "--num-experts with --tensor-model-parallel-size above 1 needs --sequence-parallel; "
+            "add it"
+        )
+    _check_expert_sizes(args)
+    _check_balancing(args)
+    if args.expert_model_parallel_size > 1 and args.use_cpu_initialization:
+        raise UserError(
+            "--use-cpu-initialization gives the experts of every expert-parallel rank the same "
+            "weights; remove it: without it each expert starts from its own, also on a CPU"
+        )
+
+
+def _check_expert_sizes(args: argparse.Namespace) -> None:
+    experts, ranks = args.num_moe_experts, args.expert_model_parallel_size
+    if experts % ranks:
+        raise UserError(
+            f"--num-experts {experts} cannot be spread evenly over --expert-model-parallel-size "
+            f"{ranks}; make it a multiple"
+        )
+    topk = args.moe_router_topk
+    if topk is not None and topk > experts:
+        raise UserError(f"--moe-router-topk {topk} is above --num-experts {experts}; lower it")
+    pattern = args.moe_layer_freq
+    if isinstance(pattern, list) and len(pattern) != args.num_layers:
+        raise UserError(
+            f"--moe-layer-freq names {len(pattern)} layers, but --num-layers is {args.num_layers}; "
+            "give a 0 (dense) or a 1 (experts) for each, as in [0]+[1]*26"
+        )
+    if args.moe_shared_expert_intermediate_size and args.add_bias_linear is not False:
+        raise UserError(
+            "--moe-shared-expert-intermediate-size needs --disable-bias-linear: the wheel's shared "
+            "experts have no biases; add it"
+        )
+
+
+def _check_balancing(args: argparse.Namespace) -> None:
+    """Refuse an unknown kind of load balancing, which the wheel's router would ignore."""
+    kinds = args.moe_router_load_balancing_type or []
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        if kind not in BALANCING:
+            raise UserError(
+                f"--moe-router-load-balancing-type {kind} is unknown; give "
+                f"{', '.join(BALANCING[:-1])} or {BALANCING[-1]}"
+            )
+
+
+def check_mla(args: argparse.Namespace) -> None:
+    """Refuse multi-latent attention that cannot be built, and what nothing here reads.
+
+    Raises:
+        UserError: names the flag.
+    """
+    if args.transformer_impl != "local":
+        return
+    for name, why in _UNREAD.items():
+        if getattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')} does nothing here: {why}; remove it")
+    if "layernorm" in (args.recompute_modules or ()) and not installed("transformer_engine"):
+        raise UserError(
+            "--recompute-modules layernorm needs Transformer Engine, which is not installed; leave "
+            "layernorm out"
+        )
+    if not args.multi_latent_attention:
+        return
+    groups = args.num_query_groups
+    if groups is not None and groups != args.num_attention_heads:
+        raise UserError(
+            f"--num-query-groups {groups} contradicts --multi-latent-attention, where every head "
+            "has a key and a value of its own; remove it"
+        )

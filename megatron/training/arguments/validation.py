@@ -1,0 +1,274 @@
+"""Completing and checking the command line. Every refusal says what was given and what to do."""
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments import configs
+from megatron.training.arguments.config_flags import fill_defaults, flagged_fields
+from megatron.training.arguments.defaults import derive, installed
+from megatron.training.arguments.moe_mla_checks import check_experts, check_mla
+from megatron.training.arguments.parallel_layout import check_layout
+from megatron.training.data.paths import blend_prefixes, check_prefix
+from megatron.training.data.tokenizer import guess_tokenizer_type
+from megatron.training.errors import UserError
+from megatron.training.hf.architectures import Model
+
+
+@dataclass
+class Run:
+    """A complete command line: the flags with their effective values, and megatron-core's
+    configurations.
+    """
+
+    args: argparse.Namespace
+    transformer: TransformerConfig
+    optimizer: OptimizerConfig
+    ddp: DistributedDataParallelConfig
+    notes: list[str]  #: what was derived against what was given, for the log
+    hf: Model | None = None  #: of --load-hf, or that --save-hf is to write
+
+
+def complete(args: argparse.Namespace, generated: list[type]) -> Run:
+    """Derive, check, and build the configurations.
+
+    Raises:
+        UserError: see the checks below.
+    """
+    _check_required(args)
+    _check_numbers(args)
+    notes = derive(args)
+    for check in (check_layout, _check_batches, _check_model, _check_schedule, _check_data):
+        check(args)
+    _check_files(args)
+    run = Run(
+        args,
+        transformer=configs.transformer_config(args),
+        optimizer=configs.optimizer_config(args),
+        ddp=configs.ddp_config(args),
+        notes=notes,
+    )
+    for config in (run.ddp, run.optimizer, run.transformer):  # the later one wins
+        for name in flagged_fields(type(config)):
+            setattr(args, name, getattr(config, name))
+    fill_defaults(args, generated)
+    return run
+
+
+def _check_required(args: argparse.Namespace) -> None:
+    for name in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+        "micro_batch_size",
+        "lr",
+    ):
+        if getattr(args, name) is None:
+            raise UserError(f"--{name.replace('_', '-')} is missing; give it a value")
+    if (args.train_iters is None) == (args.train_samples is None):
+        given = "neither" if args.train_iters is None else "both"
+        raise UserError(f"{given} of --train-iters and --train-samples was given; give one")
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    least = {
+        **dict.fromkeys(
+            (
+                "num_layers", "hidden_size", "num_attention_heads", "seq_length",
+                "num_query_groups", "ffn_hidden_size", "kv_channels", "micro_batch_size",
+                "global_batch_size",
+                "train_samples", "log_interval", "tensorboard_log_interval", "eval_interval",
+                "save_interval", "exit_interval", "exit_duration_in_mins", "vocab_size",
+                "make_vocab_size_divisible_by", "distributed_timeout_minutes",
+                "max_position_embeddings", "tensor_model_parallel_size", "lr_decay_iters",
+                "pipeline_model_parallel_size", "context_parallel_size", "lr_decay_samples",
+                "expert_model_parallel_size", "num_virtual_stages_per_pipeline_rank",
+                "expert_tensor_parallel_size",
+            ),
+            1,
+        ),
+        **dict.fromkeys(
+            (
+                "train_iters", "eval_iters", "control_iter", "collect_micro_batches", "num_workers",
+                "lr_warmup_iters", "lr_warmup_samples", "lr", "min_lr", "clip_grad", "weight_decay",
+                "seed", "ckpt_step", "lr_warmup_init",
+            ),
+            0,
+        ),
+    }  # fmt: skip
+    for name, minimum in least.items():
+        value = getattr(args, name)
+        if value is not None and not (value >= minimum and math.isfinite(value)):
+            raise UserError(
+                f"--{name.replace('_', '-')} {value} is too small; give {minimum} or more"
+            )
+
+
+def _check_batches(args: argparse.Namespace) -> None:
+    step = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size % step and args.rampup_batch_size is None:
+        raise UserError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
+            f"{args.micro_batch_size} x {args.data_parallel_size} data-parallel rank(s); "
+            f"make it a multiple of {step}"
+        )
+    pp = args.pipeline_model_parallel_size
+    if args.virtual_pipeline_model_parallel_size and (args.global_batch_size // step) % pp:
+        raise UserError(
+            f"the interleaved schedule needs a multiple of {pp} micro-batches an iteration, but "
+            f"--global-batch-size {args.global_batch_size} makes {args.global_batch_size // step}; "
+            f"make it a multiple of {step * pp}"
+        )
+    if args.train_samples is not None:
+        if args.rampup_batch_size is not None:
+            raise UserError("--rampup-batch-size needs --train-iters; give the iterations")
+        args.train_iters = args.train_samples // args.global_batch_size
+        if not args.train_iters:
+            raise UserError(
+                f"--train-samples {args.train_samples} is less than one iteration of "
+                f"{args.global_batch_size}; raise it"
+            )
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
+        raise UserError(
+            f"--hidden-size {args.hidden_size} is no multiple of --num-attention-heads "
+            f"{args.num_attention_heads}; change one or give --kv-channels"
+        )
+    groups = args.num_query_groups
+    if groups is not None and args.num_attention_heads % groups:
+        raise UserError(
+            f"--num-attention-heads {args.num_attention_heads} is no multiple of "
+            f"--num-query-groups {groups}; change one"
+        )
+    if args.seq_length > args.max_position_embeddings:
+        raise UserError(
+            f"--seq-length {args.seq_length} is longer than --max-position-embeddings "
+            f"{args.max_position_embeddings}; lower the first or raise the second"
+        )
+    parts = (args.tensor_model_parallel_size if args.sequence_parallel else 1) * (
+        2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+    )
+    if args.seq_length % parts:
+        raise UserError(
+            f"--seq-length {args.seq_length} cannot be cut into {parts} equal parts, as sequence "
+            "or context parallelism needs; change it"
+        )
+    if sum((args.swiglu, args.quick_geglu, args.squared_relu)) > 1:
+        raise UserError("--swiglu, --quick-geglu and --squared-relu exclude each other; give one")
+    if args.transformer_impl != "local" and not installed("transformer_engine"):
+        raise UserError(
+            f"--transformer-impl {args.transformer_impl} needs Transformer Engine, which is not "
+            "installed; remove the flag: the default, local, needs nothing"
+        )
+    if args.transformer_impl == "local":
+        _check_local_only(args)
+    check_experts(args)
+    check_mla(args)
+
+
+def _check_local_only(args: argparse.Namespace) -> None:
+    """Refuse what only Transformer Engine's layers read: ignored, it would be a silent no-op."""
+    for flag, value in (("--fp8-format", args.fp8), ("--fp4-format", args.fp4)):
+        if value:
+            raise UserError(
+                f"{flag} {value} is computed by Transformer Engine's layers only; for a simulated "
+                "format give --custom-quant-type mxfp8 (or another), or --transformer-impl "
+                "transformer_engine on a GPU"
+            )
+    backend = getattr(args.attention_backend, "name", "auto")
+    if backend in ("flash", "fused"):
+        raise UserError(
+            f"--attention-backend {backend} is Transformer Engine's; remove it: the local layers "
+            "have one attention, unfused"
+        )
+
+
+def _check_schedule(args: argparse.Namespace) -> None:
+    if args.min_lr > args.lr:
+        raise UserError(f"--min-lr {args.min_lr} is above --lr {args.lr}; lower it")
+    if args.lr_warmup_init > args.lr:
+        raise UserError(f"--lr-warmup-init {args.lr_warmup_init} is above --lr; lower it")
+    decay = args.lr_decay_iters or args.train_iters
+    if args.train_iters and args.lr_warmup_iters >= decay and args.train_samples is None:
+        raise UserError(
+            f"--lr-warmup-iters {args.lr_warmup_iters} does not end before the decay of {decay} "
+            "iterations does; lower it or raise --lr-decay-iters"
+        )
+    if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
+        raise UserError(
+            f"--lr-warmup-fraction {args.lr_warmup_fraction} is outside [0, 1); change it"
+        )
+    if args.lr_warmup_fraction is not None and (args.lr_warmup_iters or args.lr_warmup_samples):
+        raise UserError("--lr-warmup-fraction and a number of warm-up steps; give one of them")
+    if args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples):
+        raise UserError("--lr-decay-style WSD needs --lr-wsd-decay-iters; give it")
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise UserError(
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
+            "other; give one"
+        )
+    if args.weight_decay_incr_style == "constant" and (
+        args.start_weight_decay != args.end_weight_decay
+    ):
+        raise UserError(
+            "--start-weight-decay and --end-weight-decay differ, but --weight-decay-incr-style is "
+            "constant; give linear or cosine"
+        )
+
+
+def _check_data(args: argparse.Namespace) -> None:
+    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    ways = [args.data_path is not None, any(p is not None for p in per_split), args.mock_data]
+    if sum(ways) != 1:
+        given = "none" if not any(ways) else "more than one"
+        raise UserError(
+            f"{given} of --data-path, --train-data-path (and its companions) and --mock-data was "
+            "given; give one"
+        )
+    if args.train_data_path is None and any(per_split):
+        raise UserError("--train-data-path is missing beside --valid-data-path; give it")
+    for blend in (args.data_path, *per_split):
+        for prefix in blend_prefixes(blend) if blend else ():
+            check_prefix(prefix)
+    if args.tokenizer_type is None:
+        if args.tokenizer_model is None:
+            raise UserError(
+                "--tokenizer-model is missing; give it a value, or --tokenizer-type NullTokenizer"
+            )
+        args.tokenizer_type = guess_tokenizer_type(args.tokenizer_model)
+    if args.tokenizer_type == "NullTokenizer":
+        if args.vocab_size is None:
+            raise UserError("--tokenizer-type NullTokenizer needs --vocab-size; give it")
+    elif args.tokenizer_model is None:
+        raise UserError(f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model; give it")
+    elif not Path(args.tokenizer_model).exists():
+        raise UserError(
+            f"--tokenizer-model {args.tokenizer_model} does not exist; name a .model file or a "
+            "folder with a tokenizer"
+        )
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    if args.save_interval is not None and args.save is None:
+        raise UserError("--save-interval was given without --save; give the folder to write to")
+    if args.load is None:
+        for flag, given in (("--finetune", args.finetune), ("--ckpt-step", args.ckpt_step)):
+            if given:
+                raise UserError(f"{flag} was given without --load; give the folder to load from")
+    if args.save is not None and not installed("psutil"):
+        raise UserError(
+            "--save needs the psutil package: without it megatron-core's writer waits forever; run "
+            "`pip install psutil`"
+        )
+    if args.tensorboard_dir is not None and not installed("tensorboard"):
+        raise UserError(
+            "--tensorboard-dir needs the tensorboard package; run `pip install tensorboard` or "
+            "remove the flag"
+        )

@@ -1,0 +1,220 @@
+"""The folders and names of checkpoints: finding the one to read, and putting a new one in place."""
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.bounded_files import UnusableFileError, check_regular, printable, read_json, read_text
+from megatron.training.checkpointing.disk import folder_to_disk, to_disk
+from megatron.training.data.special_files import refuse_special_files
+from megatron.training.errors import UserError
+from megatron.training.hf.ranks import first_rank_does
+from megatron.training.printing import print_rank_0
+
+TRACKER = "latest_checkpointed_iteration.txt"
+COMMON = "common.pt"  #: the state that is the same on every rank
+INDEX = ".metadata"  #: the index: which file holds which part of which tensor
+#: Of a checkpoint that was being written, and of one that was being replaced.
+_ITERATION = re.compile(r"[0-9]{1,15}")
+_FOLDER = re.compile(r"iter_([0-9]{7,15})")
+_TRACKER_LIMIT = 1024  #: bytes
+#: The content of `metadata.json` in a checkpoint of the one format that is read here.
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_LEFT = re.compile(r"iter_\d{7,}\.(partial|old)")
+
+
+def checkpoint_folder(directory: str, iteration: int) -> Path:
+    """Where a checkpoint lies."""
+    return Path(directory, f"iter_{iteration:07d}")
+
+
+def latest_iteration(directory: str) -> int | None:
+    """Return the iteration that the tracker file names; None if there is no such file.
+
+    Raises:
+        UserError: if the file holds something other than an iteration.
+    """
+    path = Path(directory, TRACKER)
+    advice = "give --ckpt-step with one of the folder's iterations"
+    try:
+        text = read_text(path, limit=_TRACKER_LIMIT).strip()
+    except FileNotFoundError:
+        return None
+    except UnusableFileError as error:
+        raise UserError(f"{path} cannot be read: {error.why}; {advice}") from error
+    if not _ITERATION.fullmatch(text):
+        shown = printable(repr(text), limit=60)
+        raise UserError(f"{path} holds {shown}, not an iteration; {advice}")
+    return int(text)
+
+
+def iterations_in(directory: str) -> list[int]:
+    """Return the iterations that have a checkpoint folder, in ascending order."""
+    if not Path(directory).is_dir():
+        return []
+    found = (_FOLDER.fullmatch(path.name) for path in Path(directory).iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def check_save_directory(args: argparse.Namespace) -> None:
+    """Find out before training whether checkpoints can be written. Collective.
+
+    Raises:
+        UserError: no right to write, or another run's checkpoints are there.
+    """
+    if args.save is None:
+        return
+
+    def check() -> None:
+        if problem := _problem_with(args):
+            raise UserError(problem)
+
+    first_rank_does(check)
+
+
+def _problem_with(args: argparse.Namespace) -> str | None:
+    try:
+        Path(args.save).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"--save {args.save} cannot be made: {error.strerror}; choose another folder"
+    if not os.access(args.save, os.W_OK):
+        return f"--save {args.save} cannot be written; choose another folder"
+    if not resumes_in_place(args) and (found := latest_iteration(args.save)) is not None:
+        if args.finetune:
+            return (
+                f"--save {args.save} holds a checkpoint of iteration {found}, and --finetune "
+                "starts at iteration 0 and would overwrite it; give another --save"
+            )
+        return (
+            f"--save {args.save} holds a checkpoint of iteration {found}, which this run would "
+            "overwrite; give --load with the same folder to resume it, or another --save"
+        )
+    return None
+
+
+def resumes_in_place(args: argparse.Namespace) -> bool:
+    """Whether the run goes on with the checkpoints of its own folder."""
+    if args.load is None or args.save is None or args.finetune:
+        return False
+    return Path(args.load).resolve() == Path(args.save).resolve()
+
+
+def begin(final: Path) -> Path:
+    """Make the folder to write a checkpoint to, and remove what killed runs have left beside it."""
+    for path in final.parent.iterdir():
+        if path.is_dir() and _LEFT.fullmatch(path.name):
+            replaced = path.with_suffix("").exists()
+            if path.suffix == ".partial" or replaced:
+                shutil.rmtree(path)
+    partial = final.with_name(final.name + ".partial")
+    partial.mkdir()
+    return partial
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Rename the complete folder, once it is on the disk; one of the same iteration (from before a
+    rewind) is replaced.
+    """
+    folder_to_disk(partial)
+    if final.exists():
+        outdated = final.with_name(final.name + ".old")
+        shutil.rmtree(outdated, ignore_errors=True)
+        final.rename(outdated)
+        partial.rename(final)
+        to_disk(final.parent)
+        shutil.rmtree(outdated)
+    else:
+        partial.rename(final)
+        to_disk(final.parent)
+
+
+def write_tracker(directory: Path, iteration: int) -> None:
+    """Name the latest checkpoint, whose folder is on the disk."""
+    partial = directory / f"{TRACKER}.partial"
+    partial.unlink(missing_ok=True)  # writing would follow a link, and block on a FIFO
+    partial.write_text(str(iteration), encoding="utf-8")
+    to_disk(partial)
+    partial.replace(directory / TRACKER)
+    to_disk(directory)
+
+
+def bring_back(args: argparse.Namespace) -> None:
+    """Undo half a replacement: the run was killed after `put_in_place` had moved the outdated
+    checkpoint of an iteration away and before the new one had its name. Collective.
+    """
+    if args.load is None:
+        return
+    if dist.get_rank() == 0:
+        for outdated in Path(args.load).glob("iter_*.old"):
+            final = outdated.with_suffix("")
+            if not final.exists():
+                with contextlib.suppress(OSError):  # said to be missing then
+                    outdated.rename(final)
+    dist.barrier()
+
+
+def resumes(args: argparse.Namespace) -> bool:
+    """Whether `--load` names a checkpoint, which then goes before `--load-hf`."""
+    if args.load is None:
+        return False
+    return args.ckpt_step is not None or latest_iteration(args.load) is not None
+
+
+def folder_to_load(args: argparse.Namespace) -> Path | None:
+    """The checkpoint to read; None to start anew, as an empty folder allows that is also `--save`.
+
+    Raises:
+        UserError: there is nothing to read in any other folder.
+    """
+    if args.load is None:
+        return None
+    iteration = args.ckpt_step if args.ckpt_step is not None else latest_iteration(args.load)
+    there = iterations_in(args.load)
+    if iteration is None:
+        if resumes_in_place(args) and not there:
+            start = "scratch" if args.load_hf is None else f"--load-hf {args.load_hf}"
+            print_rank_0(f"> no checkpoint in {args.load} yet: starting from {start}")
+            return None
+        if there:
+            raise UserError(
+                f"--load {args.load} has no {TRACKER}; name one of its checkpoints with "
+                f"--ckpt-step ({', '.join(map(str, there))})"
+            )
+        raise UserError(
+            f"--load {args.load} holds no checkpoint; name the folder that holds {TRACKER}, or "
+            "leave --load out to start from scratch"
+        )
+    folder = checkpoint_folder(args.load, iteration)
+    if problem := _problem_in(folder):
+        others = [str(number) for number in there if number != iteration]
+        advice = "name another --load"
+        if others:
+            advice = f"give --ckpt-step with one of {', '.join(others)}"
+        raise UserError(f"{folder} is not a complete torch_dist checkpoint: {problem}; {advice}")
+    return folder
+
+
+def _problem_in(folder: Path) -> str | None:
+    """Return why a folder is not a complete checkpoint; None if it is one."""
+    try:
+        refuse_special_files(folder)
+        for name in (COMMON, INDEX):
+            check_regular(folder / name)
+        found = read_json(folder / "metadata.json")
+    except OSError as error:
+        return f"{printable(error.filename or folder, limit=1000)}: {error.strerror}"
+    except UnusableFileError as error:
+        return str(error)
+    if not isinstance(found, dict) or "sharded_backend" not in found or FORMAT | found != FORMAT:
+        return f"{folder / 'metadata.json'} describes a different format"
+    return None

@@ -1,0 +1,167 @@
+"""Replace the parts of megatron-core's checkpoint reader that let a file run code.
+
+    .metadata       torch unpickles it                 read by `checkpoint_index`
+    *.distcp        torch unpickles random states      checked and read by `checked_archive`
+    common.pt       torch unpickles it if an           read by `checked_archive`
+                    environment variable requests it
+
+The wheel's strategies look up their reader and planner in their module at each load. Both are
+replaced there, so every checkpoint that this process reads is read by this module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from megatron.bounded_files import MEBIBYTE, UnusableFileError, printable, read_bytes
+from megatron.core.dist_checkpointing.strategies import torch as wheel
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
+    CachedMetadataFileSystemReader,
+)
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.training.checkpointing import checked_archive
+from megatron.training.checkpointing.files import COMMON
+from megatron.training.checkpointing.index import DamagedError, read_index
+
+COMMON_LIMIT = 256 * MEBIBYTE  #: settings and the scheduler's state take a few kilobytes
+
+
+def read_common(folder: str | Path) -> Any:
+    """Return the state that a checkpoint stores once for all ranks, with types still unchecked.
+
+    Raises:
+        DamagedError: if the file cannot be used; the message names it and the reason.
+    """
+    path = Path(folder, COMMON)
+    try:
+        return checked_archive.load(read_bytes(path, limit=COMMON_LIMIT))
+    except FileNotFoundError:
+        raise DamagedError(f"{path} does not exist") from None
+    except UnusableFileError as error:
+        raise DamagedError(str(error)) from None
+    except ValueError as error:
+        raise DamagedError(f"{path}: {printable(error, limit=300)}") from None
+
+
+class CommonStrategy(TorchCommonLoadStrategy):
+    """The wheel's strategy for `common.pt`, which reads through `read_common`."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        """Return the content of `common.pt`."""
+        return read_common(checkpoint_dir)
+
+
+class Window(io.RawIOBase):
+    """A byte range of a file as a file object; unlike torch's, it can seek from its end."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int):
+        self._file, self._start, self._length = file, start, length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError("cannot seek to a position before the start")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._length - self._position))
+        self._file.seek(self._start + self._position)
+        content = self._file.read(count)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+
+class Reader(CachedMetadataFileSystemReader):
+    """torch's file reader, which here checks each part before opening it."""
+
+    def read_metadata(self) -> Metadata:
+        """Return the index, which is read once and then cached."""
+        if self._cached_metadata is None:
+            index = read_index(Path(self.path))
+            meta = dataclasses.replace(index.storage_meta, load_id=self.load_id)
+            self._cached_metadata = dataclasses.replace(index, storage_meta=meta)
+        return self._cached_metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the parts of a plan.
+
+        Raises:
+            DamagedError: if a file does not hold what the index says; the message names it.
+        """
+        self._file: Path = Path(self.path)
+        try:
+            return super().read_data(plan, planner)
+        except (DamagedError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a part of the wrong kind can raise almost any exception
+            why = printable(error, limit=300) or type(error).__name__
+            raise DamagedError(f"{self._file} does not hold what its index says: {why}") from None
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        self._file = Path(self.path, sinfo.relative_path)
+        try:
+            checked_archive.check(Window(file, sinfo.offset, sinfo.length))
+        except ValueError as error:
+            where = f"{self._file} at byte {sinfo.offset}"
+            raise DamagedError(f"{where}: {printable(error, limit=300)}") from None
+        return super()._slice_file(file, sinfo)
+
+
+class Planner(wheel.MCoreLoadPlanner):
+    """The wheel's planner, which here checks every object before unpickling it."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Store a loaded object in the state: a rank's random states or a layer's extra state."""
+        name = read_item.dest_index.fqn
+        try:
+            found = checked_archive.load(value.getvalue())
+        except ValueError as error:
+            raise DamagedError(f"{name}: {printable(error, limit=300)}") from None
+        if not isinstance(found, list) or len(found) != 1:
+            raise DamagedError(
+                f"{name} has type {type(found).__name__}, not a list with one object"
+            )
+        if "_extra_state" in name and _holds_bytes(found):
+            raise DamagedError(
+                f"{name} is the state of a Transformer Engine FP8 layer, which is a pickle that "
+                "can run code"
+            )
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], found)
+        else:
+            self.state_dict[name] = found
+
+
+def _holds_bytes(found: list[Any]) -> bool:
+    """Return whether Transformer Engine would unpickle anything; without FP8 it writes nothing."""
+    return any(not (i is None or (isinstance(i, torch.Tensor) and not i.numel())) for i in found)
+
+
+def _reader(folder: str | Path, cache_metadata: bool = False) -> Reader:
+    return Reader(folder)
+
+
+wheel._get_filesystem_reader = _reader
+wheel.MCoreLoadPlanner = Planner

@@ -1,0 +1,287 @@
+"""Checkpoints: megatron-core's distributed format in Megatron-LM's folders.
+
+    DIR/latest_checkpointed_iteration.txt      the iteration to resume from, written last
+    DIR/iter_0000010/                          one checkpoint; iter_0000010.partial while written
+
+Tensors are stored by their global name and position, so that a checkpoint loads into another
+tensor, pipeline or data-parallel size. Random states belong to a rank: they are read only into the
+layout that wrote them, and then a resumed run repeats the losses of an uninterrupted one bit for
+bit.
+"""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron.bounded_files import printable
+from megatron.collection.loss_spikes import checked_levels
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.utils import unwrap_model
+from megatron.training.arguments.validation import Run
+from megatron.training.checkpointing import optimizer_state, random_state
+from megatron.training.checkpointing.compatibility import (
+    check_model,
+    check_optimizer,
+    check_run,
+    described,
+    random_states_fit,
+)
+from megatron.training.checkpointing.contents import check_common, check_groups
+from megatron.training.checkpointing.files import (
+    COMMON,
+    begin,
+    bring_back,
+    checkpoint_folder,
+    folder_to_load,
+    put_in_place,
+    write_tracker,
+)
+from megatron.training.checkpointing.index import read_index
+from megatron.training.checkpointing.safe_reading import CommonStrategy, read_common
+from megatron.training.errors import Interrupted, RunError, UserError
+from megatron.training.hf.flags import converts
+from megatron.training.hf.loading import load_weights
+from megatron.training.hf.ranks import first_rank_does
+from megatron.training.logging import Progress
+from megatron.training.printing import print_rank_0
+from megatron.training.train_step import Trained
+
+VERSION = 3.0  #: Megatron-LM's number of this layout
+#: In what torch.save says of a full disk.
+_TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream error")
+_LONGEST = 500  #: characters of a library's error message that are passed on
+
+
+def save_checkpoint(run: Run, trained: Trained, progress: Progress) -> None:
+    """Write a checkpoint; it becomes the latest once it is complete. Collective.
+
+    Raises:
+        RunError: the disk refused; the earlier checkpoints are as they were.
+    """
+    args = run.args
+    final = checkpoint_folder(args.save, progress.iteration)
+    partial = final.with_name(final.name + ".partial")
+    print_rank_0(f"saving checkpoint at iteration {progress.iteration:7d} to {args.save}")
+
+    def make_room() -> None:
+        with _refusals(final):
+            begin(final)
+
+    def finish() -> None:
+        with _refusals(final):
+            put_in_place(partial, final)
+            write_tracker(Path(args.save), progress.iteration)
+
+    first_rank_does(make_room)
+    with _refusals(final):
+        state = _common(args, progress, has_optim=args.save_optim, has_rng=args.save_rng)
+    state |= _model_state(trained)
+    if args.save_optim:
+        state["optimizer"] = trained.optimizer.sharded_state_dict(
+            _model_state(trained), metadata=_metadata()
+        )
+        state["opt_param_scheduler"] = trained.scheduler.state_dict()
+    if args.save_rng:
+        state["rng_state"] = random_state.sharded(random_state.current())
+    strategy = FullyParallelSaveStrategyWrapper(
+        dist_checkpointing.serialization.get_default_save_sharded_strategy(args.ckpt_format),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    with _refusals(final):
+        dist_checkpointing.save(state, str(partial), strategy)
+    first_rank_does(finish)
+    print_rank_0(f"successfully saved checkpoint at iteration {progress.iteration:7d}")
+
+
+@contextmanager
+def _refusals(final: Path) -> Iterator[None]:
+    """What the disk refuses, as an error of the run."""
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
+        if isinstance(error, RuntimeError) and not any(w in str(error) for w in _TORCH_WRITER):
+            raise
+        raise RunError(
+            f"the checkpoint {final} could not be written: {_reason(error)}; make room or choose "
+            "another --save, then resume with --load"
+        ) from error
+
+
+@contextmanager
+def _damage(folder: Path) -> Iterator[None]:
+    """Report any error that reading a checkpoint raises as a `UserError`.
+
+    A damaged file can raise almost any exception in the libraries that read it.
+    """
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (Exception, CheckpointException) as error:  # the latter is only a BaseException
+        _pass_interruption(error)
+        raise UserError(
+            f"the checkpoint {folder} cannot be read: {_reason(error)}; give --ckpt-step with an "
+            "earlier one, or name another --load"
+        ) from error
+
+
+def _pass_interruption(error: BaseException) -> None:
+    """Raise the interruption that torch collected from a rank and reports as a failure."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    for failure, _ in failures:
+        if isinstance(failure, Interrupted):
+            raise failure from error
+
+
+def _read_index(folder: Path) -> None:
+    """Read the index before torch does: torch prints one traceback per rank if it is damaged."""
+    with _damage(folder):
+        read_index(folder)
+
+
+def _reason(error: BaseException) -> str:
+    """One line; torch collects what each rank has met, with their tracebacks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    text = " ".join(str(error).split())
+    if not isinstance(error, (OSError, ValueError, CheckpointingException)):
+        text = f"{type(error).__name__}: {text}"
+    return printable(text, limit=_LONGEST)
+
+
+def load_checkpoint(run: Run, trained: Trained) -> Progress:
+    """Continue from `--load`, or start from `--load-hf`; returns where the run stands. Collective.
+
+    Raises:
+        UserError: there is no checkpoint, or it belongs to another model.
+    """
+    args = run.args
+    bring_back(args)
+    folder = folder_to_load(args)
+    if folder is None:
+        if args.load_hf is not None:
+            load_weights(trained.model, run.hf, args.load_hf)
+            if trained.optimizer is not None:
+                trained.optimizer.reload_model_params()
+        return Progress()
+    if args.load_hf is not None:
+        print_rank_0(f"> resuming from --load {args.load}: the weights of --load-hf are not read")
+    print_rank_0(f" loading checkpoint from {folder}")
+    first_rank_does(lambda: _read_index(folder))
+    with _damage(folder):
+        common = _read_common(folder)
+    check_model(args, common, folder)
+    if not args.finetune and not converts(args):
+        check_run(args, common, folder)
+    state: dict[str, Any] = _model_state(trained)
+    with_optim = args.load_optim and not args.finetune
+    with_rng = random_states_fit(args, common)
+    if with_optim:
+        check_optimizer(args, common, folder)
+        optimizer_state.allocate(trained.optimizer)
+        state["optimizer"] = trained.optimizer.sharded_state_dict(
+            _model_state(trained), is_loading=True, metadata=_metadata()
+        )
+    if with_rng:
+        state["rng_state"] = random_state.sharded(None)
+    with _damage(folder):
+        state = dist_checkpointing.load(state, str(folder), common_strategy=CommonStrategy())
+        for key, chunk in _chunks(trained).items():
+            chunk.load_state_dict(state[key])
+    if with_optim:
+        numbers = optimizer_state.numbers(trained.optimizer)
+        with _damage(folder):
+            trained.optimizer.load_state_dict(state["optimizer"])
+            optimizer_state.separate_steps(trained.optimizer)
+            with _named(folder / COMMON):
+                check_groups(trained.optimizer.param_groups)
+        if args.override_opt_param_scheduler:
+            optimizer_state.set_numbers(trained.optimizer, numbers)
+        with _damage(folder):
+            _load_scheduler(trained, state["opt_param_scheduler"])
+    elif trained.optimizer is not None:
+        trained.optimizer.reload_model_params()
+    if with_rng:
+        with _damage(folder):
+            random_state.restore(state["rng_state"])
+    if args.finetune:
+        print_rank_0("  weights loaded; starting at iteration 0 (--finetune)")
+        return Progress()
+    known = {f.name for f in fields(Progress)}
+    progress = Progress(**{k: v for k, v in common["progress"].items() if k in known})
+    with _damage(folder):
+        progress.levels = checked_levels(progress.levels)
+    print_rank_0(f"  successfully loaded checkpoint at iteration {progress.iteration}")
+    return progress
+
+
+def _read_common(folder: Path) -> dict[str, Any]:
+    """Return the state that is the same on every rank, after checking its types."""
+    common = read_common(folder)
+    with _named(folder / COMMON):
+        return check_common(common)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Prefix a `ValueError` with the file that the wrong value comes from."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _common(args: argparse.Namespace, progress: Progress, **has: bool) -> dict[str, Any]:
+    """What is the same on every rank."""
+    return {
+        "checkpoint_version": VERSION,
+        "iteration": progress.iteration,
+        "progress": asdict(progress),
+        **described(args),
+        **has,
+    }
+
+
+def _load_scheduler(trained: Trained, state: dict[str, Any]) -> None:
+    try:
+        trained.scheduler.load_state_dict(state)
+    except AssertionError as error:
+        raise UserError(
+            f"the checkpoint has another schedule: {' '.join(str(error).split())}; give "
+            "--override-opt_param-scheduler to take the command line's or "
+            "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
+        ) from error
+    trained.scheduler.step(0)  # the wheel has taken a step before it read the weight decay
+
+
+def _chunks(trained: Trained) -> dict[str, torch.nn.Module]:
+    chunks = unwrap_model(trained.model)
+    if len(chunks) == 1:
+        return {"model": chunks[0]}
+    return {f"model{index}": chunk for index, chunk in enumerate(chunks)}
+
+
+def _model_state(trained: Trained) -> dict[str, Any]:
+    metadata = _metadata()
+    return {k: c.sharded_state_dict(metadata=metadata) for k, c in _chunks(trained).items()}
+
+
+def _metadata() -> dict[str, Any]:
+    """How megatron-core lays out what it saves: everything by global position, to be resharded."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }

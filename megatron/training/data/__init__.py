@@ -1,0 +1,1 @@
+"""Data sets, tokenizers, and the batches that are made of them."""

@@ -1,0 +1,133 @@
+"""From a micro-batch of the data set to what a pipeline stage is fed, and from its output to the
+loss.
+
+Shapes: b sequences of s tokens.
+"""
+
+import argparse
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state, tensor_saver
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.training import device
+from megatron.training.data.datasets import MicroBatches, stage_needs_data
+from megatron.training.signals import raise_if_received
+
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def _share(batch: dict[str, torch.Tensor] | None, args: argparse.Namespace) -> dict:
+    """Give every tensor-parallel rank what the first one read: the four [b, s] fields in one
+    message.
+    """
+    where = device.current()
+    shape = (len(FIELDS), args.micro_batch_size, args.seq_length)
+    if batch is not None:
+        # The loss mask holds zeros and ones only, so that it survives the trip as an integer.
+        packed = torch.stack([batch[name].to(torch.int64) for name in FIELDS]).to(where)
+    else:
+        assert parallel_state.get_tensor_model_parallel_rank() > 0, "the first rank reads the data"
+        packed = torch.empty(shape, dtype=torch.int64, device=where)
+    mask = None
+    if args.create_attention_mask_in_dataloader:
+        b, s = shape[1:]
+        mask = (
+            batch["attention_mask"].to(where)
+            if batch is not None
+            else torch.empty((b, 1, s, s), dtype=torch.bool, device=where)
+        )
+    if args.tensor_model_parallel_size > 1:
+        group = parallel_state.get_tensor_model_parallel_group()
+        source = parallel_state.get_tensor_model_parallel_src_rank()
+        for tensor in (packed, mask):
+            if tensor is not None:
+                dist.broadcast(tensor, source, group=group)
+    shared = dict(zip(FIELDS, packed.unbind(), strict=True))
+    return shared | {"loss_mask": shared["loss_mask"].float(), "attention_mask": mask}
+
+
+def get_batch(batches: MicroBatches, args: argparse.Namespace) -> dict[str, torch.Tensor | None]:
+    """The next micro-batch of this stage, cut over the context-parallel ranks; all None where none
+    is needed.
+    """
+    raise_if_received()
+    sample_idx, batch = next(batches)
+    tensor_saver.set_sample_idx(sample_idx)
+    if not stage_needs_data(args):
+        return dict.fromkeys((*FIELDS, "attention_mask"))
+    return get_batch_on_this_cp_rank(_share(batch, args))
+
+
+def loss_func(
+    loss_mask: torch.Tensor, output: torch.Tensor, *, args: argparse.Namespace
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the token losses, number of tokens, and both again for the log, where ranks add them
+    up.
+
+    Args:
+        loss_mask: 1 where a token counts, [b, s].
+        output: the loss of every token, [b, s].
+        args: the run's arguments.
+    """
+    mask = loss_mask.view(-1)
+    loss = (output.view(-1).float() * mask).sum()
+    tokens = mask.sum().to(torch.int)
+    logged = torch.stack([loss.detach(), tokens.to(loss.dtype)])
+    if args.context_parallel_size > 1 and not args.calculate_per_token_loss:
+        loss = loss * _weight_over_context(tokens)
+    return loss, tokens, {"lm loss": logged}
+
+
+def _weight_over_context(tokens: torch.Tensor) -> torch.Tensor:
+    """This rank's tokens over the mean of its context-parallel group's: 1 without --eod-mask-loss.
+
+    megatron-core divides the sum by this rank's tokens and averages the gradients over the ranks;
+    a rank with few tokens that count would count as much as one with many.
+    """
+    mean = tokens.to(torch.float32)
+    group = parallel_state.get_context_parallel_group()
+    dist.all_reduce(mean, group=group)
+    mean /= group.size()
+    return tokens / mean.clamp(min=1 / group.size())
+
+
+def forward_step(batches: MicroBatches, model: torch.nn.Module, *, args: argparse.Namespace):
+    """What megatron-core's schedules call once a micro-batch and stage."""
+    batch = get_batch(batches, args)
+    extra = {"loss_mask": batch["loss_mask"]} if args.mtp_num_layers else {}
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"] if _computes_loss(model) else None,
+        **extra,
+    )
+    return output, partial(loss_func, batch["loss_mask"], args=args)
+
+
+def _computes_loss(model: torch.nn.Module) -> bool:
+    return get_attr_wrapped_model(model, "post_process")
+
+
+def average_losses(per_micro_batch: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Mean loss a token over all micro-batches and data-parallel ranks, known on every rank.
+
+    Only the last pipeline stage has it; it is handed to the others because all of them must act
+    alike on a loss that is not finite.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    names = ["lm loss"]
+    means = torch.zeros(len(names), dtype=torch.float64, device=device.current())
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        for index, name in enumerate(names):
+            total = torch.stack([losses[name] for losses in per_micro_batch]).sum(dim=0)
+            dist.all_reduce(
+                total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+            )
+            means[index] = total[0] / total[1]
+    if dist.get_world_size(group) > 1:
+        dist.broadcast(means, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return dict(zip(names, means.tolist(), strict=True))

@@ -1,0 +1,289 @@
+"""Data sets and the micro-batches made of them.
+
+The data sets are megatron-core's: `.bin/.idx` pairs, blended and split, with their sample indices
+cached on disk. Only the ranks that feed a model read them: the first of each tensor-parallel group,
+on the first and last pipeline stages. Every rank still counts the samples, because a collected
+tensor carries the index of its micro-batch's first one.
+"""
+
+import argparse
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.training.data.index_cache import check_cached_files, check_samples
+from megatron.training.data.indexed_data import check_index
+from megatron.training.data.manifest import check_fits
+from megatron.training.data.paths import blend_prefixes, default_cache, index_state, parse_blend
+from megatron.training.data.samplers import SequentialSampler
+from megatron.training.errors import RankError, RunError, UserError
+from megatron.training.hf.ranks import all_succeed
+from megatron.training.printing import print_rank_0
+
+SPLITS = ("train", "valid", "test")
+
+
+def stage_needs_data(args: argparse.Namespace) -> bool:
+    """Whether this pipeline rank looks at tokens: the first embeds them, the last compares them.
+
+    A mask that depends on the documents, and multi-token prediction, are needed everywhere.
+    """
+    return (
+        parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        or args.reset_attention_mask
+        or bool(args.mtp_num_layers)
+    )
+
+
+def _is_reader(args: argparse.Namespace) -> bool:
+    return parallel_state.get_tensor_model_parallel_rank() == 0 and stage_needs_data(args)
+
+
+def split_sizes(args: argparse.Namespace) -> dict[str, int]:
+    """How many samples the whole run takes from each split."""
+    per_evaluation = args.eval_iters * args.global_batch_size
+    evaluations = args.train_iters // args.eval_interval + 1
+    return {
+        "train": args.train_samples or args.train_iters * args.global_batch_size,
+        "valid": evaluations * per_evaluation,
+        "test": per_evaluation,
+    }
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Check every index against its token file. One process per machine reads them. Collective.
+
+    Raises:
+        UserError: on all ranks, if an index is damaged.
+    """
+    for prefix in _prefixes(args):
+        all_succeed(_problem(check_index, prefix))
+
+
+def _problem(check: Callable[..., None], *what: object) -> str | None:
+    """Return the problem that a check finds on the first process of this machine; else None."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        try:
+            check(*what)
+        except UserError as error:
+            return str(error)
+    return None
+
+
+def _prefixes(args: argparse.Namespace) -> list[str]:
+    """Return the distinct data prefixes of the command line."""
+    blends = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
+    return list(dict.fromkeys(p for blend in blends if blend for p in blend_prefixes(blend)))
+
+
+def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils.data.Dataset]:
+    """The splits this run uses; on ranks that read nothing their value is None. Collective.
+
+    Raises:
+        UserError: the data is too small for its split, was made with another tokenizer, or cannot
+            be read.
+    """
+    for prefix in _prefixes(args):
+        check_fits(prefix, tokenizer)
+    if args.mock_data:  # or it warns that it keeps no indices, which are not worth keeping
+        logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
+    sizes = split_sizes(args)
+    config = _dataset_config(args, tokenizer)
+    wanted = [sizes[split] > 0 for split in SPLITS]
+    wanted = _without_empty_parts(config, wanted)
+    if config.split_matrix is not None:
+        config.split_matrix = [
+            m if w else None for m, w in zip(config.split_matrix, wanted, strict=True)
+        ]
+    elif config.blend_per_split is not None:
+        config.blend_per_split = [
+            blend if w else None for blend, w in zip(config.blend_per_split, wanted, strict=True)
+        ]
+    builder = BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset,
+        [sizes[split] for split in SPLITS],
+        lambda: _is_reader(args),
+        config,
+    )
+    all_succeed(_problem(check_cached_files, config.path_to_cache))
+    try:
+        datasets = builder.build()
+    except (ValueError, AssertionError, OSError, IndexError) as error:
+        raise UserError(
+            f"the data set cannot be used: {' '.join(str(error).split()) or type(error).__name__}; "
+            f"check that it holds more than --seq-length {args.seq_length} tokens in each part of "
+            f"--split {args.split}, and that {config.path_to_cache} can be written"
+        ) from error
+    for dataset in datasets:
+        all_succeed(_problem(check_samples, dataset, config.path_to_cache))
+    return {s: d for s, d, w in zip(SPLITS, datasets, wanted, strict=True) if w}
+
+
+def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, float] | None]]:
+    """Each (index of a split, prefix, share of its documents or None where it has none)."""
+    if config.blend is not None:
+        for prefix in config.blend[0]:
+            yield from ((index, prefix, share) for index, share in enumerate(config.split_matrix))
+    for index, blend in enumerate(config.blend_per_split or ()):
+        yield from ((index, prefix, (0.0, 1.0)) for prefix in (blend[0] if blend else ()))
+
+
+def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[bool]:
+    """Leave out the test part if it is empty, and refuse the others: the wheel would loop forever.
+
+    Raises:
+        UserError: a part that the run needs has no token.
+    """
+    wanted = list(wanted)
+    if config.blend_per_split is not None:
+        wanted = [w and b is not None for w, b in zip(wanted, config.blend_per_split, strict=True)]
+    for index, prefix, share in _parts(config):
+        if not wanted[index]:
+            continue
+        indexed = IndexedDataset(prefix, mmap=config.mmap_bin_files)  # owns the lengths' memory
+        lengths = indexed.sequence_lengths
+        first, last = (round(bound * len(lengths)) for bound in share or (0, 0))
+        if lengths[first:last].any():
+            continue
+        name = SPLITS[index]
+        what = f"the {name} part of {prefix} ({len(lengths)} documents, --split {config.split})"
+        if name != "test":
+            raise UserError(
+                f"{what} has no tokens; give it a larger share, as in --split 90,5,5"
+                + (", or --eval-iters 0" if name == "valid" else "")
+            )
+        print_rank_0(f"> {what} is empty: there will be no test at the end")
+        wanted[index] = False
+    return wanted
+
+
+def _dataset_config(args: argparse.Namespace, tokenizer) -> GPTDatasetConfig:
+    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    blends = [None if values is None else parse_blend(values) for values in per_split]
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=None if args.data_path is None else parse_blend(args.data_path),
+        blend_per_split=blends if any(blends) else None,
+        split=args.split if args.data_path is not None else None,
+        path_to_cache=None if args.mock_data else _cache(args, [args.data_path, *per_split]),
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+    )
+
+
+def _cache(args: argparse.Namespace, blends: list[list[str] | None]) -> str:
+    """The folder of the sample indices of the data as they are now. All ranks read what the first
+    one writes, so there always is one, and the first one says where. Collective.
+    """
+    prefixes = [prefix for blend in blends if blend for prefix in blend_prefixes(blend)]
+    folder = args.data_cache_path or default_cache(prefixes)
+    if folder is None:
+        folder = str(Path(tempfile.gettempdir(), f"megatron_index_cache_{os.getuid()}"))
+        print_rank_0(
+            f"> the data folder cannot be written: sample indices go to {folder}; on several "
+            "machines give --data-cache-path"
+        )
+    agreed = [str(Path(folder, index_state(prefixes)))]
+    torch.distributed.broadcast_object_list(agreed, src=0)
+    return agreed[0]
+
+
+class MicroBatches:
+    """Endless micro-batches for one pipeline stage: `next` gives (index of the first sample, batch
+    or None).
+    """
+
+    def __init__(self, dataset, sampler: SequentialSampler, args: argparse.Namespace):
+        self._indices = iter(sampler)
+        self._vocab_size = args.padded_vocab_size
+        self._batches: Iterator | None = None
+        if dataset is not None:
+            self._batches = iter(
+                torch.utils.data.DataLoader(
+                    dataset,
+                    batch_sampler=sampler,
+                    num_workers=args.num_workers,
+                    pin_memory=torch.cuda.is_available(),
+                    generator=torch.Generator(),  # else it draws from the run's random state
+                )
+            )
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> tuple[int, dict[str, torch.Tensor] | None]:
+        indices = next(self._indices, None)
+        if indices is None:
+            raise RunError(
+                "the data set has no samples left; give more data, fewer iterations, or a blend "
+                "without weights"
+            )
+        return indices[0], None if self._batches is None else self._checked(next(self._batches))
+
+    def _checked(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Refuse token ids that the embedding does not have: on a GPU they end in a device assert.
+
+        Raises:
+            RankError: if the data was made with another tokenizer, or its ids are damaged.
+        """
+        bounds = [batch[name].aminmax() for name in ("tokens", "labels")]
+        smallest = min(int(low) for low, _ in bounds)
+        largest = max(int(high) for _, high in bounds)
+        if smallest < 0:
+            raise RankError(
+                f"the data holds token id {smallest}, but ids begin at 0; check the data with "
+                "`python script/data/preprocess.py --check PREFIX` and make it again"
+            )
+        if largest >= self._vocab_size:
+            raise RankError(
+                f"the data holds token id {largest}, but the vocabulary has {self._vocab_size}; "
+                "give the --tokenizer-model (or --vocab-size) that the data was made with"
+            )
+        return batch
+
+
+def micro_batches(
+    args: argparse.Namespace, dataset, *, total: int, consumed: int
+) -> list[MicroBatches]:
+    """An independent iterator over the same samples for each pipeline stage on this rank.
+    Collective.
+
+    Args:
+        dataset: None on ranks that read nothing; the first rank always reads.
+        total: samples that the whole run takes, `consumed` of them already taken.
+
+    Raises:
+        UserError: the data set is shorter than that, on all ranks alike.
+    """
+    length = [None if dataset is None else len(dataset)]
+    torch.distributed.broadcast_object_list(length, src=0)
+    if length[0] is not None and length[0] < total:
+        raise UserError(
+            f"the data has {length[0]} samples of {args.seq_length} tokens, but the run takes "
+            f"{total}; lower --train-iters or --eval-iters, or give the blend weights to repeat it"
+        )
+    sampler = SequentialSampler(
+        total_samples=total,
+        consumed_samples=consumed,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=args.data_parallel_size,
+    )
+    stages = args.virtual_pipeline_model_parallel_size or 1
+    return [MicroBatches(dataset, sampler, args) for _ in range(stages)]

@@ -1,0 +1,106 @@
+"""Data set prefixes as the command line gives them, and the folder of the sample indices."""
+
+import hashlib
+import math
+import os
+from pathlib import Path
+
+from megatron.bounded_files import UnusableFileError, check_regular, printable
+from megatron.training.data.indexed_data import check_header
+from megatron.training.errors import UserError
+
+
+def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
+    """Split `0.3 a 0.7 b` into prefixes and weights, or `a b` into prefixes and None.
+
+    Raises:
+        UserError: weights and prefixes do not alternate.
+    """
+    if len(values) == 1 and _exists(f"{values[0]}.idx"):
+        return list(values), None  # whatever its name looks like
+    words = values[0].split()
+    if len(values) == 1 and words and _is_number(words[0]):
+        values = words  # one quoted argument, as scripts often have it
+    if not _is_number(values[0]):
+        return list(values), None
+    weights, prefixes = values[0::2], values[1::2]
+    if len(weights) != len(prefixes) or not all(map(_is_number, weights)):
+        raise UserError(
+            f"the data blend {' '.join(values)!r} does not alternate weights and prefixes; write "
+            "it as in 0.3 first_prefix 0.7 second_prefix"
+        )
+    numbers = [float(w) for w in weights]
+    if not all(map(math.isfinite, numbers)) or min(numbers) < 0 or sum(numbers) <= 0:
+        raise UserError(
+            f"the weights {numbers} of the data blend do not add up; make them positive"
+        )
+    return prefixes, numbers
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def blend_prefixes(values: list[str]) -> list[str]:
+    """The prefixes of a blend."""
+    return parse_blend(values)[0]
+
+
+def _exists(path: str) -> bool:
+    """Return whether anything exists under this name, even if it is not a usable data file.
+
+    Raises:
+        UserError: if no file can have this name.
+    """
+    try:
+        check_regular(path)
+    except FileNotFoundError:
+        return False
+    except UnusableFileError as error:
+        if not os.path.lexists(path):
+            raise UserError(f"data file {error}; name another prefix") from error
+    return True
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse a prefix if one of its two files is missing, or its index has a wrong header or size.
+
+    Raises:
+        UserError: if so; the message names the file and the most likely mistake.
+    """
+    missing = [suffix for suffix in (".bin", ".idx") if not _exists(prefix + suffix)]
+    if not missing:
+        check_header(prefix)
+        return
+    stem = prefix.removesuffix(".bin").removesuffix(".idx")
+    if stem != prefix and _exists(stem + ".bin"):
+        advice = f"leave the suffix off: {stem}"
+    else:
+        advice = "make it with `python script/data/preprocess.py`, or name another prefix"
+    raise UserError(f"data file {printable(prefix + missing[0])} does not exist; {advice}")
+
+
+def default_cache(prefixes: list[str]) -> str | None:
+    """Where the sample indices go by default: a hidden folder beside the data if it can be written,
+    else nowhere.
+    """
+    folder = Path(prefixes[0]).resolve().parent
+    return str(folder / ".index_cache") if os.access(folder, os.W_OK) else None
+
+
+def index_state(prefixes: list[str]) -> str:
+    """A name for the `.idx` files as they are now, which changes when one is made again.
+
+    megatron-core names its sample indices by the prefix alone: under that name it would go on with
+    those of the data that were there before.
+    """
+    digest = hashlib.sha256()
+    for prefix in prefixes:
+        path = Path(f"{prefix}.idx").resolve()
+        status = path.stat()
+        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]

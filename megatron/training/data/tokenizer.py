@@ -1,0 +1,293 @@
+"""Tokenizers by Megatron-LM's names, from the files on disk.
+
+The classes are the wheel's (`megatron.core.tokenizers`). What is added here: the type can be read
+off the path, a path that is wrong is explained before a library trips over it, and a missing
+folder is never taken for the name of a model on the Hugging Face hub, so nothing is downloaded.
+Files in tiktoken's format are read by a class of ours; many texts are tokenized faster than one by
+one; and a fingerprint tells whether data were made with the tokenizer that training uses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.bounded_files import UnusableFileError, check_regular, printable, read_json
+from megatron.training.data.deferred_import import transformers_when_needed
+from megatron.training.data.special_files import refuse_special_files
+from megatron.training.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
+
+TOKENIZER_TYPES = (
+    "SentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+)
+
+_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".bpe", ".vocab")
+#: Small files that transformers reads in addition to `tokenizer.json`.
+_CONFIGURATION = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+)
+#: Names of tokenizer classes. transformers accepts any of its classes by name, and some of them
+#: load others.
+_TOKENIZER_CLASS = re.compile(r"(?!Rag|Auto)\w*Tokenizer\w*|\w+Backend")
+#: What AutoTokenizer needs to find in a folder.
+HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def guess_tokenizer_type(path: str | Path) -> str:
+    """The type of the tokenizer at `path`: a `.model` file or a folder as models are shipped."""
+    path = Path(path)
+    _refuse_special(path)
+    if not path.exists():
+        raise UserError(
+            f"the tokenizer {path} does not exist; give a SentencePiece .model file, a .tiktoken "
+            "file, or a folder with a Hugging Face tokenizer (tokenizer.json) or a tokenizer.model"
+        )
+    if path.is_file():
+        return "HuggingFaceTokenizer" if path.suffix == ".json" else _type_of_file(path)
+    # A Llama 2 folder has both, and its tokenizer.json says the same as its tokenizer.model; in a
+    # Llama 3 folder tokenizer.model is not a SentencePiece model. So Hugging Face's goes first.
+    if any((path / name).is_file() for name in HUGGING_FACE_FILES):
+        return "HuggingFaceTokenizer"
+    if (file := _file_in(path)) is not None:
+        return _type_of_file(file)
+    raise UserError(
+        f"the folder {path} holds no tokenizer; it needs one of {', '.join(HUGGING_FACE_FILES)} "
+        "(Hugging Face), tokenizer.model (SentencePiece or tiktoken) or a .tiktoken file"
+    )
+
+
+def _file_in(folder: Path) -> Path | None:
+    """The tokenizer's file in a folder that has no Hugging Face tokenizer.
+
+    Raises:
+        UserError: there are several.
+    """
+    if (folder / "tokenizer.model").is_file():
+        return folder / "tokenizer.model"
+    found = sorted(folder.glob("*.tiktoken"))
+    if len(found) > 1:
+        raise UserError(
+            f"the folder {folder} holds {len(found)} .tiktoken files "
+            f"({', '.join(path.name for path in found)}); name one of them"
+        )
+    return found[0] if found else None
+
+
+def _type_of_file(path: Path) -> str:
+    """Both kinds are called tokenizer.model; tiktoken's is text, SentencePiece's is not."""
+    with path.open("rb") as file:
+        first = file.readline(1000)
+    tiktoken = re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", first)
+    return "TikTokenizer" if tiktoken else "SentencePieceTokenizer"
+
+
+def build_tokenizer(
+    tokenizer_type: str | None,
+    model_path: str | Path | None = None,
+    vocab_size: int | None = None,
+) -> MegatronTokenizerText:
+    """The tokenizer of `tokenizer_type` (None: whatever is at `model_path`).
+
+    It has tokenize(text) -> list[int], detokenize(ids) -> str, vocab_size, eod (None if the
+    tokenizer has no such token) and what megatron-core's datasets ask for. `vocab_size` is for the
+    NullTokenizer, whose text is numbers: the ids 0 to vocab_size - 1, with eod = vocab_size.
+    """
+    if tokenizer_type is None and model_path is not None:
+        tokenizer_type = guess_tokenizer_type(model_path)
+    if tokenizer_type is None:
+        raise UserError(
+            "no tokenizer is named; give --tokenizer-model (a file or folder), or --tokenizer-type "
+            "NullTokenizer for text that is numbers"
+        )
+    if tokenizer_type not in TOKENIZER_TYPES:
+        raise UserError(
+            f"unknown tokenizer type {tokenizer_type!r}; choose one of {', '.join(TOKENIZER_TYPES)}"
+        )
+    if tokenizer_type == "NullTokenizer":
+        if vocab_size is None or vocab_size < 1:
+            raise UserError(
+                f"the NullTokenizer needs a vocabulary size of at least 1, but got {vocab_size}; "
+                "give --vocab-size"
+            )
+        return _from_wheel("null", None, vocab_size=vocab_size)
+    if model_path is None:
+        raise UserError(f"the {tokenizer_type} needs a file or folder; give --tokenizer-model")
+    _refuse_special(Path(model_path))
+    make = {
+        "SentencePieceTokenizer": _sentencepiece,
+        "HuggingFaceTokenizer": _hugging_face,
+        "TikTokenizer": _tiktoken,
+    }[tokenizer_type]
+    return make(Path(model_path))
+
+
+#: Text that tokenizers cut differently: spaces, digits, cases, scripts, code, an emoji.
+PROBE = "Hello  world's 12345.67\n\tdef f(x): return x**2  # naïve, 漢字かな 한국어 Привет 🙂\r\n"
+
+
+def fingerprint(tokenizer: MegatronTokenizerText) -> str:
+    """Equal for two tokenizers with the same tokens, ids and end-of-document id.
+
+    It is made of what a tokenizer does and not of its files, which each release of a library
+    writes a little differently: the token of every id, and the ids of `PROBE`.
+    """
+    digest = hashlib.sha256()
+    digest.update(f"{tokenizer.vocab_size} {tokenizer.eod}\n".encode())
+    if tokenizer.library != "null":
+        for number, token in sorted(tokenizer.inv_vocab.items()):
+            digest.update(f"{number} {token!r}\n".encode())
+        digest.update(repr(tokenizer.tokenize(PROBE)).encode())
+    return digest.hexdigest()
+
+
+def batch_encoder(tokenizer: MegatronTokenizerText) -> Callable[[list[str]], list[list[int]]]:
+    """A function that gives the ids of each of many texts: those of `tokenizer.tokenize`, faster.
+
+    The wheel asks Hugging Face's tokenizers for the tokens as strings and then for the id of each.
+    """
+    inner = tokenizer._tokenizer
+    if tokenizer.library == "huggingface" and getattr(inner.tokenizer, "is_fast", False):
+        backend = inner.tokenizer.backend_tokenizer
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            backend.no_truncation()  # what the file may ask for, as the wheel's own calls do
+            backend.no_padding()
+            backend.encode_special_tokens = inner.tokenizer.split_special_tokens
+            found = backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in found]
+
+        return encode
+    if tokenizer.library == "sentencepiece" and not inner.legacy and inner.ignore_extra_whitespaces:
+        return lambda texts: inner.tokenizer.encode(texts, out_type=int, num_threads=1)
+    return lambda texts: [tokenizer.tokenize(text) for text in texts]
+
+
+def _refuse_special(path: Path) -> None:
+    """Refuse a FIFO, device or socket where a tokenizer's file would be opened.
+
+    Raises:
+        UserError: if there is one; the message names it.
+    """
+    try:
+        if path.is_dir():
+            refuse_special_files(path, concerns=lambda name: Path(name).suffix in _SUFFIXES)
+        elif path.exists():
+            check_regular(path)
+            refuse_special_files(path.parent, concerns=lambda name: name in _CONFIGURATION)
+    except (OSError, UnusableFileError) as error:
+        raise UserError(f"{error}; give a tokenizer that consists of regular files") from error
+
+
+def _sentencepiece(path: Path) -> MegatronTokenizerText:
+    file = path / "tokenizer.model" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; a SentencePieceTokenizer needs a .model file")
+    try:
+        return _from_wheel("sentencepiece", file)
+    except (RuntimeError, OSError) as error:  # sentencepiece raises either, by release
+        raise UserError(
+            f"{file} is not a SentencePiece model; if it belongs to Llama 3, give the type "
+            "TikTokenizer, or the folder with its tokenizer.json and HuggingFaceTokenizer"
+        ) from error
+
+
+def _tiktoken(path: Path) -> MegatronTokenizerText:
+    file = _file_in(path) if path.is_dir() else path
+    if file is None or not file.is_file():
+        raise UserError(
+            f"{path} has no file in tiktoken's format; a TikTokenizer needs a tokenizer.model or "
+            ".tiktoken file with lines of base64 and rank"
+        )
+    from megatron.training.data.tiktoken_tokenizer import TiktokenTokenizer
+
+    try:
+        return TiktokenTokenizer(str(file), {"library": "tiktoken"})
+    except ValueError as error:
+        raise UserError(
+            f"{file} is not in tiktoken's format ({error}); get it again, or give another "
+            "--tokenizer-type"
+        ) from error
+
+
+def _hugging_face(path: Path) -> MegatronTokenizerText:
+    if path.is_file() and path.name not in HUGGING_FACE_FILES:
+        raise UserError(
+            f"{path} would not be read: Hugging Face's library takes "
+            f"{' and '.join(HUGGING_FACE_FILES)} of a folder; name the folder of the tokenizer, "
+            "and if this is its file, call it tokenizer.json"
+        )
+    folder = path.parent if path.is_file() else path
+    if not any((folder / name).is_file() for name in HUGGING_FACE_FILES):
+        raise UserError(
+            f"{folder} holds no Hugging Face tokenizer; it needs "
+            f"{' or '.join(HUGGING_FACE_FILES)}, as save_pretrained writes them"
+        )
+    _check_configuration(folder)
+    try:
+        return _from_wheel("huggingface", folder, use_fast=True)
+    except Exception as error:  # the library raises almost any exception on a wrong file
+        raise _unreadable(folder, error) from error
+
+
+def _check_configuration(folder: Path) -> None:
+    """Refuse configuration files of a tokenizer that do not hold settings of a tokenizer.
+
+    Raises:
+        UserError: if there is one; the message names it.
+    """
+    for name in _CONFIGURATION:
+        path = folder / name
+        try:
+            found = read_json(path)
+        except FileNotFoundError:
+            continue
+        except UnusableFileError as error:
+            raise UserError(f"{error}; save the tokenizer again with save_pretrained") from error
+        if not isinstance(found, dict):
+            raise UserError(
+                f"{path} holds a value of type {type(found).__name__}, not an object of settings; "
+                "save the tokenizer again with save_pretrained"
+            )
+        kind = found.get("tokenizer_class") if name != "config.json" else None
+        if kind is not None and not (isinstance(kind, str) and _TOKENIZER_CLASS.fullmatch(kind)):
+            raise UserError(
+                f"{path} names the class {printable(repr(kind), limit=60)}, which is not a "
+                "tokenizer; save the tokenizer again with save_pretrained"
+            )
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    why = str(error).strip().rpartition("Exception: ")[2] or type(error).__name__
+    if "trust_remote_code" in why:
+        return UserError(
+            f"the tokenizer in {path} needs custom code, which is never run; save it again as one "
+            "of the tokenizer classes of transformers"
+        )
+    return UserError(
+        f"cannot read the tokenizer in {path} ({printable(why.splitlines()[-1], limit=300)}); save "
+        "it again with save_pretrained"
+    )
+
+
+def _from_wheel(library: str, path: Path | None, **options: object) -> MegatronTokenizerText:
+    """Ask megatron-core, imported here: it takes seconds, and wrong paths should not."""
+    with warnings.catch_warnings(), transformers_when_needed():
+        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+        import megatron.core.tokenizers.text.libraries  # noqa: F401
+        from megatron.core.tokenizers import MegatronTokenizer
+
+    name = None if path is None else str(path)
+    return MegatronTokenizer.from_pretrained(name, {"library": library}, **options)

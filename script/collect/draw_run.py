@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""Run a drawing command for a driver script, and end it when the driver ends.
+
+    python script/collect/draw_run.py -- python script/visualization/tensor_visualizer.py ...
+
+The command writes to the output of this process. At Ctrl-C or SIGTERM, and when a process that the
+variable LAB_DRIVERS names has ended, the command is stopped with every process that it started.
+Whole files that it has drawn stay.
+
+Exit status: the one of the command; 128+n after signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from megatron.console import ArgumentParser, run_main
+from process_tree import ProcessTree
+from run import TICK, Interrupts, drivers, fail
+
+GRACE = 10.0  #: seconds that the command has to end by itself
+KEPT = "the drawing was stopped; what is drawn stays, and the same command goes on"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, watch, stop; return the exit status."""
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: what to run")
+    command = parser.parse_args(arguments).command
+    if command[:1] == ["--"]:
+        del command[0]
+    if not command:
+        parser.error("no command; give it after --")
+    interrupts = Interrupts()
+    try:
+        tree = ProcessTree(command, output=None, environment=dict(os.environ), drivers=drivers())
+    except OSError as error:
+        return fail(f"cannot start {command[0]!r}: {error.strerror}")
+    try:
+        status = watch(tree, interrupts)
+    finally:
+        left = tree.stop(GRACE, at_once=lambda: interrupts.at_once)
+    if left:
+        fail(f"processes {', '.join(map(str, left))} could not be stopped; end them by hand")
+    if status is None:
+        return 128 + (interrupts.number or signal.SIGTERM)
+    if status < 0:
+        return fail(f"the drawing was ended by {signal.Signals(-status).name}; {hint(-status)}")
+    return status
+
+
+def watch(tree: ProcessTree, interrupts: Interrupts) -> int | None:
+    """Wait for the command's end and return its exit status; None if it is to be stopped."""
+    while (status := tree.wait(TICK)) is None:
+        if interrupts.number is not None:
+            fail(f"interrupted ({signal.Signals(interrupts.number).name}): {KEPT}")
+            return None
+        if (driver := tree.lost_driver()) is not None:
+            fail(f"the driver script (process {driver}) has ended: {KEPT}")
+            return None
+    return status
+
+
+def hint(number: int) -> str:
+    """Return what to do after a signal that somebody else sent."""
+    return "was memory short? give fewer --workers" if number == signal.SIGKILL else "run it again"
+
+
+if __name__ == "__main__":
+    run_main(main)

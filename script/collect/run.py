@@ -1,0 +1,262 @@
+#!/usr/bin/env python3
+"""Run a training command that collects tensors, show its progress, and report the result.
+
+    python script/collect/run.py --tensor-dir enhanced_tensor_logs/mxfp8 -- \\
+        bash examples/llama/train_llama32_1b_h100_fp8.sh ...
+
+The command's output goes to a new file in --log-dir. Progress comes from the index files that the
+run appends to. The run ends when the command ends. The command and every process that it started
+are stopped at Ctrl-C or SIGTERM. They are also stopped if neither a tensor nor a line of the log
+arrives for --stall-timeout seconds. Collected tensors stay, and nothing is ever deleted.
+
+Exit status: 0 all tensors were collected; 1 training failed, stalled, or ended early; 2 wrong
+option; 3 training succeeded, but a limit set by the user ended the collection before all tensors
+were written; 128+n signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from index_follower import TOKEN_VARIABLE, IndexFollower
+from megatron.console import ArgumentParser, run_main
+from process_tree import ProcessTree
+from view import REMOVED, LogFile, Progress, print_report
+
+#: Environment variable that lists the driver scripts that wait for this process, outermost first.
+#: script/driver.sh sets it.
+DRIVERS_VARIABLE = "LAB_DRIVERS"
+LIMITED = 3  #: exit status of a collection that a limit has ended
+TICK = 0.2  #: seconds between two looks at the indexes
+STOPPED = "training was stopped"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options, and the command after `--`."""
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--tensor-dir", type=Path, required=True, help="where the command saves tensors")
+    add("--name", default="", help="what is collected, for the messages and the log's name")
+    add("--log-dir", type=Path, default=Path("logs"), help="default: %(default)s")
+    add("--control-iter", type=int, default=0, help="iterations expected; 0 (default): unknown")
+    add(
+        "--stall-timeout",
+        type=float,
+        default=600.0,
+        help="give up after so many seconds without a tensor or a line of the log; 0: never "
+        "(default: %(default)g)",
+    )
+    add(
+        "--grace",
+        type=float,
+        default=15.0,
+        help="seconds to end by itself, or to write a further tensor, before a process is killed "
+        "(default: %(default)g)",
+    )
+    add("--next", default="", help="the command to try next, for the report")
+    parser.add_argument(
+        "--may-be-empty",
+        action="store_true",
+        help="no tensor is no failure: they are collected only when something happens",
+    )
+    parser.add_argument("--verbose", action="store_true", help="show the command's output too")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: what to run")
+    parsed = parser.parse_args(arguments)
+    if parsed.command[:1] == ["--"]:
+        del parsed.command[0]
+    if not parsed.command:
+        parser.error("no command; give it after --")
+    for name in ("control_iter", "stall_timeout", "grace"):
+        if not getattr(parsed, name) >= 0:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(parsed, name)}; give 0 or more")
+    parsed.name = parsed.name or parsed.tensor_dir.name
+    return parsed
+
+
+class Interrupts:
+    """Remembers the first signal; a second one a second later means: at once."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.at_once = False
+        self._since = 0.0
+        for number in SIGNALS:
+            # under nohup a closed terminal is to be ignored
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # the terminal and a driver that passes signals on may both send the same one
+        if self.number is None:
+            self.number, self._since = number, time.monotonic()
+        elif time.monotonic() - self._since > 1.0:
+            self.at_once = True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, watch, report; returns the exit status."""
+    args = parse_arguments(arguments)
+    interrupts = Interrupts()
+    for folder, option in ((args.tensor_dir, "--tensor-path"), (args.log_dir, "--log-dir")):
+        if trouble := check_writable(folder):
+            return fail(f"cannot write to {folder} ({trouble}); name another folder with {option}")
+    path, output = open_log(args.log_dir, args.name)
+    token = secrets.token_hex(8)
+    follower = IndexFollower(args.tensor_dir, token)
+    environment = os.environ | {TOKEN_VARIABLE: token, "PYTHONUNBUFFERED": "1"}
+    print(f"Collecting {args.name} into {args.tensor_dir}, training's log is {path}")
+    print(f"  {shlex.join(args.command)}", flush=True)
+    started = time.monotonic()
+    try:
+        with output:
+            tree = ProcessTree(
+                args.command, output=output, environment=environment, drivers=drivers()
+            )
+    except OSError as error:
+        return fail(f"cannot start {args.command[0]!r}: {error.strerror}")
+    log = LogFile(path)
+    try:
+        status, why = watch(tree, follower, interrupts, log, args)
+    finally:
+        # also after an end of its own: a command may leave processes behind
+        left = tree.stop(
+            args.grace,
+            at_once=lambda: interrupts.at_once,
+            busy=lambda: follower.poll() > 0,  # what waits in memory is written
+        )
+    follower.poll(last=True)
+    print_report(follower.tally, args, log, time.monotonic() - started)
+    for problem in follower.problems:
+        print(f"[WARNING] {problem}", file=sys.stderr, flush=True)
+    if left:
+        fail(f"processes {', '.join(map(str, left))} could not be stopped; end them by hand")
+    if why is None:
+        why = judge(status, follower, args)
+    if why is not None:
+        fail(f"{why}; the log is {path}{'' if log.is_there() else REMOVED}")
+        if interrupts.number is None:
+            log.show_end(sys.stderr)
+    if interrupts.number is not None:
+        return 128 + interrupts.number
+    if why or left:
+        return 1
+    return LIMITED if report_limits(follower) else 0
+
+
+def report_limits(follower: IndexFollower) -> bool:
+    """Say where ranks have reached a limit, if any has."""
+    for limit in follower.tally.limits:
+        print(f"[WARNING] the collection is not complete: {limit}", file=sys.stderr, flush=True)
+    return bool(follower.tally.limits)
+
+
+def watch(
+    tree: ProcessTree,
+    follower: IndexFollower,
+    interrupts: Interrupts,
+    log: LogFile,
+    args: argparse.Namespace,
+) -> tuple[int | None, str | None]:
+    """Follow the run until it ends or must end: its exit status, and why it is to be stopped."""
+    latest, logged = time.monotonic(), 0
+    with Progress(args.name, args.control_iter, log, verbose=args.verbose) as progress:
+        while True:
+            status = tree.wait(TICK)
+            before, logged = logged, log.size()
+            if follower.poll(last=status is not None) or logged != before:
+                latest = time.monotonic()  # iterations that are not collected are logged too
+            progress.update(follower.tally)
+            if interrupts.number is not None:
+                name = signal.Signals(interrupts.number).name
+                return status, f"interrupted ({name}): {STOPPED}"
+            if (driver := tree.lost_driver()) is not None:
+                interrupts.number = signal.SIGTERM
+                return status, f"the driver script (process {driver}) has ended: {STOPPED}"
+            if status is not None:
+                return status, None
+            if args.stall_timeout and time.monotonic() - latest > args.stall_timeout:
+                what = "further tensor" if follower.tally.tensors else "tensor"
+                limit = f"{args.stall_timeout:g} s (--stall-timeout)"
+                return None, f"no {what} for {limit}: {STOPPED}"
+
+
+def drivers() -> list[int]:
+    """Return the process numbers of the driver scripts that started this process."""
+    words = os.environ.get(DRIVERS_VARIABLE, "").split()
+    return [int(word) for word in words if word.isdecimal()]
+
+
+def judge(status: int | None, follower: IndexFollower, args: argparse.Namespace) -> str | None:
+    """What is wrong with a run that ended by itself; None if it is complete."""
+    tally = follower.tally
+    if status is None:
+        return STOPPED
+    if status < 0:
+        hint = "; was memory short?" if -status == signal.SIGKILL else ""
+        return f"training was ended by {signal.Signals(-status).name}{hint}"
+    if status:
+        return f"training failed (exit status {status})"
+    if tally.limits:
+        return None
+    if not tally.tensors and not args.may_be_empty:
+        return (
+            "training ended without one tensor: it needs --save-tensors, --tensor-save-dir "
+            f"{args.tensor_dir} and a selection (--collect-...) that is not empty"
+        )
+    if len(tally.iterations) < args.control_iter:
+        return (
+            f"training ended after {len(tally.iterations)} of {args.control_iter} iterations; "
+            "raise --train-iters, or ask for fewer with --control-iter"
+        )
+    return None
+
+
+def check_writable(folder: Path) -> str | None:
+    """Make the folder and write to it; returns why not."""
+    probe = folder / f".write_test_{os.getpid()}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"\0")
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def open_log(folder: Path, name: str) -> tuple[Path, IO[bytes]]:
+    """A new file for this run's output; an earlier one is never written to."""
+    safe = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
+    stamp = time.strftime("%Y%m%d_%H%M%S")
+    for attempt in range(1000):
+        path = folder / f"collect_{safe}_{stamp}{f'_{attempt}' if attempt else ''}.log"
+        try:
+            path.open("xb").close()
+            return path, path.open("ab")  # in append mode, writing survives truncation of the log
+        except FileExistsError:
+            continue
+    raise AssertionError(f"1000 logs of one second in {folder}")
+
+
+def fail(message: str) -> int:
+    """Print an error the way all scripts here do; returns the exit status."""
+    print(f"[ERROR] {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,43 @@
+"""What `train_config.py` and `flash_attention_config.py` have in common as programs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from configs.launch import start
+from configs.lookup import ConfigError
+from configs.options import require, split_flags
+from configs.run_names import Formats
+
+
+def run_program(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    *,
+    prints: Mapping[str, Callable[[], str]],
+    required: str,
+    formats_of: Callable[[argparse.Namespace], Formats],
+) -> int:
+    """Print what was asked for, or start the training; returns the exit status.
+
+    Args:
+        parser: of what stands before `--`.
+        argv: None: the process's own.
+        prints: for each option that only prints something, what that is.
+        required: the option that names the formats.
+        formats_of: what it names.
+    """
+    words, flags = split_flags(sys.argv[1:] if argv is None else argv)
+    try:
+        options = parser.parse_args(words)
+        for name, text in prints.items():
+            if getattr(options, name):
+                print(text())
+                return 0
+        require(options, required)
+        return start(options, formats_of(options), flags)
+    except ConfigError as error:
+        print(f"[ERROR] {error}", file=sys.stderr)
+        return error.status

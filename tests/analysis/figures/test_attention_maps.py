@@ -1,0 +1,177 @@
+"""attention_maps/: what is drawn of which layer, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron.analysis.figures import attention
+from megatron.analysis.figures.figure_data import Material, NothingToDrawError
+from megatron.analysis.figures.scale_maps import largest_finite, scale_map
+from megatron.analysis.stats import compute
+from megatron.analysis.store import TensorStore
+from megatron.fake_quant import fake_quantize
+from tests.analysis.fake_dump import records, write_tensor
+
+FORMATS = ("mxfp8", "hifp8")
+HEADS, TOKENS = 2, 32
+
+
+def probabilities(seed, *, heads=HEADS, tokens=TOKENS, sequences=1):
+    shape = (sequences, heads, tokens, tokens)
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(torch.bfloat16)
+
+
+def record_of(layer, **changes):
+    found = records(run_id="r1", quant_type="mxfp8", layers=layer + 1)
+    query = [record for record, _, _ in found if record.tensor_name == "query"][layer]
+    shape = [1, HEADS, TOKENS, TOKENS]
+    given = {"shape": shape, "global_shape": shape, "dims": "b a[tp] s k", "format": None}
+    changes = {"tensor_name": "attention_probs", "counter": 1000 + layer} | given | changes
+    return dataclasses.replace(query, **changes)
+
+
+def write(folder, layer, probs=None, **changes):
+    probs = probabilities(layer) if probs is None else probs
+    return write_tensor(folder, record_of(layer, **changes), probs)
+
+
+def drawn(folder):
+    """Names with figures, or with the reasons why there is none."""
+    store = TensorStore(folder)
+    found = {}
+    for name, make in attention.draw(Material(store, compute(store, FORMATS), FORMATS)):
+        try:
+            found[name] = make()
+        except NothingToDrawError as reason:
+            found[name] = reason
+    return found
+
+
+#: Of a layer of which two ranks of four are there.
+PART = {"global_shape": [1, 4 * HEADS, TOKENS, TOKENS]}
+RANKS = [{"world": rank, "world_size": 4, "tp": rank, "tp_size": 4} for rank in (0, 1)]
+
+
+def test_a_layer_that_cannot_be_put_together_is_left_out_with_the_reason(tmp_path):
+    write(tmp_path, 0)
+    for rank in RANKS:
+        write(tmp_path, 1, **PART, rank=rank)
+    found = drawn(tmp_path)
+    assert list(found) == ["probabilities_L0", "probabilities_L1", "head_error"]
+    assert isinstance(found["probabilities_L1"], NothingToDrawError)
+    assert "missing" in str(found["probabilities_L1"])
+    panel = found["head_error"].axes[0]
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["L0"]
+
+
+def test_where_no_layer_can_be_put_together_the_reason_is_all(tmp_path):
+    for rank in RANKS:
+        write(tmp_path, 0, **PART, rank=rank)
+    with pytest.raises(NothingToDrawError, match="missing"):
+        drawn(tmp_path)
+
+
+def test_a_tensor_without_values_is_left_out(tmp_path):
+    write(tmp_path, 0)
+    shape = [1, HEADS, 0, 0]
+    write(tmp_path, 1, torch.zeros(shape, dtype=torch.bfloat16), shape=shape, global_shape=shape)
+    found = drawn(tmp_path)
+    assert "have no values" in str(found["probabilities_L1"])
+    assert "head_error" in found
+
+
+def test_a_dump_that_knows_no_run_is_drawn(tmp_path):
+    torch.save(probabilities(0), tmp_path / record_of(0).filename)
+    assert list(drawn(tmp_path)) == ["probabilities_L0", "head_error"]
+
+
+def test_it_is_the_last_iteration_of_the_newest_run(tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "old").mkdir()
+    # the older run has more layers and iterations: it stands last in the table
+    write(tmp_path / "new", 0, run_id="r2", iteration=1, timestamp="20250909_000000")
+    write(tmp_path / "new", 0, run_id="r2", iteration=2, timestamp="20250909_000000", counter=3)
+    for layer in (0, 1):
+        write(tmp_path / "old", layer, run_id="r3", iteration=7)
+    store = TensorStore(tmp_path)
+    rows = attention.latest(Material(store, compute(store, FORMATS), FORMATS))
+    assert rows[["run_id", "iteration", "layer_idx"]].to_numpy().tolist() == [["r2", 2, 0]]
+
+
+def test_one_layer_is_in_memory_at_a_time_and_few_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "LAYERS", 2)
+    for layer in range(5):
+        write(tmp_path, layer)
+    store = TensorStore(tmp_path)
+    material = Material(store, compute(store, FORMATS), FORMATS)
+    loaded, load = [], material.load
+    monkeypatch.setattr(material, "load", lambda tensor: loaded.append(tensor) or load(tensor))
+    names = []
+    for name, _ in attention.draw(material):
+        names.append((name, len(loaded)))
+    # each figure is there before the next layer is read
+    assert names == [("probabilities_L0", 1), ("probabilities_L3", 4), ("head_error", 5)]
+
+
+@pytest.mark.parametrize(
+    "fmt", ["mxfp8", "mxfp4:2d", "nvfp4", "nvfp4:2d", "hifp4", "hifp8", "fp8_e4m3", "fp16"]
+)
+def test_the_error_in_chunks_is_that_of_the_whole_tensor(fmt, monkeypatch):
+    probs = probabilities(0, heads=3, tokens=80, sequences=2).float()
+    probs[1, 2, 70, 3] = 1.5  # what the tensor's scale comes from stands in the last chunk
+    monkeypatch.setattr(attention, "CHUNK", 16 * 80)
+    sizes = []
+
+    def spy(x, *arguments, **keywords):
+        sizes.append(len(x))
+        return fake_quantize(x, *arguments, **keywords)
+
+    monkeypatch.setattr(attention, "fake_quantize", spy)
+    found = attention.head_errors(probs, fmt)
+    assert len(sizes) > 6  # several a head and sequence
+    assert max(sizes) <= 80
+    whole = fake_quantize(probs, fmt, axis=-1).double()
+    for head, sqnr in enumerate(found):
+        x = probs[:, head].double()
+        noise = (whole[:, head] - x).square().sum()
+        assert sqnr == pytest.approx(float(10 * torch.log10(x.square().sum() / noise)), rel=1e-9)
+
+
+def test_heads_without_error_or_values_and_with_nan():
+    probs = torch.zeros(1, 3, 4, 32)
+    probs[0, 0] = 0.5
+    probs[0, 2] = 0.3
+    probs[0, 2, 0, 0] = math.nan
+    exact, empty, spoilt = attention.head_errors(probs, "mxfp8")
+    assert exact == math.inf
+    assert math.isnan(empty)
+    y = fake_quantize(torch.tensor([0.3] * 32), "mxfp8", axis=-1)[0].item()
+    assert spoilt == pytest.approx(20 * math.log10(0.3 / abs(0.3 - y)), rel=1e-4)
+
+
+def test_entropy_in_chunks(monkeypatch):
+    monkeypatch.setattr(attention, "CHUNK", 100)
+    probs = probabilities(0)[0, 0]
+    p = probs.double()
+    expected = -(p * p.clamp(min=1e-300).log2()).sum(-1).mean()
+    assert attention.entropy(probs) == pytest.approx(float(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("largest", [7.0, -7.0])
+def test_the_largest_magnitude_is_found_in_chunks(largest, monkeypatch):
+    monkeypatch.setattr("megatron.analysis.figures.scale_maps.CHUNK", 8)
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[50, 1], x[0, 0], x[63, 2] = largest, math.inf, math.nan
+    assert largest_finite(x) == 7.0
+    assert largest_finite(torch.tensor([math.nan])) == 0.0
+    assert largest_finite(torch.zeros(0)) == 0.0
+    # under the scale that the largest value gives: rows that are not drawn count too
+    tall = torch.ones(400, 16)
+    tall[-1] = 1000.0
+    assert scale_map(tall, "nvfp4").iloc[0, 0] < scale_map(tall[:-1], "nvfp4").iloc[0, 0]

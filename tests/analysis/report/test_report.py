@@ -1,0 +1,269 @@
+"""report.html: what it says, and that it works in a browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+
+import numpy as np
+import pytest
+
+from megatron.analysis.__main__ import main
+from megatron.analysis.diagnostics import find_cautions
+from megatron.analysis.figures.figure_data import Material
+from megatron.analysis.figures.scale_maps import scale_map
+from megatron.analysis.report import render
+from megatron.analysis.report.content import content
+from megatron.analysis.stats import compute
+from megatron.analysis.store import TensorStore
+from tests.analysis.figures.drawing import FORMATS, write_two_types
+from tests.analysis.report.browser import browser, find_browser
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("logs")
+    write_two_types(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def material(dump):
+    store = TensorStore(dump)
+    return Material(store, compute(store, FORMATS), tuple(FORMATS))
+
+
+@pytest.fixture(scope="module")
+def page(dump, tmp_path_factory):
+    output = tmp_path_factory.mktemp("draw")
+    assert main(["report", str(dump), "--output-dir", str(output), "--formats", *FORMATS]) == 0
+    return output / "report.html"
+
+
+@pytest.fixture(scope="module")
+def tab(page, tmp_path_factory):
+    """The page in a browser."""
+    executable = find_browser()
+    if executable is None:
+        pytest.skip("no Chromium on the PATH (nor in CHROMIUM): the page was NOT looked at")
+    with browser(executable, tmp_path_factory.mktemp("profile")) as opened:
+        opened.open(page)
+        yield opened
+
+
+def embedded(page):
+    text = page.read_text(encoding="utf-8")
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_the_page_is_one_file_with_its_data(page, material):
+    found = embedded(page)
+    assert found["places"] == material.places
+    assert [run["type"] for run in found["runs"]] == ["bf16", "mxfp8"]
+    assert len(found["details"]) == len(found["tensors"]) == 114
+    head = page.read_text(encoding="utf-8").partition('id="data"')[0]
+    assert "src=" not in head
+    assert not re.search(r'href="(?!#|data:)', head)
+    visible = [path.name for path in page.parent.iterdir() if path.name[0] != "."]
+    assert visible == ["report.html"]
+
+
+def test_cells_and_details_have_the_numbers_of_the_statistics(page, material):
+    found = embedded(page)
+    width = 5 + 2 * len(FORMATS)
+    cells = material.tensors.groupby(["run_id", "iteration", "layer_idx", "place"])
+    assert len(found["cells"]) == cells.ngroups
+    assert all(len(cell) == width for cell in found["cells"])
+    run, iteration, layer, place, count, sqnr, tensor = found["cells"][0][:7]
+    row = material.tensors.loc[tensor]
+    assert (row["iteration"], row["layer_idx"], row["place"]) == (
+        iteration, layer, material.places[place],
+    )  # fmt: skip
+    assert (run, count) == (0, 1)
+    uses = material.uses
+    own = uses[(uses["tensor"] == tensor) & (uses["quantized_format"] == FORMATS[0])]
+    assert sqnr == pytest.approx(own["sqnr_db"].iloc[0], rel=1e-5)
+    detail = found["details"][str(tensor)]
+    arrays = material.found.arrays(tensor)
+    counts = arrays.positive + arrays.negative
+    first = detail["first"] + 127
+    assert detail["values"] == counts[first : first + len(detail["values"])].tolist()
+
+
+def test_a_block_map_is_that_of_the_tensor(page, material):
+    found = embedded(page)["details"]
+    tensor = int(next(iter(found)))
+    packed = found[str(tensor)]["maps"]["mxfp8"]
+    held = np.frombuffer(base64.b64decode(packed["bytes"]), np.int8).astype(float)
+    expected = scale_map(material.load(tensor), "mxfp8", rows=48, blocks=48)
+    held[held == -128] = np.nan
+    np.testing.assert_array_equal(held.reshape(expected.shape), expected.to_numpy())
+
+
+def test_warnings_have_the_numbers_behind_them(material):
+    tensors, uses = material.tensors.copy(), material.uses.copy()
+    assert not [c for c in find_cautions(uses, tensors) if c.kind == "nan"]
+    tensors.loc[3, "nan"] = 5
+    tensors.loc[4, "dead_channels"] = 2
+    at = uses.index[uses["quantized_format"] == "hifp8"][0]
+    uses.loc[at, ["saturated", "underflow"]] = [0.5, 0.25]
+    found = {caution.kind: caution for caution in find_cautions(uses, tensors)}
+    place = tensors.loc[3, "place"]
+    assert str(found["nan"]) == (
+        "1 of 114 tensors hold NaN or Inf; "
+        f"worst: L{tensors.loc[3, 'layer_idx']} {place} (5 values)"
+    )
+    assert found["dead_channels"].tensors == (4,)
+    assert "hifp8 saturates more than 0.1 %: 1 of 114 tensors" in str(found["saturation"])
+    assert "(50 %)" in str(found["saturation"])
+    kinds = [caution.kind for caution in find_cautions(uses, tensors)]
+    assert kinds.index("nan") < kinds.index("saturation") < kinds.index("dead_channels")
+
+
+def test_nothing_in_the_data_can_become_markup(material):
+    data = content(material) | {"title": "</script><script>alert(1)</script>&"}
+    page = render(data)
+    assert "<script>alert" not in page
+    assert "<title>&lt;/script&gt;" in page
+    evil = "</script><!--<script><a href='x'>{{data}}"
+    texts = {"folder": evil, "places": [evil], "left_out": [evil], "tensors": [evil]}
+    page = render(data | texts)
+    assert evil not in page
+    assert json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["folder"] == evil
+
+
+def test_the_page_opens_without_an_error_and_asks_for_nothing(tab, page):
+    assert tab.messages == []
+    outside = [url for url in tab.requests if not url.startswith(("data:", "blob:"))]
+    assert outside == [page.resolve().as_uri()]
+    assert tab.evaluate("document.querySelectorAll('#heatmap .heatmaplayer image').length") == 1
+    tab.evaluate("$('iteration').value = 2, $('iteration').onchange(), 1")
+    texts = tab.evaluate(
+        "Array.from(document.querySelectorAll('#heatmap .heatmap-label'), (n) => n.textContent)"
+    )
+    # one layer has attention_probs: the other's cell is empty
+    places = embedded(page)["results"].count(False)  # columns for operands only
+    written = [text for text in texts if text]
+    assert len(written) == 2 * places - 1
+    assert all(re.fullmatch(r"\d+\.\d", text) for text in written)
+    assert tab.evaluate("document.querySelectorAll('#worst-table tr').length") > 10
+    assert tab.evaluate("document.querySelectorAll('#cautions li').length") >= 1
+
+
+def test_a_click_on_a_cell_opens_its_histogram_and_block_map(tab, page):
+    data = embedded(page)
+    place = data["places"].index("core query")
+    column = sum(not result for result in data["results"][:place])
+    run, iteration = 1, 2
+    tab.evaluate(f"$('run').value = {run}, $('run').onchange(), $('iteration').value")
+    cell = next(c for c in data["cells"] if c[:4] == [run, iteration, data["layers"][1], place])
+    tab.evaluate("$('heatmap').scrollIntoView()")
+    x, y = tab.evaluate(
+        f"""(() => {{ const plot = $('heatmap'), box = plot.getBoundingClientRect(),
+            {{ xaxis, yaxis }} = plot._fullLayout;
+            return [box.left + xaxis._offset + xaxis.l2p({column}),
+                    box.top + yaxis._offset + yaxis.l2p(1)]; }})()"""
+    )
+    tab.click(x, y)
+    tab.wait_for(f"$('detail').dataset.tensor === '{cell[6]}'")
+    assert tab.evaluate("$('detail-title').textContent") == data["tensors"][cell[6]]
+    detail = data["details"][str(cell[6])]
+    bars = "$('histogram').data.slice(0, 3).map((t) => Array.from(t.y))"
+    drawn = np.array(tab.evaluate(bars)).sum(0)
+    assert drawn.tolist() == detail["values"]
+    assert tab.evaluate("$('blockmap').data[0].z.length") == detail["maps"]["mxfp8"]["rows"]
+    scale = "#blockmap .cbaxis text"
+    ticks = tab.evaluate(f"Array.from(document.querySelectorAll('{scale}'), (n) => n.textContent)")
+    exponents = [int(tick.replace("\N{MINUS SIGN}", "-")) for tick in ticks]
+    assert exponents == sorted(set(exponents)) != []
+    assert tab.messages == []
+
+
+def test_another_format_redraws_what_is_open(tab):
+    before = tab.evaluate("$('detail').dataset.tensor")
+    tab.evaluate("$('format').value = 3, $('format').onchange(), 1")
+    assert tab.evaluate("$('detail').dataset.tensor") == before
+    assert "hifp8" in tab.evaluate("$('histogram').layout.title.text")
+    assert "hifp8 has no scales of blocks" in tab.evaluate("$('block-note').textContent")
+    assert tab.messages == []
+
+
+def test_saturated_values_are_hatched_whatever_the_color_of_the_format(tab):
+    tab.evaluate("$('format').onchange(), 1")
+    patterns = dict(
+        tab.evaluate(
+            "$('histogram').data.filter((t) => t.type === 'bar')"
+            ".map((t) => [t.name, t.marker.pattern ? t.marker.pattern.shape : ''])"
+        )
+    )
+    assert patterns == {"kept": "", "become zero": "", "saturate": "/"}
+    assert tab.messages == []
+
+
+def test_a_row_of_the_worst_and_a_warning_open_their_tensor(tab, page):
+    tab.evaluate("$('format').value = 1, $('format').onchange(), 1")
+    worst = embedded(page)["worst"]["mxfp4"][2][0]
+    tab.evaluate("document.querySelectorAll('#worst-table tr.open')[2].click(), 1")
+    assert tab.evaluate("$('detail').dataset.tensor") == str(worst)
+    named = embedded(page)["cautions"][0]["tensors"][0]
+    tab.evaluate("document.querySelector('#cautions button.tensor').click(), 1")
+    assert tab.evaluate("$('detail').dataset.tensor") == str(named)
+    assert tab.messages == []
+
+
+AGREEMENT = """(() => { const tensor = Number($('detail').dataset.tensor);
+    const [run, iteration] = data.at[tensor];
+    const shapes = $('heatmap').layout.shapes.length;
+    return [Number($('run').value) === run, Number($('iteration').value) === iteration,
+            $('histogram').layout.title.text.endsWith(formatName()), shapes]; })()"""
+
+
+def test_map_and_detail_show_the_same_run_iteration_and_format(tab, page):
+    data = embedded(page)
+    tab.open(page)
+    assert tab.evaluate(AGREEMENT) == [True, True, True, 1]  # on loading
+    cautions = [(i, c) for i, c in enumerate(data["cautions"]) if c["format"] and c["tensors"]]
+    assert len({caution["format"] for _, caution in cautions}) > 1
+    for number, caution in cautions:
+        item = f"document.querySelectorAll('#cautions > li')[{number}]"
+        tab.evaluate(f"Array.from({item}.querySelectorAll('button')).at(-1).click(), 1")
+        assert tab.evaluate("formatName()") == caution["format"]
+        assert tab.evaluate("$('detail').dataset.tensor") == str(caution["tensors"][-1])
+        assert tab.evaluate(AGREEMENT) == [True, True, True, 1]
+    for row in (0, 5, 11):
+        tab.evaluate(f"document.querySelectorAll('#worst-table tr.open')[{row}].click(), 1")
+        assert tab.evaluate(AGREEMENT) == [True, True, True, 1]
+    for select, value in (("run", 0), ("iteration", 1), ("run", 1), ("shown", "'results'")):
+        tab.evaluate(f"$('{select}').value = {value}, $('{select}').onchange(), 1")
+        assert tab.evaluate(AGREEMENT) == [True, True, True, 1]
+    assert tab.messages == []
+
+
+def test_results_stand_in_a_map_of_their_own(tab, page):
+    data = embedded(page)
+    shown = "$('heatmap').data[0].x"
+    for kind in (False, True):
+        name = "results" if kind else "operands"
+        tab.evaluate(f"$('shown').value = '{name}', $('shown').onchange(), 1")
+        expected = [
+            label for label, result in zip(data["labels"], data["results"], strict=True)
+            if result == kind
+        ]  # fmt: skip
+        assert tab.evaluate(shown) == expected
+    assert data["judged_places"] == [
+        place for place, result in zip(data["places"], data["results"], strict=True) if not result
+    ]
+
+
+def test_the_scales_of_nvfp4_are_shown_by_their_values(tab, page, material):
+    tab.evaluate("goTo(data.worst.nvfp4[0][0], 'nvfp4'), 1")
+    tensor = int(tab.evaluate("$('detail').dataset.tensor"))
+    expected = scale_map(material.load(tensor), "nvfp4", rows=48, blocks=48).to_numpy()
+    drawn = np.array(tab.evaluate("$('blockmap').data[0].z"), dtype=float)
+    np.testing.assert_allclose(drawn, expected, rtol=1e-12)
+    ticks = tab.evaluate("$('blockmap').data[0].colorbar.ticktext")
+    values = 2.0 ** expected[np.isfinite(expected)]
+    assert len(set(ticks)) == len(ticks)
+    assert all(np.isclose(values, float(tick), rtol=1e-2).any() for tick in ticks)
+    assert tab.messages == []

@@ -1,0 +1,42 @@
+"""A collection of the test's own, and a disk to fill."""
+
+import subprocess
+
+import pytest
+
+from megatron.collection import session
+from megatron.fake_quant import policy
+from tests.file_systems import mount_or_skip
+
+
+@pytest.fixture
+def fresh_saver(monkeypatch, tmp_path):
+    """No environment of the developer's, and a saver and clock of the test's own."""
+    for variable in ("TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("QUANT_SETTINGS_FILE", str(tmp_path / "none"))
+    monkeypatch.setattr(policy, "_current", None)
+    yield
+    session.close()
+    session.configure()
+
+
+@pytest.fixture
+def read_only_disk(tmp_path):
+    """A file system that nobody can write to, not even root."""
+    folder = tmp_path / "read_only"
+    folder.mkdir()
+    mount_or_skip(folder, "ro")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one MiB, which needs the right to mount."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount_or_skip(folder, "size=1m")
+    yield folder
+    session.close()  # also after a failure: an open index would hold the mount
+    subprocess.run(["umount", str(folder)], check=True)

@@ -1,0 +1,246 @@
+"""The collector's own rules: where and when it writes, and what it does when it cannot."""
+
+import json
+import os
+import re
+
+import pytest
+import torch
+
+from megatron.collection import session
+from megatron.collection.capture import global_shape
+from megatron.collection.module_identity import ModuleIdentity
+from megatron.collection.training_clock import MicroBatch, clock
+from megatron.fake_quant import policy
+from megatron.tensor_record import parse_filename, read_events, read_index
+
+LAYER = ModuleIdentity("decoder.layers.0.mlp.linear_fc1", 0)
+
+
+pytestmark = pytest.mark.usefixtures("fresh_saver")
+
+
+def save(tensor=None, identity=LAYER, name="input") -> None:
+    if (capture := session.capture(identity, "linear")) is not None:
+        capture.save(name, torch.ones(2, 3, 4) if tensor is None else tensor, dims="s b h")
+
+
+def step(*micro_batches: int) -> None:
+    """One iteration, saving one tensor in each micro-batch."""
+    session.begin_iteration()
+    for index in micro_batches:
+        clock.micro_batch = MicroBatch(clock.iteration, index)
+        save()
+    session.end_iteration()
+
+
+def records(folder):
+    session.flush()
+    found = [r for path in sorted(folder.glob("index_*.jsonl")) for r in read_index(path)]
+    return sorted(found, key=lambda r: (r["run_id"], r["counter"]))  # threads write side by side
+
+
+def events(folder):
+    return [e for path in folder.glob("index_*.jsonl") for e in read_events(path)]
+
+
+def test_nothing_is_written_unless_asked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    session.configure()
+    step(0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_default_folder_is_named_after_the_type(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    policy.configure(custom_quant_type="FA_mxfp4")
+    session.configure(save_tensors=True)
+    step(0)
+    session.flush()
+    (path,) = (tmp_path / "enhanced_tensor_logs" / "FA_mxfp4").glob("*.pt")
+    assert parse_filename(path.name)["quant_type"] == "FA_mxfp4"
+
+
+def test_a_flag_wins_over_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "environment"))
+    monkeypatch.setenv("TENSOR_SAVE_ENABLED", "true")
+    session.configure(save_dir=str(tmp_path / "flag"))
+    step(0)
+    assert not (tmp_path / "environment").exists()
+    assert len(records(tmp_path / "flag")) == 1
+
+
+@pytest.mark.parametrize(
+    ("control_iter", "micro_batches", "expected"),
+    [
+        (1, 1, [(1, 0)]),
+        (2, 1, [(1, 0), (2, 0)]),
+        (1, 2, [(1, 0), (1, 1)]),
+        (1, 0, [(1, 0), (1, 1), (1, 2)]),
+        (0, 1, [(1, 0), (2, 0), (3, 0)]),
+    ],
+)
+def test_how_much_is_collected(tmp_path, control_iter, micro_batches, expected):
+    session.configure(
+        save_tensors=True,
+        save_dir=str(tmp_path),
+        control_iter=control_iter,
+        collect_micro_batches=micro_batches,
+    )
+    done = []
+    for _ in range(3):
+        step(0, 1, 2)
+        done.append(bool(session.finished()))
+    assert [(r["iteration"], r["micro_batch"]) for r in records(tmp_path)] == expected
+    assert done == [0 < control_iter <= n for n in (1, 2, 3)]
+
+
+def test_a_resumed_run_counts_on(tmp_path):
+    session.configure(save_tensors=True, save_dir=str(tmp_path), iteration=40)
+    step(0)
+    assert [r["iteration"] for r in records(tmp_path)] == [41]
+    assert session.finished()
+
+
+def test_outside_of_a_training_step_and_in_the_lm_head_nothing_is_collected(tmp_path):
+    session.configure(save_tensors=True, save_dir=str(tmp_path))
+    save()
+    clock.micro_batch = MicroBatch(1, 0)
+    save(identity=ModuleIdentity("output_layer", -1))
+    assert records(tmp_path) == []
+
+
+def test_a_layer_that_stands_in_no_model_is_collected_too(tmp_path):
+    session.configure(save_tensors=True, save_dir=str(tmp_path))
+    clock.micro_batch = MicroBatch(1, 0)
+    save(identity=None)
+    (record,) = records(tmp_path)
+    assert (record["layer_idx"], record["module"]) == (-1, "")
+    assert parse_filename(record["file"])["layer_idx"] == -1
+
+
+def test_the_sample_is_recorded_where_the_trainer_tells_it(tmp_path):
+    session.configure(save_tensors=True, save_dir=str(tmp_path))
+    clock.micro_batch = MicroBatch(1, 0)
+    session.set_sample_idx(96)
+    save()
+    assert records(tmp_path)[0]["sample_idx"] == 96
+
+
+def test_a_backward_tensor_keeps_the_micro_batch_of_its_forward(tmp_path):
+    session.configure(save_tensors=True, save_dir=str(tmp_path), collect_micro_batches=0)
+    outputs = []
+    for index in (0, 1, 2):
+        clock.micro_batch = MicroBatch(1, index)
+        x = torch.full((1, 1, 2), float(index), requires_grad=True)
+        capture = session.capture(LAYER, "linear")
+        outputs.append(capture.watch_operand(x, "grad_input", dims="s b h", phase="post") * index)
+    for output in outputs:
+        output.sum().backward()
+    values = {}
+    for r in records(tmp_path):
+        tensor = torch.load(tmp_path / r["file"], weights_only=True)["tensor"]
+        values[r["micro_batch"]] = tensor.unique().tolist()
+    assert values == {0: [0.0], 1: [1.0], 2: [2.0]}
+
+
+def test_watching_shows_the_gradient_and_changes_nothing(tmp_path):
+    session.configure(save_tensors=True, save_dir=str(tmp_path))
+    clock.micro_batch = MicroBatch(1, 0)
+    capture = session.capture(LAYER, "linear")
+    x = torch.randn(3, 1, 4, requires_grad=True)
+    y = (capture.watch_operand(x, "grad_input", dims="s b h") * 3 + x * 5).sum()
+    y.backward()
+    assert torch.equal(x.grad, torch.full_like(x, 8.0))
+    saved = torch.load(tmp_path / records(tmp_path)[0]["file"], weights_only=True)["tensor"]
+    assert torch.equal(saved, torch.full_like(x, 3.0)), "what comes from behind this point only"
+
+
+def test_two_runs_in_one_folder_in_the_same_second_overwrite_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(session.time, "time", lambda: 1.8e9)
+    for value in (1.0, 2.0):
+        session.configure(save_tensors=True, save_dir=str(tmp_path))
+        clock.micro_batch = MicroBatch(1, 0)
+        for _ in range(3):
+            save(torch.full((1, 1, 1), value))
+        session.close()
+    found = records(tmp_path)
+    assert len({r["file"] for r in found}) == 6
+    assert len({r["run_id"] for r in found}) == 2
+    assert len(list(tmp_path.glob("run_*.json"))) == 2
+    values = [
+        torch.load(tmp_path / r["file"], weights_only=True)["tensor"].item()
+        for r in sorted(found, key=lambda r: r["run_id"])
+    ]
+    assert sorted(values) == [1.0] * 3 + [2.0] * 3
+
+
+def test_without_hard_links_files_are_renamed_and_still_nothing_is_overwritten(
+    tmp_path, monkeypatch
+):
+    def no_link(*_):
+        raise PermissionError("hard links are not supported")
+
+    monkeypatch.setattr(os, "link", no_link)
+    test_two_runs_in_one_folder_in_the_same_second_overwrite_nothing(tmp_path, monkeypatch)
+
+
+def test_a_full_disk_ends_the_collection_and_not_the_training(small_disk, caplog):
+    session.configure(
+        save_tensors=True, save_dir=str(small_disk), control_iter=0, collect_keep_free_gib=0
+    )
+    session.begin_iteration()
+    clock.micro_batch = MicroBatch(1, 0)
+    for _ in range(8):
+        save(torch.randn(64, 16, 64))  # 256 KiB each
+    session.end_iteration()
+    found = records(small_disk)
+    assert 0 < len(found) < 8
+    for record in found:
+        torch.load(small_disk / record["file"], weights_only=True)
+    assert {path.name for path in small_disk.glob("*.pt")} == {r["file"] for r in found}
+    assert sum("collection stopped" in message for message in caplog.messages) == 1
+    said = int(re.search(r"after (\d+) tensors", session.close())[1])
+    assert said in (len(found) - 1, len(found)), "the other thread may have been at one more"
+    assert not list(small_disk.glob("*.partial"))
+    (card,) = small_disk.glob("run_*.json")
+    assert json.loads(card.read_text())["status"] == "failed", "room was kept for it"
+    assert [event["event"] for event in events(small_disk)] == ["failed"]
+
+
+def test_the_run_card_says_how_the_run_ended(tmp_path):
+    session.configure({"seed": 7, "lr": 1e-3}, save_tensors=True, save_dir=str(tmp_path))
+    (path,) = tmp_path.glob("run_*.json")
+    assert json.loads(path.read_text())["status"] == "running"
+    step(0)
+    assert session.close() is None
+    card = json.loads(path.read_text())
+    assert (card["status"], card["iterations"], card["seed"]) == ("finished", 1, 7)
+    assert card["arguments"]["lr"] == 1e-3
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot write to the tensor folder .*--tensor-save-dir"):
+        session.configure(save_tensors=True, save_dir=str(tmp_path / "file" / "dump"))
+    with pytest.raises(ValueError, match=r"cannot write to the tensor folder .*: it is a file; na"):
+        session.configure(save_tensors=True, save_dir=str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("option", ["control_iter", "collect_micro_batches"])
+def test_negative_counts_are_refused(tmp_path, option):
+    with pytest.raises(ValueError, match="is -1; give 0 for no limit"):
+        session.configure(save_tensors=True, save_dir=str(tmp_path), **{option: -1})
+
+
+def test_an_unreadable_switch_is_refused(monkeypatch):
+    monkeypatch.setenv("TENSOR_SAVE_ENABLED", "perhaps")
+    with pytest.raises(ValueError, match="TENSOR_SAVE_ENABLED is 'perhaps'; use true or false"):
+        session.configure()
+    monkeypatch.delenv("TENSOR_SAVE_ENABLED")
+
+
+def test_the_global_shape_multiplies_what_is_sharded():
+    coordinates = {"tp_size": 4, "cp_size": 2}
+    assert global_shape([8, 2, 16], "s[cp] b h[tp]", coordinates) == [16, 2, 64]
+    assert global_shape([8, 2, 16], "s b h | partial[tp]", coordinates) == [8, 2, 16]

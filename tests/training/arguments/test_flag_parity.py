@@ -1,0 +1,309 @@
+"""The classes of hf/fields.py hold in numbers: TRAINING, NUMERICS and LAYOUT leave the logits of a
+Hugging Face checkpoint alone, and FIXED flags change them.
+
+The flags are derived from the classes. One that is refused on a CPU without Transformer Engine
+must be in a table of this program's own refusals, or below with a part of the message.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.training.arguments.flag_effects import CUDA_ONLY, UNREAD
+from megatron.training.hf.fields import LAYOUT, NUMERICS, TRAINING
+from tests import forks
+from tests.subprocesses import REPO, environment
+from tests.training.hf import hf_models
+from tests.training.hf.hf_models import DEEPSEEK, LLAMA, VOCABULARY, YARN
+from tests.training.hf.test_hf_fields import FIELDS, another_value
+from tests.training.runs import ENTRY
+
+WORKER = Path(__file__).with_name("flag_parity_worker.py")
+TOLERANCE = 1e-5  #: relative root mean square, in float32
+LOW_PRECISION = 0.1  #: the same in bfloat16 and float16
+DIFFERENT = 1e-3  #: of a flag that changes the model, at least
+
+FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
+PIPELINE = "--pipeline-model-parallel-size 2"
+STAGES = f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+EXPERTS = "--expert-model-parallel-size 2"
+#: How a flag is given where a value that is not its default would not do.
+GIVEN = {
+    "activation_func_fp8_input_store": "--bias-activation-fusion --activation-func-fp8-input-store",
+    "attention_backend": "--attention-backend unfused",
+    "config_logger_dir": "--config-logger-dir {folder}/logged",
+    "cp_comm_type": "--cp-comm-type all_gather",
+    "make_vocab_size_divisible_by": "--make-vocab-size-divisible-by 128",
+    "moe_aux_loss_coeff": "--moe-aux-loss-coeff 0.5",
+    "moe_shared_expert_overlap": f"{ALLTOALL} --moe-shared-expert-overlap",
+    "moe_token_dispatcher_type": ALLTOALL,
+    "variable_seq_lengths": f"{ALLTOALL} --variable-seq-lengths",
+    "recompute_granularity": f"{FULL} uniform",
+    "recompute_method": f"{FULL} block",
+    "recompute_num_layers": f"{FULL} uniform",
+    "recompute_modules": "--recompute-granularity selective --recompute-modules core_attn",
+}
+#: Flags that act with two ranks only, and how they are given there.
+TWO_RANKS = {
+    "account_for_embedding_in_pipeline_split": f"{PIPELINE} --num-layers-in-first-pipeline-stage 2",
+    "batch_p2p_comm": f"{PIPELINE} --no-overlap-p2p-communication",
+    "context_parallel_size": "--context-parallel-size 2",
+    "deallocate_pipeline_outputs": f"{PIPELINE} --no-deallocate-pipeline-outputs",
+    "distribute_saved_activations": "--tensor-model-parallel-size 2 "
+    f"{FULL} uniform --distribute-saved-activations",
+    "expert_model_parallel_size": f"{EXPERTS} {ALLTOALL}",
+    "expert_tensor_parallel_size": f"{TENSOR} {EXPERTS} --expert-tensor-parallel-size 1",
+    "microbatch_group_size_per_vp_stage": f"{STAGES} --microbatch-group-size-per-vp-stage 2",
+    "num_layers_in_first_pipeline_stage": f"{PIPELINE} --num-layers-in-first-pipeline-stage 1",
+    "num_layers_in_last_pipeline_stage": f"{PIPELINE} --num-layers-in-last-pipeline-stage 1",
+    "pipeline_model_parallel_layout": f"{PIPELINE} --pipeline-model-parallel-layout Et|tttL",
+    "pipeline_model_parallel_size": PIPELINE,
+    "sequence_parallel": TENSOR,
+    "tensor_model_parallel_size": "--tensor-model-parallel-size 2",
+}
+#: Experts need sequence parallelism beside tensor parallelism.
+NO_EXPERTS = [
+    ("deepseek", "tensor_model_parallel_size"),
+    ("deepseek", "distribute_saved_activations"),
+]
+#: Flags that are refused on a CPU by other checks than the tables, and a part of the message.
+REFUSED = {
+    **dict.fromkeys(
+        (
+            *("cross_entropy_fusion_impl", "moe_deepep_num_sms", "moe_flex_dispatcher_backend"),
+            *("moe_hybridep_num_sms", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy"),
+            *("moe_router_bias_update_rate", "moe_use_legacy_grouped_gemm"),
+            *("mtp_loss_scaling_factor", "wgrad_deferral_limit"),
+        ),
+        " acts only with ",
+    ),
+    "apply_rope_fusion": "needs Transformer Engine",
+    "defer_embedding_wgrad_compute": "when pipeline model parallel is not used",
+    "fp4": "is computed by Transformer Engine's layers only",
+    "fp8": "is computed by Transformer Engine's layers only",
+    "gradient_accumulation_fusion": "needs NVIDIA's apex",
+    "hierarchical_context_parallel_sizes": "does not run on the local layers",
+    "hybrid_context_parallel": "does not run on the local layers",
+    "masked_softmax_fusion": "needs NVIDIA's apex",
+    "memory_efficient_layer_norm": "not supported by torch LayerNorm",
+    "moe_enable_deepep": "only supported with flex token dispatcher",
+    "moe_grouped_gemm": "needs the package grouped_gemm",
+    "moe_permute_fusion": "needs the package transformer_engine",
+    "moe_router_fusion": "needs the package transformer_engine",
+    "overlap_moe_expert_parallel_comm": " only ",
+    "overlap_p2p_comm_warmup_flush": "is only compatible with overlap_p2p_comm",
+    "persist_layer_norm": "needs NVIDIA's apex",
+    "pipeline_model_parallel_comm_backend": "UCC-backend requires",
+    "qk_clip": "does nothing here",
+    "transformer_impl": "knows the names of the local layers only",
+    "variable_seq_lengths": "allgather does not support variable sequence length",
+}
+#: Flags that change the model and leave its weights in their places.
+CHANGING = {
+    "llama": [
+        "--rotary-percent 0.5",
+        "--rotary-interleaved",
+        "--rotary-base 1000",
+        "--rotary-seq-len-interpolation-factor 2",
+        "--no-rope-freq 2",
+        "--position-embedding-type none",
+        "--norm-epsilon 0.1",
+        "--softmax-scale 0.1",
+        "--window-size 8,0",
+        "--glu-linear-offset 0.5",
+        "--activation-func-clamp-value 0.5",
+        "--qk-l2-norm",
+        "--use-rope-scaling",
+    ],
+    "deepseek": [
+        "--moe-router-force-load-balancing",
+        "--moe-input-jitter-eps 0.1",
+        "--moe-router-topk 1",
+        "--moe-router-score-function sigmoid",
+        "--no-moe-router-pre-softmax",
+        "--moe-router-topk-scaling-factor 2.5",
+        "--moe-expert-capacity-factor 0.5",
+    ],
+}
+
+
+def given(name: str, checkpoint: str) -> str:
+    flags = GIVEN.get(name) or another_value(name)
+    return flags if checkpoint == "deepseek" else flags.replace(ALLTOALL, "").strip()
+
+
+def applies(name: str, checkpoint: str) -> bool:
+    return checkpoint == "deepseek" or not name.startswith(("moe_", "expert_"))
+
+
+CHECKED = sorted((TRAINING | NUMERICS | LAYOUT) & set(FIELDS))
+CASES = [
+    (checkpoint, name)
+    for checkpoint in ("llama", "deepseek")
+    for name in CHECKED
+    if name not in TWO_RANKS and applies(name, checkpoint)
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    return written(tmp_path_factory.mktemp("theirs"))
+
+
+def written(folder: Path) -> dict[str, Path]:
+    """Write the checkpoints; every expert has weights of its own."""
+    hf_models.write(folder / "llama", **LLAMA)
+    hf_models.write(folder / "deepseek", **DEEPSEEK, rope_parameters=YARN)
+    for path in (folder / "deepseek").glob("*.safetensors"):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if name.endswith("mlp.gate.weight"):
+                tensor *= 3  # so that the choice of experts matters
+        save_file(tensors, path, metadata={"format": "pt"})
+    return {path.name: path for path in folder.iterdir()}
+
+
+def run(folder: Path, checkpoints, cases: dict[str, tuple[str, str, bool]], ranks: int) -> dict:
+    """Return each case's logits, from the rank that has them, or why there are none.
+
+    cases: checkpoint, flags and whether contradictions are let through, by name.
+    """
+    base = [
+        *("--seq-length", str(hf_models.TOKENS), "--micro-batch-size", "2", "--lr", "0"),
+        *("--global-batch-size", "4", "--train-iters", "1", "--mock-data"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY - 1)),
+    ]
+    requests = {}
+    for name, (checkpoint, flags, unchecked) in cases.items():
+        vocabulary = ("--make-vocab-size-divisible-by", "40")
+        options = ["--load-hf", str(checkpoints[checkpoint]), *base, *vocabulary]
+        options += flags.format(folder=folder).split()
+        requests[name] = {"options": options, "unchecked": unchecked}
+    (folder / "cases.json").write_text(json.dumps(requests))
+    words = (WORKER, folder / "cases.json", folder / "results")
+    env = environment(PYTHONPATH=REPO)
+    done = forks.run(*words, ranks=ranks if ranks > 1 else None, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict = {}
+    for rank in range(ranks):
+        mine = torch.load(folder / f"results_{rank}.pt")
+        found |= {name: value for name, value in mine.items() if value is not None}
+    return found
+
+
+def cases_of_one_rank() -> dict[str, tuple[str, str, bool]]:
+    """The unmodified load comes first and last."""
+    cases = {}
+    for checkpoint in CHANGING:
+        cases[f"{checkpoint} first"] = (checkpoint, "", False)
+        cases |= {f"{c} {n}": (c, given(n, c), False) for c, n in CASES if c == checkpoint}
+        cases |= {f"{checkpoint} {f}": (checkpoint, f, True) for f in CHANGING[checkpoint]}
+        cases[f"{checkpoint} last"] = (checkpoint, "", False)
+    probs = "--moe-router-topk 1 --moe-apply-probs-on-input"
+    return cases | {"deepseek probs": ("deepseek", probs, True)}
+
+
+def cases_of_two_ranks() -> dict[str, tuple[str, str, bool]]:
+    return {
+        f"{checkpoint} {name}": (checkpoint, flags, False)
+        for checkpoint in CHANGING
+        for name, flags in TWO_RANKS.items()
+        if applies(name, checkpoint) and (checkpoint, name) not in NO_EXPERTS
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoints, tmp_path_factory) -> dict:
+    return run(tmp_path_factory.mktemp("alone"), checkpoints, cases_of_one_rank(), 1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(checkpoints, tmp_path_factory) -> dict:
+    return run(tmp_path_factory.mktemp("two_ranks"), checkpoints, cases_of_two_ranks(), 2)
+
+
+def difference(found: torch.Tensor, reference: torch.Tensor) -> float:
+    """Relative root mean square over the checkpoint's vocabulary."""
+    ours = found[..., :VOCABULARY].float()
+    return float((ours - reference).norm() / reference.norm())
+
+
+def allowed(name: str) -> float:
+    return LOW_PRECISION if name in ("bf16", "fp16") else TOLERANCE
+
+
+@pytest.mark.parametrize(("checkpoint", "name"), CASES, ids=lambda word: word)
+def test_a_harmless_flag_leaves_the_logits_alone(alone, checkpoint, name):
+    found = alone[f"{checkpoint} {name}"]
+    if isinstance(found, str):
+        flag = "--" + name.replace("_", "-")
+        if name in set(UNREAD) | CUDA_ONLY:
+            assert f"{flag} " in found
+        else:
+            assert name in REFUSED, found
+            assert REFUSED[name] in found
+        return
+    assert difference(found, alone[f"{checkpoint} first"]) < allowed(name)
+
+
+def test_only_what_is_refused_is_listed_so(alone):
+    refused = {case.split()[1] for case, found in alone.items() if isinstance(found, str)}
+    assert set(REFUSED) <= refused
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "deepseek"])
+def test_no_case_changes_those_after_it(alone, checkpoint, checkpoints):
+    theirs = hf_models.logits(hf_models.read(checkpoints[checkpoint]))
+    for place in ("first", "last"):
+        assert difference(alone[f"{checkpoint} {place}"], theirs) < TOLERANCE
+
+
+def test_flags_of_two_ranks_leave_the_logits_alone(alone, two_ranks):
+    wrong = {
+        name: found
+        if isinstance(found, str)
+        else difference(found, alone[f"{name.split()[0]} first"])
+        for name, found in two_ranks.items()
+        if isinstance(found, str)
+        or difference(found, alone[f"{name.split()[0]} first"]) > TOLERANCE
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "flags"),
+    [(checkpoint, flags) for checkpoint, lists in CHANGING.items() for flags in lists],
+)
+def test_a_fixed_flag_changes_the_logits(alone, checkpoint, flags):
+    found = alone[f"{checkpoint} {flags}"]
+    assert not isinstance(found, str), found
+    assert difference(found, alone[f"{checkpoint} first"]) > DIFFERENT
+
+
+def test_probabilities_on_the_input_change_the_logits(alone):
+    """Compare with one expert per token, which megatron-core demands of this flag."""
+    assert difference(alone["deepseek probs"], alone["deepseek --moe-router-topk 1"]) > DIFFERENT
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--moe-router-topk 1 --moe-apply-probs-on-input",
+        "--moe-router-load-balancing-type sinkhorn",
+        "--moe-router-force-load-balancing",
+        "--moe-input-jitter-eps 0.01",
+    ],
+)
+def test_the_real_command_refuses_another_routing(checkpoints, tmp_path, flags):
+    where = ("--load-hf", checkpoints["deepseek"], "--save-hf", tmp_path / "saved")
+    rest = ("--train-iters", "0", "--seq-length", "96", *flags.split())
+    done = forks.run(ENTRY, *where, *rest)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    assert line.startswith(f"[ERROR] --load-hf {checkpoints['deepseek']} holds another model")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,157 @@
+"""Every flag has a reader, or is refused: none does nothing.
+
+The reader is found in the source: a place that loads `args.x`, `config.x` or the like, in this tree
+or in the wheel's code for GPT models. Declarations, `__post_init__` and checks do not count. The
+place of each flag is in tests/data/option_readers.txt; to write it anew after a change on purpose:
+
+    python -m tests.training.arguments.test_flag_readers
+"""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import megatron.core
+from megatron.training.arguments.flag_effects import CUDA_ONLY, NEEDS, UNREAD
+from megatron.training.arguments.parse_args import build_parser, parse_args
+from megatron.training.errors import UserError
+from tests.subprocesses import REPO
+from tests.training.arguments.test_arguments import MINIMAL
+
+TABLE = REPO / "tests" / "data" / "option_readers.txt"
+WHEEL = Path(megatron.core.__path__[1])
+#: Parts of the wheel that a GPT model on the local layers never enters, and its declarations.
+ELSEWHERE = (
+    "inference", "ssm", "export", "extensions", "post_training", "models/T5", "models/bert",
+    "models/mamba", "models/mimo", "models/multimodal", "models/vision", "models/huggingface",
+    "fsdp", "fully_sharded", "resharding", "tokenizers", "dist_checkpointing", "energy", "muon",
+    "optimizer/layer_wise", "optimizer/qk_clip", "experimental_attention", "fp8_utils",
+    "fp4_utils", "nccl_allocator", "_config.py",
+)  # fmt: skip
+#: Files of this tree that check or describe flags and do not act on them.
+CHECKS = ("validation.py", "flag_effects.py", "experts_and_mla.py", "/hf/")
+HOLDERS = ("args", "ddp", "run", "settings", "transformer", "optimizer")
+#: Flags that act by setting another one, and where.
+SETS_ANOTHER = {
+    "group_query_attention": "megatron/training/arguments/defaults.py",
+    "use_rotary_position_embeddings": "megatron/training/arguments/defaults.py",
+    "num_layers_per_virtual_pipeline_stage": "megatron/training/arguments/defaults.py",
+    "num_virtual_stages_per_pipeline_rank": "megatron/training/arguments/defaults.py",
+    "init_method_std": "wheel transformer/transformer_config.py",
+    "embedding_init_method_std": "wheel transformer/transformer_config.py",
+    "disable_bf16_reduced_precision_matmul": "wheel transformer/transformer_config.py",
+    "moe_layer_recompute": "wheel transformer/transformer_config.py",
+    "moe_enable_deepep": "wheel transformer/transformer_config.py",
+    "enable_cuda_graph": "wheel transformer/transformer_config.py",
+    "external_cuda_graph": "wheel transformer/transformer_config.py",
+    "main_grads_dtype": "wheel optimizer/optimizer_config.py",
+    "help": "argparse",
+    "use_mcore_models": "nothing: accepted for older scripts, as its help says",
+}
+#: Flags that are refused where they are given, by a check of their own.
+REFUSED_ELSEWHERE = {
+    "cache_mla_latents": "refused by experts_and_mla.py",
+    "qk_clip": "refused by experts_and_mla.py",
+    "hybrid_context_parallel": "refused by model.py",
+}
+
+
+def _holder(node: ast.expr) -> str:
+    while isinstance(node, ast.Call):
+        node = node.func
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def _reads(tree: ast.AST):
+    """Yield each name that code loads from a configuration or the arguments, or takes by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            holder = _holder(node.value)
+            if "config" in holder.lower() or holder in HOLDERS:
+                yield node.attr
+        elif isinstance(node, ast.Call) and _holder(node.func) == "getattr":
+            if len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+                yield node.args[1].value
+        elif isinstance(node, ast.FunctionDef) and node.name == "parse":
+            yield from (a.arg for a in (*node.args.args, *node.args.kwonlyargs))
+
+
+@cache
+def readers() -> dict[str, str]:
+    """Return the first file that reads each name; this tree goes before the wheel."""
+    places: dict[str, str] = {}
+    roots = ((REPO, REPO / "megatron", CHECKS, ""), (WHEEL, WHEEL, ELSEWHERE, "wheel "))
+    for base, root, left_out, prefix in roots:
+        for path in sorted(root.rglob("*.py")):
+            name = path.relative_to(base).as_posix()
+            if any(part in name for part in (*left_out, "derivation.py")):
+                continue
+            for read in _reads(ast.parse(path.read_text(encoding="utf-8"))):
+                places.setdefault(read, prefix + name)
+    return places
+
+
+def place_of(name: str) -> str:
+    """Return what becomes of a flag."""
+    if name in UNREAD:
+        return "refused by flag_effects.py"
+    return REFUSED_ELSEWHERE.get(name) or SETS_ANOTHER.get(name) or readers().get(name, "NOTHING")
+
+
+def table() -> str:
+    names = sorted({action.dest for action in build_parser()._actions})
+    return "".join(f"{name:54s} {place_of(name)}\n" for name in names)
+
+
+def test_every_flag_has_a_reader_or_is_refused():
+    assert [line for line in table().splitlines() if line.endswith("NOTHING")] == []
+
+
+def test_the_readers_are_a_visible_decision():
+    assert TABLE.read_text(encoding="utf-8") == table()
+
+
+def test_the_tables_name_flags_that_exist():
+    known = {action.dest for action in build_parser()._actions}
+    for names in (UNREAD, CUDA_ONLY, SETS_ANOTHER, *(need.flags for need in NEEDS)):
+        assert set(names) <= known, set(names) - known
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--expert-tensor-parallel-size 1", "acts only with --num-experts"),
+        ("--qk-clip", "the optimizers here do not clip the weights of queries and keys"),
+        ("--heterogeneous-block-specs", "needs another configuration class"),
+        ("--tp-comm-overlap", "only Transformer Engine's layers read it; remove it"),
+        ("--muon-momentum 0.5", "the optimizers here are adam and sgd"),
+        ("--moe-router-topk 4", "acts only with --num-experts; add that, or remove"),
+        ("--kv-lora-rank 8", "acts only with --multi-latent-attention"),
+        ("--rope-scaling-factor 4", "acts only with --use-rope-scaling"),
+        ("--recompute-modules mlp", "acts only with --recompute-granularity selective"),
+        ("--initial-loss-scale 1024", "acts only with --fp16"),
+        ("--enable-autocast", "acts only on a CUDA device"),
+        ("--use-kitchen", "only Transformer Engine's layers read it"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused(flags, message, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match=message):
+        parse_args([*MINIMAL, *flags.split()])
+
+
+@pytest.mark.parametrize(
+    "flags", ["--no-fp8-wgrad", "--moe-router-topk 2", "--no-tp-comm-split-ag"]
+)
+def test_a_flag_that_asks_for_what_happens_anyway_is_accepted(flags, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    parse_args([*MINIMAL, *flags.split()])
+
+
+if __name__ == "__main__":
+    TABLE.write_text(table(), encoding="utf-8")

@@ -1,0 +1,143 @@
+"""What MLA and mixtures of experts refuse, and what they count and default to."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron.training.arguments.parse_args import parse_args
+from megatron.training.checkpointing.compatibility import check_optimizer
+from megatron.training.errors import UserError
+from megatron.training.flops import flops_per_token
+
+MLA = (
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "64", "--micro-batch-size", "2", "--lr", "1e-3", "--train-iters", "10"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
+    *("--multi-latent-attention", "--disable-bias-linear", "--swiglu"),
+)
+EXPERTS = (*MLA, "--num-experts", "4", "--moe-ffn-hidden-size", "32")
+TENSOR = ("--tensor-model-parallel-size", "2")
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--moe-grouped-gemm", "--moe-grouped-gemm needs the package grouped_gemm"),
+        ("--moe-permute-fusion", "--moe-permute-fusion needs the package transformer_engine"),
+        ("--moe-router-fusion", "--moe-router-fusion needs the package transformer_engine"),
+        ("--moe-latent-size 16", "--moe-latent-size needs the package transformer_engine"),
+        ("--moe-token-dispatcher-type flex", "flex needs the package deep_ep"),
+        ("--tensor-model-parallel-size 2", "above 1 needs --sequence-parallel; add it"),
+        ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 cannot be spread"),
+        ("--moe-router-topk 5", "--moe-router-topk 5 is above --num-experts 4"),
+        ("--moe-layer-freq [0]+[1]*26", "names 27 layers, but --num-layers is 4"),
+        (
+            "--expert-model-parallel-size 2 --use-cpu-initialization",
+            "--use-cpu-initialization gives the experts of every",
+        ),
+        ("--moe-router-load-balancing-type word", "type word is unknown; give aux_loss, seq_aux"),
+        ("--moe-router-load-balancing-type aux_loss Sinkhorn", "type Sinkhorn is unknown; give"),
+        (
+            "--expert-tensor-parallel-size 4",
+            "--expert-tensor-parallel-size 4 x --expert-model-parallel-size 1 does not divide",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
+            "--expert-tensor-parallel-size 2 (as --tensor-model-parallel-size) x",
+        ),
+        ("--expert-tensor-parallel-size 0", "--expert-tensor-parallel-size 0 is too small"),
+        (
+            "--moe-shared-expert-intermediate-size 64 --add-bias-linear",
+            "--moe-shared-expert-intermediate-size needs --disable-bias-linear",
+        ),
+        ("--num-query-groups 2", "--num-query-groups 2 contradicts --multi-latent-attention"),
+        ("--qk-clip", "--qk-clip does nothing here: the optimizers here do not"),
+        ("--cache-mla-latents", "--cache-mla-latents does nothing here: it is for inference"),
+        (
+            "--recompute-granularity selective --recompute-modules layernorm",
+            "--recompute-modules layernorm needs Transformer Engine",
+        ),
+    ],
+)
+def test_a_refusal_names_the_flag(flags, message):
+    parse_args([*EXPERTS])
+    with pytest.raises(UserError) as refusal:
+        parse_args([*EXPERTS, *flags.split()])
+    assert message in str(refusal.value)
+
+
+def test_mla_alone_needs_no_sequence_parallelism():
+    assert parse_args([*MLA, *TENSOR]).transformer.tensor_model_parallel_size == 2
+
+
+def test_queries_are_compressed_only_if_the_flag_says_so():
+    """As in Megatron-LM and in DeepSeek-V2-Lite; the wheel's dataclass has 512."""
+    run = parse_args([*MLA])
+    assert run.transformer.q_lora_rank is None
+    assert run.args.q_lora_rank is None
+    assert parse_args([*MLA, "--q-lora-rank", "24"]).transformer.q_lora_rank == 24
+
+
+def test_a_single_optimizer_cannot_be_loaded_where_experts_are_spread():
+    there = vars(parse_args([*MLA]).args) | {"expert_model_parallel_size": 1}
+    common = {"has_optim": True, "args": there}
+    here = Namespace(**there | {"expert_model_parallel_size": 2, "num_moe_experts": 4})
+    with pytest.raises(UserError, match="--expert-model-parallel-size 1, this run has 2"):
+        check_optimizer(here, common, Path("folder"))
+    there["expert_model_parallel_size"] = 4
+    check_optimizer(here, common, Path("folder"))
+
+
+def flops(**changes):
+    """Of DeepSeek-V2-Lite."""
+    args = Namespace(
+        num_layers=27,
+        hidden_size=2048,
+        ffn_hidden_size=10944,
+        num_attention_heads=16,
+        multi_latent_attention=True,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_head_dim=128,
+        qk_pos_emb_head_dim=64,
+        v_head_dim=128,
+        num_moe_experts=64,
+        moe_layer_freq=[0] + [1] * 26,
+        moe_router_topk=6,
+        moe_ffn_hidden_size=1408,
+        moe_shared_expert_intermediate_size=2816,
+        swiglu=True,
+        quick_geglu=False,
+        seq_length=0,
+        padded_vocab_size=102400,
+        kv_channels=128,
+        num_query_groups=16,
+    )
+    return flops_per_token(Namespace(**vars(args) | changes))
+
+
+def test_operations_are_six_a_parameter_that_a_token_meets():
+    """DeepSeek-V2's paper counts 2.4B of the Lite model's 15.7B."""
+    attention = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048
+    experts = 3 * 2048 * (6 * 1408 + 2816) + 2048 * 64
+    parameters = 27 * attention + 3 * 2048 * 10944 + 26 * experts + 2048 * 102400
+    assert flops() == 6 * parameters
+    assert 2.4e9 < parameters < 2.5e9
+    # Scores over 192 features and values of 128, for the half of the square that is not masked.
+    assert flops(seq_length=4096) - flops() == 6 * 27 * 16 * (192 + 128) * 2048
+
+
+def test_operations_of_other_shapes():
+    compressed = 1536 * (2048 + 16 * 192) - 2048 * 16 * 192
+    assert flops(q_lora_rank=1536) - flops() == 6 * 27 * compressed
+    every_second = flops(moe_layer_freq=2)
+    assert every_second == flops(moe_layer_freq=[1, 0] * 13 + [1])
+    dense = flops(num_moe_experts=None, multi_latent_attention=False)
+    assert dense == 6 * (27 * (4 * 2048 * 2048 + 3 * 2048 * 10944) + 2048 * 102400)
