@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from megatron.analysis.stats import QUANTILES, compute  # noqa: E402
-from megatron.analysis.stats.layout import layout_of  # noqa: E402
+from megatron.analysis.stats.matrix_view import layout_of  # noqa: E402
 from megatron.analysis.store import TensorStore  # noqa: E402
 from megatron.fake_quant import fake_quantize, get_format, quantize  # noqa: E402
 from megatron.fake_quant.code_points import unpack_nibbles  # noqa: E402

@@ -14,7 +14,7 @@ from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import BlockScaling
 
 if TYPE_CHECKING:
-    from megatron.analysis.figures.figure_data import Material
+    from megatron.analysis.figures.figure_data import FigureData
 
 SATURATED = 0.001  #: share of values that are clipped
 #: The same share for scale rules that clip some of the largest values of a block by design.
@@ -28,7 +28,7 @@ NOTES = 6  #: of different words; more are counted
 
 
 @dataclass(frozen=True)
-class Caution:
+class Diagnostic:
     """One kind of trouble."""
 
     #: unfinished, partial, nan, saturation, poisoned, underflow, low_sqnr, bias, dead_channels,
@@ -42,25 +42,25 @@ class Caution:
         return self.text
 
 
-def material_cautions(material: Material) -> list[Caution]:
-    """Return the warnings about a dump: on runs that did not finish, then `find_cautions`."""
-    tensors = material.tensors
-    endings = unfinished(material.store)
+def diagnose(figure_data: FigureData) -> list[Diagnostic]:
+    """Return the warnings about a dump: on runs that did not finish, then `find_diagnostics`."""
+    tensors = figure_data.tensors
+    endings = unfinished(figure_data.store)
     found = [
-        Caution("unfinished", f"run {run_id} ({kind}): {words}", tuple(mine["tensor"].head(1)))
+        Diagnostic("unfinished", f"run {run_id} ({kind}): {words}", tuple(mine["tensor"].head(1)))
         for run_id, words in endings.items()
         for mine in [tensors[tensors["run_id"] == run_id]]
         for kind in [mine["quant_type"].iloc[0] if len(mine) else "no tensor"]
     ]
-    return found + find_cautions(material.judged, tensors)
+    return found + find_diagnostics(figure_data.judged, tensors)
 
 
-def find_cautions(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Caution]:
+def find_diagnostics(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Diagnostic]:
     """Return the warnings about tensors, the most serious first.
 
     Args:
-        uses: the rows of `Material.judged`.
-        tensors: the rows of `Material.tensors`; only operands are searched for outliers.
+        uses: the rows of `FigureData.judged`.
+        tensors: the rows of `FigureData.tensors`; only operands are searched for outliers.
     """
     found = _partial(tensors) + _values(tensors)
     for name, mine in uses.groupby("quantized_format", sort=False):
@@ -70,23 +70,23 @@ def find_cautions(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Caution]:
     return sorted(found, key=lambda warning: order[warning.kind])
 
 
-def _partial(tensors: pd.DataFrame) -> list[Caution]:
+def _partial(tensors: pd.DataFrame) -> list[Diagnostic]:
     """What the statistics say of tensors that are not whole, or for which formats are left out."""
     noted = tensors[tensors["note"].astype(str) != ""]
     groups = [(str(note), rows["tensor"]) for note, rows in noted.groupby("note", observed=True)]
     groups.sort(key=lambda group: -len(group[1]))
     found = [
-        Caution("partial", f"{len(mine):,} of {len(tensors):,} tensors: {note}", tuple(mine))
+        Diagnostic("partial", f"{len(mine):,} of {len(tensors):,} tensors: {note}", tuple(mine))
         for note, mine in groups[:NOTES]
     ]
     if more := groups[NOTES:]:
         others = tuple(tensor for _, mine in more for tensor in mine)
         text = f"{len(others):,} of {len(tensors):,} tensors: {len(more)} other notes"
-        found.append(Caution("partial", text, others))
+        found.append(Diagnostic("partial", text, others))
     return found
 
 
-def _values(tensors: pd.DataFrame) -> list[Caution]:
+def _values(tensors: pd.DataFrame) -> list[Diagnostic]:
     """About the values themselves."""
     special = tensors.assign(special=tensors["nan"] + tensors["inf"])
     rules = (
@@ -99,7 +99,7 @@ def _values(tensors: pd.DataFrame) -> list[Caution]:
     return [w for rule in rules for w in _rule(*rule)]
 
 
-def _of_format(name: str, mine: pd.DataFrame) -> list[Caution]:
+def _of_format(name: str, mine: pd.DataFrame) -> list[Diagnostic]:
     """About what one format does."""
     mine = mine.assign(badness=-mine["sqnr_db"], bias_size=mine["relative_bias"].abs())
     scaling = get_format(name).scaling
@@ -131,7 +131,7 @@ def _rule(
     words: str,
     number: Callable[[float], str],
     fmt: str = "",
-) -> list[Caution]:
+) -> list[Diagnostic]:
     """One warning if any row is beyond the limit."""
     beyond = table[table[column] > limit].sort_values(column, ascending=False, kind="stable")
     if beyond.empty:
@@ -143,4 +143,4 @@ def _rule(
     what = "operands" if table["operand"].all() else "tensors"
     tensors = f"{len(beyond):,} of {len(table):,} {what}"
     text = f"{fmt} {words}: {tensors}" if fmt else f"{tensors} {words}"
-    return [Caution(kind, f"{text}; worst: {worst}", tuple(beyond["tensor"]), fmt)]
+    return [Diagnostic(kind, f"{text}; worst: {worst}", tuple(beyond["tensor"]), fmt)]

@@ -21,7 +21,7 @@ from megatron.analysis import stats
 from megatron.analysis.cli.stats_command import CACHE_FOLDER
 from megatron.analysis.dump.run_endings import remarks_on, unfinished
 from megatron.analysis.dump.tensor_files import Problem
-from megatron.analysis.figures.figure_data import Material
+from megatron.analysis.figures.figure_data import FigureData
 from megatron.analysis.outputs.names import IMAGES, JUDGED, OPERANDS, QUICK, SAYS
 from megatron.analysis.outputs.provenance import fingerprint, remember, set_aside, unchanged
 from megatron.analysis.outputs.render import Made, Order, make_all
@@ -105,7 +105,7 @@ def draw(
     result.remarks = [*refused, *found.remarks, *remarks_on(unfinished(store))]
     if found.tensors.empty:
         raise ValueError(_nothing_readable(folder, result.problems))
-    material = Material(store, found, chosen, progress, judge=judge)
+    figure_data = FigureData(store, found, chosen, progress, judge=judge)
     workers = affordable(computing.get("workers"), computing.get("max_memory"))
     names = [name for name in SAYS if name in figures]
     before = unchanged(output, names, follows)
@@ -120,7 +120,7 @@ def draw(
     result.kept = set_aside(output, names, folder)
     drawn = []
     with bar:
-        for made in make_all(names, Order(material, output, image, run, cache), workers):
+        for made in make_all(names, Order(figure_data, output, image, run, cache), workers):
             bar.update()
             _add(made, result)
             drawn.append(made)

@@ -30,7 +30,7 @@ from megatron.analysis.plots.shares import MOST
 from megatron.analysis.plots.style import ALARM, FAINT, RC, percent, short_count
 from megatron.analysis.plots.value_histogram import ALL
 from megatron.analysis.stats.histogram import Grid
-from megatron.analysis.stats.layout import PAIRWISE
+from megatron.analysis.stats.matrix_view import PAIRWISE
 from megatron.analysis.stats.measure import Measurements, measure_dump
 from megatron.analysis.store import TensorStore
 from megatron.analysis.text_table import shown

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.collection.host_buffers import HostCopy, HostMemory
+from megatron.collection.host_buffers import HostBuffers, HostCopy
 from megatron.collection.limits import OVERHEAD, Disk
 from megatron.collection.record_writer import RecordWriter
 from megatron.tensor_record import TensorRecord
@@ -62,7 +62,7 @@ class BackgroundWriter:
     def __init__(
         self,
         writer: RecordWriter,
-        memory: HostMemory,
+        memory: HostBuffers,
         *,
         complete: Callable[[dict[str, Any]], dict[str, Any]] = dict,
         patience: float = PATIENCE,

@@ -14,23 +14,23 @@ import torch
 
 from megatron.collection import outcomes
 from megatron.collection.background_writer import BackgroundWriter, Writer
-from megatron.collection.deferred_signals import uninterrupted
-from megatron.collection.host_buffers import HostCopy, HostMemory
+from megatron.collection.deferred_signals import signals_deferred
+from megatron.collection.host_buffers import HostBuffers, HostCopy
 from megatron.collection.loss_spikes import Levels
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.record_writer import RecordWriter
-from megatron.collection.ring_buffer import Ring
+from megatron.collection.ring_buffer import RingBuffer
 from megatron.collection.run_card import collect_run_card, rank_coordinates
 from megatron.collection.settings import Settings
 from megatron.collection.training_clock import clock
-from megatron.collection.weight_dedup import WeightsOnce
-from megatron.collection.write_budget import Room
+from megatron.collection.weight_dedup import WeightDedup
+from megatron.collection.write_budget import WriteBudget
 from megatron.tensor_record import TIMESTAMP, TensorRecord
 
 logger = logging.getLogger(__name__)
 
 
-class TensorSaver:
+class Collector:
     """See the module's docstring."""
 
     def __init__(
@@ -51,13 +51,13 @@ class TensorSaver:
         self.blocked = 0.0  #: seconds that training spent here
         self._counter = 0
         self._wanted: dict[tuple[ModuleIdentity, str], bool] = {}
-        self._weights = WeightsOnce()
+        self._weights = WeightDedup()
         self._writes = self.coordinates["world"] in settings.selection.ranks
         self._card = card or {}
-        self._ring = None if settings.ring is None else Ring(settings.ring, levels)
+        self._ring = None if settings.ring is None else RingBuffer(settings.ring, levels)
         self._flag = settings.flag_file
         self._writer = writer or self._background_writer()
-        self._room = Room(settings, self._writer, self.coordinates["world"])
+        self._budget = WriteBudget(settings, self._writer, self.coordinates["world"])
         self.write_card("running")
 
     @classmethod
@@ -84,7 +84,7 @@ class TensorSaver:
         files = RecordWriter(self.settings.directory, self.run_id, self.coordinates["world"])
         return BackgroundWriter(
             files,
-            HostMemory(limits.host_bytes),
+            HostBuffers(limits.host_bytes),
             complete=self._complete,
             longest=self.settings.longest_wait,
         )
@@ -148,7 +148,7 @@ class TensorSaver:
         """
         assert self._ring is not None, "there is a ring"
         before = self._ring.kept
-        iterations = self._ring.release(self._submit_if_room, self._room.leave_out)
+        iterations = self._ring.release(self._submit_if_room, self._budget.leave_out)
         if self._ring.kept == before:
             return None
         self._writer.append({"event": "kept", "why": why, "iterations": iterations})
@@ -202,11 +202,11 @@ class TensorSaver:
             return
         part, where = self.settings.selection.slices.cut(tensor.detach(), fields["dims"])
         if part is None:
-            self._room.leave_outside(list(tensor.shape), fields)
+            self._budget.leave_outside(list(tensor.shape), fields)
             return
         started = time.perf_counter()
         try:
-            with uninterrupted:
+            with signals_deferred:
                 self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})
         except (RuntimeError, MemoryError) as error:  # of torch's allocators
             self.give_up(f"no memory to copy {fields['tensor_name']}: {error}")
@@ -222,22 +222,22 @@ class TensorSaver:
         """Copy a tensor to the host, for the writer or for the ring."""
         size = sum(each.numel() * each.element_size() for each in (part, *scales.values()))
         ring, copy = self._ring, None
-        if ring is None and not self._room.take(size, fields):
+        if ring is None and not self._budget.take(size, fields):
             return
-        if ring is None or not (self._room.full or ring.cut):
+        if ring is None or not (self._budget.full or ring.cut):
             evict = _nothing_to_evict if ring is None else ring.evict
             copy = self._writer.hold(part, scales, evict)
         if copy is not None:
             add = self._submit if ring is None else ring.add
             add(copy, fields)
         elif self.error is None and ring is None:
-            self._room.drop_for_memory(size, fields)
+            self._budget.drop_for_memory(size, fields)
         elif self.error is None:
-            self._room.warn_of_ring(size, fields)
+            self._budget.warn_of_ring(size, fields)
             ring.lose(size, fields)
 
     def _submit_if_room(self, copy: HostCopy, fields: dict[str, Any]) -> bool:
-        found = self.error is None and self._room.take(copy.nbytes, fields)
+        found = self.error is None and self._budget.take(copy.nbytes, fields)
         if found:
             self._submit(copy, fields)
         else:
@@ -260,7 +260,7 @@ class TensorSaver:
 
     def outcome(self) -> dict[str, Any]:
         """How this rank fared, as plain values; waits until everything is on disk."""
-        with uninterrupted:
+        with signals_deferred:
             self._writer.drain()
         tensors, size = self._writer.written
         return {
@@ -268,10 +268,10 @@ class TensorSaver:
             "tensors": tensors,
             "bytes": size,
             "error": self.error,
-            "limit": self._room.limit,
-            "dropped_tensors": self._room.dropped,
-            "dropped_bytes": self._room.dropped_bytes,
-            "outside_slice": self._room.outside_slice,
+            "limit": self._budget.limit,
+            "dropped_tensors": self._budget.dropped,
+            "dropped_bytes": self._budget.dropped_bytes,
+            "outside_slice": self._budget.outside_slice,
             "seconds_in_training": round(self.blocked, 6),
         }
 
@@ -285,7 +285,7 @@ class TensorSaver:
 
     def settled(self, seconds: float) -> bool:
         """Whether everything is on disk, after a wait of so many seconds at most."""
-        with uninterrupted:
+        with signals_deferred:
             return self._writer.drain(seconds)
 
     def close(self, aborted: str | None = None, *, interrupted: bool = False) -> str | None:
@@ -300,7 +300,7 @@ class TensorSaver:
                 self._let_go(aborted) if interrupted else self.keep(aborted)
             self._ring.clear()
         ranks = self.ranks or [self.outcome()]
-        self._room.close()
+        self._budget.close()
         failure = outcomes.failure(ranks)
         try:
             self.write_card(outcomes.status(ranks, aborted), aborted)

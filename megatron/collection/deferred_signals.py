@@ -8,7 +8,7 @@ asked to end would sit there until its patience with the disk is over.
 from types import TracebackType
 
 
-class _Uninterrupted:
+class _DeferredSignals:
     """A block that can stand inside of itself; of one thread, the one that runs handlers."""
 
     def __init__(self) -> None:
@@ -36,4 +36,4 @@ class _Uninterrupted:
             raise late
 
 
-uninterrupted = _Uninterrupted()
+signals_deferred = _DeferredSignals()

@@ -17,10 +17,10 @@ import torch
 
 @dataclass(eq=False)
 class HostCopy:
-    """A tensor's own copy on the host, in memory of `HostMemory`."""
+    """A tensor's own copy on the host, in memory of `HostBuffers`."""
 
     tensor: torch.Tensor
-    _memory: "HostMemory"
+    _memory: "HostBuffers"
     _buffer: torch.Tensor
     _kind: tuple[int, bool]  #: its bytes, and whether it is pinned
     _copied: torch.cuda.Event | None  #: None: the copy is there already
@@ -47,7 +47,7 @@ class HostCopy:
         self._memory._take_back(self._buffer, self._kind)
 
 
-class HostMemory:
+class HostBuffers:
     """See the module's docstring."""
 
     def __init__(self, limit: int):

@@ -149,7 +149,7 @@ def _noise(steps: list[float]) -> float:
     return min(rise, fall)
 
 
-class Anomalies:
+class LossSpikeDetector:
     """Tells when things get unusual, once each time that they do."""
 
     def __init__(self, jumps: Jumps, levels: Mapping[str, Sequence[float]] | None = None):

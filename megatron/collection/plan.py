@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron.collection.collectives import from_all_ranks
-from megatron.collection.collector import TensorSaver
+from megatron.collection.collector import Collector
 from megatron.collection.host_buffers import taken_by
 from megatron.collection.record_writer import serialize
 from megatron.collection.settings import Settings
@@ -109,7 +109,7 @@ class CountingWriter:
         """There is nothing open."""
 
 
-class Planner(TensorSaver):
+class Planner(Collector):
     """A saver that writes nothing, and that no limit, ring or file stops."""
 
     _writer: CountingWriter
@@ -119,7 +119,7 @@ class Planner(TensorSaver):
     ):
         super().__init__(settings, run_id, writer=CountingWriter(), coordinates=coordinates)
         self._ring = self._flag = None
-        self._room.take = lambda size, fields: True
+        self._budget.take = lambda size, fields: True
 
     @property
     def counted(self) -> list[Counted]:
@@ -151,7 +151,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CollectionPlan:
     """What all ranks write."""
 
     iterations: Sequence[int]
@@ -168,7 +168,9 @@ def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[
     return list(islice(takewhile(lambda each: each <= train_iters, left), most))
 
 
-def make_plan(planner: Planner, iterations: Sequence[int], samples: int, done: int) -> Plan:
+def make_plan(
+    planner: Planner, iterations: Sequence[int], samples: int, done: int
+) -> CollectionPlan:
     """The plan of all ranks, on all of them; collective, after one iteration ran.
 
     Args:
@@ -186,7 +188,7 @@ def make_plan(planner: Planner, iterations: Sequence[int], samples: int, done: i
         shutil.disk_usage(folder).free,
         planner.settings.limits.kept_free(folder),
     )
-    return Plan(iterations, from_all_ranks(own), planner.settings)
+    return CollectionPlan(iterations, from_all_ranks(own), planner.settings)
 
 
 def _segments(

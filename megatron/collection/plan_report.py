@@ -7,10 +7,10 @@ from collections.abc import Hashable, Iterable
 from itertools import pairwise
 
 from megatron.collection.limits import OVERHEAD, gib
-from megatron.collection.plan import Plan, Segment, Share
+from megatron.collection.plan import CollectionPlan, Segment, Share
 
 
-def report(plan: Plan) -> list[str]:
+def report(plan: CollectionPlan) -> list[str]:
     """The lines, for the first rank to print."""
     lines = []
     of_layer, of_tensor, of_rank = (defaultdict(Counter) for _ in range(3))
@@ -31,7 +31,7 @@ def report(plan: Plan) -> list[str]:
     return [*lines, *_when(plan), *_disks(plan, of_rank), *_memory(plan), *_limits(plan)]
 
 
-def _all(plan: Plan) -> Iterable[tuple[Share, Segment]]:
+def _all(plan: CollectionPlan) -> Iterable[tuple[Share, Segment]]:
     return ((share, segment) for share in plan.shares for segment in share.segments)
 
 
@@ -45,7 +45,7 @@ def _table(title: str, rows: Iterable[tuple[Hashable, Counter[str]]]) -> list[st
     return lines
 
 
-def _by_iteration(plan: Plan) -> list[tuple[str, Counter[str]]]:
+def _by_iteration(plan: CollectionPlan) -> list[tuple[str, Counter[str]]]:
     """What all ranks write in one iteration; neighbours that write the same are one row."""
     cuts = sorted({end for _, segment in _all(plan) for end in (segment.start, segment.stop)})
     rows: list[tuple[int, int, Counter[str]]] = []
@@ -68,7 +68,7 @@ def _named(iterations: Iterable[int]) -> str:
     return f"{iterations[0]}-{iterations[-1]}, each of {len(iterations)}"
 
 
-def _disks(plan: Plan, of_rank: dict[int, Counter[str]]) -> list[str]:
+def _disks(plan: CollectionPlan, of_rank: dict[int, Counter[str]]) -> list[str]:
     """A line a machine: what its ranks write, against the free space of its disk."""
     events = 1 if plan.settings.ring is None else plan.settings.ring.events
     lines = [
@@ -86,7 +86,7 @@ def _disks(plan: Plan, of_rank: dict[int, Counter[str]]) -> list[str]:
     return lines
 
 
-def _when(plan: Plan) -> list[str]:
+def _when(plan: CollectionPlan) -> list[str]:
     """What decides in the course of the run whether all this is written."""
     ring, flag_file = plan.settings.ring, plan.settings.flag_file
     lines = []
@@ -100,7 +100,7 @@ def _when(plan: Plan) -> list[str]:
     return lines
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: CollectionPlan) -> list[str]:
     """Whether the host's memory has room for an iteration, or for a ring of them."""
     limit, ring = plan.settings.limits.host_bytes, plan.settings.ring
     assert limit is not None, "the limits are a rank's share"
@@ -118,7 +118,7 @@ def _memory(plan: Plan) -> list[str]:
     return [f"{line}DOES NOT HOLD, the ring will have {limit // most or 'the first part of one'}"]
 
 
-def _limits(plan: Plan) -> list[str]:
+def _limits(plan: CollectionPlan) -> list[str]:
     """Whether each rank's share of the limits holds, and if not, in which iteration it ends."""
     limits = plan.settings.limits
     if limits.max_files is None and limits.max_bytes is None:
@@ -127,7 +127,7 @@ def _limits(plan: Plan) -> list[str]:
     return [line for line in found if line] or ["  limits: hold"]
 
 
-def _stop(plan: Plan, share: Share) -> str | None:
+def _stop(plan: CollectionPlan, share: Share) -> str | None:
     """A line on where a rank's share ends, if it does."""
     tensors = size = 0
     for segment in share.segments:

@@ -2,8 +2,8 @@
 that what came before a loss spike is there to be looked at.
 
 `--collect-ring K` holds K iterations, or as many as `--collect-max-host-gib` has room for. When
-`Anomalies` finds one unusual, that iteration and those before it are written, and the ring begins
-anew. After a few such events it ends: a run that stays broken would fill the disk.
+`LossSpikeDetector` finds one unusual, that iteration and those before it are written, and the ring
+starts empty again. After a few such events it ends: a run that stays broken would fill the disk.
 
 Of an iteration that alone is more than there is room for, the ring holds what came first.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.collection.host_buffers import HostCopy
-from megatron.collection.loss_spikes import Anomalies, Jumps, Levels
+from megatron.collection.loss_spikes import Jumps, Levels, LossSpikeDetector
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class _Iteration:
     lost: Lost = field(default_factory=list)
 
 
-class Ring:
+class RingBuffer:
     """One rank's ring."""
 
     def __init__(self, settings: RingSettings, levels: Levels | None = None):
@@ -87,7 +87,7 @@ class Ring:
         self.settings = settings
         self.kept = 0  #: events
         self._shortened = False  #: memory had no room for all iterations
-        self._anomalies = Anomalies(settings.jumps, levels)
+        self._anomalies = LossSpikeDetector(settings.jumps, levels)
         self._iterations: deque[_Iteration] = deque()
 
     @property

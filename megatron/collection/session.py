@@ -24,8 +24,8 @@ import torch
 
 from megatron.collection.capture import Capture
 from megatron.collection.collectives import from_all_ranks, from_first_rank, together
-from megatron.collection.collector import TensorSaver
-from megatron.collection.deferred_signals import uninterrupted
+from megatron.collection.collector import Collector
+from megatron.collection.deferred_signals import signals_deferred
 from megatron.collection.limits import gib
 from megatron.collection.loss_spikes import Levels
 from megatron.collection.module_identity import ModuleIdentity
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 UNNAMED = ModuleIdentity("", -1)  #: of a layer that stands in no model
 NamedTensors: TypeAlias = tuple[ModuleIdentity, Collection[str]]  #: a module, its tensors' names
 
-_saver: TensorSaver | None = None
+_saver: Collector | None = None
 _configured = False
 _owner = 0  #: the process that collects
 _observed = 0  #: completed iterations whose numbers the trainer has told
@@ -109,9 +109,9 @@ def configure(
     if plan:
         _saver = Planner(wanted, run_id, coordinates=coordinates)
         return
-    with uninterrupted:  # else a run card could be left that nobody closes
+    with signals_deferred:  # else a run card could be left that nobody closes
         _saver = together(
-            lambda: TensorSaver.start(
+            lambda: Collector.start(
                 wanted,
                 run_id,
                 args,
@@ -149,7 +149,7 @@ def begin_iteration() -> None:
                 "iteration came to; call megatron.core.tensor_saver.observe(loss, grad_norm) after "
                 "each, or leave collect_ring out"
             )
-        with uninterrupted:
+        with signals_deferred:
             _saver.begin_iteration()
 
 
@@ -173,7 +173,7 @@ def observe(loss: float | None, grad_norm: float | None) -> str | None:
     """
     global _observed
     _observed = clock.completed
-    with uninterrupted:
+    with signals_deferred:
         return None if _saver is None else _saver.observe(loss, grad_norm)
 
 
@@ -218,7 +218,7 @@ def enabled() -> bool:
     return _saver is not None
 
 
-def current() -> TensorSaver | None:
+def current() -> Collector | None:
     """This rank's collection, if the run collects."""
     return _saver
 
@@ -280,7 +280,7 @@ def close(aborted: str | None = None, *, interrupted: bool = False) -> str | Non
         interrupted: it was told to end: there is nothing in the ring to look at.
     """
     global _saver
-    with uninterrupted:
+    with signals_deferred:
         saver, _saver = _saver, None
         return None if saver is None else saver.close(aborted, interrupted=interrupted)
 

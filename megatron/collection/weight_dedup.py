@@ -7,7 +7,7 @@ from typing import Any
 from megatron.tensor_record import OF_ITERATION
 
 
-class WeightsOnce:
+class WeightDedup:
     """What the iteration under way has shown."""
 
     def __init__(self) -> None:

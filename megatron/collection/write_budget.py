@@ -11,7 +11,7 @@ from megatron.collection.settings import Settings
 logger = logging.getLogger(__name__)
 
 
-class Room:
+class WriteBudget:
     """Of one rank. From the first tensor that finds no room, none is written; a ring begins anew
     with the next iteration where it was the memory that had none.
     """

@@ -17,7 +17,7 @@ from megatron.fake_quant.formats import Format
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BlockLayout:
     """Where the blocks of a tensor of this shape lie."""
 
     shape: tuple[int, ...]  #: of the tensor
@@ -26,7 +26,7 @@ class Layout:
     square: bool  #: blocks of size x size over the last two axes
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], fmt: Format, axis: int) -> "Layout":
+    def of(cls, shape: tuple[int, ...], fmt: Format, axis: int) -> "BlockLayout":
         """The layout of `fmt`, for an axis counted from either end.
 
         Raises:

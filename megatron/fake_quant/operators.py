@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import random_bits, reference
-from megatron.fake_quant.block_layout import Layout
+from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.format_text import from_text
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused import dispatch
@@ -62,7 +62,7 @@ def is_direct(x: Tensor) -> bool:
     return not (torch._C._get_tracing_state() or x.is_neg() or x.is_meta)
 
 
-def compute(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Tensor:
+def compute(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Tensor:
     """Quantize and dequantize a non-empty tensor with the fastest available kernel."""
     return (dispatch.find(x, fmt) or reference.fake_quantize)(x, fmt, layout, seed)
 
@@ -126,11 +126,11 @@ def _with_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def _checked(x: Tensor, fmt: str, axis: int, batch: int) -> tuple[Format, Layout]:
+def _checked(x: Tensor, fmt: str, axis: int, batch: int) -> tuple[Format, BlockLayout]:
     """Return the format and a sample's layout, or raise the errors of `fake_quantize`."""
     check_tensor(x, "quantize")
     known = from_text(fmt)
-    return known, Layout.of(tuple(x.shape[batch:]), known, axis)
+    return known, BlockLayout.of(tuple(x.shape[batch:]), known, axis)
 
 
 def constant(ctx: Any, inputs: Any, output: Any) -> None:
@@ -149,7 +149,7 @@ def fake_quantize(x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: i
     if x.numel() == 0:
         return out
     if batch and not _alone(known, seeds):
-        layout = Layout.of(tuple(x.shape), known, axis)
+        layout = BlockLayout.of(tuple(x.shape), known, axis)
         return compute(x, known, layout, None)
     results = [compute(s, known, layout, seed) for s, seed in _samples(x, seeds, batch)]
     return out.copy_(_stacked(results, x, batch)) if batch else results[0]
@@ -187,7 +187,7 @@ def quantize(
     if x.numel() == 0:
         return empty_parts(x, known, layout, tuple(x.shape[:batch]))
     if batch and not _alone(known, seeds):
-        return packed(x, known, Layout.of(tuple(x.shape), known, axis), None)
+        return packed(x, known, BlockLayout.of(tuple(x.shape), known, axis), None)
     results = [packed(s, known, layout, seed) for s, seed in _samples(x, seeds, batch)]
     if not batch:
         return results[0]
@@ -239,9 +239,9 @@ def dequantize(
     """
     known, front = from_text(fmt), tuple(codes.shape[:batch])
     if not batch or not has_whole(known):
-        layout = Layout.of((*front, *shape), known, axis)
+        layout = BlockLayout.of((*front, *shape), known, axis)
         return unpacked((codes, blocks, whole), known, layout, dtype)
-    layout = Layout.of(tuple(shape), known, axis)
+    layout = BlockLayout.of(tuple(shape), known, axis)
     scales = whole.flatten().unbind(0)
     of_blocks = (
         blocks.flatten(0, batch - 1).unbind(0) if has_blocks(known) else [blocks] * len(scales)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import operators
-from megatron.fake_quant.block_layout import Layout
+from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.format_text import to_text
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.operators import is_direct
@@ -79,7 +79,7 @@ def quantize(
 def dequantize(quantized: QuantizedTensor) -> Tensor:
     """The tensor that codes and scales stand for, of the shape and dtype that it had."""
     fmt, codes, scales = quantized.format, quantized.codes, quantized.scales
-    layout = Layout.of(quantized.shape, fmt, quantized.axis)
+    layout = BlockLayout.of(quantized.shape, fmt, quantized.axis)
     codes = codes.detach()
     blocks = codes.new_empty(0) if scales.blocks is None else scales.blocks
     whole = codes.new_empty(0) if scales.tensor is None else scales.tensor.detach()

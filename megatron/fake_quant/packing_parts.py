@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import reference
-from megatron.fake_quant.block_layout import Layout
+from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.code_points import decode, encode, pack_nibbles, unpack_nibbles
 from megatron.fake_quant.formats import Cast, Format, GroupScaling, TensorScaling, TwoLevelScaling
 from megatron.fake_quant.scales import Scales
@@ -42,7 +42,7 @@ def check_values(shape: tuple[int, ...], fmt: Format) -> None:
         )
 
 
-def packed(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Parts:
+def packed(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Parts:
     """Return the codes and scales of a tensor, in new memory."""
     none = torch.empty(0, dtype=torch.uint8, device=x.device)
     if isinstance(fmt.element, Cast):
@@ -58,7 +58,7 @@ def packed(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Parts:
     return codes.contiguous(), blocks, whole
 
 
-def unpacked(parts: Parts, fmt: Format, layout: Layout, dtype: torch.dtype) -> Tensor:
+def unpacked(parts: Parts, fmt: Format, layout: BlockLayout, dtype: torch.dtype) -> Tensor:
     """Return the tensor that codes and scales stand for, in new memory."""
     codes, blocks, whole = parts
     if isinstance(fmt.element, Cast):
@@ -72,7 +72,7 @@ def unpacked(parts: Parts, fmt: Format, layout: Layout, dtype: torch.dtype) -> T
     return reference.store(values, torch.empty(layout.shape, dtype=dtype, device=codes.device))
 
 
-def empty_parts(x: Tensor, fmt: Format, layout: Layout, front: tuple[int, ...]) -> Parts:
+def empty_parts(x: Tensor, fmt: Format, layout: BlockLayout, front: tuple[int, ...]) -> Parts:
     """Return uninitialized tensors with the shapes of `packed`; `front` is the batch shape."""
     rows, scales = layout.rows_shape, tuple[int, ...]()
     dtype, codes = torch.uint8, rows

@@ -53,7 +53,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class OperationPolicy:
     """What one operation of one module goes through, over the iterations of a run."""
 
     operation: str
@@ -148,7 +148,7 @@ class Policy:
 
     def plan(
         self, operation: str, module: str, layer: int, num_layers: int, *, is_lm_head: bool = False
-    ) -> Plan:
+    ) -> OperationPolicy:
         """What an operation of a module goes through.
 
         Args:
@@ -161,12 +161,12 @@ class Policy:
         if operation in self.by_recipe:
             assert self.recipe is not None
             rules = self.recipe.rules_for(module, layer, num_layers)
-            return Plan(operation, None, f"recipe {self.recipe.path.name}", rules)
+            return OperationPolicy(operation, None, f"recipe {self.recipe.path.name}", rules)
         choice = self.choices[operation]
         if is_lm_head:
-            return Plan(operation, None, "the LM head stays in high precision")
+            return OperationPolicy(operation, None, "the LM head stays in high precision")
         fixed = None if choice.format is None else GemmFormats.uniform(choice.format)
-        return Plan(operation, fixed, choice.source)
+        return OperationPolicy(operation, fixed, choice.source)
 
 
 def _level(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import operators
-from megatron.fake_quant.block_layout import Layout
+from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.format_text import to_text
 from megatron.fake_quant.formats import FORMATS, Format
 from megatron.fake_quant.names import get_format
@@ -63,12 +63,12 @@ def fake_quantize(
     return compute(x, fmt, layout, seed_for(fmt, generator, seed))
 
 
-def checked(x: Tensor, fmt: Format | str, axis: int) -> tuple[Format, Layout]:
+def checked(x: Tensor, fmt: Format | str, axis: int) -> tuple[Format, BlockLayout]:
     """The format and the layout of its blocks; errors as `fake_quantize` says."""
     if isinstance(fmt, str):
         fmt = FORMATS.get(fmt) or get_format(fmt)
     check_tensor(x, "quantize")
-    return fmt, Layout.of(tuple(x.shape), fmt, axis)
+    return fmt, BlockLayout.of(tuple(x.shape), fmt, axis)
 
 
 def seed_for(

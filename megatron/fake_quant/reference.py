@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import hifloat4, mx, nvfp4, tensor_scale
-from megatron.fake_quant.block_layout import Layout
+from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.formats import (
     BlockScaling,
     Cast,
@@ -34,8 +34,8 @@ _SCALINGS = {
 }
 
 
-def split(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> tuple[Tensor, Scales]:
-    """Element values (float32, in blocks, see `Layout`) and scales of a tensor that is not empty.
+def split(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> tuple[Tensor, Scales]:
+    """Return element values (float32, in blocks, see `BlockLayout`) and scales of a tensor.
 
     Args:
         x: of a dtype that `fake_quantize` takes.
@@ -47,7 +47,7 @@ def split(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> tuple[Ten
     return round_blocks(blocks, x, fmt, layout, seed), scales
 
 
-def scale_down(x: Tensor, fmt: Format, layout: Layout) -> tuple[Tensor, Scales]:
+def scale_down(x: Tensor, fmt: Format, layout: BlockLayout) -> tuple[Tensor, Scales]:
     """Return the values as float32 blocks, scaled to the range of the elements, and the scales."""
     blocks = layout.to_blocks(x.float())
     if fmt.scaling is None:
@@ -59,7 +59,7 @@ def scale_down(x: Tensor, fmt: Format, layout: Layout) -> tuple[Tensor, Scales]:
 
 
 def round_blocks(
-    blocks: Tensor, x: Tensor, fmt: Format, layout: Layout, seed: int | None
+    blocks: Tensor, x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None
 ) -> Tensor:
     """Round the blocks that `scale_down` returned for `x` to the elements of `fmt`."""
     random = None
@@ -72,7 +72,7 @@ def round_blocks(
     return round_to(blocks, fmt.element, random)
 
 
-def join(elements: Tensor, scales: Scales, fmt: Format, layout: Layout) -> Tensor:
+def join(elements: Tensor, scales: Scales, fmt: Format, layout: BlockLayout) -> Tensor:
     """The float32 tensor, in its own order, that `split` took apart."""
     if fmt.scaling is not None:
         elements = _SCALINGS[type(fmt.scaling)].scale_up(elements, scales)
@@ -87,7 +87,7 @@ def store(values: Tensor, out: Tensor) -> Tensor:
     return out.masked_fill_(out.isnan(), torch.nan)
 
 
-def fake_quantize(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Tensor:
+def fake_quantize(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Tensor:
     """See `megatron.fake_quant.fake_quantize`; `x` is not empty."""
     if isinstance(fmt.element, Cast):
         values = x.to(fmt.element.dtype)

@@ -23,7 +23,7 @@ from megatron.training.collection_options import CollectionOptions
 from megatron.training.data import datasets
 from megatron.training.data.batch import forward_step
 from megatron.training.errors import RunError, UserError
-from megatron.training.logging import Progress
+from megatron.training.logging import TrainingProgress
 from megatron.training.printing import print_rank_0
 from megatron.training.train_step import Step, Trained, run_schedule
 
@@ -66,7 +66,7 @@ def check_collection(args: argparse.Namespace) -> None:
 def configure_collection(
     args: argparse.Namespace,
     chunks: Sequence[torch.nn.Module],
-    progress: Progress,
+    progress: TrainingProgress,
     quantization: list[dict[str, Any]],
 ) -> None:
     """Fix what is collected; on all ranks, once the process groups exist.
@@ -108,7 +108,7 @@ def configure_collection(
 
 
 def print_plan(
-    run: Run, trained: Trained, progress: Progress, dataset: torch.utils.data.Dataset
+    run: Run, trained: Trained, progress: TrainingProgress, dataset: torch.utils.data.Dataset
 ) -> None:
     """Print what the run would collect; on all ranks.
 

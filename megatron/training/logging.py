@@ -22,7 +22,7 @@ from megatron.training.train_step import Step
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """Where a run stands. All of it is in the checkpoint."""
 
     iteration: int = 0
@@ -69,7 +69,11 @@ class Numbers:
 
 
 def log_line(
-    args: argparse.Namespace, progress: Progress, interval: Interval, step: Step, numbers: Numbers
+    args: argparse.Namespace,
+    progress: TrainingProgress,
+    interval: Interval,
+    step: Step,
+    numbers: Numbers,
 ) -> str:
     """The line. People and tools parse it: each part is spelled as Megatron-LM spells it."""
     parts = [
@@ -189,7 +193,7 @@ def _silence_event_threads() -> None:
     threading.excepthook = hook
 
 
-def scalars(progress: Progress, step: Step, numbers: Numbers) -> dict[str, Any]:
+def scalars(progress: TrainingProgress, step: Step, numbers: Numbers) -> dict[str, Any]:
     """What TensorBoard shows of one iteration."""
     return {
         "learning-rate": numbers.learning_rate,

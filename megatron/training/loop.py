@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron.collection.loss_spikes import Anomalies, Jumps
+from megatron.collection.loss_spikes import Jumps, LossSpikeDetector
 from megatron.core import tensor_saver
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
@@ -27,8 +27,8 @@ from megatron.training.hf.writing import save_weights
 from megatron.training.logging import (
     Interval,
     Numbers,
-    Progress,
     TensorBoard,
+    TrainingProgress,
     log_line,
     scalars,
 )
@@ -44,7 +44,7 @@ class Loop:
         self,
         run: Run,
         trained: Trained,
-        progress: Progress,
+        progress: TrainingProgress,
         datasets: dict[str, torch.utils.data.Dataset],
         timers: Timers,
     ):
@@ -64,7 +64,7 @@ class Loop:
             for split, total in sizes.items()
             if total > consumed[split] and split in datasets
         }
-        self.anomalies = Anomalies(
+        self.anomalies = LossSpikeDetector(
             Jumps.parse(run.args.collect_loss_jump, run.args.collect_grad_norm_jump),
             progress.levels,
         )

@@ -12,7 +12,6 @@ remembered, and the loop asks for it at every micro-batch.
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 

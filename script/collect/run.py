@@ -4,8 +4,8 @@
     python script/collect/run.py --tensor-dir enhanced_tensor_logs/mxfp8 -- \\
         bash examples/llama/train_llama32_1b_h100_fp8.sh ...
 
-The command's output goes to a new file in --log-dir. Progress comes from the index files that the
-run appends to. The run ends when the command ends. The command and every process that it started
+The command's output goes to a new file in --log-dir. Progress is read from the index files that
+the run appends to. The run ends when the command ends. The command and every process that it started
 are stopped at Ctrl-C or SIGTERM. They are also stopped if neither a tensor nor a line of the log
 arrives for --stall-timeout seconds. Collected tensors stay, and nothing is ever deleted.
 
@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from index_follower import TOKEN_VARIABLE, IndexFollower
 from megatron.console import ArgumentParser, run_main
 from process_tree import ProcessTree
-from view import REMOVED, LogFile, Progress, print_report
+from view import REMOVED, LogFile, ProgressLine, print_report
 
 #: Environment variable that lists the driver scripts that wait for this process, outermost first.
 #: script/driver.sh sets it.
@@ -174,7 +174,7 @@ def watch(
 ) -> tuple[int | None, str | None]:
     """Follow the run until it ends or must end: its exit status, and why it is to be stopped."""
     latest, logged = time.monotonic(), 0
-    with Progress(args.name, args.control_iter, log, verbose=args.verbose) as progress:
+    with ProgressLine(args.name, args.control_iter, log, verbose=args.verbose) as progress:
         while True:
             status = tree.wait(TICK)
             before, logged = logged, log.size()

@@ -84,7 +84,7 @@ def _shown_lines(text: bytes) -> list[str]:
     return [printable(line, limit=WIDEST) for line in lines]
 
 
-class Progress:
+class ProgressLine:
     """Shows a tally as it grows; a context manager, so that the bar is closed in any case."""
 
     def __init__(self, name: str, expected: int, log: LogFile, *, verbose: bool):
@@ -96,7 +96,7 @@ class Progress:
         self._tensors = 0
         self._bar: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         if sys.stderr.isatty() and not self._verbose:
             try:
                 from tqdm import tqdm

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from configs.lookup import ConfigError, last_value, number
 from configs.models import Preset
-from configs.parallelism import UNEVEN_STAGES, Launch, Layout, check_model, check_ranks
+from configs.parallelism import UNEVEN_STAGES, Launch, Parallelism, check_model, check_ranks
 from configs.resolve import REPO, Files, say, tokenizer_type
 from configs.trainings import OPTIMIZER, Schedule
 
@@ -37,7 +37,7 @@ class Experiment:
     resume: bool  #: whether that folder holds a checkpoint
     formats: Sequence[str]  #: flags that say what is quantized
     dtype: str = "bf16"
-    layout: Layout = field(default_factory=Layout)
+    layout: Parallelism = field(default_factory=Parallelism)
     launch: Launch = field(default_factory=Launch)
     sizes: Sizes = field(default_factory=Sizes)
     is_tiny: bool = False

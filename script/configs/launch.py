@@ -17,7 +17,7 @@ from configs.datasets import DATASETS, Dataset
 from configs.lookup import ConfigError, pick
 from configs.models import MODELS, PRESETS, Model
 from configs.options import positive, require, whole
-from configs.parallelism import Launch, Layout
+from configs.parallelism import Launch, Parallelism
 from configs.resolve import (
     REPO,
     DataRequest,
@@ -117,7 +117,7 @@ def _refuse_one_of_several(options: argparse.Namespace, *, said: bool) -> None:
             )
 
 
-def layout_of(selection: Selection, python: str) -> Layout:
+def layout_of(selection: Selection, python: str) -> Parallelism:
     """The model's own layout, with what the user says.
 
     Raises:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from configs.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Yarn
-from configs.parallelism import Layout
+from configs.parallelism import Parallelism
 
 PRESETS = ("full", "tiny")
 
@@ -26,7 +26,7 @@ class Preset:
     seq_length: int
     micro_batch_size: int
     lr: float  #: the highest; the lowest is a tenth of it
-    layout: Layout = field(default_factory=Layout)  #: where the user says nothing
+    layout: Parallelism = field(default_factory=Parallelism)  #: where the user says nothing
     recompute: bool = False  #: forget attention scores until the backward pass
 
 
@@ -130,7 +130,7 @@ MODELS: Mapping[str, Model] = {
             seq_length=8192,
             micro_batch_size=1,
             lr=3e-4,
-            layout=Layout(nproc_per_node=8, tp=4),
+            layout=Parallelism(nproc_per_node=8, tp=4),
             recompute=True,
         ),
         tiny=_tiny(_LLAMA31_8B, intermediate_size=896, num_key_value_heads=2, head_dim=32),
@@ -155,7 +155,7 @@ MODELS: Mapping[str, Model] = {
             seq_length=4096,
             micro_batch_size=1,
             lr=4.2e-4,
-            layout=Layout(nproc_per_node=8, ep=8),
+            layout=Parallelism(nproc_per_node=8, ep=8),
             recompute=True,
         ),
         tiny=_tiny(

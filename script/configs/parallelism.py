@@ -14,7 +14,7 @@ from configs.lookup import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Parallelism:
     """Processes and how they share the model."""
 
     nnodes: int = 1
@@ -62,7 +62,7 @@ class Launch:
     master_addr: str | None = None
     master_port: int = 6000
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layout: Parallelism) -> None:
         """Refuse machines that would not find each other.
 
         Raises:
@@ -81,7 +81,7 @@ class Launch:
                 f"{layout.nnodes - 1}"
             )
 
-    def words(self, python: str, layout: Layout) -> list[str]:
+    def words(self, python: str, layout: Parallelism) -> list[str]:
         """What stands before `pretrain_gpt.py`; one process needs no launcher."""
         torchrun = [python, "-m", "torch.distributed.run"]
         processes = ["--nproc-per-node", str(layout.nproc_per_node)]
@@ -125,7 +125,7 @@ UNEVEN_STAGES = (
 )
 
 
-def check_model(layout: Layout, model: Architecture, *, uneven_stages: bool = False) -> None:
+def check_model(layout: Parallelism, model: Architecture, *, uneven_stages: bool = False) -> None:
     """Refuse a layout that the model cannot be cut into.
 
     Args:
@@ -166,7 +166,7 @@ def check_model(layout: Layout, model: Architecture, *, uneven_stages: bool = Fa
         )
 
 
-def check_ranks(layout: Layout, seq_length: int) -> None:
+def check_ranks(layout: Parallelism, seq_length: int) -> None:
     """Refuse a number of processes that is no multiple of what the layout needs, and a sequence
     that cannot be shared.
 

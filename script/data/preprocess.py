@@ -44,7 +44,7 @@ from command_line import parse
 from documents import Encoder, Settings, Tokens
 from inputs import expand
 from megatron.console import run_main
-from progress import DamagedStateError, Progress
+from progress import DamagedStateError, PartialOutput
 from readers import read_file
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def tokenize(settings: Settings, batches: Iterable[Batch]) -> Iterator[Tokens]:
         pool.shutdown(cancel_futures=True)
 
 
-def read_batches(settings: Settings, progress: Progress) -> Iterator[Batch]:
+def read_batches(settings: Settings, progress: PartialOutput) -> Iterator[Batch]:
     """The input from where `progress` is."""
     first, start = progress.mark.file, progress.mark.position
     for number in range(first, len(settings.input)):
@@ -114,7 +114,7 @@ def preprocess(settings: Settings) -> dict[str, Manifest]:
     record = TokenizerRecord.of(encoder.tokenizer)
     settings.output_prefix.parent.mkdir(parents=True, exist_ok=True)
     tqdm.monitor_interval = 0  # its thread would be copied into the workers
-    with Progress(settings, dataclasses.asdict(record), encoder.dtype) as progress:
+    with PartialOutput(settings, dataclasses.asdict(record), encoder.dtype) as progress:
         if not progress.complete:
             _write(settings, progress)
         manifests = {key: _manifest(settings, progress, key, record) for key in settings.json_keys}
@@ -122,7 +122,7 @@ def preprocess(settings: Settings) -> dict[str, Manifest]:
     return {settings.prefix(key): manifest for key, manifest in manifests.items()}
 
 
-def _write(settings: Settings, progress: Progress) -> None:
+def _write(settings: Settings, progress: PartialOutput) -> None:
     from tqdm import tqdm
 
     mark = progress.mark
@@ -146,7 +146,7 @@ def _write(settings: Settings, progress: Progress) -> None:
             )
 
 
-def _manifest(settings: Settings, progress: Progress, key: str, record: object) -> Manifest:
+def _manifest(settings: Settings, progress: PartialOutput, key: str, record: object) -> Manifest:
     from megatron.training.data.manifest import Manifest
 
     count = progress.mark.counts[key]

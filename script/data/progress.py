@@ -32,7 +32,7 @@ from typing import Any, BinaryIO, TextIO
 from batch import Position
 from documents import Settings, Tokens
 from index_file import LENGTH_BYTES, write_index
-from resume_point import Count, Mark, identity
+from resume_point import Count, ResumePoint, identity
 
 COMMIT_SECONDS = 30.0
 STATE_LIMIT = 256 << 20  # largest progress.json in bytes; it lists every input file
@@ -47,7 +47,7 @@ class DamagedStateError(ValueError):
     """The state of an interrupted run that no run can go on from."""
 
 
-class Progress:
+class PartialOutput:
     """The files of a run, written in the order of the input. Use it as a context manager."""
 
     def __init__(self, settings: Settings, tokenizer: dict[str, Any], dtype: type) -> None:
@@ -67,18 +67,18 @@ class Progress:
         }
         # How far it is, and how far it was when it began the file that is read. They change in one
         # assignment: an interrupt that comes within `add` must find both as they were.
-        self.marks = (Mark(counts={key: Count() for key in settings.json_keys}),) * 2
+        self.marks = (ResumePoint(counts={key: Count() for key in settings.json_keys}),) * 2
         self.inputs: list[list[Any]] = []  # identities, up to the file that is read
         self.resumed = False
         self.complete = False  # all is read; the files are being moved to their names
         self.files: dict[str, BinaryIO] = {}
 
     @property
-    def mark(self) -> Mark:
+    def mark(self) -> ResumePoint:
         """How far the run is. It is never changed, but replaced."""
         return self.marks[0]
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> PartialOutput:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = (self.folder / "lock").open("w")
         try:
@@ -141,7 +141,7 @@ class Progress:
                 continue
         self.files = {}
 
-    def _sizes(self, mark: Mark) -> dict[str, int]:
+    def _sizes(self, mark: ResumePoint) -> dict[str, int]:
         sizes = {"bad_lines.txt": mark.bad_bytes}
         for key, count in mark.counts.items():
             sizes[f"{key}.bin"] = count.tokens * self.dtype.itemsize
@@ -162,7 +162,10 @@ class Progress:
                 "anew"
             )
         else:
-            now, start = Mark.from_json(state["mark"]), Mark.from_json(state["file_start"])
+            now, start = (
+                ResumePoint.from_json(state["mark"]),
+                ResumePoint.from_json(state["file_start"]),
+            )
             inputs, files = state["inputs"], self.settings.input
             # A partly read file may have been repaired since; it is then read again from its start.
             same = now.file >= len(inputs) or (
@@ -183,7 +186,7 @@ class Progress:
         try:
             state = read_json(path, limit=STATE_LIMIT)
             for name in ("mark", "file_start"):
-                Mark.from_json(copy.deepcopy(state[name]))
+                ResumePoint.from_json(copy.deepcopy(state[name]))
             known = [[str(name), int(size), int(time)] for name, size, time in state["inputs"]]
             if known != state["inputs"] or not self.options.keys() <= state["options"].keys():
                 raise ValueError("unexpected fields or values")
@@ -246,7 +249,7 @@ class Progress:
         if time.monotonic() - self.committed >= COMMIT_SECONDS:
             self.commit()
 
-    def _check_use(self, path: Path, mark: Mark, *, last: bool) -> None:
+    def _check_use(self, path: Path, mark: ResumePoint, *, last: bool) -> None:
         if mark.file_read or not (last or mark.file_bad >= HOPELESS):
             return
         start = self.marks[1]

@@ -19,7 +19,7 @@ class Count:
 
 
 @dataclass
-class Mark:
+class ResumePoint:
     """How far a run is."""
 
     file: int = 0  # index of the input that is read from next
@@ -30,11 +30,11 @@ class Mark:
     file_read: int = 0  # documents of this file, and those of them that were left out
     file_bad: int = 0
 
-    def copy(self) -> Mark:
+    def copy(self) -> ResumePoint:
         return replace(self, counts={key: replace(count) for key, count in self.counts.items()})
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Mark:
+    def from_json(cls, fields: dict[str, Any]) -> ResumePoint:
         counts = {key: Count(**count) for key, count in fields.pop("counts").items()}
         return cls(position=Position(**fields.pop("position")), counts=counts, **fields)
 

@@ -16,7 +16,7 @@ import torch
 from megatron.analysis import draw as drawing
 from megatron.analysis.__main__ import main
 from megatron.analysis.figures.deviations import relative_distance
-from megatron.analysis.figures.figure_data import Material, short_module
+from megatron.analysis.figures.figure_data import FigureData, short_module
 from megatron.analysis.outputs import render
 from megatron.analysis.outputs.names import SAYS
 from megatron.analysis.outputs.registry import OUTPUTS
@@ -63,9 +63,9 @@ def drawn(dump, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def material(dump):
+def figure_data(dump):
     store = TensorStore(dump)
-    return Material(store, compute(store, FORMATS), tuple(FORMATS))
+    return FigureData(store, compute(store, FORMATS), tuple(FORMATS))
 
 
 def test_the_names_for_help_are_those_of_the_outputs():
@@ -99,13 +99,13 @@ def test_one_process_makes_the_same_bytes_as_several(dump, drawn, monkeypatch, t
 
 
 def test_a_process_that_is_killed_ends_in_words_not_in_waiting(dump, monkeypatch, tmp_path):
-    monkeypatch.setitem(OUTPUTS, "gradients", lambda material: os.kill(os.getpid(), 9))
+    monkeypatch.setitem(OUTPUTS, "gradients", lambda figure_data: os.kill(os.getpid(), 9))
     with pytest.raises(ValueError, match=r"the system ended a process that drew.*--workers 1"):
         drawing.draw(dump, tmp_path, formats=FORMATS, figures=["gradients", "quick"], workers=2)
 
 
 def test_a_figure_that_fails_takes_no_other_with_it(dump, monkeypatch, tmp_path, capsys):
-    def broken(material):
+    def broken(figure_data):
         yield "first", lambda: "text"
         yield "second", lambda: 1 / 0
         yield "third.txt", lambda: "text"
@@ -147,32 +147,33 @@ def test_the_global_numbers_are_those_of_the_files(dump, drawn):
     assert f"values   {values.numel()}" in text
 
 
-def test_a_cell_is_the_sqnr_of_its_tensor(material):
-    mine = material.uses
+def test_a_cell_is_the_sqnr_of_its_tensor(figure_data):
+    mine = figure_data.uses
     [row] = mine[
         (mine["quantized_format"] == "mxfp4") & (mine["place"] == "qkv input")
         & (mine["layer_idx"] == 1) & (mine["iteration"] == 2) & (mine["quant_type"] == "bf16")
     ].to_dict("records")  # fmt: skip
-    x = material.load(row["tensor"])
+    x = figure_data.load(row["tensor"])
     error = fake_quantize(x, "mxfp4", axis=-1).double() - x.double()
     sqnr = 10 * math.log10(x.double().square().sum() / error.square().sum())
     assert row["sqnr_db"] == pytest.approx(sqnr, rel=1e-9)
 
 
-def test_an_operand_is_quantized_as_in_its_first_gemm(material):
+def test_an_operand_is_quantized_as_in_its_first_gemm(figure_data):
     """V along keys, for P V; all else along the last dimension."""
-    mine = material.uses[material.uses["quantized_format"] == "mxfp8"]
+    mine = figure_data.uses[figure_data.uses["quantized_format"] == "mxfp8"]
     axes = mine.groupby("place")["axis"].unique()
     assert axes["core value"].tolist() == ["column"]
     assert axes["core query"].tolist() == axes["qkv weight"].tolist() == ["row"]
     assert not mine["tensor"].duplicated().any()
-    assert list(dict.fromkeys(material.uses["quantized_format"])) == FORMATS  # as asked for
+    assert list(dict.fromkeys(figure_data.uses["quantized_format"])) == FORMATS  # as asked for
 
 
-def test_the_sums_are_those_of_the_tensors(material):
-    found = material.summed("mxfp4", ["qkv input"])
-    mine = material.uses[
-        (material.uses["place"] == "qkv input") & (material.uses["quantized_format"] == "mxfp4")
+def test_the_sums_are_those_of_the_tensors(figure_data):
+    found = figure_data.summed("mxfp4", ["qkv input"])
+    mine = figure_data.uses[
+        (figure_data.uses["place"] == "qkv input")
+        & (figure_data.uses["quantized_format"] == "mxfp4")
     ]
     assert found.values.sum() == (mine["count"] - mine["zeros"]).sum()
     assert found.codes.sum() == mine["count"].sum()
@@ -180,16 +181,16 @@ def test_the_sums_are_those_of_the_tensors(material):
     assert found.squared_error.sum() == pytest.approx(squares, rel=1e-9)
 
 
-def test_places_come_forward_first_and_experts_are_one_place(material):
-    assert material.places[:3] == ["qkv input", "qkv weight", "qkv output"]
-    assert material.places[-1] == "qkv grad_weight"
+def test_places_come_forward_first_and_experts_are_one_place(figure_data):
+    assert figure_data.places[:3] == ["qkv input", "qkv weight", "qkv output"]
+    assert figure_data.places[-1] == "qkv grad_weight"
     assert short_module("decoder.layers.3.mlp.experts.local_experts.12.linear_fc1") == (
         "experts.experts.fc1"
     )
 
 
-def test_the_distance_of_two_runs_is_relative_to_the_one_without_quantization(material):
-    data = material.deviations
+def test_the_distance_of_two_runs_is_relative_to_the_one_without_quantization(figure_data):
+    data = figure_data.deviations
     assert set(data["quant_type"]) == {"mxfp8"}
     assert set(data["iteration"]) == {2}  # the last one
     assert len(data) == 29  # its tensors of one run
@@ -262,7 +263,7 @@ def test_other_images(dump, tmp_path, image, start):
     assert (tmp_path / "statistics" / f"scales.{image}").read_bytes().startswith(start)
 
 
-def test_the_tables_are_written_as_they_are(drawn, material):
+def test_the_tables_are_written_as_they_are(drawn, figure_data):
     found = pd.read_csv(drawn[0] / "statistics" / "formats.csv")
-    assert len(found) == len(material.found.formats)
-    np.testing.assert_allclose(found["mse"], material.found.formats["mse"], rtol=1e-12)
+    assert len(found) == len(figure_data.found.formats)
+    np.testing.assert_allclose(found["mse"], figure_data.found.formats["mse"], rtol=1e-12)

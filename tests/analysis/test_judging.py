@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from megatron.analysis.__main__ import main
-from megatron.analysis.diagnostics import find_cautions, material_cautions
+from megatron.analysis.diagnostics import diagnose, find_diagnostics
 from megatron.analysis.dump.run_endings import NO_END, ending
 from megatron.analysis.figures import attention, blocks, heatmaps, quantization
-from megatron.analysis.figures.figure_data import Material, NothingToDrawError, median_of
+from megatron.analysis.figures.figure_data import FigureData, NothingToDrawError, median_of
 from megatron.analysis.plots.block_map import scale_ticks
 from megatron.analysis.quick import draw, quick_analysis
 from megatron.analysis.report.content import content
 from megatron.analysis.stats import compute
 from megatron.analysis.stats.export import summary
-from megatron.analysis.stats.layout import is_operand
+from megatron.analysis.stats.matrix_view import is_operand
 from megatron.analysis.stats.measure import measure_dump
 from megatron.analysis.store import TensorStore
 from megatron.analysis.verification.verify import Verification
@@ -46,11 +46,11 @@ def dump(tmp_path_factory):
 
 def material_of(folder, judge="operands", formats=FORMATS):
     store = TensorStore(folder)
-    return Material(store, compute(store, formats), tuple(formats), judge=judge)
+    return FigureData(store, compute(store, formats), tuple(formats), judge=judge)
 
 
 @pytest.fixture(scope="module")
-def material(dump):
+def figure_data(dump):
     return material_of(dump)
 
 
@@ -59,43 +59,45 @@ def note_of(figure):
     return [text.get_text() for text in figure.texts]
 
 
-def test_every_tensor_of_a_layer_is_an_operand_or_a_result(material):
-    places = material.tensors.groupby("place")["operand"].first()
+def test_every_tensor_of_a_layer_is_an_operand_or_a_result(figure_data):
+    places = figure_data.tensors.groupby("place")["operand"].first()
     assert set(places.index[places]) == OPERANDS
     assert set(places.index[~places]) == RESULTS
     assert is_operand(None, None)  # of a foreign dump nothing is known
     assert is_operand("linear", "no such name")
 
 
-def test_formats_are_judged_by_operands_and_by_results_on_request(material, dump):
-    assert set(material.judged["place"]) == OPERANDS == set(material.judged_places())
-    assert len(material.judged) == 4 * 58  # 4 formats; 2 runs x 2 iterations x 2 layers x 7, probs
+def test_formats_are_judged_by_operands_and_by_results_on_request(figure_data, dump):
+    assert set(figure_data.judged["place"]) == OPERANDS == set(figure_data.judged_places())
+    assert (
+        len(figure_data.judged) == 4 * 58
+    )  # 4 formats; 2 runs x 2 iterations x 2 layers x 7, probs
     results = material_of(dump, "results")
     assert set(results.judged["place"]) == RESULTS
-    assert set(material.uses["place"]) == OPERANDS | RESULTS
-    both = [material.summed("mxfp4"), results.summed("mxfp4")]
+    assert set(figure_data.uses["place"]) == OPERANDS | RESULTS
+    both = [figure_data.summed("mxfp4"), results.summed("mxfp4")]
     assert (
         sum(part.values.sum() for part in both)
-        == (material.tensors["finite"] - material.tensors["zeros"]).sum()
+        == (figure_data.tensors["finite"] - figure_data.tensors["zeros"]).sum()
     )
 
 
-def test_a_heat_map_has_a_column_for_each_operand_and_says_what_a_cell_is(material):
-    figure = heatmaps.layer_by_tensor_sqnr(material, "hifp8", heatmaps.sqnr_norm(material))
+def test_a_heat_map_has_a_column_for_each_operand_and_says_what_a_cell_is(figure_data):
+    figure = heatmaps.layer_by_tensor_sqnr(figure_data, "hifp8", heatmaps.sqnr_norm(figure_data))
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert set(labels) == OPERANDS
     text = " ".join(note_of(figure))
     assert "a cell is the median of 1 to 4 tensors" in text or "median of 2 to 4 tensors" in text
     assert "58 operands of matmuls of bf16, mxfp8, 2 iterations" in text
     assert "114" not in text
-    figure = heatmaps.layer_by_tensor_value(material, "rms", "Root mean square", "rms")
+    figure = heatmaps.layer_by_tensor_value(figure_data, "rms", "Root mean square", "rms")
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert set(labels) == OPERANDS | {f"{place} (result)" for place in RESULTS}
     assert all("(result)" in label for label in labels[len(OPERANDS) :])
 
 
-def test_the_count_behind_a_median_is_that_of_its_group(material):
-    mine = material.judged[material.judged["quantized_format"] == "mxfp8"]
+def test_the_count_behind_a_median_is_that_of_its_group(figure_data):
+    mine = figure_data.judged[figure_data.judged["quantized_format"] == "mxfp8"]
     linear = mine[mine["layer_type"] == "linear"]
     assert median_of(linear, ["layer_idx", "place"], "cell") == (
         "a cell is the median of 4 tensors"
@@ -104,23 +106,23 @@ def test_the_count_behind_a_median_is_that_of_its_group(material):
     assert median_of(mine.head(0), ["place"], "dot") == "a dot is one tensor"
 
 
-def test_warnings_and_worst_lists_are_of_operands(material):
-    worst = content(material)["worst"]
+def test_warnings_and_worst_lists_are_of_operands(figure_data):
+    worst = content(figure_data)["worst"]
     for rows in worst.values():
         assert rows
-        assert set(material.tensors.loc[[row[0] for row in rows], "place"]) <= OPERANDS
-    all_of_them = find_cautions(material.uses, material.tensors)
-    judged = material_cautions(material)
+        assert set(figure_data.tensors.loc[[row[0] for row in rows], "place"]) <= OPERANDS
+    all_of_them = find_diagnostics(figure_data.uses, figure_data.tensors)
+    judged = diagnose(figure_data)
     kinds = ("underflow", "saturation", "low_sqnr", "bias", "outliers")
     assert any(caution.kind in kinds for caution in judged)
     for caution in judged:
         if caution.kind in kinds:
-            assert set(material.tensors.loc[list(caution.tensors), "place"]) <= OPERANDS
+            assert set(figure_data.tensors.loc[list(caution.tensors), "place"]) <= OPERANDS
     assert sum(len(c.tensors) for c in judged) < sum(len(c.tensors) for c in all_of_them) + 2
 
 
-def test_the_summary_shows_results_apart(material):
-    text = summary(material.found)
+def test_the_summary_shows_results_apart(figure_data):
+    text = summary(figure_data.found)
     operands, results = text.split("Results of matmuls, which are never quantized")
     assert "Operands of matmuls" in operands
     counts = [int(re.search(r"hifp8 +all +(\d+)", part)[1]) for part in (operands, results)]
@@ -134,11 +136,11 @@ def test_a_dump_of_results_only_says_how_to_draw_them(tmp_path):
     record, shape, scale = next(x for x in records(run_id="r", quant_type="bf16", layers=1)
                                 if x[0].tensor_name == "grad_input")  # fmt: skip
     write_tensor(tmp_path, record, values(shape, scale, torch.Generator().manual_seed(0)))
-    material = material_of(tmp_path, formats=["mxfp8"])
+    figure_data = material_of(tmp_path, formats=["mxfp8"])
     with pytest.raises(NothingToDrawError, match="no operands of matmuls; --judge results"):
-        quantization.by_layer(material)
+        quantization.by_layer(figure_data)
     assert quantization.by_layer(material_of(tmp_path, "results", ["mxfp8"])).axes
-    assert "Results of matmuls" in summary(material.found)
+    assert "Results of matmuls" in summary(figure_data.found)
     assert quick_analysis(tmp_path, tmp_path / "draw").picture.exists()
 
 
@@ -186,7 +188,7 @@ def test_a_recomputed_tensor_counts_once_and_the_dump_says_so(tmp_path, capsys):
     assert main(["draw", str(folder), "--figures", "statistics", "--output-dir",
                  str(tmp_path / "draw")]) == 0  # fmt: skip
     assert words in capsys.readouterr().out
-    assert words in content(Material(store, found, ("mxfp8",)))["repeats"]
+    assert words in content(FigureData(store, found, ("mxfp8",)))["repeats"]
 
 
 def test_a_recomputed_tensor_whose_first_pass_is_missing_counts(tmp_path):
@@ -233,16 +235,16 @@ def test_everything_that_is_drawn_says_that_a_run_was_killed(tmp_path, capsys):
         path = folder / quant_type / run_card_name(RUNS[quant_type])
         path.write_text(json.dumps(json.loads(path.read_text()) | {"status": status}))
     words = f"run {RUNS['mxfp8']} (mxfp8): {NO_END}"
-    material = material_of(folder, formats=["mxfp8", "hifp8"])
+    figure_data = material_of(folder, formats=["mxfp8", "hifp8"])
     for figure in (
-        quantization.by_layer(material),
-        heatmaps.layer_by_tensor_value(material, "rms", "rms", "rms"),
-        blocks.codes(material),
-        dict(attention.draw(material))["head_error"](),
-        draw(material.store, measure_dump(material.store), []),
+        quantization.by_layer(figure_data),
+        heatmaps.layer_by_tensor_value(figure_data, "rms", "rms", "rms"),
+        blocks.codes(figure_data),
+        dict(attention.draw(figure_data))["head_error"](),
+        draw(figure_data.store, measure_dump(figure_data.store), []),
     ):
         assert words in " ".join(note_of(figure))
-    page = content(material)
+    page = content(figure_data)
     assert page["alarm"] == words
     assert page["cautions"][0]["text"] == words
     assert [run["ending"] for run in page["runs"]] == ["finished", ending({"status": "running"})]
@@ -259,22 +261,22 @@ def test_a_finished_run_has_no_alarm(tmp_path):
     write_dump(tmp_path, run_id=RUNS["mxfp8"], layers=1)
     path = tmp_path / run_card_name(RUNS["mxfp8"])
     path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "finished"}))
-    material = material_of(tmp_path, formats=["mxfp8"])
-    assert material.alarm == ""
-    assert content(material)["cautions"] == [
-        caution for caution in content(material)["cautions"] if caution["kind"] != "unfinished"
+    figure_data = material_of(tmp_path, formats=["mxfp8"])
+    assert figure_data.alarm == ""
+    assert content(figure_data)["cautions"] == [
+        caution for caution in content(figure_data)["cautions"] if caution["kind"] != "unfinished"
     ]
 
 
-def test_attention_figures_say_whose_they_are(material):
-    figures = dict(attention.draw(material))
+def test_attention_figures_say_whose_they_are(figure_data):
+    figures = dict(attention.draw(figure_data))
     for name in ("probabilities_L0", "head_error"):
         text = " ".join(note_of(figures[name]()))
         assert f"mxfp8 run {RUNS['mxfp8']} (the newest), iteration 2 (its last)" in text
 
 
-def test_the_color_bar_of_nvfp4_names_scales_by_their_values(material):
-    figure = blocks.maps(material, "nvfp4")
+def test_the_color_bar_of_nvfp4_names_scales_by_their_values(figure_data):
+    figure = blocks.maps(figure_data, "nvfp4")
     figure.canvas.draw()
     bars = [ax for ax in figure.axes if ax.get_label() == "<colorbar>"]
     assert bars

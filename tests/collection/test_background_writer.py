@@ -13,7 +13,7 @@ import torch
 
 from megatron.collection import session, settings
 from megatron.collection.background_writer import BackgroundWriter
-from megatron.collection.host_buffers import HostMemory
+from megatron.collection.host_buffers import HostBuffers
 from megatron.collection.record_writer import RecordWriter
 from megatron.collection.run_card import rank_coordinates
 from megatron.collection.training_clock import MicroBatch, clock
@@ -87,7 +87,7 @@ def fill(writer: BackgroundWriter, tensors: int) -> None:
 
 
 def test_training_waits_for_the_disk_where_memory_is_used_up(disk):
-    writer = BackgroundWriter(disk, HostMemory(3 * SIZE))
+    writer = BackgroundWriter(disk, HostBuffers(3 * SIZE))
     fill(writer, 3)
     assert (writer.pending, writer.written) == (3, (0, 0)), "until here nothing has waited"
     went_on = threading.Event()
@@ -110,7 +110,7 @@ def test_training_waits_for_the_disk_where_memory_is_used_up(disk):
 
 def test_training_does_not_wait_so_long_that_other_ranks_give_up(disk):
     """It is a limit: what was taken is still written."""
-    writer = BackgroundWriter(disk, HostMemory(3 * SIZE), longest=0.3)
+    writer = BackgroundWriter(disk, HostBuffers(3 * SIZE), longest=0.3)
     fill(writer, 3)
     began = time.monotonic()
     assert writer.hold(TENSOR, {}, nothing) is None
@@ -157,7 +157,7 @@ def test_at_the_end_no_rank_waits_long_for_another_that_still_writes(tmp_path, m
 
 
 def test_what_is_written_is_whole_and_in_the_index_once(tmp_path):
-    writer = BackgroundWriter(RecordWriter(tmp_path, "run", 0), HostMemory(16 * SIZE))
+    writer = BackgroundWriter(RecordWriter(tmp_path, "run", 0), HostBuffers(16 * SIZE))
     fill(writer, 60)
     writer.close()
     lines = list(read_index(tmp_path / "index_run_rank00.jsonl"))
@@ -178,7 +178,7 @@ def test_what_is_written_is_whole_and_in_the_index_once(tmp_path):
 )
 def test_a_write_that_fails_ends_the_writing_and_nothing_else(disk, caplog, failure):
     disk.failure = failure
-    writer = BackgroundWriter(disk, HostMemory(9 * SIZE))
+    writer = BackgroundWriter(disk, HostBuffers(9 * SIZE))
     fill(writer, 8)
     copy = writer.hold(TENSOR, {}, nothing)
     disk.open.set()
@@ -194,7 +194,7 @@ def test_a_write_that_fails_ends_the_writing_and_nothing_else(disk, caplog, fail
 
 
 def test_a_disk_that_hangs_does_not_hang_training(disk, caplog):
-    writer = BackgroundWriter(disk, HostMemory(2 * SIZE), patience=0.3)
+    writer = BackgroundWriter(disk, HostBuffers(2 * SIZE), patience=0.3)
     fill(writer, 2)
     started = time.monotonic()
     assert writer.hold(TENSOR, {}, nothing) is None
@@ -215,7 +215,7 @@ def test_a_thread_that_hangs_does_not_hang_the_end_where_another_one_failed(tmp_
             raise OSError("No space left on device")
 
     hangs = threading.Event()
-    writer = BackgroundWriter(Half(tmp_path, "run", 0), HostMemory(4 * SIZE), patience=0.3)
+    writer = BackgroundWriter(Half(tmp_path, "run", 0), HostBuffers(4 * SIZE), patience=0.3)
     for counter in (1, 2):
         writer.submit(writer.hold(TENSOR, {}, nothing), record(counter))
     started = time.monotonic()
@@ -234,7 +234,7 @@ def test_where_no_thread_can_be_started_the_caller_writes(tmp_path, monkeypatch)
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    writer = BackgroundWriter(RecordWriter(tmp_path, "run", 0), HostMemory(2 * SIZE))
+    writer = BackgroundWriter(RecordWriter(tmp_path, "run", 0), HostBuffers(2 * SIZE))
     fill(writer, 5)
     writer.close()
     assert (writer.error, writer.written[0], writer.memory.used) == (None, 5, 0)
@@ -243,7 +243,7 @@ def test_where_no_thread_can_be_started_the_caller_writes(tmp_path, monkeypatch)
 
 @pytest.mark.gpu
 def test_what_is_written_of_a_cuda_tensor_is_what_it_was_when_it_was_shown(tmp_path):
-    writer = BackgroundWriter(RecordWriter(tmp_path, "run", 0), HostMemory(64 << 20))
+    writer = BackgroundWriter(RecordWriter(tmp_path, "run", 0), HostBuffers(64 << 20))
     torch.manual_seed(1)
     shown = []
     for counter in range(1, 41):
@@ -267,7 +267,7 @@ def test_what_is_written_of_a_cuda_tensor_is_what_it_was_when_it_was_shown(tmp_p
 
 def test_patience_counts_from_the_last_write_and_not_from_the_first(disk):
     disk.open.set()
-    writer = BackgroundWriter(disk, HostMemory(2 * SIZE), patience=0.5)
+    writer = BackgroundWriter(disk, HostBuffers(2 * SIZE), patience=0.5)
     fill(writer, 1)
     writer.drain()
     time.sleep(0.6)  # nothing was to be written
@@ -279,7 +279,7 @@ def test_patience_counts_from_the_last_write_and_not_from_the_first(disk):
 def test_an_event_stands_between_whole_lines(tmp_path):
     writer = BackgroundWriter(
         RecordWriter(tmp_path, "run", 0),
-        HostMemory(64 * SIZE),
+        HostBuffers(64 * SIZE),
         complete=lambda event: event | {"run_id": "run"},
     )
     for _ in range(20):
@@ -299,7 +299,7 @@ def test_memory_that_cannot_be_had_ends_the_collection_and_not_the_training(
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     session.configure(save_tensors=True, save_dir=str(tmp_path))
-    monkeypatch.setattr(HostMemory, "copy", no_memory)
+    monkeypatch.setattr(HostBuffers, "copy", no_memory)
     clock.micro_batch = MicroBatch(1, 0)
     save()
     assert "no memory to copy input: Default" in session.current().error
@@ -307,7 +307,7 @@ def test_memory_that_cannot_be_had_ends_the_collection_and_not_the_training(
 
 
 def test_a_thread_that_hangs_with_the_index_holds_up_no_event(disk):
-    writer = BackgroundWriter(disk, HostMemory(2 * SIZE))
+    writer = BackgroundWriter(disk, HostBuffers(2 * SIZE))
     fill(writer, 1)
     with writer._index:  # as that thread would
         started = time.monotonic()

@@ -17,7 +17,7 @@ import torch
 from megatron.collection import direct_io
 from megatron.collection.background_writer import BackgroundWriter
 from megatron.collection.direct_io import DirectFile
-from megatron.collection.host_buffers import HostMemory
+from megatron.collection.host_buffers import HostBuffers
 from megatron.collection.record_writer import RecordWriter
 from tests.collection import pieces
 from tests.collection.test_background_writer import record
@@ -201,7 +201,7 @@ def test_a_disk_that_is_busy_with_one_large_file_is_not_dead(tmp_path, monkeypat
     monkeypatch.setattr(DirectFile, "_put", slowly)
     large = torch.zeros(20, PIECE, dtype=torch.uint8)
     writer = BackgroundWriter(
-        RecordWriter(tmp_path, "run", 0), HostMemory(large.nbytes), patience=1
+        RecordWriter(tmp_path, "run", 0), HostBuffers(large.nbytes), patience=1
     )
     started = time.monotonic()
     for counter in (1, 2):

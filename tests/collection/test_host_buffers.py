@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.collection.host_buffers import HostMemory
+from megatron.collection.host_buffers import HostBuffers
 from megatron.collection.plan import CountingWriter
 from tests.collection.test_background_writer import SIZE, TENSOR, nothing
 
@@ -25,7 +25,7 @@ from tests.collection.test_background_writer import SIZE, TENSOR, nothing
     ids=["slice", "transposed", "expanded", "strided", "empty", "scalar", "parameter", "bf16"],
 )
 def test_a_copy_owns_its_elements_and_nothing_else(view):
-    copy = HostMemory(1 << 20).copy(view, nothing).tensor
+    copy = HostBuffers(1 << 20).copy(view, nothing).tensor
     assert torch.equal(copy, view.detach())
     assert copy.is_contiguous()
     assert not copy.requires_grad
@@ -35,13 +35,13 @@ def test_a_copy_owns_its_elements_and_nothing_else(view):
 
 def test_a_copy_stays_when_training_changes_the_tensor():
     x = torch.zeros(8)
-    copy = HostMemory(1 << 20).copy(x, nothing)
+    copy = HostBuffers(1 << 20).copy(x, nothing)
     x += 1
     assert torch.equal(copy.tensor, torch.zeros(8))
 
 
 def test_memory_is_used_again_and_never_beyond_its_limit():
-    memory = HostMemory(4 * SIZE)
+    memory = HostBuffers(4 * SIZE)
     copies = [memory.copy(TENSOR, nothing) for _ in range(4)]
     assert memory.copy(TENSOR, nothing) is None
     where = {copy.tensor.data_ptr() for copy in copies}
@@ -60,7 +60,7 @@ def test_memory_is_used_again_and_never_beyond_its_limit():
 def test_pinned_memory_that_is_let_go_of_is_given_back(monkeypatch):
     given_back = []
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given_back.append(1))
-    memory = HostMemory(4 * SIZE)
+    memory = HostBuffers(4 * SIZE)
     for pinned in (False, True):
         memory.used += SIZE
         memory._take_back(torch.empty(SIZE, dtype=torch.uint8), (SIZE, pinned))
@@ -73,7 +73,7 @@ def test_pinned_memory_that_is_let_go_of_is_given_back(monkeypatch):
 
 def test_a_plan_reckons_with_the_memory_that_copies_take():
     parts = torch.ones(3 * 256), torch.ones(5)
-    memory = HostMemory(1 << 20)
+    memory = HostBuffers(1 << 20)
     for part in parts:
         memory.copy(part, nothing)
     planned = CountingWriter().hold(parts[0], {"tensor": parts[1]}, nothing)

@@ -14,7 +14,7 @@ from megatron.collection import limits as collection_limits
 from megatron.collection import memory_limit, session
 from megatron.collection import settings as collection_settings
 from megatron.collection.limits import GIB, OVERHEAD, Limits, default_host_bytes, gib
-from megatron.collection.plan import Plan, Segment, Share
+from megatron.collection.plan import CollectionPlan, Segment, Share
 from megatron.collection.plan_report import report
 from megatron.collection.ring_buffer import RingSettings
 from megatron.collection.selection import Selection
@@ -249,7 +249,7 @@ def test_a_plan_says_what_memory_has_room_for(tmp_path, host_bytes, ring, verdic
     share = Share(0, [segment], "here", free=1 << 20, kept=0)
     limits = Limits(host_bytes=host_bytes)
     settings = Settings(tmp_path, "bf16", 1, Selection(), limits, ring)
-    lines = report(Plan([1], [share], settings))
+    lines = report(CollectionPlan([1], [share], settings))
     (line,) = [line for line in lines if "memory of a rank" in line]
     assert line.endswith(verdict)
     (disk,) = [line for line in lines if "disk of here" in line]

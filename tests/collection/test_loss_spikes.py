@@ -12,8 +12,8 @@ from megatron.collection.loss_spikes import (
     GRAD_NORM,
     LOSS,
     WINDOW,
-    Anomalies,
     Jumps,
+    LossSpikeDetector,
     checked_levels,
 )
 
@@ -24,9 +24,9 @@ ORDINARY = [name for name in CURVES if name.startswith("ordinary/")]
 PLANTED = [name for name in CURVES if name.startswith("planted/")]
 
 
-def iterations_found(curve, anomalies: Anomalies | None = None) -> list[int]:
+def iterations_found(curve, anomalies: LossSpikeDetector | None = None) -> list[int]:
     """Return the iterations, counted from 1, at which something unusual begins."""
-    anomalies = anomalies or Anomalies(Jumps())
+    anomalies = anomalies or LossSpikeDetector(Jumps())
     pairs = [(x, None) if isinstance(x, float) else x for x in curve]
     return [i for i, pair in enumerate(pairs, 1) if anomalies.look(i, *pair)]
 
@@ -99,7 +99,7 @@ def test_the_factor_falls_with_the_history(before, enough):
 
 
 def test_what_is_unusual_does_not_enter_the_medians():
-    anomalies = Anomalies(Jumps())
+    anomalies = LossSpikeDetector(Jumps())
     spikes = [50.0, math.inf, 9.0, math.nan] * 7
     assert iterations_found([2.0] * 3 + spikes, anomalies) == [4]
     assert anomalies.levels[LOSS] == [2.0] * 3
@@ -107,7 +107,7 @@ def test_what_is_unusual_does_not_enter_the_medians():
 
 
 def test_a_level_that_stays_is_the_new_normal_after_32_iterations():
-    anomalies = Anomalies(Jumps())
+    anomalies = LossSpikeDetector(Jumps())
     assert iterations_found([2.0] * 10 + [4.0] * (WINDOW - 1), anomalies) == [11]
     assert anomalies.levels[LOSS] == [2.0] * 10
     assert iterations_found([4.0, 4.0, 4.9], anomalies) == []
@@ -137,7 +137,7 @@ def test_negative_losses_are_measured_by_their_magnitude():
 
 
 def test_a_zero_is_neither_judged_nor_learned():
-    anomalies = Anomalies(Jumps())
+    anomalies = LossSpikeDetector(Jumps())
     assert iterations_found([0.0, 2.0] * 20, anomalies) == []
     assert set(anomalies.levels[LOSS]) == {2.0}
     assert iterations_found([0.0, 3.0], anomalies) == [2]
@@ -150,12 +150,12 @@ def test_a_value_that_is_not_finite_is_found_at_once(value):
 
 
 def test_a_run_that_is_resumed_judges_its_first_iteration():
-    before = Anomalies(Jumps())
+    before = LossSpikeDetector(Jumps())
     iterations_found([(2.0, 1.0)] * 20, before)
-    resumed = Anomalies(Jumps(), checked_levels(before.levels))
+    resumed = LossSpikeDetector(Jumps(), checked_levels(before.levels))
     assert iterations_found([(2.6, 1.0)], resumed) == [1]
-    assert iterations_found([(2.4, 101.0)], Anomalies(Jumps(), before.levels)) == [1]
-    assert iterations_found([(2.4, 99.0)], Anomalies(Jumps(), before.levels)) == []
+    assert iterations_found([(2.4, 101.0)], LossSpikeDetector(Jumps(), before.levels)) == [1]
+    assert iterations_found([(2.4, 99.0)], LossSpikeDetector(Jumps(), before.levels)) == []
 
 
 @pytest.mark.parametrize(
@@ -175,6 +175,6 @@ def test_damaged_levels_are_refused(stored):
 
 
 def test_a_factor_of_zero_switches_a_number_off():
-    anomalies = Anomalies(Jumps(loss=0, grad_norm=4))
+    anomalies = LossSpikeDetector(Jumps(loss=0, grad_norm=4))
     assert iterations_found([(2.0, 1.0)] * 10 + [(1e9, 1.0), (2.0, 5.0)], anomalies) == [12]
     assert iterations_found([(2.0, 1.0), (math.nan, 1.0)], anomalies) == [2], "it is never usual"

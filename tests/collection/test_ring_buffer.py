@@ -10,7 +10,7 @@ import torch
 
 from megatron.collection import session
 from megatron.collection.limits import GIB
-from megatron.collection.loss_spikes import ENOUGH, WINDOW, Anomalies, Jumps
+from megatron.collection.loss_spikes import ENOUGH, WINDOW, Jumps, LossSpikeDetector
 from megatron.collection.training_clock import MicroBatch, clock
 from megatron.tensor_record import read_events
 from tests.collection.test_session import records, save
@@ -220,7 +220,7 @@ def test_flags_that_make_no_sense_are_refused(tmp_path, flags, message):
 
 def test_a_jump_is_told_from_the_fall_and_the_noise_of_a_loss():
     generator = torch.Generator().manual_seed(1)
-    anomalies = Anomalies(Jumps())
+    anomalies = LossSpikeDetector(Jumps())
     for step in range(400):
         noise = 0.05 * torch.randn((), generator=generator).item()
         loss = 3.0 + 7.0 * math.exp(-step / 50) + noise
@@ -233,7 +233,7 @@ def test_a_jump_is_told_from_the_fall_and_the_noise_of_a_loss():
 
 
 def test_a_jump_that_lasts_becomes_usual():
-    anomalies = Anomalies(Jumps(loss=1.5, grad_norm=0.0))
+    anomalies = LossSpikeDetector(Jumps(loss=1.5, grad_norm=0.0))
     for step in range(WINDOW):
         anomalies.look(step, 1.0, 1.0)
     assert anomalies.look(0, 2.0, 1e9), "gradient norms are not looked at"

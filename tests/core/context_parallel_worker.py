@@ -67,10 +67,10 @@ def layer(size: int, mask: str = "causal", **options):
 def set_formats(module, name: str | None) -> None:
     from megatron.fake_quant import get_format
     from megatron.fake_quant.gemm import GemmFormats
-    from megatron.fake_quant.policy import Plan
+    from megatron.fake_quant.policy import OperationPolicy
 
     formats = None if name is None else GemmFormats.uniform(get_format(name))
-    module._plans = {each: Plan(each, formats, "test") for each in module.operations}
+    module._plans = {each: OperationPolicy(each, formats, "test") for each in module.operations}
 
 
 def through(module, qkv, do, attention_mask=None):

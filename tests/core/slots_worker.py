@@ -85,11 +85,11 @@ def cases_of(operation: str) -> dict[str, dict]:
 def set_formats(module, operation: str, formats: dict) -> None:
     from megatron.fake_quant import get_format
     from megatron.fake_quant.gemm import GemmFormats, Operand
-    from megatron.fake_quant.policy import Plan
+    from megatron.fake_quant.policy import OperationPolicy
 
     made = {k: v if v is True else Operand(get_format(v)) for k, v in formats.items()}
-    module._plans = {each: Plan(each, None, "test") for each in module.operations}
-    module._plans[operation] = Plan(operation, GemmFormats(**made), "test")
+    module._plans = {each: OperationPolicy(each, None, "test") for each in module.operations}
+    module._plans[operation] = OperationPolicy(operation, GemmFormats(**made), "test")
 
 
 def by_head(x):

@@ -9,12 +9,12 @@ from tests import forks
 from tests.subprocesses import REPO, environment
 
 PLACES = """
-from megatron.core.low_precision.recipe_check import Place, check_rules
-places = [Place("output_layer", -1, ("linear",))]
+from megatron.core.low_precision.recipe_check import Matmul, check_rules
+places = [Matmul("output_layer", -1, ("linear",))]
 for layer in range(4):
     name = f"decoder.layers.{layer}"
-    places.append(Place(f"{name}.mlp.linear_fc1", layer, ("linear",)))
-    places.append(Place(f"{name}.self_attention.core_attention", layer, ("qk", "pv")))
+    places.append(Matmul(f"{name}.mlp.linear_fc1", layer, ("linear",)))
+    places.append(Matmul(f"{name}.self_attention.core_attention", layer, ("qk", "pv")))
 """
 CHECK = """
 import sys

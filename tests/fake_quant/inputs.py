@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.fake_quant import get_format, reference
-from megatron.fake_quant.block_layout import Layout
+from megatron.fake_quant.block_layout import BlockLayout
 
 
 def every_bfloat16() -> Tensor:
@@ -61,7 +61,7 @@ def with_special_blocks(x: Tensor) -> Tensor:
 def by_definition(x: Tensor, name: str, axis: int = -1, seed: int | None = None) -> Tensor:
     """`fake_quantize` by the plain torch operations that define it, not by a fused kernel."""
     fmt = get_format(name)
-    return reference.fake_quantize(x, fmt, Layout.of(tuple(x.shape), fmt, axis), seed)
+    return reference.fake_quantize(x, fmt, BlockLayout.of(tuple(x.shape), fmt, axis), seed)
 
 
 def next_to(values: NDArray[np.float64]) -> NDArray[np.float32]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.fake_quant import Format, fake_quantize, get_format
-from megatron.fake_quant.block_layout import Layout
+from megatron.fake_quant.block_layout import BlockLayout
 
 SQUARE = get_format("nvfp4:2d")
 FLAT = get_format("nvfp4")
@@ -36,7 +36,7 @@ def has_blocks(shape: tuple[int, ...], fmt: Format, axis: int) -> bool:
 )
 def test_each_block_holds_its_values_and_zeros(shape, axis, fmt):
     x = numbered(shape)
-    layout = Layout.of(shape, fmt, axis)
+    layout = BlockLayout.of(shape, fmt, axis)
     blocks = layout.to_blocks(x)
     where = {}  # number of a value -> its block
     for index in itertools.product(*map(range, shape)):
@@ -63,7 +63,7 @@ def test_blocks_and_rows_are_undone(shape, fmt):
     for axis in range(-len(shape), len(shape)) if shape else [0]:
         if not has_blocks(shape, fmt, axis) or (not shape and fmt.block_size is not None):
             continue
-        layout = Layout.of(shape, fmt, axis)
+        layout = BlockLayout.of(shape, fmt, axis)
         rows = layout.from_blocks(layout.to_blocks(x))
         assert tuple(rows.shape) == layout.rows_shape == tuple(layout.to_rows(x).shape)
         assert torch.equal(rows, layout.to_rows(x))
@@ -72,14 +72,14 @@ def test_blocks_and_rows_are_undone(shape, fmt):
 
 def test_rows_have_the_axis_last():
     x = numbered((2, 3, 5))
-    layout = Layout.of((2, 3, 5), FLAT, 0)
+    layout = BlockLayout.of((2, 3, 5), FLAT, 0)
     assert layout.rows_shape == (3, 5, 2)
     assert torch.equal(layout.to_rows(x), x.permute(1, 2, 0))
     assert layout.to_rows(x).data_ptr() == x.data_ptr()
 
 
 def test_an_axis_counts_from_either_end():
-    assert Layout.of((4, 5, 6), FLAT, -2) == Layout.of((4, 5, 6), FLAT, 1)
+    assert BlockLayout.of((4, 5, 6), FLAT, -2) == BlockLayout.of((4, 5, 6), FLAT, 1)
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((64,), 0), ((2, 3, 64), 0), ((2, 3, 64), -3)])

@@ -8,7 +8,7 @@ import yaml
 
 from megatron.fake_quant import Hadamard, get_format
 from megatron.fake_quant.gemm import SLOTS, GemmFormats, Operand
-from megatron.fake_quant.policy import Plan, resolve
+from megatron.fake_quant.policy import OperationPolicy, resolve
 from megatron.fake_quant.recipe import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
@@ -26,7 +26,7 @@ def load(tmp_path):
 
 
 def in_force(recipe, operation="linear", module="decoder.layers.1.mlp.linear_fc1", layer=1, at=1):
-    return Plan(operation, None, "test", recipe.rules_for(module, layer, 4)).at(at)
+    return OperationPolicy(operation, None, "test", recipe.rules_for(module, layer, 4)).at(at)
 
 
 def names(formats):

@@ -173,7 +173,7 @@ def test_a_damaged_file_that_is_mended_is_read_again(tmp_path, small_batches, ca
 def test_a_file_that_disappears_and_comes_back(tmp_path, monkeypatch, small_batches, capsys):
     paths = make_inputs(tmp_path)
     assert call(tmp_path, "whole") == 0
-    begin = progress.Progress.begin_file
+    begin = progress.PartialOutput.begin_file
 
     def losing(self, number):
         if number == 1:
@@ -181,7 +181,7 @@ def test_a_file_that_disappears_and_comes_back(tmp_path, monkeypatch, small_batc
         begin(self, number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(progress.Progress, "begin_file", losing)
+        patch.setattr(progress.PartialOutput, "begin_file", losing)
         assert call(tmp_path, "cut") == 1
     assert f"[ERROR] {paths[2]} has disappeared; put it back" in capsys.readouterr().err
     (tmp_path / "elsewhere").rename(paths[2])

@@ -18,7 +18,7 @@ import progress
 def test_a_file_added_to_a_run_that_only_has_to_publish(tmp_path, monkeypatch, capsys):
     make_inputs(tmp_path, files=2)
 
-    commit = progress.Progress.commit
+    commit = progress.PartialOutput.commit
 
     def then_interrupted(self):
         commit(self)
@@ -26,7 +26,7 @@ def test_a_file_added_to_a_run_that_only_has_to_publish(tmp_path, monkeypatch, c
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(progress.Progress, "commit", then_interrupted)
+        patch.setattr(progress.PartialOutput, "commit", then_interrupted)
         assert call(tmp_path, "cut") == 130
     assert json.loads((tmp_path / "cut.partial/progress.json").read_text())["complete"]
     added = tmp_path / "part9.jsonl"
@@ -64,13 +64,13 @@ def test_output_that_appears_while_a_run_writes_is_not_replaced(tmp_path, monkey
     make_inputs(tmp_path)
     appeared = tmp_path / "o_text_document.bin"
     with monkeypatch.context() as patch:
-        begin = progress.Progress.begin_file
+        begin = progress.PartialOutput.begin_file
 
         def and_appear(self, number):
             appeared.write_bytes(b"another's")
             begin(self, number)
 
-        patch.setattr(progress.Progress, "begin_file", and_appear)
+        patch.setattr(progress.PartialOutput, "begin_file", and_appear)
         assert call(tmp_path, "o") == 1
     error = capsys.readouterr().err
     assert f"{appeared} exists; give --overwrite" in error

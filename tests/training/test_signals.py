@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from megatron.collection.deferred_signals import uninterrupted
+from megatron.collection.deferred_signals import signals_deferred
 from megatron.training import signals
 from megatron.training.errors import Interrupted
 
@@ -31,8 +31,8 @@ def test_what_a_collection_is_at_is_done_first():
     done = []
 
     def collecting():
-        with uninterrupted:
-            with uninterrupted:
+        with signals_deferred:
+            with signals_deferred:
                 signal.raise_signal(signal.SIGTERM)
                 done.append("inner")
             done.append("outer")
@@ -40,13 +40,13 @@ def test_what_a_collection_is_at_is_done_first():
 
     interrupted(collecting)
     assert done == ["inner", "outer"]
-    with uninterrupted:
+    with signals_deferred:
         pass  # it is raised once
 
 
 def test_an_error_in_the_block_does_not_hide_the_signal():
     def failing():
-        with uninterrupted:
+        with signals_deferred:
             signal.raise_signal(signal.SIGTERM)
             raise ValueError
 
@@ -62,7 +62,7 @@ def test_a_second_signal_ends_the_process_unless_it_is_the_first_passed_on(
     monkeypatch.setattr(os, "_exit", ended.append)
 
     def twice():
-        with uninterrupted:
+        with signals_deferred:
             signal.raise_signal(signal.SIGTERM)
             now[0] += seconds
             signal.raise_signal(signal.SIGINT)

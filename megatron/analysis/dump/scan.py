@@ -35,7 +35,7 @@ _FILE_NAME = re.compile(r"[^/\0\ud800-\udc7f\udd00-\udfff]{1,252}\.pt")
 
 
 @dataclass(frozen=True)
-class Found:
+class ScanResult:
     """What a folder holds."""
 
     records: pd.DataFrame  #: in the order in which they were written
@@ -54,7 +54,7 @@ class _Files:
     cards: list[str] = field(default_factory=list)
 
 
-def scan(folder: Path) -> Found:
+def scan(folder: Path) -> ScanResult:
     """Find all tensors below `folder`, in its subfolders too. Reads indexes; opens only files that
     stand in none.
 
@@ -100,7 +100,7 @@ def scan(folder: Path) -> Found:
     records, missing = (
         columns.table(columns.order(each)) for each in (present, list(indexed.values()))
     )
-    return Found(records, missing, events, _read_cards(files.cards, problems), problems)
+    return ScanResult(records, missing, events, _read_cards(files.cards, problems), problems)
 
 
 def _by_path(paths: list[str], problems: list[Problem]) -> dict[str, int]:

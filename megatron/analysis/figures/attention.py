@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from megatron.analysis.figures.figure_data import (
+    FigureData,
     Make,
-    Material,
     NothingToDrawError,
     headline,
     sheet,
@@ -34,51 +34,51 @@ PIXELS = 512  #: of a map's side at most
 CHUNK = 1 << 20  #: values that are computed on at a time
 
 
-def draw(material: Material) -> Iterator[tuple[str, Make]]:
+def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """probabilities_L<layer> and head_error. One layer is in memory at a time, if each figure is
     drawn when it comes; a layer that cannot be loaded is left out.
     """
-    rows = latest(material)
+    rows = latest(figure_data)
     where = whose(rows)
     every = -(-len(rows) // LAYERS)
     loaded, lacking, errors = 0, {}, []
     for row in rows.itertuples():
         name = f"probabilities_L{row.layer_idx}"
         try:
-            probs = by_head(material.load(row.tensor))
+            probs = by_head(figure_data.load(row.tensor))
         except (ValueError, NothingToDrawError) as error:
             lacking[name] = str(error)
             continue
         if loaded % every == 0:
             title = f"Layer {row.layer_idx}: attention probabilities"
-            yield name, partial(probabilities, probs, title, where, material.alarm)
+            yield name, partial(probabilities, probs, title, where, figure_data.alarm)
         loaded += 1
         errors += [
             {"format": fmt, "row": layer_name(row.layer_idx), "column": head, "value": value}
-            for fmt in formats_of(material, row.tensor)
+            for fmt in formats_of(figure_data, row.tensor)
             for head, value in enumerate(head_errors(probs, fmt))
         ]
     if not loaded:
         raise NothingToDrawError(next(iter(lacking.values())))
     yield from ((name, partial(_lacks, why)) for name, why in lacking.items())
     if errors:
-        yield "head_error", partial(head_error, pd.DataFrame(errors), where, material.alarm)
+        yield "head_error", partial(head_error, pd.DataFrame(errors), where, figure_data.alarm)
 
 
 def _lacks(why: str) -> Figure:
     raise NothingToDrawError(why)
 
 
-def latest(material: Material) -> pd.DataFrame:
+def latest(figure_data: FigureData) -> pd.DataFrame:
     """A row a layer: of the newest run's last iteration."""
-    table = material.tensors
+    table = figure_data.tensors
     mine = table[table["tensor_name"] == "attention_probs"]
     if mine.empty:
         raise NothingToDrawError(
             "attention_probs were not collected; collect with --collect-tensors all,attention_probs"
         )
     runs = mine["run_id"].fillna("")
-    newest = [run for run in material.store.runs() if run in set(runs)][-1]
+    newest = [run for run in figure_data.store.runs() if run in set(runs)][-1]
     mine = mine[runs == newest]
     last = mine[mine["iteration"] == mine["iteration"].max()]
     return last.drop_duplicates("layer_idx").sort_values("layer_idx")
@@ -91,11 +91,11 @@ def whose(rows: pd.DataFrame) -> str:
     return f"{run} (the newest), iteration {first['iteration']} (its last)"
 
 
-def formats_of(material: Material, tensor: int) -> list[str]:
+def formats_of(figure_data: FigureData, tensor: int) -> list[str]:
     """Those that the statistics have of a tensor: not all can be computed of a part of one."""
-    uses = material.uses
+    uses = figure_data.uses
     mine = set(uses.loc[uses["tensor"] == tensor, "quantized_format"])
-    return [name for name in material.formats if name in mine]
+    return [name for name in figure_data.formats if name in mine]
 
 
 def by_head(probs: Tensor) -> Tensor:

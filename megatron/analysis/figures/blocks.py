@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from megatron.analysis.dump.tensor_files import UnreadableTensorError
 from megatron.analysis.figures.codes import usage
 from megatron.analysis.figures.figure_data import (
+    FigureData,
     Make,
-    Material,
     NothingToDrawError,
     legend,
     sheet,
@@ -32,40 +32,40 @@ MAPS = 6  #: tensors on a sheet, of different places, those with the lowest SQNR
 MOST_CODES = 256
 
 
-def draw(material: Material) -> Iterator[tuple[str, Make]]:
+def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """scale_map_<format>, blocks, code_usage."""
-    formats = material.with_blocks()
+    formats = figure_data.with_blocks()
     if not formats:
         raise NothingToDrawError("none of the formats has blocks; add mxfp8 to --formats")
     for name in formats:
         if not get_format(name).square:
-            yield f"scale_map_{file_name(name)}", partial(maps, material, name)
-    yield "blocks", partial(counted, material, formats)
-    yield "code_usage", partial(codes, material)
+            yield f"scale_map_{file_name(name)}", partial(maps, figure_data, name)
+    yield "blocks", partial(counted, figure_data, formats)
+    yield "code_usage", partial(codes, figure_data)
 
 
-def worst(material: Material, fmt: str, count: int) -> pd.DataFrame:
+def worst(figure_data: FigureData, fmt: str, count: int) -> pd.DataFrame:
     """Return the tensor with the lowest SQNR of each place, the lowest SQNR first.
 
     The SQNR is that of blocks along the last dimension, as in the maps.
     """
-    mine = material.judged[material.judged["quantized_format"] == fmt]
+    mine = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
     if mine.empty:
-        raise NothingToDrawError(material.nothing_judged)
-    table = material.found.formats
+        raise NothingToDrawError(figure_data.nothing_judged)
+    table = figure_data.found.formats
     along = table[(table["quantized_format"] == fmt) & (table["axis"] == "row")]
     sqnr = mine["tensor"].map(along.set_index("tensor")["sqnr_db"])
     mine = mine.assign(along_row=sqnr)[mine["count"] > 0]
     return mine.sort_values("along_row", kind="stable").drop_duplicates("place").head(count)
 
 
-def maps(material: Material, fmt: str) -> Figure:
+def maps(figure_data: FigureData, fmt: str) -> Figure:
     """Scale maps of the worst tensors."""
-    rows = worst(material, fmt, MAPS)
+    rows = worst(figure_data, fmt, MAPS)
     drawn = []
     for row in rows.itertuples():
         try:
-            drawn.append((row, scale_map(material.load(row.tensor), fmt)))
+            drawn.append((row, scale_map(figure_data.load(row.tensor), fmt)))
         except (UnreadableTensorError, ValueError):
             continue  # only a part of it was collected, or its file is gone by now
     if not drawn:
@@ -83,14 +83,14 @@ def maps(material: Material, fmt: str) -> Figure:
             powers=isinstance(get_format(fmt).scaling, BlockScaling),
         )  # fmt: skip
     note = "the stored scale of each block and the SQNR, for blocks along the last dimension; the "
-    note += f"{material.judge} of matmuls with the lowest SQNR, one per place; gray: zeros only"
-    material.headline(figure, f"{fmt}: scale maps", note)
+    note += f"{figure_data.judge} of matmuls with the lowest SQNR, one per place; gray: zeros only"
+    figure_data.headline(figure, f"{fmt}: scale maps", note)
     return figure
 
 
-def counted(material: Material, formats: list[str]) -> Figure:
+def counted(figure_data: FigureData, formats: list[str]) -> Figure:
     """Headroom, dynamic range and scales of blocks."""
-    found = {name: material.summed(name) for name in formats}
+    found = {name: figure_data.summed(name) for name in formats}
     known = {name: part for name, part in found.items() if part is not None}
     if not known:
         raise NothingToDrawError("no tensor was collected whole")
@@ -113,7 +113,7 @@ def counted(material: Material, formats: list[str]) -> Figure:
         ax=axes[1],
     )  # fmt: skip
     e8m0 = {
-        name: of_numbers(material, name, part.scales)
+        name: of_numbers(figure_data, name, part.scales)
         for name, part in known.items()
         if isinstance(get_format(name).scaling, BlockScaling)
     }
@@ -136,10 +136,10 @@ def counted(material: Material, formats: list[str]) -> Figure:
         ax.set_ylabel("")
     legend(figure, axes)
     note = (
-        f"{material.judged_origin}; ranges and scales without 0.01 % at each end, blocks of "
+        f"{figure_data.judged_origin}; ranges and scales without 0.01 % at each end, blocks of "
         "zeros and NaN"
     )
-    material.headline(figure, "Blocks: room, range and scales", note)
+    figure_data.headline(figure, "Blocks: room, range and scales", note)
     return figure
 
 
@@ -152,11 +152,11 @@ def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
     ]
 
 
-def of_numbers(material: Material, fmt: str, scales: np.ndarray) -> np.ndarray:
+def of_numbers(figure_data: FigureData, fmt: str, scales: np.ndarray) -> np.ndarray:
     """Blocks by E8M0 byte, without those of zeros only (they store the smallest scale) and those
     with a NaN.
     """
-    mine = material.judged[material.judged["quantized_format"] == fmt]
+    mine = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
     found: np.ndarray = scales.copy()
     found[0] -= int(mine["zero_blocks"].sum())
     found[NAN_E8M0] = 0
@@ -179,15 +179,15 @@ def _by_number(counts: dict[str, np.ndarray], first: int) -> pd.DataFrame:
     )
 
 
-def codes(material: Material) -> Figure:
+def codes(figure_data: FigureData) -> Figure:
     """Usage of the codes of each format's elements."""
     mine = [
         name
-        for name in material.formats
+        for name in figure_data.formats
         if not isinstance(get_format(name).element, Cast)
         and 1 << get_format(name).element.bits <= MOST_CODES
     ]
-    found = {name: material.summed(name) for name in mine}
+    found = {name: figure_data.summed(name) for name in mine}
     shown = {name: part for name, part in found.items() if part is not None and part.codes.any()}
     if not shown:
         raise NothingToDrawError("none of the formats has codes that are counted")
@@ -198,6 +198,6 @@ def codes(material: Material) -> Figure:
     for ax, after in itertools.pairwise(axes):
         if ax.get_xlabel() == after.get_xlabel():
             ax.set_xlabel("")
-    note = f"{material.judged_origin}; red: never used"
-    material.headline(figure, "How often each code is used", note)
+    note = f"{figure_data.judged_origin}; red: never used"
+    figure_data.headline(figure, "How often each code is used", note)
     return figure

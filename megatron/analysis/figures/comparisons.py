@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from megatron.analysis.figures.distributions import binade_shares
 from megatron.analysis.figures.figure_data import (
     KINDS,
+    FigureData,
     Make,
-    Material,
     NothingToDrawError,
     legend,
     median_of,
@@ -24,58 +24,58 @@ from megatron.analysis.plots import plot_exponent_histogram, plot_lines
 from megatron.analysis.plots.style import nothing
 
 
-def draw(material: Material) -> Iterator[tuple[str, Make]]:
+def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """exponents_by_type, rms_by_type, deviation."""
-    types = list(dict.fromkeys(material.tensors["quant_type"]))
+    types = list(dict.fromkeys(figure_data.tensors["quant_type"]))
     if len(types) < 2:
         only = types[0] if types else "no type"
         raise NothingToDrawError(
             f"there is one type only ({only}); collect others beside it, as `batch` does"
         )
-    yield "exponents_by_type", partial(exponents_by_type, material, types)
+    yield "exponents_by_type", partial(exponents_by_type, figure_data, types)
     title = "Root mean square by layer"
-    yield "rms_by_type", partial(by_type, material, "rms", "rms", title)
-    yield "deviation", partial(deviation, material)
+    yield "rms_by_type", partial(by_type, figure_data, "rms", "rms", title)
+    yield "deviation", partial(deviation, figure_data)
 
 
-def exponents_by_type(material: Material, types: list[str]) -> Figure:
+def exponents_by_type(figure_data: FigureData, types: list[str]) -> Figure:
     """Whether training in another type moves the values."""
-    kinds = material.kinds(material.tensors)
+    kinds = figure_data.kinds(figure_data.tensors)
     figure, axes = sheet(4.6 * len(kinds), 4.2, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
-        places = set(material.places_of(kind))
-        counts = {name: material.sums.binades_of(places, name) for name in types}
+        places = set(figure_data.places_of(kind))
+        counts = {name: figure_data.sums.binades_of(places, name) for name in types}
         plot_exponent_histogram(binade_shares(counts), title=KINDS[kind], ax=ax)
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)
-    note = f"values before quantization, of runs trained in each type; {material.origin}"
-    material.headline(figure, "Values by magnitude in runs of each type", note)
+    note = f"values before quantization, of runs trained in each type; {figure_data.origin}"
+    figure_data.headline(figure, "Values by magnitude in runs of each type", note)
     return figure
 
 
-def by_type(material: Material, column: str, ylabel: str, title: str) -> Figure:
+def by_type(figure_data: FigureData, column: str, ylabel: str, title: str) -> Figure:
     """A statistic by layer, a line a type."""
-    kinds = material.kinds(material.tensors)
+    kinds = figure_data.kinds(figure_data.tensors)
     figure, axes = sheet(4.2 * len(kinds), 4.2, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
-        mine = material.tensors[material.tensors["kind"] == kind]
+        mine = figure_data.tensors[figure_data.tensors["kind"] == kind]
         data = medians(mine, "quant_type", "layer_idx", column)
         plot_lines(data, xlabel="layer", ylabel=ylabel, title=KINDS[kind], logarithmic=True, ax=ax)
     legend(figure, axes)
-    note = median_of(material.tensors, ["kind", "quant_type", "layer_idx"], "point")
-    material.headline(figure, title, f"{note} of different modules; {material.origin}")
+    note = median_of(figure_data.tensors, ["kind", "quant_type", "layer_idx"], "point")
+    figure_data.headline(figure, title, f"{note} of different modules; {figure_data.origin}")
     return figure
 
 
-def deviation(material: Material) -> Figure:
+def deviation(figure_data: FigureData) -> Figure:
     """How quantization's error grows through the layers."""
-    data = material.deviations
+    data = figure_data.deviations
     if data.empty:
         raise NothingToDrawError(
             "no tensor of a bf16 run has a counterpart, whole and of the same shape, in another run"
         )
-    kinds = material.kinds(data)
+    kinds = figure_data.kinds(data)
     figure, axes = sheet(4.2 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
         mine = data[data["kind"] == kind]
@@ -92,7 +92,7 @@ def deviation(material: Material) -> Figure:
     note = "x0: the same tensor of the run without quantization; "
     note += f"{median_of(data, ['quant_type', 'kind', 'layer_idx'], 'point')}, iteration "
     title = "Deviation of each run from the run without quantization"
-    material.headline(figure, title, note + _last(data))
+    figure_data.headline(figure, title, note + _last(data))
     return figure
 
 

@@ -25,7 +25,7 @@ from megatron.analysis.figures.sums import FormatSum, Sums, add_up
 from megatron.analysis.outputs.names import JUDGED, OPERANDS
 from megatron.analysis.plots.style import ALARM, FAINT
 from megatron.analysis.stats import Statistics
-from megatron.analysis.stats.layout import is_operand
+from megatron.analysis.stats.matrix_view import is_operand
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import BlockScaling, TwoLevelScaling
@@ -47,7 +47,7 @@ class NothingToDrawError(Exception):
 
 
 @dataclass(eq=False)
-class Material:
+class FigureData:
     """A dump with its statistics, as the figures take it."""
 
     store: TensorStore

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from megatron.analysis.figures.figure_data import (
     KINDS,
+    FigureData,
     Make,
-    Material,
     NothingToDrawError,
     median_of,
     sheet,
@@ -22,23 +22,23 @@ from megatron.analysis.outputs.names import OPERANDS
 from megatron.analysis.plots import plot_heatmap
 
 
-def draw(material: Material) -> Iterator[tuple[str, Make]]:
+def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """sqnr_<format>, sqnr_by_iteration_<format>, amax, rms, kurtosis."""
-    if material.tensors.empty:
+    if figure_data.tensors.empty:
         raise NothingToDrawError("no tensor could be read")
-    norm = sqnr_norm(material)
-    for name in material.formats:
-        yield f"sqnr_{file_name(name)}", partial(layer_by_tensor_sqnr, material, name, norm)
-    if material.tensors["iteration"].nunique() > 1:
-        for name in material.formats:
-            make = partial(layer_by_iteration_sqnr, material, name, norm)
+    norm = sqnr_norm(figure_data)
+    for name in figure_data.formats:
+        yield f"sqnr_{file_name(name)}", partial(layer_by_tensor_sqnr, figure_data, name, norm)
+    if figure_data.tensors["iteration"].nunique() > 1:
+        for name in figure_data.formats:
+            make = partial(layer_by_iteration_sqnr, figure_data, name, norm)
             yield f"sqnr_by_iteration_{file_name(name)}", make
     for column, title, label in (
         ("amax", "Largest magnitude", "amax"),
         ("rms", "Root mean square", "rms"),
         ("kurtosis", "Kurtosis (3: normal)", "kurtosis"),
     ):
-        yield column, partial(layer_by_tensor_value, material, column, title, label)
+        yield column, partial(layer_by_tensor_value, figure_data, column, title, label)
 
 
 def file_name(fmt: str) -> str:
@@ -60,38 +60,36 @@ def cells(table: pd.DataFrame, value: str, column: str, order: list[object]) -> 
     return data.assign(row=data["layer"].map(layer_name))
 
 
-def sqnr_norm(material: Material) -> Normalize:
+def sqnr_norm(figure_data: FigureData) -> Normalize:
     """One colour scale for all formats, so that their pictures can be compared."""
-    finite = material.judged["sqnr_db"].replace([np.inf, -np.inf], np.nan).dropna()
+    finite = figure_data.judged["sqnr_db"].replace([np.inf, -np.inf], np.nan).dropna()
     if finite.empty:
         return Normalize(0, 40)
     low, high = np.floor(finite.quantile(0.01)), np.ceil(finite.quantile(0.99))
     return Normalize(float(low), float(max(high, low + 1)))
 
 
-def layer_by_tensor_sqnr(material: Material, fmt: str, norm: Normalize) -> Figure:
+def layer_by_tensor_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) -> Figure:
     """How well one format represents each tensor."""
-    mine = material.judged[material.judged["quantized_format"] == fmt]
-    material.kinds(mine)
-    data = cells(mine, "sqnr_db", "place", list(material.judged_places()))
+    mine = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
+    figure_data.kinds(mine)
+    data = cells(mine, "sqnr_db", "place", list(figure_data.judged_places()))
     figure, axes = _sheet_for(data)
     plot_heatmap(data, label="SQNR (dB)", norm=norm, ax=axes[0])
-    note = (
-        f"{median_of(mine, ['layer_idx', 'place'], 'cell')}; {material.judged_origin}; blocks run "
-    )
+    note = f"{median_of(mine, ['layer_idx', 'place'], 'cell')}; {figure_data.judged_origin}; blocks run "
     note += (
         "as in the first GEMM that takes the operand"
-        if material.judge == OPERANDS
+        if figure_data.judge == OPERANDS
         else ("along the last dimension")
     )
-    material.headline(figure, f"{fmt}: signal to quantization noise", note)
+    figure_data.headline(figure, f"{fmt}: signal to quantization noise", note)
     return figure
 
 
-def layer_by_iteration_sqnr(material: Material, fmt: str, norm: Normalize) -> Figure:
+def layer_by_iteration_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) -> Figure:
     """Whether it gets better or worse in training, for each kind of tensor."""
-    mine = material.judged[material.judged["quantized_format"] == fmt]
-    kinds = material.kinds(mine)
+    mine = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
+    kinds = figure_data.kinds(mine)
     iterations = sorted(mine["iteration"].unique())
     layers = mine["layer_idx"].nunique()
     width = max(3.6, 1.2 + 0.45 * len(iterations))
@@ -102,22 +100,22 @@ def layer_by_iteration_sqnr(material: Material, fmt: str, norm: Normalize) -> Fi
         ax.set_xlabel("iteration")
     note = median_of(mine, ["kind", "layer_idx", "iteration"], "cell")
     title = f"{fmt}: SQNR by layer and iteration"
-    material.headline(figure, title, f"{note}; {material.judged_origin}")
+    figure_data.headline(figure, title, f"{note}; {figure_data.judged_origin}")
     return figure
 
 
-def layer_by_tensor_value(material: Material, column: str, title: str, label: str) -> Figure:
+def layer_by_tensor_value(figure_data: FigureData, column: str, title: str, label: str) -> Figure:
     """A statistic of the values themselves, on a logarithmic color scale."""
-    data = cells(material.tensors, column, "place", list(material.places_apart))
-    data = data.assign(column=data["column"].map(material.label))
+    data = cells(figure_data.tensors, column, "place", list(figure_data.places_apart))
+    data = data.assign(column=data["column"].map(figure_data.label))
     positive = data["value"][data["value"] > 0]
     norm = (
         LogNorm(positive.min(), max(positive.max(), positive.min() * 2)) if len(positive) else None
     )
     figure, axes = _sheet_for(data)
     plot_heatmap(data, label=label, digits=".2g", cmap="cividis", norm=norm, ax=axes[0])
-    note = median_of(material.tensors, ["layer_idx", "place"], "cell")
-    material.headline(figure, title, f"{note}; {material.origin}")
+    note = median_of(figure_data.tensors, ["layer_idx", "place"], "cell")
+    figure_data.headline(figure, title, f"{note}; {figure_data.origin}")
     return figure
 
 

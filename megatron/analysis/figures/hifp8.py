@@ -13,8 +13,8 @@ from matplotlib.ticker import FuncFormatter
 from megatron.analysis.figures.codes import usage
 from megatron.analysis.figures.figure_data import (
     KINDS,
+    FigureData,
     Make,
-    Material,
     NothingToDrawError,
     legend,
     share_y,
@@ -47,19 +47,19 @@ LOST, SATURATED = next(iter(REGIONS)), list(REGIONS)[-1]
 EXPONENTS = np.arange(255) - 127
 
 
-def draw(material: Material) -> Iterator[tuple[str, Make]]:
+def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """regions, code_usage, error_by_region, error_by_magnitude."""
-    name = the_format(material)
+    name = the_format(figure_data)
     for title, make in (
         ("regions", regions), ("error_by_region", error_by_region),
         ("error_by_magnitude", error_by_magnitude), ("code_usage", code_usage),
     ):  # fmt: skip
-        yield title, partial(make, material, name)
+        yield title, partial(make, figure_data, name)
 
 
-def the_format(material: Material) -> str:
+def the_format(figure_data: FigureData) -> str:
     """The first HiFloat8 format without a scale, by whose exponents values fall in regions."""
-    for name in material.formats:
+    for name in figure_data.formats:
         fmt = get_format(name)
         if isinstance(fmt.element, HiFloat8) and fmt.scaling is None:
             return name
@@ -97,9 +97,9 @@ def region_shares(found: FormatSum) -> pd.DataFrame:
     return table
 
 
-def regions(material: Material, fmt: str) -> Figure:
+def regions(figure_data: FigureData, fmt: str) -> Figure:
     """Which of the regions each tensor's values fall in."""
-    sums = {place: material.summed(fmt, [place]) for place in material.judged_places()}
+    sums = {place: figure_data.summed(fmt, [place]) for place in figure_data.judged_places()}
     rows = [
         {"name": place, "part": part, "share": share}
         for place, found in sums.items()
@@ -107,14 +107,14 @@ def regions(material: Material, fmt: str) -> Figure:
         for part, share in region_shares(found)[["region", "values"]].itertuples(index=False)
     ]
     if not rows:
-        raise NothingToDrawError(material.nothing_judged)
+        raise NothingToDrawError(figure_data.nothing_judged)
     data = pd.DataFrame(rows)
     figure, axes = sheet(10.5, 0.3 * data["name"].nunique() + 2.2)
     colours = {name: colour for name, (colour, _) in REGIONS.items()}
     plot_stacked_shares(data, colours, xlabel="share of values that are not zero", ax=axes[0])
     legend(figure, axes, columns=4)
     title = "HiFloat8: bits of mantissa that the values get"
-    material.headline(figure, title, material.judged_origin)
+    figure_data.headline(figure, title, figure_data.judged_origin)
     return figure
 
 
@@ -123,13 +123,13 @@ def visible_percent(share: float) -> str:
     return "<0.0001 %" if 0 < share < 1e-6 else percent(share)
 
 
-def error_by_region(material: Material, fmt: str) -> Figure:
+def error_by_region(figure_data: FigureData, fmt: str) -> Figure:
     """Share of values and of the squared error in each region."""
-    kinds = material.kinds(material.judged)
+    kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.8 * len(kinds), 4.4, 1, len(kinds), sharey=True)
     names = list(REGIONS)
     for ax, kind in zip(axes, kinds, strict=True):
-        found = material.summed(fmt, material.judged_places(kind))
+        found = figure_data.summed(fmt, figure_data.judged_places(kind))
         assert found is not None
         data = region_shares(found)
         y = np.arange(len(names))
@@ -149,17 +149,17 @@ def error_by_region(material: Material, fmt: str) -> Figure:
         ax.spines[["top", "right"]].set_visible(False)
         ax.set_title(KINDS[kind], loc="left", fontweight="bold")
     legend(figure, axes)
-    note = f"error: sum of squares; {material.judged_origin}"
-    material.headline(figure, f"{fmt}: where the error comes from", note)
+    note = f"error: sum of squares; {figure_data.judged_origin}"
+    figure_data.headline(figure, f"{fmt}: where the error comes from", note)
     return figure
 
 
-def error_by_magnitude(material: Material, fmt: str) -> Figure:
+def error_by_magnitude(figure_data: FigureData, fmt: str) -> Figure:
     """The tapered precision as it shows in the data, over the regions."""
-    kinds = material.kinds(material.judged)
+    kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.8 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
-        data = magnitude_errors(material, kind)
+        data = magnitude_errors(figure_data, kind)
         data = data[data["format"] == fmt]
         plot_error_by_magnitude(data, title=KINDS[kind], ax=ax)
         if not ax.has_data():
@@ -171,20 +171,20 @@ def error_by_magnitude(material: Material, fmt: str) -> Figure:
                 ax.axvspan(left, right, color=colour, alpha=0.18, linewidth=0, label=name)
     share_y(axes)
     legend(figure, axes, columns=5)
-    material.headline(figure, f"{fmt}: relative error by magnitude", material.judged_origin)
+    figure_data.headline(figure, f"{fmt}: relative error by magnitude", figure_data.judged_origin)
     return figure
 
 
-def code_usage(material: Material, fmt: str) -> Figure:
+def code_usage(figure_data: FigureData, fmt: str) -> Figure:
     """Which codes occur."""
-    kinds = material.kinds(material.judged)
+    kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(11.0, 2.6 * len(kinds) + 0.9, len(kinds), 1)
     for ax, kind in zip(axes, kinds, strict=True):
-        found = material.summed(fmt, material.judged_places(kind))
+        found = figure_data.summed(fmt, figure_data.judged_places(kind))
         assert found is not None
         plot_code_usage(usage(fmt, found), title=KINDS[kind], scaled=False, ax=ax)
     for ax in axes[:-1]:
         ax.set_xlabel("")
     legend(figure, axes)
-    material.headline(figure, f"{fmt}: how often each code is used", material.judged_origin)
+    figure_data.headline(figure, f"{fmt}: how often each code is used", figure_data.judged_origin)
     return figure

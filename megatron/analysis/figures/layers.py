@@ -11,8 +11,8 @@ from matplotlib.ticker import FuncFormatter
 
 from megatron.analysis.figures.distributions import REACH, exponent_shares
 from megatron.analysis.figures.figure_data import (
+    FigureData,
     Make,
-    Material,
     NothingToDrawError,
     legend,
     median_of,
@@ -26,42 +26,44 @@ from megatron.analysis.plots.style import percent
 STATISTICS = (("rms", "root mean square"), ("amax", "largest magnitude"), ("kurtosis", "kurtosis"))
 
 
-def draw_layers(material: Material) -> Iterator[tuple[str, Make]]:
+def draw_layers(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """activations, weights, and iterations where there are several."""
-    if material.tensors.empty:
+    if figure_data.tensors.empty:
         raise NothingToDrawError("no tensor could be read")
     for kind, name in (("forward", "activations"), ("weight", "weights")):
-        mine = material.tensors[material.tensors["kind"] == kind]
+        mine = figure_data.tensors[figure_data.tensors["kind"] == kind]
         if not mine.empty:
             group = "tensor_name" if kind == "forward" else "part"
             title = f"{name.title()} by layer"
-            yield name, partial(by, mine, "layer_idx", "layer", group, title, material)
-    if material.tensors["iteration"].nunique() > 1:
+            yield name, partial(by, mine, "layer_idx", "layer", group, title, figure_data)
+    if figure_data.tensors["iteration"].nunique() > 1:
         title = "Values over training"
         yield (
             "iterations",
-            partial(by, material.tensors, "iteration", "iteration", "tensor_name", title, material),
+            partial(
+                by, figure_data.tensors, "iteration", "iteration", "tensor_name", title, figure_data
+            ),
         )
 
 
-def draw_gradients(material: Material) -> Iterator[tuple[str, Make]]:
+def draw_gradients(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """by_layer, exponents, underflow, and iterations where there are several."""
-    mine = material.tensors[material.tensors["kind"] == "gradient"]
+    mine = figure_data.tensors[figure_data.tensors["kind"] == "gradient"]
     if mine.empty:
         raise NothingToDrawError("no gradient was collected; collect backward operations too")
     title = "Gradients by layer"
-    yield "by_layer", partial(by, mine, "layer_idx", "layer", "tensor_name", title, material)
-    yield "exponents", partial(exponents, material)
-    if material.formats:
-        yield "underflow", partial(underflow, material)
+    yield "by_layer", partial(by, mine, "layer_idx", "layer", "tensor_name", title, figure_data)
+    yield "exponents", partial(exponents, figure_data)
+    if figure_data.formats:
+        yield "underflow", partial(underflow, figure_data)
     if mine["iteration"].nunique() > 1:
         title = "Gradients over training"
-        make = partial(by, mine, "iteration", "iteration", "tensor_name", title, material)
+        make = partial(by, mine, "iteration", "iteration", "tensor_name", title, figure_data)
         yield "iterations", make
 
 
 def by(
-    table: pd.DataFrame, x: str, xlabel: str, group: str, title: str, material: Material
+    table: pd.DataFrame, x: str, xlabel: str, group: str, title: str, figure_data: FigureData
 ) -> Figure:
     """Three statistics side by side, a line a group."""
     figure, axes = sheet(13.5, 4.4, 1, len(STATISTICS))
@@ -69,30 +71,30 @@ def by(
         data = medians(table, group, x, column)
         plot_lines(data, xlabel=xlabel, ylabel=label, logarithmic=True, ax=ax)
     legend(figure, axes)
-    note = f"{median_of(table, [group, x], 'point')}; {len(table):,} of {material.origin}"
-    material.headline(figure, title, note)
+    note = f"{median_of(table, [group, x], 'point')}; {len(table):,} of {figure_data.origin}"
+    figure_data.headline(figure, title, note)
     return figure
 
 
-def exponents(material: Material) -> Figure:
+def exponents(figure_data: FigureData) -> Figure:
     """Gradients by magnitude."""
-    mine = material.judged[material.judged["kind"] == "gradient"]
+    mine = figure_data.judged[figure_data.judged["kind"] == "gradient"]
     if mine.empty:
-        raise NothingToDrawError(material.nothing_judged)
+        raise NothingToDrawError(figure_data.nothing_judged)
     figure, axes = sheet(9.0, 5.2)
-    ranges = format_ranges(material.formats, mine)
-    plot_exponent_histogram(exponent_shares(material, "gradient"), ranges, ax=axes[0])
+    ranges = format_ranges(figure_data.formats, mine)
+    plot_exponent_histogram(exponent_shares(figure_data, "gradient"), ranges, ax=axes[0])
     legend(figure, axes)
-    note = f"{REACH}; {material.judged_origin}"
-    material.headline(figure, "Gradients by magnitude, and what the formats reach", note)
+    note = f"{REACH}; {figure_data.judged_origin}"
+    figure_data.headline(figure, "Gradients by magnitude, and what the formats reach", note)
     return figure
 
 
-def underflow(material: Material) -> Figure:
+def underflow(figure_data: FigureData) -> Figure:
     """What becomes zero, by layer."""
-    mine = material.judged[material.judged["kind"] == "gradient"]
+    mine = figure_data.judged[figure_data.judged["kind"] == "gradient"]
     if mine.empty:
-        raise NothingToDrawError(material.nothing_judged)
+        raise NothingToDrawError(figure_data.nothing_judged)
     figure, axes = sheet(9.0, 4.4, 1, 2)
     for ax, column, label in zip(
         axes, ("underflow", "sqnr_db"), ("share that becomes zero", "SQNR (dB)"), strict=True
@@ -105,5 +107,5 @@ def underflow(material: Material) -> Figure:
     legend(figure, axes)
     note = median_of(mine, ["quantized_format", "layer_idx"], "point")
     title = "Gradients in each format, by layer"
-    material.headline(figure, title, f"{note}; {material.judged_origin}")
+    figure_data.headline(figure, title, f"{note}; {figure_data.judged_origin}")
     return figure

@@ -11,11 +11,11 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from megatron.analysis.diagnostics import material_cautions
+from megatron.analysis.diagnostics import diagnose
 from megatron.analysis.dump.run_endings import ending
 from megatron.analysis.figures.figure_data import (
+    FigureData,
     Make,
-    Material,
     NothingToDrawError,
     median_of,
     sheet,
@@ -29,43 +29,43 @@ GROUPS = ("quant_type", "layer_type", "operation", "kind", "tensor_name")
 NUMBERS = ("sqnr_db", "cosine", "relative_bias", "underflow", "saturated", "axis_disagreement")
 
 
-def draw_statistics(material: Material) -> Iterator[tuple[str, Make]]:
+def draw_statistics(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """scales, tensors.csv and formats.csv."""
-    if material.tensors.empty:
+    if figure_data.tensors.empty:
         raise NothingToDrawError("no tensor could be read")
-    yield "scales", partial(scales, material)
-    tensors = with_safe_texts(material.found.tensors)
+    yield "scales", partial(scales, figure_data)
+    tensors = with_safe_texts(figure_data.found.tensors)
     yield "tensors.csv", partial(tensors.to_csv, index_label="tensor")
-    yield "formats.csv", partial(material.found.formats.to_csv, index=False)
+    yield "formats.csv", partial(figure_data.found.formats.to_csv, index=False)
 
 
-def scales(material: Material) -> Figure:
+def scales(figure_data: FigureData) -> Figure:
     """How large the values of each place are: the whole transformer on one page."""
-    table = material.tensors
+    table = figure_data.tensors
     found = table.groupby("place")[["m0.01", "rms", "amax"]].median()
-    found = found.reindex(material.places_apart).reset_index()
+    found = found.reindex(figure_data.places_apart).reset_index()
     found = found.rename(columns={"place": "name", "m0.01": "low", "amax": "high"})
     found = found.assign(group=[name.rpartition(" ")[2] for name in found["name"]])
-    found["name"] = found["name"].map(material.label)
+    found["name"] = found["name"].map(figure_data.label)
     figure, axes = sheet(9.0, 0.3 * len(found) + 1.8)
     plot_scales(found, ax=axes[0])
     note = "dot: rms; line: from the 1 % quantile of magnitudes to the largest; "
-    note += f"{median_of(table, ['place'], 'row')}; {material.origin}"
-    material.headline(figure, "Scale of each tensor", note)
+    note += f"{median_of(table, ['place'], 'row')}; {figure_data.origin}"
+    figure_data.headline(figure, "Scale of each tensor", note)
     return figure
 
 
-def draw_global(material: Material) -> Iterator[tuple[str, Make]]:
+def draw_global(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """global_statistics.json and .txt."""
-    found = summary(material)
+    found = summary(figure_data)
     text = json.dumps(found, indent=1, allow_nan=False) + "\n"
     yield "global_statistics.json", lambda: text
     yield "global_statistics.txt", partial(as_text, found)
 
 
-def summary(material: Material) -> dict[str, Any]:
+def summary(figure_data: FigureData) -> dict[str, Any]:
     """All that is known of the dump as a whole; numbers that do not exist are null."""
-    table = material.tensors
+    table = figure_data.tensors
     finite = int(table["finite"].sum())
     overall = {
         "tensors": len(table),
@@ -89,20 +89,23 @@ def summary(material: Material) -> dict[str, Any]:
             for name, part in parts
         }
     return {
-        "folder": shown(material.store.folder),
-        "runs": material.store.runs(),
+        "folder": shown(figure_data.store.folder),
+        "runs": figure_data.store.runs(),
         "endings": {
-            run_id: ending(material.store.run_card(run_id)) for run_id in material.store.runs()
+            run_id: ending(figure_data.store.run_card(run_id))
+            for run_id in figure_data.store.runs()
         },
-        "repeats": material.found.repeats,
-        "judged": material.judged_origin,
+        "repeats": figure_data.found.repeats,
+        "judged": figure_data.judged_origin,
         "overall": overall,
         "groups": groups,
-        "formats": {name: _format(material, name) for name in material.formats},
-        "warnings": [str(warning) for warning in material_cautions(material)],
-        "notes": [f"{count:,} tensors: {note}" for note, count in material.found.notes().items()],
-        "left_out": [str(problem) for problem in material.found.problems],
-        "missing": len(material.store.missing),
+        "formats": {name: _format(figure_data, name) for name in figure_data.formats},
+        "warnings": [str(warning) for warning in diagnose(figure_data)],
+        "notes": [
+            f"{count:,} tensors: {note}" for note, count in figure_data.found.notes().items()
+        ],
+        "left_out": [str(problem) for problem in figure_data.found.problems],
+        "missing": len(figure_data.store.missing),
     }
 
 
@@ -113,9 +116,9 @@ def _pooled_rms(table: pd.DataFrame) -> float:
     return math.sqrt(squares / finite) if finite else math.nan
 
 
-def _format(material: Material, name: str) -> dict[str, Any]:
+def _format(figure_data: FigureData, name: str) -> dict[str, Any]:
     """Return the lowest, median and highest numbers over the tensors that judge a format."""
-    mine = material.judged[material.judged["quantized_format"] == name]
+    mine = figure_data.judged[figure_data.judged["quantized_format"] == name]
     found: dict[str, Any] = {"tensors": len(mine)}
     for column in NUMBERS:
         known = mine[column].dropna()

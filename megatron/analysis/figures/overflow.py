@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from megatron.analysis.figures.figure_data import (
     KINDS,
+    FigureData,
     Make,
-    Material,
     NothingToDrawError,
     legend,
     sheet,
@@ -23,29 +23,29 @@ from megatron.analysis.plots import plot_error_by_magnitude, plot_heatmap
 from megatron.analysis.plots.style import percent
 
 
-def draw(material: Material) -> Iterator[tuple[str, Make]]:
+def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """underflow, saturation, underflow_by_magnitude, special_values."""
-    if not material.formats:
+    if not figure_data.formats:
         raise NothingToDrawError("no format was asked for; name some in --formats")
     for name, column, title in (
         ("underflow", "underflow", "Underflow: values that are not zero and become zero"),
         ("saturation", "saturated", "Saturation: values that clipping changes"),
     ):
-        yield name, partial(by_tensor, material, column, "share of values", title, shares=True)
-    yield "underflow_by_magnitude", partial(underflow_by_magnitude, material)
-    yield "special_values", partial(special_values, material)
+        yield name, partial(by_tensor, figure_data, column, "share of values", title, shares=True)
+    yield "underflow_by_magnitude", partial(underflow_by_magnitude, figure_data)
+    yield "special_values", partial(special_values, figure_data)
 
 
-def underflow_by_magnitude(material: Material) -> Figure:
+def underflow_by_magnitude(figure_data: FigureData) -> Figure:
     """Which magnitudes vanish."""
-    kinds = material.kinds(material.judged)
+    kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.6 * len(kinds), 4.2, 1, len(kinds), sharey=True)
     for ax, kind in zip(axes, kinds, strict=True):
-        places = material.judged_places(kind)
-        chosen = trimmed(material.sums.binades_of(set(places)))
+        places = figure_data.judged_places(kind)
+        chosen = trimmed(figure_data.sums.binades_of(set(places)))
         frames = []
-        for name in material.formats:
-            found = material.summed(name, places)
+        for name in figure_data.formats:
+            found = figure_data.summed(name, places)
             if found is not None:
                 values, lost = found.values[chosen], found.underflow[chosen]
                 share = np.where(values > 0, lost / np.maximum(values, 1), np.nan)
@@ -61,13 +61,15 @@ def underflow_by_magnitude(material: Material) -> Figure:
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)
-    material.headline(figure, "Which magnitudes vanish", material.judged_origin)
+    figure_data.headline(figure, "Which magnitudes vanish", figure_data.judged_origin)
     return figure
 
 
-def special_values(material: Material) -> Figure:
+def special_values(figure_data: FigureData) -> Figure:
     """Where NaN and Inf are."""
-    table = material.tensors.assign(count=material.tensors["nan"] + material.tensors["inf"])
+    table = figure_data.tensors.assign(
+        count=figure_data.tensors["nan"] + figure_data.tensors["inf"]
+    )
     found = table.groupby(["layer_idx", "place"])["count"].sum().reset_index()
     found = found[found["count"] > 0]
     if found.empty:
@@ -76,5 +78,5 @@ def special_values(material: Material) -> Figure:
     figure, axes = sheet(max(6.0, 2 + 0.5 * data["column"].nunique()), 4.0)
     plot_heatmap(data, label="NaN and Inf values", digits=".0f", cmap="Reds", ax=axes[0])
     axes[0].set_ylabel("layer")
-    material.headline(figure, "NaN and Inf", material.origin)
+    figure_data.headline(figure, "NaN and Inf", figure_data.origin)
     return figure

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from megatron.analysis.figures.figure_data import (
     KINDS,
+    FigureData,
     Make,
-    Material,
     NothingToDrawError,
     legend,
     median_of,
@@ -24,79 +24,79 @@ from megatron.analysis.figures.figure_data import (
 from megatron.analysis.plots import plot_dots, plot_error_by_magnitude, plot_lines
 
 
-def draw(material: Material) -> Iterator[tuple[str, Make]]:
+def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """sqnr_by_layer, sqnr_by_tensor, error_by_magnitude, bias, row_against_column."""
-    if not material.formats:
+    if not figure_data.formats:
         raise NothingToDrawError("no format was asked for; name some in --formats")
-    yield "sqnr_by_layer", partial(by_layer, material)
+    yield "sqnr_by_layer", partial(by_layer, figure_data)
     yield (
         "sqnr_by_tensor",
-        partial(by_tensor, material, "sqnr_db", "SQNR (dB)", "SQNR of each tensor"),
+        partial(by_tensor, figure_data, "sqnr_db", "SQNR (dB)", "SQNR of each tensor"),
     )
-    yield "error_by_magnitude", partial(error_by_magnitude, material)
+    yield "error_by_magnitude", partial(error_by_magnitude, figure_data)
     title = "Bias: mean error over mean magnitude (zero: errors cancel)"
     yield (
         "bias",
-        partial(by_tensor, material, "relative_bias", "mean error / mean magnitude", title),
+        partial(by_tensor, figure_data, "relative_bias", "mean error / mean magnitude", title),
     )
     title = "Values that differ between row-wise and column-wise blocks"
     yield (
         "row_against_column",
-        partial(by_tensor, material, "axis_disagreement", "share of values", title, shares=True),
+        partial(by_tensor, figure_data, "axis_disagreement", "share of values", title, shares=True),
     )
 
 
-def by_layer(material: Material) -> Figure:
+def by_layer(figure_data: FigureData) -> Figure:
     """Formats over the layers, for each kind of tensor."""
-    kinds = material.kinds(material.judged)
+    kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.2 * len(kinds), 4.4, 1, len(kinds), sharey=True)
     for ax, kind in zip(axes, kinds, strict=True):
-        mine = material.judged[material.judged["kind"] == kind]
+        mine = figure_data.judged[figure_data.judged["kind"] == kind]
         data = medians(mine, "quantized_format", "layer_idx", "sqnr_db")
         plot_lines(data, xlabel="layer", ylabel="SQNR (dB)", title=KINDS[kind], least=2.0, ax=ax)
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)
-    note = median_of(material.judged, ["quantized_format", "kind", "layer_idx"], "point")
+    note = median_of(figure_data.judged, ["quantized_format", "kind", "layer_idx"], "point")
     title = "Formats on the same tensors, by layer"
-    material.headline(figure, title, f"{note}; {material.judged_origin}")
+    figure_data.headline(figure, title, f"{note}; {figure_data.judged_origin}")
     return figure
 
 
 def by_tensor(
-    material: Material, column: str, xlabel: str, title: str, *, shares: bool = False
+    figure_data: FigureData, column: str, xlabel: str, title: str, *, shares: bool = False
 ) -> Figure:
     """Formats side by side, a row a place."""
-    mine = material.judged.dropna(subset=[column])
+    mine = figure_data.judged.dropna(subset=[column])
     if mine.empty:
         raise NothingToDrawError(
             "none of the formats has blocks that run along either axis"
-            if column == "axis_disagreement" and not material.judged.empty
-            else material.nothing_judged
+            if column == "axis_disagreement" and not figure_data.judged.empty
+            else figure_data.nothing_judged
         )
-    order = [place for place in material.places if place in set(mine["place"])]
+    order = [place for place in figure_data.places if place in set(mine["place"])]
     found = mine.groupby(["quantized_format", "place"], sort=False)[column].median()
     data = found.rename("value").reset_index()
     data = data.rename(columns={"quantized_format": "group", "place": "name"})
     data = data.assign(at=data["name"].map({place: i for i, place in enumerate(order)}))
     figure, axes = sheet(9.0, 0.32 * len(order) + 2.2)
     data = data.sort_values("at", kind="stable")
-    formats = pd.Categorical(data["group"], list(material.formats))
+    formats = pd.Categorical(data["group"], list(figure_data.formats))
     data = data.assign(group=formats.astype(str), rank=formats.codes)
     plot_dots(data.sort_values(["at", "rank"]), xlabel=xlabel, shares=shares, ax=axes[0])
     legend(figure, axes)
     note = median_of(mine, ["quantized_format", "place"], "dot")
-    material.headline(figure, title, f"{note}; {material.judged_origin}")
+    figure_data.headline(figure, title, f"{note}; {figure_data.judged_origin}")
     return figure
 
 
-def magnitude_errors(material: Material, kind: str) -> pd.DataFrame:
+def magnitude_errors(figure_data: FigureData, kind: str) -> pd.DataFrame:
     """Mean relative error of each binade and format, for `plot_error_by_magnitude`."""
-    places = material.judged_places(kind)
-    chosen = trimmed(material.sums.binades_of(set(places)), 1e-3)
+    places = figure_data.judged_places(kind)
+    chosen = trimmed(figure_data.sums.binades_of(set(places)), 1e-3)
     frames = []
-    for name in material.formats:
-        found = material.summed(name, places)
+    for name in figure_data.formats:
+        found = figure_data.summed(name, places)
         if found is None:
             continue
         values = found.values[chosen]
@@ -109,14 +109,14 @@ def magnitude_errors(material: Material, kind: str) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=columns)
 
 
-def error_by_magnitude(material: Material) -> Figure:
+def error_by_magnitude(figure_data: FigureData) -> Figure:
     """Where each format is precise."""
-    kinds = material.kinds(material.judged)
+    kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.6 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
-        plot_error_by_magnitude(magnitude_errors(material, kind), title=KINDS[kind], ax=ax)
+        plot_error_by_magnitude(magnitude_errors(figure_data, kind), title=KINDS[kind], ax=ax)
     share_y(axes)
     legend(figure, axes)
     note = "100 %: the value becomes zero; the lowest 0.1 % of the values are left out; "
-    material.headline(figure, "Relative error by magnitude", note + material.judged_origin)
+    figure_data.headline(figure, "Relative error by magnitude", note + figure_data.judged_origin)
     return figure

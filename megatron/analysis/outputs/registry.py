@@ -18,11 +18,11 @@ from megatron.analysis.figures import (
     overflow,
     quantization,
 )
-from megatron.analysis.figures.figure_data import Material
+from megatron.analysis.figures.figure_data import FigureData
 
 #: Gives a figure's name and what draws it; or a file's name with its suffix, and what gives its
 #: text. What draws says what it lacks by `NothingToDrawError`; the others are made all the same.
-Draw = Callable[[Material], Iterator[tuple[str, Callable[[], Figure | str]]]]
+Draw = Callable[[FigureData], Iterator[tuple[str, Callable[[], Figure | str]]]]
 
 #: By folder; `output_names.SAYS` has the same names, and what they hold.
 OUTPUTS: dict[str, Draw] = {

@@ -24,7 +24,7 @@ import torch
 from matplotlib.figure import Figure
 
 from megatron.analysis.dump.tensor_files import UnreadableTensorError
-from megatron.analysis.figures.figure_data import Make, Material, NothingToDrawError
+from megatron.analysis.figures.figure_data import FigureData, Make, NothingToDrawError
 from megatron.analysis.outputs.atomic_write import write
 from megatron.analysis.outputs.names import QUICK, REPORT
 from megatron.analysis.outputs.registry import OUTPUTS
@@ -42,7 +42,7 @@ WITHOUT_SUMS = {QUICK, "heatmaps", "statistics", "attention_maps", "global_stati
 class Order:
     """What outputs are made of, and where they go."""
 
-    material: Material
+    figure_data: FigureData
     output: Path
     image: str  #: png, svg or pdf
     run: str | None
@@ -70,12 +70,12 @@ def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]
         yield from (make(name, order) for name in names)
         return
     # once, here, what several processes need
-    material = order.material
-    _ = material.uses
+    figure_data = order.figure_data
+    _ = figure_data.uses
     if {*names} - WITHOUT_SUMS:
-        _ = material.sums
+        _ = figure_data.sums
     if {"comparisons", REPORT} <= {*names}:
-        _ = material.deviations
+        _ = figure_data.deviations
     ordered = sorted(names, key=lambda name: SLOW.index(name) if name in SLOW else len(SLOW))
     fork = multiprocessing.get_context("fork")
     try:
@@ -102,7 +102,7 @@ def _begin(order: Order) -> None:
         signal.signal(number, _stop)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    order.material.progress = False
+    order.figure_data.progress = False
     _order.append(order)
 
 
@@ -146,7 +146,7 @@ def make(name: str, order: Order) -> Made:
     made = Made(name)
     try:
         if name == QUICK:
-            folder = order.material.store.folder
+            folder = order.figure_data.store.folder
             quick = quick_analysis(
                 folder, order.output, run=order.run, cache=order.cache, workers=1
             )
@@ -154,9 +154,9 @@ def make(name: str, order: Order) -> Made:
         elif name == REPORT:
             from megatron.analysis.report import write_report
 
-            made.files.append(write_report(order.material, order.output / "report.html"))
+            made.files.append(write_report(order.figure_data, order.output / "report.html"))
         else:
-            for title, draw in OUTPUTS[name](order.material):
+            for title, draw in OUTPUTS[name](order.figure_data):
                 _draw(f"{name}/{title}", draw, order, made)
     except (NothingToDrawError, UnreadableTensorError) as error:
         made.missing[name] = str(error)

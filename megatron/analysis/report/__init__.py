@@ -11,20 +11,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.analysis.figures.figure_data import Material
+from megatron.analysis.figures.figure_data import FigureData
 from megatron.analysis.outputs.atomic_write import write
 from megatron.analysis.report.content import content
 
 _HERE = Path(__file__).parent
 
 
-def write_report(material: Material, path: Path) -> Path:
+def write_report(figure_data: FigureData, path: Path) -> Path:
     """Write the page, whole or not at all.
 
     Raises:
         ImportError: there is no plotly to take the JavaScript from.
     """
-    page = render(content(material))
+    page = render(content(figure_data))
     return write(path, page.encode(errors="backslashreplace"))
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.analysis.dump.tensor_files import UnreadableTensorError
-from megatron.analysis.figures.figure_data import Material, trimmed
+from megatron.analysis.figures.figure_data import FigureData, trimmed
 from megatron.analysis.figures.scale_maps import scale_map
 from megatron.analysis.stats import FormatArrays
 from megatron.analysis.stats.result import Counts
@@ -31,19 +31,19 @@ NUMBERS = ("sqnr_db", "cosine", "relative_bias", "underflow", "saturated", "pois
            "codes_used", "block_range", "headroom", "axis_disagreement")  # fmt: skip
 
 
-def details(material: Material, chosen: Sequence[int]) -> dict[str, Any]:
+def details(figure_data: FigureData, chosen: Sequence[int]) -> dict[str, Any]:
     """By tensor."""
     uses = {
-        tensor: part for tensor, part in material.uses[
-            material.uses["tensor"].isin(list(chosen))
+        tensor: part for tensor, part in figure_data.uses[
+            figure_data.uses["tensor"].isin(list(chosen))
         ].groupby("tensor", sort=False)
     }  # fmt: skip
-    return {str(tensor): _detail(material, tensor, uses.get(tensor)) for tensor in chosen}
+    return {str(tensor): _detail(figure_data, tensor, uses.get(tensor)) for tensor in chosen}
 
 
-def _detail(material: Material, tensor: int, uses: pd.DataFrame | None) -> dict[str, Any]:
-    row = material.tensors.loc[tensor]
-    arrays = material.found.arrays(tensor)
+def _detail(figure_data: FigureData, tensor: int, uses: pd.DataFrame | None) -> dict[str, Any]:
+    row = figure_data.tensors.loc[tensor]
+    arrays = figure_data.found.arrays(tensor)
     binades = arrays.positive + arrays.negative
     shown = trimmed(binades)
     found: dict[str, Any] = {
@@ -63,7 +63,7 @@ def _detail(material: Material, tensor: int, uses: pd.DataFrame | None) -> dict[
     for use in () if uses is None else uses.to_dict("records"):
         part = arrays.formats[use["quantized_format"], use["axis"]]
         found["formats"][use["quantized_format"]] = _in_format(use, part, binades, shown)
-    found["maps"] = _maps(material, tensor)
+    found["maps"] = _maps(figure_data, tensor)
     return found
 
 
@@ -87,13 +87,13 @@ def _in_format(
     }
 
 
-def _maps(material: Material, tensor: int) -> dict[str, Any]:
+def _maps(figure_data: FigureData, tensor: int) -> dict[str, Any]:
     """Block maps along the last dimension; none where the tensor cannot be put together."""
-    formats = [name for name in material.with_blocks() if not get_format(name).square]
+    formats = [name for name in figure_data.with_blocks() if not get_format(name).square]
     if not formats:
         return {}
     try:
-        whole: Tensor = material.load(tensor)
+        whole: Tensor = figure_data.load(tensor)
         tables = {name: scale_map(whole, name, rows=ROWS, blocks=BLOCKS) for name in formats}
     except (UnreadableTensorError, ValueError):
         return {}

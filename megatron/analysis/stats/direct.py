@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron.analysis.stats.errors import Errors, headroom_bins
 from megatron.analysis.stats.format_groups import axes_of
 from megatron.analysis.stats.kernels.error_sums import account_pairs, disagree_pairs
-from megatron.analysis.stats.layout import Layout
+from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.fake_quant import dequantize, reference
-from megatron.fake_quant.block_layout import Layout as Blocks
+from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.code_points import encode, pack_nibbles, unpack_nibbles
 from megatron.fake_quant.formats import (
     Cast,
@@ -42,7 +42,7 @@ _NIBBLE = 4
 
 
 def measure_sampled(
-    tensor: Tensor, layout: Layout, fmt: Format, found: dict[tuple[str, str], Errors]
+    tensor: Tensor, layout: MatrixView, fmt: Format, found: dict[tuple[str, str], Errors]
 ) -> None:
     """Add what a format does to a tensor that is not empty."""
     axes = axes_of(fmt)
@@ -66,7 +66,7 @@ def measure_sampled(
         errors.disagreement_sum[:] = row.disagreement_sum
 
 
-def _pieces(tensor: Tensor, layout: Layout, fmt: Format) -> Iterator[Tensor]:
+def _pieces(tensor: Tensor, layout: MatrixView, fmt: Format) -> Iterator[Tensor]:
     """[outer, rows, columns], whole where a scale belongs to the whole tensor."""
     whole = tensor.reshape(layout.outer, layout.rows, layout.columns)
     if isinstance(fmt.scaling, (TensorScaling, TwoLevelScaling)) or whole.numel() <= PIECE:
@@ -79,7 +79,7 @@ def _pieces(tensor: Tensor, layout: Layout, fmt: Format) -> Iterator[Tensor]:
             yield whole[outer : outer + 1, first : first + step]
 
 
-def _view(piece: Tensor, layout: Layout, axis: str, *, square: bool) -> tuple[Tensor, int]:
+def _view(piece: Tensor, layout: MatrixView, axis: str, *, square: bool) -> tuple[Tensor, int]:
     """The piece as the format shall see it, and the axis of its blocks. Each run of a row is on its
     own; for square blocks it is a matrix with the other rows.
     """
@@ -101,7 +101,7 @@ def _add_values(
     codes = packed.codes
     if packed.format.element.bits <= _NIBBLE:
         codes = unpack_nibbles(codes, packed.shape[packed.axis])
-    codes = Blocks.of(packed.shape, packed.format, packed.axis).from_rows(codes)
+    codes = BlockLayout.of(packed.shape, packed.format, packed.axis).from_rows(codes)
     account_pairs(
         _bits(view), _bits(result), clipped.reshape(-1).numpy(), errors.sums,
         codes.reshape(-1).numpy(), errors.codes,
@@ -115,7 +115,7 @@ def _quantized(view: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor, Te
     Values are rounded once, to an element type that has larger numbers, and are then clipped to the
     largest number. The same random numbers therefore decide about both results.
     """
-    layout, element = Blocks.of(tuple(view.shape), fmt, dim), fmt.element
+    layout, element = BlockLayout.of(tuple(view.shape), fmt, dim), fmt.element
     blocks, scales = reference.scale_down(view, fmt, layout)
     if isinstance(element, HiFloat8):
         largest, wider = math.ldexp(1, LARGEST_EXPONENT), replace(element, overflow="inf")
@@ -146,7 +146,7 @@ def _limits(packed: QuantizedTensor) -> Tensor:
 
 def _add_blocks(errors: Errors, view: Tensor, packed: QuantizedTensor) -> None:
     """Scales, and the magnitudes of each block."""
-    layout = Blocks.of(packed.shape, packed.format, packed.axis)
+    layout = BlockLayout.of(packed.shape, packed.format, packed.axis)
     stored = packed.scales.block()
     if isinstance(packed.format.scaling, GroupScaling):
         stored = stored[..., 0]

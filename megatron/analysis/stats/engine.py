@@ -15,14 +15,14 @@ from megatron.analysis.stats.format_groups import make_plan
 from megatron.analysis.stats.jobs import Failure, measure_job
 from megatron.analysis.stats.logical_tensors import (
     NOTE_SEPARATOR,
-    Found,
-    Logical,
+    FormatErrors,
+    LogicalTensor,
     first_passes,
     logical_tensors,
 )
-from megatron.analysis.stats.merge import Assembly
+from megatron.analysis.stats.merge import ResultMerger
 from megatron.analysis.stats.result import Statistics, TensorArrays
-from megatron.analysis.stats.result_columns import Frames, arrays_of
+from megatron.analysis.stats.result_columns import ResultColumns, arrays_of
 from megatron.analysis.store import TensorStore
 
 _STRICT = "remove the file, or leave --strict out"
@@ -67,14 +67,14 @@ def compute(
     if strict and problems:
         first = problems[0]
         raise UnreadableTensorError(first.path, f"{first.why}; {_STRICT}")
-    frames, done, failures = Frames(), set(), []
+    frames, done, failures = ResultColumns(), set(), []
     # a terminal gets a bar; a log gets nothing
     bar = tqdm(
         total=len(tensors), desc="Measuring", unit="tensor", leave=False,
         disable=None if progress else True,
     )  # fmt: skip
     with bar, opened(cache, store.folder) as kept:
-        work = Assembly(tensors, names, kept)
+        work = ResultMerger(tensors, names, kept)
         jobs = work.jobs()
         outcomes = on_cluster(jobs, scheduler) if scheduler else on_threads(jobs, workers)
         for number, result in work.results(outcomes):
@@ -100,16 +100,16 @@ def compute(
     return Statistics(table, of_formats, problems, load_arrays, remarks, repeats)
 
 
-def _note(tensor: Logical, formats: Sequence[str], found: Found) -> str:
+def _note(tensor: LogicalTensor, formats: Sequence[str], found: FormatErrors) -> str:
     notes = [tensor.note] if tensor.note else []
     if formats and not found and tensor.row.slice is None:
         notes.append(_NO_FORMATS_OF.format(dtype=tensor.row.dtype))
     return NOTE_SEPARATOR.join(notes)
 
 
-def _arrays(tensor: Logical, formats: Sequence[str], kept: Cache | None) -> TensorArrays:
+def _arrays(tensor: LogicalTensor, formats: Sequence[str], kept: Cache | None) -> TensorArrays:
     """From the cache, else computed."""
-    work = Assembly([tensor], formats, kept)
+    work = ResultMerger([tensor], formats, kept)
     outcomes = ((job.number, measure_job(job)) for job in work.jobs())
     failure = None
     for _, result in work.results(outcomes):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.analysis.stats.jobs import Job, Outcome, measure_jobs
+from megatron.analysis.stats.jobs import Job, JobResult, measure_jobs
 from megatron.analysis.stats.kernels.class_tables import TABLE_BYTES
 
 PATIENCE = "20s"  #: for a scheduler to answer
@@ -67,11 +67,11 @@ def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
         yield batch
 
 
-def on_threads(jobs: Sequence[Job], workers: int) -> Iterator[tuple[int, Outcome]]:
+def on_threads(jobs: Sequence[Job], workers: int) -> Iterator[tuple[int, JobResult]]:
     """Outcomes by the jobs' numbers, in any order; few are in memory at a time."""
     waiting = batches(jobs)
     with one_torch_thread(), ThreadPoolExecutor(workers, "statistics") as threads:
-        running: set[Future[list[tuple[int, Outcome]]]] = set()
+        running: set[Future[list[tuple[int, JobResult]]]] = set()
         try:
             while True:
                 while len(running) < 2 * workers and (batch := next(waiting, None)):
@@ -112,7 +112,7 @@ def check_scheduler(address: str) -> None:
         ) from None
 
 
-def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, Outcome]]:
+def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, JobResult]]:
     """As `on_threads`, on the workers of a Dask scheduler. They read the dump under the same path
     and import this package.
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from megatron.analysis.stats.layout import is_operand
+from megatron.analysis.stats.matrix_view import is_operand
 from megatron.analysis.stats.result import Statistics, words_of_repeats
 from megatron.analysis.text_table import align, csv_cell, shown
 

@@ -53,7 +53,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FormatGroups:
     """Formats by the way that they are computed."""
 
     plain: tuple[Format, ...]  #: without blocks
@@ -72,7 +72,7 @@ def axes_of(fmt: Format) -> tuple[str, ...]:
     return ("all",) if fmt.block_size is None or fmt.square else AXES
 
 
-def make_plan(names: Sequence[str]) -> Plan:
+def make_plan(names: Sequence[str]) -> FormatGroups:
     """The plan for formats by name; a format named twice, by whatever name, counts once.
 
     Raises:
@@ -89,7 +89,7 @@ def make_plan(names: Sequence[str]) -> Plan:
         else:
             groups.setdefault((fmt.block_size, fmt.square, *_scale_key(fmt)), []).append(fmt)
     made = [Group(int(str(key[0])), bool(key[1]), tuple(of)) for key, of in groups.items()]
-    return Plan(tuple(plain), tuple(made), tuple(sampled))
+    return FormatGroups(tuple(plain), tuple(made), tuple(sampled))
 
 
 def _scale_key(fmt: Format) -> tuple[object, ...]:

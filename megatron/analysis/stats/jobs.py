@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron.analysis.dump.tensor_files import UnreadableTensorError, read_tensor
-from megatron.analysis.stats.format_groups import Plan, axes_of, make_plan
+from megatron.analysis.stats.format_groups import FormatGroups, axes_of, make_plan
 from megatron.analysis.stats.kernels.pattern_counts import Workspace
 from megatron.analysis.stats.kernels.scalar_quantizer import number_of_codes
-from megatron.analysis.stats.logical_tensors import Found, Part
+from megatron.analysis.stats.logical_tensors import FormatErrors, Part
 from megatron.analysis.stats.serialization import (
     VALUES,
     pack_errors,
@@ -51,18 +51,18 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobResult:
     """What came of a job."""
 
     contents: dict[str, bytes]  #: by name: `VALUES`, and each format; empty: could not be measured
     failures: tuple[Failure, ...]  #: also of replicas that were not needed
 
 
-def measure_job(job: Job) -> Outcome:
+def measure_job(job: Job) -> JobResult:
     """Read and measure."""
     tensor, failures = _load(job.part)
     if tensor is None:
-        return Outcome({}, failures)
+        return JobResult({}, failures)
     try:
         values, found = measure(tensor, job.part.layout, _plan(job), _workspace())
     except (
@@ -74,22 +74,22 @@ def measure_job(job: Job) -> Outcome:
         MemoryError,
     ) as error:
         why = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
-        return Outcome({}, (*failures, Failure(job.part.paths[0], f"cannot be measured ({why})")))
+        return JobResult({}, (*failures, Failure(job.part.paths[0], f"cannot be measured ({why})")))
     contents = {VALUES: pack_values(values)}
     for name in job.formats:
         of_format = {axis: errors for (fmt, axis), errors in found.items() if fmt == name}
         contents[name] = pack_errors(of_format) if of_format else b""
-    return Outcome(contents, failures)
+    return JobResult(contents, failures)
 
 
-def measure_jobs(jobs: Sequence[Job]) -> list[tuple[int, Outcome]]:
+def measure_jobs(jobs: Sequence[Job]) -> list[tuple[int, JobResult]]:
     """Several, one after the other, on one thread."""
     return [(job.number, measure_job(job)) for job in jobs]
 
 
-def read_outcome(contents: dict[str, bytes], formats: Sequence[str]) -> tuple[Values, Found]:
+def read_outcome(contents: dict[str, bytes], formats: Sequence[str]) -> tuple[Values, FormatErrors]:
     """The statistics of a part from its results."""
-    found: Found = {}
+    found: FormatErrors = {}
     for name in formats:
         if not contents[name]:  # of a dtype that no format takes, or of a slice
             continue
@@ -134,12 +134,12 @@ def _read(path: str, shape: tuple[int, ...]) -> Tensor | Failure:
     return tensor
 
 
-def _plan(job: Job) -> Plan:
+def _plan(job: Job) -> FormatGroups:
     plan = make_plan(job.formats)
     if job.part.blocks:
         return plan
     sampled = tuple(fmt for fmt in plan.sampled if fmt.block_size is None)
-    return Plan(plan.plain, (), sampled)
+    return FormatGroups(plan.plain, (), sampled)
 
 
 def _workspace() -> Workspace:

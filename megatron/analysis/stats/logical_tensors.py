@@ -20,7 +20,7 @@ import pandas as pd
 from megatron.analysis.dump.reassembly import Cut, data_ranks, parse_dims
 from megatron.analysis.dump.tensor_files import UnreadableTensorError, read_tensor
 from megatron.analysis.stats.errors import Errors
-from megatron.analysis.stats.layout import Layout, layout_of
+from megatron.analysis.stats.matrix_view import MatrixView, layout_of
 from megatron.analysis.stats.values import Values, join
 
 KEYS = (
@@ -31,8 +31,8 @@ KEYS = (
 NOTE_SEPARATOR = "; "
 MOST_MISSING = 16  #: parts that a note names
 
-Place = tuple[int, ...]
-Found = dict[tuple[str, str], Errors]
+ShardIndex = tuple[int, ...]
+FormatErrors = dict[tuple[str, str], Errors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,19 @@ class Part:
 
     paths: tuple[str, ...]
     replicas: tuple[tuple[str, ...], ...]  #: of each path, files that should hold the same
-    layout: Layout
+    layout: MatrixView
     blocks: bool  #: whether formats with block scales make sense: not of a slice
     nbytes: int  #: about, of one tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Logical:
+class LogicalTensor:
     """A tensor that is put together from parts."""
 
     row: Any  #: the record of its first file, a named tuple
     data_rank: int
     cuts: tuple[Cut, ...]  #: without those of sums
-    parts: dict[Place, Part]  #: by the ranks in the groups of the cuts
+    parts: dict[ShardIndex, Part]  #: by the ranks in the groups of the cuts
     files: int  #: all of them, replicas too
     note: str
 
@@ -69,7 +69,7 @@ class Logical:
 
 def logical_tensors(
     records: pd.DataFrame, *, dump: pd.DataFrame | None = None
-) -> Iterator[Logical]:
+) -> Iterator[LogicalTensor]:
     """The logical tensors of these records, in the order of their first files. Codes are no values
     and are left out.
 
@@ -94,7 +94,7 @@ def logical_tensors(
         yield _logical(rows, head_dims)
 
 
-def first_passes(tensors: Sequence[Logical]) -> list[Logical]:
+def first_passes(tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
     """Return the tensors without those that recomputation saved a second time.
 
     Activation recomputation runs a forward pass again and saves its tensors again. If the first
@@ -108,7 +108,7 @@ def first_passes(tensors: Sequence[Logical]) -> list[Logical]:
     ]
 
 
-def _pass(tensor: Logical) -> tuple[Any, ...]:
+def _pass(tensor: LogicalTensor) -> tuple[Any, ...]:
     """Return a key that a tensor shares with its repetition; a file of an unknown run has none."""
     if pd.isna(tensor.row.run_id):
         return (tensor.row.path,)
@@ -143,7 +143,7 @@ def _head_dims(records: pd.DataFrame) -> dict[tuple[Any, ...], int]:
     }
 
 
-def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> Logical:
+def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> LogicalTensor:
     first, notes = rows[0], []
     cuts = _cuts(first.dims) or []
     if any(cut.axis is not None and cut.axis >= len(first.shape) for cut in cuts):
@@ -154,7 +154,7 @@ def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> Logi
     joined = [cut for cut in known if cut.axis is not None]
     summed = [cut for cut in known if cut.axis is None or cut.summed]
     head_dim = head_dims.get((first.run_id, first.layer_idx, first.layer_type))
-    places: dict[Place, dict[Place, list[Any]]] = {}
+    places: dict[ShardIndex, dict[ShardIndex, list[Any]]] = {}
     for row in rows:
         place = tuple(_rank(row, cut) // cut.copies for cut in joined)
         of_sum = tuple(
@@ -162,7 +162,7 @@ def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> Logi
         )
         places.setdefault(place, {}).setdefault(of_sum, []).append(row)
     notes += _missing(first, joined, set(places), "shards")
-    parts: dict[Place, Part] = {}
+    parts: dict[ShardIndex, Part] = {}
     for place, addends in sorted(places.items()):
         notes += _missing(first, summed, set(addends), "addends")
         row = addends[min(addends)][0]  # of replicas the first counts
@@ -176,7 +176,7 @@ def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> Logi
         parts[place] = Part(paths, replicas, layout, row.slice is None, size)
     if first.slice is not None:
         notes.append("a slice: without formats that have block scales")
-    return Logical(
+    return LogicalTensor(
         first,
         int(first.data_rank),
         tuple(joined),
@@ -199,7 +199,7 @@ def _rank(row: Any, cut: Cut) -> int:
     return int(getattr(row, cut.group))
 
 
-def _missing(row: Any, cuts: Sequence[Cut], found: set[Place], what: str) -> list[str]:
+def _missing(row: Any, cuts: Sequence[Cut], found: set[ShardIndex], what: str) -> list[str]:
     """Which parts' files are not there: they are numbered as the ranks are, or, where several
     ranks have one part, as the parts.
     """
@@ -221,19 +221,19 @@ def _missing(row: Any, cuts: Sequence[Cut], found: set[Place], what: str) -> lis
 
 
 def put_together(
-    logical: Logical, measured: dict[Place, tuple[Values, Found]]
-) -> tuple[Values, Found]:
+    logical: LogicalTensor, measured: dict[ShardIndex, tuple[Values, FormatErrors]]
+) -> tuple[Values, FormatErrors]:
     """The statistics of a tensor from those of its parts."""
     values = {place: of_values for place, (of_values, _) in measured.items()}
     for cut in reversed(logical.cuts):
-        groups: dict[Place, list[Values]] = {}
+        groups: dict[ShardIndex, list[Values]] = {}
         for place in sorted(values):
             groups.setdefault(place[:-1], []).append(values[place])
         values = {
             place: join(parts, cut.axis, zigzag=cut.zigzag) if len(parts) > 1 else parts[0]
             for place, parts in groups.items()
         }
-    found: Found = {}
+    found: FormatErrors = {}
     for _, of_formats in measured.values():
         for key, errors in of_formats.items():
             if key in found:

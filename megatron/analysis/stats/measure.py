@@ -19,9 +19,9 @@ from megatron.analysis.stats.cache import opened
 from megatron.analysis.stats.executors import on_threads, processors
 from megatron.analysis.stats.histogram import Histogram
 from megatron.analysis.stats.jobs import Failure
-from megatron.analysis.stats.layout import is_operand
-from megatron.analysis.stats.logical_tensors import Logical, first_passes, logical_tensors
-from megatron.analysis.stats.merge import Assembly
+from megatron.analysis.stats.logical_tensors import LogicalTensor, first_passes, logical_tensors
+from megatron.analysis.stats.matrix_view import is_operand
+from megatron.analysis.stats.merge import ResultMerger
 from megatron.analysis.stats.moments import Moments, merge
 from megatron.analysis.stats.result import notes_by_text
 from megatron.analysis.store import TensorStore
@@ -109,7 +109,7 @@ def measure_dump(
     hidden = None if progress else True  # None: hidden where there is no terminal
     bar = tqdm(total=len(tensors), desc="Reading", unit="tensor", disable=hidden, leave=False)
     with bar, opened(cache, store.folder) as kept:
-        assembly = Assembly(tensors, (), kept)
+        assembly = ResultMerger(tensors, (), kept)
         outcomes = on_threads(assembly.jobs(), workers or processors())
         for number, result in assembly.results(outcomes):
             if isinstance(result, Failure):
@@ -136,7 +136,7 @@ def use_of(layer_type: Any, tensor_name: Any) -> str:
     return OPERANDS if is_operand(layer_type, tensor_name) else RESULTS
 
 
-def _row(tensor: Logical) -> dict[str, Any]:
+def _row(tensor: LogicalTensor) -> dict[str, Any]:
     """The record's part of a row; what groups tensors is never null."""
     known = {name: getattr(tensor.row, name, None) for name in RECORD_COLUMNS}
     row = {name: None if value is pd.NA else value for name, value in known.items()}

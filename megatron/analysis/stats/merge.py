@@ -1,6 +1,6 @@
 """From the results of jobs to those of tensors: the engine's book-keeping.
 
-assembly = Assembly(tensors, formats, cache)
+assembly = ResultMerger(tensors, formats, cache)
 for number, result in assembly.results(on_threads(assembly.jobs(), workers)):
     ...
 """
@@ -11,24 +11,32 @@ import struct
 from collections.abc import Iterator, Sequence
 
 from megatron.analysis.stats.cache import Cache, Entry
-from megatron.analysis.stats.jobs import Failure, Job, Outcome, measure_job, read_outcome
-from megatron.analysis.stats.logical_tensors import Found, Logical, Part, Place, put_together
+from megatron.analysis.stats.jobs import Failure, Job, JobResult, measure_job, read_outcome
+from megatron.analysis.stats.logical_tensors import (
+    FormatErrors,
+    LogicalTensor,
+    Part,
+    ShardIndex,
+    put_together,
+)
 from megatron.analysis.stats.serialization import VALUES
 from megatron.analysis.stats.values import Values
 
-Where = tuple[int, Place, Entry | None]  #: tensor, part, and what it is kept under
-Result = tuple[int, tuple[Values, Found] | Failure]
+Where = tuple[int, ShardIndex, Entry | None]  #: tensor, part, and what it is kept under
+PartResult = tuple[int, tuple[Values, FormatErrors] | Failure]
 
 
-class Assembly:
+class ResultMerger:
     """Which results are there, which are to be computed, and to which tensor each belongs."""
 
-    def __init__(self, tensors: Sequence[Logical], formats: Sequence[str], cache: Cache | None):
+    def __init__(
+        self, tensors: Sequence[LogicalTensor], formats: Sequence[str], cache: Cache | None
+    ):
         self.tensors, self.formats, self.cache = tensors, formats, cache
         self._wanted = {VALUES, *formats}
         self._jobs: list[Where] = []  # by the job's number
         self._kept: list[Where] = []  # all there: read when their turn comes
-        self._measured: dict[int, dict[Place, tuple[Values, Found]]] = {}
+        self._measured: dict[int, dict[ShardIndex, tuple[Values, FormatErrors]]] = {}
         self._failed: set[int] = set()
 
     def jobs(self) -> list[Job]:
@@ -46,7 +54,9 @@ class Assembly:
                 self._jobs.append((number, place, entry))
         return jobs
 
-    def _read(self, contents: dict[str, bytes], *, kept: bool) -> tuple[Values, Found] | None:
+    def _read(
+        self, contents: dict[str, bytes], *, kept: bool
+    ) -> tuple[Values, FormatErrors] | None:
         """Return the statistics that the bytes hold; None if a cached entry is damaged."""
         try:
             return read_outcome(contents, self.formats)
@@ -61,16 +71,16 @@ class Assembly:
         except OSError:  # a file that is gone: the job says so
             return None
 
-    def results(self, outcomes: Iterator[tuple[int, Outcome]]) -> Iterator[Result]:
+    def results(self, outcomes: Iterator[tuple[int, JobResult]]) -> Iterator[PartResult]:
         """Tensors by number as they are complete, one time each; and each file that could not be
         read, with the number of its tensor, which may be complete without.
         """
         for where in self._kept:
-            yield from self._add(where, Outcome({}, ()))
+            yield from self._add(where, JobResult({}, ()))
         for job, outcome in outcomes:
             yield from self._add(self._jobs[job], outcome)
 
-    def _add(self, where: Where, outcome: Outcome) -> Iterator[Result]:
+    def _add(self, where: Where, outcome: JobResult) -> Iterator[PartResult]:
         number, place, entry = where
         yield from ((number, failure) for failure in outcome.failures)
         if outcome.failures and not outcome.contents:
@@ -92,7 +102,7 @@ class Assembly:
             formats = tuple(name for name in self.formats if name in missing)
             again = measure_job(Job(0, tensor.parts[place], formats))
             whole = contents | again.contents if again.contents else {}
-            yield from self._add(where, Outcome(whole, again.failures))
+            yield from self._add(where, JobResult(whole, again.failures))
             return
         if number in self._failed:
             return

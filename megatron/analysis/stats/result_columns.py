@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from megatron.analysis.stats.errors import Errors
 from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E8M0
-from megatron.analysis.stats.layout import used_by
-from megatron.analysis.stats.logical_tensors import Found, Logical
+from megatron.analysis.stats.logical_tensors import FormatErrors, LogicalTensor
+from megatron.analysis.stats.matrix_view import used_by
 from megatron.analysis.stats.result import (
     FORMAT_COLUMNS,
     IDENTITY_COLUMNS,
@@ -44,7 +44,7 @@ _MOMENTS = (
 )  # fmt: skip
 
 
-class Frames:
+class ResultColumns:
     """Rows as they come, tables at the end."""
 
     def __init__(self) -> None:
@@ -55,7 +55,9 @@ class Frames:
         self._of: list[int] = []  # the logical tensor of each row of formats
         self._order: list[int] = []  # and of each row of values
 
-    def add(self, number: int, logical: Logical, values: Values, found: Found, note: str) -> None:
+    def add(
+        self, number: int, logical: LogicalTensor, values: Values, found: FormatErrors, note: str
+    ) -> None:
         """A logical tensor; `number` is its place among all."""
         self._order.append(number)
         self._identities.append(_identity(logical, note))
@@ -98,7 +100,7 @@ class Frames:
         return pd.DataFrame({name: columns[name] for name in FORMAT_COLUMNS})
 
 
-def _identity(logical: Logical, note: str) -> tuple[Any, ...]:
+def _identity(logical: LogicalTensor, note: str) -> tuple[Any, ...]:
     row = logical.row
     known = {name: getattr(row, name, None) for name in IDENTITY_COLUMNS}
     known = {
@@ -156,7 +158,7 @@ def scale_exponents(fmt: Format) -> NDArray[np.float64]:
     return found
 
 
-def arrays_of(values: Values, found: Found) -> TensorArrays:
+def arrays_of(values: Values, found: FormatErrors) -> TensorArrays:
     """The histograms of a tensor."""
     halves = values.histogram.counts.reshape(2, -1)[:, : 255 * 128].copy()
     halves[:, 0] = 0  # zeros

@@ -20,7 +20,7 @@ from megatron.analysis.stats import moments
 from megatron.analysis.stats.chunks import LARGE, give_back, is_mapped, pieces
 from megatron.analysis.stats.direct import measure_sampled
 from megatron.analysis.stats.errors import Errors
-from megatron.analysis.stats.format_groups import Group, Plan, axes_of
+from megatron.analysis.stats.format_groups import FormatGroups, Group, axes_of
 from megatron.analysis.stats.histogram import BINS, Histogram
 from megatron.analysis.stats.kernels import value_scan
 from megatron.analysis.stats.kernels.block_extremes import BlockCounts, block_extremes, classes_of
@@ -28,7 +28,7 @@ from megatron.analysis.stats.kernels.error_sums import account_cells, account_va
 from megatron.analysis.stats.kernels.half_tables import HALVES, INFINITY, numbers, widened
 from megatron.analysis.stats.kernels.pattern_counts import Counter, Workspace, one_by_one
 from megatron.analysis.stats.kernels.scalar_quantizer import make_coder, number_of_codes
-from megatron.analysis.stats.layout import Layout
+from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.analysis.stats.values import Values
 from megatron.fake_quant.formats import Format
 
@@ -36,12 +36,12 @@ FLOAT32_INFINITY = np.int32(0x7F800000)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 FORMATTED = (*HALVES, torch.float32)  #: dtypes that formats can be computed of
 
-Found = dict[tuple[str, str], Errors]  #: by format and axis
+FormatErrors = dict[tuple[str, str], Errors]  #: by format and axis
 
 
 def measure(
-    tensor: Tensor, layout: Layout, plan: Plan, workspace: Workspace | None = None
-) -> tuple[Values, Found]:
+    tensor: Tensor, layout: MatrixView, plan: FormatGroups, workspace: Workspace | None = None
+) -> tuple[Values, FormatErrors]:
     """The statistics of a tensor of any real dtype; those of formats if it is of a dtype that
     `fake_quantize` takes.
 
@@ -52,7 +52,7 @@ def measure(
         raise TypeError(f"complex values ({tensor.dtype}) have no order; nothing is computed")
     tensor = tensor.detach().contiguous()
     formats = [*plan.plain, *(f for group in plan.groups for f in group.formats), *plan.sampled]
-    found: Found = {}
+    found: FormatErrors = {}
     if tensor.dtype in FORMATTED:
         found = {
             (fmt.name, axis): Errors(number_of_codes(fmt.element))
@@ -76,7 +76,7 @@ def measure(
 class _Tensor:
     """One tensor while it is measured."""
 
-    def __init__(self, tensor: Tensor, layout: Layout, workspace: Workspace):
+    def __init__(self, tensor: Tensor, layout: MatrixView, workspace: Workspace):
         self.layout, self.workspace, self.dtype = layout, workspace, tensor.dtype
         self.half = tensor.dtype if tensor.dtype in HALVES else None
         self.tensor = tensor
@@ -175,7 +175,7 @@ class _Tensor:
             zero.reshape(layout.channels),
         )  # fmt: skip
 
-    def plain(self, formats: tuple[Format, ...], found: Found) -> None:
+    def plain(self, formats: tuple[Format, ...], found: FormatErrors) -> None:
         """Formats without blocks: every value is of class 0."""
         coders = [(fmt, make_coder(fmt, self.dtype, self.amax)) for fmt in formats]
         if self.half is not None:
@@ -195,7 +195,7 @@ class _Tensor:
                 account_values(flat, none, size, size, True, coder, errors.sums, errors.codes)
             give_back(piece, mapped=self.mapped)
 
-    def group(self, group: Group, found: Found) -> None:
+    def group(self, group: Group, found: FormatErrors) -> None:
         """Formats with block scales."""
         coders = [
             (fmt, make_coder(fmt, self.dtype, self.amax, group.emax)) for fmt in group.formats
@@ -231,7 +231,7 @@ class _Tensor:
                 errors.disagreement[1] = errors.counts[0] + errors.counts[1] + errors.counts[2]
         self._share_disagreement(group, found)
 
-    def _share_disagreement(self, group: Group, found: Found) -> None:
+    def _share_disagreement(self, group: Group, found: FormatErrors) -> None:
         """It was counted for the row; the column's is the same."""
         for fmt in group.formats if not group.square else ():
             row, column = found[fmt.name, "row"], found[fmt.name, "column"]

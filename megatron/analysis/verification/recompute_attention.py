@@ -24,7 +24,11 @@ import torch
 from torch import Tensor
 
 from megatron.analysis.dump.reassembly import bits, differences
-from megatron.analysis.verification.recompute_linear import Outcome, as_outcome, check_not_random
+from megatron.analysis.verification.recompute_linear import (
+    Recomputation,
+    as_outcome,
+    check_not_random,
+)
 from megatron.analysis.verification.recorded_formats import NotCheckedError, Softmax
 from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
 from megatron.tensor_record import PAIRWISE
@@ -37,7 +41,7 @@ RESULTS = (*_FORWARD, *_GRADIENTS)  #: what follows from the operands
 
 
 @dataclass(frozen=True, slots=True)
-class Formats:
+class AttentionFormats:
     """What QK^T and PV go through (None: high precision), and the scores between them."""
 
     qk: GemmFormats | None
@@ -57,8 +61,8 @@ class Formats:
 
 
 def attention(
-    ranks: Sequence[Mapping[str, Tensor]], formats: Formats, slack: float
-) -> Iterator[tuple[int, str, Outcome | NotCheckedError]]:
+    ranks: Sequence[Mapping[str, Tensor]], formats: AttentionFormats, slack: float
+) -> Iterator[tuple[int, str, Recomputation | NotCheckedError]]:
     """Each result of each rank of a context-parallel group (in order), checked, or why not."""
     for operands, results in ((_OPERANDS, _FORWARD), ((*_OPERANDS, "grad_output"), _GRADIENTS)):
         wanted = [(i, name) for i, held in enumerate(ranks) for name in results if name in held]
@@ -78,21 +82,23 @@ def attention(
         for rank, name in wanted:
             saved, again = ranks[rank][name], found[rank][name]
             if saved.shape == again.shape and torch.equal(bits(saved), bits(again)):
-                yield rank, name, Outcome(exact=True)
+                yield rank, name, Recomputation(exact=True)
                 continue
             moved = moved or _recompute(ranks, formats, backward=backward, move=True)
             yield rank, name, _judge(saved, again, moved[rank][name], slack)
 
 
-def _judge(saved: Tensor, again: Tensor, moved: Tensor, slack: float) -> Outcome:
+def _judge(saved: Tensor, again: Tensor, moved: Tensor, slack: float) -> Recomputation:
     """A saved result against the recomputed one, by what moved scores do to that."""
     if saved.shape != again.shape:
-        return Outcome(exact=False, excess=torch.inf, text=differences(again, saved))
+        return Recomputation(exact=False, excess=torch.inf, text=differences(again, saved))
     own, other, once_more = saved.double(), again.double(), moved.double()
     finite = own.isfinite() & other.isfinite()
     if not bool(finite.all()):
         if not torch.equal(own[~finite].nan_to_num(nan=0), other[~finite].nan_to_num(nan=0)):
-            return Outcome(exact=False, excess=torch.inf, text="NaN or Inf where it should be none")
+            return Recomputation(
+                exact=False, excess=torch.inf, text="NaN or Inf where it should be none"
+            )
         own, other, once_more = (torch.where(finite, x, 0.0) for x in (own, other, once_more))
         once_more = once_more.nan_to_num()
     unit = torch.finfo(saved.dtype).eps
@@ -103,7 +109,7 @@ def _judge(saved: Tensor, again: Tensor, moved: Tensor, slack: float) -> Outcome
         ratio = error / allowed if allowed else (0.0 if error == 0 else math.inf)
         excess = max(excess, ratio)
         texts.append(f"{what} is off by {error:.3g} of {size:.3g}, {ratio:.3g} times the allowed")
-    return Outcome(exact=False, excess=excess, text="; ".join(texts))
+    return Recomputation(exact=False, excess=excess, text="; ".join(texts))
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -111,7 +117,11 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _recompute(
-    ranks: Sequence[Mapping[str, Tensor]], formats: Formats, *, backward: bool, move: bool = False
+    ranks: Sequence[Mapping[str, Tensor]],
+    formats: AttentionFormats,
+    *,
+    backward: bool,
+    move: bool = False,
 ) -> list[dict[str, Tensor]]:
     """The output, scores and probabilities of each rank, or its gradients."""
     key, value = (
@@ -137,7 +147,13 @@ def _recompute(
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, formats: Formats, hidden: Tensor, *, move: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    formats: AttentionFormats,
+    hidden: Tensor,
+    *,
+    move: bool,
 ) -> dict[str, Tensor]:
     """[s, b, heads, d] to [s, b, heads * d], in the operations and the order of the layer."""
     tokens, batch, heads, dim = query.shape

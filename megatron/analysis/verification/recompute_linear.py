@@ -35,7 +35,7 @@ _FLOAT32 = torch.finfo(torch.float32).eps / 2
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Recomputation:
     """How a saved result stands to the recomputed one."""
 
     exact: bool  #: the same in every bit
@@ -53,7 +53,7 @@ def linear(
     formats: GemmFormats,
     slack: float,
     codes: Mapping[str, Tensor] | None = None,
-) -> Iterator[tuple[str, Outcome | NotCheckedError]]:
+) -> Iterator[tuple[str, Recomputation | NotCheckedError]]:
     """Each result that is there, checked; why not, where it cannot be.
 
     Args:
@@ -78,12 +78,12 @@ def linear(
             yield name, as_outcome(error)
 
 
-def as_outcome(error: Exception) -> Outcome | NotCheckedError:
+def as_outcome(error: Exception) -> Recomputation | NotCheckedError:
     """A matmul that failed: why it was not checked, or operands whose shapes do not fit."""
     if isinstance(error, NotCheckedError):
         return error
     line = str(error).splitlines()[0]
-    return Outcome(exact=False, excess=torch.inf, text=f"its operands do not fit: {line}")
+    return Recomputation(exact=False, excess=torch.inf, text=f"its operands do not fit: {line}")
 
 
 def _operands(
@@ -149,11 +149,11 @@ def check_not_random(*operands: Operand) -> None:
 
 def _compare(
     saved: Tensor, a: Tensor, b: Tensor, formats: GemmFormats | None, slack: float
-) -> Outcome:
+) -> Recomputation:
     """A saved result against A B; `formats` of a gradient, which may have to be rotated back."""
     if saved.shape != (a.shape[0], b.shape[1]):
         text = f"its operands give shape {[a.shape[0], b.shape[1]]}, but it has {list(saved.shape)}"
-        return Outcome(exact=False, excess=torch.inf, text=text)
+        return Recomputation(exact=False, excess=torch.inf, text=text)
     hadamard = None
     if formats is not None and formats.straight_through:
         hadamard = formats.fprop_a.hadamard
@@ -161,8 +161,8 @@ def _compare(
     if hadamard is not None:
         again = hadamard.invert(again, -1)
     if torch.equal(bits(again), bits(saved)):
-        return Outcome(exact=True)
-    worst = Outcome(exact=False, excess=-1.0)
+        return Recomputation(exact=True)
+    worst = Recomputation(exact=False, excess=-1.0)
     wide_b = b.double()
     size_b = wide_b.abs()
     for start in range(0, len(saved), _ROWS):
@@ -183,7 +183,7 @@ def _compare(
     return worst
 
 
-def worst_of(saved: Tensor, exact: Tensor, allowed: Tensor, start: int = 0) -> Outcome:
+def worst_of(saved: Tensor, exact: Tensor, allowed: Tensor, start: int = 0) -> Recomputation:
     """The value farthest beyond what is allowed, besides one rounding to the saved dtype. Both
     float64; values that are not finite must be so on both sides.
     """
@@ -194,7 +194,7 @@ def worst_of(saved: Tensor, exact: Tensor, allowed: Tensor, start: int = 0) -> O
     alike = (rounded.isnan() & saved.isnan()) | (rounded == saved)
     error = torch.where(alike, 0.0, error).nan_to_num(nan=torch.inf)
     if not error.numel():
-        return Outcome(exact=False)
+        return Recomputation(exact=False)
     at = int(error.argmax())
     place = [int(i) for i in torch.unravel_index(torch.tensor(at), error.shape)]
     place[0] += start
@@ -203,4 +203,4 @@ def worst_of(saved: Tensor, exact: Tensor, allowed: Tensor, start: int = 0) -> O
         f"at {place} it is {value:.6g}, recomputed {should:.6g}, "
         f"{error.flatten()[at].item():.3g} times what rounding allows"
     )
-    return Outcome(exact=False, excess=error.flatten()[at].item(), text=text)
+    return Recomputation(exact=False, excess=error.flatten()[at].item(), text=text)

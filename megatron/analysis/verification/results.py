@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron.analysis.store import TensorStore
 from megatron.analysis.verification import recorded_formats
-from megatron.analysis.verification.recompute_attention import RESULTS, Formats, attention
-from megatron.analysis.verification.recompute_linear import LINEAR, Outcome, linear
+from megatron.analysis.verification.recompute_attention import RESULTS, AttentionFormats, attention
+from megatron.analysis.verification.recompute_linear import LINEAR, Recomputation, linear
 from megatron.analysis.verification.recorded_formats import NotCheckedError, Softmax
 from megatron.fake_quant import dequantize
 from megatron.fake_quant.gemm import SLOTS
@@ -27,7 +27,9 @@ _UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, 
 #: A pass of a linear layer is one rank's; of attention, of the ranks that share its sequences.
 _LINEAR_PASS = ["iteration", "micro_batch", "module", "rank"]
 _ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
-Result = tuple[str, Any, "Outcome | NotCheckedError"]  #: kind of layer, record, how it stands
+CheckedMatmul = tuple[
+    str, Any, "Recomputation | NotCheckedError"
+]  #: kind of layer, record, how it stands
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Results:
     card: Mapping[str, Any]
     slack: float
 
-    def check(self, progress: Callable[[], object]) -> Iterator[Result]:
+    def check(self, progress: Callable[[], object]) -> Iterator[CheckedMatmul]:
         """Every result, with how it stands to the recomputed one."""
         of_attention = self.records["layer_type"] == "attention"
         once = self._of_iteration()
@@ -52,17 +54,19 @@ class Results:
             except _IMPOSSIBLE as error:
                 yield "linear layers", rows.iloc[0], _impossible(error)
             progress()
-        found: list[tuple[Any, Outcome | NotCheckedError]] = []
+        found: list[tuple[Any, Recomputation | NotCheckedError]] = []
         for _, rows in self._passes(self.records[of_attention], _ATTENTION_PASS):
             try:
                 found += self._attention(rows)
             except _IMPOSSIBLE as error:
                 found.append((rows.iloc[0], _impossible(error)))
             progress()
-        trusted = any(isinstance(outcome, Outcome) and not outcome.wrong for _, outcome in found)
+        trusted = any(
+            isinstance(outcome, Recomputation) and not outcome.wrong for _, outcome in found
+        )
         told = self.card.get("arguments") or self.card.get("quantization")
         for row, outcome in found:
-            if not told and not trusted and isinstance(outcome, Outcome):
+            if not told and not trusted and isinstance(outcome, Recomputation):
                 outcome = NotCheckedError(_UNKNOWN_ATTENTION)
             yield "attention", row, outcome
 
@@ -92,7 +96,7 @@ class Results:
 
     def _linear(
         self, rows: pd.DataFrame, once: Mapping[str, Any]
-    ) -> Iterator[tuple[Any, Outcome | NotCheckedError]]:
+    ) -> Iterator[tuple[Any, Recomputation | NotCheckedError]]:
         """The results of one pass of one layer on one rank, by the reading that fits best."""
         by_name = dict(once) | {row.tensor_name: row for row in rows.itertuples()}
         first = rows.iloc[0]
@@ -110,13 +114,15 @@ class Results:
             yield from ((by_name[name], reason) for name in LINEAR if name in by_name)
             return
         tensors, codes = self._tensors(by_name.values()), self._codes(by_name)
-        best: dict[str, Outcome | NotCheckedError] = {}
+        best: dict[str, Recomputation | NotCheckedError] = {}
         for formats in readings:
             for name, outcome in linear(tensors, formats, self.slack, codes):
                 best[name] = _better(best.get(name), outcome)
         yield from ((by_name[name], outcome) for name, outcome in best.items())
 
-    def _attention(self, rows: pd.DataFrame) -> Iterator[tuple[Any, Outcome | NotCheckedError]]:
+    def _attention(
+        self, rows: pd.DataFrame
+    ) -> Iterator[tuple[Any, Recomputation | NotCheckedError]]:
         """The results of one pass of one layer on the ranks that share its sequences."""
         ranks = [of_rank for _, of_rank in rows.groupby("cp", sort=True, dropna=False)]
         places = [{row.tensor_name: row for row in of_rank.itertuples()} for of_rank in ranks]
@@ -138,11 +144,11 @@ class Results:
 _IMPOSSIBLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, MemoryError)
 
 
-def _impossible(error: Exception) -> Outcome:
+def _impossible(error: Exception) -> Recomputation:
     """Return the outcome of a pass whose tensors do not belong to one matmul."""
     why = str(error).strip().partition("\n")[0]
     text = f"its pass cannot be recomputed ({type(error).__name__}: {why})"
-    return Outcome(exact=False, excess=math.inf, text=text)
+    return Recomputation(exact=False, excess=math.inf, text=text)
 
 
 def _check_whole(rows: Iterable[Any]) -> None:
@@ -152,8 +158,8 @@ def _check_whole(rows: Iterable[Any]) -> None:
 
 
 def _better(
-    one: Outcome | NotCheckedError | None, other: Outcome | NotCheckedError
-) -> Outcome | NotCheckedError:
+    one: Recomputation | NotCheckedError | None, other: Recomputation | NotCheckedError
+) -> Recomputation | NotCheckedError:
     """Of two readings' outcomes the one that fits."""
     if one is None or isinstance(one, NotCheckedError):
         return other
@@ -162,7 +168,7 @@ def _better(
     return min(one, other, key=lambda each: (not each.exact, each.excess))
 
 
-def _attention_formats(places: list[dict[str, Any]], card: Mapping[str, Any]) -> Formats:
+def _attention_formats(places: list[dict[str, Any]], card: Mapping[str, Any]) -> AttentionFormats:
     """What both matmuls go through: from the card's audit, else the one format of a run.
 
     Raises:
@@ -177,7 +183,7 @@ def _attention_formats(places: list[dict[str, Any]], card: Mapping[str, Any]) ->
         for operation in ("qk", "pv")
     )
     if qk is not None and pv is not None:
-        return Formats(qk, pv, softmax)
+        return AttentionFormats(qk, pv, softmax)
     if str(first.quant_type).startswith("recipe_"):
         raise NotCheckedError("attention under a recipe without the run card's audit")
     found = []
@@ -186,4 +192,4 @@ def _attention_formats(places: list[dict[str, Any]], card: Mapping[str, Any]) ->
         operand = None if row is None or row.format is None else row.format
         readings = recorded_formats.of_records(operand, operand, operand)
         found.append(None if operand is None else readings[0])
-    return Formats(found[0], found[1], softmax)
+    return AttentionFormats(found[0], found[1], softmax)

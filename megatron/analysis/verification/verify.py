@@ -29,7 +29,7 @@ from megatron.analysis.dump.tensor_files import UnreadableTensorError, read_tens
 from megatron.analysis.store import IDENTITY, TensorStore
 from megatron.analysis.verification import completeness
 from megatron.analysis.verification.finding import Finding
-from megatron.analysis.verification.recompute_linear import Outcome
+from megatron.analysis.verification.recompute_linear import Recomputation
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.analysis.verification.results import Results
 
@@ -102,7 +102,7 @@ class Verification:
         for group, row, outcome in Results(self.store, good, card, self.slack).check(self.progress):
             self._note(group, row, outcome)
 
-    def _note(self, what: str, row: Any, outcome: Outcome | NotCheckedError) -> None:
+    def _note(self, what: str, row: Any, outcome: Recomputation | NotCheckedError) -> None:
         """Count a result; an error in it is a finding."""
         if isinstance(outcome, NotCheckedError):
             self.verdict.unchecked[str(outcome)] += 1

@@ -11,7 +11,7 @@ from megatron.collection.training_clock import clock
 from megatron.core import parallel_state
 from megatron.fake_quant import policy
 from megatron.fake_quant.gemm import SLOTS, GemmFormats
-from megatron.fake_quant.policy import Plan
+from megatron.fake_quant.policy import OperationPolicy
 from megatron.fake_quant.random_bits import derive_seed
 from megatron.tensor_record import CODES, TENSOR_NAMES
 
@@ -21,9 +21,9 @@ class Quantized(Identified):
 
     operations: tuple[str, ...] = ()  #: of `quant_type.OPERATIONS`, those of this module
     layer_type: str  #: as records have it
-    _plans: dict[str, Plan] | None = None
+    _plans: dict[str, OperationPolicy] | None = None
 
-    def plan_of(self, operation: str) -> Plan:
+    def plan_of(self, operation: str) -> OperationPolicy:
         """What an operation goes through over the run. A module outside of a named model is taken
         for one outside of the layers.
         """

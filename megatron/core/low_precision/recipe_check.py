@@ -17,7 +17,7 @@ from megatron.fake_quant import policy
 from megatron.fake_quant.recipe import Recipe, Rule
 
 
-class Place(NamedTuple):
+class Matmul(NamedTuple):
     """A module with matmuls of ours, in the whole model."""
 
     name: str
@@ -39,7 +39,7 @@ def check(chunks: Sequence[torch.nn.Module], seq_length: int) -> None:
         for module in chunk.modules():
             if isinstance(module, Quantized) and module.identity is not None:
                 identity = module.identity
-                places.append(Place(identity.name, identity.layer_idx, module.operations))
+                places.append(Matmul(identity.name, identity.layer_idx, module.operations))
                 num_layers = module.config.num_layers
                 unfit = unfit or next(transform_sizes.mistakes(module, seq_length), None)
     parts = [(places, num_layers, unfit)]
@@ -52,12 +52,12 @@ def check(chunks: Sequence[torch.nn.Module], seq_length: int) -> None:
         raise ValueError(found[0])
 
 
-def _by_name(place: Place) -> list[tuple[int, str]]:
+def _by_name(place: Matmul) -> list[tuple[int, str]]:
     return natural_order(place.name)
 
 
 def check_rules(
-    recipe: Recipe, by_recipe: Collection[str], places: Sequence[Place], num_layers: int
+    recipe: Recipe, by_recipe: Collection[str], places: Sequence[Matmul], num_layers: int
 ) -> None:
     """Refuse a rule that is never in force, or for nothing that it speaks of.
 
@@ -82,9 +82,9 @@ def check_rules(
 
 def _complaint(
     rule: Rule,
-    places: Sequence[Place],
-    fitting: Sequence[Place],
-    counted: Sequence[Place],
+    places: Sequence[Matmul],
+    fitting: Sequence[Matmul],
+    counted: Sequence[Matmul],
     by_recipe: Collection[str],
 ) -> str | None:
     deepest = max((place.layer for place in places), default=-1)

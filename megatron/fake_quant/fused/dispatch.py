@@ -18,10 +18,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megatron.fake_quant.block_layout import Layout
+from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.formats import Cast, ElementFormat, Format, GroupScaling
 
-Kernel = Callable[[Tensor, Format, Layout, int | None], Tensor]
+Kernel = Callable[[Tensor, Format, BlockLayout, int | None], Tensor]
 Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
 
 VARIABLE = "LAB_FUSED"

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.fake_quant.block_layout import Layout
+from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.formats import (
     BlockScaling,
     ElementFormat,
@@ -167,7 +167,7 @@ def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
     return result if same else out.copy_(result)
 
 
-def fake_quantize(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Tensor:
+def fake_quantize(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Tensor:
     """See `reference.fake_quantize`; of formats for which `fused.find` names this one."""
     out = torch.empty_like(x)
     source = _SOURCES[x.dtype]

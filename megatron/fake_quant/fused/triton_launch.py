@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from megatron.fake_quant.block_layout import Layout
+from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.formats import (
     BlockScaling,
     ElementFormat,
@@ -44,7 +44,7 @@ _REPEATS = 8  #: tiles in which a program looks for the maximum
 Constants = dict[str, Any]
 
 
-class Plan(NamedTuple):
+class LaunchConfig(NamedTuple):
     """What a format, a shape and a type make of a kernel; see there."""
 
     kernel: Any
@@ -80,13 +80,13 @@ def _power_of_two(least: int) -> int:
 
 def _plan(
     kernel: Any, programs: int, numbers: tuple[int, ...], constants: Constants, size: int
-) -> Plan:
+) -> LaunchConfig:
     """The plan for tiles of so many bytes."""
     ordered = {name: constants[name] for name in kernel.arg_names if name in constants}
     # Fusion would make one operation, that rounds once, of a product and a sum.
     options = {"num_warps": min(max(size // _PER_WARP, 1), 16), "enable_fp_fusion": False}
     wants_amax = constants.get("TARGET", 0) != 0
-    return Plan(kernel, programs, numbers, ordered, options, wants_amax, {})
+    return LaunchConfig(kernel, programs, numbers, ordered, options, wants_amax, {})
 
 
 def _element(element: ElementFormat) -> Constants:
@@ -108,7 +108,7 @@ def _scaling(fmt: Format) -> Constants:
     return {"EMAX": fmt.element.emax, "CARRY_FROM": carry_from, "TARGET": 0}
 
 
-def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> Plan:
+def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> LaunchConfig:
     """For memory of this shape with blocks along `axis`, or square ones of the last two."""
     assert isinstance(fmt.element, ElementFormat)
     assert fmt.block_size is not None
@@ -143,7 +143,7 @@ def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> Pl
     )  # fmt: skip
 
 
-def _elements(fmt: Format, count: int, itemsize: int) -> Plan:
+def _elements(fmt: Format, count: int, itemsize: int) -> LaunchConfig:
     scaling = fmt.scaling
     constants: Constants = {"TARGET": 0, "POWER_OF_TWO": False}
     if isinstance(scaling, TensorScaling):
@@ -160,7 +160,7 @@ def _elements(fmt: Format, count: int, itemsize: int) -> Plan:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def plan(fmt: Format, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> Plan:
+def plan(fmt: Format, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> LaunchConfig:
     """How to quantize memory of this shape and type."""
     if fmt.block_size is None:
         return _elements(fmt, math.prod(shape), dtype.itemsize)
@@ -168,7 +168,7 @@ def plan(fmt: Format, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> 
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def amax_plan(count: int, dtype: torch.dtype) -> Plan:
+def amax_plan(count: int, dtype: torch.dtype) -> LaunchConfig:
     """How to find the largest finite magnitude of so many values."""
     values = TILE // dtype.itemsize
     programs = -(-count // (values * _REPEATS))
@@ -187,7 +187,7 @@ def check() -> None:
     driver.active.get_current_target()
 
 
-def fake_quantize(x: Tensor, fmt: Format, layout: Layout, seed: int | None) -> Tensor:
+def fake_quantize(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Tensor:
     """See `reference.fake_quantize`; of formats for which `fused.find` names this one."""
     src, order = without_gaps(x, in_order=seed is not None or fmt.square)
     result = torch.empty_like(src)

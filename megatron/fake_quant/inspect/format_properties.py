@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import hifloat4, mx, nvfp4, reference
-from megatron.fake_quant.block_layout import Layout
+from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.code_points import code_values
 from megatron.fake_quant.formats import (
     BlockScaling,
@@ -68,7 +68,7 @@ def smallest_normal(element: Element) -> float:
 def round_nearest(x: Tensor, element: Element) -> Tensor:
     """Float32 `x`, without a scale, to the element's own nearest."""
     fmt = Format(element.name, element)
-    return reference.fake_quantize(x, fmt, Layout.of(tuple(x.shape), fmt, -1), None)
+    return reference.fake_quantize(x, fmt, BlockLayout.of(tuple(x.shape), fmt, -1), None)
 
 
 @dataclass(frozen=True, slots=True)

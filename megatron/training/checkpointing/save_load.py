@@ -52,7 +52,7 @@ from megatron.training.errors import Interrupted, RunError, UserError
 from megatron.training.hf.flags import converts
 from megatron.training.hf.loading import load_weights
 from megatron.training.hf.ranks import first_rank_does
-from megatron.training.logging import Progress
+from megatron.training.logging import TrainingProgress
 from megatron.training.printing import print_rank_0
 from megatron.training.train_step import Trained
 
@@ -62,7 +62,7 @@ _TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream error")
 _LONGEST = 500  #: characters of a library's error message that are passed on
 
 
-def save_checkpoint(run: Run, trained: Trained, progress: Progress) -> None:
+def save_checkpoint(run: Run, trained: Trained, progress: TrainingProgress) -> None:
     """Write a checkpoint; it becomes the latest once it is complete. Collective.
 
     Raises:
@@ -159,7 +159,7 @@ def _reason(error: BaseException) -> str:
     return printable(text, limit=_LONGEST)
 
 
-def load_checkpoint(run: Run, trained: Trained) -> Progress:
+def load_checkpoint(run: Run, trained: Trained) -> TrainingProgress:
     """Continue from `--load`, or start from `--load-hf`; returns where the run stands. Collective.
 
     Raises:
@@ -173,7 +173,7 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
             load_weights(trained.model, run.hf, args.load_hf)
             if trained.optimizer is not None:
                 trained.optimizer.reload_model_params()
-        return Progress()
+        return TrainingProgress()
     if args.load_hf is not None:
         print_rank_0(f"> resuming from --load {args.load}: the weights of --load-hf are not read")
     print_rank_0(f" loading checkpoint from {folder}")
@@ -216,9 +216,9 @@ def load_checkpoint(run: Run, trained: Trained) -> Progress:
             random_state.restore(state["rng_state"])
     if args.finetune:
         print_rank_0("  weights loaded; starting at iteration 0 (--finetune)")
-        return Progress()
-    known = {f.name for f in fields(Progress)}
-    progress = Progress(**{k: v for k, v in common["progress"].items() if k in known})
+        return TrainingProgress()
+    known = {f.name for f in fields(TrainingProgress)}
+    progress = TrainingProgress(**{k: v for k, v in common["progress"].items() if k in known})
     with _damage(folder):
         progress.levels = checked_levels(progress.levels)
     print_rank_0(f"  successfully loaded checkpoint at iteration {progress.iteration}")
@@ -241,7 +241,7 @@ def _named(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _common(args: argparse.Namespace, progress: Progress, **has: bool) -> dict[str, Any]:
+def _common(args: argparse.Namespace, progress: TrainingProgress, **has: bool) -> dict[str, Any]:
     """What is the same on every rank."""
     return {
         "checkpoint_version": VERSION,

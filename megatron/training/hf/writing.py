@@ -34,7 +34,7 @@ from megatron.training.printing import print_rank_0
 
 FILE_BYTES = 2 * 2**30  #: of a file, unless one tensor alone is larger
 
-Place = tuple[int, int, int]  #: dimension, start and stop in a tensor of theirs
+ShardRange = tuple[int, int, int]  #: dimension, start and stop in a tensor of theirs
 
 
 def check_export(run: Run) -> None:
@@ -105,7 +105,7 @@ class _Held:
     parts: list[tuple[torch.Tensor, Piece]] = field(default_factory=list)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[ShardRange]:
         return [(p.dim, p.start, p.stop) for _, p in self.parts]
 
     def message(self) -> torch.Tensor:
@@ -123,7 +123,9 @@ class _Export:
         self.files = _cut(sources, dtype.itemsize)
         self._held = _held_here(model, chunks)
         places = {name: held.places for name, held in self._held.items()}
-        self._of_ranks: list[dict[str, list[Place]]] = [{} for _ in range(dist.get_world_size())]
+        self._of_ranks: list[dict[str, list[ShardRange]]] = [
+            {} for _ in range(dist.get_world_size())
+        ]
         dist.all_gather_object(self._of_ranks, places)
         self._bar = tqdm(
             total=len(sources), desc="saving", unit="tensor", disable=None if _is_first() else True
@@ -206,14 +208,14 @@ def _contributes(name: str, *, split: bool) -> bool:
     return split or parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def _shape(source: Source, place: Place) -> tuple[int, ...]:
+def _shape(source: Source, place: ShardRange) -> tuple[int, ...]:
     """The shape of a part."""
     dim, start, stop = place
     return tuple(stop - start if i == dim else size for i, size in enumerate(source.shape))
 
 
 def _put(
-    message: torch.Tensor, whole: torch.Tensor, places: list[tuple[Place, tuple[int, ...]]]
+    message: torch.Tensor, whole: torch.Tensor, places: list[tuple[ShardRange, tuple[int, ...]]]
 ) -> None:
     """Lay the parts of a message where they belong."""
     sizes = [prod(shape) for _, shape in places]

@@ -13,7 +13,7 @@ from matplotlib.text import Text
 
 from megatron.analysis import draw as drawing
 from megatron.analysis.__main__ import main
-from megatron.analysis.figures.figure_data import Material, NothingToDrawError
+from megatron.analysis.figures.figure_data import FigureData, NothingToDrawError
 from megatron.analysis.outputs import render
 from megatron.analysis.outputs.names import SAYS
 from megatron.analysis.outputs.registry import OUTPUTS
@@ -143,11 +143,11 @@ def strange(tmp_path):
 def test_strange_values_make_no_figure_fail(strange):
     formats = (*FORMATS, "mxfp4", "fp8_e4m3", "hifp4", "mxfp8:2d", "bf16")
     store = TensorStore(strange)
-    material = Material(store, compute(store, formats), formats)
+    figure_data = FigureData(store, compute(store, formats), formats)
     lacking = set()
     for name, output in OUTPUTS.items():
         try:
-            made = dict(output(material))
+            made = dict(output(figure_data))
         except NothingToDrawError:
             lacking.add(name)
             continue
@@ -163,7 +163,7 @@ def test_strange_values_make_no_figure_fail(strange):
             except NothingToDrawError:
                 lacking.add(f"{name}/{title}")
     assert lacking == {"comparisons", "attention_maps"}
-    found = content(material)
+    found = content(figure_data)
     # the card of the dump has no end
     assert [caution["kind"] for caution in found["cautions"][:2]] == ["unfinished", "nan"]
     json.dumps(found, allow_nan=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.analysis.figures import attention
-from megatron.analysis.figures.figure_data import Material, NothingToDrawError
+from megatron.analysis.figures.figure_data import FigureData, NothingToDrawError
 from megatron.analysis.figures.scale_maps import largest_finite, scale_map
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
@@ -45,7 +45,7 @@ def drawn(folder):
     """Names with figures, or with the reasons why there is none."""
     store = TensorStore(folder)
     found = {}
-    for name, make in attention.draw(Material(store, compute(store, FORMATS), FORMATS)):
+    for name, make in attention.draw(FigureData(store, compute(store, FORMATS), FORMATS)):
         try:
             found[name] = make()
         except NothingToDrawError as reason:
@@ -100,7 +100,7 @@ def test_it_is_the_last_iteration_of_the_newest_run(tmp_path):
     for layer in (0, 1):
         write(tmp_path / "old", layer, run_id="r3", iteration=7)
     store = TensorStore(tmp_path)
-    rows = attention.latest(Material(store, compute(store, FORMATS), FORMATS))
+    rows = attention.latest(FigureData(store, compute(store, FORMATS), FORMATS))
     assert rows[["run_id", "iteration", "layer_idx"]].to_numpy().tolist() == [["r2", 2, 0]]
 
 
@@ -109,11 +109,11 @@ def test_one_layer_is_in_memory_at_a_time_and_few_are_drawn(tmp_path, monkeypatc
     for layer in range(5):
         write(tmp_path, layer)
     store = TensorStore(tmp_path)
-    material = Material(store, compute(store, FORMATS), FORMATS)
-    loaded, load = [], material.load
-    monkeypatch.setattr(material, "load", lambda tensor: loaded.append(tensor) or load(tensor))
+    figure_data = FigureData(store, compute(store, FORMATS), FORMATS)
+    loaded, load = [], figure_data.load
+    monkeypatch.setattr(figure_data, "load", lambda tensor: loaded.append(tensor) or load(tensor))
     names = []
-    for name, _ in attention.draw(material):
+    for name, _ in attention.draw(figure_data):
         names.append((name, len(loaded)))
     # each figure is there before the next layer is read
     assert names == [("probabilities_L0", 1), ("probabilities_L3", 4), ("head_error", 5)]

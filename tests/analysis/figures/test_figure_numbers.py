@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.analysis.figures.attention import entropy, head_errors
-from megatron.analysis.figures.figure_data import Material
+from megatron.analysis.figures.figure_data import FigureData
 from megatron.analysis.figures.hifp8 import REGIONS, by_region, region_shares
 from megatron.analysis.figures.patterns import magnitude_quantiles, standard_quantiles
 from megatron.analysis.figures.scale_maps import scale_map
@@ -62,7 +62,7 @@ def test_regions_tell_what_is_lost_and_what_saturates_as_it_was_counted(tmp_path
     x[:6] = torch.tensor([2.0**15, 50000.0, -1e6, 2.0**-23, 2.0**-24, 0.0])
     write_tensor(tmp_path, record, x.reshape(shape))
     store = TensorStore(tmp_path)
-    found = Material(store, compute(store, ["hifp8"]), ("hifp8",)).summed("hifp8")
+    found = FigureData(store, compute(store, ["hifp8"]), ("hifp8",)).summed("hifp8")
     table = by_region(found).set_index("region")
     y = fake_quantize(x, "hifp8")
     assert y[:6].tolist() == [2.0**15, 2.0**15, -(2.0**15), 2.0**-22, 0.0, 0.0]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron.analysis.__main__ import main
-from megatron.analysis.diagnostics import find_cautions
-from megatron.analysis.figures.figure_data import Material
+from megatron.analysis.diagnostics import find_diagnostics
+from megatron.analysis.figures.figure_data import FigureData
 from megatron.analysis.figures.scale_maps import scale_map
 from megatron.analysis.report import render
 from megatron.analysis.report.content import content
@@ -29,9 +29,9 @@ def dump(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def material(dump):
+def figure_data(dump):
     store = TensorStore(dump)
-    return Material(store, compute(store, FORMATS), tuple(FORMATS))
+    return FigureData(store, compute(store, FORMATS), tuple(FORMATS))
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,9 @@ def embedded(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
-def test_the_page_is_one_file_with_its_data(page, material):
+def test_the_page_is_one_file_with_its_data(page, figure_data):
     found = embedded(page)
-    assert found["places"] == material.places
+    assert found["places"] == figure_data.places
     assert [run["type"] for run in found["runs"]] == ["bf16", "mxfp8"]
     assert len(found["details"]) == len(found["tensors"]) == 114
     head = page.read_text(encoding="utf-8").partition('id="data"')[0]
@@ -69,46 +69,46 @@ def test_the_page_is_one_file_with_its_data(page, material):
     assert visible == ["report.html"]
 
 
-def test_cells_and_details_have_the_numbers_of_the_statistics(page, material):
+def test_cells_and_details_have_the_numbers_of_the_statistics(page, figure_data):
     found = embedded(page)
     width = 5 + 2 * len(FORMATS)
-    cells = material.tensors.groupby(["run_id", "iteration", "layer_idx", "place"])
+    cells = figure_data.tensors.groupby(["run_id", "iteration", "layer_idx", "place"])
     assert len(found["cells"]) == cells.ngroups
     assert all(len(cell) == width for cell in found["cells"])
     run, iteration, layer, place, count, sqnr, tensor = found["cells"][0][:7]
-    row = material.tensors.loc[tensor]
+    row = figure_data.tensors.loc[tensor]
     assert (row["iteration"], row["layer_idx"], row["place"]) == (
-        iteration, layer, material.places[place],
+        iteration, layer, figure_data.places[place],
     )  # fmt: skip
     assert (run, count) == (0, 1)
-    uses = material.uses
+    uses = figure_data.uses
     own = uses[(uses["tensor"] == tensor) & (uses["quantized_format"] == FORMATS[0])]
     assert sqnr == pytest.approx(own["sqnr_db"].iloc[0], rel=1e-5)
     detail = found["details"][str(tensor)]
-    arrays = material.found.arrays(tensor)
+    arrays = figure_data.found.arrays(tensor)
     counts = arrays.positive + arrays.negative
     first = detail["first"] + 127
     assert detail["values"] == counts[first : first + len(detail["values"])].tolist()
 
 
-def test_a_block_map_is_that_of_the_tensor(page, material):
+def test_a_block_map_is_that_of_the_tensor(page, figure_data):
     found = embedded(page)["details"]
     tensor = int(next(iter(found)))
     packed = found[str(tensor)]["maps"]["mxfp8"]
     held = np.frombuffer(base64.b64decode(packed["bytes"]), np.int8).astype(float)
-    expected = scale_map(material.load(tensor), "mxfp8", rows=48, blocks=48)
+    expected = scale_map(figure_data.load(tensor), "mxfp8", rows=48, blocks=48)
     held[held == -128] = np.nan
     np.testing.assert_array_equal(held.reshape(expected.shape), expected.to_numpy())
 
 
-def test_warnings_have_the_numbers_behind_them(material):
-    tensors, uses = material.tensors.copy(), material.uses.copy()
-    assert not [c for c in find_cautions(uses, tensors) if c.kind == "nan"]
+def test_warnings_have_the_numbers_behind_them(figure_data):
+    tensors, uses = figure_data.tensors.copy(), figure_data.uses.copy()
+    assert not [c for c in find_diagnostics(uses, tensors) if c.kind == "nan"]
     tensors.loc[3, "nan"] = 5
     tensors.loc[4, "dead_channels"] = 2
     at = uses.index[uses["quantized_format"] == "hifp8"][0]
     uses.loc[at, ["saturated", "underflow"]] = [0.5, 0.25]
-    found = {caution.kind: caution for caution in find_cautions(uses, tensors)}
+    found = {caution.kind: caution for caution in find_diagnostics(uses, tensors)}
     place = tensors.loc[3, "place"]
     assert str(found["nan"]) == (
         "1 of 114 tensors hold NaN or Inf; "
@@ -117,12 +117,12 @@ def test_warnings_have_the_numbers_behind_them(material):
     assert found["dead_channels"].tensors == (4,)
     assert "hifp8 saturates more than 0.1 %: 1 of 114 tensors" in str(found["saturation"])
     assert "(50 %)" in str(found["saturation"])
-    kinds = [caution.kind for caution in find_cautions(uses, tensors)]
+    kinds = [caution.kind for caution in find_diagnostics(uses, tensors)]
     assert kinds.index("nan") < kinds.index("saturation") < kinds.index("dead_channels")
 
 
-def test_nothing_in_the_data_can_become_markup(material):
-    data = content(material) | {"title": "</script><script>alert(1)</script>&"}
+def test_nothing_in_the_data_can_become_markup(figure_data):
+    data = content(figure_data) | {"title": "</script><script>alert(1)</script>&"}
     page = render(data)
     assert "<script>alert" not in page
     assert "<title>&lt;/script&gt;" in page
@@ -256,10 +256,10 @@ def test_results_stand_in_a_map_of_their_own(tab, page):
     ]
 
 
-def test_the_scales_of_nvfp4_are_shown_by_their_values(tab, page, material):
+def test_the_scales_of_nvfp4_are_shown_by_their_values(tab, page, figure_data):
     tab.evaluate("goTo(data.worst.nvfp4[0][0], 'nvfp4'), 1")
     tensor = int(tab.evaluate("$('detail').dataset.tensor"))
-    expected = scale_map(material.load(tensor), "nvfp4", rows=48, blocks=48).to_numpy()
+    expected = scale_map(figure_data.load(tensor), "nvfp4", rows=48, blocks=48).to_numpy()
     drawn = np.array(tab.evaluate("$('blockmap').data[0].z"), dtype=float)
     np.testing.assert_allclose(drawn, expected, rtol=1e-12)
     ticks = tab.evaluate("$('blockmap').data[0].colorbar.ticktext")

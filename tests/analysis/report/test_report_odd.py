@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.analysis.diagnostics import find_cautions
-from megatron.analysis.figures.figure_data import Material
+from megatron.analysis.diagnostics import find_diagnostics
+from megatron.analysis.figures.figure_data import FigureData
 from megatron.analysis.report import write_report
 from megatron.analysis.report.cards import audit, facts
 from megatron.analysis.report.content import content
@@ -28,7 +28,7 @@ INPUT, WEIGHT = "qkv input", "qkv weight"
 
 def material_of(folder, formats=FORMATS):
     store = TensorStore(folder)
-    return Material(store, compute(store, formats), tuple(formats))
+    return FigureData(store, compute(store, formats), tuple(formats))
 
 
 def linear(**changes):
@@ -177,8 +177,8 @@ def write_hostile(folder):
 
 
 def test_nothing_in_a_dump_becomes_markup_in_the_browser(opened_browser, tmp_path):
-    material = material_of(write_hostile(tmp_path))
-    page = write_report(material, tmp_path / "report.html")
+    figure_data = material_of(write_hostile(tmp_path))
+    page = write_report(figure_data, tmp_path / "report.html")
     tab = opened_browser
     tab.requests.clear()
     tab.open(page)
@@ -247,9 +247,11 @@ def test_what_the_statistics_note_of_tensors_is_among_the_warnings(opened_browse
             cut = {"of": [256, 128], "start": [0, 0], "step": [1, 1]}
             record = dataclasses.replace(record, slice=cut)
         write_tensor(tmp_path / "dump", record, normal(record.counter).bfloat16())
-    material = material_of(tmp_path / "dump")
-    found = [caution for caution in content(material)["cautions"] if caution["kind"] == "partial"]
-    notes = material.tensors["note"]
+    figure_data = material_of(tmp_path / "dump")
+    found = [
+        caution for caution in content(figure_data)["cautions"] if caution["kind"] == "partial"
+    ]
+    notes = figure_data.tensors["note"]
     parts = "shards of tp 1 are missing"
     [cut] = {note for note in notes if note.startswith("a slice: ")}
     assert [caution["text"] for caution in found] == [
@@ -257,7 +259,7 @@ def test_what_the_statistics_note_of_tensors_is_among_the_warnings(opened_browse
         f"2 of 8 tensors: {cut}",
     ]
     assert sorted(found[1]["tensors"]) == sorted(notes.index[notes == cut])
-    opened_browser.open(write_report(material, tmp_path / "report.html"))
+    opened_browser.open(write_report(figure_data, tmp_path / "report.html"))
     first = "document.querySelector('#cautions li')"
     assert parts in opened_browser.evaluate(f"{first}.textContent")
     opened_browser.evaluate(f"{first}.querySelector('button').click(), 1")
@@ -266,7 +268,7 @@ def test_what_the_statistics_note_of_tensors_is_among_the_warnings(opened_browse
 
 def test_many_different_notes_are_counted(odd):
     tensors = odd.tensors.assign(note=[f"note {i}" for i in range(8)])
-    found = [each for each in find_cautions(odd.uses, tensors) if each.kind == "partial"]
+    found = [each for each in find_diagnostics(odd.uses, tensors) if each.kind == "partial"]
     assert len(found) == 7
     assert str(found[-1]) == "2 of 8 tensors: 2 other notes"
     assert {tensor for caution in found for tensor in caution.tensors} == set(tensors.index)

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import torch
 
-from megatron.analysis.stats.layout import Layout
+from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.fake_quant import fake_quantize, get_format, quantize
 from megatron.fake_quant.code_points import unpack_nibbles
 from megatron.fake_quant.formats import Cast, GroupScaling, TwoLevelScaling
@@ -23,7 +23,7 @@ EDGES = {
 }  # fmt: skip
 
 
-def view(x: torch.Tensor, layout: Layout, axis: str) -> tuple[torch.Tensor, int]:
+def view(x: torch.Tensor, layout: MatrixView, axis: str) -> tuple[torch.Tensor, int]:
     """The tensor as the format sees it, and the axis."""
     shape = (layout.outer, layout.rows, layout.columns)
     if axis == "column":
@@ -31,13 +31,13 @@ def view(x: torch.Tensor, layout: Layout, axis: str) -> tuple[torch.Tensor, int]
     return x.reshape(*shape[:2], -1, layout.run).transpose(1, 2), -1
 
 
-def quantized(x: torch.Tensor, layout: Layout, name: str, axis: str) -> torch.Tensor:
+def quantized(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> torch.Tensor:
     """What each value becomes, in the order of `view` along that axis."""
     seen, dim = view(x, layout, axis)
     return fake_quantize(seen.contiguous(), name, dim)
 
 
-def errors(x: torch.Tensor, layout: Layout, name: str, axis: str) -> dict[str, float]:
+def errors(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> dict[str, float]:
     """Columns of the table of formats that follow from values and results."""
     a = view(x, layout, axis)[0].double().flatten().numpy()
     b = quantized(x, layout, name, axis).double().flatten().numpy()
@@ -64,7 +64,7 @@ def errors(x: torch.Tensor, layout: Layout, name: str, axis: str) -> dict[str, f
     }
 
 
-def _saturated(x: torch.Tensor, layout: Layout, name: str, axis: str) -> dict[str, float]:
+def _saturated(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> dict[str, float]:
     """Of the finite values that are not poisoned; not of HiFloat4, with its three scales."""
     if isinstance(get_format(name).scaling, GroupScaling):
         return {}
@@ -73,7 +73,7 @@ def _saturated(x: torch.Tensor, layout: Layout, name: str, axis: str) -> dict[st
     return {"saturated": _mean(beyond(x, layout, name, axis)[np.isfinite(a) & ~np.isnan(b)])}
 
 
-def beyond(x: torch.Tensor, layout: Layout, name: str, axis: str) -> np.ndarray:
+def beyond(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> np.ndarray:
     """Return 1 for values beyond the rounding edge of the largest number at their place, else 0."""
     fmt = get_format(name)
     seen, dim = view(x, layout, axis)
@@ -103,7 +103,7 @@ def beyond(x: torch.Tensor, layout: Layout, name: str, axis: str) -> np.ndarray:
     return found.flatten().numpy().astype(float)
 
 
-def disagreement(x: torch.Tensor, layout: Layout, name: str, axis: str) -> tuple[float, float]:
+def disagreement(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> tuple[float, float]:
     """Share of finite values that differ along the two axes, and its SQNR with the signal of those
     that are numbers along `axis`.
     """
@@ -119,7 +119,7 @@ def disagreement(x: torch.Tensor, layout: Layout, name: str, axis: str) -> tuple
     return float((~same).mean()), _decibels((a[compared] ** 2).sum(), noise)
 
 
-def codes(x: torch.Tensor, layout: Layout, name: str, axis: str) -> np.ndarray:
+def codes(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> np.ndarray:
     """How often each code occurs, of values that are finite before and after."""
     fmt = get_format(name)
     assert not isinstance(fmt.element, Cast)
@@ -133,7 +133,7 @@ def codes(x: torch.Tensor, layout: Layout, name: str, axis: str) -> np.ndarray:
     return np.bincount(found[both.flatten().numpy()], minlength=1 << fmt.element.bits)
 
 
-def blocks(x: torch.Tensor, layout: Layout, name: str, axis: str) -> dict[str, object]:
+def blocks(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> dict[str, object]:
     """What the blocks say, one block at a time."""
     fmt = get_format(name)
     seen, dim = view(x, layout, axis)

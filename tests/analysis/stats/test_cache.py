@@ -17,7 +17,7 @@ from megatron.analysis.stats import jobs as work
 from megatron.analysis.stats.cache import NAME, Cache
 from megatron.analysis.stats.logical_tensors import logical_tensors
 from megatron.analysis.stats.measure import measure_dump
-from megatron.analysis.stats.merge import Assembly
+from megatron.analysis.stats.merge import ResultMerger
 from megatron.analysis.stats.serialization import pack, unpack
 from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import LAYER, write_dump
@@ -175,7 +175,7 @@ def test_results_are_read_one_at_a_time(dump, monkeypatch):
     got, original = [], Cache.get
     monkeypatch.setattr(Cache, "get", lambda self, entry: got.append(1) or original(self, entry))
     kept = Cache(dump / ".statistics", dump)
-    assembly = Assembly(list(logical_tensors(TensorStore(dump).records)), FORMATS, kept)
+    assembly = ResultMerger(list(logical_tensors(TensorStore(dump).records)), FORMATS, kept)
     assert assembly.jobs() == []
     assert got == []
     for number, _ in enumerate(assembly.results(iter(())), 1):

@@ -17,7 +17,7 @@ import torch
 
 from megatron.analysis.stats import direct, tensor
 from megatron.analysis.stats.format_groups import make_plan
-from megatron.analysis.stats.layout import layout_of
+from megatron.analysis.stats.matrix_view import layout_of
 from megatron.fake_quant import dequantize, get_format, quantize
 from tests.analysis.stats.test_formats import heavy
 

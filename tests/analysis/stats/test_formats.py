@@ -12,7 +12,7 @@ import torch
 from megatron.analysis.stats import chunks, tensor
 from megatron.analysis.stats.format_groups import AXES, make_plan
 from megatron.analysis.stats.kernels import class_tables
-from megatron.analysis.stats.layout import layout_of
+from megatron.analysis.stats.matrix_view import layout_of
 from megatron.analysis.stats.result_columns import arrays_of, format_numbers
 from megatron.fake_quant import fake_quantize, get_format, quantize
 from tests.analysis.stats import naive

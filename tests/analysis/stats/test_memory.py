@@ -10,7 +10,7 @@ import torch
 
 from megatron.analysis.stats import chunks, tensor
 from megatron.analysis.stats.format_groups import make_plan
-from megatron.analysis.stats.layout import layout_of
+from megatron.analysis.stats.matrix_view import layout_of
 from tests.subprocesses import REPO, environment, run
 
 
@@ -39,7 +39,7 @@ def test_blocks_are_not_kept_until_the_end(monkeypatch, dtype):
 WORKER = """
 import sys
 from pathlib import Path
-from megatron.analysis.stats.layout import layout_of
+from megatron.analysis.stats.matrix_view import layout_of
 from megatron.analysis.stats.logical_tensors import Part
 from megatron.analysis.stats.jobs import Job, measure_job
 

@@ -11,7 +11,7 @@ import torch
 from megatron.analysis.stats import chunks, tensor
 from megatron.analysis.stats.format_groups import make_plan
 from megatron.analysis.stats.histogram import BINS, Grid, Histogram
-from megatron.analysis.stats.layout import layout_of
+from megatron.analysis.stats.matrix_view import layout_of
 from megatron.analysis.stats.moments import Moments, merge
 
 NAN, INF = math.nan, math.inf

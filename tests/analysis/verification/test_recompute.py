@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from megatron.analysis.verification.recompute_attention import Formats, attention
+from megatron.analysis.verification.recompute_attention import AttentionFormats, attention
 from megatron.analysis.verification.recompute_linear import linear
 from megatron.analysis.verification.recorded_formats import (
     NotCheckedError,
@@ -256,28 +256,31 @@ def attention_tensors(dtype=torch.float32, softmax=PLAIN, values=16):
 def test_attention_by_its_definition_is_within_what_rounding_allows(dtype, shape):
     softmax, values = SHAPES[shape]
     tensors = attention_tensors(dtype, softmax, values)
-    formats = Formats(None, None, softmax)
+    formats = AttentionFormats(None, None, softmax)
     outcomes = {name: o for _, name, o in attention([tensors], formats, 1.0)}
     assert outcomes.keys() == set(tensors) - {"query", "key", "value", "grad_output"}
     assert not any(outcome.wrong for outcome in outcomes.values()), outcomes
     for other in SHAPES.keys() - {shape}:
-        formats = Formats(None, None, SHAPES[other][0])
+        formats = AttentionFormats(None, None, SHAPES[other][0])
         assert any(o.wrong for *_, o in attention([tensors], formats, 1.0)), other
     for name in ("output", "attention_probs", "grad_key"):
         wrong = tensors[name].clone(memory_format=torch.contiguous_format)
         wrong.view(-1)[int(wrong.abs().argmax())] *= 1.25
         spoilt = tensors | {name: wrong}
-        found = {n: o.wrong for _, n, o in attention([spoilt], Formats(None, None, softmax), 1.0)}
+        found = {
+            n: o.wrong
+            for _, n, o in attention([spoilt], AttentionFormats(None, None, softmax), 1.0)
+        }
         assert [n for n, wrong in found.items() if wrong] == [name]
     assert "its worst value is off by" in outcomes["output"].text
 
 
 def test_unnormalized_probabilities_are_those_of_another_order_of_division():
     """Without a format dividing before PV or after it is the same, to a few roundings."""
-    formats = Formats(None, GemmFormats(unnormalized=True))
+    formats = AttentionFormats(None, GemmFormats(unnormalized=True))
     outcomes = {name: o for _, name, o in attention([attention_tensors()], formats, 1.0)}
     assert not any(outcome.wrong for outcome in outcomes.values())
-    formats = Formats(None, GemmFormats(MXFP8, MXFP8, unnormalized=True))
+    formats = AttentionFormats(None, GemmFormats(MXFP8, MXFP8, unnormalized=True))
     outcomes = {name: o for _, name, o in attention([attention_tensors()], formats, 1.0)}
     assert outcomes["output"].wrong
 
@@ -288,7 +291,7 @@ def test_where_some_values_are_not_finite_the_others_are_compared():
     tensors["key"][5] = torch.nan
     outputs = tensors["output"].clone()
     outputs[5:] = torch.nan
-    formats = Formats(None, None)
+    formats = AttentionFormats(None, None)
 
     def outcome(output):
         return next(o for _, n, o in attention([tensors | {"output": output}], formats, 1.0)

@@ -15,8 +15,8 @@ from megatron.analysis.stats.format_groups import Group
 from megatron.analysis.stats.kernels import value_scan
 from megatron.analysis.stats.kernels.compiled import kernel
 from megatron.analysis.stats.kernels.half_tables import UNUSUAL, exponents, widened
-from megatron.analysis.stats.kernels.scalar_quantizer import Coder, classify
-from megatron.analysis.stats.layout import Layout
+from megatron.analysis.stats.kernels.scalar_quantizer import ScalarQuantizer, classify
+from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.fake_quant.fused.numba_bits import INFINITY, MAGNITUDE
 
 Bits = NDArray[np.int32]  #: of float32
@@ -41,7 +41,7 @@ class Extremes:
 
 
 def block_extremes(
-    piece: NDArray[Any], layout: Layout, size: int, axis: str, half: torch.dtype | None
+    piece: NDArray[Any], layout: MatrixView, size: int, axis: str, half: torch.dtype | None
 ) -> Extremes:
     """Of the blocks along rows [outer, rows, blocks], along columns [outer, blocks, columns], or
     of square ones (axis "all"): as along rows, `size` rows of which are the same then.
@@ -64,12 +64,12 @@ def block_extremes(
     return Extremes(largest, smallest, half)
 
 
-def classes_of(extremes: Extremes, group: Group, coder: Coder) -> NDArray[np.uint8]:
+def classes_of(extremes: Extremes, group: Group, coder: ScalarQuantizer) -> NDArray[np.uint8]:
     """The class of each block."""
     return _classes(extremes.bits(), group, coder)
 
 
-def _classes(amax: Bits, group: Group, coder: Coder) -> NDArray[np.uint8]:
+def _classes(amax: Bits, group: Group, coder: ScalarQuantizer) -> NDArray[np.uint8]:
     found = np.empty(amax.shape, np.uint8)
     element = coder.element._replace(emax=np.int32(group.emax))
     classify(amax.ravel(), element, coder.rule, found.ravel())
@@ -83,7 +83,9 @@ class BlockCounts:
     evaluated piece by piece.
     """
 
-    def __init__(self, group: Group, of: Sequence[tuple[Errors, Coder]], half: torch.dtype | None):
+    def __init__(
+        self, group: Group, of: Sequence[tuple[Errors, ScalarQuantizer]], half: torch.dtype | None
+    ):
         self._group, self._of, self._half = group, of, half
         self._ranges = np.zeros(RANGES, np.int64)  # blocks by difference of the exponents
         self._patterns = np.zeros(1 << 16 if half is not None else 0, np.int64)
@@ -147,7 +149,11 @@ def _exponent(bits: Any) -> Any:
 
 
 def add_blocks(
-    errors: Errors, bits: Bits, counts: NDArray[np.int64], classes: NDArray[np.uint8], coder: Coder
+    errors: Errors,
+    bits: Bits,
+    counts: NDArray[np.int64],
+    classes: NDArray[np.uint8],
+    coder: ScalarQuantizer,
 ) -> None:
     """What so many blocks with these largest magnitudes (float32 bits) say of one format."""
     np.add.at(errors.scales, coder.bytes[classes], counts)

@@ -27,12 +27,12 @@ from megatron.analysis.stats.kernels.error_sums import (
 )
 from megatron.analysis.stats.kernels.error_sums_simd import account_blocks, disagree_blocks
 from megatron.analysis.stats.kernels.half_tables import widened
-from megatron.analysis.stats.kernels.scalar_quantizer import Coder
+from megatron.analysis.stats.kernels.scalar_quantizer import ScalarQuantizer
 from megatron.analysis.stats.kernels.scale_disagreement import disagree_scaled
-from megatron.analysis.stats.layout import Layout
+from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.fake_quant.formats import Format
 
-Found = dict[tuple[str, str], Errors]  #: by format and axis
+FormatErrors = dict[tuple[str, str], Errors]  #: by format and axis
 
 
 class Workspace:
@@ -46,7 +46,7 @@ class Workspace:
 
 def one_by_one(
     piece: NDArray[np.int32], classes: dict[str, NDArray[np.uint8]], size: int, run: int,
-    coders: list[tuple[Format, Coder]], found: Found,
+    coders: list[tuple[Format, ScalarQuantizer]], found: FormatErrors,
 ) -> None:  # fmt: skip
     """Float32 bits with the classes of their blocks, without counting them first."""
     for fmt, coder in coders:
@@ -65,8 +65,9 @@ class Counter:
     """Counts the values of a 16-bit tensor by class and pattern for one group of formats."""
 
     def __init__(
-        self, half: torch.dtype, layout: Layout, patterns: NDArray[np.uint16],
-        workspace: Workspace, group: Group, coders: list[tuple[Format, Coder]], found: Found,
+        self, half: torch.dtype, layout: MatrixView, patterns: NDArray[np.uint16],
+        workspace: Workspace, group: Group,
+        coders: list[tuple[Format, ScalarQuantizer]], found: FormatErrors,
     ):  # fmt: skip
         """patterns: all that occur in the tensor."""
         self.half, self.run, self.patterns, self.workspace = half, layout.run, patterns, workspace

@@ -64,7 +64,7 @@ _HALF_OVERFLOW = np.int32(np.float32(65520).view(np.int32))  #: rounds to Inf in
 _NO_RULE = Rule(np.int32(0), np.float32(0), np.float32(1))
 
 
-class Coder(NamedTuple):
+class ScalarQuantizer(NamedTuple):
     """A format for one tensor, as the kernels take it."""
 
     kind: Any  #: FLOAT, HIFLOAT8, TO_BFLOAT16 or TO_FLOAT16
@@ -132,7 +132,7 @@ def number_of_codes(element: Element) -> int:
     return 0 if isinstance(element, Cast) else 1 << element.bits
 
 
-def make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> Coder:
+def make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> ScalarQuantizer:
     """The coder of a format that rounds to nearest, for a tensor with this largest magnitude.
 
     emax: of the group's classes, see `plan.Group`.
@@ -142,7 +142,7 @@ def make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> C
 
 
 @functools.lru_cache(maxsize=64)
-def _make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> Coder:
+def _make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> ScalarQuantizer:
     kind, element, beyond, limit = FLOAT, _HALF, LARGEST, _HIFLOAT8_LIMIT
     if isinstance(fmt.element, ElementFormat):
         element = element_bits(fmt.element)
@@ -164,7 +164,9 @@ def _make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> 
             stored[NAN_E8M0] = NAN_E8M0
         class_scales(stored, rule, down, up)
     table = code_table(fmt.element)
-    return Coder(kind, _DTYPES[dtype], element, rule, beyond, limit, down, up, stored, table)
+    return ScalarQuantizer(
+        kind, _DTYPES[dtype], element, rule, beyond, limit, down, up, stored, table
+    )
 
 
 def _rule(fmt: Format, amax: float) -> Rule:

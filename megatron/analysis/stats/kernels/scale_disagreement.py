@@ -15,7 +15,7 @@ from megatron.analysis.stats.kernels.compiled import kernel
 from megatron.analysis.stats.kernels.error_sums import disagree_values
 from megatron.analysis.stats.kernels.error_sums_simd import block_value
 from megatron.analysis.stats.kernels.half_tables import widened
-from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E4M3, Coder
+from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E4M3, ScalarQuantizer
 from megatron.fake_quant.fused.numba_bits import MAGNITUDE, as_float
 
 STRETCH = 512  #: columns at a time
@@ -23,7 +23,7 @@ STRETCH = 512  #: columns at a time
 
 def disagree_scaled(
     piece: NDArray[np.uint16], dtype: torch.dtype, classes: dict[str, NDArray[np.uint8]],
-    size: int, run: int, coder: Coder, errors: Errors,
+    size: int, run: int, coder: ScalarQuantizer, errors: Errors,
 ) -> None:  # fmt: skip
     """Add the values of a piece of a 16-bit tensor that differ to `errors`."""
     rows, columns = classes["row"], classes["column"]

@@ -23,7 +23,7 @@ PAIRWISE = ("attention_probs", "attention_scores")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MatrixView:
     """How a tensor of this shape is read."""
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Layout:
 def layout_of(
     shape: tuple[int, ...], *, layer_type: str | None, tensor_name: str | None,
     head_dim: int | None = None,
-) -> Layout:  # fmt: skip
+) -> MatrixView:  # fmt: skip
     """The layout of a record's tensor.
 
     Args:
@@ -58,12 +58,12 @@ def layout_of(
     if layer_type == "attention" and dims >= 3:
         if tensor_name in PAIRWISE:
             outer = math.prod(shape[:-2])
-            return Layout(shape, outer, shape[-2], last, last, dims - 1)
+            return MatrixView(shape, outer, shape[-2], last, last, dims - 1)
         fits = dims == 3 and head_dim is not None and head_dim > 0 and last % head_dim == 0
         run = head_dim if fits and head_dim is not None else last
-        return Layout(shape, 1, shape[0], math.prod(shape[1:]), run, 2)
+        return MatrixView(shape, 1, shape[0], math.prod(shape[1:]), run, 2)
     rows = math.prod(shape[:-1]) if dims else 1
-    return Layout(shape, 1, rows, last, last, max(dims - 1, 0))
+    return MatrixView(shape, 1, rows, last, last, max(dims - 1, 0))
 
 
 #: GEMM that quantizes an operand along its rows and along its columns; see `fake_quant.gemm`.
