@@ -2,7 +2,7 @@
 
 The core deals with numbers only, not with models or layers. Start reading with `formats.py` (the
 definitions of the formats) and `names.py` (their names). Next come `reference.py`, which splits a
-tensor into elements and scales in plain torch operations, and its helpers `element.py`, `block.py`,
+tensor into elements and scales in plain torch operations, and its helpers `rounding.py`, `mx.py`,
 `nvfp4.py`, `hifloat8.py` and `hifloat4.py`. `quantize.py` is the entry point. `fused/` does the
 same faster; `packing.py` gives the codes and scales themselves. `operators.py` registers all of it
 with torch.compile, torch.export and torch.func.

@@ -174,7 +174,7 @@ def _(
 fake_quantize.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=constant)
 
 
-# Codes and scales, see `parts.py`
+# Codes and scales, see `packing_parts.py`
 
 
 @torch.library.custom_op(f"{NAMESPACE}::quantize", mutates_args=())

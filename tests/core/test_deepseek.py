@@ -148,8 +148,8 @@ model = deepseek_worker.build(options).module
 
 def test_every_linear_layer_is_quantized_but_the_router_and_the_lm_head():
     code = SNIPPET + (
-        "from megatron.core import audit\n"
-        "found = audit.matmuls([model], 32, 1)\n"
+        "from megatron.core.low_precision import matmul_audit\n"
+        "found = matmul_audit.matmuls([model], 32, 1)\n"
         "high = {each.module.rpartition('.')[2] for each in found if not each.quantized}\n"
         "assert high == {'router', 'output_layer'}, high\n"
         "names = {each.module for each in found if each.quantized == 3}\n"
@@ -173,9 +173,9 @@ def test_every_linear_layer_is_quantized_but_the_router_and_the_lm_head():
 
 def test_the_audit_names_modules_without_the_prefixes_of_wrappers():
     code = SNIPPET.replace(".module\n", "\n") + (
-        "from megatron.core import audit\n"
+        "from megatron.core.low_precision import matmul_audit\n"
         "assert hasattr(model, 'module'), 'the model is wrapped'\n"
-        "print(*(each.module for each in audit.matmuls([model], 32, 1)), sep='\\n')\n"
+        "print(*(each.module for each in matmul_audit.matmuls([model], 32, 1)), sep='\\n')\n"
     )
     result = forks.run("-c", code, env=environment(PYTHONPATH=REPO))
     assert result.returncode == 0, result.stderr[-3000:]

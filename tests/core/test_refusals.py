@@ -205,9 +205,9 @@ def test_what_one_rank_cannot_write_stops_all_ranks_and_none_hangs(tmp_path):
 
 def test_a_run_card_that_cannot_be_written_stops_all_ranks(tmp_path):
     code = (
-        "from megatron.core import _record_writer\n"
+        "from megatron.collection import record_writer\n"
         "def full(*args, **kwargs): raise OSError(28, 'No space left on device')\n"
-        "if rank == 0:\n    _record_writer.CardFile.write = full"
+        "if rank == 0:\n    record_writer.CardFile.write = full"
     )
     first, second = both_ranks(tmp_path, code)
     assert first == second

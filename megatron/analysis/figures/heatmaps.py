@@ -76,11 +76,11 @@ def layer_by_tensor_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) -> 
     data = cells(mine, "sqnr_db", "place", list(figure_data.judged_places()))
     figure, axes = _sheet_for(data)
     plot_heatmap(data, label="SQNR (dB)", norm=norm, ax=axes[0])
-    note = f"{median_of(mine, ['layer_idx', 'place'], 'cell')}; {figure_data.judged_origin}; blocks run "
+    note = f"{median_of(mine, ['layer_idx', 'place'], 'cell')}; {figure_data.judged_origin}; "
     note += (
-        "as in the first GEMM that takes the operand"
+        "blocks run as in the first GEMM that takes the operand"
         if figure_data.judge == OPERANDS
-        else ("along the last dimension")
+        else "blocks run along the last dimension"
     )
     figure_data.headline(figure, f"{fmt}: signal to quantization noise", note)
     return figure

@@ -1,6 +1,6 @@
 """Pieces of the GPU kernels, which Triton compiles: numbers as their bits, many at a time.
 
-The counterpart of `bits.py`, with the same arithmetic on int32 that holds a float32. What a GPU
+The counterpart of `numba_bits.py`, with the same arithmetic on int32 that holds a float32. What a GPU
 does in its own way is not asked of it: a NaN is written as bits, bfloat16 is rounded by integers,
 and there is no division but IEEE's. Kernels must be launched with `enable_fp_fusion=False`.
 
@@ -84,7 +84,7 @@ def round_by(magnitude: tl.tensor, shifter: tl.tensor) -> tl.tensor:
 
 @compiled
 def nearest_even(magnitude: tl.tensor, LOWEST: tl.constexpr, MANTISSA: tl.constexpr) -> tl.tensor:
-    """Round a finite magnitude to an element with that smallest normal number, see `bits.py`."""
+    """Round a finite magnitude to an element with that smallest normal number, see `numba_bits.py`."""
     binade = tl.maximum(magnitude & INFINITY, LOWEST)
     return round_by(magnitude, as_float(binade) * (1 << (23 - MANTISSA)))
 

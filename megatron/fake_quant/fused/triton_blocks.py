@@ -1,4 +1,4 @@
-"""The GPU kernel for formats with block scales: `blocks.py`, value for value.
+"""The GPU kernel for formats with block scales: `numba_blocks.py`, value for value.
 
 A program has a tile of values in registers: it reads each value once and writes it once.
 """

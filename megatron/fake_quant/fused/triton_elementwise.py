@@ -1,4 +1,4 @@
-"""GPU kernels for formats without block scales, and the maximum of a tensor: `elementwise.py`."""
+"""GPU kernels for formats without block scales, and the maximum of a tensor: `numba_elementwise.py`."""
 
 import triton.language as tl
 

@@ -1,6 +1,6 @@
 """Everything about one format, for `python -m megatron.fake_quant describe`.
 
-The numbers come from `grid.py`, that is from the code that quantizes; written down here are only
+The numbers come from `format_properties.py`, that is from the code that quantizes; written down here are only
 names, sources and how scales are found.
 """
 

@@ -1,6 +1,6 @@
-"""The formats as a table, and in few words each; `profile.py` says all about one.
+"""The formats as a table, and in few words each; `format_report.py` says all about one.
 
-The numbers come from `grid.py`, that is from the code that quantizes.
+The numbers come from `format_properties.py`, that is from the code that quantizes.
 """
 
 import math

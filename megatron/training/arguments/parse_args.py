@@ -1,7 +1,7 @@
 """The command line of `pretrain_gpt.py`: assembling the parser, and errors that say what to do.
 
 The flags of the model, the optimizer and data-parallel training are generated from megatron-core's
-configuration dataclasses (config_args.py); all others are fields of the dataclasses in options.py
+configuration dataclasses (config_flags.py); all others are fields of the dataclasses in options.py
 and collection_options.py.
 What is missing is derived and what contradicts itself is refused in validation.py.
 """

@@ -13,7 +13,7 @@ import pytest
 from megatron.analysis import stats
 from megatron.analysis.__main__ import main
 from megatron.analysis.stats import cache as caching
-from megatron.analysis.stats import jobs as work
+from megatron.analysis.stats import jobs
 from megatron.analysis.stats.cache import NAME, Cache
 from megatron.analysis.stats.logical_tensors import logical_tensors
 from megatron.analysis.stats.measure import measure_dump
@@ -35,15 +35,15 @@ def dump(tmp_path):
 @pytest.fixture
 def computed(monkeypatch):
     """The jobs that are computed from here on."""
-    jobs, original = [], work.measure_job
+    computed, original = [], jobs.measure_job
 
     def spy(job):
-        jobs.append(job)
+        computed.append(job)
         return original(job)
 
-    monkeypatch.setattr(work, "measure_job", spy)
+    monkeypatch.setattr(jobs, "measure_job", spy)
     monkeypatch.setattr("megatron.analysis.stats.merge.measure_job", spy)
-    return jobs
+    return computed
 
 
 def compute(dump, cache=None, **options):

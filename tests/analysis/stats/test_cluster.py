@@ -111,7 +111,7 @@ def test_an_address_that_is_no_scheduler_ends_at_once(tmp_path, no_dask_server, 
     write_dump(tmp_path, layers=1)
     address = address.format(no_dask_server)
     code = (
-        "import sys; from megatron.analysis.stats import pool; pool.PATIENCE = '2s';"
+        "import sys; from megatron.analysis.stats import executors; executors.PATIENCE = '2s';"
         "from megatron.analysis.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     words = [sys.executable, "-c", code, "stats", str(tmp_path), "--scheduler", address]

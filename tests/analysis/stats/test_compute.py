@@ -17,8 +17,7 @@ import torch
 from megatron.analysis import stats
 from megatron.analysis.__main__ import main
 from megatron.analysis.cli.stats_command import parse_size
-from megatron.analysis.stats import chunks, executors
-from megatron.analysis.stats import jobs as work
+from megatron.analysis.stats import chunks, executors, jobs
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize
 from tests.analysis.fake_dump import LAYER, records, write_dump, write_tensor
@@ -91,7 +90,7 @@ def test_a_second_call_computes_nothing_and_a_new_format_only_itself(
     dump, found, tmp_path, monkeypatch
 ):
     computed = []
-    original = work.measure_jobs
+    original = jobs.measure_jobs
 
     def spy(jobs):
         computed.extend(job.formats for job in jobs)
@@ -130,7 +129,7 @@ def test_a_file_that_changed_is_measured_again(tmp_path):
 
 
 def test_what_was_interrupted_goes_on(dump, tmp_path, monkeypatch):
-    original, done = work.measure_job, []
+    original, done = jobs.measure_job, []
 
     def interrupted(job):
         if len(done) == 10:
@@ -139,7 +138,7 @@ def test_what_was_interrupted_goes_on(dump, tmp_path, monkeypatch):
         return original(job)
 
     monkeypatch.setattr(executors, "BATCH_JOBS", 1)
-    monkeypatch.setattr(work, "measure_job", interrupted)
+    monkeypatch.setattr(jobs, "measure_job", interrupted)
     with pytest.raises(KeyboardInterrupt):
         stats.compute(TensorStore(dump), ["mxfp8"], cache=tmp_path, workers=1)
     kept = sqlite3.connect(tmp_path / "statistics.sqlite").execute(
@@ -148,7 +147,7 @@ def test_what_was_interrupted_goes_on(dump, tmp_path, monkeypatch):
     (before,) = kept.fetchone()
     assert 0 < before <= 10
     again = []
-    monkeypatch.setattr(work, "measure_job", lambda job: again.append(job) or original(job))
+    monkeypatch.setattr(jobs, "measure_job", lambda job: again.append(job) or original(job))
     stats.compute(TensorStore(dump), ["mxfp8"], cache=tmp_path, workers=1)
     assert len(again) == 2 * len(LAYER) - before
 

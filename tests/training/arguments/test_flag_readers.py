@@ -31,7 +31,7 @@ ELSEWHERE = (
     "fp4_utils", "nccl_allocator", "_config.py",
 )  # fmt: skip
 #: Files of this tree that check or describe flags and do not act on them.
-CHECKS = ("validation.py", "flag_effects.py", "experts_and_mla.py", "/hf/")
+CHECKS = ("validation.py", "flag_effects.py", "moe_mla_checks.py", "/hf/")
 HOLDERS = ("args", "ddp", "run", "settings", "transformer", "optimizer")
 #: Flags that act by setting another one, and where.
 SETS_ANOTHER = {
@@ -52,8 +52,8 @@ SETS_ANOTHER = {
 }
 #: Flags that are refused where they are given, by a check of their own.
 REFUSED_ELSEWHERE = {
-    "cache_mla_latents": "refused by experts_and_mla.py",
-    "qk_clip": "refused by experts_and_mla.py",
+    "cache_mla_latents": "refused by moe_mla_checks.py",
+    "qk_clip": "refused by moe_mla_checks.py",
     "hybrid_context_parallel": "refused by model.py",
 }
 
@@ -86,7 +86,7 @@ def readers() -> dict[str, str]:
     for base, root, left_out, prefix in roots:
         for path in sorted(root.rglob("*.py")):
             name = path.relative_to(base).as_posix()
-            if any(part in name for part in (*left_out, "derivation.py")):
+            if any(part in name for part in (*left_out, "arguments/defaults.py")):
                 continue
             for read in _reads(ast.parse(path.read_text(encoding="utf-8"))):
                 places.setdefault(read, prefix + name)
