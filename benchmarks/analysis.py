@@ -53,8 +53,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--formats", nargs="+", default=list(FORMATS), metavar="FORMAT")
     add("--every", type=int, default=16, metavar="N", help="plain: one tensor in N (16)")
     add("--rounds", type=int, default=3, metavar="N", help="the best of so many counts (3)")
-    add("--records", type=int, nargs="+", metavar="N",
-        help="numbers of tiny tensors, for the linearity (1000 10000 100000)")  # fmt: skip
+    add(
+        "--records",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="numbers of tiny tensors, for the linearity (1000 10000 100000)",
+    )
     add("--scratch", type=Path, metavar="FOLDER", help="for what is written and deleted again")
     add("--quick", action="store_true", help="a small dump, 90 records; writes no file")
     add("--output", type=Path, metavar="FILE", help="default: docs/results/analysis.md")
@@ -73,9 +78,14 @@ def collect(folder: Path, flags: str) -> None:
     command = ["bash", "run_tensor_collection.sh", "single", "mxfp8", "--tensor-path", str(folder)]
     environment = {k: v for k, v in os.environ.items() if "QUANT" not in k}
     done = subprocess.run(
-        [*command, "--", *flags.split()], cwd=REPO, env=environment, text=True, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [*command, "--", *flags.split()],
+        cwd=REPO,
+        env=environment,
+        text=True,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     if done.returncode:
         raise SystemExit(f"[ERROR] nothing was collected: {done.stdout.strip().splitlines()[-1]}")
 
@@ -92,13 +102,29 @@ def write_tiny(folder: Path, count: int) -> None:
     with (folder / index_name("tiny", 0)).open("w", encoding="utf-8") as index:
         for counter in range(1, count + 1):
             record = TensorRecord(
-                run_id="tiny", iteration=counter, micro_batch=0, sample_idx=0, counter=counter,
-                timestamp="20250908_095220", layer_type="linear", layer_idx=0,
-                module="decoder.layers.0.mlp.linear_fc1", operation="forward", phase="pre",
-                component=COMPONENTS["linear"], tensor_name="input", quant_type="mxfp8",
-                format="mxfp8", shape=[8, 32], dtype="bfloat16", dims="t h", global_shape=[8, 32],
-                rank={"world": 0, "world_size": 1}, recomputed=False, wall_time=0.0,
-            )  # fmt: skip
+                run_id="tiny",
+                iteration=counter,
+                micro_batch=0,
+                sample_idx=0,
+                counter=counter,
+                timestamp="20250908_095220",
+                layer_type="linear",
+                layer_idx=0,
+                module="decoder.layers.0.mlp.linear_fc1",
+                operation="forward",
+                phase="pre",
+                component=COMPONENTS["linear"],
+                tensor_name="input",
+                quant_type="mxfp8",
+                format="mxfp8",
+                shape=[8, 32],
+                dtype="bfloat16",
+                dims="t h",
+                global_shape=[8, 32],
+                rank={"world": 0, "world_size": 1},
+                recomputed=False,
+                wall_time=0.0,
+            )
             path = folder / record.filename
             if content is None:
                 torch.save({"tensor": tensor, "metadata": record.to_metadata()}, path)
@@ -142,9 +168,16 @@ def _row(
     speed = one["bytes"] / one["seconds"] / 1e9
     ratio = speed / (plain["bytes"] / plain["seconds"] / 1e9)
     return (
-        what, workers, f"{one['tensors']}", f"{one['bytes'] / 1e9:.3g}", f"{one['seconds']:.4g}",
-        f"{one['cpu']:.4g}", f"{speed:.3g}", f"{ratio:.3g}", f"{one['peak']:.0f}",
-    )  # fmt: skip
+        what,
+        workers,
+        f"{one['tensors']}",
+        f"{one['bytes'] / 1e9:.3g}",
+        f"{one['seconds']:.4g}",
+        f"{one['cpu']:.4g}",
+        f"{speed:.3g}",
+        f"{ratio:.3g}",
+        f"{one['peak']:.0f}",
+    )
 
 
 def linearity(scratch: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:

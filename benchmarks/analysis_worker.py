@@ -52,8 +52,13 @@ def ours(store: TensorStore, workers: int, formats: list[str]) -> dict[str, floa
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     assert not found.problems, found.problems[0]
     checksum = float(found.formats["mse"].sum())
-    return {"seconds": seconds, "cpu": cpu, "bytes": size(store.records), "tensors": len(store),
-            "checksum": checksum}  # fmt: skip
+    return {
+        "seconds": seconds,
+        "cpu": cpu,
+        "bytes": size(store.records),
+        "tensors": len(store),
+        "checksum": checksum,
+    }
 
 
 def size(records) -> int:
@@ -73,8 +78,10 @@ def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float
         )
         wide = x.float()
         values(wide, layout.channels)
-        views = {"row": (x.reshape(-1, layout.run), -1),
-                 "column": (x.reshape(layout.outer, layout.rows, layout.columns), 1)}  # fmt: skip
+        views = {
+            "row": (x.reshape(-1, layout.run), -1),
+            "column": (x.reshape(layout.outer, layout.rows, layout.columns), 1),
+        }
         for name in formats:
             fmt = get_format(name)
             results = []
@@ -86,8 +93,13 @@ def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float
                 (a != b).float().mean()
                 (a - b).square().sum()
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    return {"seconds": seconds, "cpu": cpu, "bytes": size(chosen), "tensors": len(chosen),
-            "checksum": checksum}  # fmt: skip
+    return {
+        "seconds": seconds,
+        "cpu": cpu,
+        "bytes": size(chosen),
+        "tensors": len(chosen),
+        "checksum": checksum,
+    }
 
 
 def values(x: torch.Tensor, channels: tuple[int, ...]) -> None:

@@ -44,9 +44,16 @@ REPO = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("collection_worker.py")
 MODES = ("plain", "idle", "sparse", "everything", "msprobe", "msprobe async")
 HEAD = (
-    "collection", "step s", "over plain", "quartiles", "until on disk s", "over plain", "tensors",
-    "MB", "peak MiB",
-)  # fmt: skip
+    "collection",
+    "step s",
+    "over plain",
+    "quartiles",
+    "until on disk s",
+    "over plain",
+    "tensors",
+    "MB",
+    "peak MiB",
+)
 #: The raw writes of `writing_speed.py`, and how they differ from another
 RAW = {"raw": "", "direct": ", past the page cache"}
 
@@ -63,18 +70,42 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--every", type=int, default=5, metavar="N", help="of sparse (default: %(default)s)")
     add("--rounds", type=int, default=20, metavar="N", help="after 2 that do not count")
     add("--threads", type=int, default=os.cpu_count(), metavar="N")
-    add("--host-gib", type=float, default=1.0, metavar="X",
-        help="--collect-max-host-gib of ours (default: %(default)g)")  # fmt: skip
-    add("--disk-mib", type=int, default=3072, metavar="N",
-        help="what the writer alone writes in each of 5 rounds (default: %(default)s)")  # fmt: skip
-    add("--folder", type=Path, default=None, metavar="DIR",
-        help="the disk to write to (default: the folder for temporary files)")  # fmt: skip
-    add("--peers-python", type=Path, metavar="PATH",
-        help="has mindstudio-probe and megatron-core (default: .venv-peers, made)")  # fmt: skip
+    add(
+        "--host-gib",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="--collect-max-host-gib of ours (default: %(default)g)",
+    )
+    add(
+        "--disk-mib",
+        type=int,
+        default=3072,
+        metavar="N",
+        help="what the writer alone writes in each of 5 rounds (default: %(default)s)",
+    )
+    add(
+        "--folder",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="the disk to write to (default: the folder for temporary files)",
+    )
+    add(
+        "--peers-python",
+        type=Path,
+        metavar="PATH",
+        help="has mindstudio-probe and megatron-core (default: .venv-peers, made)",
+    )
     add("--no-peers", action="store_true", help="ours alone")
     add("--quick", action="store_true", help="hidden size 64, 1 layer, 6 rounds; writes no file")
-    add("--output", type=Path, default=None, metavar="FILE",
-        help="default: docs/results/collection.md; none with --quick")  # fmt: skip
+    add(
+        "--output",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="default: docs/results/collection.md; none with --quick",
+    )
     options = parser.parse_args(arguments)
     if options.quick:
         options.hidden_size, options.layers, options.seq_length, options.rounds = 64, 1, 32, 6
@@ -111,9 +142,13 @@ class Worker:
         environment.pop("PYTHONPATH", None)
         self.log = folder.with_suffix(".log")
         self.process = subprocess.Popen(
-            command + (["--async-dump"] if asynchronous else []), env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"),
-        )  # fmt: skip
+            command + (["--async-dump"] if asynchronous else []),
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+        )
         self.steps: list[dict[str, float]] = []
 
     def answer(self, begins: str) -> str:

@@ -112,11 +112,15 @@ class MsProbe:
         from msprobe.pytorch import PrecisionDebugger
 
         config = {
-            "task": "tensor", "level": "L0", "dump_path": str(options.folder), "rank": [],
-            "step": [], "async_dump": options.async_dump,
+            "task": "tensor",
+            "level": "L0",
+            "dump_path": str(options.folder),
+            "rank": [],
+            "step": [],
+            "async_dump": options.async_dump,
             # an asynchronous dump wants a list; this word is in the name of everything
             "tensor": {"scope": [], "list": ["Module"] * options.async_dump, "data_mode": ["all"]},
-        }  # fmt: skip
+        }
         path = options.folder / "config.json"
         path.write_text(json.dumps(config))
         self.model = model
@@ -176,10 +180,13 @@ def main() -> None:
         started = time.perf_counter()
         collector.begin()
         get_forward_backward_func()(
-            forward_step_func=training.forward_step, data_iterator=data, model=model,
-            num_microbatches=training.MICRO_BATCHES, seq_length=options.seq_length,
+            forward_step_func=training.forward_step,
+            data_iterator=data,
+            model=model,
+            num_microbatches=training.MICRO_BATCHES,
+            seq_length=options.seq_length,
             micro_batch_size=training.BATCH,
-        )  # fmt: skip
+        )
         optimizer.step()
         optimizer.zero_grad()
         if torch.cuda.is_available():

@@ -44,9 +44,22 @@ REPO = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("formats_worker.py")
 LOG_LINES = 20  #: of the worker's errors, shown if it fails
 FORMATS = (
-    "bf16", "fp16", "mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8",
-    "mx:e4m3:b32:rceil", "mx:e2m1:b32:rceil", "nvfp4", "hifp8", "hifp4", "fp8_e4m3", "fp8_e5m2",
-)  # fmt: skip
+    "bf16",
+    "fp16",
+    "mxfp8",
+    "mxfp8_e5m2",
+    "mxfp6_e3m2",
+    "mxfp6_e2m3",
+    "mxfp4",
+    "mxint8",
+    "mx:e4m3:b32:rceil",
+    "mx:e2m1:b32:rceil",
+    "nvfp4",
+    "hifp8",
+    "hifp4",
+    "fp8_e4m3",
+    "fp8_e5m2",
+)
 SEED = 1234
 #: Settings of glibc's malloc: from where on it asks the system, and what it gives back.
 MEMORY = {

@@ -7,9 +7,19 @@ from typing import Any
 
 Event = dict[str, Any]
 COLUMNS = (
-    "format", "dtype", "axis", "who", "best_ms", "median_ms", "elements",
-    "differ_randn", "far_randn", "differ_wide", "far_wide", "note",
-)  # fmt: skip
+    "format",
+    "dtype",
+    "axis",
+    "who",
+    "best_ms",
+    "median_ms",
+    "elements",
+    "differ_randn",
+    "far_randn",
+    "differ_wide",
+    "far_wide",
+    "note",
+)
 DATA = {"randn": "normal data", "wide": "wide data"}
 
 

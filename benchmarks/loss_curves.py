@@ -199,8 +199,13 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--types", nargs="+", default=["bf16", "mxfp8", "mxfp4", "hifp8"], metavar="TYPE",
-        help="quantization types, or recipe:FILE (default: %(default)s)")  # fmt: skip
+    add(
+        "--types",
+        nargs="+",
+        default=["bf16", "mxfp8", "mxfp4", "hifp8"],
+        metavar="TYPE",
+        help="quantization types, or recipe:FILE (default: %(default)s)",
+    )
     add("--seeds", nargs="+", type=int, default=[1234, 1235, 1236], metavar="N")
     add("--iterations", type=int, default=200, metavar="N")
     add("--text", type=Path, metavar="FILE", help="text to train on (default: the default corpus)")

@@ -190,11 +190,15 @@ def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
         cells = [name, f"{seconds:.2f}", f"{cpu:.2f}", f"{count / seconds:,.0f}"]
         lines.append(f"| {' | '.join([*cells, *(f'{figure:.3g}' for figure in figures)])} |")
     return "\n".join(
-        [*lines, "", "Documents a second, ours over theirs, from the JSONL file to token ids on "
-         f"the disk: {ratio(rounds, 'seconds', LOAD, MAP)}; over `map` alone, which finds Arrow: "
-         f"{ratio(rounds, 'seconds', MAP)}. Documents a CPU second: "
-         f"{ratio(rounds, 'cpu', LOAD, MAP)}; {ratio(rounds, 'cpu', MAP)}."]
-    )  # fmt: skip
+        [
+            *lines,
+            "",
+            "Documents per second, ours over theirs, from the JSONL file to token ids on the "
+            f"disk: {ratio(rounds, 'seconds', LOAD, MAP)}; over `map` alone, which finds "
+            f"Arrow: {ratio(rounds, 'seconds', MAP)}. Documents per CPU second: "
+            f"{ratio(rounds, 'cpu', LOAD, MAP)}; {ratio(rounds, 'cpu', MAP)}.",
+        ]
+    )
 
 
 def ratio(rounds: list[Round], field: str, *theirs: str) -> str:

@@ -30,9 +30,16 @@ import quoting
 REPO = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("training_worker.py")
 TYPES = (
-    "wheel", "bf16", "mxfp8", "mxfp4", "hifp8", "nvfp4", "linear_mxfp8", "FA_mxfp8",
+    "wheel",
+    "bf16",
+    "mxfp8",
+    "mxfp4",
+    "hifp8",
+    "nvfp4",
+    "linear_mxfp8",
+    "FA_mxfp8",
     "recipe:examples/recipes/mxfp4_stochastic.yaml",
-)  # fmt: skip
+)
 BASE = "bf16"
 HEAD = ("type", "step s", "over bf16", "quartiles", "peak MiB", "over bf16", "added", "over bf16")
 
@@ -42,8 +49,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--types", nargs="+", default=list(TYPES), metavar="TYPE",
-        help="wheel, quantization types, or recipe:FILE (default: %(default)s)")  # fmt: skip
+    add(
+        "--types",
+        nargs="+",
+        default=list(TYPES),
+        metavar="TYPE",
+        help="wheel, quantization types, or recipe:FILE (default: %(default)s)",
+    )
     add("--hidden-size", type=int, default=1024, metavar="N")
     add("--layers", type=int, default=4, metavar="N")
     add("--seq-length", type=int, default=256, metavar="N")
@@ -51,8 +63,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=15, metavar="N", help="after 2 that do not count")
     add("--threads", type=int, default=os.cpu_count(), metavar="N")
     add("--quick", action="store_true", help="hidden size 128, 1 layer, 3 rounds; writes no file")
-    add("--output", type=Path, default=None, metavar="FILE",
-        help="default: docs/results/training.md; none with --quick")  # fmt: skip
+    add(
+        "--output",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="default: docs/results/training.md; none with --quick",
+    )
     options = parser.parse_args(arguments)
     if options.quick:
         options.hidden_size, options.layers, options.seq_length, options.rounds = 128, 1, 64, 3
@@ -81,9 +98,14 @@ class Worker:
         elif name != "wheel":
             environment["CUSTOM_QUANT_TYPE"] = name
         self.process = subprocess.Popen(
-            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, cwd=REPO.parent,
-        )  # fmt: skip
+            command,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=REPO.parent,
+        )
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.built = self.peak = 0.0  #: MiB

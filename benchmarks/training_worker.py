@@ -58,26 +58,42 @@ def build(options: argparse.Namespace):
 
     torch.manual_seed(1234)
     torch.distributed.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo", world_size=1, rank=0,
+        "nccl" if torch.cuda.is_available() else "gloo",
+        world_size=1,
+        rank=0,
         store=torch.distributed.HashStore(),
-    )  # fmt: skip
+    )
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
     config = TransformerConfig(
-        num_layers=options.layers, hidden_size=options.hidden_size,
-        ffn_hidden_size=4 * options.hidden_size, num_attention_heads=8, num_query_groups=2,
-        normalization="RMSNorm", gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu, add_bias_linear=False, hidden_dropout=0.0,
-        attention_dropout=0.0, attention_softmax_in_fp32=True, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, persist_layer_norm=False,
-        bf16=options.dtype == "bf16", params_dtype=dtype, pipeline_dtype=dtype,
-    )  # fmt: skip
+        num_layers=options.layers,
+        hidden_size=options.hidden_size,
+        ffn_hidden_size=4 * options.hidden_size,
+        num_attention_heads=8,
+        num_query_groups=2,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bf16=options.dtype == "bf16",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+    )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     model = GPTModel(
-        config, spec, vocab_size=VOCAB, max_sequence_length=options.seq_length,
+        config,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=options.seq_length,
         position_embedding_type="rope",
-    )  # fmt: skip
+    )
     return model.to(torch.cuda.current_device()) if torch.cuda.is_available() else model
 
 
@@ -128,9 +144,13 @@ def main() -> None:
     for _ in sys.stdin:
         started = time.perf_counter()
         results = get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=data, model=model,
-            num_microbatches=MICRO_BATCHES, seq_length=options.seq_length, micro_batch_size=BATCH,
-        )  # fmt: skip
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=model,
+            num_microbatches=MICRO_BATCHES,
+            seq_length=options.seq_length,
+            micro_batch_size=BATCH,
+        )
         optimizer.step()
         optimizer.zero_grad()
         loss = float(results[-1]["loss"])

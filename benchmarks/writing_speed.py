@@ -91,9 +91,13 @@ def collect(
     from megatron.collection.training_clock import MicroBatch, clock
 
     tensor_saver.configure(
-        {}, save_tensors=True, save_dir=str(folder), control_iter=0, collect_keep_free_gib=0.0,
+        {},
+        save_tensors=True,
+        save_dir=str(folder),
+        control_iter=0,
+        collect_keep_free_gib=0.0,
         collect_max_host_gib=host_gib,
-    )  # fmt: skip
+    )
     tensor_saver.begin_iteration()
     clock.micro_batch = MicroBatch(clock.iteration, 0)
     for layer in range(layers):

@@ -135,10 +135,17 @@ def outlive_readers() -> None:
             continue
         stream.flush()
         writer = io.BufferedWriter(_Outliving(number, "w", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(
-            writer, encoding=stream.encoding, errors=stream.errors,
-            line_buffering=stream.line_buffering, write_through=stream.write_through,
-        ))  # fmt: skip
+        setattr(
+            sys,
+            name,
+            io.TextIOWrapper(
+                writer,
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            ),
+        )
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:

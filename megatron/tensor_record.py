@@ -26,31 +26,58 @@ SCHEMA_VERSION = 1
 #: of `megatron.fake_quant.gemm.SLOTS`.
 CODES: dict[str, tuple[str, ...]] = {
     "linear": (
-        "fprop_input_codes", "fprop_weight_codes", "dgrad_grad_output_codes", "dgrad_weight_codes",
-        "wgrad_grad_output_codes", "wgrad_input_codes",
+        "fprop_input_codes",
+        "fprop_weight_codes",
+        "dgrad_grad_output_codes",
+        "dgrad_weight_codes",
+        "wgrad_grad_output_codes",
+        "wgrad_input_codes",
     ),
     "qk": (
-        "qk_fprop_query_codes", "qk_fprop_key_codes", "qk_grad_query_grad_scores_codes",
-        "qk_grad_query_key_codes", "qk_grad_key_grad_scores_codes", "qk_grad_key_query_codes",
+        "qk_fprop_query_codes",
+        "qk_fprop_key_codes",
+        "qk_grad_query_grad_scores_codes",
+        "qk_grad_query_key_codes",
+        "qk_grad_key_grad_scores_codes",
+        "qk_grad_key_query_codes",
     ),
     "pv": (
-        "pv_fprop_probs_codes", "pv_fprop_value_codes", "pv_grad_probs_grad_output_codes",
-        "pv_grad_probs_value_codes", "pv_grad_value_grad_output_codes", "pv_grad_value_probs_codes",
+        "pv_fprop_probs_codes",
+        "pv_fprop_value_codes",
+        "pv_grad_probs_grad_output_codes",
+        "pv_grad_probs_value_codes",
+        "pv_grad_value_grad_output_codes",
+        "pv_grad_value_probs_codes",
     ),
-}  # fmt: skip
+}
 #: Written on request only: a value for each pair of a query and a key.
 PAIRWISE = ("attention_scores", "attention_probs")
 ON_REQUEST = (*PAIRWISE, *(name for names in CODES.values() for name in names))
 #: Tensor names by layer type.
 TENSOR_NAMES: dict[str, tuple[str, ...]] = {
     "attention": (
-        "query", "key", "value", "output", *PAIRWISE,
-        "grad_output", "grad_query", "grad_key", "grad_value", *CODES["qk"], *CODES["pv"],
+        "query",
+        "key",
+        "value",
+        "output",
+        *PAIRWISE,
+        "grad_output",
+        "grad_query",
+        "grad_key",
+        "grad_value",
+        *CODES["qk"],
+        *CODES["pv"],
     ),
     "linear": (
-        "input", "weight", "output", "grad_output", "grad_input", "grad_weight", *CODES["linear"],
+        "input",
+        "weight",
+        "output",
+        "grad_output",
+        "grad_input",
+        "grad_weight",
+        *CODES["linear"],
     ),
-}  # fmt: skip
+}
 #: Stored with the first micro-batch of an iteration only, because they are the same in all of them;
 #: codes where nothing is rounded stochastically.
 OF_ITERATION = ("weight", "fprop_weight_codes", "dgrad_weight_codes")

@@ -57,10 +57,15 @@ def name_of(path: Path) -> str:
 def test_scripts_of_every_kind_are_found():
     names = {name_of(path) for path in scripts()}
     assert {
-        "pretrain_gpt.py", "run_tensor_collection.sh", "examples/python/recompute_gemm.py",
-        "examples/slurm/pretrain.sh", "benchmarks/training_worker.py", "script/data/preprocess.py",
-        "script/llama31-8b/pretrain_llama31-8b_dolma_bf16.sh", "tests/run_tests.sh",
-    } <= names  # fmt: skip
+        "pretrain_gpt.py",
+        "run_tensor_collection.sh",
+        "examples/python/recompute_gemm.py",
+        "examples/slurm/pretrain.sh",
+        "benchmarks/training_worker.py",
+        "script/data/preprocess.py",
+        "script/llama31-8b/pretrain_llama31-8b_dolma_bf16.sh",
+        "tests/run_tests.sh",
+    } <= names
     assert "script/driver.sh" not in names, "it is sourced"
 
 

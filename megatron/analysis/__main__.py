@@ -69,9 +69,12 @@ def _add_verify(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
     parser.add_argument("--run", metavar="ID", help="only this run; 'latest' for the newest")
     parser.add_argument("--exact", action="store_true", help="results must be the same bit for bit")
     parser.add_argument(
-        "--slack", type=float, default=1.0, metavar="X",
+        "--slack",
+        type=float,
+        default=1.0,
+        metavar="X",
         help="multiply what rounding allows by X (default: %(default)g)",
-    )  # fmt: skip
+    )
     parser.set_defaults(command=_verify)
 
 

@@ -91,11 +91,23 @@ def _values(tensors: pd.DataFrame) -> list[Diagnostic]:
     special = tensors.assign(special=tensors["nan"] + tensors["inf"])
     rules = (
         ("nan", special, "special", 0, "hold NaN or Inf", lambda x: f"{x:.0f} values"),
-        ("dead_channels", tensors, "dead_channels", 0, "have channels of zeros only",
-         lambda x: f"{x:.0f} channels"),
-        ("outliers", tensors[tensors["operand"]], "outlier_channels", 0,
-         "have outlier channels (6 times the median amax)", lambda x: f"{x:.0f} channels"),
-    )  # fmt: skip
+        (
+            "dead_channels",
+            tensors,
+            "dead_channels",
+            0,
+            "have channels of zeros only",
+            lambda x: f"{x:.0f} channels",
+        ),
+        (
+            "outliers",
+            tensors[tensors["operand"]],
+            "outlier_channels",
+            0,
+            "have outlier channels (6 times the median amax)",
+            lambda x: f"{x:.0f} channels",
+        ),
+    )
     return [w for rule in rules for w in _rule(*rule)]
 
 
@@ -106,16 +118,36 @@ def _of_format(name: str, mine: pd.DataFrame) -> list[Diagnostic]:
     by_design = isinstance(scaling, BlockScaling) and scaling.rule in CLIPPING_RULES
     saturated = SATURATED_BY_DESIGN if by_design else SATURATED
     rules = (
-        ("poisoned", "poisoned", 0, "turns finite values into NaN (of a block with NaN)",
-         lambda x: f"{x:.0f} values"),
-        ("saturation", "saturated", saturated, f"saturates more than {percent(saturated)}",
-         percent),
-        ("underflow", "underflow", UNDERFLOW,
-         f"makes zero of more than {percent(UNDERFLOW)} of the values", percent),
+        (
+            "poisoned",
+            "poisoned",
+            0,
+            "turns finite values into NaN (of a block with NaN)",
+            lambda x: f"{x:.0f} values",
+        ),
+        (
+            "saturation",
+            "saturated",
+            saturated,
+            f"saturates more than {percent(saturated)}",
+            percent,
+        ),
+        (
+            "underflow",
+            "underflow",
+            UNDERFLOW,
+            f"makes zero of more than {percent(UNDERFLOW)} of the values",
+            percent,
+        ),
         ("low_sqnr", "badness", -SQNR, f"has an SQNR below {SQNR:g} dB", lambda x: f"{-x:.1f} dB"),
-        ("bias", "bias_size", BIAS,
-         f"has a bias of more than {percent(BIAS)} of the mean magnitude", percent),
-    )  # fmt: skip
+        (
+            "bias",
+            "bias_size",
+            BIAS,
+            f"has a bias of more than {percent(BIAS)} of the mean magnitude",
+            percent,
+        ),
+    )
     return [
         warning
         for kind, column, limit, words, number in rules

@@ -114,9 +114,12 @@ def draw(
     result.unchanged = len(result.files)
     names = [name for name in names if name not in before]
     bar = tqdm(
-        total=len(names), desc="Drawing", unit="output", leave=False,
+        total=len(names),
+        desc="Drawing",
+        unit="output",
+        leave=False,
         disable=None if progress else True,
-    )  # fmt: skip
+    )
     result.kept = set_aside(output, names, folder)
     drawn = []
     with bar:
@@ -140,19 +143,26 @@ def _add(made: Made, result: DrawResult) -> None:
 
 
 def _quick(
-    folder: Path, output: Path, run: str | None, workers: int | None,
-    say: Callable[[str], None] | None, progress: bool,
-) -> DrawResult:  # fmt: skip
+    folder: Path,
+    output: Path,
+    run: str | None,
+    workers: int | None,
+    say: Callable[[str], None] | None,
+    progress: bool,
+) -> DrawResult:
     """The first look alone."""
     quick = quick_analysis(folder, output, run=run, workers=workers, progress=progress)
     for path in (quick.picture, quick.text):
         if say is not None:
             say(str(path))
     return DrawResult(
-        [quick.picture, quick.text], problems=quick.problems, kept=quick.kept,
-        tensors=len(quick.measurements.table), remarks=remarks_on(quick.endings),
+        [quick.picture, quick.text],
+        problems=quick.problems,
+        kept=quick.kept,
+        tensors=len(quick.measurements.table),
+        remarks=remarks_on(quick.endings),
         notes=quick.measurements.notes() | note_of_repeats(quick.measurements.repeats),
-    )  # fmt: skip
+    )
 
 
 def note_of_repeats(count: int) -> dict[str, int]:

@@ -33,9 +33,16 @@ from megatron.fake_quant.packing import QuantizedTensor
 
 #: What tells one logical tensor from another, besides the data-parallel rank.
 IDENTITY = (
-    "run_id", "iteration", "micro_batch", "layer_type", "layer_idx", "module", "operation", "phase",
+    "run_id",
+    "iteration",
+    "micro_batch",
+    "layer_type",
+    "layer_idx",
+    "module",
+    "operation",
+    "phase",
     "tensor_name",
-)  # fmt: skip
+)
 
 
 class TensorStore:

@@ -27,7 +27,13 @@ from megatron.fake_quant.names import get_format
 #: The classes of elements and scalings, and the fields that define them.
 _FIELDS: dict[type, tuple[str, ...]] = {
     ElementFormat: (
-        "name", "exponent_bits", "mantissa_bits", "bias", "max", "ties", "twos_complement",
+        "name",
+        "exponent_bits",
+        "mantissa_bits",
+        "bias",
+        "max",
+        "ties",
+        "twos_complement",
     ),
     HiFloat8: ("overflow",),
     Cast: ("dtype",),
@@ -35,7 +41,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     TwoLevelScaling: ("size", "square"),
     GroupScaling: (),
     TensorScaling: ("target", "power_of_two"),
-}  # fmt: skip
+}
 _CLASSES = {part.__name__: part for part in _FIELDS}
 
 

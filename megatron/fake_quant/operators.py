@@ -253,17 +253,31 @@ def dequantize(
 
 @dequantize.register_fake
 def _(
-    codes: Tensor, blocks: Tensor, whole: Tensor, fmt: str, shape: Sequence[int], axis: int,
-    dtype: torch.dtype, batch: int,
-) -> Tensor:  # fmt: skip
+    codes: Tensor,
+    blocks: Tensor,
+    whole: Tensor,
+    fmt: str,
+    shape: Sequence[int],
+    axis: int,
+    dtype: torch.dtype,
+    batch: int,
+) -> Tensor:
     return codes.new_empty((*codes.shape[:batch], *shape), dtype=dtype)
 
 
 @dequantize.register_vmap
 def _(
-    info: Any, in_dims: Any, codes: Tensor, blocks: Tensor, whole: Tensor, fmt: str,
-    shape: Sequence[int], axis: int, dtype: torch.dtype, batch: int,
-) -> tuple[Tensor, int]:  # fmt: skip
+    info: Any,
+    in_dims: Any,
+    codes: Tensor,
+    blocks: Tensor,
+    whole: Tensor,
+    fmt: str,
+    shape: Sequence[int],
+    axis: int,
+    dtype: torch.dtype,
+    batch: int,
+) -> tuple[Tensor, int]:
     known, size = from_text(fmt), info.batch_size
     codes = _with_batch(codes, in_dims[0], size)
     blocks = _with_batch(blocks, in_dims[1], size) if has_blocks(known) else blocks

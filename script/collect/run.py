@@ -6,8 +6,8 @@
 
 The command's output goes to a new file in --log-dir. Progress is read from the index files that
 the run appends to. The run ends when the command ends. The command and every process that it
-started are stopped at Ctrl-C or SIGTERM. They are also stopped if neither a tensor nor a line of the log
-arrives for --stall-timeout seconds. Collected tensors stay, and nothing is ever deleted.
+started are stopped at Ctrl-C or SIGTERM. They are also stopped if neither a tensor nor a line of
+the log arrives for --stall-timeout seconds. Collected tensors stay, and nothing is ever deleted.
 
 Exit status: 0 all tensors were collected; 1 training failed, stalled, or ended early; 2 wrong
 option; 3 training succeeded, but a limit set by the user ended the collection before all tensors

@@ -45,11 +45,14 @@ def run(command: str, description: str | None, arguments: list[str] | None) -> i
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--tensor-dir", "--tensor-path", "--tensor-save-dir", metavar="DIR",
+        "--tensor-dir",
+        "--tensor-path",
+        "--tensor-save-dir",
+        metavar="DIR",
         default=os.environ.get("TENSOR_SAVE_DIR") or default_folder("enhanced_tensor_logs"),
         help="folder with .pt files, searched with its subfolders (TENSOR_SAVE_DIR if set, "
         "else enhanced_tensor_logs)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--output-dir", metavar="DIR", default=default_folder("draw"), help="made if missing (draw)"
     )

@@ -33,7 +33,7 @@ LAYER = [
     ("linear", QKV, "grad_output", "backward", "pre", (64, 2, 96), 1e-4, "s b h"),
     ("linear", QKV, "grad_input", "backward", "post", (64, 2, 64), 2e-5, "s b h"),
     ("linear", QKV, "grad_weight", "backward", "post", (96, 64), 1e-3, "n k"),
-]  # fmt: skip
+]
 
 
 def values(shape: tuple[int, ...], scale: float, generator: torch.Generator) -> Tensor:
@@ -85,7 +85,7 @@ def records(
                         ),
                         shape,
                         scale * (1 + layer / 4),
-                    )  # fmt: skip
+                    )
 
 
 def write_tensor(folder: Path, record: TensorRecord, tensor: Tensor) -> Path:

@@ -29,20 +29,33 @@ from tests.analysis.figures.drawing import FORMATS, write_two_types
 PNG = b"\x89PNG\r\n\x1a\n"
 FIGURES = {
     "distributions": ["exponents", "histogram", "box", "qq"],
-    "heatmaps": [*(f"sqnr_{name}" for name in FORMATS),
-                 *(f"sqnr_by_iteration_{name}" for name in FORMATS), "amax", "rms", "kurtosis"],
+    "heatmaps": [
+        *(f"sqnr_{name}" for name in FORMATS),
+        *(f"sqnr_by_iteration_{name}" for name in FORMATS),
+        "amax",
+        "rms",
+        "kurtosis",
+    ],
     "comparisons": ["exponents_by_type", "rms_by_type", "deviation"],
-    "quantization_analysis": ["sqnr_by_layer", "sqnr_by_tensor", "error_by_magnitude", "bias",
-                              "row_against_column"],
+    "quantization_analysis": [
+        "sqnr_by_layer",
+        "sqnr_by_tensor",
+        "error_by_magnitude",
+        "bias",
+        "row_against_column",
+    ],
     "statistics": ["scales"],
     "attention_maps": ["probabilities_L0", "head_error"],
     "hifp8_analysis": ["regions", "error_by_region", "error_by_magnitude", "code_usage"],
     "overflow_analysis": ["underflow", "saturation", "underflow_by_magnitude"],
     "layer_analysis": ["activations", "weights", "iterations"],
-    "block_analysis": [*(f"scale_map_{name}" for name in FORMATS if name != "hifp8"), "blocks",
-                       "code_usage"],
+    "block_analysis": [
+        *(f"scale_map_{name}" for name in FORMATS if name != "hifp8"),
+        "blocks",
+        "code_usage",
+    ],
     "gradients": ["by_layer", "exponents", "underflow", "iterations"],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +88,14 @@ def test_the_names_for_help_are_those_of_the_outputs():
 def test_every_output_is_there_and_nothing_else(drawn):
     output, result = drawn
     expected = {f"{folder}/{name}.png" for folder, names in FIGURES.items() for name in names}
-    expected |= {"quick_analysis.png", "tensor_stats.txt", "statistics/tensors.csv",
-                 "statistics/formats.csv", "global_statistics/global_statistics.json",
-                 "global_statistics/global_statistics.txt"}  # fmt: skip
+    expected |= {
+        "quick_analysis.png",
+        "tensor_stats.txt",
+        "statistics/tensors.csv",
+        "statistics/formats.csv",
+        "global_statistics/global_statistics.json",
+        "global_statistics/global_statistics.txt",
+    }
     assert (output / ".drawn.json").exists()
     found = {
         path.relative_to(output).as_posix() for path in output.rglob("[!.]*") if path.is_file()
@@ -150,9 +168,12 @@ def test_the_global_numbers_are_those_of_the_files(dump, drawn):
 def test_a_cell_is_the_sqnr_of_its_tensor(figure_data):
     mine = figure_data.uses
     [row] = mine[
-        (mine["quantized_format"] == "mxfp4") & (mine["place"] == "qkv input")
-        & (mine["layer_idx"] == 1) & (mine["iteration"] == 2) & (mine["quant_type"] == "bf16")
-    ].to_dict("records")  # fmt: skip
+        (mine["quantized_format"] == "mxfp4")
+        & (mine["place"] == "qkv input")
+        & (mine["layer_idx"] == 1)
+        & (mine["iteration"] == 2)
+        & (mine["quant_type"] == "bf16")
+    ].to_dict("records")
     x = figure_data.load(row["tensor"])
     error = fake_quantize(x, "mxfp4", axis=-1).double() - x.double()
     sqnr = 10 * math.log10(x.double().square().sum() / error.square().sum())

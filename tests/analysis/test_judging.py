@@ -28,13 +28,24 @@ from tests.analysis.fake_dump import LAYER, records, values, write_dump, write_t
 from tests.analysis.figures.drawing import FORMATS, RUNS, write_two_types
 
 OPERANDS = {
-    "qkv input", "qkv weight", "qkv grad_output", "core query", "core key", "core value",
-    "core grad_output", "core attention_probs",
-}  # fmt: skip
+    "qkv input",
+    "qkv weight",
+    "qkv grad_output",
+    "core query",
+    "core key",
+    "core value",
+    "core grad_output",
+    "core attention_probs",
+}
 RESULTS = {
-    "qkv output", "qkv grad_input", "qkv grad_weight", "core output", "core grad_query",
-    "core grad_key", "core grad_value",
-}  # fmt: skip
+    "qkv output",
+    "qkv grad_input",
+    "qkv grad_weight",
+    "core output",
+    "core grad_query",
+    "core grad_key",
+    "core grad_value",
+}
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +144,11 @@ def test_the_summary_shows_results_apart(figure_data):
 
 
 def test_a_dump_of_results_only_says_how_to_draw_them(tmp_path):
-    record, shape, scale = next(x for x in records(run_id="r", quant_type="bf16", layers=1)
-                                if x[0].tensor_name == "grad_input")  # fmt: skip
+    record, shape, scale = next(
+        x
+        for x in records(run_id="r", quant_type="bf16", layers=1)
+        if x[0].tensor_name == "grad_input"
+    )
     write_tensor(tmp_path, record, values(shape, scale, torch.Generator().manual_seed(0)))
     figure_data = material_of(tmp_path, formats=["mxfp8"])
     with pytest.raises(NothingToDrawError, match="no operands of matmuls; --judge results"):
@@ -185,8 +199,12 @@ def test_a_recomputed_tensor_counts_once_and_the_dump_says_so(tmp_path, capsys):
     words = "8 tensors: saved again by activation recomputation; skipped, because"
     assert words in summary(found)
     assert words in quick_analysis(folder, tmp_path / "quick").text.read_text()
-    assert main(["draw", str(folder), "--figures", "statistics", "--output-dir",
-                 str(tmp_path / "draw")]) == 0  # fmt: skip
+    assert (
+        main(
+            ["draw", str(folder), "--figures", "statistics", "--output-dir", str(tmp_path / "draw")]
+        )
+        == 0
+    )
     assert words in capsys.readouterr().out
     assert words in content(FigureData(store, found, ("mxfp8",)))["repeats"]
 

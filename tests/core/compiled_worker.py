@@ -96,9 +96,13 @@ def main() -> None:
     from megatron.core.transformer import TransformerConfig
 
     config = TransformerConfig(
-        num_layers=1, hidden_size=WIDTH, num_attention_heads=HEADS, attention_dropout=0.0,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=WIDTH,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
     torch.manual_seed(3)
     x, report = torch.randn(TOKENS, BATCH, WIDTH), {}
     for name, *layers in (case.split() for case in sys.argv[1:]):

@@ -31,46 +31,58 @@ ALL = "linear qk pv"
 M = "type: glob, enabled: true"
 CASES = {
     "linear-on-attention": (
-        f"  m: {{config: linear_mxfp8, pattern: '*.core_attention', {M}}}\n", ALL,
+        f"  m: {{config: linear_mxfp8, pattern: '*.core_attention', {M}}}\n",
+        ALL,
         r"line 2: matcher 'm' has the config 'linear_mxfp8', which says something of linear, but "
         r"is for modules with pv and qk, as decoder.layers.0.self_attention.core_attention;",
     ),
     "attention-on-linear": (
-        f"  m: {{config: FA_mxfp8, pattern: '*.linear_*', {M}}}\n", ALL,
+        f"  m: {{config: FA_mxfp8, pattern: '*.linear_*', {M}}}\n",
+        ALL,
         r"says something of qk, but is for modules with linear,",
     ),
     "behind-two-halves": (
         f"  a: {{config: bf16, pattern: '*', iterations: 1-2, {M}}}\n"
         f"  b: {{config: bf16, pattern: '*', iterations: 3-, {M}}}\n"
-        f"  c: {{config: mxfp8, pattern: '*', {M}}}\n", ALL,
+        f"  c: {{config: mxfp8, pattern: '*', {M}}}\n",
+        ALL,
         r"line 4: matcher 'c' is never reached",
     ),
     "behind-a-wider-window": (
         f"  a: {{config: bf16, pattern: '*', iterations: 1-10, {M}}}\n"
-        f"  b: {{config: mxfp8, pattern: '*', iterations: 5-8, {M}}}\n", ALL,
+        f"  b: {{config: mxfp8, pattern: '*', iterations: 5-8, {M}}}\n",
+        ALL,
         r"line 3: matcher 'b' is never reached",
     ),
     "layer-that-is-not-there": (
-        f"  m: {{config: mxfp8, pattern: '*', layers: '0,99', {M}}}\n", ALL,
+        f"  m: {{config: mxfp8, pattern: '*', layers: '0,99', {M}}}\n",
+        ALL,
         r"line 2: matcher 'm' is for layer 99 too, and the last layer of the model is 3",
     ),
     "overruled-by-a-flag": (
-        f"  m: {{config: mxfp8, pattern: '*.linear_*', {M}}}\n", "qk pv",
+        f"  m: {{config: mxfp8, pattern: '*.linear_*', {M}}}\n",
+        "qk pv",
         r"line 2: matcher 'm' decides for linear only, of which a flag has decided already",
     ),
     "off-where-nothing-else-is": (
         f"  m: {{config: bf16, pattern: '*.linear_*', {M}}}\n"
-        f"  n: {{config: FA_mxfp8, pattern: '*.core_attention', {M}}}\n", ALL, "accepted",
+        f"  n: {{config: FA_mxfp8, pattern: '*.core_attention', {M}}}\n",
+        ALL,
+        "accepted",
     ),
     "a-gap-between-windows": (
         f"  a: {{config: bf16, pattern: '*', iterations: 1-2, {M}}}\n"
         f"  b: {{config: bf16, pattern: '*', iterations: 4-, {M}}}\n"
-        f"  c: {{config: mxfp8, pattern: '*', {M}}}\n", ALL, "accepted",
+        f"  c: {{config: mxfp8, pattern: '*', {M}}}\n",
+        ALL,
+        "accepted",
     ),
     "ranges-beyond-the-end": (
-        f"  m: {{config: mxfp8, pattern: '*', layers: '2-99', {M}}}\n", ALL, "accepted",
+        f"  m: {{config: mxfp8, pattern: '*', layers: '2-99', {M}}}\n",
+        ALL,
+        "accepted",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

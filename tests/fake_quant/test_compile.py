@@ -65,9 +65,16 @@ def layouts(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Return small and large tensors, with and without gaps, and empty ones."""
     small, large = tensor(6, 70).to(dtype), tensor(260, 300).to(dtype)
     return [
-        small, small.t(), small[:, ::2], small[:1].expand(6, 70), tensor(6, 0).to(dtype),
-        large, large.t(), large[:, ::2], large.view(4, 65, 300).permute(2, 0, 1),
-    ]  # fmt: skip
+        small,
+        small.t(),
+        small[:, ::2],
+        small[:1].expand(6, 70),
+        tensor(6, 0).to(dtype),
+        large,
+        large.t(),
+        large[:, ::2],
+        large.view(4, 65, 300).permute(2, 0, 1),
+    ]
 
 
 def seed_of(name: str) -> int | None:
@@ -445,9 +452,14 @@ def test_a_name_of_any_characters_comes_back():
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "{}", '{"element": {"class": "object"}, "scaling": null}',
-             '{"element": {"class": "Cast", "dtype": "load"}, "scaling": null, "name": "x"}']
-)  # fmt: skip
+    "text",
+    [
+        "{",
+        "{}",
+        '{"element": {"class": "object"}, "scaling": null}',
+        '{"element": {"class": "Cast", "dtype": "load"}, "scaling": null, "name": "x"}',
+    ],
+)
 def test_text_that_is_no_format_is_refused(text):
     with pytest.raises(ValueError, match="does not describe a format"):
         from_text(text)

@@ -16,11 +16,25 @@ from megatron.fake_quant.inspect.format_table import HEADER, markdown, row
 from tests.fake_quant.oracle import DATA, ML_DTYPES, RULES, code_points, scale_exponents
 
 VARIANTS = [
-    "mxfp8:2d", "mxfp4:sr", "hifp8:hr:inf", "hifp8:t15", "hifp8:t224:pow2", "nvfp4:2d:sr",
-    "fp8_e4m3:pow2", "hifp4:sr", "mx:e3m0:b16:rceil", "mx:e1m0:b1:even", "hifp8:t40000",
-]  # fmt: skip
-MX = {"mxfp8": "e4m3", "mxfp8_e5m2": "e5m2", "mxfp6_e3m2": "e3m2", "mxfp6_e2m3": "e2m3",
-      "mxfp4": "e2m1"}  # fmt: skip
+    "mxfp8:2d",
+    "mxfp4:sr",
+    "hifp8:hr:inf",
+    "hifp8:t15",
+    "hifp8:t224:pow2",
+    "nvfp4:2d:sr",
+    "fp8_e4m3:pow2",
+    "hifp4:sr",
+    "mx:e3m0:b16:rceil",
+    "mx:e1m0:b1:even",
+    "hifp8:t40000",
+]
+MX = {
+    "mxfp8": "e4m3",
+    "mxfp8_e5m2": "e5m2",
+    "mxfp6_e3m2": "e3m2",
+    "mxfp6_e2m3": "e2m3",
+    "mxfp4": "e2m1",
+}
 
 
 def said(name: str) -> dict[tuple[str, str], str]:
@@ -81,71 +95,94 @@ def test_every_variant_has_a_row_and_a_page():
     ("name", "facts"),
     [
         # OCP MX v1.0, section 5.3 (E4M3); E8M0 from 2^-127 to 2^127: 1.75 * 2^8 * 2^127.
-        ("mxfp8", {
-            ("element", "largest"): "448 = 1.75 x 2^8",
-            ("element", "positive numbers"): "126 in 18 binades, largest / smallest 229376",
-            ("element", "underflow"): "magnitudes up to 2^-10 round to zero",
-            ("element", "zeros"): "0x00, 0x80",
-            ("element", "Inf"): "none",
-            ("element", "NaN"): "0x7F, 0xFF",
-            ("scale", "range"): "2^-127 to 2^127",
-            ("scale", "of"): "32 values, E8M0 (a power of two)",
-            ("whole", "largest"):
-                "7.62232502e+40 = 1.75 x 2^135 (float32 ends at 3.40282e+38)",
-            ("whole", "smallest"): "2^-136",
-            ("whole", "a NaN"): "makes its block NaN",
-            ("whole", "an Inf"): "makes its block NaN",
-        }),
+        (
+            "mxfp8",
+            {
+                ("element", "largest"): "448 = 1.75 x 2^8",
+                ("element", "positive numbers"): "126 in 18 binades, largest / smallest 229376",
+                ("element", "underflow"): "magnitudes up to 2^-10 round to zero",
+                ("element", "zeros"): "0x00, 0x80",
+                ("element", "Inf"): "none",
+                ("element", "NaN"): "0x7F, 0xFF",
+                ("scale", "range"): "2^-127 to 2^127",
+                ("scale", "of"): "32 values, E8M0 (a power of two)",
+                ("whole", "largest"): "7.62232502e+40 = 1.75 x 2^135 (float32 ends at 3.40282e+38)",
+                ("whole", "smallest"): "2^-136",
+                ("whole", "a NaN"): "makes its block NaN",
+                ("whole", "an Inf"): "makes its block NaN",
+            },
+        ),
         # As IEEE: exponent field of ones.
-        ("fp8_e5m2", {
-            ("element", "Inf"): "0x7C, 0xFC",
-            ("element", "NaN"): "0x7D to 0x7F, 0xFD to 0xFF",
-            ("element", "never produced"): "0x7C, 0xFC (inf, -inf)",
-            ("whole", "an Inf"): "becomes the largest number",
-            ("whole", "a NaN"): "stays NaN",
-        }),
+        (
+            "fp8_e5m2",
+            {
+                ("element", "Inf"): "0x7C, 0xFC",
+                ("element", "NaN"): "0x7D to 0x7F, 0xFD to 0xFF",
+                ("element", "never produced"): "0x7C, 0xFC (inf, -inf)",
+                ("whole", "an Inf"): "becomes the largest number",
+                ("whole", "a NaN"): "stays NaN",
+            },
+        ),
         # OCP lets -2 unused.
         ("mxint8", {("element", "never produced"): "0x80 (-2)", ("element", "zeros"): "0x00"}),
         # arXiv 2509.25149 appendix B: 6 * 448 = 2688.
-        ("nvfp4", {
-            ("", "bits a value"): "4.5: 4 of the element, 8 of scales for 16 values; "
-                                  "and 32 for the tensor",
-            ("scale", "range"): "2^-9 to 448 = 1.75 x 2^8",
-            ("whole", "largest"): "2688 = 1.3125 x 2^11, times the tensor's scale",
-            ("whole", "smallest"): "2^-10, times the tensor's scale",
-        }),
+        (
+            "nvfp4",
+            {
+                ("", "bits a value"): "4.5: 4 of the element, 8 of scales for 16 values; "
+                "and 32 for the tensor",
+                ("scale", "range"): "2^-9 to 448 = 1.75 x 2^8",
+                ("whole", "largest"): "2688 = 1.3125 x 2^11, times the tensor's scale",
+                ("whole", "smallest"): "2^-10, times the tensor's scale",
+            },
+        ),
         # arXiv 2602.11287: E6M2 from 2^-48 to 1.5 * 2^15; top 7 scales; elements of 1/4.
-        ("hifp4", {
-            ("", "rounding"): "to nearest, ties away from zero",
-            ("scale", "range"): "2^-48 to 196608 = 1.5 x 2^17, with the two bits",
-            ("whole", "largest"): "344064 = 1.3125 x 2^18",  # 7 * 1.5 * 2^15
-            ("whole", "smallest"): "2^-50",
-        }),
+        (
+            "hifp4",
+            {
+                ("", "rounding"): "to nearest, ties away from zero",
+                ("scale", "range"): "2^-48 to 196608 = 1.5 x 2^17, with the two bits",
+                ("whole", "largest"): "344064 = 1.3125 x 2^18",  # 7 * 1.5 * 2^15
+                ("whole", "smallest"): "2^-50",
+            },
+        ),
         # arXiv 2409.16626, sections 2.1 and 2.2.
-        ("hifp8", {
-            ("element", "positive numbers"): "126 in 38 binades, largest / smallest 1.37439e+11",
-            ("element", "smallest normal"): "2^-15",
-            ("element", "smallest"): "2^-22",
-            ("element", "overflow"): "saturates: what is beyond 2^15 becomes that",
-            ("element", "underflow"): "magnitudes below 2^-23 round to zero",
-            ("element", "zeros"): "0x00",
-            ("element", "Inf"): "0x6F, 0xEF",
-            ("element", "NaN"): "0x80",
-            ("whole", "an Inf"): "becomes the largest number",
-        }),
-        ("hifp8:inf", {
-            ("element", "overflow"): "to Inf, to nearest from 40960 = 1.25 x 2^15 on",
-            ("whole", "an Inf"): "stays Inf",
-        }),
+        (
+            "hifp8",
+            {
+                (
+                    "element",
+                    "positive numbers",
+                ): "126 in 38 binades, largest / smallest 1.37439e+11",
+                ("element", "smallest normal"): "2^-15",
+                ("element", "smallest"): "2^-22",
+                ("element", "overflow"): "saturates: what is beyond 2^15 becomes that",
+                ("element", "underflow"): "magnitudes below 2^-23 round to zero",
+                ("element", "zeros"): "0x00",
+                ("element", "Inf"): "0x6F, 0xEF",
+                ("element", "NaN"): "0x80",
+                ("whole", "an Inf"): "becomes the largest number",
+            },
+        ),
+        (
+            "hifp8:inf",
+            {
+                ("element", "overflow"): "to Inf, to nearest from 40960 = 1.25 x 2^15 on",
+                ("whole", "an Inf"): "stays Inf",
+            },
+        ),
         # 15 / 2^-22.
         ("hifp8:t15", {("whole", "smallest"): "amax x 2^-22 / 15 = amax / 62914560"}),
         # IEEE 754 binary16: halfway to 2^16 is 65520.
-        ("fp16", {
-            ("element", "overflow"): "to Inf, to nearest from 65520 = 1.99951171875 x 2^15 on",
-            ("element", "NaN"): "0x7C01 to 0x7FFF, 0xFC01 to 0xFFFF",
-        }),
+        (
+            "fp16",
+            {
+                ("element", "overflow"): "to Inf, to nearest from 65520 = 1.99951171875 x 2^15 on",
+                ("element", "NaN"): "0x7C01 to 0x7FFF, 0xFC01 to 0xFFFF",
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_named_facts(name, facts):
     page = said(name)
     assert {key: page[key] for key in facts} == facts
@@ -166,8 +203,11 @@ def test_the_numbers_are_those_of_finfo(name):
         significand, _, power = text.rpartition(" x ")
         base, _, exponent = power.partition("^")
         assert float(significand or 1) * float(base) ** int(exponent or 1) == float(expected)
-    spans = {e: span for span in format_properties.binades(get_format(name).element)
-             for e in range(span.first, span.last + 1)}  # fmt: skip
+    spans = {
+        e: span
+        for span in format_properties.binades(get_format(name).element)
+        for e in range(span.first, span.last + 1)
+    }
     assert spans[0].relative == float(info.eps)
     assert page["", "rounding"] == "to nearest, ties even"
 

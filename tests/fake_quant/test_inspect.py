@@ -52,8 +52,11 @@ def test_describe_and_table_print_pages(capsys):
     assert "arXiv" not in (page := capsys.readouterr().out)
     assert "OCP Microscaling Formats" in page
     assert main(["table", "mxfp4", "--csv"]) == 0
-    assert capsys.readouterr().out.splitlines()[:3] == ["code,bits,value", "0x0,0 00 0,0.0",
-                                                        "0x1,0 00 1,0.5"]  # fmt: skip
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "code,bits,value",
+        "0x0,0 00 0,0.0",
+        "0x1,0 00 1,0.5",
+    ]
 
 
 @pytest.mark.parametrize(

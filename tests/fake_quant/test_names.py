@@ -26,8 +26,10 @@ from megatron.fake_quant.formats import (
     [
         ("mxfp8:rceil", {"scaling": BlockScaling(32, "rceil")}),
         ("mxfp4:2d", {"scaling": BlockScaling(32, "floor", square=True)}),
-        ("mxfp4:ceil:2d:sr", {
-            "scaling": BlockScaling(32, "ceil", square=True), "rounding": "stochastic"}),
+        (
+            "mxfp4:ceil:2d:sr",
+            {"scaling": BlockScaling(32, "ceil", square=True), "rounding": "stochastic"},
+        ),
         ("mxint8:sr", {"rounding": "stochastic"}),
         ("nvfp4:2d", {"scaling": TwoLevelScaling(square=True)}),
         ("nvfp4:sr", {"rounding": "stochastic"}),
@@ -35,13 +37,15 @@ from megatron.fake_quant.formats import (
         ("hifp8:inf", {"element": HiFloat8("inf")}),
         ("hifp8:t15", {"scaling": TensorScaling(15.0)}),
         ("hifp8:t0.5:pow2", {"scaling": TensorScaling(0.5, power_of_two=True)}),
-        ("hifp8:sr:inf:t224", {"element": HiFloat8("inf"), "scaling": TensorScaling(224.0),
-                               "rounding": "stochastic"}),
+        (
+            "hifp8:sr:inf:t224",
+            {"element": HiFloat8("inf"), "scaling": TensorScaling(224.0), "rounding": "stochastic"},
+        ),
         ("hifp4:sr", {"rounding": "stochastic"}),
         ("fp8_e4m3:pow2", {"scaling": TensorScaling(448.0, power_of_two=True)}),
         ("fp8_e5m2:sr", {"rounding": "stochastic"}),
     ],
-)  # fmt: skip
+)
 def test_a_variant_changes_one_thing(name, changes):
     base = FORMATS[name.partition(":")[0]]
     assert get_format(name) == replace(base, name=name, **changes)
@@ -54,7 +58,12 @@ def test_formats_without_variants():
     assert FORMATS["fp8_e5m2"].scaling == TensorScaling(57344.0)
     blocks = {name: fmt.block_size for name, fmt in FORMATS.items() if fmt.block_size != 32}
     assert {name for name, size in blocks.items() if size is None} == {
-        "bf16", "fp16", "hifp8", "fp8_e4m3", "fp8_e5m2"}  # fmt: skip
+        "bf16",
+        "fp16",
+        "hifp8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+    }
     assert (blocks["nvfp4"], blocks["hifp4"]) == (16, 64)
     assert not any(fmt.square for fmt in FORMATS.values())
     assert get_format("nvfp4:2d").square

@@ -95,9 +95,7 @@ def test_random_numbers_are_drawn_as_vmap_was_told():
 def test_a_closed_over_tensor_can_be_rounded_differently_for_each_sample():
     weight, x = tensor(4, 64), tensor(3, 64)
     torch.manual_seed(1)
-    found = torch.vmap(
-        lambda x: fake_quantize(weight, "mxfp4:sr") * x, randomness="different"
-    )(x)  # fmt: skip
+    found = torch.vmap(lambda x: fake_quantize(weight, "mxfp4:sr") * x, randomness="different")(x)
     torch.manual_seed(1)
     seeds = torch.randint(0, 1 << 62, (3,))
     for i in range(3):

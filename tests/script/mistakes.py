@@ -99,7 +99,7 @@ TRAIN_CONFIG = [
     (f"{CELL} --tokenizer-path {{tok}} --data-path {{none}}", "{none}"),
     (f"{CELL} --tokenizer-path {{empty}} --data-path {{data}}", "no tokenizer in the folder"),
     (f"{CELL} --quantization settings {FILES} -- --linear-quant fp7", "unknown format 'fp7'"),
-]  # fmt: skip
+]
 
 FLASH = [
     ("--model llama32-1b --dataset wikipedia", "fa-quantization missing"),
@@ -150,20 +150,29 @@ PREPARE = [
 PREPROCESS = [
     ("", "--input is missing"),
     ("--input {file}", "--output-prefix is missing"),
-    ("--input {none} --output-prefix {empty}/o --tokenizer-type NullTokenizer --vocab-size 9",
-     "{none}"),
+    (
+        "--input {none} --output-prefix {empty}/o --tokenizer-type NullTokenizer --vocab-size 9",
+        "{none}",
+    ),
     ("--input {text} --output-prefix {empty}/o", "no tokenizer is named"),
     ("--input {text} --output-prefix {empty}/o --tokenizer-model {none}", "{none}"),
-    ("--input {text} --output-prefix {empty}/o --tokenizer-type Null --vocab-size 9",
-     "unknown tokenizer type 'Null'"),
+    (
+        "--input {text} --output-prefix {empty}/o --tokenizer-type Null --vocab-size 9",
+        "unknown tokenizer type 'Null'",
+    ),
     ("--input {text} --output-prefix {empty}/o --tokenizer-type NullTokenizer", "--vocab-size"),
-    ("--input {text} --output-prefix {empty}/o --tokenizer-type NullTokenizer --vocab-size 9"
-     " --workers 0", "--workers"),
-    ("--input {text} --output-prefix {file}/o --tokenizer-type NullTokenizer --vocab-size 9",
-     "{file}"),
+    (
+        "--input {text} --output-prefix {empty}/o --tokenizer-type NullTokenizer --vocab-size 9"
+        " --workers 0",
+        "--workers",
+    ),
+    (
+        "--input {text} --output-prefix {file}/o --tokenizer-type NullTokenizer --vocab-size 9",
+        "{file}",
+    ),
     ("--input {file} --output-prefix {empty}/o --input-format csv", "invalid choice: 'csv'"),
     ("--check {none}", "{none}"),
-]  # fmt: skip
+]
 
 CORPUS = [
     ("--output-dir {file}/x --model-dir {empty}", "cannot make the default corpus"),

@@ -63,9 +63,14 @@ def test_preprocessing_is_complete_though_nobody_reads_its_report(tmp_path):
     prefix = tmp_path / "out"
     words = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "10", "--workers", "1")
     ended = without_reader(
-        sys.executable, "script/data/preprocess.py", "--input", str(text),
-        "--output-prefix", str(prefix), *words,
-    )  # fmt: skip
+        sys.executable,
+        "script/data/preprocess.py",
+        "--input",
+        str(text),
+        "--output-prefix",
+        str(prefix),
+        *words,
+    )
     assert ended.returncode == 0, ended.stderr
     assert "[ERROR]" not in ended.stderr
     made = f"{prefix}_text_document"

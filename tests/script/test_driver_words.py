@@ -18,10 +18,23 @@ from tests.subprocesses import REPO, environment, run
 
 def test_names_of_megatron_lm_and_underscores_are_understood():
     [words] = dry(
-        COLLECT, "single", "--quant_type", "hifp8", "--tensor_save_dir", "a", "--save-tensors",
-        "--train-iters", "7", "--lr=1e-4", "--micro_batch_size", "1", "--seq-length", "128",
-        "--", "--rotary_base=5000",
-    )  # fmt: skip
+        COLLECT,
+        "single",
+        "--quant_type",
+        "hifp8",
+        "--tensor_save_dir",
+        "a",
+        "--save-tensors",
+        "--train-iters",
+        "7",
+        "--lr=1e-4",
+        "--micro_batch_size",
+        "1",
+        "--seq-length",
+        "128",
+        "--",
+        "--rotary_base=5000",
+    )
     wanted = {
         "--custom-quant-type": "hifp8",
         "--tensor-save-dir": "a/hifp8",
@@ -48,7 +61,7 @@ def test_names_of_megatron_lm_and_underscores_are_understood():
         (DRAW, ["batch"], "unknown mode 'batch'; it is collect, visualize or both, as in"),
         (DRAW, ["both", "batch", "mxfp8"], "batch collects bf16, mxfp8, mxfp4 and hifp8; for"),
     ],
-)  # fmt: skip
+)
 def test_an_option_that_is_none_is_answered_with_the_nearest(script, words, message):
     done = bash(script, *words)
     assert done.returncode == 2
@@ -135,8 +148,11 @@ def test_the_published_model_does_not_fall_back_to_the_default_corpus():
 @pytest.mark.parametrize("folder", ["script", "script/visualization"])
 def test_the_visualization_scripts_are_in_both_places_and_look_in_the_same_folder(tmp_path, folder):
     for name in ("quick_visualize.py", "visualize_tensors.py", "tensor_visualizer.py"):
-        done = run([sys.executable, REPO / folder / name], cwd=tmp_path,
-                   env=environment(TENSOR_SAVE_DIR=tmp_path / "named"))  # fmt: skip
+        done = run(
+            [sys.executable, REPO / folder / name],
+            cwd=tmp_path,
+            env=environment(TENSOR_SAVE_DIR=tmp_path / "named"),
+        )
         assert f"[ERROR] no folder {tmp_path}/named; " in done.stderr
     script = REPO / folder / "one_click_visualize.sh"
     done = run(["bash", script], cwd=tmp_path, env=environment(DRY_RUN="1"))

@@ -22,8 +22,16 @@ SPECIAL = {
     "number": lambda path: path.write_text("7"),
     "large": lambda path: path.write_bytes(b" " * (17 << 20)),
 }
-LINE = {"run_id": "r", "iteration": 1, "layer_idx": 0, "phase": "pre", "operation": "forward",
-        "component": "linear", "rank": {"world": 0}, "bytes": 10}  # fmt: skip
+LINE = {
+    "run_id": "r",
+    "iteration": 1,
+    "layer_idx": 0,
+    "phase": "pre",
+    "operation": "forward",
+    "component": "linear",
+    "rank": {"world": 0},
+    "bytes": 10,
+}
 
 
 def follower(folder, *, card=True):

@@ -115,8 +115,11 @@ def test_a_collection_goes_on_without_its_reader(tmp_path):
 )
 def test_a_driver_goes_on_without_its_reader(tmp_path, files, words):
     tree, dumps = stub_tree(tmp_path / "tree", "ok"), tmp_path / "dumps"
-    check(unread(["bash", tree / words[0], *words[1:], "--preset", "tiny", "--tensor-dir", dumps,
-                  *files]))  # fmt: skip
+    check(
+        unread(
+            ["bash", tree / words[0], *words[1:], "--preset", "tiny", "--tensor-dir", dumps, *files]
+        )
+    )
     for name in ("bf16", "mxfp8", "mxfp4", "hifp8"):
         assert len(list((dumps / name).glob("*.pt"))) == 6
 
@@ -124,8 +127,12 @@ def test_a_driver_goes_on_without_its_reader(tmp_path, files, words):
 def test_the_help_of_a_driver_never_runs_it(tmp_path):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            ["bash", REPO / "run_tensor_collection.sh", "--help"], stdout=full,
-            stderr=subprocess.PIPE, text=True, timeout=TIMEOUT, env=environment(),
-        )  # fmt: skip
+            ["bash", REPO / "run_tensor_collection.sh", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=TIMEOUT,
+            env=environment(),
+        )
     assert done.returncode != 0
     assert "unknown option" not in done.stderr

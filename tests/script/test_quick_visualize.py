@@ -106,7 +106,7 @@ def test_one_run_can_be_chosen(tmp_path):
         (["--workers", "0"], 2, "--workers is 0; give 1 or more"),
         (["--frobnicate"], 2, "unrecognized arguments"),
     ],
-)  # fmt: skip
+)
 def test_bad_input(tmp_path, monkeypatch, capsys, arguments, status, message):
     write_dump(tmp_path / "logs", layers=1)
     (tmp_path / "empty").mkdir()

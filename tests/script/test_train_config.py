@@ -251,19 +251,23 @@ def test_data_of_no_dataset_are_in_the_name(dry, files):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--seed", "7"), "unrecognized arguments: --seed 7; see --help (flags of pretrain_gpt.py "
-         "go after --)"),
+        (
+            ("--seed", "7"),
+            "unrecognized arguments: --seed 7; see --help (flags of pretrain_gpt.py go after --)",
+        ),
         (("--lr", "nan"), "argument --lr: 'nan' is no number above 0"),
         (("--model", "llama3-8b"), "unknown model 'llama3-8b', did you mean llama31-8b"),
-        (("--dataset", "wiki"), "unknown dataset 'wiki', did you mean wikipedia? choose one of "
-         "wikipedia, dolma"),
+        (
+            ("--dataset", "wiki"),
+            "unknown dataset 'wiki', did you mean wikipedia? choose one of wikipedia, dolma",
+        ),
         (("--quantization", "fa_mxpf8"), "unknown quantization 'fa_mxpf8', did you mean FA_mxfp8"),
         (("--quantization", "zzz"), "unknown quantization 'zzz'; choose one of bf16, FA_mxfp8"),
         (("--training-config", "slow"), "unknown training configuration 'slow'; choose one of"),
         (("--preset", "tin"), "unknown preset 'tin', did you mean tiny? choose one of full, tiny"),
         (("--dtype", "int4"), "argument --dtype: invalid choice: 'int4'"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_refused_with_what_is_accepted(refused, words, message):
     assert refused(*CELL, *words, "--dry-run").startswith(message)
 

@@ -17,11 +17,25 @@ LIMIT = 30.0  #: seconds; none of these needs more than three
 
 def command(folder: Path, behaviour: str, *options: str, iterations: int = 1) -> list[str]:
     return [
-        sys.executable, str(WATCHER), "--tensor-dir", str(folder / "tensors"), "--name", "mxfp8",
-        "--log-dir", str(folder / "logs"), "--grace", "0.5", *options, "--",
-        sys.executable, str(TRAINING), str(folder / "tensors"), behaviour, str(iterations),
+        sys.executable,
+        str(WATCHER),
+        "--tensor-dir",
+        str(folder / "tensors"),
+        "--name",
+        "mxfp8",
+        "--log-dir",
+        str(folder / "logs"),
+        "--grace",
+        "0.5",
+        *options,
+        "--",
+        sys.executable,
+        str(TRAINING),
+        str(folder / "tensors"),
+        behaviour,
+        str(iterations),
         str(folder / "pids"),
-    ]  # fmt: skip
+    ]
 
 
 def collect(

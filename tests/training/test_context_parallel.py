@@ -73,16 +73,23 @@ def steps(documents, tmp_path_factory):
         pytest.param(("--eod-mask-loss",), (), 2, id="masked-loss"),
         pytest.param(LATENT, (), 2, id="latent"),
         pytest.param(
-            ("--reset-attention-mask", "--reset-position-ids"), (), 2, id="document-mask",
+            ("--reset-attention-mask", "--reset-position-ids"),
+            (),
+            2,
+            id="document-mask",
             marks=pytest.mark.slow,
         ),
         pytest.param(("--window-size", "16,0"), (), 2, id="window", marks=pytest.mark.slow),
-        pytest.param(("--custom-quant-type", "mxfp4"), TENSOR, 4, id="mxfp4-tensor-sequence",
+        pytest.param(
+            ("--custom-quant-type", "mxfp4"),
+            TENSOR,
+            4,
+            id="mxfp4-tensor-sequence",
             marks=pytest.mark.slow,
         ),
         pytest.param(PIPELINE, (), 4, id="pipeline", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_loss_and_gradient_norm_are_those_of_one_context_rank(steps, options, layout, ranks):
     """`options` are the reference's too; of pipeline ranks each draws weights of its own."""
     expected = steps(options, 2 if options == PIPELINE else 1)

@@ -79,16 +79,25 @@ def quantized(go_on):
         pytest.param(SPREAD, 2, id="experts"),
         pytest.param(("--use-distributed-optimizer",), 2, id="data-distributed-optimizer"),
         pytest.param((*RECOMPUTE, "core_attn", "moe", "mla_up_proj", "mlp"), 1, id="recompute"),
-        pytest.param((*SPREAD, "--use-distributed-optimizer"), 2, id="experts-distributed",
-                     marks=pytest.mark.slow),
-        pytest.param((*SPREAD, "--moe-token-dispatcher-type", "allgather"), 2, id="allgather",
-                     marks=pytest.mark.slow),
+        pytest.param(
+            (*SPREAD, "--use-distributed-optimizer"),
+            2,
+            id="experts-distributed",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (*SPREAD, "--moe-token-dispatcher-type", "allgather"),
+            2,
+            id="allgather",
+            marks=pytest.mark.slow,
+        ),
         pytest.param((*SEQUENCE, *SPREAD), 4, id="tensor-experts", marks=pytest.mark.slow),
         pytest.param((*PIPELINE, *SPREAD), 4, id="pipeline-experts", marks=pytest.mark.slow),
-        pytest.param(("--recompute-granularity", "full"), 1, id="recompute-full",
-                     marks=pytest.mark.slow),
+        pytest.param(
+            ("--recompute-granularity", "full"), 1, id="recompute-full", marks=pytest.mark.slow
+        ),
     ],
-)  # fmt: skip
+)
 def test_every_layout_has_the_losses_of_one_rank(single, go_on, layout, ranks):
     moved = go_on(*layout, ranks=ranks)
     assert list(moved.losses) == [3, 4, 5, 6]
@@ -123,10 +132,11 @@ def test_the_loss_falls_in_mxfp8(quantized, single):
         pytest.param(SPREAD, 2, 1e-3, id="experts"),
         pytest.param((), 2, 1e-4, id="data", marks=pytest.mark.slow),
         pytest.param((*RECOMPUTE, "core_attn", "moe", "mla_up_proj", "mlp"), 1, 0, id="recompute"),
-        pytest.param(("--recompute-granularity", "full"), 1, 0, id="recompute-full",
-                     marks=pytest.mark.slow),
+        pytest.param(
+            ("--recompute-granularity", "full"), 1, 0, id="recompute-full", marks=pytest.mark.slow
+        ),
     ],
-)  # fmt: skip
+)
 def test_quantized_layouts_start_alike_and_stay_close(
     quantized, single, go_on, layout, ranks, last
 ):

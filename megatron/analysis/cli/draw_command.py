@@ -78,18 +78,23 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
 
     parser.add_argument("folder", type=Path, metavar="DIR", help="searched with its subfolders")
     parser.add_argument(
-        "--output-dir", type=Path, default=Path("draw"), metavar="DIR",
+        "--output-dir",
+        type=Path,
+        default=Path("draw"),
+        metavar="DIR",
         help="made if missing (default: %(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument("--run", metavar="ID", help="only this run; 'latest' for the newest")
     parser.add_argument(
         "--workers", type=int, metavar="N", help="at a time (default: one a processor)"
     )
     if command != "quick":
         parser.add_argument(
-            "--formats", nargs="+", metavar="FORMAT",
+            "--formats",
+            nargs="+",
+            metavar="FORMAT",
             help=f"names of megatron.fake_quant (default: {DEFAULT_FORMATS})",
-        )  # fmt: skip
+        )
         parser.add_argument("--max-memory", metavar="SIZE", help="that may be used, as in 800M")
         parser.add_argument(
             "--scheduler", metavar="ADDRESS", help="of a Dask cluster that sees DIR under its path"
@@ -99,15 +104,21 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
         )
     if command == "draw":
         parser.add_argument(
-            "--figures", nargs="+", default=list(SAYS), choices=list(SAYS), metavar="NAME",
+            "--figures",
+            nargs="+",
+            default=list(SAYS),
+            choices=list(SAYS),
+            metavar="NAME",
             help="some of the list below (default: all)",
-        )  # fmt: skip
+        )
         parser.add_argument("--image", default="png", choices=IMAGES, help="(default: %(default)s)")
         parser.add_argument(
-            "--judge", default=OPERANDS, choices=JUDGED,
+            "--judge",
+            default=OPERANDS,
+            choices=JUDGED,
             help="tensors by which formats are judged: the operands of matmuls, or their results, "
             "which are never quantized (default: %(default)s)",
-        )  # fmt: skip
+        )
     parser.set_defaults(figures_of=command)
 
 
@@ -157,17 +168,23 @@ def run_quick(arguments: argparse.Namespace) -> int:
     from megatron.analysis.quick import quick_analysis
 
     quick = quick_analysis(
-        arguments.folder, arguments.output_dir, run=arguments.run, workers=arguments.workers,
+        arguments.folder,
+        arguments.output_dir,
+        run=arguments.run,
+        workers=arguments.workers,
         progress=True,
-    )  # fmt: skip
+    )
     files = [quick.picture, quick.text]
     for path in files:
         print(f"Wrote {shown(path)}")
     result = DrawResult(
-        files, problems=quick.problems, kept=quick.kept, tensors=len(quick.measurements.table),
+        files,
+        problems=quick.problems,
+        kept=quick.kept,
+        tensors=len(quick.measurements.table),
         notes=quick.measurements.notes() | note_of_repeats(quick.measurements.repeats),
         remarks=remarks_on(quick.endings),
-    )  # fmt: skip
+    )
     return say_result(result, first_look(quick))
 
 

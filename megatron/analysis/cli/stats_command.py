@@ -40,19 +40,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of the subcommand."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="searched with its subfolders")
     parser.add_argument(
-        "--formats", nargs="+", default=list(DEFAULT_FORMATS), metavar="FORMAT",
+        "--formats",
+        nargs="+",
+        default=list(DEFAULT_FORMATS),
+        metavar="FORMAT",
         help="names of megatron.fake_quant; 'none': of the values only "
         f"(default: {' '.join(DEFAULT_FORMATS)})",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--select", nargs="+", default=[], metavar="COLUMN=VALUE",
+        "--select",
+        nargs="+",
+        default=[],
+        metavar="COLUMN=VALUE",
         help="only tensors that meet all of these; several values with commas, ranges as in 1-4",
-    )  # fmt: skip
+    )
     parser.add_argument("--run", metavar="ID", help="only this run; 'latest' for the newest")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE",
+        "--output",
+        type=Path,
+        metavar="FILE",
         help="write everything into a .csv, .json or .txt file; an earlier one is kept beside it",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--workers", type=int, metavar="N", help="threads (default: one a processor)"
     )
@@ -62,14 +70,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="that may be used, as in 800M or 2G (default: no limit)",
     )
     parser.add_argument(
-        "--scheduler", metavar="ADDRESS",
+        "--scheduler",
+        metavar="ADDRESS",
         help="of a Dask cluster, whose workers see DIR under the same path; they have been told "
         "their threads and memory",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--cache", metavar="FOLDER",
+        "--cache",
+        metavar="FOLDER",
         help=f"where results are kept; 'none': nowhere (default: DIR/{CACHE_FOLDER})",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--strict", action="store_true", help="stop at the first file that cannot be read"
     )
@@ -178,7 +188,9 @@ def _cache(named: str | None, folder: Path) -> Path | None:
         return None
     except OSError:
         where = shown(folder)
-        print(f"[NOTE] {where} is not writable: results are not cached (--cache names a folder)",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"[NOTE] {where} is not writable: results are not cached (--cache names a folder)",
+            file=sys.stderr,
+        )
         return None
     return cache

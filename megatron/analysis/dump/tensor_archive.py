@@ -27,15 +27,27 @@ _END, _END64, _LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _FOREIGN = "not an archive of torch.save: corrupt, truncated, or written by another program"
 _CODE = "it holds objects other than tensors and plain values; loading them could run code"
 #: Functions that rebuild dense tensors with values in plain memory.
-_PLAIN = frozenset({
-    "torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2",
-    "torch._utils._rebuild_tensor_v3", "torch._utils._rebuild_parameter",
-    "collections.OrderedDict", "torch.Size", "torch.device",
-    "torch.storage.UntypedStorage", "torch.storage.TypedStorage",
-})  # fmt: skip
+_PLAIN = frozenset(
+    {
+        "torch._utils._rebuild_tensor",
+        "torch._utils._rebuild_tensor_v2",
+        "torch._utils._rebuild_tensor_v3",
+        "torch._utils._rebuild_parameter",
+        "collections.OrderedDict",
+        "torch.Size",
+        "torch.device",
+        "torch.storage.UntypedStorage",
+        "torch.storage.TypedStorage",
+    }
+)
 #: Functions that rebuild other kinds of tensors, which torch would accept.
-_OTHER = ("torch._utils._rebuild", "torch._tensor._rebuild", "torch.serialization._get_layout",
-          "torch.nested.", "torch.per_")  # fmt: skip
+_OTHER = (
+    "torch._utils._rebuild",
+    "torch._tensor._rebuild",
+    "torch.serialization._get_layout",
+    "torch.nested.",
+    "torch.per_",
+)
 
 
 class ArchiveError(ValueError):
@@ -58,8 +70,16 @@ def check_archive(path: Path) -> None:
             with zipfile.ZipFile(file) as archive:
                 _check_members(archive.infolist(), size)
                 pickled = _pickle_of(archive)
-        except (zipfile.BadZipFile, struct.error, NotImplementedError, EOFError, KeyError,
-                OSError, UnicodeError, RuntimeError):  # fmt: skip
+        except (
+            zipfile.BadZipFile,
+            struct.error,
+            NotImplementedError,
+            EOFError,
+            KeyError,
+            OSError,
+            UnicodeError,
+            RuntimeError,
+        ):
             raise ArchiveError(_FOREIGN) from None
     _check_globals(pickled)
 

@@ -20,12 +20,28 @@ TEXT_LIMIT = 20_000  #: longest text in a run card, in characters
 DIMENSIONS = 16  #: most dimensions of a tensor; NumPy takes 64, and a matmul's operand has 2 to 4
 EMPTY_SIZES = 1 << 24  #: largest product of the nonzero sizes of a tensor without values
 #: Dtypes that a dump may contain; statistics and checks support no others.
-DTYPES = frozenset({
-    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
-    torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-})  # fmt: skip
+DTYPES = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+    }
+)
 
 
 class UnreadableTensorError(ValueError):
@@ -120,8 +136,12 @@ def read_payload(path: Path) -> Any:
 
 #: Types of the fields of a run card that readers use; any field may be missing or null.
 _CARD = {
-    "arguments": dict, "quantization": list, "ranks": list, "status": str, "iterations": int,
-}  # fmt: skip
+    "arguments": dict,
+    "quantization": list,
+    "ranks": list,
+    "status": str,
+    "iterations": int,
+}
 _PARTS = {"quantization": dict, "ranks": dict}  #: types of the items of lists
 
 
@@ -159,9 +179,11 @@ def in_printable_form(value: Any) -> Any:
     texts here, once, makes them harmless in all of these.
     """
     if isinstance(value, str):
-        return value if value.isprintable() and len(value) <= TEXT_LIMIT else printable(
-            value, limit=TEXT_LIMIT
-        )  # fmt: skip
+        return (
+            value
+            if value.isprintable() and len(value) <= TEXT_LIMIT
+            else printable(value, limit=TEXT_LIMIT)
+        )
     if isinstance(value, Mapping):
         return {in_printable_form(name): in_printable_form(part) for name, part in value.items()}
     return [in_printable_form(part) for part in value] if isinstance(value, list) else value

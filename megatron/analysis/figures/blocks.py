@@ -79,9 +79,13 @@ def maps(figure_data: FigureData, fmt: str) -> Figure:
         title = f"L{row.layer_idx} {row.place}, {row.along_row:.1f} dB ({row.quant_type} run)"
         across = "output unit" if row.tensor_name.endswith("weight") else "row (token, head)"
         plot_block_map(
-            data, rows=across, columns="first value of the block", title=title, ax=ax,
+            data,
+            rows=across,
+            columns="first value of the block",
+            title=title,
+            ax=ax,
             powers=isinstance(get_format(fmt).scaling, BlockScaling),
-        )  # fmt: skip
+        )
     note = "the stored scale of each block and the SQNR, for blocks along the last dimension; the "
     note += f"{figure_data.judge} of matmuls with the lowest SQNR, one per place; gray: zeros only"
     figure_data.headline(figure, f"{fmt}: scale maps", note)
@@ -99,19 +103,28 @@ def counted(figure_data: FigureData, formats: list[str]) -> Figure:
     seen = np.flatnonzero(sum(part.headroom for part in known.values()))
     chosen = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(None)
     room = [
-        pd.DataFrame({"format": n, "left": edges[chosen], "right": edges[chosen] + step,
-                      "count": p.headroom[chosen]})
+        pd.DataFrame(
+            {
+                "format": n,
+                "left": edges[chosen],
+                "right": edges[chosen] + step,
+                "count": p.headroom[chosen],
+            }
+        )
         for n, p in known.items()
-    ]  # fmt: skip
+    ]
     plot_counts(
-        pd.concat(room), xlabel="binades from the largest value up to the largest number",
-        title="Headroom", ax=axes[0],
-    )  # fmt: skip
+        pd.concat(room),
+        xlabel="binades from the largest value up to the largest number",
+        title="Headroom",
+        ax=axes[0],
+    )
     plot_counts(
         _by_number({n: p.block_range for n, p in known.items()}, 0),
-        xlabel="binades between smallest and largest value", title="Range in a block",
+        xlabel="binades between smallest and largest value",
+        title="Range in a block",
         ax=axes[1],
-    )  # fmt: skip
+    )
     e8m0 = {
         name: of_numbers(figure_data, name, part.scales)
         for name, part in known.items()

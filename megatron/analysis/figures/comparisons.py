@@ -84,9 +84,13 @@ def deviation(figure_data: FigureData) -> Figure:
             continue
         shown = medians(mine, "quant_type", "layer_idx", "deviation")
         plot_lines(
-            shown, xlabel="layer", ylabel="‖x - x0‖ / ‖x0‖", title=KINDS[kind], logarithmic=True,
+            shown,
+            xlabel="layer",
+            ylabel="‖x - x0‖ / ‖x0‖",
+            title=KINDS[kind],
+            logarithmic=True,
             ax=ax,
-        )  # fmt: skip
+        )
     share_y([ax for ax in axes if ax.get_legend_handles_labels()[0]])
     legend(figure, axes)
     note = "x0: the same tensor of the run without quantization; "

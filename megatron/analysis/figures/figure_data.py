@@ -328,6 +328,11 @@ def headline(figure: Figure, title: str, note: str = "", warning: str = "") -> N
     figure.suptitle(text, x=0.012, ha="left", fontsize=13, fontweight="bold")
     for number, (line, colour) in enumerate(lines):
         figure.text(
-            0.012, 1 - (0.34 + 0.17 * number) / figure.get_figheight(), line, ha="left", va="top",
-            fontsize=9, color=colour,
-        )  # fmt: skip
+            0.012,
+            1 - (0.34 + 0.17 * number) / figure.get_figheight(),
+            line,
+            ha="left",
+            va="top",
+            fontsize=9,
+            color=colour,
+        )

@@ -51,9 +51,11 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
     """regions, code_usage, error_by_region, error_by_magnitude."""
     name = the_format(figure_data)
     for title, make in (
-        ("regions", regions), ("error_by_region", error_by_region),
-        ("error_by_magnitude", error_by_magnitude), ("code_usage", code_usage),
-    ):  # fmt: skip
+        ("regions", regions),
+        ("error_by_region", error_by_region),
+        ("error_by_magnitude", error_by_magnitude),
+        ("code_usage", code_usage),
+    ):
         yield title, partial(make, figure_data, name)
 
 
@@ -138,9 +140,13 @@ def error_by_region(figure_data: FigureData, fmt: str) -> Figure:
             for place, share in zip(y + shift, data[column], strict=True):
                 if share > 0:
                     ax.text(
-                        share + 0.01, place, visible_percent(share), va="center", fontsize=7.5,
+                        share + 0.01,
+                        place,
+                        visible_percent(share),
+                        va="center",
+                        fontsize=7.5,
                         color=INK,
-                    )  # fmt: skip
+                    )
         ax.set_yticks(y, names)
         ax.set_ylim(len(names) - 0.4, -0.6)
         ax.set_xlim(0, 1.16)

@@ -26,9 +26,20 @@ GROUPS = (
     ("use", "By use in matmuls"),
 )
 TENSOR_COLUMNS = (
-    "iteration", "micro_batch", "data_rank", "layer_idx", "module", "operation", "phase",
-    "tensor_name", "quant_type", "format", "dtype", "shape", "shards",
-)  # fmt: skip
+    "iteration",
+    "micro_batch",
+    "data_rank",
+    "layer_idx",
+    "module",
+    "operation",
+    "phase",
+    "tensor_name",
+    "quant_type",
+    "format",
+    "dtype",
+    "shape",
+    "shards",
+)
 
 
 def format_statistics(

@@ -56,8 +56,14 @@ def _box(ax: Axes, y: int, group: str, at: dict[str, Any]) -> None:
     hatch = "////" if group.startswith("grad_") else None
     ax.plot([at["p1"], at["p99"]], [y, y], color=colour, linewidth=1.2, zorder=1)
     ax.barh(
-        y, at["p75"] - at["p25"], 0.6, left=at["p25"], color=lighter(colour, 0.6),
-        edgecolor=colour, hatch=hatch, zorder=2,
-    )  # fmt: skip
+        y,
+        at["p75"] - at["p25"],
+        0.6,
+        left=at["p25"],
+        color=lighter(colour, 0.6),
+        edgecolor=colour,
+        hatch=hatch,
+        zorder=2,
+    )
     ax.plot([at["p50"], at["p50"]], [y - 0.3, y + 0.3], color=INK, linewidth=1.4, zorder=3)
     ax.plot([at["largest"]], [y], marker="|", markersize=8, color=colour, zorder=3)

@@ -36,9 +36,14 @@ def plot_code_usage(
     unused = x[counts == 0]
     if len(unused):
         ax.plot(
-            unused, np.full(len(unused), 0.015), "|", color=ALARM, markersize=5,
-            transform=ax.get_xaxis_transform(), label="never used",
-        )  # fmt: skip
+            unused,
+            np.full(len(unused), 0.015),
+            "|",
+            color=ALARM,
+            markersize=5,
+            transform=ax.get_xaxis_transform(),
+            label="never used",
+        )
     every = 1 if len(x) <= 16 else len(x) // 8
     ticks = [*range(0, len(x), every)]
     values = data["value"].to_numpy(dtype=float)

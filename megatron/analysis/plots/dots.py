@@ -55,13 +55,24 @@ def plot_dots(
         y = np.array([place[each] for each in part["name"]]) + shift
         if (beyond := x == np.inf).any():
             ax.plot(
-                np.full(beyond.sum(), 0.992), y[beyond], ">", color=colour_of(str(name)),
-                markersize=5, transform=ax.get_yaxis_transform(), clip_on=False,
-            )  # fmt: skip
+                np.full(beyond.sum(), 0.992),
+                y[beyond],
+                ">",
+                color=colour_of(str(name)),
+                markersize=5,
+                transform=ax.get_yaxis_transform(),
+                clip_on=False,
+            )
         ax.scatter(
-            x[keep], y[keep], s=26, color=colour_of(str(name)), edgecolors="white", linewidths=0.5,
-            label=str(name), zorder=3,
-        )  # fmt: skip
+            x[keep],
+            y[keep],
+            s=26,
+            color=colour_of(str(name)),
+            edgecolors="white",
+            linewidths=0.5,
+            label=str(name),
+            zorder=3,
+        )
     ax.set_yticks(range(len(names)), [str(name) for name in names])
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)

@@ -23,9 +23,13 @@ def plot_error_by_magnitude(data: pd.DataFrame, *, title: str = "", ax: Axes | N
     for name, part in data.groupby("format", sort=False):
         exponents = part["exponent"].tolist()
         ax.stairs(
-            part["relative_error"], [*exponents, exponents[-1] + 1], baseline=None,
-            color=colour_of(str(name)), linewidth=1.5, label=str(name),
-        )  # fmt: skip
+            part["relative_error"],
+            [*exponents, exponents[-1] + 1],
+            baseline=None,
+            color=colour_of(str(name)),
+            linewidth=1.5,
+            label=str(name),
+        )
     positive = data["relative_error"][data["relative_error"] > 0]
     low, high = (positive.min(), positive.max()) if len(positive) else (0.01, 1.0)  # all exact
     ax.set_ylim(0.7 * float(low), 1.5 * float(high))

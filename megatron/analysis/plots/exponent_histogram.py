@@ -45,9 +45,13 @@ def plot_exponent_histogram(
         exponents = part["exponent"].tolist()
         dashed = "--" if str(name).startswith("grad_") else "-"
         ax.stairs(
-            part["share"], [*exponents, exponents[-1] + 1], color=colour_of(str(name)),
-            linewidth=1.4, linestyle=dashed, label=str(name),
-        )  # fmt: skip
+            part["share"],
+            [*exponents, exponents[-1] + 1],
+            color=colour_of(str(name)),
+            linewidth=1.4,
+            linestyle=dashed,
+            label=str(name),
+        )
     top = 1.1 * max(float(data["share"].max()), 1e-9)
     low, high = int(data["exponent"].min()), int(data["exponent"].max()) + 1
     below = min(LANE * len(lanes), LANES)
@@ -79,8 +83,10 @@ def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], si
     # without `lowest` and `highest` there is no line
     lane = {"lowest": lane["smallest"], "highest": lane["largest"]} | lane
     parts = (
-        ("lowest", "highest", 1.0), ("smallest", "normal", 3.0), ("normal", "largest", 7.0),
-    )  # fmt: skip
+        ("lowest", "highest", 1.0),
+        ("smallest", "normal", 3.0),
+        ("normal", "largest", 7.0),
+    )
     for start, end, width in parts:
         left, right = max(lane[start], seen[0]), min(lane[end], seen[1])
         if right > left:
@@ -88,7 +94,14 @@ def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], si
                 [left, right], [y, y], color=colour, linewidth=width * size, solid_capstyle="butt"
             )
     ax.annotate(
-        str(lane["format"]), (0, y), xycoords=ax.get_yaxis_transform(), xytext=(-4, 0),
-        textcoords="offset points", ha="right", va="center", color=colour, annotation_clip=False,
+        str(lane["format"]),
+        (0, y),
+        xycoords=ax.get_yaxis_transform(),
+        xytext=(-4, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        color=colour,
+        annotation_clip=False,
         fontsize=8 * max(size, 0.6),
-    )  # fmt: skip
+    )

@@ -59,9 +59,15 @@ def plot_lines(
         drawn = part[np.isfinite(values) & ((values > 0) if log else True)]
         dashed = "--" if str(name).startswith("grad_") else "-"
         ax.plot(
-            drawn["x"], drawn["value"], color=colour, linestyle=dashed, marker="o",
-            markersize=3.5, linewidth=1.4, label=str(name),
-        )  # fmt: skip
+            drawn["x"],
+            drawn["value"],
+            color=colour,
+            linestyle=dashed,
+            marker="o",
+            markersize=3.5,
+            linewidth=1.4,
+            label=str(name),
+        )
         _at_the_edge(ax, part["x"][values == np.inf], colour, top=True)
         if log:
             _at_the_edge(ax, part["x"][values == 0], colour, top=False)
@@ -98,6 +104,12 @@ def _at_the_edge(ax: Axes, x: pd.Series, colour: str, *, top: bool) -> None:
     if x.empty:  # a line without points has no extent, which upsets the figure's layout
         return
     ax.plot(
-        x, [0.985 if top else 0.015] * len(x), linestyle="", marker="^" if top else "v",
-        markersize=5, color=colour, transform=ax.get_xaxis_transform(), clip_on=False,
-    )  # fmt: skip
+        x,
+        [0.985 if top else 0.015] * len(x),
+        linestyle="",
+        marker="^" if top else "v",
+        markersize=5,
+        color=colour,
+        transform=ax.get_xaxis_transform(),
+        clip_on=False,
+    )

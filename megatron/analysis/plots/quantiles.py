@@ -32,9 +32,13 @@ def plot_quantiles(data: pd.DataFrame, *, title: str = "", ax: Axes | None = Non
         dashes = DASHES[drawn.get(colour, 0) % len(DASHES)]
         drawn[colour] = drawn.get(colour, 0) + 1
         ax.plot(
-            part["normal"], part["value"], color=colour, linestyle=dashes, linewidth=1.3,
+            part["normal"],
+            part["value"],
+            color=colour,
+            linestyle=dashes,
+            linewidth=1.3,
             label=str(name),
-        )  # fmt: skip
+        )
     ax.set_yscale("symlog", linthresh=LINEAR, linscale=1.5)
     ax.set_yticks([-100, -30, -10, -5, 0, 5, 10, 30, 100])
     ax.set_yticks([], minor=True)

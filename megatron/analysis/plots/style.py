@@ -26,10 +26,15 @@ LAYER_COLOURS = {"attention": "#8e5c8b", "linear": "#b3922e"}
 OPERATION_COLOURS = {"forward": "#1f7a7a", "backward": "#c4587c"}
 #: A gradient has the colour of what it is the gradient of.
 TENSOR_COLOURS = {
-    "input": "#1f7a7a", "weight": "#b3922e", "output": "#5b6abf", "query": "#c4587c",
-    "key": "#8c6d46", "value": "#557a46", "attention_scores": "#94617c",
+    "input": "#1f7a7a",
+    "weight": "#b3922e",
+    "output": "#5b6abf",
+    "query": "#c4587c",
+    "key": "#8c6d46",
+    "value": "#557a46",
+    "attention_scores": "#94617c",
     "attention_probs": "#3f88c5",
-}  # fmt: skip
+}
 INK = "#222222"  #: text
 FAINT = "#6f6f6f"  #: text that explains
 RULE = "#d9d9d9"  #: lines that only guide the eye
@@ -182,8 +187,7 @@ def guide(ax: Axes, axis: Literal["both", "x", "y"] = "y") -> None:
 
 def nothing(ax: Axes, title: str, why: str = "no values to draw") -> Axes:
     """Axes for data that has no number to draw: it says so."""
-    ax.text(0.5, 0.5, why, color=FAINT, ha="center", va="center",
-            transform=ax.transAxes)  # fmt: skip
+    ax.text(0.5, 0.5, why, color=FAINT, ha="center", va="center", transform=ax.transAxes)
     ax.set_xticks([])
     ax.set_yticks([])
     ax.set_title(title, loc="left")

@@ -9,10 +9,19 @@ from typing import Any
 FACTS = ("quant_type", "started", "status", "reason", "device", "seed", "iterations", "platform")
 GROUPS = ("versions", "topology", "git")
 ARGUMENTS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-    "seq_length", "micro_batch_size", "global_batch_size", "lr", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "context_parallel_size",
-)  # fmt: skip
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "lr",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
 
 
 def facts(card: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -163,10 +163,13 @@ def positions(figure_data: FigureData) -> list[list[int]]:
     return [
         [runs[run_id], int(iteration), int(layer), places[place]]
         for run_id, iteration, layer, place in zip(
-            tensors["run_id"].fillna("").astype(str), tensors["iteration"], tensors["layer_idx"],
-            tensors["place"], strict=True,
+            tensors["run_id"].fillna("").astype(str),
+            tensors["iteration"],
+            tensors["layer_idx"],
+            tensors["place"],
+            strict=True,
         )
-    ]  # fmt: skip
+    ]
 
 
 def names(figure_data: FigureData) -> list[str]:

@@ -25,19 +25,43 @@ from megatron.fake_quant.formats import BlockScaling
 
 ROWS, BLOCKS = 48, 48  #: pixels of a block map at most
 NO_SCALE = -128  #: byte of a block without a scale
-VALUES = ("count", "min", "max", "mean", "std", "rms", "amax", "kurtosis", "zeros", "nan", "inf",
-          "outlier_channels", "dead_channels")  # fmt: skip
-NUMBERS = ("sqnr_db", "cosine", "relative_bias", "underflow", "saturated", "poisoned",
-           "codes_used", "block_range", "headroom", "axis_disagreement")  # fmt: skip
+VALUES = (
+    "count",
+    "min",
+    "max",
+    "mean",
+    "std",
+    "rms",
+    "amax",
+    "kurtosis",
+    "zeros",
+    "nan",
+    "inf",
+    "outlier_channels",
+    "dead_channels",
+)
+NUMBERS = (
+    "sqnr_db",
+    "cosine",
+    "relative_bias",
+    "underflow",
+    "saturated",
+    "poisoned",
+    "codes_used",
+    "block_range",
+    "headroom",
+    "axis_disagreement",
+)
 
 
 def details(figure_data: FigureData, chosen: Sequence[int]) -> dict[str, Any]:
     """By tensor."""
     uses = {
-        tensor: part for tensor, part in figure_data.uses[
-            figure_data.uses["tensor"].isin(list(chosen))
-        ].groupby("tensor", sort=False)
-    }  # fmt: skip
+        tensor: part
+        for tensor, part in figure_data.uses[figure_data.uses["tensor"].isin(list(chosen))].groupby(
+            "tensor", sort=False
+        )
+    }
     return {str(tensor): _detail(figure_data, tensor, uses.get(tensor)) for tensor in chosen}
 
 

@@ -183,9 +183,10 @@ class Cache:
         """
         query = "SELECT key, version != ?, dump = ? FROM parts"
         gone = [
-            (key,) for key, old, mine in self._run(query, code_version(), self._dump)
+            (key,)
+            for key, old, mine in self._run(query, code_version(), self._dump)
             if old or (mine and key not in self._used and not self._is_there(key))
-        ]  # fmt: skip
+        ]
         if gone:
             self._write(
                 ("DELETE FROM results WHERE key = ?", gone),

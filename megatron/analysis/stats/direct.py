@@ -103,9 +103,13 @@ def _add_values(
         codes = unpack_nibbles(codes, packed.shape[packed.axis])
     codes = BlockLayout.of(packed.shape, packed.format, packed.axis).from_rows(codes)
     account_pairs(
-        _bits(view), _bits(result), clipped.reshape(-1).numpy(), errors.sums,
-        codes.reshape(-1).numpy(), errors.codes,
-    )  # fmt: skip
+        _bits(view),
+        _bits(result),
+        clipped.reshape(-1).numpy(),
+        errors.sums,
+        codes.reshape(-1).numpy(),
+        errors.codes,
+    )
 
 
 def _quantized(view: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor, Tensor]:

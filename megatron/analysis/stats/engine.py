@@ -70,9 +70,12 @@ def compute(
     frames, done, failures = ResultColumns(), set(), []
     # a terminal gets a bar; a log gets nothing
     bar = tqdm(
-        total=len(tensors), desc="Measuring", unit="tensor", leave=False,
+        total=len(tensors),
+        desc="Measuring",
+        unit="tensor",
+        leave=False,
         disable=None if progress else True,
-    )  # fmt: skip
+    )
     with bar, opened(cache, store.folder) as kept:
         work = ResultMerger(tensors, names, kept)
         jobs = work.jobs()

@@ -41,8 +41,12 @@ class Errors:
     All counts lie in one array and all sums in another, of which the attributes are parts.
     """
 
-    def __init__(self, codes: int, ints: NDArray[np.int64] | None = None,
-                 floats: NDArray[np.float64] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        codes: int,
+        ints: NDArray[np.int64] | None = None,
+        floats: NDArray[np.float64] | None = None,
+    ):
         sizes = (error_sums.COUNTS, 3 * BINADES, 256, 3, RANGES, HEADROOM_BINS, 2, codes)
         self.ints = np.zeros(sum(sizes), np.int64) if ints is None else ints
         self.floats = np.zeros(error_sums.SUMS + 3 * BINADES + 2) if floats is None else floats
@@ -67,8 +71,9 @@ class Errors:
         return Errors(len(self.codes), self.ints.copy(), self.floats.copy())
 
     @property
-    def sums(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64],
-                            NDArray[np.float64]]:  # fmt: skip
+    def sums(
+        self,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
         """As the kernels take them."""
         return self.counts, self.totals, self.binade_counts, self.binade_sums
 

@@ -17,9 +17,17 @@ from megatron.analysis.text_table import align, csv_cell, shown
 
 WORST = 5  #: tensors that the summary names
 _TENSOR = (
-    "iteration", "micro_batch", "data_rank", "layer_idx", "module", "operation", "tensor_name",
-    "quant_type", "dtype", "shape",
-)  # fmt: skip
+    "iteration",
+    "micro_batch",
+    "data_rank",
+    "layer_idx",
+    "module",
+    "operation",
+    "tensor_name",
+    "quant_type",
+    "dtype",
+    "shape",
+)
 
 
 def summary(found: Statistics) -> str:
@@ -74,11 +82,15 @@ def _by_format(found: Statistics, formats: pd.DataFrame) -> list[str]:
         sqnr = part["sqnr_db"].dropna()
         rows.append(
             (
-                name, axis, len(part), _short(sqnr.median()), _short(sqnr.min()),
+                name,
+                axis,
+                len(part),
+                _short(sqnr.median()),
+                _short(sqnr.min()),
                 _percent(_joint(part["underflow"], part["nonzero"])),
                 _percent(_joint(part["saturated"], part["whole"])),
             )
-        )  # fmt: skip
+        )
     return align(rows, text=2)
 
 

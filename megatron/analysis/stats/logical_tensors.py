@@ -24,9 +24,19 @@ from megatron.analysis.stats.matrix_view import MatrixView, layout_of
 from megatron.analysis.stats.values import Values, join
 
 KEYS = (
-    "run_id", "iteration", "micro_batch", "layer_type", "layer_idx", "module", "operation", "phase",
-    "tensor_name", "quant_type", "recomputed", "data_rank",
-)  # fmt: skip
+    "run_id",
+    "iteration",
+    "micro_batch",
+    "layer_type",
+    "layer_idx",
+    "module",
+    "operation",
+    "phase",
+    "tensor_name",
+    "quant_type",
+    "recomputed",
+    "data_rank",
+)
 
 NOTE_SEPARATOR = "; "
 MOST_MISSING = 16  #: parts that a note names
@@ -167,9 +177,11 @@ def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> Logi
         notes += _missing(first, summed, set(addends), "addends")
         row = addends[min(addends)][0]  # of replicas the first counts
         layout = layout_of(
-            tuple(row.shape), layer_type=row.layer_type, tensor_name=row.tensor_name,
+            tuple(row.shape),
+            layer_type=row.layer_type,
+            tensor_name=row.tensor_name,
             head_dim=head_dim,
-        )  # fmt: skip
+        )
         files = [tuple(copy.path for copy in addends[of_sum]) for of_sum in sorted(addends)]
         paths, replicas = tuple(each[0] for each in files), tuple(each[1:] for each in files)
         size = int(row.bytes) if not pd.isna(row.bytes) else 0

@@ -45,9 +45,12 @@ class MatrixView:
 
 
 def layout_of(
-    shape: tuple[int, ...], *, layer_type: str | None, tensor_name: str | None,
+    shape: tuple[int, ...],
+    *,
+    layer_type: str | None,
+    tensor_name: str | None,
     head_dim: int | None = None,
-) -> MatrixView:  # fmt: skip
+) -> MatrixView:
     """The layout of a record's tensor.
 
     Args:

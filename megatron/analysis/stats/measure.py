@@ -31,10 +31,24 @@ GROUPING = ("quant_type", "layer_type", "operation", "use")
 #: Columns of the table that come from the records: `data_rank` is the data-parallel rank whose data
 #: it is, `shards` the number of files, `shape` that of the logical tensor.
 RECORD_COLUMNS = (
-    "run_id", "iteration", "micro_batch", "data_rank", "shards", "layer_type", "layer_idx",
-    "module", "operation", "phase", "component", "tensor_name", "quant_type", "format", "dtype",
-    "shape", "use",
-)  # fmt: skip
+    "run_id",
+    "iteration",
+    "micro_batch",
+    "data_rank",
+    "shards",
+    "layer_type",
+    "layer_idx",
+    "module",
+    "operation",
+    "phase",
+    "component",
+    "tensor_name",
+    "quant_type",
+    "format",
+    "dtype",
+    "shape",
+    "use",
+)
 #: Columns of the table that are computed from the values: fields and properties of `Moments`.
 STATISTICS = ("count", "min", "max", "mean", "std", "rms", "amax", "zeros", "nan", "inf")
 

@@ -77,15 +77,25 @@ class Moments:
     def __add__(self, other: Moments) -> Moments:
         """The moments of both sets together."""
         counts = (
-            self.count + other.count, self.nan + other.nan, self.inf + other.inf,
-            self.zeros + other.zeros, self.negative_zeros + other.negative_zeros,
-        )  # fmt: skip
+            self.count + other.count,
+            self.nan + other.nan,
+            self.inf + other.inf,
+            self.zeros + other.zeros,
+            self.negative_zeros + other.negative_zeros,
+        )
         if not (self.finite and other.finite):
             known = self if self.finite else other
             return Moments(
-                *counts, known.min, known.max, known.smallest, known.mean, known.squares,
-                known.cubes, known.fourths, known.l1,
-            )  # fmt: skip
+                *counts,
+                known.min,
+                known.max,
+                known.smallest,
+                known.mean,
+                known.squares,
+                known.cubes,
+                known.fourths,
+                known.l1,
+            )
         a, b = self.finite, other.finite
         n, step = a + b, other.mean - self.mean
         p, q = a / n, b / n  # of all values; ints may be too large for exact products of floats
@@ -163,10 +173,17 @@ def of_values(values: NDArray[Any]) -> Moments:
     finite = counts[0] - counts[1] - counts[2]
     l1 = _l1(values)
     return Moments(
-        count=len(values), **known, min=low, max=high,
+        count=len(values),
+        **known,
+        min=low,
+        max=high,
         smallest=smallest if finite > counts[3] else math.nan,
-        mean=mean, squares=squares, cubes=cubes, fourths=fourths, l1=l1,
-    )  # fmt: skip
+        mean=mean,
+        squares=squares,
+        cubes=cubes,
+        fourths=fourths,
+        l1=l1,
+    )
 
 
 @kernel

@@ -25,10 +25,27 @@ QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 #: many files the tensor was put together from, `shape` that of the logical tensor, `data_rank` the
 #: data-parallel rank whose data it is. `note` says what is left out and why, else is empty.
 IDENTITY_COLUMNS = (
-    "run_id", "iteration", "micro_batch", "data_rank", "layer_type", "layer_idx", "module",
-    "operation", "phase", "component", "tensor_name", "quant_type", "format", "recomputed", "dtype",
-    "shape", "dims", "shards", "path", "note",
-)  # fmt: skip
+    "run_id",
+    "iteration",
+    "micro_batch",
+    "data_rank",
+    "layer_type",
+    "layer_idx",
+    "module",
+    "operation",
+    "phase",
+    "component",
+    "tensor_name",
+    "quant_type",
+    "format",
+    "recomputed",
+    "dtype",
+    "shape",
+    "dims",
+    "shards",
+    "path",
+    "note",
+)
 
 #: Columns of `tensors` that are computed. Moments and quantiles are of the finite values.
 #:
@@ -44,11 +61,30 @@ IDENTITY_COLUMNS = (
 #: channel_amax_ratio                  largest over median of the channels' amax
 #: token_amax_ratio                    and of the tokens'; medians are of those that are not zero
 VALUE_COLUMNS = (
-    "count", "finite", "nan", "inf", "zeros", "negative_zeros", "min", "max", "mean", "std", "rms",
-    "amax", "smallest", "l1", "skewness", "kurtosis",
-    *(f"q{share}" for share in QUANTILES), *(f"m{share}" for share in QUANTILES),
-    "channels", "outlier_channels", "dead_channels", "channel_amax_ratio", "token_amax_ratio",
-)  # fmt: skip
+    "count",
+    "finite",
+    "nan",
+    "inf",
+    "zeros",
+    "negative_zeros",
+    "min",
+    "max",
+    "mean",
+    "std",
+    "rms",
+    "amax",
+    "smallest",
+    "l1",
+    "skewness",
+    "kurtosis",
+    *(f"q{share}" for share in QUANTILES),
+    *(f"m{share}" for share in QUANTILES),
+    "channels",
+    "outlier_channels",
+    "dead_channels",
+    "channel_amax_ratio",
+    "token_amax_ratio",
+)
 
 #: Columns of `formats`. x is a value and y what it becomes; sums run over the values that are
 #: finite before and after.
@@ -85,12 +121,39 @@ VALUE_COLUMNS = (
 #: axis_disagreement   share of values that become another number along the other axis
 #: axis_sqnr_db        10 log10(sum x^2 / sum (y_row - y_column)^2)
 FORMAT_COLUMNS = (
-    "tensor", "quantized_format", "axis", "used_by", "mse", "rmse", "sqnr_db", "cosine", "bias",
-    "relative_bias", "relative_error", "max_error", "compared", "nonzero", "poisoned",
-    "underflow", "saturated", "codes_used", "codes", "code_entropy", "blocks", "zero_blocks",
-    "nan_blocks", "scale_min", "scale_max", "scale_median", "scales_used", "block_range",
-    "block_range_max", "headroom", "axis_disagreement", "axis_sqnr_db",
-)  # fmt: skip
+    "tensor",
+    "quantized_format",
+    "axis",
+    "used_by",
+    "mse",
+    "rmse",
+    "sqnr_db",
+    "cosine",
+    "bias",
+    "relative_bias",
+    "relative_error",
+    "max_error",
+    "compared",
+    "nonzero",
+    "poisoned",
+    "underflow",
+    "saturated",
+    "codes_used",
+    "codes",
+    "code_entropy",
+    "blocks",
+    "zero_blocks",
+    "nan_blocks",
+    "scale_min",
+    "scale_max",
+    "scale_median",
+    "scales_used",
+    "block_range",
+    "block_range_max",
+    "headroom",
+    "axis_disagreement",
+    "axis_sqnr_db",
+)
 
 #: Edges of the bins of `headroom`, in binades: eighths, from -1 to 2; the last bin has all beyond.
 HEADROOM_EDGES = np.arange(-8, 17) / 8

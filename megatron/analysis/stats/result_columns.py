@@ -31,17 +31,38 @@ from megatron.fake_quant.names import get_format
 _NAMES = ("quantized_format", "axis", "used_by")
 _NUMBERS = tuple(name for name in FORMAT_COLUMNS if name not in ("tensor", *_NAMES))
 _WHOLE_VALUES = (
-    "count", "finite", "nan", "inf", "zeros", "negative_zeros", "channels", "outlier_channels",
+    "count",
+    "finite",
+    "nan",
+    "inf",
+    "zeros",
+    "negative_zeros",
+    "channels",
+    "outlier_channels",
     "dead_channels",
-)  # fmt: skip
+)
 _WHOLE_NUMBERS = ("compared", "nonzero", "poisoned")
 _BLOCK_NUMBERS = FORMAT_COLUMNS[
     FORMAT_COLUMNS.index("blocks") : FORMAT_COLUMNS.index("headroom") + 1
 ]
 _MOMENTS = (
-    "count", "finite", "nan", "inf", "zeros", "negative_zeros", "min", "max", "mean", "std", "rms",
-    "amax", "smallest", "l1", "skewness", "kurtosis",
-)  # fmt: skip
+    "count",
+    "finite",
+    "nan",
+    "inf",
+    "zeros",
+    "negative_zeros",
+    "min",
+    "max",
+    "mean",
+    "std",
+    "rms",
+    "amax",
+    "smallest",
+    "l1",
+    "skewness",
+    "kurtosis",
+)
 
 
 class ResultColumns:
@@ -180,7 +201,16 @@ def _format_arrays(name: str, axis: str, errors: Errors) -> FormatArrays:
     blocks = get_format(name).block_size is not None
     none = np.zeros(0, np.int64)
     return FormatArrays(
-        name, axis, values, underflow, saturated, squared, error, relative, errors.codes,
-        errors.scales if blocks else none, errors.block_range if blocks else none,
+        name,
+        axis,
+        values,
+        underflow,
+        saturated,
+        squared,
+        error,
+        relative,
+        errors.codes,
+        errors.scales if blocks else none,
+        errors.block_range if blocks else none,
         errors.headroom if blocks else none,
-    )  # fmt: skip
+    )

@@ -56,8 +56,9 @@ def measure(
     if tensor.dtype in FORMATTED:
         found = {
             (fmt.name, axis): Errors(number_of_codes(fmt.element))
-            for fmt in formats for axis in axes_of(fmt)
-        }  # fmt: skip
+            for fmt in formats
+            for axis in axes_of(fmt)
+        }
     if not tensor.numel():
         tokens, channels = np.zeros(layout.tokens), np.zeros(layout.channels)
         zero = np.ones(layout.channels, np.bool_)
@@ -96,8 +97,10 @@ class _Tensor:
         if self.bits is None:
             return self._other_values()
         half, layout = self.half, self.layout
-        token = np.empty((layout.outer, layout.rows, math.prod(layout.tokens) // (
-            layout.outer * layout.rows)), self.bits.dtype)  # fmt: skip
+        token = np.empty(
+            (layout.outer, layout.rows, math.prod(layout.tokens) // (layout.outer * layout.rows)),
+            self.bits.dtype,
+        )
         channel = np.zeros(math.prod(layout.channels), self.bits.dtype)
         counts, of_values = np.zeros(BINS, np.int64), moments.Moments()
         row = 0
@@ -128,11 +131,12 @@ class _Tensor:
         if of_values.finite < of_values.count and zero.any():
             zero[zero] = self._zeros_only(np.flatnonzero(zero), len(channel))
         return Values(
-            of_values, Histogram(_finite(counts)),
+            of_values,
+            Histogram(_finite(counts)),
             self._magnitudes(token).reshape(layout.tokens),
             self._magnitudes(channel).reshape(layout.channels),
             zero.reshape(layout.channels),
-        )  # fmt: skip
+        )
 
     def _zeros_only(self, chosen: NDArray[np.int64], channels: int) -> NDArray[np.bool_]:
         """Which of the chosen channels, without a number but zeros, have no NaN and Inf either. It
@@ -171,9 +175,12 @@ class _Tensor:
             zero &= (x.reshape(-1, width) == 0).all(0)
         tokens = token.reshape(layout.tokens)
         return Values(
-            of_values, Histogram(_finite(counts)), tokens, channel.reshape(layout.channels),
+            of_values,
+            Histogram(_finite(counts)),
+            tokens,
+            channel.reshape(layout.channels),
             zero.reshape(layout.channels),
-        )  # fmt: skip
+        )
 
     def plain(self, formats: tuple[Format, ...], found: FormatErrors) -> None:
         """Formats without blocks: every value is of class 0."""
@@ -209,7 +216,7 @@ class _Tensor:
         if self.half is not None:
             counter = Counter(
                 self.half, self.layout, self.patterns, self.workspace, group, coders, found
-            )  # fmt: skip
+            )
         assert self.bits is not None
         for piece in pieces(self.bits, group.size):
             classes = {}

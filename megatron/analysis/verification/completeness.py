@@ -32,8 +32,12 @@ from megatron.tensor_record import OF_ITERATION, ON_REQUEST, TENSOR_NAMES
 
 _PASS = ["iteration", "micro_batch"]
 _NUMBERS = (
-    "control_iter", "global_batch_size", "micro_batch_size", "collect_micro_batches", "num_layers",
-)  # fmt: skip
+    "control_iter",
+    "global_batch_size",
+    "micro_batch_size",
+    "collect_micro_batches",
+    "num_layers",
+)
 NAMED = 16  #: missing ranks that are listed one by one
 #: A run has records for most combinations of its passes, modules and ranks. If far more of these
 #: combinations are missing than present, the records do not come from one run.
@@ -42,13 +46,19 @@ _ENDS = ("limited", "failed", "dropped")  #: events after which a rank wrote no 
 #: Arguments that leave some of the schedule out on purpose, and their values that leave out none.
 #: What they chose, the card's text says; here the records themselves say which passes there were.
 _ITERATIONS = {
-    "collect_iterations": (None,), "collect_start": (None,), "collect_every": (None,),
-    "collect_ring": (None,), "collect_flag_file": (None,),
-}  # fmt: skip
+    "collect_iterations": (None,),
+    "collect_start": (None,),
+    "collect_every": (None,),
+    "collect_ring": (None,),
+    "collect_flag_file": (None,),
+}
 _PLACES = {
-    "collect_modules": (None,), "collect_tensors": (None,), "collect_operations": (None,),
-    "collect_ranks": (None, "all"), "collect_slice": (None,),
-}  # fmt: skip
+    "collect_modules": (None,),
+    "collect_tensors": (None,),
+    "collect_operations": (None,),
+    "collect_ranks": (None, "all"),
+    "collect_slice": (None,),
+}
 
 
 @dataclass(frozen=True)

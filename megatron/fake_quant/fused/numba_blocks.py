@@ -21,16 +21,19 @@ from megatron.fake_quant.fused.numba_bits import (
     nearest_even,
     stochastic,
     widen,
-)  # fmt: skip
+)
 
 FRACTION = np.int32(0x7FFFFF)
 HALF_POWER = np.int32(1 << 22)  #: 2^-127
 FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
 COLUMNS = 512  #: that a tile is wide, so that a block's rows of it stay in the nearest cache
 E4M3 = Element(
-    np.int32((127 - 6) << 23), np.int32((127 + 8) << 23 | 6 << 20), np.int32(3 << 23),
-    np.int32(8), SIGN,
-)  # fmt: skip
+    np.int32((127 - 6) << 23),
+    np.int32((127 + 8) << 23 | 6 << 20),
+    np.int32(3 << 23),
+    np.int32(8),
+    SIGN,
+)
 
 
 class Rule(NamedTuple):
@@ -93,9 +96,17 @@ def scaled_up(rounded: Any, bits: Any, up: Any, keep: Any, element: Any, rule: A
 
 @inlined
 def line(
-    src: Any, dst: Any, down: Any, up: Any, keep: Any, element: Any, rule: Any, random: Any,
-    index: Any, buffer: Any,
-) -> Any:  # fmt: skip
+    src: Any,
+    dst: Any,
+    down: Any,
+    up: Any,
+    keep: Any,
+    element: Any,
+    rule: Any,
+    random: Any,
+    index: Any,
+    buffer: Any,
+) -> Any:
     """Neighbors in memory, each with a scale of its own; `index` is the place of the first in the
     tensor. The loop is long, so that what it costs to enter it counts little.
     """
@@ -139,9 +150,16 @@ def rows(
 
 @kernel
 def columns(
-    src: Any, dst: Any, size: Any, square: Any, element: Any, rule: Any, random: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+    src: Any,
+    dst: Any,
+    size: Any,
+    square: Any,
+    element: Any,
+    rule: Any,
+    random: Any,
+    start: Any,
+    stop: Any,
+) -> None:
     """Blocks along the middle axis of `[outer, n, inner]`, or square ones of the last two axes.
 
     start and stop count blocks of rows, those of the first matrix before those of the next.

@@ -19,7 +19,7 @@ from megatron.fake_quant.fused.numba_bits import (
     nearest_even,
     stochastic,
     widen,
-)  # fmt: skip
+)
 from megatron.fake_quant.random_bits import RANDOM_BITS
 
 FRACTION = np.int32(0x7FFFFF)
@@ -144,9 +144,17 @@ def hifloat8_value(bits: Any, scaled: Any, rounded: Any, up: Any, beyond: Any) -
 
 @kernel
 def hifloat8(
-    src: Any, dst: Any, down: Any, up: Any, beyond: Any, rounding: Any, source: Any, random: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+    src: Any,
+    dst: Any,
+    down: Any,
+    up: Any,
+    beyond: Any,
+    rounding: Any,
+    source: Any,
+    random: Any,
+    start: Any,
+    stop: Any,
+) -> None:
     """Every value times `down`, rounded to HiFloat8, times `up`; overflow becomes `beyond`."""
     read, written = src[start:stop], dst[start:stop]
     # Twice the largest number is beyond it in every rounding.

@@ -19,7 +19,7 @@ from megatron.fake_quant.fused.numba_bits import (
     kernel,
     narrow,
     widen,
-)  # fmt: skip
+)
 
 GROUP = 64
 COLUMNS = 64  #: that are brought together into rows at a time

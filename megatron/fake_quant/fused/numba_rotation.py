@@ -14,7 +14,7 @@ from megatron.fake_quant.fused.numba_bits import (
     kernel,
     narrow,
     widen,
-)  # fmt: skip
+)
 
 COLUMNS = 256  #: that a tile is wide
 

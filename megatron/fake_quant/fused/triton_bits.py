@@ -1,8 +1,8 @@
-"""Pieces of the GPU kernels, which Triton compiles: numbers as their bits, many at a time.
+"""Functions of the GPU kernels that Triton compiles: they work on the bits of many numbers at a time.
 
-The counterpart of `numba_bits.py`, with the same arithmetic on int32 that holds a float32. What a GPU
-does in its own way is not asked of it: a NaN is written as bits, bfloat16 is rounded by integers,
-and there is no division but IEEE's. Kernels must be launched with `enable_fp_fusion=False`.
+This is the counterpart of `numba_bits.py`, with the same arithmetic on int32 bits of float32. It
+avoids what differs between GPUs: a NaN is written as bits, bfloat16 is rounded with integers, and
+every division is IEEE's. Kernels must be launched with `enable_fp_fusion=False`.
 
 Names in capitals are constants: every value of theirs makes a kernel of its own.
 """
@@ -84,7 +84,7 @@ def round_by(magnitude: tl.tensor, shifter: tl.tensor) -> tl.tensor:
 
 @compiled
 def nearest_even(magnitude: tl.tensor, LOWEST: tl.constexpr, MANTISSA: tl.constexpr) -> tl.tensor:
-    """Round a finite magnitude to an element with that smallest normal number, see `numba_bits.py`."""
+    """Round a finite magnitude to the nearest element; see `numba_bits.py`."""
     binade = tl.maximum(magnitude & INFINITY, LOWEST)
     return round_by(magnitude, as_float(binade) * (1 << (23 - MANTISSA)))
 

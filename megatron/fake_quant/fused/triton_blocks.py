@@ -19,7 +19,7 @@ from megatron.fake_quant.fused.triton_bits import (
     random_fours,
     stochastic,
     widen,
-)  # fmt: skip
+)
 from megatron.fake_quant.fused.triton_elementwise import encode_scale
 from megatron.fake_quant.nvfp4 import SIXTH as SIXTH_TENSOR
 
@@ -60,9 +60,13 @@ def e4m3(amax: tl.tensor, encode: tl.tensor, decode: tl.tensor) -> tl.tensor:
 
 @compiled
 def drawn(
-    first: tl.tensor, columns: tl.tensor, place: tl.tensor, key0: tl.tensor, key1: tl.tensor,
+    first: tl.tensor,
+    columns: tl.tensor,
+    place: tl.tensor,
+    key0: tl.tensor,
+    key1: tl.tensor,
     RANDOM: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+) -> tl.tensor:
     """Random bits of a tile; RANDOM: 4 if all rows of four are one block of random words, or 1."""
     A: tl.constexpr = place.shape[0]
     COLUMNS: tl.constexpr = place.shape[1] * place.shape[2]
@@ -77,12 +81,29 @@ def drawn(
 
 @compiled
 def blocks(
-    src: tl.tensor, dst: tl.tensor, amax: tl.tensor, key0: tl.tensor, key1: tl.tensor,
-    rows: tl.tensor, columns: tl.tensor, bands: tl.tensor, tiles: tl.tensor,
-    LOWEST: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr, EMAX: tl.constexpr,
-    ONE_ZERO: tl.constexpr, CARRY_FROM: tl.constexpr, TARGET: tl.constexpr, RANDOM: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr, T: tl.constexpr, B: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    src: tl.tensor,
+    dst: tl.tensor,
+    amax: tl.tensor,
+    key0: tl.tensor,
+    key1: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    bands: tl.tensor,
+    tiles: tl.tensor,
+    LOWEST: tl.constexpr,
+    TOP: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    EMAX: tl.constexpr,
+    ONE_ZERO: tl.constexpr,
+    CARRY_FROM: tl.constexpr,
+    TARGET: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    A: tl.constexpr,
+    T: tl.constexpr,
+    B: tl.constexpr,
+) -> tl.tensor:
     """Quantize matrices `[rows, columns]`, one behind the other, in blocks of HEIGHT x WIDTH.
 
     A tile is `[A, T, B]`: T blocks beside each other, whose height and width are rounded up to

@@ -1,4 +1,7 @@
-"""GPU kernels for formats without block scales, and the maximum of a tensor: `numba_elementwise.py`."""
+"""GPU kernels for formats without block scales, and the maximum of a tensor.
+
+The counterpart of `numba_elementwise.py`.
+"""
 
 import triton.language as tl
 
@@ -16,7 +19,7 @@ from megatron.fake_quant.fused.triton_bits import (
     round_by,
     stochastic,
     widen,
-)  # fmt: skip
+)
 from megatron.fake_quant.random_bits import RANDOM_BITS
 
 SMALLEST_FLOAT32 = tl.constexpr(2.0**-126)  #: of the normal ones
@@ -63,9 +66,10 @@ def binades_from_one(magnitude: tl.tensor) -> tl.tensor:
     """How many bits HiFloat8's mantissa has fewer than 3 at a magnitude of at least 2^-22."""
     distance = tl.abs((magnitude >> 23) - 127)
     return (
-        tl.where(distance >= 4, 1, 0) + tl.where(distance >= 8, 1, 0)
+        tl.where(distance >= 4, 1, 0)
+        + tl.where(distance >= 8, 1, 0)
         + tl.where(distance >= 16, 1, 0)
-    )  # fmt: skip
+    )
 
 
 @compiled
@@ -122,9 +126,12 @@ def other_hifloat8(magnitude: tl.tensor, random: tl.tensor, dtype: tl.constexpr)
 
 @compiled
 def element(
-    magnitude: tl.tensor, random: tl.tensor, LOWEST: tl.constexpr, TOP: tl.constexpr,
+    magnitude: tl.tensor,
+    random: tl.tensor,
+    LOWEST: tl.constexpr,
+    TOP: tl.constexpr,
     MANTISSA: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+) -> tl.tensor:
     """Round to an `ElementFormat`, to nearest where `random` is None."""
     magnitude = tl.minimum(magnitude, TOP)
     if random is None:
@@ -136,9 +143,12 @@ def element(
 
 @compiled
 def hifloat8(
-    magnitude: tl.tensor, random: tl.tensor, BEYOND: tl.constexpr, ROUNDING: tl.constexpr,
+    magnitude: tl.tensor,
+    random: tl.tensor,
+    BEYOND: tl.constexpr,
+    ROUNDING: tl.constexpr,
     SOURCE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+) -> tl.tensor:
     """Round to HiFloat8; what is below 2^-23 may become anything under nearest."""
     # Twice the largest number is beyond it in every rounding.
     LIMIT: tl.constexpr = min(BEYOND, LARGEST + (1 << 23))
@@ -153,11 +163,22 @@ def hifloat8(
 
 @compiled
 def elements(
-    src: tl.tensor, dst: tl.tensor, amax: tl.tensor, key0: tl.tensor, key1: tl.tensor,
-    count: tl.tensor, LOWEST: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr,
-    ONE_ZERO: tl.constexpr, BEYOND: tl.constexpr, TARGET: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    src: tl.tensor,
+    dst: tl.tensor,
+    amax: tl.tensor,
+    key0: tl.tensor,
+    key1: tl.tensor,
+    count: tl.tensor,
+    LOWEST: tl.constexpr,
+    TOP: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    ONE_ZERO: tl.constexpr,
+    BEYOND: tl.constexpr,
+    TARGET: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
     """Quantize value by value, between a multiplication and another where TARGET is not 0.
 
     BEYOND: what HiFloat8's overflow becomes, in bits; 0 if the element is an `ElementFormat`.

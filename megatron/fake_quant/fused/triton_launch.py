@@ -138,9 +138,12 @@ def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> La
     constants = _element(fmt.element) | _scaling(fmt)
     constants |= {"RANDOM": random, "HEIGHT": height, "WIDTH": width, "A": a, "T": t, "B": b}
     return _plan(
-        triton_blocks.blocks, outer * bands * tiles, (rows, columns, bands, tiles), constants,
+        triton_blocks.blocks,
+        outer * bands * tiles,
+        (rows, columns, bands, tiles),
+        constants,
         a * t * b * itemsize,
-    )  # fmt: skip
+    )
 
 
 def _elements(fmt: Format, count: int, itemsize: int) -> LaunchConfig:

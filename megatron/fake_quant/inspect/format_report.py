@@ -1,7 +1,7 @@
 """Everything about one format, for `python -m megatron.fake_quant describe`.
 
-The numbers come from `format_properties.py`, that is from the code that quantizes; written down here are only
-names, sources and how scales are found.
+The numbers come from `format_properties.py`, that is, from the code that quantizes. Only names,
+sources and the computation of scales are written down here.
 """
 
 import math
@@ -242,16 +242,22 @@ def _scale(fmt: Format) -> list[Line]:
         return [
             ("of", f"{shape}, E4M3; and of the tensor, float32"),
             spread,
-            ("found", f"amax / {E2M1.max:g} of the block, times {E2M1.max:g} x {E4M3.max:g} = "
-             f"{nvfp4.LARGEST:g} / amax of the tensor, rounded to E4M3"),
-        ]  # fmt: skip
+            (
+                "found",
+                f"amax / {E2M1.max:g} of the block, times {E2M1.max:g} x {E4M3.max:g} = "
+                f"{nvfp4.LARGEST:g} / amax of the tensor, rounded to E4M3",
+            ),
+        ]
     if isinstance(scaling, GroupScaling):
         return [
             ("of", f"{shape}, E6M2; one bit of exponent for each 8 of them, one for each 4"),
             ("range", f"{spread[1]}, with the two bits"),
-            ("found", "amax / 7 rounded to E6M2; the bit of 8 is set where their amax is 4 scales "
-             "or more, then that of 4 where theirs is 2 or more"),
-        ]  # fmt: skip
+            (
+                "found",
+                "amax / 7 rounded to E6M2; the bit of 8 is set where their amax is 4 scales "
+                "or more, then that of 4 where theirs is 2 or more",
+            ),
+        ]
     assert isinstance(element, ElementFormat)
     rules = [
         (f"{rule} *" if rule == scaling.rule else rule, _rule(rule, element)) for rule in RULES

@@ -16,9 +16,15 @@ from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.names import ALIASES
 
 HEADER = (
-    "format", "also", "bits a value", "largest", "smallest normal", "smallest", "scale",
+    "format",
+    "also",
+    "bits a value",
+    "largest",
+    "smallest normal",
+    "smallest",
+    "scale",
     "rounding, overflow",
-)  # fmt: skip
+)
 
 
 def number(x: float) -> str:

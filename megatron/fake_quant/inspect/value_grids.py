@@ -116,9 +116,15 @@ def plot_spacing(formats: Sequence[Format], *, palette: Mapping[str, str], ax: A
         xs, ys = [x for x, _ in points], [y for _, y in points]
         ax.plot(xs, ys, color=colour, linewidth=1.3, transform=moved, label=element.name)
         ax.annotate(
-            element.name, points[0], xytext=(2, 9), textcoords="offset points", rotation=60,
-            rotation_mode="anchor", color=colour, annotation_clip=False,
-        )  # fmt: skip
+            element.name,
+            points[0],
+            xytext=(2, 9),
+            textcoords="offset points",
+            rotation=60,
+            rotation_mode="anchor",
+            color=colour,
+            annotation_clip=False,
+        )
     ax.set_yscale("log", base=2)
     finest = min((y for element in users for _, y in _steps(element)), default=1.0)
     exponents = range(format_properties.exponent(finest), 1)

@@ -273,9 +273,7 @@ NEEDS = (
         lambda args: args.overlap_grad_reduce or args.overlap_param_gather,
         "bucket_size",
     ),
-    _need(
-        "--overlap-param-gather", lambda args: args.overlap_param_gather, "align_param_gather"
-    ),
+    _need("--overlap-param-gather", lambda args: args.overlap_param_gather, "align_param_gather"),
     _need(
         "--use-distributed-optimizer",
         lambda args: args.use_distributed_optimizer,
@@ -291,16 +289,14 @@ NEEDS = (
         lambda args: args.tensorboard_dir is not None,
         "tensorboard_log_interval",
     ),
-    _need(
-        "--timing-log-level above 0", lambda args: args.timing_log_level, "timing_log_option"
-    ),
+    _need("--timing-log-level above 0", lambda args: args.timing_log_level, "timing_log_option"),
     _need(
         "--cuda-graph-impl none (the default), because a graph repeats its kernels only",
         lambda args: args.cuda_graph_impl in (None, "none") and not args.enable_cuda_graph,
         "log_max_attention_logit",
     ),
     _need("--data-path", lambda args: not args.mock_data, "data_cache_path"),
-)  # fmt: skip
+)
 
 
 def check_effects(

@@ -25,17 +25,30 @@ PICKLE_LIMIT = 1 << 26  #: bytes of the pickle within an archive; tensors lie be
 _REBUILD = "torch._utils._rebuild_tensor_v2"
 #: Bytes per element by the name of the storage's class.
 _STORAGES = {
-    "torch.DoubleStorage": 8, "torch.FloatStorage": 4, "torch.HalfStorage": 2,
-    "torch.BFloat16Storage": 2, "torch.LongStorage": 8, "torch.IntStorage": 4,
-    "torch.ShortStorage": 2, "torch.CharStorage": 1, "torch.ByteStorage": 1,
+    "torch.DoubleStorage": 8,
+    "torch.FloatStorage": 4,
+    "torch.HalfStorage": 2,
+    "torch.BFloat16Storage": 2,
+    "torch.LongStorage": 8,
+    "torch.IntStorage": 4,
+    "torch.ShortStorage": 2,
+    "torch.CharStorage": 1,
+    "torch.ByteStorage": 1,
     "torch.BoolStorage": 1,
-}  # fmt: skip
+}
 #: The function that rebuilds an array, under its names in NumPy 2 and NumPy 1.
 _ARRAY = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
 _PLAIN = {
-    _REBUILD, *_STORAGES, *_ARRAY, "numpy.ndarray", "numpy.dtype", "_codecs.encode",
-    "collections.OrderedDict", "torch.Size", "torch.device",
-}  # fmt: skip
+    _REBUILD,
+    *_STORAGES,
+    *_ARRAY,
+    "numpy.ndarray",
+    "numpy.dtype",
+    "_codecs.encode",
+    "collections.OrderedDict",
+    "torch.Size",
+    "torch.device",
+}
 _DTYPE = re.compile(r"torch\.(u?int\d+|b?float\d+\w*|bool)")
 _ARRAY_DTYPE = re.compile(r"[iuf][1248]|b1")
 

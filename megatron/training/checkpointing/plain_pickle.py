@@ -40,12 +40,42 @@ class Record:
 PERSISTENT = "persistent"  #: kind of a record that stands for data outside the pickle
 _KEYS = (str, int, float, type(None), Record)
 _DATA = (
-    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1",
-    "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
-    "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2",
-    "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "BINPUT", "LONG_BINPUT", "BINGET",
-    "LONG_BINGET", "MEMOIZE", "BINPERSID", "GLOBAL", "STACK_GLOBAL",
-)  # fmt: skip
+    "PROTO",
+    "FRAME",
+    "STOP",
+    "MARK",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "BINFLOAT",
+    "SHORT_BINUNICODE",
+    "BINUNICODE",
+    "BINUNICODE8",
+    "SHORT_BINBYTES",
+    "BINBYTES",
+    "BINBYTES8",
+    "EMPTY_TUPLE",
+    "TUPLE",
+    "TUPLE1",
+    "TUPLE2",
+    "TUPLE3",
+    "EMPTY_LIST",
+    "APPEND",
+    "APPENDS",
+    "EMPTY_DICT",
+    "BINPUT",
+    "LONG_BINPUT",
+    "BINGET",
+    "LONG_BINGET",
+    "MEMOIZE",
+    "BINPERSID",
+    "GLOBAL",
+    "STACK_GLOBAL",
+)
 
 
 def parse(data: bytes, *, known: Callable[[str], bool]) -> Any:

@@ -98,7 +98,8 @@ LAYOUT = _names("""
 """)
 
 #: Fields that no code of a GPT model reads in training or evaluation.
-ELSEWHERE = _names("""
+ELSEWHERE = (
+    _names("""
     apply_residual_connection_post_layernorm
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
     dsa_indexer_use_sparse_loss linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
@@ -107,7 +108,9 @@ ELSEWHERE = _names("""
     flash_decode cache_mla_latents inference_rng_tracker inference_sampling_seed
     use_inference_optimized_layers inference_fuse_tp_communication mlp_chunks_for_prefill
     group_query_attention use_rotary_position_embeddings test_mode
-""") - FIXED  # fmt: skip
+""")
+    - FIXED
+)
 
 CLASSES = {
     "FIXED": FIXED,

@@ -21,10 +21,16 @@ from megatron.training.hf.reading import INDEX
 
 #: What stands beside weights: a tokenizer, and how text is sampled.
 COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
     "generation_config.json",
-)  # fmt: skip
+)
 MARKER = ".written-by-save-hf"  #: in a folder that is not whole yet
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

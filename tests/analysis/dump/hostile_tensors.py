@@ -190,22 +190,24 @@ TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
     "nested": (_nested, "a plain dense tensor"),
     "negative bit": (_write(lambda: torch._neg_view(torch.ones(8))), "negated or conjugated"),
     "imaginary part": (
-        _write(lambda: torch.ones(8, dtype=torch.complex64).conj().imag), "negated or conjugated"
+        _write(lambda: torch.ones(8, dtype=torch.complex64).conj().imag),
+        "negated or conjugated",
     ),
     "conjugated": (
-        _write(lambda: torch.ones(8, dtype=torch.complex64).conj()), "negated or conjugated"
+        _write(lambda: torch.ones(8, dtype=torch.complex64).conj()),
+        "negated or conjugated",
     ),
     "complex": (_write(lambda: torch.ones(8, dtype=torch.complex64)), "complex"),
     "sparse": (lambda p: _save(p, torch.ones(4, 4).to_sparse()), "a plain dense tensor"),
-    "sparse rows": (
-        lambda p: _save(p, torch.eye(4).to_sparse_csr()), "a plain dense tensor"
-    ),
+    "sparse rows": (lambda p: _save(p, torch.eye(4).to_sparse_csr()), "a plain dense tensor"),
     "quantized": (_quantized, "a plain dense tensor"),
     "meta device": (
-        lambda p: _save(p, torch.empty(1 << 30, 4, device="meta")), "a plain dense tensor"
+        lambda p: _save(p, torch.empty(1 << 30, 4, device="meta")),
+        "a plain dense tensor",
     ),
     "subclass": (
-        lambda p: _save(p, torch.ones(4).as_subclass(_Subclass)), "a plain dense tensor|run code"
+        lambda p: _save(p, torch.ones(4).as_subclass(_Subclass)),
+        "a plain dense tensor|run code",
     ),
     "4-bit dtype": (_write(lambda: _bits(torch.float4_e2m1fn_x2)), "float4_e2m1fn_x2"),
     "bits dtype": (_write(lambda: _bits(torch.bits8)), "bits8"),
@@ -234,7 +236,7 @@ TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
     "metadata: huge number": (_strange_metadata(counter=2**200), "counter"),
     "metadata: a boolean": (_strange_metadata(micro_batch=True), "micro_batch"),
     "metadata: negative": (_strange_metadata(iteration=-3), "iteration"),
-}  # fmt: skip
+}
 
 
 def copy_of(good: Path, path: Path) -> Path:

@@ -56,13 +56,15 @@ INDEXES: dict[str, tuple[Change, str]] = {
     "not UTF-8": (_replaced('"module": "', '"module": "\udcff\udc80'), "utf-8|UTF-8|JSON"),
     "deep nesting": (_replaced('"slice": null', '"slice": ' + "[" * 90_000), "nested|JSON"),
     "deep nesting, closed": (
-        _replaced('"slice": null', '"slice": ' + "[" * 500 + "]" * 500), "slice|nested"
+        _replaced('"slice": null', '"slice": ' + "[" * 500 + "]" * 500),
+        "slice|nested",
     ),
     "duplicate key": (_replaced('{"run_id"', '{"layer_idx": 7, "run_id"'), "twice"),
     "NaN": (_changed(wall_time=float("nan")), "wall_time is nan"),
     "Infinity": (_changed(iteration=float("inf")), "iteration is inf"),
     "number of 5000 digits": (
-        _replaced('"counter": 1,', f'"counter": {"9" * 5000},'), "4300 digits"
+        _replaced('"counter": 1,', f'"counter": {"9" * 5000},'),
+        "4300 digits",
     ),
     "number beyond 64 bits": (_changed(counter=1 << 70), "64 bits"),
     "negative counter": (_changed(counter=-5), "counter is -5"),
@@ -78,9 +80,7 @@ INDEXES: dict[str, tuple[Change, str]] = {
     "boolean shape": (_changed(shape=[True, 4]), "shape"),
     "shape of a million axes": (_changed(shape=[1] * 300_000), "shape|too long"),
     "slice of no numbers": (_changed(slice={"of": "a", "start": None, "step": 3}), "slice"),
-    "slice with no step": (
-        _changed(slice={"of": [4], "start": [0], "step": [0]}), "slice"
-    ),
+    "slice with no step": (_changed(slice={"of": [4], "start": [0], "step": [0]}), "slice"),
     "codes of nothing": (_changed(codes={"shape": -1, "axis": "x"}), "codes"),
     "dims of a million letters": (_changed(dims="a " * 400_000), "characters|too long"),
     "module of 60,000 letters": (_changed(module="m" * 60_000), "characters"),
@@ -92,7 +92,7 @@ INDEXES: dict[str, tuple[Change, str]] = {
     "10 million blank lines": (_bytes(b"\n", 10_000_000), "lines|JSON"),
     "10 million events": (_bytes(b'{"event":1}\n', 10_000_000), "events|lines"),
     "10 million records": (_bytes(b'{"file":"a.pt"}\n', 10_000_000), "lines"),
-}  # fmt: skip
+}
 
 Write = Callable[[Path, dict[str, Any]], object]
 
@@ -141,7 +141,7 @@ CARDS: dict[str, tuple[Write, str]] = {
     "link to /dev/zero": (_instead(lambda p: p.symlink_to("/dev/zero")), "device"),
     "link to nothing": (_instead(lambda p: p.symlink_to("nothing")), "No such file|not there"),
     "folder": (_instead(Path.mkdir), "folder"),
-}  # fmt: skip
+}
 
 #: By name: what stands in the place of an index, and what a reader says of it.
 INDEX_PLACES: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -79,8 +79,9 @@ def fill(model: torch.nn.Module, rank: int, size: int) -> None:
         seed = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
         whole = 0.1 * torch.randn(shape, generator=seed)
         halves = whole.chunk(2) if "linear_fc1" in name else [whole]  # gate and up, each cut
-        own = torch.cat([half.chunk(size, axis)[rank] if axis is not None else half
-                         for half in halves])  # fmt: skip
+        own = torch.cat(
+            [half.chunk(size, axis)[rank] if axis is not None else half for half in halves]
+        )
         parameter.data.copy_(own)
 
 
@@ -127,9 +128,11 @@ def collect(folder: Path, name: str) -> None:
     worker = deepseek_worker if is_mixture else gpt_worker
     options, quant_type = (MIXTURES if is_mixture else LAYOUTS)[name]
     given = worker.parse(options.split())
-    of_model = {"expert_model_parallel_size": given.ep} if is_mixture else {
-        "context_parallel_size": given.cp
-    }  # fmt: skip
+    of_model = (
+        {"expert_model_parallel_size": given.ep}
+        if is_mixture
+        else {"context_parallel_size": given.cp}
+    )
     parallel_state.initialize_model_parallel(given.tp, given.pp, **of_model)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)

@@ -132,9 +132,16 @@ def place(kind, dump, tmp_path):
 @pytest.mark.parametrize("reader", ["stats", "report"])
 @pytest.mark.parametrize(
     "kind",
-    ["link to a folder", "file", "link to a database", "foreign database", "pipe",
-     "link of the log", "journal"],
-)  # fmt: skip
+    [
+        "link to a folder",
+        "file",
+        "link to a database",
+        "foreign database",
+        "pipe",
+        "link of the log",
+        "journal",
+    ],
+)
 def test_what_is_not_our_cache_is_named_and_left_as_it_is(tmp_path, capsys, reader, kind):
     dump = tmp_path / "dump"
     paths = write_dump(dump, layers=1)

@@ -98,9 +98,15 @@ def read_all(folder: Path, *dumps: Path) -> dict:
     result = folder / "told.json"
     command = [sys.executable, str(Path(hostile_worker.__file__)), str(result), *map(str, dumps)]
     done = subprocess.run(
-        command, cwd=REPO, env=environment(PYTHONPATH=REPO), capture_output=True, text=True,
-        timeout=hostile_worker.SECONDS + 60, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        command,
+        cwd=REPO,
+        env=environment(PYTHONPATH=REPO),
+        capture_output=True,
+        text=True,
+        timeout=hostile_worker.SECONDS + 60,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(result.read_text())
 

@@ -48,8 +48,9 @@ def instead(path, make):
 #: What is done to a good file; `made` is what code in it would make.
 SPOILT = {
     "evil archive": lambda path, made: save(path, made=made),
-    "evil legacy file": lambda path, made: save(path, made=made,
-                                                _use_new_zipfile_serialization=False),
+    "evil legacy file": lambda path, made: save(
+        path, made=made, _use_new_zipfile_serialization=False
+    ),
     "evil pickle": lambda path, made: path.write_bytes(pickle.dumps(Evil(made))),
     "empty": lambda path, made: path.write_bytes(b""),
     "text": lambda path, made: path.write_bytes(b"this is no tensor\n"),
@@ -60,7 +61,7 @@ SPOILT = {
     "link to itself": lambda path, made: instead(path, lambda p: p.symlink_to(p.name)),
     "link to nothing": lambda path, made: instead(path, lambda p: p.symlink_to("nothing")),
     "pipe": lambda path, made: instead(path, os.mkfifo),
-}  # fmt: skip
+}
 
 
 def by_store(folder, _):

@@ -17,18 +17,47 @@ WHOLE = torch.arange(8 * 2 * 6, dtype=torch.float32).view(8, 2, 6)
 GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 
-def write(folder, tensor, dims, whole, *, counter=1, module="decoder.layers.0.mlp.linear_fc1",
-          name="input", world=0, world_size=4, recomputed=False, **places):  # fmt: skip
+def write(
+    folder,
+    tensor,
+    dims,
+    whole,
+    *,
+    counter=1,
+    module="decoder.layers.0.mlp.linear_fc1",
+    name="input",
+    world=0,
+    world_size=4,
+    recomputed=False,
+    **places,
+):
     """One shard; `places` are the rank's coordinates and sizes, 0 of 1 where nothing is said."""
     rank = {"world": world, "world_size": world_size, **dict.fromkeys(GROUPS, 0)}
     rank |= {f"{group}_size": 1 for group in GROUPS} | places
     record = TensorRecord(
-        run_id="r", iteration=1, micro_batch=0, sample_idx=0, counter=counter,
-        timestamp="20250908_095220", layer_type="linear", layer_idx=0, module=module,
-        operation="forward", phase="pre", component="linear", tensor_name=name,
-        quant_type="bf16", format=None, shape=list(tensor.shape), dtype="float32", dims=dims,
-        global_shape=list(whole.shape), rank=rank, recomputed=recomputed, wall_time=0.0,
-    )  # fmt: skip
+        run_id="r",
+        iteration=1,
+        micro_batch=0,
+        sample_idx=0,
+        counter=counter,
+        timestamp="20250908_095220",
+        layer_type="linear",
+        layer_idx=0,
+        module=module,
+        operation="forward",
+        phase="pre",
+        component="linear",
+        tensor_name=name,
+        quant_type="bf16",
+        format=None,
+        shape=list(tensor.shape),
+        dtype="float32",
+        dims=dims,
+        global_shape=list(whole.shape),
+        rank=rank,
+        recomputed=recomputed,
+        wall_time=0.0,
+    )
     return write_tensor(folder, record, tensor)
 
 
@@ -186,11 +215,21 @@ def test_an_expert_belongs_to_the_ranks_of_its_own_groups(tmp_path):
     for world in (0, 1, 4, 5):
         etp, data = world % 2, world // 4
         write(
-            tmp_path, (WHOLE + data)[..., 3 * etp : 3 * etp + 3].clone(), "s b h[etp]", WHOLE,
-            module="decoder.layers.0.mlp.experts.local_experts.0.linear_fc2", world=world,
-            world_size=8, etp=etp, etp_size=2, ep_size=2, dp=world // 2, dp_size=4, tp=world % 2,
+            tmp_path,
+            (WHOLE + data)[..., 3 * etp : 3 * etp + 3].clone(),
+            "s b h[etp]",
+            WHOLE,
+            module="decoder.layers.0.mlp.experts.local_experts.0.linear_fc2",
+            world=world,
+            world_size=8,
+            etp=etp,
+            etp_size=2,
+            ep_size=2,
+            dp=world // 2,
+            dp_size=4,
+            tp=world % 2,
             tp_size=2,
-        )  # fmt: skip
+        )
     first, second = TensorStore(tmp_path).load_global_all(0)
     assert torch.equal(first, WHOLE)
     assert torch.equal(second, WHOLE + 1)
@@ -253,8 +292,9 @@ def test_experts_spread_over_two_ranks_put_together_are_those_of_one(dumps):
     assert set(zip(experts["rank"], numbers, strict=True)) == {(0, 0), (0, 1), (1, 2), (1, 3)}
     assert set(spread.records["module"]) == set(one.records["module"])
     compared = 0
-    for module, name in set(zip(spread.records["module"], spread.records["tensor_name"],
-                                strict=True)):  # fmt: skip
+    for module, name in set(
+        zip(spread.records["module"], spread.records["tensor_name"], strict=True)
+    ):
         where = {"module": module, "tensor_name": name}
         parts = [one.load_global(micro_batch=batch, **where) for batch in (0, 1)]
         times = 2 if name.startswith("grad") else 1

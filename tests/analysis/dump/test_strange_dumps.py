@@ -80,9 +80,12 @@ def test_values_that_no_format_takes_still_have_statistics(tmp_path, draw, dtype
 def test_vanished_gradients_and_names_that_look_like_formulas(tmp_path, draw):
     for number, quant_type in enumerate(("bf16", "mxfp8")):
         for path in write_dump(
-            tmp_path / "logs" / f"p$a^$q{quant_type}", quant_type=quant_type, run_id=f"r{number}",
-            layers=1, index=False,
-        ):  # fmt: skip
+            tmp_path / "logs" / f"p$a^$q{quant_type}",
+            quant_type=quant_type,
+            run_id=f"r{number}",
+            layers=1,
+            index=False,
+        ):
             payload = torch.load(path, weights_only=True)
             name = payload["metadata"]["module"]
             tensor = payload["tensor"]

@@ -35,9 +35,14 @@ def write_probabilities(folder: Path, quant_type: str, run_id: str) -> Path:
     )
     shape = [1, HEADS, TOKENS, TOKENS]
     record = dataclasses.replace(
-        query, tensor_name="attention_probs", shape=shape, global_shape=shape, dims="b n s t",
-        counter=1000, format=None,
-    )  # fmt: skip
+        query,
+        tensor_name="attention_probs",
+        shape=shape,
+        global_shape=shape,
+        dims="b n s t",
+        counter=1000,
+        format=None,
+    )
     scores = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     probs = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(torch.bfloat16)

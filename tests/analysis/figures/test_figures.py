@@ -47,9 +47,13 @@ def test_exponent_histogram_draws_shares_and_the_part_of_a_range_that_is_seen(ax
         {"group": ["input"] * 3, "exponent": [-3, -2, -1], "share": [0.25, 0.5, 0.25]}
     )
     ranges = pd.DataFrame(
-        {"format": ["mxfp4", "hifp8"], "smallest": [-2.5, -22], "normal": [-2, -15],
-         "largest": [-0.5, 15]}
-    )  # fmt: skip
+        {
+            "format": ["mxfp4", "hifp8"],
+            "smallest": [-2.5, -22],
+            "normal": [-2, -15],
+            "largest": [-0.5, 15],
+        }
+    )
     assert plots.plot_exponent_histogram(data, ranges, ax=ax) is ax
     [outline] = steps(ax)
     np.testing.assert_array_equal(outline.get_data().values, [0.25, 0.5, 0.25])
@@ -67,9 +71,12 @@ def test_exponent_histogram_draws_shares_and_the_part_of_a_range_that_is_seen(ax
 
 def test_heatmap_has_a_number_in_each_cell_and_marks_what_is_missing(ax):
     data = pd.DataFrame(
-        {"row": ["L0", "L0", "L1", "L1"], "column": ["a", "b", "a", "b"],
-         "value": [10.0, 20.0, math.nan, math.inf]}
-    )  # fmt: skip
+        {
+            "row": ["L0", "L0", "L1", "L1"],
+            "column": ["a", "b", "a", "b"],
+            "value": [10.0, 20.0, math.nan, math.inf],
+        }
+    )
     plots.plot_heatmap(data, label="SQNR (dB)", ax=ax)
     assert [text.get_text() for text in ax.texts] == ["10.0", "20.0", "-", "exact"]
     [mesh] = ax.collections
@@ -80,9 +87,12 @@ def test_heatmap_has_a_number_in_each_cell_and_marks_what_is_missing(ax):
 
 def test_lines_mark_what_the_axis_has_no_place_for_and_are_logarithmic_over_decades(ax):
     data = pd.DataFrame(
-        {"group": ["mxfp8"] * 4 + ["hifp8"] * 3, "x": [0, 1, 2, 3, 0, 1, 2],
-         "value": [1.0, math.inf, 100.0, math.nan, 2.0, 3.0, 0.0]}
-    )  # fmt: skip
+        {
+            "group": ["mxfp8"] * 4 + ["hifp8"] * 3,
+            "x": [0, 1, 2, 3, 0, 1, 2],
+            "value": [1.0, math.inf, 100.0, math.nan, 2.0, 3.0, 0.0],
+        }
+    )
     plots.plot_lines(data, xlabel="layer", ylabel="rms", logarithmic=True, ax=ax)
     lines = {line.get_label(): line for line in ax.get_lines() if line.get_linestyle() != "None"}
     assert lines["mxfp8"].get_xdata().tolist() == [0, 2]
@@ -92,8 +102,9 @@ def test_lines_mark_what_the_axis_has_no_place_for_and_are_logarithmic_over_deca
     }
     marks = [
         (line.get_marker(), line.get_xdata().tolist(), line.get_color())
-        for line in ax.get_lines() if line.get_linestyle() == "None" and len(line.get_xdata())
-    ]  # fmt: skip
+        for line in ax.get_lines()
+        if line.get_linestyle() == "None" and len(line.get_xdata())
+    ]
     assert marks == [("^", [1], FORMAT_COLOURS["mxfp8"]), ("v", [2], FORMAT_COLOURS["hifp8"])]
     assert ax.get_title(loc="right") == "▴ infinite, ▾ zero"
     assert ax.get_yscale() == "log"
@@ -120,9 +131,14 @@ def test_the_reach_of_hifloat4_has_its_two_bits_of_exponent():
     x = torch.tensor([7.0] + [0.0] * 63)
     assert fake_quantize(x, "hifp4").max() == 7.0
     table = pd.DataFrame(
-        {"quantized_format": ["hifp4"], "scale_median": [0.0], "scale_min": [-3.0],
-         "scale_max": [2.0], "amax": [7.0]}
-    )  # fmt: skip
+        {
+            "quantized_format": ["hifp4"],
+            "scale_median": [0.0],
+            "scale_min": [-3.0],
+            "scale_max": [2.0],
+            "amax": [7.0],
+        }
+    )
     [row] = format_ranges(["hifp4"], table).to_dict("records")
     assert 2.0 ** row["largest"] == pytest.approx(7.0)
     # blocks of other scales reach farther, so that nothing seems to overflow
@@ -132,9 +148,14 @@ def test_the_reach_of_hifloat4_has_its_two_bits_of_exponent():
 
 def test_the_range_of_nvfp4_goes_from_the_smallest_to_the_largest_tensor():
     table = pd.DataFrame(
-        {"quantized_format": "nvfp4", "scale_median": [7.0, 6.0, 7.0], "scale_min": [0.0, 1.0, 2.0],
-         "scale_max": [8.8, 8.8, 8.8], "amax": [1e-3, 2.0, 100.0]}
-    )  # fmt: skip
+        {
+            "quantized_format": "nvfp4",
+            "scale_median": [7.0, 6.0, 7.0],
+            "scale_min": [0.0, 1.0, 2.0],
+            "scale_max": [8.8, 8.8, 8.8],
+            "amax": [1e-3, 2.0, 100.0],
+        }
+    )
     [row] = format_ranges(["nvfp4"], table).to_dict("records")
     assert row["highest"] == pytest.approx(math.log2(6) + 8.8 + math.log2(100 / 2688))
     assert row["lowest"] == pytest.approx(-1 + math.log2(1e-3 / 2688))
@@ -206,9 +227,19 @@ def test_error_by_magnitude_is_a_step_line_a_format(ax):
 
 def test_boxes_stand_at_the_logarithms_of_the_quantiles(ax):
     data = pd.DataFrame(
-        [{"name": "qkv input", "group": "input", "p1": 0.0, "p25": 0.25, "p50": 0.5, "p75": 1.0,
-          "p99": 2.0, "largest": 4.0}]
-    )  # fmt: skip
+        [
+            {
+                "name": "qkv input",
+                "group": "input",
+                "p1": 0.0,
+                "p25": 0.25,
+                "p50": 0.5,
+                "p75": 1.0,
+                "p99": 2.0,
+                "largest": 4.0,
+            }
+        ]
+    )
     plots.plot_boxes(data, ax=ax)
     [box] = ax.patches
     assert (box.get_x(), box.get_width()) == (-2, 2)

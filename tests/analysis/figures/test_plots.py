@@ -139,9 +139,18 @@ def test_the_modules_of_one_figure_can_be_told_apart():
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0"), (999, "999"), (1000, "1 K"), (12345, "12.3 K"), (999400, "999 K"), (999500, "1 M"),
-     (29622272, "29.6 M"), (1.5e9, "1.5 G"), (2e12, "2 T")],
-)  # fmt: skip
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1 K"),
+        (12345, "12.3 K"),
+        (999400, "999 K"),
+        (999500, "1 M"),
+        (29622272, "29.6 M"),
+        (1.5e9, "1.5 G"),
+        (2e12, "2 T"),
+    ],
+)
 def test_short_counts(count, text):
     assert short_count(count) == text
 

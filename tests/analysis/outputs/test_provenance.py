@@ -25,8 +25,11 @@ def test_what_would_be_the_same_again_is_left(tmp_path, capsys):
         assert main(["draw", str(logs), "--output-dir", str(output), *some, *options]) == 0
         said = capsys.readouterr().out
         made = {line.removeprefix("Wrote ") for line in said.splitlines() if "Wrote " in line}
-        assert all(each.stat().st_mtime_ns == old for each, old in stamps.items()
-                   if each.is_file() and str(each) not in made)  # fmt: skip
+        assert all(
+            each.stat().st_mtime_ns == old
+            for each, old in stamps.items()
+            if each.is_file() and str(each) not in made
+        )
         assert "no overflow_analysis/special_values: every value is finite" in said
         left = sum(each.is_file() for each in output.rglob("[!.]*")) - len(made)
         assert (f"{left} files would be the same again" in said) == (left > 0)

@@ -19,9 +19,15 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-    "--disable-extensions", "--window-size=1400,1000", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-extensions",
+    "--window-size=1400,1000",
+    "--remote-debugging-pipe",
+)
 PATIENCE = 120.0  #: seconds for one answer; the machine may be busy
 
 
@@ -130,9 +136,12 @@ def browser(executable: str, profile: Path) -> Iterator[Page]:
 
     process = subprocess.Popen(
         [executable, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
-        preexec_fn=place, close_fds=False, stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        preexec_fn=place,
+        close_fds=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     os.close(to_browser[0])
     os.close(from_browser[1])
     try:

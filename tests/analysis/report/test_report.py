@@ -78,8 +78,10 @@ def test_cells_and_details_have_the_numbers_of_the_statistics(page, figure_data)
     run, iteration, layer, place, count, sqnr, tensor = found["cells"][0][:7]
     row = figure_data.tensors.loc[tensor]
     assert (row["iteration"], row["layer_idx"], row["place"]) == (
-        iteration, layer, figure_data.places[place],
-    )  # fmt: skip
+        iteration,
+        layer,
+        figure_data.places[place],
+    )
     assert (run, count) == (0, 1)
     uses = figure_data.uses
     own = uses[(uses["tensor"] == tensor) & (uses["quantized_format"] == FORMATS[0])]
@@ -247,9 +249,10 @@ def test_results_stand_in_a_map_of_their_own(tab, page):
         name = "results" if kind else "operands"
         tab.evaluate(f"$('shown').value = '{name}', $('shown').onchange(), 1")
         expected = [
-            label for label, result in zip(data["labels"], data["results"], strict=True)
+            label
+            for label, result in zip(data["labels"], data["results"], strict=True)
             if result == kind
-        ]  # fmt: skip
+        ]
         assert tab.evaluate(shown) == expected
     assert data["judged_places"] == [
         place for place, result in zip(data["places"], data["results"], strict=True) if not result

@@ -18,9 +18,13 @@ from megatron.fake_quant.formats import Cast, GroupScaling, TwoLevelScaling
 HIFLOAT8_OVERFLOW = 40960.0
 #: The rounding edge above the largest number of each element, and whether a value on it goes up.
 EDGES = {
-    "e4m3": (464.0, False), "e5m2": (61440.0, True), "e2m3": (7.75, True), "e2m1": (7.0, True),
-    "int8": (255 / 128, True), "e3m4": (31.5, True),
-}  # fmt: skip
+    "e4m3": (464.0, False),
+    "e5m2": (61440.0, True),
+    "e2m3": (7.75, True),
+    "e2m1": (7.0, True),
+    "int8": (255 / 128, True),
+    "e3m4": (31.5, True),
+}
 
 
 def view(x: torch.Tensor, layout: MatrixView, axis: str) -> tuple[torch.Tensor, int]:

@@ -51,8 +51,9 @@ def compute(dump, cache=None, **options):
 
 
 def same(one, other):
-    pd.testing.assert_frame_equal(one.tensors.drop(columns="path"),
-                                  other.tensors.drop(columns="path"))  # fmt: skip
+    pd.testing.assert_frame_equal(
+        one.tensors.drop(columns="path"), other.tensors.drop(columns="path")
+    )
     pd.testing.assert_frame_equal(one.formats, other.formats)
 
 
@@ -197,9 +198,12 @@ def test_the_quick_look_takes_what_compute_kept(dump, computed):
 
 def test_packed_arrays_are_the_same_and_small():
     arrays = [
-        np.arange(5), np.zeros((3, 4)), np.array([[0.1, np.nan], [np.inf, -0.0]]),
-        np.zeros(0, np.int64), np.array(7.5),
-    ]  # fmt: skip
+        np.arange(5),
+        np.zeros((3, 4)),
+        np.array([[0.1, np.nan], [np.inf, -0.0]]),
+        np.zeros(0, np.int64),
+        np.array(7.5),
+    ]
     found = unpack(pack(*arrays))
     for one, other in zip(arrays, found, strict=True):
         assert one.dtype == other.dtype

@@ -46,8 +46,12 @@ MX = {
     "mxfp4": ("e2m1", 32, "floor"),
     "mxint8": ("int8", 32, "floor"),
 }
-TENSOR = {"fp8_e4m3": ("e4m3", 448), "fp8_e5m2": ("e5m2", 57344), "hifp8:t15": ("hif8", 15),
-          "hifp8:t60000": ("hif8", 60000)}  # fmt: skip
+TENSOR = {
+    "fp8_e4m3": ("e4m3", 448),
+    "fp8_e5m2": ("e5m2", 57344),
+    "hifp8:t15": ("hif8", 15),
+    "hifp8:t60000": ("hif8", 60000),
+}
 CASTS = {"hifp8": "hif8", "hifp8:inf": "hif8", "fp16": "float16"}
 NAMES = (*MX, *TENSOR, *CASTS, "nvfp4", "hifp4")
 

@@ -225,8 +225,9 @@ def test_a_part_of_a_dump(dump, tmp_path):
     assert main([*options, *chosen]) == 0
     rows = list(csv.DictReader(output.read_text().splitlines()))
     assert [(row["layer_idx"], row["tensor_name"]) for row in rows] == [
-        ("1", "input"), ("1", "weight"),
-    ]  # fmt: skip
+        ("1", "input"),
+        ("1", "weight"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,14 @@ def write(folder, *tensors):
     folder.mkdir(exist_ok=True)
     for place, x in enumerate(tensors, 1):
         own = dataclasses.replace(
-            record, counter=place, iteration=place, shape=list(x.shape),
-            global_shape=list(x.shape), dims="t h", dtype=str(x.dtype).removeprefix("torch."),
-        )  # fmt: skip
+            record,
+            counter=place,
+            iteration=place,
+            shape=list(x.shape),
+            global_shape=list(x.shape),
+            dims="t h",
+            dtype=str(x.dtype).removeprefix("torch."),
+        )
         write_tensor(folder, own, x)
     return stats.compute(TensorStore(folder), ["hifp8", "fp8_e4m3"])
 
@@ -44,8 +49,9 @@ def test_shares_of_all_tensors_are_of_what_they_are_shares_of(tmp_path):
     nothing[0, 0] = 0.0
     found = write(tmp_path, few.bfloat16(), many.bfloat16(), nothing.bfloat16())
     assert found.formats.groupby("quantized_format", observed=True)["nonzero"].sum().tolist() == [
-        64640, 64640,
-    ]  # fmt: skip
+        64640,
+        64640,
+    ]
     underflow, saturated = shares(found, "hifp8")
     assert underflow == float(f"{100 * 640 / 64640:.3g}")
     assert saturated == 0
@@ -74,8 +80,11 @@ def test_dead_channels_have_values_and_nothing_but_zeros(tmp_path, dtype):
     for dims, axis, parts in (("t[tp] h", 0, 2), ("t h[tp]", 1, 4)):
         folder = tmp_path / dims[:2]
         folder.mkdir()
-        write_shards(folder, record_of("input", dims=dims, dtype=str(dtype).removeprefix("torch.")),
-                     [part.contiguous() for part in shards.chunk(parts, axis)])  # fmt: skip
+        write_shards(
+            folder,
+            record_of("input", dims=dims, dtype=str(dtype).removeprefix("torch.")),
+            [part.contiguous() for part in shards.chunk(parts, axis)],
+        )
         joined = stats.compute(TensorStore(folder), cache=tmp_path / "cache").tensors.iloc[0]
         again = stats.compute(TensorStore(folder), cache=tmp_path / "cache").tensors.iloc[0]
         for row in (joined, again):
@@ -90,9 +99,14 @@ def test_what_is_left_out_of_tensors_is_said_by_reason(tmp_path, capsys):
     for counter, slice_ in ((1, None), (2, part)):
         rank = {"world": 0, "world_size": 2, "tp": 0, "tp_size": 2}
         record = record_of(
-            "input", dims="s b h[tp]", shape=[4, 2, 8], rank=rank, counter=counter,
-            iteration=counter, slice=slice_,
-        )  # fmt: skip
+            "input",
+            dims="s b h[tp]",
+            shape=[4, 2, 8],
+            rank=rank,
+            counter=counter,
+            iteration=counter,
+            slice=slice_,
+        )
         write_tensor(tmp_path, record, x)
     store = TensorStore(tmp_path)
     missing, sliced = (

@@ -28,9 +28,16 @@ PLAIN = (
     "hifp8:t224:pow2",
 )
 BLOCKS = (
-    "mxfp8", "mxfp4", "mxfp6_e2m3", "mxint8", "nvfp4", "mxfp8:rceil", "mx:e5m2:b32:ceil",
-    "mx:e2m1:b16:even", "mx:e3m4:b5:rceil",
-)  # fmt: skip
+    "mxfp8",
+    "mxfp4",
+    "mxfp6_e2m3",
+    "mxint8",
+    "nvfp4",
+    "mxfp8:rceil",
+    "mx:e5m2:b32:ceil",
+    "mx:e2m1:b16:even",
+    "mx:e3m4:b5:rceil",
+)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -76,7 +83,10 @@ def check(x: torch.Tensor, layout, names) -> None:
                     np.testing.assert_array_equal(errors.scales, expected, (name, axis))
                 else:
                     assert numbers[column] == pytest.approx(expected, rel=1e-10, nan_ok=True), (
-                        name, axis, column)  # fmt: skip
+                        name,
+                        axis,
+                        column,
+                    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

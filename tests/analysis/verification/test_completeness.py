@@ -28,9 +28,7 @@ def test_a_frozen_weight_is_a_note(dumps):
 @pytest.mark.parametrize("name", ["output", "grad_weight"])
 def test_a_tensor_of_which_no_trace_is_left_is_missed(copied, name):
     folder = copied("cp2")
-    path = path_of(
-        folder, layer=1, module="linear_fc1", tensor_name=name, micro_batch=0, rank=1
-    )  # fmt: skip
+    path = path_of(folder, layer=1, module="linear_fc1", tensor_name=name, micro_batch=0, rank=1)
     path.unlink()
     for index in folder.glob("*rank01.jsonl"):
         lines = index.read_text().splitlines(keepends=True)

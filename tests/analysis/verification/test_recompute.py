@@ -80,8 +80,10 @@ def test_another_order_of_summation_is_allowed_and_little_more(dtype, name):
     """Sums from the last product to the first, one float32 rounding each, rounded to the dtype."""
     formats = CHOICES[name]
     tensors = tensors_of(formats, dtype)
-    a, b = (op.quantized(tensors[t], axis=-1) for op, t in
-            ((formats.fprop_a, "input"), (formats.fprop_b, "weight")))  # fmt: skip
+    a, b = (
+        op.quantized(tensors[t], axis=-1)
+        for op, t in ((formats.fprop_a, "input"), (formats.fprop_b, "weight"))
+    )
     total = torch.zeros(48, 64)
     for k in reversed(range(32)):
         total += a[:, k : k + 1].float() * b[:, k].float()
@@ -294,8 +296,11 @@ def test_where_some_values_are_not_finite_the_others_are_compared():
     formats = AttentionFormats(None, None)
 
     def outcome(output):
-        return next(o for _, n, o in attention([tensors | {"output": output}], formats, 1.0)
-                    if n == "output")  # fmt: skip
+        return next(
+            o
+            for _, n, o in attention([tensors | {"output": output}], formats, 1.0)
+            if n == "output"
+        )
 
     assert not outcome(outputs).wrong
     assert "NaN or Inf where it should be none" in outcome(outputs.nan_to_num(nan=1.0)).text

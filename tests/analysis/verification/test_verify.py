@@ -16,11 +16,24 @@ from tests.subprocesses import run
 
 #: Results by layout: 3 of each linear layer and 4 of attention, each pass on each rank.
 RESULTS = {
-    "one": (48, 16), "mxfp8": (24, 8), "hifp8-frozen": (22, 8), "tp2": (96, 32), "tp2sp": (96, 32),
-    "pp2": (48, 16), "cp2": (96, 32), "dp2": (48, 16), "tp2sp-mxfp4": (48, 16),
-    "cp2-mxfp8": (48, 16), "window": (24, 8), "window-cp2": (48, 16), "recipe": (24, 8),
-    "experts": (204, 24), "ep2": (156, 24), "ep2-mxfp8": (156, 24), "latent-mxfp8": (102, 12),
-}  # fmt: skip
+    "one": (48, 16),
+    "mxfp8": (24, 8),
+    "hifp8-frozen": (22, 8),
+    "tp2": (96, 32),
+    "tp2sp": (96, 32),
+    "pp2": (48, 16),
+    "cp2": (96, 32),
+    "dp2": (48, 16),
+    "tp2sp-mxfp4": (48, 16),
+    "cp2-mxfp8": (48, 16),
+    "window": (24, 8),
+    "window-cp2": (48, 16),
+    "recipe": (24, 8),
+    "experts": (204, 24),
+    "ep2": (156, 24),
+    "ep2-mxfp8": (156, 24),
+    "latent-mxfp8": (102, 12),
+}
 #: Of the weights under cp, dp; of what enters the column- and leaves the row-parallel layers.
 REPLICAS = {"one": 0, "mxfp8": 24, "tp2": 16, "tp2sp": 16, "cp2": 8, "dp2": 8, "ep2": 18}
 
@@ -116,9 +129,12 @@ def test_even_the_last_bit_of_a_bf16_output_can_be_too_much(copied):
 
 
 MLA = {
-    "multi_latent_attention": True, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8,
-    "rotary_scaling_factor": 40, "mscale_all_dim": 0.707,
-}  # fmt: skip
+    "multi_latent_attention": True,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "rotary_scaling_factor": 40,
+    "mscale_all_dim": 0.707,
+}
 WINDOW = {"window_size": [5, 0], "window_attn_skip_freq": 2}
 
 

@@ -24,12 +24,33 @@ TABLE = REPO / "tests" / "data" / "option_readers.txt"
 WHEEL = Path(megatron.core.__path__[1])
 #: Parts of the wheel that a GPT model on the local layers never enters, and its declarations.
 ELSEWHERE = (
-    "inference", "ssm", "export", "extensions", "post_training", "models/T5", "models/bert",
-    "models/mamba", "models/mimo", "models/multimodal", "models/vision", "models/huggingface",
-    "fsdp", "fully_sharded", "resharding", "tokenizers", "dist_checkpointing", "energy", "muon",
-    "optimizer/layer_wise", "optimizer/qk_clip", "experimental_attention", "fp8_utils",
-    "fp4_utils", "nccl_allocator", "_config.py",
-)  # fmt: skip
+    "inference",
+    "ssm",
+    "export",
+    "extensions",
+    "post_training",
+    "models/T5",
+    "models/bert",
+    "models/mamba",
+    "models/mimo",
+    "models/multimodal",
+    "models/vision",
+    "models/huggingface",
+    "fsdp",
+    "fully_sharded",
+    "resharding",
+    "tokenizers",
+    "dist_checkpointing",
+    "energy",
+    "muon",
+    "optimizer/layer_wise",
+    "optimizer/qk_clip",
+    "experimental_attention",
+    "fp8_utils",
+    "fp4_utils",
+    "nccl_allocator",
+    "_config.py",
+)
 #: Files of this tree that check or describe flags and do not act on them.
 CHECKS = ("validation.py", "flag_effects.py", "moe_mla_checks.py", "/hf/")
 HOLDERS = ("args", "ddp", "run", "settings", "transformer", "optimizer")

@@ -36,13 +36,19 @@ def programs(canary: Path) -> dict[str, bytes]:
         "inst": b"(" + f"S{command!r}\n".encode() + b"ios\nsystem\n.",
         "obj": b"(cos\nsystem\n" + text(command) + b"o.",
         "eval": b"\x80\x02cbuiltins\neval\n" + text(python) + b"\x85R.",
-        "stack global": b"\x80\x04" + text("os") + text("system") + b"\x93" + text(command)
+        "stack global": b"\x80\x04"
+        + text("os")
+        + text("system")
+        + b"\x93"
+        + text(command)
         + b"\x85R.",
-        "newobj": b"\x80\x02csubprocess\nPopen\n" + text("touch") + text(str(canary))
+        "newobj": b"\x80\x02csubprocess\nPopen\n"
+        + text("touch")
+        + text(str(canary))
         + b"\x86\x85\x81.",
         "torch's loader": b"\x80\x02ctorch.storage\n_load_from_bytes\nC\x03abc\x85R.",
         "in a list": pickle.dumps([1, {"a": Touch(canary)}]),
-    }  # fmt: skip
+    }
 
 
 def bombs() -> dict[str, bytes]:
@@ -54,10 +60,11 @@ def bombs() -> dict[str, bytes]:
         "long text": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"a.",
         "long frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b"N.",
         "bytearray of a size": b"\x80\x02cbuiltins\nbytearray\n\x8a\x06"
-        + struct.pack("<Q", 1 << 40)[:6] + b"\x85R.",
+        + struct.pack("<Q", 1 << 40)[:6]
+        + b"\x85R.",
         "nested key": b"\x80\x02}K\x01" + again + b"Ns.",
         "deep list": b"\x80\x02" + b"]" * 20_000 + b"a" * 19_999 + b".",
-    }  # fmt: skip
+    }
 
 
 def damaged() -> dict[str, bytes]:
@@ -97,9 +104,15 @@ def claims() -> dict[str, bytes]:
     tensor = saved({"a": torch.ones(1).expand(1 << 20, 1 << 20)})
     missing = archive(
         b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((" + text("storage") + b"ctorch\nFloatStorage"
-        b"\n" + text("0") + text("cpu") + b"\x8a\x06" + struct.pack("<Q", 10**12)[:6]
-        + b"tQK\x00\x8a\x06" + struct.pack("<Q", 10**12)[:6] + b"\x85K\x01\x85\x89}tR."
-    )  # fmt: skip
+        b"\n"
+        + text("0")
+        + text("cpu")
+        + b"\x8a\x06"
+        + struct.pack("<Q", 10**12)[:6]
+        + b"tQK\x00\x8a\x06"
+        + struct.pack("<Q", 10**12)[:6]
+        + b"\x85K\x01\x85\x89}tR."
+    )
     return {
         "expanded": tensor,
         "storage of a terabyte": missing,

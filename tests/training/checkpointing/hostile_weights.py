@@ -101,10 +101,16 @@ def _configs(canary: Path) -> Changes:
     found["hidden 2^30"] = (found["hidden 2^30"][0], "by config.json")
     found["layers of no tensor"] = (found["layers of no tensor"][0], "config.json claims")
     texts = {
-        "deep": DEEP, "list": "[]", "number": "3", "empty": "", "digits": "9" * 10_000,
-        "binary": b"\xff\xfe\x00", "surrogate": '{"a": "\ud800"}', "large": "[" + "0," * (1 << 23),
+        "deep": DEEP,
+        "list": "[]",
+        "number": "3",
+        "empty": "",
+        "digits": "9" * 10_000,
+        "binary": b"\xff\xfe\x00",
+        "surrogate": '{"a": "\ud800"}',
+        "large": "[" + "0," * (1 << 23),
         "pickle": pickle.dumps(Touch(canary)),
-    }  # fmt: skip
+    }
     found |= {f"config {k}": _writes("config.json", v) for k, v in texts.items()}
     for kind in ("fifo", "device", "folder"):
         found[f"config {kind}"] = (

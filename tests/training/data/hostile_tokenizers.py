@@ -12,10 +12,16 @@ from tests.training.checkpointing.hostile_pickles import Touch
 
 MODEL = {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1, "<eos>": 2}, "unk_token": "[UNK]"}
 TOKENIZER: dict[str, Any] = {
-    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-    "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None,
+    "decoder": None,
     "model": MODEL,
-}  # fmt: skip
+}
 SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
 DEEP = "[" * 100_000 + "]" * 100_000
 BYTES = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))

@@ -141,11 +141,18 @@ def samples(corpus):
     from megatron.training.data.tokenizer import build_tokenizer
 
     config = GPTDatasetConfig(
-        random_seed=1, sequence_length=64, blend=([str(corpus)], None), split="100,0,0",
-        tokenizer=build_tokenizer("NullTokenizer", vocab_size=127), reset_position_ids=False,
-        reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
-        path_to_cache=None, mid_level_dataset_surplus=0.005,
-    )  # fmt: skip
+        random_seed=1,
+        sequence_length=64,
+        blend=([str(corpus)], None),
+        split="100,0,0",
+        tokenizer=build_tokenizer("NullTokenizer", vocab_size=127),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        path_to_cache=None,
+        mid_level_dataset_surplus=0.005,
+    )
     indexed = IndexedDataset(str(corpus))
     config.mock = True  # keeps the indices in memory only
     tokens = int(indexed.sequence_lengths.sum())

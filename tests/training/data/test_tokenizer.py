@@ -261,10 +261,12 @@ def test_the_families_are_those_of_the_tiktoken_package(monkeypatch):
         (b"IQ== 0\n??? 1\n", "line 2 is not 'base64 rank'"),
         (b"IQ== 0\n", "the byte 0 has no rank"),
         (b"AA== 0\n" * 2, "the byte 1 has no rank"),
-        ("".join(f"{base64.b64encode(bytes([i])).decode()} 1\n" for i in range(256)).encode(),
-         "two tokens have the same rank"),
+        (
+            "".join(f"{base64.b64encode(bytes([i])).decode()} 1\n" for i in range(256)).encode(),
+            "two tokens have the same rank",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_tiktoken_file(tmp_path, content, message):
     (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(

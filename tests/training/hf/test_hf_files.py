@@ -155,9 +155,13 @@ def test_queries_keys_and_values_alternate_by_group():
     sources = (Source("q", (12, 4)), Source("k", (6, 4)), Source("v", (6, 4)))
     layout = query_groups(*sources, groups=2)
     assert [place(p) for p in layout.pieces(rank=0, ranks=1, length=24)] == [
-        ("q", 0, 6, 0), ("k", 0, 3, 6), ("v", 0, 3, 9),
-        ("q", 6, 12, 12), ("k", 3, 6, 18), ("v", 3, 6, 21),
-    ]  # fmt: skip
+        ("q", 0, 6, 0),
+        ("k", 0, 3, 6),
+        ("v", 0, 3, 9),
+        ("q", 6, 12, 12),
+        ("k", 3, 6, 18),
+        ("v", 3, 6, 21),
+    ]
     assert [place(p) for p in layout.pieces(rank=1, ranks=4, length=6)] == [
         ("k", 0, 3, 0),
         ("v", 0, 3, 3),

@@ -251,11 +251,14 @@ def test_yarn_is_that_of_transformers(changes, monkeypatch):
         **{
             name: found[name]
             for name in (
-                "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+                "original_max_position_embeddings",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
                 "mscale_all_dim",
             )
         },
-    )  # fmt: skip
+    )
     angles, concentration = ours.get_emb(1000)
     torch.testing.assert_close(angles[1, 0, 0, :32], theirs, rtol=1e-6, atol=0)
     assert concentration == pytest.approx(factor, rel=1e-12)

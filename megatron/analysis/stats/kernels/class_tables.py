@@ -116,9 +116,17 @@ def _count(values: Any, base: Any, flat: Any) -> None:
 
 @kernel
 def count_pairs(
-    piece: Any, rows: Any, columns: Any, size: Any, run: Any, counts: Any, plane_of: Any,
-    pairs: Any, used: Any, start: Any,
-) -> Any:  # fmt: skip
+    piece: Any,
+    rows: Any,
+    columns: Any,
+    size: Any,
+    run: Any,
+    counts: Any,
+    plane_of: Any,
+    pairs: Any,
+    used: Any,
+    start: Any,
+) -> Any:
     """As `count_rows`, by the classes of both blocks that a value is in, from tile `start` on. A
     tile is a block high and a block wide; `size` rows of tiles are gone through in the order of
     memory, after planes were found for all their pairs.

@@ -89,9 +89,14 @@ def account_cells(
 
 @kernel
 def account_disagreement(
-    patterns: Any, row_classes: Any, column_classes: Any, cells: Any, coder: Any, counts: Any,
+    patterns: Any,
+    row_classes: Any,
+    column_classes: Any,
+    cells: Any,
+    coder: Any,
+    counts: Any,
     totals: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Values that become one number with the class of their row and another with that of their
     column: their number (counts[0]) and the sum of the squared differences (totals[0]).
 
@@ -132,9 +137,15 @@ def differ(one: Any, other: Any, n: Any, counts: Any, totals: Any) -> None:
 
 @kernel
 def account_values(
-    piece: Any, classes: Any, size: Any, run: Any, along_rows: Any, coder: Any, sums: Any,
+    piece: Any,
+    classes: Any,
+    size: Any,
+    run: Any,
+    along_rows: Any,
+    coder: Any,
+    sums: Any,
     code_counts: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Single values: float32 bits [outer, rows, columns], and the classes of their blocks."""
     blocks_in_run = (run + size - 1) // size
     for o in range(piece.shape[0]):
@@ -153,9 +164,15 @@ def account_values(
 
 @kernel
 def disagree_values(
-    piece: Any, row_classes: Any, column_classes: Any, size: Any, run: Any, coder: Any,
-    counts: Any, totals: Any,
-) -> None:  # fmt: skip
+    piece: Any,
+    row_classes: Any,
+    column_classes: Any,
+    size: Any,
+    run: Any,
+    coder: Any,
+    counts: Any,
+    totals: Any,
+) -> None:
     """Single values with the classes of both their blocks, as `account_disagreement`."""
     blocks_in_run = (run + size - 1) // size
     for o in range(piece.shape[0]):
@@ -169,8 +186,9 @@ def disagree_values(
 
 
 @kernel
-def account_pairs(values: Any, results: Any, beyond: Any, sums: Any, codes: Any, code_counts: Any
-) -> None:  # fmt: skip
+def account_pairs(
+    values: Any, results: Any, beyond: Any, sums: Any, codes: Any, code_counts: Any
+) -> None:
     """Values and what they became, as flat float32 bits; `codes` are counted."""
     for i in range(len(values)):
         if account(values[i], results[i], beyond[i], np.int64(1), sums) and len(code_counts) > 0:

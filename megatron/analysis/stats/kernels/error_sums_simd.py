@@ -90,9 +90,17 @@ def account_blocks(
 
 @kernel
 def _tile(
-    magnitudes: Any, n: Any, down: Any, up: Any, coder: Any, part: Any, largest: Any, upper: Any,
-    kept: Any, became: Any,
-) -> None:  # fmt: skip
+    magnitudes: Any,
+    n: Any,
+    down: Any,
+    up: Any,
+    coder: Any,
+    part: Any,
+    largest: Any,
+    upper: Any,
+    kept: Any,
+    became: Any,
+) -> None:
     """Neighboring patterns with one class. Written: the upper halves of the elements' bits, how
     many values are finite before and after, and what they become. Loops write one array each: with
     more, the compiler cannot rule out that they overlap, and gives up on vectors.
@@ -173,9 +181,14 @@ def _to_binades(patterns: Any, by_pattern: Any, largest: Any, sums: Any) -> None
 
 @kernel
 def disagree_blocks(
-    patterns: Any, row_classes: Any, column_classes: Any, cells: Any, coder: Any, counts: Any,
+    patterns: Any,
+    row_classes: Any,
+    column_classes: Any,
+    cells: Any,
+    coder: Any,
+    counts: Any,
     totals: Any,
-) -> None:  # fmt: skip
+) -> None:
     """As `account_disagreement`, of an element format with block scales and bfloat16 values."""
     magnitudes = np.empty(len(patterns), np.int32)
     for k in range(len(patterns)):
@@ -208,9 +221,16 @@ def disagree_blocks(
 
 @kernel
 def _compare(
-    magnitudes: Any, n: Any, downs: Any, ups: Any, coder: Any, one: Any, other: Any, differ: Any,
+    magnitudes: Any,
+    n: Any,
+    downs: Any,
+    ups: Any,
+    coder: Any,
+    one: Any,
+    other: Any,
+    differ: Any,
     squares: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Neighboring patterns with one pair of classes; loops as in `_tile`."""
     element, decode = coder.element, coder.rule.decode
     for k in range(len(n)):

@@ -45,9 +45,13 @@ class Workspace:
 
 
 def one_by_one(
-    piece: NDArray[np.int32], classes: dict[str, NDArray[np.uint8]], size: int, run: int,
-    coders: list[tuple[Format, ScalarQuantizer]], found: FormatErrors,
-) -> None:  # fmt: skip
+    piece: NDArray[np.int32],
+    classes: dict[str, NDArray[np.uint8]],
+    size: int,
+    run: int,
+    coders: list[tuple[Format, ScalarQuantizer]],
+    found: FormatErrors,
+) -> None:
     """Float32 bits with the classes of their blocks, without counting them first."""
     for fmt, coder in coders:
         for axis, of_blocks in classes.items():
@@ -56,19 +60,30 @@ def one_by_one(
         if "column" in classes:
             row = found[fmt.name, "row"]
             disagree_values(
-                piece, classes["row"], classes["column"], size, run, coder,
-                row.disagreement, row.disagreement_sum,
-            )  # fmt: skip
+                piece,
+                classes["row"],
+                classes["column"],
+                size,
+                run,
+                coder,
+                row.disagreement,
+                row.disagreement_sum,
+            )
 
 
 class Counter:
     """Counts the values of a 16-bit tensor by class and pattern for one group of formats."""
 
     def __init__(
-        self, half: torch.dtype, layout: MatrixView, patterns: NDArray[np.uint16],
-        workspace: Workspace, group: Group,
-        coders: list[tuple[Format, ScalarQuantizer]], found: FormatErrors,
-    ):  # fmt: skip
+        self,
+        half: torch.dtype,
+        layout: MatrixView,
+        patterns: NDArray[np.uint16],
+        workspace: Workspace,
+        group: Group,
+        coders: list[tuple[Format, ScalarQuantizer]],
+        found: FormatErrors,
+    ):
         """patterns: all that occur in the tensor."""
         self.half, self.run, self.patterns, self.workspace = half, layout.run, patterns, workspace
         self.group, self.coders, self.found = group, coders, found
@@ -105,9 +120,17 @@ class Counter:
         while tile < tiles:
             before = tile
             table.used, tile = count_pairs(
-                piece, rows, columns, size, run, table.counts, table.plane_of, table.pairs,
-                table.used, tile,
-            )  # fmt: skip
+                piece,
+                rows,
+                columns,
+                size,
+                run,
+                table.counts,
+                table.plane_of,
+                table.pairs,
+                table.used,
+                tile,
+            )
             if tile < tiles:
                 self._evaluate_pairs()
                 if tile == before:  # more pairs in one tile than there are planes
@@ -115,9 +138,12 @@ class Counter:
                     tile += 1
 
     def _count_tile(
-        self, piece: NDArray[np.uint16], rows: NDArray[np.uint8], columns: NDArray[np.uint8],
+        self,
+        piece: NDArray[np.uint16],
+        rows: NDArray[np.uint8],
+        columns: NDArray[np.uint8],
         tile: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One tile, value by value."""
         size, run = self.group.size, self.run
         where = tile_of(piece.shape, size, run, tile)

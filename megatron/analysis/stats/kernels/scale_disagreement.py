@@ -22,9 +22,14 @@ STRETCH = 512  #: columns at a time
 
 
 def disagree_scaled(
-    piece: NDArray[np.uint16], dtype: torch.dtype, classes: dict[str, NDArray[np.uint8]],
-    size: int, run: int, coder: ScalarQuantizer, errors: Errors,
-) -> None:  # fmt: skip
+    piece: NDArray[np.uint16],
+    dtype: torch.dtype,
+    classes: dict[str, NDArray[np.uint8]],
+    size: int,
+    run: int,
+    coder: ScalarQuantizer,
+    errors: Errors,
+) -> None:
     """Add the values of a piece of a 16-bit tensor that differ to `errors`."""
     rows, columns = classes["row"], classes["column"]
     highest = max(int(rows.max()), int(columns.max()))
@@ -75,9 +80,16 @@ def _disagree(piece: Any, rows: Any, columns: Any, size: Any, run: Any, coder: A
 
 @kernel
 def _spread(
-    classes: Any, left: Any, right: Any, size: Any, run: Any, blocks_in_run: Any, coder: Any,
-    down: Any, up: Any,
-) -> None:  # fmt: skip
+    classes: Any,
+    left: Any,
+    right: Any,
+    size: Any,
+    run: Any,
+    blocks_in_run: Any,
+    coder: Any,
+    down: Any,
+    up: Any,
+) -> None:
     """The scales of a row's blocks, for each column from left to right."""
     place = left % run  # within a run
     block = left // run * blocks_in_run + place // size
