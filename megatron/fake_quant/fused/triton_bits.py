@@ -1,4 +1,4 @@
-"""Functions of the GPU kernels that Triton compiles: they work on the bits of many numbers at a time.
+"""Functions of the Triton kernels for GPUs, which work on the bits of many numbers at a time.
 
 This is the counterpart of `numba_bits.py`, with the same arithmetic on int32 bits of float32. It
 avoids what differs between GPUs: a NaN is written as bits, bfloat16 is rounded with integers, and
