@@ -10,7 +10,7 @@ import pytest
 from tests import forks
 from tests.subprocesses import REPO, environment
 
-WORKER = Path(__file__).with_name("layouts_worker.py")
+WORKER = Path(__file__).parent / "dump" / "layouts_worker.py"
 OF_ONE_RANK = (
     *("one", "mxfp8", "hifp8-frozen", "dropout", "stochastic"),
     *("window", "recipe", "experts", "latent-mxfp8"),
