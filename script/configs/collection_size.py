@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import sys
-import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from configs.lookup import ConfigError, last_value
-from configs.resolve import REPO
+from megatron.collection.limits import Limits
+from megatron.collection.selection import Selection, matches
 
 FILE_OVERHEAD = 2460  #: bytes per file besides the values: the record and torch's archive
 UNKNOWN = ("--num-experts", "--multi-latent-attention")  #: flags of models that are not covered
@@ -139,12 +139,12 @@ def collection_size(words: Sequence[str]) -> Size | None:
     Raises:
         ConfigError: if a flag of the collection has an invalid value.
     """
-    code, model = _training_code(), Model(words)
+    model = Model(words)
     try:
-        selection = code["selection"].Selection.parse(
+        selection = Selection.parse(
             num_layers=model.layers, world_size=model.world, **_selection_flags(words)
         )
-        limits = code["collection_limits"].Limits.parse(
+        limits = Limits.parse(
             collect_max_gib=_real("--collect-max-gib", words),
             collect_max_files=_whole("--collect-max-files", words),
         )
@@ -152,7 +152,7 @@ def collection_size(words: Sequence[str]) -> Size | None:
         raise ConfigError(str(error)) from None
     if any(flag in words or last_value(flag, words) is not None for flag in UNKNOWN):
         return None
-    files, size = _of_iteration(model, selection, code["selection"].matches)
+    files, size = _of_iteration(model, selection)
     ring = _whole("--collect-ring", words)
     count = _iterations(words, selection, ring)
     times = math.inf if count is None else count
@@ -172,7 +172,7 @@ def collection_size(words: Sequence[str]) -> Size | None:
     )
 
 
-def _of_iteration(model: Model, selection: Any, matches: Any) -> tuple[float, float]:
+def _of_iteration(model: Model, selection: Selection) -> tuple[float, float]:
     """Return the number of files and bytes that all ranks write per iteration."""
     files = size = 0
     micro_batches = min(selection.micro_batches or model.micro_batches, model.micro_batches)
@@ -182,7 +182,7 @@ def _of_iteration(model: Model, selection: Any, matches: Any) -> tuple[float, fl
             continue
         for saved in model.tensors():
             module = f"decoder.layers.{layer}.{saved.module}"
-            if saved.name not in names or not _included(module, selection.modules, matches):
+            if saved.name not in names or not _included(module, selection.modules):
                 continue
             values = math.prod(_kept(selection.slices.by_letter, saved))
             times = (1 if saved.name == "weight" else micro_batches) * model.runs(saved)
@@ -194,7 +194,7 @@ def _of_iteration(model: Model, selection: Any, matches: Any) -> tuple[float, fl
     return files * ranks * share, size * ranks * share
 
 
-def _included(module: str, globs: Sequence[str], matches: Any) -> bool:
+def _included(module: str, globs: Sequence[str]) -> bool:
     return not globs or any(matches(module, glob) for glob in globs)
 
 
@@ -207,7 +207,7 @@ def _kept(slices: dict[str, range], saved: Saved) -> list[int]:
     return kept
 
 
-def _iterations(words: Sequence[str], selection: Any, ring: int | None) -> int | None:
+def _iterations(words: Sequence[str], selection: Selection, ring: int | None) -> int | None:
     """Return the largest number of iterations that are collected."""
     if ring is not None:
         return ring * (_whole("--collect-ring-events", words) or 3)
@@ -270,27 +270,3 @@ def _real(flag: str, words: Sequence[str]) -> float | None:
         return float(text)
     except ValueError:
         raise ConfigError(f"{flag} is {text!r}; give a number above 0") from None
-
-
-def _training_code() -> dict[str, Any]:
-    """Import the parsers of the collection's flags without importing megatron-core.
-
-    The `__init__` of the package imports all of megatron-core, which takes seconds and needs the
-    environment. The modules used here need only the standard library.
-    """
-    import importlib
-
-    before = set(sys.modules)
-    if "megatron.core" not in sys.modules:
-        package = types.ModuleType("megatron.core")
-        package.__path__ = [str(REPO / "megatron" / "core")]
-        sys.modules["megatron.core"] = package
-    try:
-        return {
-            name: importlib.import_module(f"megatron.core.{name}")
-            for name in ("selection", "collection_limits")
-        }
-    finally:
-        if "megatron.core" not in before:  # so that a later import loads the real package
-            for name in [each for each in sys.modules if each.startswith("megatron.core")]:
-                del sys.modules[name]
