@@ -1,9 +1,10 @@
-"""Training on megatron-core: what Megatron-LM has in this place and the wheel leaves out.
+"""The trainer: the counterpart of Megatron-LM's `megatron.training`, which the megatron-core wheel
+does not contain.
 
-Flags, log lines and checkpoint folders are Megatron-LM's. Everything that computes comes from
-`megatron.core`, that is from the installed wheel with this tree's files laid over it; a run that
-silently used the plain wheel would train without any number format and collect nothing, so
-importing this package checks that the overlay is in place.
+Flags, log lines and checkpoint folders are Megatron-LM's. All computation is done by
+`megatron.core`: the installed wheel, overlaid with this tree's files. With the plain wheel a run
+would silently train without any number format and collect nothing. Importing this package
+therefore checks that the overlay is in place.
 """
 
 import sys
@@ -15,11 +16,10 @@ _TREE = Path(__file__).resolve().parents[2]
 
 
 def _check_overlay() -> None:
-    """Refuse to start where another `megatron` would be, or already was, imported before this
-    tree's.
+    """Refuse to start if another `megatron` package takes precedence over this tree's.
 
     Raises:
-        ImportError: the first place searched for `megatron.core` is not this tree.
+        ImportError: if `megatron.core` is searched for in another folder first.
     """
     core = sys.modules.get("megatron.core")
     for package in (megatron, core):

@@ -1,4 +1,4 @@
-"""From the flags to the collection of tensors."""
+"""Configure the tensor collection from the flags, plan it, and report its result."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_num_microbatches,
 )
-from megatron.training.arguments.validation import Run
+from megatron.training.arguments.validation import RunConfig
 from megatron.training.collection_options import CollectionOptions
 from megatron.training.data import datasets
 from megatron.training.data.batch import forward_step
 from megatron.training.errors import RunError, UserError
 from megatron.training.logging import TrainingProgress
 from megatron.training.printing import print_rank_0
-from megatron.training.train_step import Step, Trained, run_schedule
+from megatron.training.train_step import StepResult, TrainingState, run_schedule
 
 #: Further ones that a run has no use for without a collection.
 OTHERS = {"control_iter": None, "tensor_save_dir": None}
@@ -38,10 +38,10 @@ FLAGS = {
 
 
 def check_collection(args: argparse.Namespace) -> None:
-    """Refuse, before anything is built, flags that are not understood or collect nothing.
+    """Refuse, before anything is built, collection flags that are wrong or collect nothing.
 
     Raises:
-        UserError: see above.
+        UserError: naming the flag.
     """
     all_flags = OTHERS | FLAGS
     given = [name for name, default in all_flags.items() if getattr(args, name) != default]
@@ -69,16 +69,16 @@ def configure_collection(
     progress: TrainingProgress,
     quantization: list[dict[str, Any]],
 ) -> None:
-    """Fix what is collected; on all ranks, once the process groups exist.
+    """Configure the collection on every rank, once the process groups exist. Collective.
 
     Args:
         args: the run's arguments.
         chunks: this rank's pipeline stages.
-        progress: where the run stands.
-        quantization: the audit, for the run card.
+        progress: the run's counters.
+        quantization: the audit of the formats, for the run card.
 
     Raises:
-        UserError: on all ranks alike.
+        UserError: on every rank, if the settings cannot be used.
     """
     try:
         tensor_saver.configure(
@@ -99,24 +99,27 @@ def configure_collection(
         return
     if not args.collect_plan:
         print_rank_0(f"> saving tensors to {saver.settings.directory} (run {saver.run_id})")
-    there = get_num_microbatches()
-    if args.rampup_batch_size is None and args.collect_micro_batches > there:
+    available = get_num_microbatches()
+    if args.rampup_batch_size is None and args.collect_micro_batches > available:
         print_rank_0(
-            f"> --collect-micro-batches {args.collect_micro_batches} takes all that there are: "
-            f"{there} an iteration"
+            f"> --collect-micro-batches {args.collect_micro_batches} takes all micro-batches: "
+            f"{available} per iteration"
         )
 
 
 def print_plan(
-    run: Run, trained: Trained, progress: TrainingProgress, dataset: torch.utils.data.Dataset
+    run: RunConfig,
+    state: TrainingState,
+    progress: TrainingProgress,
+    dataset: torch.utils.data.Dataset,
 ) -> None:
-    """Print what the run would collect; on all ranks.
+    """Print what the run would collect. Collective.
 
     One iteration runs forward and backward on the data that training would see next. No weight is
     updated and nothing is written.
 
     Raises:
-        UserError: there is no iteration left to train.
+        UserError: if no iteration is left to train.
     """
     args, planner = run.args, tensor_saver.current()
     assert isinstance(planner, Planner)
@@ -134,11 +137,11 @@ def print_plan(
         total=datasets.split_sizes(args)["train"],
         consumed=progress.consumed_train_samples,
     )
-    for chunk in trained.model:
+    for chunk in state.model:
         chunk.train()
         chunk.zero_grad_buffer()
     step = partial(forward_step, args=args)
-    run_schedule(step, batches, trained.model, run, forward_only=False)
+    run_schedule(step, batches, state.model, run, forward_only=False)
     plan = make_plan(planner, iterations, get_current_global_batch_size(), done)
     print_rank_0("> collection plan, from one iteration forward and backward; nothing was written")
     for line in report(plan):
@@ -150,40 +153,40 @@ def print_plan(
 
 def _reservations(args: argparse.Namespace) -> Iterator[str]:
     if args.num_moe_experts:
-        yield "experts get other tokens in every iteration: only the first one's sizes are exact"
+        yield "experts get different tokens in each iteration: only the first one's sizes are exact"
     if args.rampup_batch_size is not None and args.collect_micro_batches != 1:
         yield "the batch grows (--rampup-batch-size): later iterations have more micro-batches"
 
 
-def report_anomaly(step: Step) -> None:
-    """Tell the collection what an iteration came to, and say if that has kept its ring; on all
-    ranks.
+def report_anomaly(step: StepResult) -> None:
+    """Pass an iteration's loss to the collection, and print whether it writes its ring. Collective.
+
+    The gradient norm of a skipped iteration is left out: it reflects the loss scale.
     """
-    grad_norm = None if step.skipped else step.grad_norm  # else the loss scale's, not the model's
-    if kept := tensor_saver.observe(step.losses["lm loss"], grad_norm):
-        print_rank_0(f"> {kept}")
+    grad_norm = None if step.skipped else step.grad_norm
+    if message := tensor_saver.observe(step.losses["lm loss"], grad_norm):
+        print_rank_0(f"> {message}")
 
 
 def report_collection() -> None:
-    """Say at the end of training what was collected, and which ranks did not collect everything; on
-    all ranks.
-    """
+    """Print at the end of training what was collected and where it is incomplete. Collective."""
     limits = tensor_saver.settle()
     if (saver := tensor_saver.current()) is None:
         return
-    tensors, size = (sum(rank[what] for rank in saver.ranks) for what in ("tensors", "bytes"))
+    tensors = sum(rank["tensors"] for rank in saver.ranks)
+    size = sum(rank["bytes"] for rank in saver.ranks)
     print_rank_0(f"> saved {tensors} tensors, {gib(size)}, to {saver.settings.directory}")
-    if not tensors and (why := _why_nothing(saver.settings)):
-        print_rank_0(f"> nothing was saved: {why}")
+    if not tensors and (reason := _reason_for_nothing(saver.settings)):
+        print_rank_0(f"> nothing was saved: {reason}")
     for line in limits:
         print_rank_0(f"> the collection is not complete: {line}")
 
 
-def _why_nothing(settings: Settings) -> str | None:
-    """Where that is no failure."""
+def _reason_for_nothing(settings: Settings) -> str | None:
+    """Return why nothing was collected if that is no failure, otherwise None."""
     if settings.flag_file is not None:
-        found = f"{settings.flag_file.path} was not there when an iteration began"
-        return found if settings.ring is None else f"{found}, or nothing unusual happened"
+        no_file = f"{settings.flag_file.path} did not exist when an iteration began"
+        return no_file if settings.ring is None else f"{no_file}, or nothing unusual happened"
     return None if settings.ring is None else "nothing unusual happened (--collect-ring)"
 
 
@@ -191,8 +194,8 @@ def close_collection() -> None:
     """End the collection.
 
     Raises:
-        RunError: a rank could not write; on all ranks alike, the run card apart, which is the
-            first rank's.
+        RunError: on every rank, if a rank could not write its tensors; on the first rank only, if
+            it could not write the run card.
     """
     failure = tensor_saver.close()
     if failure is not None:

@@ -1,4 +1,4 @@
-"""Errors that are the user's to solve, and how a run ends with one: a line, not a traceback."""
+"""Errors that the user can solve. A run that fails with one prints a line and no traceback."""
 
 import os
 import signal
@@ -6,30 +6,31 @@ import sys
 
 from megatron.bounded_files import printable
 
-USAGE_ERROR = 2  #: exit status of a command line that cannot be run, as argparse has it
+USAGE_ERROR = 2  #: exit status after a command line that cannot be run, the same as argparse's
 RUN_ERROR = 1  #: exit status of a run that started and failed
-_LONGEST = 10_000  #: longest message in characters
+_LONGEST = 10_000  #: characters of a message; a longer one is shortened
 
 
 class UserError(ValueError):
-    """The command line or the data cannot be used. The message reads `what; what to do`."""
+    """An error in the command line or the data. The message reads `problem; what to do`."""
 
     status = USAGE_ERROR
 
 
 class RunError(UserError):
-    """The run started and cannot go on (a loss that is not finite, a disk that is full)."""
+    """An error after which a started run cannot continue, such as a full disk or a NaN loss."""
 
     status = RUN_ERROR
 
 
 class RankError(RunError):
-    """A `RunError` that this rank alone has found, so that this rank must report it."""
+    """A `RunError` that only this rank knows of, so that this rank must report it."""
 
 
 class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM. Not an `Exception`: nothing between the signal and the entry point may
-    swallow it.
+    """The exception of Ctrl-C and SIGTERM.
+
+    It is not an `Exception`, so that no `except Exception` stops it on its way to the entry point.
     """
 
     def __init__(self, number: int):
@@ -37,18 +38,20 @@ class Interrupted(BaseException):
         super().__init__(self.signal.name)
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
-        """Support pickle: ranks that load a checkpoint together exchange their exceptions."""
+        """Support pickling, because ranks exchange their exceptions while loading a checkpoint."""
         return Interrupted, (int(self.signal),)
 
     @property
     def status(self) -> int:
-        """The status that a shell reports of a process killed by this signal."""
+        """The exit status that a shell reports for a process killed by this signal."""
         return 128 + self.signal.value
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for the run. Before torch.distributed is initialized the first
-    one of each machine does: what is wrong may be wrong on one machine alone.
+    """Return whether this process reports errors for the run.
+
+    Before torch.distributed is initialized, the first process of each machine does, because an
+    error may concern one machine only.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
@@ -57,10 +60,9 @@ def is_first_rank() -> bool:
 
 
 def report(message: str, *, every_rank: bool = False) -> None:
-    """Write `[ERROR] message` to stderr, from the rank that speaks for the run only, unless the
-    error is this rank's alone.
+    """Write `[ERROR] message` to stderr, from the first rank only or from every rank.
 
-    Control characters are escaped, because a message may quote a file that forges lines.
+    Control characters are escaped, because a message may quote a file that forges log lines.
     """
     if every_rank or is_first_rank():
         sys.stderr.write(f"[ERROR] {printable(message, limit=_LONGEST)}\n")

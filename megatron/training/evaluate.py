@@ -1,20 +1,23 @@
-"""The loss on held-out data."""
+"""Evaluation: the mean losses on held-out data, and the lines that report them."""
 
 import math
 from collections.abc import Callable
 
 import torch
 
-from megatron.training.arguments.validation import Run
+from megatron.training.arguments.validation import RunConfig
 from megatron.training.data.datasets import MicroBatches
 from megatron.training.printing import print_rank_last
 from megatron.training.train_step import run_schedule, whole_weights
 
 
 def evaluate(
-    forward_step: Callable, batches: list[MicroBatches], model: list[torch.nn.Module], run: Run
+    forward_step: Callable,
+    batches: list[MicroBatches],
+    model: list[torch.nn.Module],
+    run: RunConfig,
 ) -> dict[str, float]:
-    """Mean losses over `--eval-iters` iterations, without dropout and gradients."""
+    """Return the mean losses over `--eval-iters` iterations, without dropout and gradients."""
     for chunk in model:
         chunk.eval()
     totals: dict[str, float] = {}
@@ -30,12 +33,12 @@ def evaluate(
 
 
 def perplexity(loss: float) -> float:
-    """e to the loss, cut off at e^20 as in Megatron-LM; NaN stays NaN."""
+    """Return exp(loss), limited to exp(20) as in Megatron-LM; NaN stays NaN."""
     return math.exp(min(20.0, loss)) if not math.isnan(loss) else loss
 
 
 def print_evaluation(losses: dict[str, float], where: str) -> None:
-    """The line Megatron-LM prints, between rules of its own length."""
+    """Print the losses in Megatron-LM's format: one line between rules of the same length."""
     line = f" validation loss at {where} | " + "".join(
         f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
         for name, loss in losses.items()

@@ -1,5 +1,6 @@
-"""The losses that keep experts evenly busy, for the log line: they are part of the gradient, but
-not of the `lm loss`.
+"""The losses that balance the load of the experts, for the log line.
+
+They contribute to the gradient and are not part of the `lm loss`.
 """
 
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from megatron.training import device
 
 @dataclass(frozen=True)
 class _Loss:
-    """One of the router's losses, and whose parts make it up."""
+    """A loss of the router, and the ranks over which it is summed."""
 
-    name: str  #: the wheel's
-    sums_over_data: bool = False  #: each data-parallel rank has a part of it, not its own
-    sums: bool = True  #: tensor-parallel ranks have parts of it
+    name: str  #: name in megatron-core's tracker
+    sums_over_data: bool = False  #: whether data-parallel ranks hold parts of one sum
+    sums: bool = True  #: whether tensor-parallel ranks hold parts of one sum
 
 
 _LOSSES = {
@@ -34,30 +35,31 @@ _Z_LOSS = _Loss("z_loss", sums=False)
 
 
 def expert_losses(config: TransformerConfig) -> dict[str, float]:
-    """The mean over layers and micro-batches of each loss in use, without its coefficient.
+    """Return the mean of each loss over layers and micro-batches, without its coefficient.
 
-    Collective, once an iteration; the same on every rank.
+    The call is collective, once per iteration, and returns the same on every rank.
     """
     losses = _in_use(config)
     if not losses:
         return {}
     tracker = get_moe_layer_wise_logging_tracker()
     layers = config.num_layers + (config.mtp_num_layers or 0)
-    for loss in losses:  # also on a pipeline stage that has no experts, or the ranks would disagree
+    # Stages without experts take part as well, because all ranks must reduce the same losses.
+    for loss in losses:
         entry = tracker.setdefault(
             loss.name, {"values": torch.zeros(layers, device=device.current())}
         )
         entry |= _groups(loss)
-    found: dict[str, torch.Tensor] = {}
+    means: dict[str, torch.Tensor] = {}
     track_moe_metrics(
         loss_scale=1 / get_num_microbatches(),
-        iteration=0,  # for a writer of its own, which it does not get
-        total_loss_dict=found,
+        iteration=0,  # used for TensorBoard only, whose writer is not passed
+        total_loss_dict=means,
         num_layers=config.num_layers,
         moe_layer_freq=config.moe_layer_freq,
         mtp_num_layers=config.mtp_num_layers,
     )
-    return {loss.name.replace("_", " "): found[loss.name].item() for loss in losses}
+    return {loss.name.replace("_", " "): means[loss.name].item() for loss in losses}
 
 
 def _in_use(config: TransformerConfig) -> list[_Loss]:
@@ -66,21 +68,21 @@ def _in_use(config: TransformerConfig) -> list[_Loss]:
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds, coefficients = [kinds], [coefficients]
-    used = [
+    balancing = [
         _LOSSES[kind]
         for kind, coefficient in zip(kinds, coefficients, strict=True)
         if kind in _LOSSES and coefficient
     ]
-    return used + ([_Z_LOSS] if config.moe_z_loss_coeff else [])
+    return balancing + ([_Z_LOSS] if config.moe_z_loss_coeff else [])
 
 
 def _groups(loss: _Loss) -> dict:
     data = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     if not loss.sums:
         return {"reduce_group": None, "reduce_group_has_dp": False, "avg_group": data}
-    part = data if loss.sums_over_data else parallel_state.get_tensor_and_context_parallel_group()
+    model = parallel_state.get_tensor_and_context_parallel_group()
     return {
-        "reduce_group": part,
+        "reduce_group": data if loss.sums_over_data else model,
         "reduce_group_has_dp": loss.sums_over_data,
         "avg_group": None,
     }

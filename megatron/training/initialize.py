@@ -1,4 +1,4 @@
-"""Processes, groups and seeds of a run."""
+"""Set up torch.distributed, megatron-core's process groups and the random generators."""
 
 import argparse
 import os
@@ -17,24 +17,24 @@ from megatron.training import device
 from megatron.training.errors import UserError
 from megatron.training.printing import print_rank_0
 
-OPEN_FILES = 128  #: files that one rank opens; 90 to 99 were measured with one and two ranks
-OPEN_FILES_PER_RANK = 4  #: sockets of gloo's groups; four ranks took 7 more than two
-MOST_OPEN_FILES = 1 << 16  #: the soft limit is not raised beyond this
+OPEN_FILES = 128  #: open files that a rank needs; 90 to 99 were measured with one and two ranks
+OPEN_FILES_PER_RANK = 4  #: sockets per rank of gloo's groups; four ranks took 7 more than two
+MOST_OPEN_FILES = 1 << 16  #: the highest value to which the soft limit is raised
 
 
 def initialize(args: argparse.Namespace) -> Timers:
     """Start torch.distributed, create megatron-core's process groups, and seed all generators.
 
     Raises:
-        UserError: if the backend is missing, or the limit of open files is too low.
+        UserError: if the backend is missing or the limit of open files is too low.
     """
     _check_open_files(args)
     _start_processes(args)
     try:
-        _cut_into_groups(args)
+        _create_process_groups(args)
     except (AssertionError, ValueError) as error:
         raise UserError(
-            f"the ranks cannot be cut into groups: {' '.join(str(error).split())}; change the "
+            f"the ranks cannot be divided into groups: {' '.join(str(error).split())}; change the "
             "flags of the parallel sizes"
         ) from error
     set_seeds(args)
@@ -60,7 +60,7 @@ def _check_open_files(args: argparse.Namespace) -> None:
     """Raise the soft limit of open files if it is low, and refuse a hard limit that is too low.
 
     Raises:
-        UserError: if the limit is too low; gloo would otherwise end with a traceback.
+        UserError: if the limit is too low, because gloo would otherwise end with a traceback.
     """
     soft, hard = (
         MOST_OPEN_FILES if limit == resource.RLIM_INFINITY else limit
@@ -80,8 +80,8 @@ def _check_open_files(args: argparse.Namespace) -> None:
         )
 
 
-def _cut_into_groups(args: argparse.Namespace) -> None:
-    """Make megatron-core's process groups."""
+def _create_process_groups(args: argparse.Namespace) -> None:
+    """Create megatron-core's process groups."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -99,6 +99,7 @@ def _cut_into_groups(args: argparse.Namespace) -> None:
 
 
 def _start_processes(args: argparse.Namespace) -> None:
+    """Initialize torch.distributed for the ranks that torchrun started, or for a single one."""
     if args.distributed_backend == "nccl":
         if not torch.cuda.is_available():
             raise UserError(
@@ -107,7 +108,7 @@ def _start_processes(args: argparse.Namespace) -> None:
             )
         torch.cuda.set_device(args.local_rank)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    # A MASTER_ADDR alone may be left over from another job of the same shell.
+    # MASTER_ADDR without WORLD_SIZE may be a leftover of another job in the same shell.
     if "MASTER_ADDR" in os.environ and "WORLD_SIZE" in os.environ:
         if "MASTER_PORT" not in os.environ:
             raise UserError(
@@ -126,14 +127,14 @@ def _start_processes(args: argparse.Namespace) -> None:
             "WORLD_SIZE is set but MASTER_ADDR is not; start the ranks with "
             "`torchrun --nproc-per-node N pretrain_gpt.py ...`"
         )
-    # Started as `python pretrain_gpt.py`: one rank, and no port that another run could hold.
+    # `python pretrain_gpt.py` is one rank and needs no port, which another run could occupy.
     dist.init_process_group(
         args.distributed_backend, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout
     )
 
 
 def set_seeds(args: argparse.Namespace) -> None:
-    """Seed Python, numpy and torch, alike in all ranks but those of other pipeline stages."""
+    """Seed Python, numpy and torch. The seed differs between pipeline stages only."""
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -146,7 +147,7 @@ def set_seeds(args: argparse.Namespace) -> None:
 
 
 def finalize() -> None:
-    """Leave the process groups; without it torch warns of leaked ones."""
+    """Destroy the process groups, because torch warns about leaked ones."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""The log line of an iteration, in the shape that Megatron-LM gives it, and the same numbers for
-TensorBoard.
+"""The log line of an iteration in Megatron-LM's format, the same values for TensorBoard, and the
+values that are computed only for them: the parameters' norm and the FLOPs.
 """
 
 import argparse
@@ -14,39 +14,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megatron.collection.loss_spikes import Levels
+from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-from megatron.training.flops import flops_per_token
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.training import device
 from megatron.training.printing import is_last_rank, stamp
-from megatron.training.train_step import Step
+from megatron.training.train_step import StepResult
 
 
 @dataclass
 class TrainingProgress:
-    """Where a run stands. All of it is in the checkpoint."""
+    """The counters of a run, all of which are saved in its checkpoints."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
-    skipped_iterations: int = 0  #: since the beginning, as in Megatron-LM's checkpoints
-    #: Recent usual losses and gradient norms, from which a loss spike is told from noise.
+    skipped_iterations: int = 0  #: since iteration 0, as in Megatron-LM's checkpoints
+    #: recent normal losses and gradient norms, the reference that a loss spike is compared with
     levels: Levels = field(default_factory=dict)
 
 
 @dataclass
-class Interval:
-    """What is summed up between two log lines."""
+class LogInterval:
+    """Sums over the iterations between two log lines."""
 
     started: float = field(default_factory=time.perf_counter)
     iterations: int = 0
-    skipped: int = 0
-    nan: int = 0
+    skipped: int = 0  #: iterations whose gradients overflowed
+    nan: int = 0  #: iterations with a loss that is not finite
     losses: dict[str, float] = field(default_factory=dict)
 
-    def add(self, step: Step) -> None:
-        """Count one iteration. A loss that is not finite goes into the mean like any other: it
-        shows.
-        """
+    def add(self, step: StepResult) -> None:
+        """Add one iteration. A loss that is not finite is included, so that the mean shows it."""
         self.iterations += 1
         self.skipped += step.skipped
         self.nan += any(not math.isfinite(loss) for loss in step.losses.values())
@@ -54,28 +58,28 @@ class Interval:
             self.losses[name] = self.losses.get(name, 0.0) + loss
 
     def mean_losses(self) -> dict[str, float]:
-        """The losses, averaged over the iterations."""
+        """Return the losses, averaged over the iterations."""
         return {name: loss / self.iterations for name, loss in self.losses.items()}
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """One log line's numbers beside those of `Interval`."""
+class LogValues:
+    """Values of a log line that are not summed over its iterations."""
 
     learning_rate: float
     loss_scale: float
     params_norm: float | None
-    seconds: float  #: an iteration
+    seconds: float  #: seconds per iteration
 
 
 def log_line(
     args: argparse.Namespace,
     progress: TrainingProgress,
-    interval: Interval,
-    step: Step,
-    numbers: Numbers,
+    interval: LogInterval,
+    step: StepResult,
+    numbers: LogValues,
 ) -> str:
-    """The line. People and tools parse it: each part is spelled as Megatron-LM spells it."""
+    """Return the log line. Tools parse it, so every part is spelled as Megatron-LM spells it."""
     parts = [
         f" [{stamp()}] iteration {progress.iteration:8d}/{args.train_iters:8d}",
         f" consumed samples: {progress.consumed_train_samples:12d}",
@@ -117,16 +121,17 @@ def event_folder_problem(args: argparse.Namespace) -> str | None:
             probe.write(b"\0" * 4096)
     except OSError as error:
         return (
-            f"--tensorboard-dir {folder} cannot be written ({error.strerror}); make room, choose "
-            "another folder, or remove the flag"
+            f"--tensorboard-dir {folder} cannot be written ({error.strerror}); free disk space, "
+            "choose another folder, or remove the flag"
         )
     return None
 
 
 class TensorBoard:
-    """Writer of scalars per iteration, under Megatron-LM's names, on the rank that prints the log.
+    """A writer of one value per scalar and iteration, under Megatron-LM's names.
 
-    If writing fails, training continues and the run ends with an error.
+    Only the rank that prints the log writes. If writing fails, training continues and the run ends
+    with an error.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -135,7 +140,7 @@ class TensorBoard:
         self._folder = args.tensorboard_dir
         self._interval = args.tensorboard_log_interval
         if args.tensorboard_dir is not None and is_last_rank():
-            from torch.utils.tensorboard import SummaryWriter  # costs a second
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
             _silence_event_threads()
             with self._failures("the start"):
@@ -143,20 +148,20 @@ class TensorBoard:
                 self._writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=1000)
 
     def write(self, iteration: int, scalars: dict[str, float | None]) -> None:
-        """Add the scalars that have a value, on the iterations of `--tensorboard-log-interval`."""
+        """Add the scalars that are not None, every `--tensorboard-log-interval` iterations."""
         if iteration % self._interval:
             return
         self._add(iteration, {name: value for name, value in scalars.items() if value is not None})
 
     def write_evaluation(self, iteration: int, losses: dict[str, float]) -> None:
-        """Add the validation losses, whatever the interval."""
+        """Add the validation losses, independently of `--tensorboard-log-interval`."""
         self._add(iteration, {f"{name} validation": loss for name, loss in losses.items()})
 
     def close(self) -> None:
-        """Write out what is queued."""
+        """Write the queued values and close the event file."""
         if self._writer is not None:
             with self._failures("the end"):
-                self._writer.flush()  # also raises the errors of the writing thread
+                self._writer.flush()  # raises the writing thread's errors as well
                 self._writer.close()
 
     def _add(self, iteration: int, scalars: dict[str, float]) -> None:
@@ -186,15 +191,15 @@ def _silence_event_threads() -> None:
     previous = threading.excepthook
 
     def hook(failed: threading.ExceptHookArgs) -> None:
-        ours = type(failed.thread).__module__.startswith("tensorboard.")
-        if not (ours and issubclass(failed.exc_type, OSError)):
+        from_tensorboard = type(failed.thread).__module__.startswith("tensorboard.")
+        if not (from_tensorboard and issubclass(failed.exc_type, OSError)):
             previous(failed)
 
     threading.excepthook = hook
 
 
-def scalars(progress: TrainingProgress, step: Step, numbers: Numbers) -> dict[str, Any]:
-    """What TensorBoard shows of one iteration."""
+def scalars(progress: TrainingProgress, step: StepResult, numbers: LogValues) -> dict[str, Any]:
+    """Return the values of one iteration under the names that TensorBoard shows."""
     return {
         "learning-rate": numbers.learning_rate,
         "batch-size": get_current_global_batch_size(),
@@ -207,3 +212,70 @@ def scalars(progress: TrainingProgress, step: Step, numbers: Numbers) -> dict[st
         "iteration-time": numbers.seconds,
         "consumed-samples": progress.consumed_train_samples,
     }
+
+
+def params_norm(model: list[torch.nn.Module]) -> float:
+    """Return the L2 norm of all parameters of all ranks, each counted once. Collective."""
+    dense = torch.zeros(1, dtype=torch.float64, device=device.current())
+    experts = torch.zeros_like(dense)
+    for chunk in model:
+        for parameter in chunk.parameters():
+            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
+                total = dense if getattr(parameter, "allreduce", True) else experts
+                total += parameter.detach().double().square().sum()
+    dist.all_reduce(dense, group=parallel_state.get_model_parallel_group())
+    dist.all_reduce(experts, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
+    return (dense + experts).sqrt().item()
+
+
+def flops_per_token(args: argparse.Namespace) -> float:
+    """Return the FLOPs of the matmuls per token, counted once forward and twice backward.
+
+    They are the projections, Q K^T and P V under a causal mask (half of the square), the MLP or
+    the experts that a token is routed to, the routers, and the output layer.
+    """
+    multiplications = args.hidden_size * args.padded_vocab_size
+    for has_experts in _expert_layers(args):
+        multiplications += _attention(args) + (_experts(args) if has_experts else _mlp(args))
+    return 3 * 2 * multiplications
+
+
+def _expert_layers(args: argparse.Namespace) -> list[int]:
+    """Return 1 for each layer that has experts and 0 for each that has a dense MLP."""
+    frequency = args.moe_layer_freq
+    if not args.num_moe_experts:
+        return [0] * args.num_layers
+    if isinstance(frequency, list):
+        return frequency
+    return [int(layer % frequency == 0) for layer in range(args.num_layers)]
+
+
+def _attention(args: argparse.Namespace) -> float:
+    """Return the multiplications per token of an attention layer."""
+    s, h, heads = args.seq_length, args.hidden_size, args.num_attention_heads
+    if not args.multi_latent_attention:
+        query, key = heads * args.kv_channels, args.num_query_groups * args.kv_channels
+        return h * (query + 2 * key) + query * h + s * query
+    qk_head_dim = args.qk_head_dim + args.qk_pos_emb_head_dim
+    rank, q_rank = args.kv_lora_rank, args.q_lora_rank
+    query = heads * qk_head_dim
+    projections = h * query if q_rank is None else q_rank * (h + query)
+    projections += h * (rank + args.qk_pos_emb_head_dim)
+    projections += rank * heads * (args.qk_head_dim + args.v_head_dim)
+    projections += heads * args.v_head_dim * h
+    return projections + s / 2 * heads * (qk_head_dim + args.v_head_dim)
+
+
+def _mlp(args: argparse.Namespace) -> float:
+    return _mlp_matrices(args) * args.hidden_size * args.ffn_hidden_size
+
+
+def _experts(args: argparse.Namespace) -> float:
+    features = args.moe_router_topk * args.moe_ffn_hidden_size
+    features += args.moe_shared_expert_intermediate_size or 0
+    return args.hidden_size * (_mlp_matrices(args) * features + args.num_moe_experts)
+
+
+def _mlp_matrices(args: argparse.Namespace) -> int:
+    """Return the number of weight matrices of an MLP."""
+    return 3 if args.swiglu or args.quick_geglu else 2

@@ -1,4 +1,4 @@
-"""The iterations of a run: train, log, evaluate, save, and leave in order."""
+"""The loop over the iterations of a run, which trains, logs, evaluates and saves."""
 
 import math
 import time
@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.timers import Timers
-from megatron.training.arguments.validation import Run
+from megatron.training.arguments.validation import RunConfig
 from megatron.training.checkpointing.files import resumes_in_place
 from megatron.training.checkpointing.save_load import save_checkpoint
 from megatron.training.collection import report_anomaly
@@ -25,31 +25,31 @@ from megatron.training.errors import RunError
 from megatron.training.evaluate import evaluate, print_evaluation
 from megatron.training.hf.writing import save_weights
 from megatron.training.logging import (
-    Interval,
-    Numbers,
+    LogInterval,
+    LogValues,
     TensorBoard,
     TrainingProgress,
     log_line,
+    params_norm,
     scalars,
 )
-from megatron.training.params_norm import params_norm
 from megatron.training.printing import print_rank_0, print_rank_last, stamp
-from megatron.training.train_step import Step, Trained, train_step, whole_weights
+from megatron.training.train_step import StepResult, TrainingState, train_step, whole_weights
 
 
-class Loop:
-    """The iterations of a run."""
+class TrainingLoop:
+    """The loop over the iterations of a run, with its batches, counters and event files."""
 
     def __init__(
         self,
-        run: Run,
-        trained: Trained,
+        run: RunConfig,
+        state: TrainingState,
         progress: TrainingProgress,
         datasets: dict[str, torch.utils.data.Dataset],
         timers: Timers,
     ):
         self.run_, self.args = run, run.args
-        self.trained, self.progress, self.timers = trained, progress, timers
+        self.state, self.progress, self.timers = state, progress, timers
         self.forward_step = partial(forward_step, args=run.args)
         sizes = data.split_sizes(run.args)
         consumed = {
@@ -64,22 +64,22 @@ class Loop:
             for split, total in sizes.items()
             if total > consumed[split] and split in datasets
         }
-        self.anomalies = LossSpikeDetector(
+        self.loss_spikes = LossSpikeDetector(
             Jumps.parse(run.args.collect_loss_jump, run.args.collect_grad_norm_jump),
             progress.levels,
         )
         self.tensorboard = TensorBoard(run.args)
-        self.interval = Interval()
+        self.interval = LogInterval()
         self.started = time.monotonic()
         self.plotted_at: int | None = None
         self.saved_at: int | None = progress.iteration if resumes_in_place(run.args) else None
 
     def run(self) -> None:
-        """Iterate to the end, or to the first reason to stop before it."""
+        """Train until --train-iters is reached or there is a reason to stop earlier."""
         print_rank_0(f"[before the start of training step] datetime: {stamp()}")
-        for chunk in self.trained.model:
+        for chunk in self.state.model:
             chunk.train()
-        self.interval = Interval()
+        self.interval = LogInterval()
         reason = None
         if self.progress.iteration >= self.args.train_iters > 0:
             print_rank_0(
@@ -105,7 +105,7 @@ class Loop:
         update_num_microbatches(progress.consumed_train_samples, consistency_check=True)
         batch = get_current_global_batch_size()
         started = time.perf_counter()
-        step = train_step(self.forward_step, self.batches["train"], self.trained, self.run_)
+        step = train_step(self.forward_step, self.batches["train"], self.state, self.run_)
         progress.iteration += 1
         progress.consumed_train_samples += batch
         progress.skipped_iterations += step.skipped
@@ -118,45 +118,45 @@ class Loop:
         if args.save_interval and progress.iteration % args.save_interval == 0:
             self._save()
 
-    def _watch(self, step: Step) -> None:
-        """Update the usual loss and gradient norm, and write the collection's ring at a spike."""
-        # fp16 gradients that overflow under loss scaling are not a spike
+    def _watch(self, step: StepResult) -> None:
+        """Update the normal loss and gradient norm, and write the collection's ring at a spike."""
+        # The norm of fp16 gradients that overflowed under loss scaling is not a spike.
         grad_norm = None if step.skipped else step.grad_norm
-        self.anomalies.look(self.progress.iteration, step.losses["lm loss"], grad_norm)
-        self.progress.levels = self.anomalies.levels
+        self.loss_spikes.look(self.progress.iteration, step.losses["lm loss"], grad_norm)
+        self.progress.levels = self.loss_spikes.levels
         report_anomaly(step)
 
-    def _log(self, step: Step, seconds: float) -> None:
+    def _log(self, step: StepResult, seconds: float) -> None:
         args, progress, interval = self.args, self.progress, self.interval
         due = progress.iteration % args.log_interval == 0
         point = args.tensorboard_dir and progress.iteration % args.tensorboard_log_interval == 0
         unusual = not all(map(math.isfinite, step.losses.values()))
         if not (due or point or unusual):
             return
-        optimizer = self.trained.optimizer
-        numbers = Numbers(
+        optimizer = self.state.optimizer
+        numbers = LogValues(
             learning_rate=get_canonical_lr_for_logging(optimizer.param_groups) or 0.0,
             loss_scale=optimizer.get_loss_scale().item(),
-            params_norm=params_norm(self.trained.model) if args.log_params_norm else None,
+            params_norm=params_norm(self.state.model) if args.log_params_norm else None,
             seconds=seconds,
         )
         self.tensorboard.write(progress.iteration, scalars(progress, step, numbers))
         if due or unusual:
             mean = (time.perf_counter() - interval.started) / interval.iterations
-            shown = Numbers(
+            shown = LogValues(
                 numbers.learning_rate, numbers.loss_scale, numbers.params_norm, seconds=mean
             )
             print_rank_last(log_line(args, progress, interval, step, shown))
-            self.interval = Interval()
+            self.interval = LogInterval()
             if args.timing_log_level > 0:
                 names = [name for name in self.timers._timers if name != "interval-time"]
                 self.timers.log(names, normalizer=max(interval.iterations, 1))
 
-    def _check_finite(self, step: Step) -> None:
-        """Stop at a loss or gradient that is not finite, after it was printed.
+    def _check_finite(self, step: StepResult) -> None:
+        """Stop at a loss or gradient norm that is not finite, after it is printed.
 
         Raises:
-            RunError: on all ranks alike.
+            RunError: on every rank, naming the value and the iteration.
         """
         if not self.args.check_for_nan_in_loss_and_grad or step.skipped:
             return
@@ -172,20 +172,20 @@ class Loop:
                 )
 
     def _reason_to_stop(self) -> str | None:
-        """Why to stop before --train-iters, the same on every rank."""
+        """Return why to stop before --train-iters, or None; the same on every rank."""
         args, iteration = self.args, self.progress.iteration
-        if collected := tensor_saver.finished():
-            return collected
+        if reason := tensor_saver.finished():
+            return reason
         if args.exit_interval and iteration % args.exit_interval == 0:
             return f"--exit-interval {args.exit_interval}"
         if args.exit_duration_in_mins is not None:
-            over = torch.tensor(
+            expired = torch.tensor(
                 [time.monotonic() - self.started > args.exit_duration_in_mins * 60.0],
                 dtype=torch.int32,
                 device=torch.cuda.current_device(),
             )
-            dist.all_reduce(over, op=dist.ReduceOp.MAX)
-            if over.item():
+            dist.all_reduce(expired, op=dist.ReduceOp.MAX)
+            if expired.item():
                 return f"--exit-duration-in-mins {args.exit_duration_in_mins}"
         return None
 
@@ -193,12 +193,12 @@ class Loop:
         if split not in self.batches:
             return
         paused = time.perf_counter()
-        losses = evaluate(self.forward_step, self.batches[split], self.trained.model, self.run_)
+        losses = evaluate(self.forward_step, self.batches[split], self.state.model, self.run_)
         if split == "valid":
             self.progress.consumed_valid_samples += (
                 self.args.eval_iters * get_current_global_batch_size()
             )
-            if self.plotted_at != self.progress.iteration:  # the last one may be done twice
+            if self.plotted_at != self.progress.iteration:  # the last one may be evaluated twice
                 self.tensorboard.write_evaluation(self.progress.iteration, losses)
             self.plotted_at = self.progress.iteration
         print_evaluation(losses, where)
@@ -211,23 +211,24 @@ class Loop:
             self._evaluate("test", f"{where} test set")
 
     def _save(self) -> None:
-        """Write a checkpoint, unless this iteration's is already there."""
+        """Write a checkpoint, unless one of this iteration was already written."""
         if self.args.save is None or self.saved_at == self.progress.iteration:
             return
         paused = time.perf_counter()
-        with whole_weights(self.trained.model, self.run_):
-            save_checkpoint(self.run_, self.trained, self.progress)
+        with whole_weights(self.state.model, self.run_):
+            save_checkpoint(self.run_, self.state, self.progress)
         self.saved_at = self.progress.iteration
         self.interval.started += time.perf_counter() - paused
 
     def _export(self, *, early: bool) -> None:
-        """Write the weights in the Hugging Face format, if that was asked for and the run will not
-        go on: the command that resumes it would find the folder taken.
+        """Write the weights to --save-hf, unless the run stopped early and can be resumed.
+
+        The command that resumes it would otherwise be refused, because the folder is not empty.
         """
         if self.args.save_hf is None:
             return
         if early and self.args.save is not None:
             print_rank_0(f"> --save-hf waits until --train-iters {self.args.train_iters}")
             return
-        with whole_weights(self.trained.model, self.run_):
-            save_weights(self.run_, self.trained.model)
+        with whole_weights(self.state.model, self.run_):
+            save_weights(self.run_, self.state.model)

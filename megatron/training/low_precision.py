@@ -1,7 +1,7 @@
-"""From the flags to the formats of the matmuls; what they come to in the model that was built.
+"""Configure the formats of the matmuls from the flags, and audit the model that was built.
 
-What would bypass them, or the collection of tensors, is refused here, before anything is built;
-`megatron.core` refuses it again where it can see it, for trainers that do not pass through here.
+Flags that bypass the formats or the tensor collection are refused here, before anything is built.
+`megatron.core` refuses them again where it can detect them, for other trainers than this one.
 """
 
 import argparse
@@ -35,13 +35,13 @@ _BYPASSES = {
 
 
 def configure_formats(args: argparse.Namespace) -> None:
-    """Fix the formats of this process; before the model is built.
+    """Set the formats of this process. Must be called before the model is built.
 
     Raises:
-        UserError: an unknown format, or a flag that would bypass it or the collection.
+        UserError: if a format is unknown, or a flag would bypass a format or the collection.
     """
     try:
-        chosen = policy.configure(
+        formats = policy.configure(
             custom_quant_type=args.custom_quant_type,
             linear=args.linear_quant,
             qk=args.qk_quant,
@@ -51,30 +51,30 @@ def configure_formats(args: argparse.Namespace) -> None:
         collecting = args.save_tensors or args.collect_plan or tensor_saver.enabled_by_environment()
     except ValueError as error:
         raise UserError(str(error)) from error
-    asked = "tensor collection" if collecting else None
-    if chosen.quant_type != policy.DEFAULT_TYPE:
-        asked = f"the format {chosen.quant_type}"
-    if asked is None:
+    bypassed = "tensor collection" if collecting else None
+    if formats.quant_type != policy.DEFAULT_TYPE:
+        bypassed = f"the format {formats.quant_type}"
+    if bypassed is None:
         return
     for name, (harmless, why) in _BYPASSES.items():
         value = getattr(args, name, None)
         if value not in harmless:
             flag = f"--{name.replace('_', '-')}"
             given = flag if value is True else f"{flag} {value}"
-            raise UserError(f"{asked} does not reach {given}: {why}")
+            raise UserError(f"{bypassed} does not reach {given}: {why}")
 
 
 def audit_model(
     args: argparse.Namespace, chunks: Sequence[torch.nn.Module], iteration: int
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """What each matmul of the whole model goes through from the iteration to come on; on all ranks.
+    """Return the formats of every matmul of the model, from the next iteration on. Collective.
 
     Returns:
-        Lines of text; and the same as plain values for the run card, an entry for each part of a
-        recipe's schedule.
+        The audit as lines of text, and as plain values for the run card, with one entry for each
+        part of a recipe's schedule.
 
     Raises:
-        UserError: something of the recipe would not come true.
+        UserError: if a part of the recipe would have no effect.
     """
     try:
         recipe_check.check(chunks, args.seq_length)
@@ -82,23 +82,22 @@ def audit_model(
         raise UserError(str(error)) from error
     recipe, first = policy.current().recipe, iteration + 1
     changes = [] if recipe is None else recipe.changes()
-    starts = [first, *(each for each in changes if first < each <= args.train_iters)]
+    starts = [first, *(change for change in changes if first < change <= args.train_iters)]
     lines, card = [], []
     for start in starts:
-        found = matmul_audit.of_whole_model(chunks, args.seq_length, start)
-        share, table = matmul_audit.share(found), matmul_audit.table(found)
+        matmuls = matmul_audit.of_whole_model(chunks, args.seq_length, start)
+        share, table = matmul_audit.share(matmuls), matmul_audit.table(matmuls)
         when = f"from iteration {start} on, " if len(starts) > 1 else ""
         lines.append(
             f"{when}matmuls in low precision: {100 * share:.4g}% of the FLOPs of all matmuls"
         )
         lines += [f"  {line}" for line in table]
-        structured = matmul_audit.for_card(found)
         card.append(
             {
                 "iteration": start,
                 "share_of_matmul_flops": share,
                 "matmuls": table,
-                "operands": structured,
+                "operands": matmul_audit.for_card(matmuls),
             }
         )
     return lines, card

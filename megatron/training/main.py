@@ -1,7 +1,7 @@
-"""The entry point: what a run raises becomes an exit status and one line.
+"""The entry point, which turns the errors of a run into an exit status and one line on stderr.
 
-megatron-core is imported inside of the guarded block: that takes seconds, and Ctrl-C must leave
-without a traceback then as well.
+megatron-core is imported inside the guarded block. The import takes seconds, and Ctrl-C must end
+the program without a traceback during it as well.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from megatron.training.signals import interruptible
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `pretrain_gpt.py` with these arguments; returns the exit status."""
+    """Run `pretrain_gpt.py` with these arguments and return its exit status."""
     try:
         with interruptible():
             return _run(argv)
@@ -34,21 +34,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave_now(status: int) -> NoReturn:
-    """Without destructors: peers may be gone, and gloo then aborts a process that takes its groups
-    down, with another status.
+    """End the process without running destructors.
+
+    If peers are already gone, gloo aborts a process that destroys its groups, and the exit status
+    would be a different one.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    for child in multiprocessing.active_children():  # a checkpoint's writers would outlive us
+    for child in multiprocessing.active_children():  # writers of checkpoints would outlive this one
         child.kill()
         child.join(timeout=5)
     os._exit(status)
 
 
 @contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Imports leave little to collect; to look for it all along takes more than a second of seven,
-    and later collections need not look at what they made again.
+def _without_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection during imports, and exempt the imported objects from later ones.
+
+    Imports leave little garbage, and searching for it takes more than one of their seven seconds.
     """
     gc.disable()
     try:
@@ -59,7 +62,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    with _without_collector():
+    with _without_garbage_collection():
         from megatron.training import device
 
         device.prepare()
@@ -69,7 +72,7 @@ def _run(argv: Sequence[str] | None) -> int:
         from megatron.training.printing import Log, finish_log
         from megatron.training.training import pretrain
 
-    with contextlib.redirect_stdout(Log(sys.stdout)):  # megatron-core prints as well
+    with contextlib.redirect_stdout(Log(sys.stdout)):  # megatron-core prints too
         pretrain(parse_args(argv))
         finalize()
     finish_log()

@@ -1,4 +1,6 @@
-"""The model of this rank: its pipeline stages, wrapped for mixed precision and data parallelism."""
+"""The pipeline stages of this rank, wrapped for mixed precision and data parallelism, and their
+optimizer and schedule.
+"""
 
 import argparse
 
@@ -19,16 +21,16 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.context_parallel import COMM_TYPE
 from megatron.core.transformer.module import Float16Module
 from megatron.training import device
-from megatron.training.arguments.validation import Run
+from megatron.training.arguments.validation import RunConfig
 from megatron.training.errors import UserError
 from megatron.training.printing import print_rank_0
 
 
 def check_buildable(args: argparse.Namespace) -> None:
-    """Refuse what the wheel's local layers cannot build or run without Transformer Engine.
+    """Refuse flags that the wheel's local layers do not support without Transformer Engine.
 
     Raises:
-        UserError: names the flag.
+        UserError: naming the flag.
     """
     if args.transformer_impl != "local":
         return
@@ -52,16 +54,14 @@ def check_buildable(args: argparse.Namespace) -> None:
 
 
 def padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
-    """The vocabulary rounded up, so that every tensor-parallel rank gets an equal part of the
-    embedding.
-    """
+    """Return the vocabulary size, rounded up so that all tensor-parallel ranks get equal shards."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     padded = -(-vocab_size // multiple) * multiple
     print_rank_0(f"> vocabulary: {vocab_size} tokens, padded to {padded}")
     return padded
 
 
-def _layer_spec(run: Run, vp_stage: int | None):
+def _layer_spec(run: RunConfig, vp_stage: int | None):
     args, config = run.args, run.transformer
     if config.num_moe_experts:
         return get_gpt_decoder_block_spec(
@@ -81,24 +81,24 @@ def _layer_spec(run: Run, vp_stage: int | None):
     return get_gpt_layer_local_spec(**common, normalization=config.normalization)
 
 
-def _checked_stage(run: Run, vocab_size: int, vp_stage: int | None) -> GPTModel:
-    """Build a stage; what megatron-core's layers refuse is a mistake on the command line.
+def _checked_stage(run: RunConfig, vocab_size: int, vp_stage: int | None) -> GPTModel:
+    """Build a stage, and report what megatron-core's layers refuse as an error of the user.
 
     Raises:
-        UserError: their own message, which names fields.
+        UserError: with megatron-core's own message, which names the configuration's fields.
     """
     try:
         return build_stage(run, vocab_size, vp_stage)
     except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
-        what = " ".join(str(error).split()).split(" when instantiating ")[0]
+        reason = " ".join(str(error).split()).split(" when instantiating ")[0]
         raise UserError(
-            f"megatron-core cannot build this model: {what or type(error).__name__}; change the "
+            f"megatron-core cannot build this model: {reason or type(error).__name__}; change the "
             "flags of the same names (field a_b is --a-b)"
         ) from error
 
 
-def build_stage(run: Run, vocab_size: int, vp_stage: int | None = None) -> GPTModel:
-    """One pipeline stage: the whole model without pipeline parallelism."""
+def build_stage(run: RunConfig, vocab_size: int, vp_stage: int | None = None) -> GPTModel:
+    """Build one pipeline stage, which is the whole model if there is no pipeline parallelism."""
     args = run.args
     spec = _layer_spec(run, vp_stage)
     mtp_spec = None
@@ -127,8 +127,8 @@ def build_stage(run: Run, vocab_size: int, vp_stage: int | None = None) -> GPTMo
     )
 
 
-def build_chunks(run: Run, vocab_size: int) -> list[torch.nn.Module]:
-    """This rank's stages: one, or several with the interleaved schedule."""
+def build_chunks(run: RunConfig, vocab_size: int) -> list[torch.nn.Module]:
+    """Build the stages of this rank: one, or several with the interleaved schedule."""
     stages = run.args.virtual_pipeline_model_parallel_size
     chunks = [
         _checked_stage(run, vocab_size, vp_stage)
@@ -144,8 +144,8 @@ def build_chunks(run: Run, vocab_size: int) -> list[torch.nn.Module]:
     return chunks
 
 
-def build_model(run: Run, vocab_size: int) -> list[torch.nn.Module]:
-    """The stages, ready to be trained: with buffers for their gradients."""
+def build_model(run: RunConfig, vocab_size: int) -> list[torch.nn.Module]:
+    """Build the stages of this rank and wrap them for training, with buffers for gradients."""
     chunks = build_chunks(run, vocab_size)
     wrapped = [
         DistributedDataParallel(
@@ -164,7 +164,7 @@ def build_model(run: Run, vocab_size: int) -> list[torch.nn.Module]:
 
 
 def _print_size(chunks: list[torch.nn.Module]) -> None:
-    """Say how many parameters each model-parallel rank holds."""
+    """Print the number of parameters on each model-parallel rank."""
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
         return
     count = sum(p.numel() for chunk in chunks for p in chunk.parameters())
@@ -177,8 +177,8 @@ def _print_size(chunks: list[torch.nn.Module]) -> None:
     )
 
 
-def build_optimizer(run: Run, model: list[torch.nn.Module]) -> MegatronOptimizer:
-    """megatron-core's optimizer over this rank's stages, no weight decay on biases and norms."""
+def build_optimizer(run: RunConfig, model: list[torch.nn.Module]) -> MegatronOptimizer:
+    """Build megatron-core's optimizer, without weight decay on biases and norms."""
     return get_megatron_optimizer(
         config=run.optimizer,
         model_chunks=model,
@@ -190,7 +190,7 @@ def build_optimizer(run: Run, model: list[torch.nn.Module]) -> MegatronOptimizer
 def build_scheduler(
     args: argparse.Namespace, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
-    """Learning rate and weight decay over the run, counted in samples."""
+    """Build the schedule of learning rate and weight decay, counted in samples."""
     batch = args.global_batch_size
     decay_steps = args.lr_decay_samples or (args.lr_decay_iters or args.train_iters) * batch
     warmup_steps = args.lr_warmup_samples or args.lr_warmup_iters * batch

@@ -1,5 +1,5 @@
-"""Lines on stdout. Several ranks share one stdout: each line is one write, so that none is cut by
-another's.
+"""Log lines on stdout. Several ranks share one stdout, so each line is written in one call, which
+keeps the lines of different ranks apart.
 """
 
 import contextlib
@@ -12,14 +12,11 @@ import torch.distributed as dist
 
 from megatron.training.errors import RankError
 
-RULE = "-" * 100
-
-
-_lost: list[OSError] = []  #: the first error of the log
+_write_errors: list[OSError] = []  #: the first error of writing the log
 
 
 class Log:
-    """Standard output for all packages: its first error is recorded and training continues."""
+    """A wrapper of stdout that records the first write error, so that training continues."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -28,7 +25,7 @@ class Log:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text, or drop it after the first error."""
+        """Write text, or discard it after the first error."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -36,7 +33,7 @@ class Log:
             return len(text)
 
     def flush(self) -> None:
-        """Flush what was written, or drop it after the first error."""
+        """Flush the stream; an error is recorded and not raised."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -44,16 +41,16 @@ class Log:
 
 
 def _write(message: str) -> None:
-    """Write a line. The first error is recorded and printed to stderr; training continues."""
+    """Write a line. The first error is recorded and printed to stderr, and training continues."""
     log = Log(sys.stdout)
     log.write(message + "\n")
     log.flush()
 
 
 def _give_up(error: OSError) -> None:
-    _to_nowhere()  # buffered output would fail again
-    if not _lost:
-        _lost.append(error)
+    _redirect_to_null()  # buffered output would fail again
+    if not _write_errors:
+        _write_errors.append(error)
         with contextlib.suppress(OSError):
             sys.stderr.write(
                 f"[WARNING] the log cannot be written ({error.strerror}): training continues "
@@ -62,7 +59,7 @@ def _give_up(error: OSError) -> None:
             sys.stderr.flush()
 
 
-def _to_nowhere() -> None:
+def _redirect_to_null() -> None:
     """Redirect stdout to the null device, so that no later write can fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
@@ -73,12 +70,12 @@ def finish_log() -> None:
     """Check at the end of a run that the log is complete.
 
     Raises:
-        RankError: if lines are missing for another reason than a closed pipe.
+        RankError: if lines are missing for a reason other than a closed pipe.
     """
-    if _lost and not isinstance(_lost[0], BrokenPipeError):
+    if _write_errors and not isinstance(_write_errors[0], BrokenPipeError):
         raise RankError(
-            f"training is complete, but its log is not: {_lost[0].strerror}; make room, or send "
-            "the output to another disk"
+            f"training is complete, but its log is not: {_write_errors[0].strerror}; free disk "
+            "space, or send the output to another disk"
         )
 
 
@@ -89,7 +86,7 @@ def print_rank_0(message: str) -> None:
 
 
 def is_last_rank() -> bool:
-    """Whether this is the rank that knows the loss and prints it."""
+    """Return whether this is the last rank, which knows the loss and prints it."""
     return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 
@@ -100,5 +97,5 @@ def print_rank_last(message: str) -> None:
 
 
 def stamp() -> str:
-    """The time as Megatron-LM's log lines have it."""
+    """Return the current time in the format of Megatron-LM's log lines."""
     return datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")

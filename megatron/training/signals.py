@@ -1,12 +1,12 @@
-"""Ctrl-C and SIGTERM: every rank leaves by itself, at once and without a traceback.
+"""Ctrl-C and SIGTERM: every rank stops on its own, at once and without a traceback.
 
-torchrun passes the signal to all ranks, so that nothing has to be agreed on. A rank that waits in a
-collective does not run Python's handler until its peers are gone and the collective fails; then it
-finds the signal waiting and leaves as well.
+torchrun passes the signal to all ranks, so the ranks need not agree on anything. A rank that waits
+in a collective runs Python's handler only after its peers are gone and the collective has failed.
+It then finds the signal pending and stops as well.
 
-The handler raises `Interrupted`, where a collection of tensors is at work at the end of that. Code
-that Python calls back from C++ (autograd, destructors) may lose an exception, so the signal is also
-remembered, and the loop asks for it at every micro-batch.
+The handler raises `Interrupted`. While a tensor is being collected, it raises it at the end of that
+step. An exception may get lost in code that C++ calls back (autograd, destructors). The signal is
+therefore also recorded, and the training loop checks for it at every micro-batch.
 """
 
 import contextlib
@@ -19,15 +19,17 @@ from megatron.collection.deferred_signals import signals_deferred
 from megatron.training.errors import Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_TOGETHER = 3.0  #: seconds: torchrun and what started it both pass a signal on
-_received: int | None = None
+#: seconds during which a second signal counts as the first one; torchrun and the program that
+#: started it both pass a signal on
+_SAME_SIGNAL_SECONDS = 3.0
+_received: int | None = None  #: number of the first signal
 
 
 def raise_if_received() -> None:
-    """Leave now if a signal came while its exception could not get through.
+    """Raise `Interrupted` if a signal was received and its exception got lost.
 
     Raises:
-        Interrupted: a signal came.
+        Interrupted: if a signal was received.
     """
     if _received is not None:
         raise Interrupted(_received)
@@ -35,20 +37,20 @@ def raise_if_received() -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn the signals into `Interrupted` within the block; a later second one ends the process."""
+    """Turn signals into `Interrupted` within the block; a second one, later, ends the process."""
     global _received
     _received = None
-    owner, since = os.getpid(), 0.0
+    owner, received_at = os.getpid(), 0.0
 
     def handle(number: int, frame) -> None:
-        nonlocal since
+        nonlocal received_at
         global _received
-        if os.getpid() != owner:  # a worker, forked from here
+        if os.getpid() != owner:  # a worker process that was forked from this one
             os._exit(128 + number)
         if _received is None:
-            _received, since = number, time.monotonic()
+            _received, received_at = number, time.monotonic()
             _interrupt(Interrupted(number))
-        elif time.monotonic() - since > _TOGETHER:
+        elif time.monotonic() - received_at > _SAME_SIGNAL_SECONDS:
             os._exit(128 + number)
 
     previous = {number: signal.signal(number, handle) for number in _SIGNALS}
@@ -60,5 +62,5 @@ def interruptible() -> Iterator[None]:
 
 
 def _interrupt(error: Interrupted) -> None:
-    """Raise `error` now, or at the end of a step of the collection that must be finished."""
+    """Raise `error` now, or at the end of a collection step that must not be interrupted."""
     signals_deferred.interrupt(error)

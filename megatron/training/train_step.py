@@ -1,5 +1,5 @@
-"""One training iteration: forward and backward over the micro-batches, gradient reduction,
-optimizer, schedule.
+"""One training iteration: forward and backward passes over the micro-batches, the reduction of
+gradients, and the steps of the optimizer and its schedule.
 """
 
 import contextlib
@@ -13,15 +13,15 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.attention_logits import take_max_attention_logit
-from megatron.training.arguments.validation import Run
+from megatron.training.arguments.validation import RunConfig
 from megatron.training.data.batch import average_losses
 from megatron.training.data.datasets import MicroBatches
 from megatron.training.expert_losses import expert_losses
 
 
 @dataclass
-class Trained:
-    """What this rank trains: its pipeline stages, their optimizer and its schedule."""
+class TrainingState:
+    """The pipeline stages of this rank, their optimizer and its schedule."""
 
     model: list[torch.nn.Module]
     optimizer: MegatronOptimizer
@@ -29,35 +29,40 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one iteration came to; the same on every rank."""
+class StepResult:
+    """The result of one iteration, the same on every rank."""
 
     losses: dict[str, float]
-    skipped: bool  #: the gradients overflowed (fp16): the weights were left as they were
+    skipped: bool  #: whether fp16 gradients overflowed, so that the weights were not updated
     grad_norm: float | None
     num_zeros: int | None
-    max_attention_logit: float | None = None  #: with --log-max-attention-logit
+    max_attention_logit: float | None = None  #: set with --log-max-attention-logit
 
 
 @contextlib.contextmanager
-def whole_weights(model: list[torch.nn.Module], run: Run) -> Iterator[None]:
-    """Every rank has all of its stages' new weights within the block.
+def whole_weights(model: list[torch.nn.Module], run: RunConfig) -> Iterator[None]:
+    """Gather the updated weights of this rank's stages, and keep them gathered within the block.
 
-    With --overlap-param-gather the distributed optimizer's ranks exchange them as late as the next
-    forward pass; a checkpoint written before that would hold old parts.
+    With --overlap-param-gather the distributed optimizer's ranks exchange them only in the next
+    forward pass. A checkpoint that is written before it would hold outdated shards.
     """
-    late = run.ddp.use_distributed_optimizer and run.ddp.overlap_param_gather
-    for chunk in model if late else ():
+    gathered_late = run.ddp.use_distributed_optimizer and run.ddp.overlap_param_gather
+    for chunk in model if gathered_late else ():
         chunk.disable_forward_pre_hook(param_sync=True)
     yield
-    for chunk in model if late else ():
+    for chunk in model if gathered_late else ():
         chunk.enable_forward_pre_hook()
 
 
 def run_schedule(
-    forward_step: Callable, batches: list[MicroBatches], model, run: Run, *, forward_only: bool
+    forward_step: Callable,
+    batches: list[MicroBatches],
+    model,
+    run: RunConfig,
+    *,
+    forward_only: bool,
 ) -> dict[str, float]:
-    """Run every micro-batch of an iteration through the pipeline; returns the mean losses."""
+    """Run every micro-batch of an iteration through the pipeline, and return the mean losses."""
     args = run.args
     per_micro_batch = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -73,22 +78,22 @@ def run_schedule(
 
 
 def train_step(
-    forward_step: Callable, batches: list[MicroBatches], trained: Trained, run: Run
-) -> Step:
-    """One iteration. The weights stay as they were if the gradients overflowed."""
-    for chunk in trained.model:
+    forward_step: Callable, batches: list[MicroBatches], state: TrainingState, run: RunConfig
+) -> StepResult:
+    """Run one iteration. If the gradients overflow, the weights are not updated."""
+    for chunk in state.model:
         chunk.zero_grad_buffer()
-    trained.optimizer.zero_grad()
-    losses = run_schedule(forward_step, batches, trained.model, run, forward_only=False)
+    state.optimizer.zero_grad()
+    losses = run_schedule(forward_step, batches, state.model, run, forward_only=False)
     losses |= expert_losses(run.transformer)
-    logged = run.transformer.log_max_attention_logit
-    largest = take_max_attention_logit(trained.model) if logged else None
-    updated, grad_norm, num_zeros = trained.optimizer.step()
+    log_max_logit = run.transformer.log_max_attention_logit
+    max_logit = take_max_attention_logit(state.model) if log_max_logit else None
+    updated, grad_norm, num_zeros = state.optimizer.step()
     if updated:
-        trained.scheduler.step(
+        state.scheduler.step(
             increment=get_num_microbatches()
             * run.args.micro_batch_size
             * run.args.data_parallel_size
         )
     norm = None if grad_norm is None else float(grad_norm)
-    return Step(losses, not updated, norm, num_zeros, max_attention_logit=largest)
+    return StepResult(losses, not updated, norm, num_zeros, max_attention_logit=max_logit)

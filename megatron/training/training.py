@@ -1,10 +1,10 @@
-"""A run: build everything, train, and leave in order."""
+"""The sequence of a run: check, build the model and the data, train, and shut down."""
 
 from megatron.core import tensor_saver
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.fake_quant import policy
 from megatron.training import model
-from megatron.training.arguments.validation import Run
+from megatron.training.arguments.validation import RunConfig
 from megatron.training.checkpointing.files import check_save_directory
 from megatron.training.checkpointing.save_load import load_checkpoint
 from megatron.training.collection import (
@@ -24,17 +24,17 @@ from megatron.training.hf.ranks import all_succeed
 from megatron.training.hf.writing import check_export
 from megatron.training.initialize import initialize
 from megatron.training.logging import TensorBoard, event_folder_problem
-from megatron.training.loop import Loop
+from megatron.training.loop import TrainingLoop
 from megatron.training.low_precision import audit_model, configure_formats
 from megatron.training.printing import print_rank_0
-from megatron.training.train_step import Trained
+from megatron.training.train_step import TrainingState
 
 
-def pretrain(run: Run) -> None:
-    """Train as the command line says.
+def pretrain(run: RunConfig) -> None:
+    """Run the training that the command line describes.
 
     Raises:
-        UserError: what the user can mend, on all ranks alike.
+        UserError: on every rank, if the user's flags or data cannot be used.
     """
     args = run.args
     model.check_buildable(args)
@@ -61,9 +61,9 @@ def pretrain(run: Run) -> None:
 
     chunks = model.build_model(run, args.padded_vocab_size)
     optimizer = model.build_optimizer(run, chunks)
-    trained = Trained(chunks, optimizer, model.build_scheduler(args, optimizer))
-    _connect(run, trained)
-    progress = load_checkpoint(run, trained)
+    state = TrainingState(chunks, optimizer, model.build_scheduler(args, optimizer))
+    _connect(run, state)
+    progress = load_checkpoint(run, state)
     update_num_microbatches(progress.consumed_train_samples, consistency_check=False)
     lines, quantization = audit_model(args, chunks, progress.iteration)
     for line in lines:
@@ -75,24 +75,24 @@ def pretrain(run: Run) -> None:
     try:
         configure_collection(args, chunks, progress, quantization)
         if args.collect_plan:
-            print_plan(run, trained, progress, datasets["train"])
+            print_plan(run, state, progress, datasets["train"])
             return
-        loop = Loop(run, trained, progress, datasets, timers)
+        loop = TrainingLoop(run, state, progress, datasets, timers)
         loop.run()
         report_collection()
     except BaseException as error:
-        why = str(error) or type(error).__name__
-        tensor_saver.close(aborted=why, interrupted=not isinstance(error, Exception))
+        reason = str(error) or type(error).__name__
+        tensor_saver.close(aborted=reason, interrupted=not isinstance(error, Exception))
         raise
     close_collection()
     _check_event_files(loop.tensorboard)
 
 
 def _check_event_files(tensorboard: TensorBoard) -> None:
-    """Fail at the end of a run whose event files are incomplete. Collective.
+    """Fail at the end of a run if its TensorBoard event files are incomplete. Collective.
 
     Raises:
-        RunError: on all ranks, if event files are incomplete.
+        RunError: on every rank, if event files are incomplete.
     """
     try:
         all_succeed(tensorboard.failure)
@@ -103,21 +103,21 @@ def _check_event_files(tensorboard: TensorBoard) -> None:
         ) from None
 
 
-def _connect(run: Run, trained: Trained) -> None:
-    """Tell megatron-core's schedules how to scale losses and when to reduce gradients."""
+def _connect(run: RunConfig, state: TrainingState) -> None:
+    """Set the hooks with which megatron-core's schedules scale losses and reduce gradients."""
     from megatron.core.distributed import finalize_model_grads
 
     config, ddp = run.transformer, run.ddp
-    config.grad_scale_func = trained.optimizer.scale_loss
+    config.grad_scale_func = state.optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
 
-    def of_each(name: str):
-        found = [getattr(chunk, name) for chunk in trained.model]
-        return found[0] if len(found) == 1 else found
+    def chunk_methods(name: str):
+        methods = [getattr(chunk, name) for chunk in state.model]
+        return methods[0] if len(methods) == 1 else methods
 
     if ddp.overlap_grad_reduce:
-        config.no_sync_func = of_each("no_sync")
+        config.no_sync_func = chunk_methods("no_sync")
         if ddp.align_param_gather or ddp.use_distributed_optimizer:
-            config.grad_sync_func = of_each("start_grad_sync")
+            config.grad_sync_func = chunk_methods("start_grad_sync")
     if ddp.overlap_param_gather and ddp.align_param_gather:
-        config.param_sync_func = of_each("start_param_sync")
+        config.param_sync_func = chunk_methods("start_param_sync")

@@ -1,31 +1,13 @@
-"""A small data set that a model can learn from."""
+"""Fixtures that training tests share: a small data set, short runs and their checkpoints."""
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from tests import forks
 from tests.subprocesses import REPO, environment
+from tests.training.corpus import make_corpus
 from tests.training.runs import ENTRY, MODEL, NO_DROPOUT, Training, succeeded
-
-DOCUMENTS = 200
-
-
-def make_corpus(folder: Path, *, seed: int = 0) -> Path:
-    """Prefix of a .bin/.idx pair: documents that count up in steps of one, two or three."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    prefix = folder / "counting"
-    rng = np.random.default_rng(seed)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for _ in range(DOCUMENTS):
-        start, step, length = rng.integers(0, 8), rng.integers(1, 4), rng.integers(50, 400)
-        builder.add_item(torch.from_numpy((start + step * np.arange(length)) % 97))
-        builder.end_document()
-    builder.finalize(f"{prefix}.idx")
-    return prefix
 
 
 @pytest.fixture(scope="session")
@@ -35,10 +17,10 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def run_quickly(corpus):
-    """Trains four iterations of a model that is smaller still.
+    """A function that trains an even smaller model for four iterations.
 
-    file_bytes: the largest file that can be written.
-    variables: of the environment.
+    file_bytes: size limit of a written file.
+    variables: environment variables of the run.
     """
 
     def start(*options: str | Path, file_bytes: int | None = None, **variables: str) -> Training:
@@ -56,7 +38,7 @@ def run_quickly(corpus):
 
 @pytest.fixture(scope="session")
 def checkpoints(run_quickly, tmp_path_factory) -> Path:
-    """Those of iterations 2 and 4 of such a run in fp32."""
+    """A folder with the checkpoints of iterations 2 and 4 of such a run in fp32."""
     folder = tmp_path_factory.mktemp("quick") / "ck"
     succeeded(run_quickly("--save", folder, "--save-interval", "2"))
     return folder

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.subprocesses import REPO
+from tests.training.corpus import make_corpus
 from tests.training.runs import COMMON, MODEL, NO_DROPOUT, exact_steps, train
 
 FILE = REPO / "tests" / "data" / "golden_losses.txt"
@@ -105,8 +106,6 @@ def read_golden() -> dict[str, Numbers]:
 
 
 def main() -> None:
-    from tests.training.conftest import make_corpus
-
     folder = Path(sys.argv[1])
     steps = Steps(make_corpus(folder), folder)
     lines = ["# type, iteration, loss, gradient norm; see tests/training/golden.py"]

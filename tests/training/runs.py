@@ -1,4 +1,6 @@
-"""Runs `pretrain_gpt.py` on a tiny model and reads its log lines."""
+"""Helpers that run `pretrain_gpt.py` on a tiny model and read its log lines, and the command lines
+that tests share.
+"""
 
 import json
 import re
@@ -11,7 +13,13 @@ from tests.subprocesses import REPO, environment
 ENTRY = REPO / "pretrain_gpt.py"
 EXACT = Path(__file__).with_name("exact_worker.py")
 
-#: 4 layers, so that two interleaved stages fit on two pipeline ranks.
+#: the flags that `parse_args` requires
+MINIMAL = (
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "64", "--micro-batch-size", "2", "--lr", "1e-3", "--train-iters", "10"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
+)
+#: a model of 4 layers, so that two interleaved stages fit on two pipeline ranks
 COMMON = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
     *("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
@@ -21,10 +29,28 @@ COMMON = (
     *("--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8"),
     *("--lr", "3e-3", "--train-iters", "6", "--eval-iters", "0", "--split", "80,10,10"),
 )
-#: Llama in shape.
+#: a tiny Llama
 MODEL = (*COMMON, "--num-query-groups", "2", "--use-cpu-initialization")
-#: So that the same weights and data give the same loss in every parallel layout.
+#: no dropout, so that equal weights and data give the same loss in every parallel layout
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
+#: dense layers with the attention of DeepSeek-V2-Lite
+MLA = (
+    *COMMON,
+    *NO_DROPOUT,
+    *("--ffn-hidden-size", "128", "--multi-latent-attention", "--qk-layernorm"),
+    *("--kv-lora-rank", "48", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "16"),
+    *("--v-head-dim", "16", "--rope-type", "yarn", "--rotary-scaling-factor", "40"),
+    *("--mscale", "0.707", "--mscale-all-dim", "0.707"),
+)
+#: a tiny DeepSeek-V2-Lite
+DEEPSEEK = (
+    *MLA,
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
+    *("--moe-shared-expert-intermediate-size", "64", "--moe-layer-freq", "[0]+[1]*3"),
+    *("--moe-router-pre-softmax", "--moe-aux-loss-coeff", "1e-2"),
+    *("--moe-token-dispatcher-type", "alltoall"),
+)
+MXFP8 = ("--custom-quant-type", "mxfp8")
 
 _NUMBER = r"[-+0-9.E]+|NAN|INF"
 LINE = re.compile(
@@ -46,32 +72,33 @@ LINE = re.compile(
 
 @dataclass
 class Training:
-    """What a run left behind."""
+    """The exit status and the output of a run."""
 
     status: int
     output: str
     errors: str
-    steps: list[dict[str, float]] | None = None  #: every digit of loss and gradient norm
+    steps: list[dict[str, float]] | None = None  #: loss and gradient norm per iteration, unrounded
 
     @property
     def lines(self) -> dict[int, dict[str, str]]:
-        """The parts of each log line by iteration."""
+        """The values of each log line, by iteration and name."""
         matches = [LINE.fullmatch(line) for line in self.output.splitlines()]
         return {int(m["iteration"]): m.groupdict() for m in matches if m}
 
     @property
     def losses(self) -> dict[int, float]:
-        """The loss by iteration."""
+        """The loss of each iteration."""
         return {iteration: float(line["loss"]) for iteration, line in self.lines.items()}
 
 
 def succeeded(training: Training) -> Training:
+    """Return the run, after asserting that its exit status is zero."""
     assert training.status == 0, training.errors[-3000:]
     return training
 
 
 def refused(training: Training, *, status: int = 2) -> str:
-    """The one line that a run ended with."""
+    """Return the error of a run, after asserting that it is a single line."""
     assert training.status == status, training.errors[-3000:]
     (line,) = [line for line in training.errors.splitlines() if line.strip()]
     assert line.startswith("[ERROR] ")
@@ -84,9 +111,9 @@ def train(
     model: tuple[str, ...] = MODEL,
     steps: Path | None = None,
 ) -> Training:
-    """Run to the end; one rank is started as plain Python is, several as by torchrun.
+    """Run a training: one rank as plain Python starts it, several as torchrun does.
 
-    steps: file for every digit of each iteration, which the result then has.
+    steps: file for the unrounded loss and gradient norm of each iteration.
     """
     entry, env = ENTRY, None
     if steps is not None:
@@ -100,9 +127,9 @@ def train(
 def exact_steps(
     out: Path, *options: str | Path, ranks: int, model: tuple[str, ...] = MODEL
 ) -> list[dict[str, float]]:
-    """Train, and give every digit of each iteration's loss and gradient norm.
+    """Train, and return the unrounded loss and gradient norm of each iteration.
 
-    out: file for them.
+    out: file that the run writes them to.
     """
     done = train(*NO_DROPOUT, *options, ranks=ranks, model=model, steps=out)
     assert done.status == 0, done.errors[-3000:]

@@ -66,7 +66,7 @@ def test_the_plan_is_what_the_run_writes(tmp_path, ranks, options):
     assert planned.status == 0, planned.errors
     assert not folder.exists(), "a plan writes nothing"
     assert not planned.lines, "and trains nothing"
-    too_many = "> --collect-micro-batches 9 takes all that there are: 4 an iteration"
+    too_many = "> --collect-micro-batches 9 takes all micro-batches: 4 per iteration"
     assert (too_many in planned.output) == ("--collect-micro-batches 9" in options)
     done = train(*flags, ranks=ranks, model=SMALL)
     assert done.status == 0, done.errors

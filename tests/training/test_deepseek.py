@@ -10,29 +10,13 @@ along tokens, in its weight gradient, from the first iteration on.
 
 import pytest
 
-from tests.training.runs import COMMON, NO_DROPOUT, train
+from tests.training.runs import DEEPSEEK, MLA, MXFP8, train
 
-MLA = (
-    *COMMON,
-    *NO_DROPOUT,
-    *("--ffn-hidden-size", "128", "--multi-latent-attention", "--qk-layernorm"),
-    *("--kv-lora-rank", "48", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "16"),
-    *("--v-head-dim", "16", "--rope-type", "yarn", "--rotary-scaling-factor", "40"),
-    *("--mscale", "0.707", "--mscale-all-dim", "0.707"),
-)
-DEEPSEEK = (
-    *MLA,
-    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
-    *("--moe-shared-expert-intermediate-size", "64", "--moe-layer-freq", "[0]+[1]*3"),
-    *("--moe-router-pre-softmax", "--moe-aux-loss-coeff", "1e-2"),
-    *("--moe-token-dispatcher-type", "alltoall"),
-)
 TENSOR = ("--tensor-model-parallel-size", "2")
 SEQUENCE = (*TENSOR, "--sequence-parallel")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 SPREAD = ("--expert-model-parallel-size", "2")
 RECOMPUTE = ("--recompute-granularity", "selective", "--recompute-modules")
-MXFP8 = ("--custom-quant-type", "mxfp8")
 
 
 def finished(*options, ranks=1, model=DEEPSEEK):

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.runs import MODEL, NO_DROPOUT, succeeded, train
-from tests.training.test_deepseek import DEEPSEEK, MXFP8
+from tests.training.runs import DEEPSEEK, MODEL, MXFP8, NO_DROPOUT, succeeded, train
 
 FLAG = "--log-max-attention-logit"
 SHORT = (*NO_DROPOUT, "--mock-data", "--train-iters", "2")

@@ -10,8 +10,8 @@ from megatron.training.data import paths
 from megatron.training.data.samplers import SequentialSampler
 from megatron.training.errors import UserError
 from megatron.training.evaluate import perplexity
-from megatron.training.logging import Interval
-from megatron.training.train_step import Step
+from megatron.training.logging import LogInterval
+from megatron.training.train_step import StepResult
 
 
 def sampler(**changes) -> SequentialSampler:
@@ -81,9 +81,9 @@ def test_perplexity_shows_a_loss_that_is_not_a_number():
 
 
 def test_a_loss_that_is_not_finite_shows_in_the_interval():
-    interval = Interval()
+    interval = LogInterval()
     for loss in (1.0, math.nan, 3.0):
-        interval.add(Step({"lm loss": loss}, skipped=False, grad_norm=1.0, num_zeros=None))
+        interval.add(StepResult({"lm loss": loss}, skipped=False, grad_norm=1.0, num_zeros=None))
     assert (interval.iterations, interval.nan, interval.skipped) == (3, 1, 0)
     assert math.isnan(interval.mean_losses()["lm loss"])
 

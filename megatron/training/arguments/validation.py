@@ -20,7 +20,7 @@ from megatron.training.hf.architectures import Model
 
 
 @dataclass
-class Run:
+class RunConfig:
     """A complete command line: the flags with their effective values, and megatron-core's
     configurations.
     """
@@ -33,7 +33,7 @@ class Run:
     hf: Model | None = None  #: of --load-hf, or that --save-hf is to write
 
 
-def complete(args: argparse.Namespace, generated: list[type]) -> Run:
+def complete(args: argparse.Namespace, generated: list[type]) -> RunConfig:
     """Derive, check, and build the configurations.
 
     Raises:
@@ -45,7 +45,7 @@ def complete(args: argparse.Namespace, generated: list[type]) -> Run:
     for check in (check_layout, _check_batches, _check_model, _check_schedule, _check_data):
         check(args)
     _check_files(args)
-    run = Run(
+    run = RunConfig(
         args,
         transformer=configs.transformer_config(args),
         optimizer=configs.optimizer_config(args),

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.utils import unwrap_model
-from megatron.training.arguments.validation import Run
+from megatron.training.arguments.validation import RunConfig
 from megatron.training.checkpointing import optimizer_state, random_state
 from megatron.training.checkpointing.compatibility import (
     check_model,
@@ -54,7 +54,7 @@ from megatron.training.hf.loading import load_weights
 from megatron.training.hf.ranks import first_rank_does
 from megatron.training.logging import TrainingProgress
 from megatron.training.printing import print_rank_0
-from megatron.training.train_step import Trained
+from megatron.training.train_step import TrainingState
 
 VERSION = 3.0  #: Megatron-LM's number of this layout
 #: In what torch.save says of a full disk.
@@ -62,7 +62,7 @@ _TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream error")
 _LONGEST = 500  #: characters of a library's error message that are passed on
 
 
-def save_checkpoint(run: Run, trained: Trained, progress: TrainingProgress) -> None:
+def save_checkpoint(run: RunConfig, trained: TrainingState, progress: TrainingProgress) -> None:
     """Write a checkpoint; it becomes the latest once it is complete. Collective.
 
     Raises:
@@ -159,7 +159,7 @@ def _reason(error: BaseException) -> str:
     return printable(text, limit=_LONGEST)
 
 
-def load_checkpoint(run: Run, trained: Trained) -> TrainingProgress:
+def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
     """Continue from `--load`, or start from `--load-hf`; returns where the run stands. Collective.
 
     Raises:
@@ -252,7 +252,7 @@ def _common(args: argparse.Namespace, progress: TrainingProgress, **has: bool) -
     }
 
 
-def _load_scheduler(trained: Trained, state: dict[str, Any]) -> None:
+def _load_scheduler(trained: TrainingState, state: dict[str, Any]) -> None:
     try:
         trained.scheduler.load_state_dict(state)
     except AssertionError as error:
@@ -264,14 +264,14 @@ def _load_scheduler(trained: Trained, state: dict[str, Any]) -> None:
     trained.scheduler.step(0)  # the wheel has taken a step before it read the weight decay
 
 
-def _chunks(trained: Trained) -> dict[str, torch.nn.Module]:
+def _chunks(trained: TrainingState) -> dict[str, torch.nn.Module]:
     chunks = unwrap_model(trained.model)
     if len(chunks) == 1:
         return {"model": chunks[0]}
     return {f"model{index}": chunk for index, chunk in enumerate(chunks)}
 
 
-def _model_state(trained: Trained) -> dict[str, Any]:
+def _model_state(trained: TrainingState) -> dict[str, Any]:
     metadata = _metadata()
     return {k: c.sharded_state_dict(metadata=metadata) for k, c in _chunks(trained).items()}
 

@@ -5,14 +5,14 @@ needs the memory of the weights and of one file.
 """
 
 from megatron.training import model
-from megatron.training.arguments.validation import Run
+from megatron.training.arguments.validation import RunConfig
 from megatron.training.checkpointing.save_load import load_checkpoint
 from megatron.training.hf.writing import save_weights
 from megatron.training.printing import print_rank_0
-from megatron.training.train_step import Trained
+from megatron.training.train_step import TrainingState
 
 
-def convert(run: Run) -> None:
+def convert(run: RunConfig) -> None:
     """Read `--load` or `--load-hf`, write `--save-hf`.
 
     Raises:
@@ -20,5 +20,5 @@ def convert(run: Run) -> None:
     """
     print_rank_0("> converting weights: nothing is trained or evaluated (--train-iters 0)")
     chunks = model.build_chunks(run, run.args.padded_vocab_size)
-    load_checkpoint(run, Trained(chunks, None, None))
+    load_checkpoint(run, TrainingState(chunks, None, None))
     save_weights(run, chunks)

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from megatron.collection.module_identity import global_parameters
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
-from megatron.training.arguments.validation import Run
+from megatron.training.arguments.validation import RunConfig
 from megatron.training.checkpointing.files import resumes
 from megatron.training.errors import UserError
 from megatron.training.hf.architectures import Model
@@ -47,7 +47,7 @@ def _place(name: str) -> tuple[int, int]:
     )
 
 
-def check_weights(run: Run) -> None:
+def check_weights(run: RunConfig) -> None:
     """Find out before the model is built whether its weights can be read. Collective.
 
     Raises:

@@ -22,7 +22,7 @@ from megatron.collection.module_identity import natural_order
 from megatron.core import parallel_state
 from megatron.training import device
 from megatron.training.arguments.configs import params_dtype
-from megatron.training.arguments.validation import Run
+from megatron.training.arguments.validation import RunConfig
 from megatron.training.errors import RunError
 from megatron.training.hf import flags, folders
 from megatron.training.hf.architectures import Model
@@ -37,7 +37,7 @@ FILE_BYTES = 2 * 2**30  #: of a file, unless one tensor alone is larger
 ShardRange = tuple[int, int, int]  #: dimension, start and stop in a tensor of theirs
 
 
-def check_export(run: Run) -> None:
+def check_export(run: RunConfig) -> None:
     """Find out before training whether `--save-hf` can be written. Collective.
 
     Raises:
@@ -48,7 +48,7 @@ def check_export(run: Run) -> None:
 
 
 @torch.no_grad()
-def save_weights(run: Run, chunks: list[torch.nn.Module]) -> None:
+def save_weights(run: RunConfig, chunks: list[torch.nn.Module]) -> None:
     """Write `--save-hf`. Collective.
 
     Raises:

@@ -1,7 +1,6 @@
-"""The command line: every flag is known, reaches its configuration, and mistakes are explained."""
+"""Tests of the command line: flags reach their configuration, and mistakes are explained."""
 
 from dataclasses import fields
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -19,13 +18,11 @@ from megatron.training.arguments.config_flags import (
 )
 from megatron.training.arguments.parse_args import CONFIGS, build_parser, option_names, parse_args
 from megatron.training.errors import UserError
+from tests.subprocesses import REPO
+from tests.training.runs import MINIMAL
 
-NAMES = Path(__file__).parents[1] / "data" / "option_names.txt"
-MINIMAL = (
-    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
-    *("--seq-length", "64", "--micro-batch-size", "2", "--lr", "1e-3", "--train-iters", "10"),
-    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
-)
+#: flags and the files that read them, see test_flag_readers.py
+TABLE = REPO / "tests" / "data" / "option_readers.txt"
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +36,13 @@ def parse(*options: str):
 
 
 def test_option_names_are_a_visible_decision():
-    """After adding an option on purpose, write `option_names(build_parser())` to the file."""
-    assert option_names(build_parser()) == NAMES.read_text().split()
+    """To accept a new flag, run `python -m tests.training.arguments.test_flag_readers`."""
+    names = [line.split()[0] for line in TABLE.read_text(encoding="utf-8").splitlines()]
+    assert option_names(build_parser()) == names
 
 
 def test_every_field_has_a_flag_or_a_reason_not_to():
-    """A callable or an object cannot be given on a command line; all else must be a flag."""
+    """Callables and objects cannot be given on a command line; every other field needs a flag."""
     for config in CONFIGS:
         for field in fields(config):
             if field.name.startswith("_") or not field.init:
@@ -54,22 +52,21 @@ def test_every_field_has_a_flag_or_a_reason_not_to():
 
 
 def _spelled(field) -> tuple[list[str], object]:
-    """A value on the command line, and what it becomes."""
-    how = flag_options(field.type)
-    kind = field.type
-    if kind is bool or bool in get_args(kind):
+    """Return the words of a field's value on the command line, and the value itself."""
+    options = flag_options(field.type)
+    if field.type is bool or bool in get_args(field.type):
         return [], True
-    if "choices" in how:
-        return [how["choices"][-1]], how["choices"][-1]
-    if how.get("type") in (int, float, str):
-        word = {int: "7", float: "0.5", str: "word"}[how["type"]]
-        value = how["type"](word)
-        listed = how.get("nargs") == "+" and "action" not in how
-        return [word], [value] if listed else value
-    words = {"N|LIST": "[0]+[1]*3", "N,N": "128,0"}.get(how["metavar"])
+    if "choices" in options:
+        return [options["choices"][-1]], options["choices"][-1]
+    if options.get("type") in (int, float, str):
+        word = {int: "7", float: "0.5", str: "word"}[options["type"]]
+        value = options["type"](word)
+        is_list = options.get("nargs") == "+" and "action" not in options
+        return [word], [value] if is_list else value
+    words = {"N|LIST": "[0]+[1]*3", "N,N": "128,0"}.get(options["metavar"])
     if words is None:
-        words = how["metavar"].strip("{}").split(",")[-1]
-    return [words], how["type"](words)
+        words = options["metavar"].strip("{}").split(",")[-1]
+    return [words], options["type"](words)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.__name__)
@@ -202,7 +199,7 @@ def test_mistakes_are_explained(flags, message):
         return
     with pytest.raises(UserError, match=message) as caught:
         parse(*flags.split())
-    assert "; " in str(caught.value), "what; what to do"
+    assert "; " in str(caught.value), "an error reads `problem; what to do`"
 
 
 @pytest.mark.parametrize("missing", ["--num-layers", "--lr", "--seq-length"])

@@ -1,8 +1,8 @@
-"""Every flag has a reader, or is refused: none does nothing.
+"""Tests that every flag is read by some code or is refused, so that no flag silently does nothing.
 
-The reader is found in the source: a place that loads `args.x`, `config.x` or the like, in this tree
-or in the wheel's code for GPT models. Declarations, `__post_init__` and checks do not count. The
-place of each flag is in tests/data/option_readers.txt; to write it anew after a change on purpose:
+A reader is a source file that loads `args.x`, `config.x` or the like, in this tree or in the
+wheel's code for GPT models. Declarations, `__post_init__` and checks do not count.
+tests/data/option_readers.txt lists the reader of every flag. To rewrite it after adding a flag:
 
     python -m tests.training.arguments.test_flag_readers
 """
@@ -18,11 +18,11 @@ from megatron.training.arguments.flag_effects import CUDA_ONLY, NEEDS, UNREAD
 from megatron.training.arguments.parse_args import build_parser, parse_args
 from megatron.training.errors import UserError
 from tests.subprocesses import REPO
-from tests.training.arguments.test_arguments import MINIMAL
+from tests.training.runs import MINIMAL
 
 TABLE = REPO / "tests" / "data" / "option_readers.txt"
 WHEEL = Path(megatron.core.__path__[1])
-#: Parts of the wheel that a GPT model on the local layers never enters, and its declarations.
+#: parts of the wheel that a GPT model on the local layers never runs, and declarations
 ELSEWHERE = (
     "inference",
     "ssm",
@@ -51,10 +51,10 @@ ELSEWHERE = (
     "nccl_allocator",
     "_config.py",
 )
-#: Files of this tree that check or describe flags and do not act on them.
+#: files of this tree that check or describe flags without acting on them
 CHECKS = ("validation.py", "flag_effects.py", "moe_mla_checks.py", "/hf/")
 HOLDERS = ("args", "ddp", "run", "settings", "transformer", "optimizer")
-#: Flags that act by setting another one, and where.
+#: flags that act by setting another one, and the file that sets it
 SETS_ANOTHER = {
     "group_query_attention": "megatron/training/arguments/defaults.py",
     "use_rotary_position_embeddings": "megatron/training/arguments/defaults.py",
@@ -71,7 +71,7 @@ SETS_ANOTHER = {
     "help": "argparse",
     "use_mcore_models": "nothing: accepted for older scripts, as its help says",
 }
-#: Flags that are refused where they are given, by a check of their own.
+#: flags that a check of their own refuses
 REFUSED_ELSEWHERE = {
     "cache_mla_latents": "refused by moe_mla_checks.py",
     "qk_clip": "refused by moe_mla_checks.py",
@@ -86,7 +86,7 @@ def _holder(node: ast.expr) -> str:
 
 
 def _reads(tree: ast.AST):
-    """Yield each name that code loads from a configuration or the arguments, or takes by name."""
+    """Yield every name that code loads from a configuration or from the arguments."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             holder = _holder(node.value)
@@ -101,29 +101,30 @@ def _reads(tree: ast.AST):
 
 @cache
 def readers() -> dict[str, str]:
-    """Return the first file that reads each name; this tree goes before the wheel."""
-    places: dict[str, str] = {}
+    """Return the first file that reads each name; this tree has precedence over the wheel."""
+    files: dict[str, str] = {}
     roots = ((REPO, REPO / "megatron", CHECKS, ""), (WHEEL, WHEEL, ELSEWHERE, "wheel "))
     for base, root, left_out, prefix in roots:
         for path in sorted(root.rglob("*.py")):
-            name = path.relative_to(base).as_posix()
-            if any(part in name for part in (*left_out, "arguments/defaults.py")):
+            file = path.relative_to(base).as_posix()
+            if any(part in file for part in (*left_out, "arguments/defaults.py")):
                 continue
-            for read in _reads(ast.parse(path.read_text(encoding="utf-8"))):
-                places.setdefault(read, prefix + name)
-    return places
+            for name in _reads(ast.parse(path.read_text(encoding="utf-8"))):
+                files.setdefault(name, prefix + file)
+    return files
 
 
-def place_of(name: str) -> str:
-    """Return what becomes of a flag."""
+def reader_of(name: str) -> str:
+    """Return the file that reads a flag, or the one that refuses it."""
     if name in UNREAD:
         return "refused by flag_effects.py"
     return REFUSED_ELSEWHERE.get(name) or SETS_ANOTHER.get(name) or readers().get(name, "NOTHING")
 
 
 def table() -> str:
-    names = sorted({action.dest for action in build_parser()._actions})
-    return "".join(f"{name:54s} {place_of(name)}\n" for name in names)
+    """Return one line per spelling of a flag, with the flag's reader."""
+    actions = build_parser()._option_string_actions
+    return "".join(f"{flag:54s} {reader_of(actions[flag].dest)}\n" for flag in sorted(actions))
 
 
 def test_every_flag_has_a_reader_or_is_refused():

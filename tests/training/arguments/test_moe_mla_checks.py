@@ -8,7 +8,7 @@ import pytest
 from megatron.training.arguments.parse_args import parse_args
 from megatron.training.checkpointing.compatibility import check_optimizer
 from megatron.training.errors import UserError
-from megatron.training.flops import flops_per_token
+from megatron.training.logging import flops_per_token
 
 MLA = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),

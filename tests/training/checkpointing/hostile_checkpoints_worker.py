@@ -28,7 +28,7 @@ from megatron.training.errors import UserError  # noqa: E402
 from megatron.training.hf.loading import check_weights  # noqa: E402
 from megatron.training.initialize import initialize  # noqa: E402
 from megatron.training.low_precision import configure_formats  # noqa: E402
-from megatron.training.train_step import Trained  # noqa: E402
+from megatron.training.train_step import TrainingState  # noqa: E402
 
 MEMORY = 3 << 30
 CPU_SECONDS = 100
@@ -53,7 +53,7 @@ class Worker:
         chunks = model.build_model(run, run.args.padded_vocab_size)
         optimizer = model.build_optimizer(run, chunks)
         run.args.load = folder
-        trained = Trained(chunks, optimizer, model.build_scheduler(run.args, optimizer))
+        trained = TrainingState(chunks, optimizer, model.build_scheduler(run.args, optimizer))
         save_load.load_checkpoint(run, trained)
 
     def weights(self, folder: str) -> None:

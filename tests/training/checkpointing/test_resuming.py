@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.training.conftest import make_corpus
+from tests.training.corpus import make_corpus
 from tests.training.runs import refused, succeeded
 
 

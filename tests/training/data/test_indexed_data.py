@@ -11,7 +11,7 @@ from megatron.training.data.index_cache import check_samples
 from megatron.training.data.indexed_data import BLOCK, check_index, read_header
 from megatron.training.errors import UserError
 from tests import hostile_inputs
-from tests.training.conftest import DOCUMENTS
+from tests.training.corpus import DOCUMENTS
 from tests.training.runs import refused, succeeded
 
 HEADER = 34

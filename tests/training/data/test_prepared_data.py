@@ -8,8 +8,7 @@ import pytest
 
 from megatron.analysis.store import TensorStore
 from tests.subprocesses import REPO
-from tests.training.runs import COMMON, MODEL, train
-from tests.training.test_deepseek import DEEPSEEK
+from tests.training.runs import COMMON, DEEPSEEK, MODEL, train
 
 sys.path.insert(0, str(REPO / "script/data"))
 

@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel.mappings import (  # noqa: E402
 )
 from megatron.training import initialize, model  # noqa: E402
 from megatron.training.arguments.parse_args import parse_args  # noqa: E402
-from megatron.training.arguments.validation import Run  # noqa: E402
+from megatron.training.arguments.validation import RunConfig  # noqa: E402
 from megatron.training.hf import reading, writing  # noqa: E402
 from megatron.training.hf.loading import check_weights, load_weights  # noqa: E402
 from megatron.training.hf.writing import save_weights  # noqa: E402
@@ -98,7 +98,7 @@ class CountedSlice:
         return part
 
 
-def loaded(options: list[str]) -> tuple[Run, list[torch.nn.Module]]:
+def loaded(options: list[str]) -> tuple[RunConfig, list[torch.nn.Module]]:
     """Return the run of a command line and its model with the checkpoint's weights."""
     run = parse_args(options)
     model.check_buildable(run.args)

@@ -15,9 +15,9 @@ from megatron.training.arguments.parse_args import build_parser, parse_args
 from megatron.training.errors import UserError
 from megatron.training.hf import architectures, flags, rope
 from tests.published import PARAMETERS, PUBLISHED
-from tests.training.arguments.test_arguments import MINIMAL
 from tests.training.hf.hf_models import LLAMA3_ROPE, YARN
-from tests.training.test_deepseek import DEEPSEEK as DEEPSEEK_FLAGS
+from tests.training.runs import DEEPSEEK as DEEPSEEK_FLAGS
+from tests.training.runs import MINIMAL
 
 BATCH = ("--seq-length", "64", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3")
 DATA = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100")

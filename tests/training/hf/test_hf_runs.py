@@ -14,8 +14,8 @@ from tests import forks
 from tests.subprocesses import REPO, environment
 from tests.training.hf import hf_models
 from tests.training.hf.hf_models import DEEPSEEK, LLAMA, YARN
+from tests.training.runs import DEEPSEEK as DEEPSEEK_FLAGS
 from tests.training.runs import ENTRY, MODEL, NO_DROPOUT, Training, train
-from tests.training.test_deepseek import DEEPSEEK as DEEPSEEK_FLAGS
 
 WORKER = Path(__file__).with_name("killed_worker.py")
 #: 120 tokens, of which the corpus uses 97.
