@@ -1,4 +1,4 @@
-"""Pretrain GPT: `python pretrain_gpt.py --help`, or under `torchrun --nproc-per-node N`."""
+"""Pretrain a GPT model; see `python pretrain_gpt.py --help`. torchrun starts several ranks."""
 
 import sys
 

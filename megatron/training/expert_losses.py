@@ -22,8 +22,8 @@ class _Loss:
     """A loss of the router, and the ranks over which it is summed."""
 
     name: str  #: name in megatron-core's tracker
-    sums_over_data: bool = False  #: whether data-parallel ranks hold parts of one sum
-    sums: bool = True  #: whether tensor-parallel ranks hold parts of one sum
+    sums_over_data: bool = False  #: True if data-parallel ranks hold parts of one sum
+    sums: bool = True  #: True if tensor-parallel ranks hold parts of one sum
 
 
 _LOSSES = {

@@ -33,7 +33,7 @@ class StepResult:
     """The result of one iteration, the same on every rank."""
 
     losses: dict[str, float]
-    skipped: bool  #: whether fp16 gradients overflowed, so that the weights were not updated
+    skipped: bool  #: True if fp16 gradients overflowed, so that no weight changed
     grad_norm: float | None
     num_zeros: int | None
     max_attention_logit: float | None = None  #: set with --log-max-attention-logit

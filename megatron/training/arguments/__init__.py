@@ -1,1 +1,1 @@
-"""The command line: its flags, their defaults, and the checks of their values."""
+"""The command line of `pretrain_gpt.py`: its flags, their defaults, and the checks of values."""

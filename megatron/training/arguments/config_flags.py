@@ -1,10 +1,10 @@
-"""Command-line flags generated from megatron-core's configuration dataclasses.
+"""Command-line flags that are generated from megatron-core's configuration dataclasses.
 
 Every field that can be written on a command line becomes a flag: `hidden_size` is `--hidden-size`,
-a bool has `--x` and `--no-x`. The wheel's own metadata (`argparse_meta`) names the flags that
-Megatron-LM spells differently; `HISTORICAL` holds the rest of them. A generated flag that was not
-given stays None, so that a default can still be derived from the device and from other flags, and
-the dataclass's own default applies where nothing was derived.
+and a bool has `--x` and `--no-x`. The wheel's metadata (`argparse_meta`) and `HISTORICAL` hold the
+flags that Megatron-LM spells differently. A generated flag that is not given stays None, so that
+its default can be derived from the device and other flags. If nothing is derived, the dataclass's
+own default applies.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any, Literal, Union
 
 import torch
 
-#: Fields without a flag, and why: the text is shown by the test that counts them.
+#: fields without a flag, and the reason
 EXCLUDED: dict[str, str] = {
     "params_dtype": "follows from --bf16 and --fp16",
     "pipeline_dtype": "follows from --bf16 and --fp16",
@@ -35,22 +35,20 @@ EXCLUDED: dict[str, str] = {
 }
 
 
-#: Fields that share their name with a flag of ours and do not take its value.
+#: fields that share their name with a flag of this program and do not take its value
 ANOTHER_MEANING = ("quant_recipe",)
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """Another flag for a generated field; `value` is what the flag alone sets, None if it takes the
-    field's value.
-    """
+    """Another flag for a generated field."""
 
     flag: str
     field: str
-    value: Any = None
+    value: Any = None  #: value that the flag sets; None if the flag takes a value
 
 
-#: Megatron-LM's names of fields, where they are not the field's own.
+#: Megatron-LM's flags whose name differs from the field's
 HISTORICAL = (
     Spelling("--num-experts", "num_moe_experts"),
     Spelling("--no-bias-gelu-fusion", "bias_activation_fusion", False),
@@ -67,16 +65,18 @@ HISTORICAL = (
     Spelling("--use-torch-optimizer-for-cpu-offload", "use_torch_optimizer_for_cpu_offload", True),
     Spelling("--no-initialization", "perform_initialization", False),
 )
-#: Defaults of Megatron-LM's command line where the dataclass has another.
-HISTORICAL_DEFAULTS = {"q_lora_rank": None}  #: 512 there: queries would always be compressed
-#: What the help of a field says after the wheel's own first sentence.
-ADDED_HELP = {"cp_comm_type": "; the local layers do all_gather, of keys and values, and no other"}
+#: Megatron-LM's defaults that differ from the dataclass's; with its q_lora_rank of 512, queries
+#: would always be compressed
+HISTORICAL_DEFAULTS = {"q_lora_rank": None}
+#: text that follows the wheel's own sentence in the help of a field
+ADDED_HELP = {"cp_comm_type": "; the local layers support only all_gather, of keys and values"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """Read `4` or a list built from lists, `+` and `*`, as in `([0]*1+[1]*26)`; Megatron-LM
-    evaluates it, we parse it.
+    """Read a number, or a list built from lists, `+` and `*` such as `([0]*1+[1]*26)`.
+
+    Megatron-LM evaluates the text as Python; this function only parses it.
     """
 
     def value(node: ast.expr) -> Any:
@@ -109,14 +109,14 @@ def int_pair(text: str) -> tuple[int, int]:
 
 
 def dtype(text: str) -> torch.dtype:
-    """Read the name of a storage type of the optimizer."""
+    """Read the name of a dtype of the optimizer's state."""
     if text not in _DTYPES:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_DTYPES)}")
     return _DTYPES[text]
 
 
 class _OneOrMore(argparse.Action):
-    """Store a single value as itself and several as a list: fields typed `str | list[str]`."""
+    """An action for fields of type `str | list[str]` that stores a single value without a list."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
@@ -132,8 +132,9 @@ def _enum_member(kind: type[enum.Enum]):
 
 
 def flag_options(field_type: Any) -> dict[str, Any] | None:
-    """How argparse reads a field of this type; None for what no command line can spell (callables,
-    objects).
+    """Return the argparse options for a field of this type.
+
+    None means that no command line can express the type (callables, objects).
     """
     origin = typing.get_origin(field_type)
     parts = [p for p in typing.get_args(field_type) if p is not type(None)]
@@ -166,7 +167,7 @@ def flag_options(field_type: Any) -> dict[str, Any] | None:
 
 
 def default_of(field: Field) -> Any:
-    """What a field is where its flag was not given."""
+    """Return the value of a field whose flag is not given."""
     if field.name in HISTORICAL_DEFAULTS:
         return HISTORICAL_DEFAULTS[field.name]
     if field.default is not MISSING:
@@ -175,7 +176,7 @@ def default_of(field: Field) -> Any:
 
 
 def flagged_fields(config: type) -> dict[str, Field]:
-    """The fields of `config` that have a flag."""
+    """Return the fields of `config` that have a flag, by name."""
     return {
         f.name: f
         for f in fields(config)
@@ -189,7 +190,7 @@ def flagged_fields(config: type) -> dict[str, Field]:
 def add_config_arguments(
     parser: argparse.ArgumentParser, config: type, title: str, *, documents: bool
 ) -> None:
-    """Add a group with a flag for every field of `config` that does not have one yet."""
+    """Add a group with one flag for each field of `config` that has none in the parser yet."""
     group = parser.add_argument_group(title)
     taken = {action.dest for action in parser._actions}
     help_of = _field_documents(config) if documents else {}
@@ -200,8 +201,8 @@ def add_config_arguments(
         options.setdefault("metavar", _metavar(options))
         if options["metavar"] is None:
             del options["metavar"]
-        about = help_of.get(name, "") + ADDED_HELP.get(name, "")
-        text = f"{about} (default: {_shown(default_of(field))})".strip()
+        help_text = help_of.get(name, "") + ADDED_HELP.get(name, "")
+        text = f"{help_text} (default: {_shown(default_of(field))})".strip()
         flag = "--" + name.replace("_", "-")
         aliases = list(field.metadata.get("argparse_meta", {}).get("arg_names", ()))
         extra = [] if field.type is bool else [alias for alias in aliases if alias != flag]
@@ -234,8 +235,9 @@ def _add_spelling(group, spelling: Spelling, parser, options: dict | None = None
 
 
 def config_kwargs(args: argparse.Namespace, config: type) -> dict[str, Any]:
-    """What was given or derived for the fields of `config`; where nothing was, its own default
-    applies.
+    """Return the given and derived values of the fields of `config`.
+
+    Fields without such a value are left out, so that the dataclass's default applies.
     """
     return {
         f.name: value
@@ -247,7 +249,7 @@ def config_kwargs(args: argparse.Namespace, config: type) -> dict[str, Any]:
 
 
 def fill_defaults(args: argparse.Namespace, configs: list[type]) -> None:
-    """Set what is still None to the dataclasses' defaults; the first class with the field wins."""
+    """Set flags that are still None to their defaults; the first class with the field decides."""
     for config in configs:
         for name, field in flagged_fields(config).items():
             if getattr(args, name, None) is None:
@@ -265,9 +267,7 @@ def _shown(value: Any) -> str:
 
 
 def _field_documents(config: type) -> dict[str, str]:
-    """The first sentence of the string that follows each field in the source of `config` and its
-    bases.
-    """
+    """Return the first sentence of each field's docstring, by field, from the classes' source."""
     documents: dict[str, str] = {}
     for base in reversed(config.__mro__[:-1]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body

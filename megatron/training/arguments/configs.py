@@ -1,4 +1,4 @@
-"""megatron-core's configuration objects, made from the command line."""
+"""Build megatron-core's configuration objects from the command line."""
 
 import argparse
 
@@ -15,16 +15,16 @@ from megatron.training.errors import UserError
 
 
 def params_dtype(args: argparse.Namespace) -> torch.dtype:
-    """The type in which the model's weights and activations are kept."""
+    """Return the dtype of the model's weights and activations."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
 def _checked(config: type, kwargs: dict):
-    """Build a configuration; what megatron-core refuses is a mistake on the command line.
+    """Build a configuration, and report what megatron-core refuses as an error of the user.
 
     Raises:
-        UserError: megatron-core's own message, which names fields: `hidden_size` is
-        `--hidden-size`.
+        UserError: with megatron-core's own message. It names fields: `hidden_size` is
+            `--hidden-size`.
     """
     try:
         return config(**kwargs)
@@ -36,14 +36,14 @@ def _checked(config: type, kwargs: dict):
         ImportError,
         KeyError,
     ) as error:
-        what = " ".join(str(error).split()) or f"{config.__name__} refuses the values given"
+        reason = " ".join(str(error).split()) or f"{config.__name__} refuses the given values"
         raise UserError(
-            f"{what.rstrip('.')}; change the flags of the same names (field a_b is --a-b)"
+            f"{reason.rstrip('.')}; change the flags of the same names (field a_b is --a-b)"
         ) from error
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    """The model's configuration."""
+    """Return the configuration of the model."""
     config = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     kwargs = config_kwargs(args, config)
     if args.multi_latent_attention:
@@ -65,7 +65,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
-    """The optimizer's configuration."""
+    """Return the configuration of the optimizer."""
     return _checked(
         OptimizerConfig,
         config_kwargs(args, OptimizerConfig) | {"params_dtype": params_dtype(args)},
@@ -73,7 +73,7 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
 
 
 def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
-    """The configuration of gradient reduction."""
+    """Return the configuration of data parallelism and its gradient reduction."""
     return _checked(
         DistributedDataParallelConfig, config_kwargs(args, DistributedDataParallelConfig)
     )

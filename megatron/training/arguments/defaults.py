@@ -1,8 +1,9 @@
-"""Values that follow from other flags, from the device and from what is installed.
+"""Defaults that depend on other flags, on the device and on the installed packages.
 
-Megatron-LM demands several of these of its user (`--no-masked-softmax-fusion` where apex is
-missing); here a flag is only needed to say something else. What was given on the command line is
-never overwritten, except by its own contradiction.
+Megatron-LM requires some of these flags from its user, such as `--no-masked-softmax-fusion` without
+apex. Here they are derived, and a flag is only needed for another value. A given flag is kept
+unless it contradicts another. Sequence parallelism without tensor parallelism, for example, is
+turned off, with a note in the log.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import torch
 
 from megatron.training.errors import UserError
 
-#: Fields of megatron-core's configurations that are read before those are built.
+#: defaults of megatron-core's fields that are read before its configurations are built
 _BASICS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -36,12 +37,12 @@ _BASICS = {
 
 
 def installed(module: str) -> bool:
-    """Whether a module can be imported, without importing it."""
+    """Return whether a module can be imported, without importing it."""
     return find_spec(module) is not None
 
 
 def derive(args: argparse.Namespace) -> list[str]:
-    """Fill in what was not given; returns notes for the log about what was changed and why."""
+    """Derive the flags that are not given, and return notes for the log about changed ones."""
     for name, value in _BASICS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -80,9 +81,9 @@ def _derive_ranks(args: argparse.Namespace, notes: list[str]) -> None:
 
 
 def _derive_p2p(args: argparse.Namespace) -> None:
-    """Overlap the interleaved schedule's messages with computation, as Megatron-LM does.
+    """Overlap the messages of the interleaved schedule with computation, as Megatron-LM does.
 
-    Over two ranks it is also the only correct way: both neighbors are the same rank, and batched
+    With two pipeline ranks nothing else is correct. Both neighbors are the same rank, and batched
     messages to it are matched by their order, so that activations would arrive as gradients.
     """
     interleaved = args.virtual_pipeline_model_parallel_size is not None
@@ -93,19 +94,19 @@ def _derive_p2p(args: argparse.Namespace) -> None:
             "--no-overlap-p2p-communication or use more pipeline ranks"
         )
     _default(args, "batch_p2p_comm", not args.overlap_p2p_comm)
-    # A sent output's memory is freed once the message is posted. NCCL's stream has it by then;
-    # gloo may still be reading it, and would send what was written there next.
-    early = args.overlap_p2p_comm and args.distributed_backend == "gloo"
-    _default(args, "deallocate_pipeline_outputs", not early)
-    if early and args.deallocate_pipeline_outputs:
+    # The memory of an output is freed once its message is posted. That is safe with NCCL, whose
+    # stream keeps the order. gloo may still be reading it, and would send overwritten memory.
+    freed_too_early = args.overlap_p2p_comm and args.distributed_backend == "gloo"
+    _default(args, "deallocate_pipeline_outputs", not freed_too_early)
+    if freed_too_early and args.deallocate_pipeline_outputs:
         raise UserError(
-            "--deallocate-pipeline-outputs frees what gloo is still sending in the interleaved "
-            "schedule; remove it"
+            "--deallocate-pipeline-outputs frees tensors that gloo is still sending in the "
+            "interleaved schedule; remove it"
         )
 
 
 def _virtual_stages(args: argparse.Namespace) -> int | None:
-    """Stages of the interleaved schedule on each pipeline rank; None for the plain schedule."""
+    """Return the stages per rank of the interleaved schedule; None for the plain schedule."""
     layers, stages = (
         args.num_layers_per_virtual_pipeline_stage,
         args.num_virtual_stages_per_pipeline_rank,
@@ -115,7 +116,7 @@ def _virtual_stages(args: argparse.Namespace) -> int | None:
     if layers is not None and stages is not None:
         raise UserError(
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank "
-            "were both given; they say the same thing, give one"
+            "were both given; they set the same thing, give one"
         )
     if args.pipeline_model_parallel_size == 1:
         raise UserError(
@@ -128,7 +129,7 @@ def _virtual_stages(args: argparse.Namespace) -> int | None:
             raise UserError(
                 f"--num-layers {args.num_layers} over {args.pipeline_model_parallel_size} pipeline "
                 f"ranks cannot be cut into stages of {layers} layers; choose "
-                "--num-layers-per-virtual-pipeline-stage so that it divides the layers of a rank"
+                "--num-layers-per-virtual-pipeline-stage so that it divides the layers per rank"
             )
         stages = per_rank // layers
     return None if stages == 1 else stages
@@ -155,7 +156,7 @@ def _derive_precision(args: argparse.Namespace) -> None:
 
 
 def _derive_fusions(args: argparse.Namespace) -> None:
-    """Fused functions where the device has them; on a CPU they would only be compiled, slowly."""
+    """Enable the fused functions of the device; on a CPU compiling them only costs time."""
     cuda = torch.cuda.is_available()
     _default(args, "bias_dropout_fusion", cuda)
     biased_gelu = not (args.squared_relu or args.quick_geglu) and args.add_bias_linear is not False

@@ -4,7 +4,7 @@
 `NEEDS` lists flags that have an effect only together with another one. A flag that disables
 something, or that has its default value, is always accepted: the result is what it requests.
 
-All other flags are read by some code; tests/data/option_readers.txt names it for each.
+All other flags are read by some code, which tests/data/option_readers.txt lists.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _FSDP = "this trainer wraps the model for plain data parallelism, not with FSDP"
 _MUON = "the optimizers here are adam and sgd"
 _MAMBA = "it is for models with Mamba layers"
 
-#: Reason, and the flags that no code of the local layers or of this trainer reads.
+#: flags that no code of the local layers or of this trainer reads, by the reason
 _UNREAD_BY_REASON = (
     (
         _TE,
@@ -92,7 +92,7 @@ _UNREAD_BY_REASON = (
     ),
 )
 
-#: Flags that nothing reads here, and why.
+#: reason why no code reads a flag, by the flag's name
 UNREAD: dict[str, str] = {
     name: why for why, names in _UNREAD_BY_REASON for name in names.split()
 } | {
@@ -102,14 +102,14 @@ UNREAD: dict[str, str] = {
     "configuration class, which this program has no flag for",
     "max_seqlen_per_dp_cp_rank": "it is for hybrid context parallelism, which is refused",
     "moe_enable_routing_replay": "it is for reinforcement learning, whose trainer replays routes",
-    "moe_per_layer_logging": "the log has the mean over the layers",
+    "moe_per_layer_logging": "the log shows the mean over the layers",
     "moe_router_topk_limited_devices": "it is deprecated; give --moe-router-num-groups and "
     "--moe-router-group-topk",
     "moe_token_dropping": "megatron-core does not support it; give --moe-expert-capacity-factor",
     "mrope_section": "positions have one dimension here",
 }
 
-#: Flags that only act on a CUDA device.
+#: flags that have an effect only on a CUDA device
 CUDA_ONLY = _names("""
     enable_autocast autocast_dtype disable_bf16_reduced_precision_matmul enable_cuda_graph
     external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_retain_backward_graph
@@ -120,7 +120,7 @@ CUDA_ONLY = _names("""
 
 @dataclass(frozen=True)
 class Need:
-    """A condition without which some flags have no effect."""
+    """A condition without which its flags have no effect."""
 
     what: str
     met: Callable[[argparse.Namespace], object]
@@ -302,15 +302,15 @@ NEEDS = (
 def check_effects(
     args: argparse.Namespace, given: set[str], default_of: Callable[[str], object]
 ) -> None:
-    """Refuse a flag that was given and would do nothing.
+    """Refuse a given flag that would have no effect.
 
     Args:
-        args: the flags, with those of a Hugging Face checkpoint filled in.
+        args: all flags, including those that a Hugging Face checkpoint sets.
         given: names of the flags on the command line.
-        default_of: what a flag is when it is not given.
+        default_of: function that returns the default value of a flag.
 
     Raises:
-        UserError: names the flag, the reason and what to do.
+        UserError: naming the flag, the reason and what to do.
     """
     local = args.transformer_impl in (None, "local")
     for name in sorted(given):
@@ -324,4 +324,4 @@ def check_effects(
             if name in need.flags and not need.met(args):
                 raise UserError(f"{flag} acts only with {need.what}; add that, or remove {flag}")
         if name in CUDA_ONLY and not torch.cuda.is_available():
-            raise UserError(f"{flag} acts only on a CUDA device, which is not here; remove it")
+            raise UserError(f"{flag} acts only on a CUDA device, and there is none; remove it")

@@ -1,5 +1,6 @@
-"""Refuses what mixtures of experts and multi-latent attention cannot be built from here, or what
-they would ignore.
+"""Checks of the flags of mixtures of experts and multi-latent attention.
+
+They refuse what cannot be built here and what would be ignored.
 """
 
 import argparse
@@ -7,16 +8,16 @@ import argparse
 from megatron.training.arguments.defaults import installed
 from megatron.training.errors import UserError
 
-#: Flags whose code is another package's.
+#: packages that the code of a flag needs
 _PACKAGES = {
     "moe_permute_fusion": "transformer_engine",
     "moe_router_fusion": "transformer_engine",
     "moe_latent_size": "transformer_engine",
     "moe_grouped_gemm": "grouped_gemm",
 }
-#: Kinds of load balancing that the wheel's router computes, and none of them.
+#: kinds of load balancing that the wheel's router supports
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
-#: Flags that another program than this trainer reads.
+#: reasons why this trainer does not read a flag
 _UNREAD = {
     "cache_mla_latents": "it is for inference",
     "qk_clip": "the optimizers here do not clip the weights of queries and keys",
@@ -24,10 +25,10 @@ _UNREAD = {
 
 
 def check_experts(args: argparse.Namespace) -> None:
-    """Refuse a mixture of experts that cannot be built or would not train as the flags say.
+    """Refuse a mixture of experts that cannot be built or would not train as requested.
 
     Raises:
-        UserError: names the flag.
+        UserError: naming the flag.
     """
     if not args.num_moe_experts:
         return
@@ -53,7 +54,7 @@ def check_experts(args: argparse.Namespace) -> None:
     if args.expert_model_parallel_size > 1 and args.use_cpu_initialization:
         raise UserError(
             "--use-cpu-initialization gives the experts of every expert-parallel rank the same "
-            "weights; remove it: without it each expert starts from its own, also on a CPU"
+            "weights; remove it: each expert then gets its own weights, on a CPU as well"
         )
 
 
@@ -92,10 +93,10 @@ def _check_balancing(args: argparse.Namespace) -> None:
 
 
 def check_mla(args: argparse.Namespace) -> None:
-    """Refuse multi-latent attention that cannot be built, and what nothing here reads.
+    """Refuse multi-latent attention that cannot be built, and flags that nothing here reads.
 
     Raises:
-        UserError: names the flag.
+        UserError: naming the flag.
     """
     if args.transformer_impl != "local":
         return

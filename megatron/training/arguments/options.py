@@ -1,8 +1,8 @@
-"""Flags that are not fields of megatron-core's configurations: one dataclass a group, one field a
-flag.
+"""Flags that are not fields of megatron-core's configurations, with one dataclass per group of
+`--help` and one field per flag.
 
-Names and defaults are Megatron-LM's unless the help text says otherwise. Those of the collection
-are in collection_options.py.
+Names and defaults are Megatron-LM's unless the help text says otherwise. The flags of the tensor
+collection are in collection_options.py.
 """
 
 # ruff: noqa: RUF009  (`option` is a dataclass field)
@@ -18,37 +18,45 @@ from megatron.training.data.tokenizer import TOKENIZER_TYPES
 class ModelOptions:
     """Model"""
 
-    swiglu: bool = option(False, "gated linear units with SiLU instead of GELU")
-    quick_geglu: bool = option(False, "gated linear units with the quick GELU")
-    squared_relu: bool = option(False, "squared ReLU instead of GELU")
+    swiglu: bool = option(False, "use gated linear units with SiLU instead of GELU")
+    quick_geglu: bool = option(False, "use gated linear units with the quick GELU approximation")
+    squared_relu: bool = option(False, "use squared ReLU instead of GELU")
     group_query_attention: bool = option(
         False, "share keys and values between heads; --num-query-groups alone also turns it on"
     )
     position_embedding_type: str = option(
         "learned_absolute",
-        "how a token knows its position",
+        "kind of position embedding",
         choices=("learned_absolute", "rope", "none"),
     )
     use_rotary_position_embeddings: bool = option(
         False, "older name of --position-embedding-type rope"
     )
     rotary_seq_len_interpolation_factor: float | None = option(
-        None, "linear interpolation of rotary positions for longer sequences", type=float
+        None, "divide rotary positions by this factor, for longer sequences", type=float
     )
-    use_rope_scaling: bool = option(False, "the frequency scaling of Llama 3.1 and later")
-    rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling", type=float)
+    use_rope_scaling: bool = option(
+        False, "scale the rotary frequencies as Llama 3.1 and later models do"
+    )
+    rope_scaling_factor: float = option(8.0, "scaling factor of --use-rope-scaling", type=float)
     max_position_embeddings: int | None = option(
-        None, "longest sequence the model can take (default: --seq-length)", type=int
+        None, "longest sequence that the model accepts (default: --seq-length)", type=int
     )
     untie_embeddings_and_output_weights: bool = option(
-        False, "give the output layer weights of its own"
+        False, "give the output layer its own weights instead of the embedding's"
     )
     make_vocab_size_divisible_by: int = option(
-        128, "pad the vocabulary to a multiple of this and of the tensor-parallel size", type=int
+        128,
+        "pad the vocabulary to a multiple of this number times the tensor-parallel size",
+        type=int,
     )
-    fp16_lm_cross_entropy: bool = option(False, "leave the logits in 16 bits for the loss")
-    init_method_xavier_uniform: bool = option(False, "Xavier instead of normal initialization")
-    use_mcore_models: bool = option(False, "accepted for older scripts; there are no other models")
+    fp16_lm_cross_entropy: bool = option(False, "compute the loss from 16-bit logits")
+    init_method_xavier_uniform: bool = option(
+        False, "use Xavier uniform instead of normal initialization"
+    )
+    use_mcore_models: bool = option(
+        False, "no effect; accepted for older scripts, because there are no other models"
+    )
 
 
 @dataclass(kw_only=True)
@@ -56,45 +64,59 @@ class ParallelOptions:
     """Processes and pipeline"""
 
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "layers of each stage of the interleaved pipeline schedule", type=int
+        None, "layers per stage of the interleaved pipeline schedule", type=int
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, "stages a rank of the interleaved pipeline schedule", type=int
+        None, "stages per rank of the interleaved pipeline schedule", type=int
     )
-    use_tp_pp_dp_mapping: bool = option(False, "number the ranks tp, pp, dp instead of tp, dp, pp")
+    use_tp_pp_dp_mapping: bool = option(
+        False, "order the ranks by tensor, pipeline, data instead of tensor, data, pipeline"
+    )
     distributed_backend: str | None = option(
         None,
-        "default: nccl where CUDA is available, else gloo",
+        "backend of torch.distributed (default: nccl if CUDA is available, otherwise gloo)",
         choices=("nccl", "gloo"),
     )
-    distributed_timeout_minutes: int = option(10, "timeout of a collective", type=int)
-    disable_gloo_process_groups: bool = option(False, "make no CPU groups besides the NCCL ones")
+    distributed_timeout_minutes: int = option(
+        10, "timeout of a collective operation, in minutes", type=int
+    )
+    disable_gloo_process_groups: bool = option(
+        False, "create no gloo process groups beside those of the backend"
+    )
 
 
 @dataclass(kw_only=True)
 class TrainingOptions:
     """Training"""
 
-    micro_batch_size: int | None = option(None, "sequences a micro-batch (required)", type=int)
+    micro_batch_size: int | None = option(None, "sequences per micro-batch (required)", type=int)
     global_batch_size: int | None = option(
-        None, "sequences an iteration (default: micro-batch size x data-parallel size)", type=int
+        None, "sequences per iteration (default: micro-batch size x data-parallel size)", type=int
     )
     rampup_batch_size: list[int] | None = option(
         None,
-        "start, increment and samples of a growing global batch",
+        "grow the global batch size: its start value, its increment, and the number of samples "
+        "over which it grows",
         type=int,
         nargs=3,
         metavar="N",
     )
-    train_iters: int | None = option(None, "iterations to train (or --train-samples)", type=int)
+    train_iters: int | None = option(
+        None, "iterations to train; give this or --train-samples", type=int
+    )
     train_samples: int | None = option(None, "sequences to train on", type=int)
     exit_interval: int | None = option(
-        None, "stop after an iteration divisible by this, saving if --save is given", type=int
+        None,
+        "stop after the first iteration that is divisible by this; saves a checkpoint if --save "
+        "is given",
+        type=int,
     )
-    exit_duration_in_mins: int | None = option(None, "stop after so many minutes", type=int)
-    seed: int = option(1234, "seed of Python, numpy, torch and the order of the data", type=int)
+    exit_duration_in_mins: int | None = option(
+        None, "stop after this many minutes; saves a checkpoint if --save is given", type=int
+    )
+    seed: int = option(1234, "seed of Python, NumPy, PyTorch and the order of the data", type=int)
     check_for_nan_in_loss_and_grad: bool = option(
-        True, "stop at a loss that is not finite (it is always reported)"
+        True, "stop if a loss or the gradient norm is not finite; the log always shows it"
     )
 
 
@@ -103,33 +125,53 @@ class SchedulerOptions:
     """Learning rate and weight decay"""
 
     lr_decay_style: str = option(
-        "linear", "", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+        "linear",
+        "shape of the learning rate's decay",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_wsd_decay_style: str = option(
-        "exponential", "", choices=("exponential", "linear", "cosine", "minus_sqrt")
+        "exponential",
+        "shape of the final decay with --lr-decay-style WSD",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
-    lr_decay_iters: int | None = option(None, "default: --train-iters", type=int)
-    lr_decay_samples: int | None = option(None, "default: --train-samples", type=int)
-    lr_wsd_decay_iters: int | None = option(None, "length of the decay of WSD", type=int)
-    lr_wsd_decay_samples: int | None = option(None, "length of the decay of WSD", type=int)
+    lr_decay_iters: int | None = option(
+        None, "iteration at which the decay ends (default: --train-iters)", type=int
+    )
+    lr_decay_samples: int | None = option(
+        None, "sample at which the decay ends (default: --train-samples)", type=int
+    )
+    lr_wsd_decay_iters: int | None = option(
+        None, "iterations of the final decay with --lr-decay-style WSD", type=int
+    )
+    lr_wsd_decay_samples: int | None = option(
+        None, "samples of the final decay with --lr-decay-style WSD", type=int
+    )
     lr_warmup_iters: int = option(0, "iterations of linear warm-up", type=int)
     lr_warmup_samples: int = option(0, "samples of linear warm-up", type=int)
     lr_warmup_fraction: float | None = option(
-        None, "warm-up as a fraction of the decay", type=float
+        None, "length of the warm-up as a fraction of the decay's length", type=float
     )
     lr_warmup_init: float = option(0.0, "learning rate at which the warm-up starts", type=float)
-    start_weight_decay: float | None = option(None, "default: --weight-decay", type=float)
-    end_weight_decay: float | None = option(None, "default: --weight-decay", type=float)
-    weight_decay_incr_style: str = option("constant", "", choices=("constant", "linear", "cosine"))
+    start_weight_decay: float | None = option(
+        None, "weight decay at the beginning (default: --weight-decay)", type=float
+    )
+    end_weight_decay: float | None = option(
+        None, "weight decay at the end (default: --weight-decay)", type=float
+    )
+    weight_decay_incr_style: str = option(
+        "constant",
+        "how the weight decay changes during training",
+        choices=("constant", "linear", "cosine"),
+    )
     override_opt_param_scheduler: bool = option(
         False,
-        "take the schedule and the optimizer's numbers (learning rates, betas, epsilon, weight "
+        "take the schedule and the optimizer's settings (learning rates, betas, epsilon, weight "
         "decay) from the command line, not from the checkpoint",
         flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
-        "take the schedule and the optimizer's numbers from the checkpoint, not from the command "
+        "take the schedule and the optimizer's settings from the checkpoint, not from the command "
         "line",
         flags=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
     )
@@ -141,54 +183,55 @@ class DataOptions:
 
     data_path: list[str] | None = option(
         None,
-        "prefix of a .bin/.idx pair, or weights and prefixes: 0.3 a 0.7 b",
+        "prefix of a .bin/.idx pair, or a blend of weights and prefixes: 0.3 a 0.7 b",
         nargs="+",
         metavar="PREFIX",
     )
     train_data_path: list[str] | None = option(
-        None, "the same for training only", nargs="+", metavar="PREFIX"
+        None, "like --data-path, for training only", nargs="+", metavar="PREFIX"
     )
     valid_data_path: list[str] | None = option(
-        None, "the same for validation only", nargs="+", metavar="PREFIX"
+        None, "like --data-path, for validation only", nargs="+", metavar="PREFIX"
     )
     test_data_path: list[str] | None = option(
-        None, "the same for the test only", nargs="+", metavar="PREFIX"
+        None, "like --data-path, for testing only", nargs="+", metavar="PREFIX"
     )
     split: str | None = option(
-        None, "shares of training, validation and test of --data-path (default: 969,30,1)"
+        None,
+        "shares of --data-path for training, validation and testing (default: 969,30,1)",
     )
-    mock_data: bool = option(False, "made-up tokens instead of --data-path")
+    mock_data: bool = option(False, "train on generated tokens instead of --data-path")
     data_cache_path: str | None = option(
         None,
-        "folder of the sample indices (default: beside the data if that can be written)",
+        "folder of the sample indices (default: the data's folder if it is writable)",
         metavar="DIR",
     )
-    mmap_bin_files: bool = option(True, "map the .bin files instead of reading them")
-    seq_length: int | None = option(None, "tokens a sequence (required)", type=int)
+    mmap_bin_files: bool = option(True, "memory-map the .bin files instead of reading them")
+    seq_length: int | None = option(None, "tokens per sequence (required)", type=int)
     num_workers: int | None = option(
-        None, "data loading processes a rank (default: 2 with CUDA, else 0)", type=int
+        None, "data loading processes per rank (default: 2 with CUDA, otherwise 0)", type=int
     )
-    reset_position_ids: bool = option(False, "count positions from each document's start")
-    reset_attention_mask: bool = option(False, "keep attention within each document")
-    eod_mask_loss: bool = option(False, "no loss on end-of-document tokens")
+    reset_position_ids: bool = option(False, "restart the positions at each document")
+    reset_attention_mask: bool = option(False, "restrict attention to tokens of one document")
+    eod_mask_loss: bool = option(False, "exclude end-of-document tokens from the loss")
     create_attention_mask_in_dataloader: bool | None = option(
         None,
-        "build the attention mask with each sample (default: only with --reset-attention-mask; the "
-        "layers make a causal mask themselves)",
+        "build an attention mask for each sample (default: only with --reset-attention-mask, "
+        "because the layers create a causal mask themselves)",
     )
     tokenizer_type: str | None = option(
         None,
-        "kind of the tokenizer (default: by what is at --tokenizer-model)",
+        "kind of tokenizer (default: detected from --tokenizer-model)",
         choices=TOKENIZER_TYPES,
     )
     tokenizer_model: str | None = option(
         None, "a .model, .tiktoken or tokenizer.json file, or a folder with one", metavar="PATH"
     )
     vocab_size: int | None = option(
-        None, "size of the vocabulary before padding; required by NullTokenizer", type=int
+        None, "vocabulary size before padding; required by NullTokenizer", type=int
     )
     eval_interval: int = option(1000, "iterations between validations", type=int)
-    eval_iters: int = option(100, "iterations of a validation; 0: none", type=int)
+    eval_iters: int = option(100, "iterations per validation; 0: no validation", type=int)
 
 
 @dataclass(kw_only=True)
@@ -196,35 +239,39 @@ class CheckpointOptions:
     """Checkpoints"""
 
     save: str | None = option(None, "folder to write checkpoints to", metavar="DIR")
-    load: str | None = option(None, "folder to resume from", metavar="DIR")
+    load: str | None = option(None, "folder of checkpoints to resume from", metavar="DIR")
     save_interval: int | None = option(
-        None, "iterations between checkpoints; without it only the last one is written", type=int
+        None,
+        "iterations between checkpoints (default: only one, when training ends)",
+        type=int,
     )
-    ckpt_step: int | None = option(None, "iteration to load instead of the latest", type=int)
+    ckpt_step: int | None = option(
+        None, "iteration of the checkpoint to load (default: the latest)", type=int
+    )
     save_optim: bool = option(True, "write the optimizer's state")
     save_rng: bool = option(True, "write the random states")
     load_optim: bool = option(True, "read the optimizer's state")
     load_rng: bool = option(True, "read the random states")
-    finetune: bool = option(False, "load the weights only and start at iteration 0")
+    finetune: bool = option(False, "load only the weights, and start at iteration 0")
     allow_changed_run: bool = option(
         False,
-        "resume with another number format, data, split, seed, sequence length or bf16/fp16 than "
-        "the checkpoint was trained with; without it that is refused",
+        "resume even if the number format, data, split, seed, sequence length or bf16/fp16 differ "
+        "from those of the checkpoint; without this flag that is an error",
     )
     load_hf: str | None = option(
         None,
         "start from a Hugging Face checkpoint (safetensors of LlamaForCausalLM or "
-        "DeepseekV2ForCausalLM); sets the flags of the architecture that were not given. A "
-        "checkpoint in --load goes first",
+        "DeepseekV2ForCausalLM), which sets the architecture's flags that are not given. A "
+        "checkpoint in --load takes precedence",
         metavar="DIR",
     )
     save_hf: str | None = option(
         None,
-        "write the weights in the Hugging Face format when training ends; with --train-iters 0 "
-        "only convert those of --load or --load-hf",
+        "write the weights in the Hugging Face format when training ends; with --train-iters 0, "
+        "only convert the weights of --load or --load-hf",
         metavar="DIR",
     )
-    ckpt_format: str = option("torch_dist", "", choices=("torch_dist",))
+    ckpt_format: str = option("torch_dist", "format of checkpoints", choices=("torch_dist",))
 
 
 @dataclass(kw_only=True)
@@ -234,14 +281,25 @@ class LoggingOptions:
     log_interval: int = option(
         1, "iterations between log lines (Megatron-LM's default is 100)", type=int
     )
-    log_throughput: bool = option(False, "add TFLOP/s a device to the log line")
-    log_params_norm: bool = option(False, "add the norm of the parameters to the log line")
-    tensorboard_dir: str | None = option(None, "folder of TensorBoard events", metavar="DIR")
-    tensorboard_log_interval: int = option(1, "iterations between TensorBoard points", type=int)
-    timing_log_level: int = option(
-        0, "0: iteration time only; 1, 2: more timers", type=int, choices=(0, 1, 2)
+    log_throughput: bool = option(False, "add TFLOP/s per device to the log line")
+    log_params_norm: bool = option(False, "add the L2 norm of the parameters to the log line")
+    tensorboard_dir: str | None = option(
+        None, "folder to write TensorBoard event files to", metavar="DIR"
     )
-    timing_log_option: str = option("minmax", "", choices=("max", "minmax", "all"))
+    tensorboard_log_interval: int = option(
+        1, "iterations between values in the TensorBoard event files", type=int
+    )
+    timing_log_level: int = option(
+        0,
+        "timers to log; 0: only the time per iteration; 1, 2: more detailed ones",
+        type=int,
+        choices=(0, 1, 2),
+    )
+    timing_log_option: str = option(
+        "minmax",
+        "statistics of the timers over the ranks",
+        choices=("max", "minmax", "all"),
+    )
 
 
 @dataclass(kw_only=True)
@@ -250,21 +308,23 @@ class QuantizationOptions:
 
     custom_quant_type: str | None = option(
         None,
-        "mxfp8, FA_mxfp8, linear_mxfp4, FA_linear_hifp8, ..., bf16 or none; wins over the "
-        "environment's CUSTOM_QUANT_TYPE",
+        "formats of linear layers and attention: mxfp8, FA_mxfp8, linear_mxfp4, FA_linear_hifp8, "
+        "..., bf16 or none; overrides the environment variable CUSTOM_QUANT_TYPE",
         metavar="TYPE",
     )
-    linear_quant: str | None = option(None, "format of the linear layers", metavar="FORMAT")
-    qk_quant: str | None = option(None, "format of Q K^T", metavar="FORMAT")
-    pv_quant: str | None = option(None, "format of P V", metavar="FORMAT")
+    linear_quant: str | None = option(
+        None, "format of the matmuls of linear layers", metavar="FORMAT"
+    )
+    qk_quant: str | None = option(None, "format of the matmul Q K^T in attention", metavar="FORMAT")
+    pv_quant: str | None = option(None, "format of the matmul P V in attention", metavar="FORMAT")
     quant_recipe: str | None = option(
         None,
-        "YAML file that sets formats layer by layer and operand by operand; see examples/recipes. "
-        "Wins over the environment's QUANT_RECIPE",
+        "YAML file that sets the formats per layer and operand; see examples/recipes. Overrides "
+        "the environment variable QUANT_RECIPE",
         metavar="FILE",
     )
     quant_audit: bool = option(
-        False, "print what each matmul of the model goes through, and stop before training"
+        False, "print the formats of every matmul of the model, and stop before training"
     )
 
 
@@ -278,4 +338,4 @@ GROUPS = (
     LoggingOptions,
     QuantizationOptions,
     CollectionOptions,
-)  #: in the order of `--help`
+)  #: option groups in the order of `--help`

@@ -1,4 +1,4 @@
-"""Refuses a parallel layout that the ranks or the model cannot be cut into."""
+"""Checks that the ranks and the model can be divided as the parallel sizes require."""
 
 import argparse
 
@@ -6,10 +6,10 @@ from megatron.training.errors import UserError
 
 
 def check_layout(args: argparse.Namespace) -> None:
-    """Refuse what cannot be cut evenly.
+    """Refuse a parallel layout that does not divide the ranks or the model evenly.
 
     Raises:
-        UserError: names the flags.
+        UserError: naming the flags.
     """
     _check_ranks(args)
     _check_widths(args)
@@ -35,9 +35,9 @@ def _check_ranks(args: argparse.Namespace) -> None:
         )
     etp = args.expert_tensor_parallel_size or tp
     if args.world_size % (etp * ep * pp):
-        what = "" if args.expert_tensor_parallel_size else " (as --tensor-model-parallel-size)"
+        origin = "" if args.expert_tensor_parallel_size else " (as --tensor-model-parallel-size)"
         raise UserError(
-            f"--expert-tensor-parallel-size {etp}{what} x --expert-model-parallel-size {ep} does "
+            f"--expert-tensor-parallel-size {etp}{origin} x --expert-model-parallel-size {ep} does "
             f"not divide the {args.world_size // pp} rank(s) of a pipeline stage; lower one, or "
             f"start a multiple of {etp * ep * pp} ranks"
         )
@@ -50,7 +50,7 @@ def _check_ranks(args: argparse.Namespace) -> None:
 
 
 def _check_widths(args: argparse.Namespace) -> None:
-    """The inner widths of MLPs; those of attention are megatron-core's to check."""
+    """Check the inner widths of MLPs; megatron-core checks those of attention."""
     tp = args.tensor_model_parallel_size
     etp = args.expert_tensor_parallel_size or tp
     for flag, width, ranks in (

@@ -1,9 +1,9 @@
-"""The command line of `pretrain_gpt.py`: assembling the parser, and errors that say what to do.
+"""Parse the command line of `pretrain_gpt.py`.
 
 The flags of the model, the optimizer and data-parallel training are generated from megatron-core's
-configuration dataclasses (config_flags.py); all others are fields of the dataclasses in options.py
-and collection_options.py.
-What is missing is derived and what contradicts itself is refused in validation.py.
+configuration dataclasses (config_flags.py). All others are fields of the dataclasses in options.py
+and collection_options.py. Missing values are derived in defaults.py, and contradictions are refused
+in validation.py.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from megatron.training.arguments.validation import complete
 from megatron.training.errors import UserError
 from megatron.training.hf import flags as hf
 
-#: Generated groups; of two classes with the same field the first one's type makes the flag.
+#: titles of the generated groups; if two classes share a field, the first one defines the flag
 CONFIGS = {
     TransformerConfig: "Transformer (generated from megatron-core's TransformerConfig)",
     MLATransformerConfig: "Multi-latent attention (generated from megatron-core's "
@@ -38,14 +38,14 @@ CONFIGS = {
     "DistributedDataParallelConfig)",
 }
 
-#: Fields by their flag's name; the first class makes the flag.
+#: generated fields by name; the first class that has the field takes precedence
 _GENERATED = {
     name: field for config in reversed(CONFIGS) for name, field in flagged_fields(config).items()
 }
 
 EXAMPLES = """\
 examples:
-  # a tiny Llama on the CPU, made-up data, MXFP8 matmuls, tensors of the first iteration collected
+  # a tiny Llama on the CPU with generated data and MXFP8 matmuls; collect the first iteration
   python pretrain_gpt.py --mock-data --tokenizer-type NullTokenizer --vocab-size 255 \\
       --num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 \\
       --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --swiglu \\
@@ -58,7 +58,7 @@ examples:
       --tokenizer-model model/default/tokenizer.model --save checkpoints/run1 \\
       --load checkpoints/run1 --save-interval 100 ...
 
-  # go on from published weights in another layout; write them back when training ends
+  # continue from published weights on four ranks; export the weights when training ends
   torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 4 --bf16 \\
       --load-hf model/llama3.2-1b --save-hf model/trained --tokenizer-type HuggingFaceTokenizer \\
       --tokenizer-model model/llama3.2-1b --seq-length 4096 --train-iters 1000 --lr 1e-5 ...
@@ -69,18 +69,18 @@ examples:
 
 
 class _Parser(ArgumentParser):
-    """A parser that raises its errors, so that one rank reports them."""
+    """A parser that raises its errors, so that a single rank reports them."""
 
     def error(self, message: str) -> None:
         raise UserError(f"{message}; `python pretrain_gpt.py --help` lists every option")
 
 
 def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
-    """The parser with every flag.
+    """Return the parser with every flag.
 
     Args:
-        documents: read the help texts of generated flags from megatron-core's source; costs a tenth
-        of a second.
+        documents: whether to read the help texts of generated flags from megatron-core's source,
+            which takes a tenth of a second.
     """
     parser = _Parser(
         prog="pretrain_gpt.py",
@@ -102,21 +102,21 @@ def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
 
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
-    """Every flag that the parser knows, sorted."""
+    """Return all spellings of the parser's flags, sorted."""
     return sorted(parser._option_string_actions)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read, complete and check the command line.
+    """Parse the command line, derive missing values and check the result.
 
     Raises:
-        UserError: with a message that says what was given, what is accepted, and what to do.
+        UserError: naming what was given, what is accepted, and what to do.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser(documents=bool({"-h", "--help"} & set(argv)))
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise UserError(_about_unknown(unknown[0], option_names(parser)))
+        raise UserError(_unknown_argument(unknown[0], option_names(parser)))
     given = hf.given_flags(parser, argv)
     model, notes = hf.prepare(args, given)
     check_effects(args, given, partial(_default, parser))
@@ -134,7 +134,8 @@ def _default(parser: argparse.ArgumentParser, name: str) -> Any:
     return parser.get_default(name) if generated is None else default_of(generated)
 
 
-def _about_unknown(argument: str, known: list[str]) -> str:
+def _unknown_argument(argument: str, known: list[str]) -> str:
+    """Return the error message for an argument that the parser does not know."""
     if not argument.startswith("--"):
         return f"{argument!r} belongs to no option; put a flag before it or remove it"
     flag = argument.split("=")[0]

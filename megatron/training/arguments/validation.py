@@ -1,4 +1,4 @@
-"""Completing and checking the command line. Every refusal says what was given and what to do."""
+"""Complete and check the command line. Every error says what was given and what to do."""
 
 import argparse
 import math
@@ -21,23 +21,21 @@ from megatron.training.hf.architectures import Model
 
 @dataclass
 class RunConfig:
-    """A complete command line: the flags with their effective values, and megatron-core's
-    configurations.
-    """
+    """The flags of a run with their effective values, and megatron-core's configurations."""
 
     args: argparse.Namespace
     transformer: TransformerConfig
     optimizer: OptimizerConfig
     ddp: DistributedDataParallelConfig
-    notes: list[str]  #: what was derived against what was given, for the log
-    hf: Model | None = None  #: of --load-hf, or that --save-hf is to write
+    notes: list[str]  #: log lines about flags whose given value was changed
+    hf: Model | None = None  #: architecture of --load-hf, or the one that --save-hf writes
 
 
 def complete(args: argparse.Namespace, generated: list[type]) -> RunConfig:
-    """Derive, check, and build the configurations.
+    """Derive missing values, check all values, and build megatron-core's configurations.
 
     Raises:
-        UserError: see the checks below.
+        UserError: if a check below fails.
     """
     _check_required(args)
     _check_numbers(args)
@@ -52,7 +50,7 @@ def complete(args: argparse.Namespace, generated: list[type]) -> RunConfig:
         ddp=configs.ddp_config(args),
         notes=notes,
     )
-    for config in (run.ddp, run.optimizer, run.transformer):  # the later one wins
+    for config in (run.ddp, run.optimizer, run.transformer):  # the last one takes precedence
         for name in flagged_fields(type(config)):
             setattr(args, name, getattr(config, name))
     fill_defaults(args, generated)
@@ -76,7 +74,8 @@ def _check_required(args: argparse.Namespace) -> None:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    least = {
+    """Refuse numbers that are not finite or below their minimum."""
+    minimums = {
         **dict.fromkeys(
             (
                 "num_layers",
@@ -130,7 +129,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
             0,
         ),
     }
-    for name, minimum in least.items():
+    for name, minimum in minimums.items():
         value = getattr(args, name)
         if value is not None and not (value >= minimum and math.isfinite(value)):
             raise UserError(
@@ -149,7 +148,7 @@ def _check_batches(args: argparse.Namespace) -> None:
     pp = args.pipeline_model_parallel_size
     if args.virtual_pipeline_model_parallel_size and (args.global_batch_size // step) % pp:
         raise UserError(
-            f"the interleaved schedule needs a multiple of {pp} micro-batches an iteration, but "
+            f"the interleaved schedule needs a multiple of {pp} micro-batches per iteration, but "
             f"--global-batch-size {args.global_batch_size} makes {args.global_batch_size // step}; "
             f"make it a multiple of {step * pp}"
         )
@@ -194,7 +193,7 @@ def _check_model(args: argparse.Namespace) -> None:
     if args.transformer_impl != "local" and not installed("transformer_engine"):
         raise UserError(
             f"--transformer-impl {args.transformer_impl} needs Transformer Engine, which is not "
-            "installed; remove the flag: the default, local, needs nothing"
+            "installed; remove the flag: the default, local, needs no other package"
         )
     if args.transformer_impl == "local":
         _check_local_only(args)
@@ -203,7 +202,7 @@ def _check_model(args: argparse.Namespace) -> None:
 
 
 def _check_local_only(args: argparse.Namespace) -> None:
-    """Refuse what only Transformer Engine's layers read: ignored, it would be a silent no-op."""
+    """Refuse flags that only Transformer Engine's layers read, which would silently do nothing."""
     for flag, value in (("--fp8-format", args.fp8), ("--fp4-format", args.fp4)):
         if value:
             raise UserError(
@@ -214,8 +213,8 @@ def _check_local_only(args: argparse.Namespace) -> None:
     backend = getattr(args.attention_backend, "name", "auto")
     if backend in ("flash", "fused"):
         raise UserError(
-            f"--attention-backend {backend} is Transformer Engine's; remove it: the local layers "
-            "have one attention, unfused"
+            f"--attention-backend {backend} belongs to Transformer Engine; remove it: the local "
+            "layers have one attention, unfused"
         )
 
 
@@ -235,9 +234,14 @@ def _check_schedule(args: argparse.Namespace) -> None:
             f"--lr-warmup-fraction {args.lr_warmup_fraction} is outside [0, 1); change it"
         )
     if args.lr_warmup_fraction is not None and (args.lr_warmup_iters or args.lr_warmup_samples):
-        raise UserError("--lr-warmup-fraction and a number of warm-up steps; give one of them")
+        raise UserError(
+            "--lr-warmup-fraction and a number of warm-up iterations or samples were both given; "
+            "give one of them"
+        )
     if args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples):
-        raise UserError("--lr-decay-style WSD needs --lr-wsd-decay-iters; give it")
+        raise UserError(
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples; give one"
+        )
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         raise UserError(
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
@@ -254,15 +258,17 @@ def _check_schedule(args: argparse.Namespace) -> None:
 
 def _check_data(args: argparse.Namespace) -> None:
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
-    ways = [args.data_path is not None, any(p is not None for p in per_split), args.mock_data]
-    if sum(ways) != 1:
-        given = "none" if not any(ways) else "more than one"
+    sources = [args.data_path is not None, any(p is not None for p in per_split), args.mock_data]
+    if sum(sources) != 1:
+        given = "none" if not any(sources) else "more than one"
         raise UserError(
-            f"{given} of --data-path, --train-data-path (and its companions) and --mock-data was "
+            f"{given} of --data-path, --train-data-path (with its companions) and --mock-data was "
             "given; give one"
         )
     if args.train_data_path is None and any(per_split):
-        raise UserError("--train-data-path is missing beside --valid-data-path; give it")
+        raise UserError(
+            "--valid-data-path or --test-data-path was given without --train-data-path; give it"
+        )
     for blend in (args.data_path, *per_split):
         for prefix in blend_prefixes(blend) if blend else ():
             check_prefix(prefix)
