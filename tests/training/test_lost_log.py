@@ -45,7 +45,7 @@ def test_what_other_packages_print_does_not_end_training_either(monkeypatch, cap
     """megatron-core calls `print`, which raises where the pipe's reader has left."""
     read, write = os.pipe()
     os.close(read)
-    monkeypatch.setattr(printing, "_lost", [])
+    monkeypatch.setattr(printing, "_write_errors", [])
     with os.fdopen(write, "w") as stream, contextlib.redirect_stdout(printing.Log(stream)):
         print("nobody reads this", flush=True)
         print("nor this", flush=True)
