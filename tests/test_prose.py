@@ -14,10 +14,15 @@ import pytest
 from tests.subprocesses import REPO
 
 #: folders that still hold older prose; each entry is the beginning of a path
-NOT_YET = ("benchmarks/", "megatron/", "script/", "tests/", "docs/", "README")
+NOT_YET = ("benchmarks/", "docs/results/", "megatron/", "script/", "tests/")
 
-#: programs of other projects, which our prose may name
-FOREIGN = {"preprocess_data.py", "pretrain_gpt_hf.py"}
+#: files of other projects that our prose names
+FOREIGN = {
+    "custom_recipes/reference_current_scaling.py",  # TransformerEngine
+    "hif4_gpu/HiF4_NVFP4_v14f16.py",  # ddddwee1/HiFloat4
+    "tools/preprocess_data.py",  # Megatron-LM
+    "transformer_engine/pytorch/custom_recipes/reference_nvfp4.py",
+}
 
 FIRST = re.compile(r"(?:Of|Those|That|As|What|Whether|Which|Who|With|By|For|From|In words)\b")
 UNIT = (
@@ -111,7 +116,9 @@ def all_violations(paths: list[str]) -> list[str]:
 
 
 def test_the_prose_of_the_tree_keeps_the_rules():
-    failures = [line for line in all_violations([""]) if not line.startswith(NOT_YET)]
+    failures = [
+        line for line in all_violations([""]) if not line.startswith(NOT_YET) or ".md:" in line
+    ]
     assert not failures, "\n" + "\n".join(failures)
 
 
