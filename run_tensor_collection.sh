@@ -28,30 +28,31 @@
 #   --collect-start N          the first of them (1), as the log counts
 #   --collect-every N          every N-th from there on (1)
 #   --collect-iterations SPEC  in place of these two: 7, 1-3,100- or 100-200:10 (every 10th)
-#   --collect-micro-batches M  the first M micro-batches of each iteration; 0: all (1)
+#   --collect-micro-batches N  the first N micro-batches of each iteration; 0: all (1)
 #   --collect-layers SPEC      all, or numbers: first,last or 0,2-4 (all; quick: first,last)
-#   --collect-modules GLOBS    linear_fc*,mlp.*,core_attention: a module's name or the end of it (all)
-#   --collect-tensors NAMES    input,grad_output,...; all,attention_probs adds what comes on request
+#   --collect-modules LIST     linear_fc*,mlp.*,core_attention: a module's name or the end of it
+#                              (all)
+#   --collect-tensors LIST     input,grad_output,...; all,attention_probs adds what comes on request
 #                              only: attention_scores, attention_probs, codes (all)
 #   --collect-operations LIST  forward, backward or both (forward,backward)
 #   --collect-ranks SPEC       world ranks that write, as layers (all)
-#   --collect-slice PARTS      a part of each tensor, by the letters of its dims: s=0:128,h=0:256:2
+#   --collect-slice LIST       a part of each tensor, by the letters of its dims: s=0:128,h=0:256:2
 # When
 #   --collect-flag-file FILE   collect while this file is there: touch and rm switch a running job
 #   --collect-ring K           hold the last K iterations in memory; write them when the loss or the
 #                              gradient norm is not finite or jumps, or training ends with an error
-#   --collect-ring-events E    then no more than E times (3)
-#   --collect-loss-jump F      a loss above F times the median of recent usual losses is a jump; the
+#   --collect-ring-events N    with a ring: how often it is written before collecting ends (3)
+#   --collect-loss-jump X      a loss above X times the median of recent usual losses is a jump; the
 #                              first 8 iterations need more; 0: never a jump (1.25)
-#   --collect-grad-norm-jump F the same for the gradient norm; use about 4 with large batches (100)
+#   --collect-grad-norm-jump X the same for the gradient norm; use about 4 with large batches (100)
 # How much
 #   --collect-plan             print tensors and bytes of what is selected, and stop before training
 #   --collect-max-gib X        GiB that all ranks together may write (no limit)
 #   --collect-max-files N      the same for files (no limit)
-#   --yes                      collect more than 10 GB without a limit (COLLECT_YES=1)
 #   --collect-keep-free-gib X  GiB of the disk that stay free (1, or 5% of a disk below 20 GiB)
 #   --collect-max-host-gib X   GiB of memory for what waits to be written, or in a ring (a tenth of
 #                              the machine's)
+#   --yes                      collect more than 10 GB without a limit (COLLECT_YES=1)
 # Where to
 #   --tensor-path DIR          base folder; the tensors go to DIR/TYPE/ (TENSOR_SAVE_DIR if set,
 #                              else enhanced_tensor_logs); --tensor-dir and --tensor-save-dir

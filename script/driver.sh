@@ -11,11 +11,10 @@ case ${DRY_RUN-} in # a switch that says no is one that is not there, for what t
   0 | [Ff]alse | FALSE | [Nn]o | NO) DRY_RUN= ;;
 esac
 
-# Options of a collection that are handed on under the same names, each with one value.
-collection_flags="collect-start collect-every collect-iterations collect-micro-batches collect-layers \
-collect-modules collect-tensors collect-operations collect-ranks collect-slice collect-max-gib \
-collect-max-files collect-keep-free-gib collect-max-host-gib collect-flag-file collect-ring \
-collect-ring-events collect-loss-jump collect-grad-norm-jump"
+# Options of a collection that are passed on under the same names, each with one value: the flags of
+# megatron/collection/flags.py except for the switch collect-plan.
+collection_flags=$(sed -n -e '/"collect_plan"/d' -e 'y/_/-/' -e 's/^ *name="\(collect-.*\)",$/\1/p' \
+  "$repo/megatron/collection/flags.py" | tr '\n' ' ')
 
 # Options without a value.
 switches="collect-plan quant-audit save-tensors verbose yes dry-run"

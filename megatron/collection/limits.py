@@ -18,12 +18,6 @@ from typing import Any, Protocol
 from megatron.collection.memory_limit import machine_memory
 
 GIB = 1 << 30
-LIMIT_FLAGS = (
-    "collect_max_gib",
-    "collect_max_files",
-    "collect_keep_free_gib",
-    "collect_max_host_gib",
-)
 ENDLESS = 2.0**60  #: files, or GiB: no limit that anything reaches
 OVERHEAD = 4096  #: bytes that a file has at most beyond its tensor's
 KEEP_FREE = 1.0  #: GiB

@@ -92,7 +92,13 @@ def configure(
     def settings() -> Settings | None:
         if not (plan or save_tensors or enabled_by_environment()):
             return None
-        found = read_settings(args, save_dir, control_iter, iteration, flags)
+        found = read_settings(
+            args,
+            save_dir=save_dir,
+            control_iter=control_iter,
+            iteration=iteration,
+            flags=flags,
+        )
         if not plan:
             check_writable(found.directory)
         return found

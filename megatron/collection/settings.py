@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from megatron.collection.flag_file import FlagFile
+from megatron.collection.flags import Reader, by_reader
 from megatron.collection.iteration_windows import check_in_run, how_many
-from megatron.collection.limits import LIMIT_FLAGS, Limits
+from megatron.collection.limits import Limits
 from megatron.collection.ring_buffer import RingSettings
 from megatron.collection.run_card import rank_coordinates
 from megatron.collection.selection import Selection, describe
@@ -20,16 +21,8 @@ from megatron.tensor_record import safe_name
 DEFAULT_DIRECTORY = "enhanced_tensor_logs"
 TIMEOUT = 10  #: minutes; of a collective, where the trainer's arguments do not say it
 TURN = 30.0  #: seconds
-RING_FLAGS = (
-    "collect_ring",
-    "collect_ring_events",
-    "collect_loss_jump",
-    "collect_grad_norm_jump",
-)
 #: Environment variables that say how many ranks a machine has.
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-#: Who reads which flags; the others are the selection's.
-PARTS = {"limits": LIMIT_FLAGS, "ring": RING_FLAGS, "flag file": ("collect_flag_file",)}
 
 
 @dataclass(frozen=True)
@@ -70,10 +63,11 @@ class Settings:
 
 def read_settings(
     args: dict[str, Any],
+    *,
     save_dir: str | None,
     control_iter: int | None,
-    iteration: int,
     flags: dict[str, Any],
+    iteration: int = 0,
 ) -> Settings:
     """The settings that the arguments of `configure` come to on this rank.
 
@@ -83,15 +77,12 @@ def read_settings(
     quant_type = policy.current().quant_type
     world_size = args.get("world_size") or rank_coordinates()["world_size"]
     default = Path(DEFAULT_DIRECTORY, safe_name(quant_type))
-    of_part: dict[str, dict[str, Any]] = {part: {} for part in (*PARTS, "selection")}
-    for flag, value in flags.items():
-        part = next((part for part, known in PARTS.items() if flag in known), "selection")
-        of_part[part][flag] = value
+    values = by_reader(flags)
     chosen = Selection.parse(
-        num_layers=args.get("num_layers"), world_size=world_size, **of_part["selection"]
+        num_layers=args.get("num_layers"), world_size=world_size, **values[Reader.SELECTION]
     )
-    ring = RingSettings.parse(**of_part["ring"])
-    flag_file = FlagFile.parse(**of_part["flag file"])
+    ring = RingSettings.parse(**values[Reader.RING])
+    flag_file = FlagFile.parse(**values[Reader.FLAG_FILE])
     if control_iter is not None and control_iter < 0:
         raise ValueError(
             f"--control-iter is {control_iter}; give 0 for no limit or a positive number"
@@ -110,7 +101,7 @@ def read_settings(
         quant_type=quant_type,
         control_iter=control_iter,
         selection=chosen,
-        limits=Limits.parse(**of_part["limits"]).share(
+        limits=Limits.parse(**values[Reader.LIMITS]).share(
             chosen.ranks.count(world_size), _on_machine(world_size)
         ),
         ring=ring,

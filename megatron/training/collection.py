@@ -2,12 +2,12 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import torch
 
+from megatron.collection.flags import FLAGS, Reader
 from megatron.collection.limits import gib
 from megatron.collection.plan import Planner, make_plan, planned_iterations
 from megatron.collection.plan_report import report
@@ -19,7 +19,6 @@ from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
 )
 from megatron.training.arguments.validation import RunConfig
-from megatron.training.collection_options import CollectionOptions
 from megatron.training.data import datasets
 from megatron.training.data.batch import forward_step
 from megatron.training.errors import RunError, UserError
@@ -27,14 +26,8 @@ from megatron.training.logging import TrainingProgress
 from megatron.training.printing import print_rank_0
 from megatron.training.train_step import StepResult, TrainingState, run_schedule
 
-#: Further ones that a run has no use for without a collection.
-OTHERS = {"control_iter": None, "tensor_save_dir": None}
-#: Those that `tensor_saver.configure` hands on to those who read them.
-FLAGS = {
-    field.name: field.default
-    for field in fields(CollectionOptions)
-    if field.name.startswith("collect_") and field.name != "collect_plan"
-}
+#: Names of the flags that `tensor_saver.configure` passes on to their readers.
+PASSED_ON = tuple(flag.name for flag in FLAGS if flag.reader is not Reader.SESSION)
 
 
 def check_collection(args: argparse.Namespace) -> None:
@@ -43,21 +36,24 @@ def check_collection(args: argparse.Namespace) -> None:
     Raises:
         UserError: naming the flag.
     """
-    all_flags = OTHERS | FLAGS
-    given = [name for name, default in all_flags.items() if getattr(args, name) != default]
+    given = [
+        flag.option
+        for flag in FLAGS
+        if flag.type is not bool and getattr(args, flag.name) != flag.default
+    ]
     try:
         asked = args.save_tensors or args.collect_plan or tensor_saver.enabled_by_environment()
         if given and not asked:
-            flag = given[0].replace("_", "-")
             raise ValueError(
-                f"--{flag} was given, but no tensors are collected; add --save-tensors, or "
+                f"{given[0]} was given, but no tensors are collected; add --save-tensors, or "
                 "--collect-plan to see what would be"
             )
         if asked:
-            flags = {name: getattr(args, name) for name in FLAGS}
-            directory, control_iter = args.tensor_save_dir, args.control_iter
             read_settings(
-                dict(vars(args)) | {"train_iters": None}, directory, control_iter, 0, flags
+                dict(vars(args)) | {"train_iters": None},
+                save_dir=args.tensor_save_dir,
+                control_iter=args.control_iter,
+                flags={name: getattr(args, name) for name in PASSED_ON},
             )
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -91,7 +87,7 @@ def configure_collection(
             quantization=quantization,
             model=chunks,
             plan=args.collect_plan,
-            **{name: getattr(args, name) for name in FLAGS},
+            **{name: getattr(args, name) for name in PASSED_ON},
         )
     except ValueError as error:
         raise UserError(str(error)) from error

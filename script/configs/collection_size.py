@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.lookup import ConfigError, last_value
+from megatron.collection.flags import Reader, read_by
 from megatron.collection.limits import Limits
 from megatron.collection.selection import Selection, matches
 
@@ -142,12 +143,9 @@ def collection_size(words: Sequence[str]) -> Size | None:
     model = Model(words)
     try:
         selection = Selection.parse(
-            num_layers=model.layers, world_size=model.world, **_selection_flags(words)
+            num_layers=model.layers, world_size=model.world, **_given(Reader.SELECTION, words)
         )
-        limits = Limits.parse(
-            collect_max_gib=_real("--collect-max-gib", words),
-            collect_max_files=_whole("--collect-max-files", words),
-        )
+        limits = Limits.parse(**_given(Reader.LIMITS, words))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if any(flag in words or last_value(flag, words) is not None for flag in UNKNOWN):
@@ -222,20 +220,14 @@ def _iterations(words: Sequence[str], selection: Selection, ring: int | None) ->
     return count if not limit else limit if count is None else min(limit, count)
 
 
-def _selection_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of `Selection.parse` that the command gives."""
-    found: dict[str, Any] = {}
-    for name in ("start", "every", "micro_batches"):
-        flag = f"--collect-{name.replace('_', '-')}"
-        if (number := _whole(flag, words)) is not None:
-            found[f"collect_{name}"] = number
-    for name in ("iterations", "layers", "ranks"):
-        if (text := last_value(f"--collect-{name}", words)) is not None:
-            found[f"collect_{name}"] = text
-    for name in ("modules", "tensors", "operations", "slice"):
-        if (values := _list(f"--collect-{name}", words)) is not None:
-            found[f"collect_{name}"] = values
-    return found
+def _given(reader: Reader, words: Sequence[str]) -> dict[str, Any]:
+    """Return the values that the command gives to the flags of one reader."""
+    values: dict[str, Any] = {}
+    for flag in read_by(reader):
+        take = _list if flag.many else _TAKE[flag.type]
+        if (value := take(flag.option, words)) is not None:
+            values[flag.name] = value
+    return values
 
 
 def _list(flag: str, words: Sequence[str]) -> list[str] | None:
@@ -270,3 +262,6 @@ def _real(flag: str, words: Sequence[str]) -> float | None:
         return float(text)
     except ValueError:
         raise ConfigError(f"{flag} is {text!r}; give a number above 0") from None
+
+
+_TAKE = {int: _whole, float: _real, str: last_value}  #: reader of one value, by the flag's type

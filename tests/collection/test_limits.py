@@ -178,7 +178,12 @@ def test_ranks_of_a_machine_share_its_memory_whoever_started_them(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    found = read_settings({"world_size": 16}, None, None, 0, {"collect_max_host_gib": 16.0})
+    found = read_settings(
+        {"world_size": 16},
+        save_dir=None,
+        control_iter=None,
+        flags={"collect_max_host_gib": 16.0},
+    )
     assert found.limits.host_bytes == 16 * GIB // ranks
 
 

@@ -2,15 +2,15 @@
 `--help` and one field per flag.
 
 Names and defaults are Megatron-LM's unless the help text says otherwise. The flags of the tensor
-collection are in collection_options.py.
+collection are in `megatron.collection.flags`.
 """
 
 # ruff: noqa: RUF009  (`option` is a dataclass field)
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 
+from megatron.collection.flags import FLAGS, Flag
 from megatron.training.arguments.option_fields import option
-from megatron.training.collection_options import CollectionOptions
 from megatron.training.data.tokenizer import TOKENIZER_TYPES
 
 
@@ -327,6 +327,22 @@ class QuantizationOptions:
         False, "print the formats of every matmul of the model, and stop before training"
     )
 
+
+def _collection_option(flag: Flag) -> tuple[str, object, object]:
+    """Return name, type and field of one flag of the collection."""
+    if flag.type is bool:
+        return flag.name, bool, option(flag.default, flag.help)
+    values = {"nargs": "+"} if flag.many else {}
+    how = option(flag.default, flag.help, type=flag.type, metavar=flag.metavar, **values)
+    return flag.name, list[flag.type] if flag.many else flag.type, how
+
+
+CollectionOptions = make_dataclass(
+    "CollectionOptions",
+    [_collection_option(flag) for flag in FLAGS],
+    namespace={"__doc__": "Tensor collection (not in Megatron-LM)"},
+    kw_only=True,
+)
 
 GROUPS = (
     ModelOptions,

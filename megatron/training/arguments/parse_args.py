@@ -2,8 +2,8 @@
 
 The flags of the model, the optimizer and data-parallel training are generated from megatron-core's
 configuration dataclasses (config_flags.py). All others are fields of the dataclasses in options.py
-and collection_options.py. Missing values are derived in defaults.py, and contradictions are refused
-in validation.py.
+and the entries of `megatron.collection.flags`. Missing values are derived in defaults.py, and
+contradictions are refused in validation.py.
 """
 
 import argparse

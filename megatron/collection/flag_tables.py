@@ -1,0 +1,78 @@
+"""Update the printed tables of the collection's flags, in docs/collection.md and in the manual of
+run_tensor_collection.sh. Run it after a change of `flags.py`:
+
+    python -m megatron.collection.flag_tables
+
+A test compares both files with the table.
+"""
+
+import itertools
+import re
+import textwrap
+from pathlib import Path
+
+from megatron.collection.flags import FLAGS, Flag, Topic
+
+REPO = Path(__file__).resolve().parents[2]
+PAGE = REPO / "docs" / "collection.md"
+DRIVER = REPO / "run_tensor_collection.sh"
+MARK = "<!-- python -m megatron.collection.flag_tables -->\n"
+INDENT = 27  #: columns in front of a flag's description in the driver's manual
+WIDTH = 100
+
+
+def markdown() -> str:
+    """Return the table of all flags for docs/collection.md."""
+    rows = ["| flag | meaning |", "| --- | --- |"]
+    for flag in FLAGS:
+        values = f" {flag.metavar}{'...' if flag.many else ''}" if flag.metavar else ""
+        text = re.sub(r"([*<|])", r"\\\1", flag.help)
+        rows.append(f"| `{flag.option}{values}` | {text} |")
+    return "\n".join(rows) + "\n"
+
+
+def manual(topic: Topic) -> str:
+    """Return the lines of one section of the driver's manual."""
+    return "".join(_entry(flag) for flag in FLAGS if flag.topic is topic)
+
+
+def _entry(flag: Flag) -> str:
+    """Return the lines on one flag; the driver takes a list with commas."""
+    option = f"{flag.option} {'LIST' if flag.many else flag.metavar}"
+    columns = WIDTH - INDENT - len("#   ")
+    lines = textwrap.wrap(flag.brief, columns, break_long_words=False, break_on_hyphens=False)
+    return "".join(
+        f"#   {name:{INDENT - 1}} {line}\n"
+        for name, line in itertools.zip_longest([option], lines, fillvalue="")
+    )
+
+
+def updated_page(text: str) -> str:
+    """Return docs/collection.md with the table that holds now."""
+    before, mark, after = text.partition(MARK)
+    if not mark:
+        raise ValueError(f"{PAGE} has no line {MARK.strip()!r}; put it above the table of flags")
+    rest = re.sub(r"\A(\|.*\n)*", "", after)
+    return before + mark + markdown() + rest
+
+
+def updated_driver(text: str) -> str:
+    """Return the driver with the sections of its manual that hold now.
+
+    The flags of a section stand together under its heading; options of the driver itself follow.
+    """
+    for topic in Topic:
+        if topic is Topic.NONE:
+            continue
+        heading = f"# {topic.value}\n"
+        before, found, after = text.partition(heading)
+        if not found:
+            raise ValueError(f"{DRIVER} has no section {topic.value!r}; add it to the manual")
+        rest = re.sub(r"\A(#   --(collect|control)-.*\n(#    .*\n)*)*", "", after)
+        text = before + heading + manual(topic) + rest
+    return text
+
+
+if __name__ == "__main__":
+    for path, update in ((PAGE, updated_page), (DRIVER, updated_driver)):
+        path.write_text(update(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,313 @@
+"""Table of all flags of the tensor collection: name, type, default, help and reader.
+
+The parser of `pretrain_gpt.py`, the drivers, `settings.read_settings`, the computed size of a
+collection, docs/collection.md and the tests read this table. A new flag takes an entry here and a
+parameter of its reader's `parse`. `python -m megatron.collection.flag_tables` then updates the
+printed tables. This module imports only the standard library, because the drivers read it without
+torch.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Reader(Enum):
+    """The function that reads a flag, below `megatron.collection`."""
+
+    SESSION = "session.configure"
+    SELECTION = "selection.Selection.parse"
+    LIMITS = "limits.Limits.parse"
+    RING = "ring_buffer.RingSettings.parse"
+    FLAG_FILE = "flag_file.FlagFile.parse"
+
+
+class Topic(Enum):
+    """The section of the driver's manual that describes a flag."""
+
+    WHAT = "What to collect"
+    WHEN = "When"
+    HOW_MUCH = "How much"
+    NONE = ""  #: the driver sets the flag itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One flag of the collection."""
+
+    name: str  #: with underscores, as Python code spells it
+    type: type  #: of one value; bool for a switch
+    default: Any = None
+    many: bool = False  #: whether it takes one or more values
+    metavar: str = ""  #: name of the value in `--help`; empty for a switch
+    help: str  #: text of `pretrain_gpt.py --help` and docs/collection.md
+    brief: str = ""  #: text of the driver's manual
+    topic: Topic = Topic.NONE
+    reader: Reader
+
+    @property
+    def option(self) -> str:
+        """Return the flag as a command line spells it."""
+        return "--" + self.name.replace("_", "-")
+
+
+# script/driver.sh reads the lines `name="collect_..."`.
+FLAGS = (
+    Flag(
+        name="save_tensors",
+        type=bool,
+        default=False,
+        help="write the tensors that enter and leave the matmuls",
+        reader=Reader.SESSION,
+    ),
+    Flag(
+        name="tensor_save_dir",
+        type=str,
+        metavar="DIR",
+        help="folder to write them to (default: enhanced_tensor_logs/<quant type>)",
+        reader=Reader.SESSION,
+    ),
+    Flag(
+        name="control_iter",
+        type=int,
+        metavar="N",
+        help="with --save-tensors: iterations to collect before training stops; 0: never (default: "
+        "1, or all that --collect-iterations names; 0 with --collect-ring and --collect-flag-file)",
+        brief="iterations, then stop; 0: never stop by itself (1, or as many as "
+        "--collect-iterations names; 0 with a ring or a flag file)",
+        topic=Topic.WHAT,
+        reader=Reader.SESSION,
+    ),
+    Flag(
+        name="collect_start",
+        type=int,
+        metavar="N",
+        help="first iteration to collect, as the log counts them (default: 1)",
+        brief="the first of them (1), as the log counts",
+        topic=Topic.WHAT,
+        reader=Reader.SELECTION,
+    ),
+    Flag(
+        name="collect_every",
+        type=int,
+        metavar="N",
+        help="collect every N-th iteration from the first on (default: 1)",
+        brief="every N-th from there on (1)",
+        topic=Topic.WHAT,
+        reader=Reader.SELECTION,
+    ),
+    Flag(
+        name="collect_iterations",
+        type=str,
+        metavar="SPEC",
+        help="in place of the two above, iterations and windows, both ends included: 7, 1-3,100- "
+        "or 100-200:10 (every 10th)",
+        brief="in place of these two: 7, 1-3,100- or 100-200:10 (every 10th)",
+        topic=Topic.WHAT,
+        reader=Reader.SELECTION,
+    ),
+    Flag(
+        name="collect_micro_batches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches to collect of each iteration; 0: all (default: 1)",
+        brief="the first N micro-batches of each iteration; 0: all (1)",
+        topic=Topic.WHAT,
+        reader=Reader.SELECTION,
+    ),
+    Flag(
+        name="collect_layers",
+        type=str,
+        default="all",
+        metavar="SPEC",
+        help='layers to collect: "all", "first,last", "0,2-4" (default: all)',
+        brief="all, or numbers: first,last or 0,2-4 (all; quick: first,last)",
+        topic=Topic.WHAT,
+        reader=Reader.SELECTION,
+    ),
+    Flag(
+        name="collect_modules",
+        type=str,
+        many=True,
+        metavar="GLOB",
+        help="modules to collect (default: all), each a glob for the whole dotted name or for its "
+        "end: linear_fc*, mlp.*, core_attention",
+        brief="linear_fc*,mlp.*,core_attention: a module's name or the end of it (all)",
+        topic=Topic.WHAT,
+        reader=Reader.SELECTION,
+    ),
+    Flag(
+        name="collect_tensors",
+        type=str,
+        many=True,
+        metavar="NAME",
+        help="tensors to collect, by the names that records have: input weight output query ...; "
+        "attention_scores, attention_probs and `codes`, what each matmul multiplied as the format "
+        "stores it, come on request only: `all attention_probs codes` adds them (default: all)",
+        brief="input,grad_output,...; all,attention_probs adds what comes on request only: "
+        "attention_scores, attention_probs, codes (all)",
+        topic=Topic.WHAT,
+        reader=Reader.SELECTION,
+    ),
+    Flag(
+        name="collect_operations",
+        type=str,
+        many=True,
+        metavar="OPERATION",
+        help="forward, backward or both (default: both)",
+        brief="forward, backward or both (forward,backward)",
+        topic=Topic.WHAT,
+        reader=Reader.SELECTION,
+    ),
+    Flag(
+        name="collect_ranks",
+        type=str,
+        default="all",
+        metavar="SPEC",
+        help='world ranks that write: "all", "first,last", "0,2-4" (default: all)',
+        brief="world ranks that write, as layers (all)",
+        topic=Topic.WHAT,
+        reader=Reader.SELECTION,
+    ),
+    Flag(
+        name="collect_slice",
+        type=str,
+        many=True,
+        metavar="PART",
+        help="a part of each tensor, DIM=START:STOP or DIM=START:STOP:STEP with the letters of the "
+        "records' dims: s=0:128 h=0:256:2. The numbers count positions in a rank's own tensor. A "
+        "tensor that ends before START is left out, and the record names the part that its file "
+        "holds",
+        brief="a part of each tensor, by the letters of its dims: s=0:128,h=0:256:2",
+        topic=Topic.WHAT,
+        reader=Reader.SELECTION,
+    ),
+    Flag(
+        name="collect_plan",
+        type=bool,
+        default=False,
+        help="print tensors and bytes of the selection, by layer, tensor, iteration and rank, and "
+        "whether limits and disk suffice; then stop, before training. Takes the time of one "
+        "iteration",
+        brief="print tensors and bytes of what is selected, and stop before training",
+        topic=Topic.HOW_MUCH,
+        reader=Reader.SESSION,
+    ),
+    Flag(
+        name="collect_max_gib",
+        type=float,
+        metavar="X",
+        help="GiB of .pt files that the run may write (default: no limit). Each rank that collects "
+        "has an equal share; a rank that has used its share up stops collecting, and training "
+        "goes on",
+        brief="GiB that all ranks together may write (no limit)",
+        topic=Topic.HOW_MUCH,
+        reader=Reader.LIMITS,
+    ),
+    Flag(
+        name="collect_max_files",
+        type=int,
+        metavar="N",
+        help="the same for the number of .pt files (default: no limit)",
+        brief="the same for files (no limit)",
+        topic=Topic.HOW_MUCH,
+        reader=Reader.LIMITS,
+    ),
+    Flag(
+        name="collect_keep_free_gib",
+        type=float,
+        metavar="X",
+        help="GiB of the disk that stay free, 0: the disk may fill up (default: 1, or 5% of a disk "
+        "smaller than 20 GiB)",
+        brief="GiB of the disk that stay free (1, or 5% of a disk below 20 GiB)",
+        topic=Topic.HOW_MUCH,
+        reader=Reader.LIMITS,
+    ),
+    Flag(
+        name="collect_max_host_gib",
+        type=float,
+        metavar="X",
+        help="GiB of a machine's memory for tensors that wait to be written, or in a ring; where "
+        "they are used up training waits for the disk (default: a tenth of the memory). Each of "
+        "the machine's ranks has an equal share",
+        brief="GiB of memory for what waits to be written, or in a ring (a tenth of the machine's)",
+        topic=Topic.HOW_MUCH,
+        reader=Reader.LIMITS,
+    ),
+    Flag(
+        name="collect_flag_file",
+        type=str,
+        metavar="FILE",
+        help="collect while this file exists; every iteration checks it at its beginning, so that "
+        "`touch` and `rm` switch a running job",
+        brief="collect while this file is there: touch and rm switch a running job",
+        topic=Topic.WHEN,
+        reader=Reader.FLAG_FILE,
+    ),
+    Flag(
+        name="collect_ring",
+        type=int,
+        metavar="K",
+        help="hold the last K iterations in memory, and write them only when the loss or the "
+        "gradient norm is not finite or jumps, or training ends with an error (not by Ctrl-C or "
+        "SIGTERM); with K of 2 or more the iteration before the jump is kept too",
+        brief="hold the last K iterations in memory; write them when the loss or the gradient norm "
+        "is not finite or jumps, or training ends with an error",
+        topic=Topic.WHEN,
+        reader=Reader.RING,
+    ),
+    Flag(
+        name="collect_ring_events",
+        type=int,
+        metavar="N",
+        help="with --collect-ring: how often the ring is written before collecting ends (default: "
+        "3)",
+        brief="with a ring: how often it is written before collecting ends (3)",
+        topic=Topic.WHEN,
+        reader=Reader.RING,
+    ),
+    Flag(
+        name="collect_loss_jump",
+        type=float,
+        metavar="X",
+        help="with --collect-ring: a loss jumps if it is above this multiple of the median of "
+        "recent usual losses; the first 8 iterations need more; 0 switches it off (default: 1.25)",
+        brief="a loss above X times the median of recent usual losses is a jump; the first 8 "
+        "iterations need more; 0: never a jump (1.25)",
+        topic=Topic.WHEN,
+        reader=Reader.RING,
+    ),
+    Flag(
+        name="collect_grad_norm_jump",
+        type=float,
+        metavar="X",
+        help="the same for the gradient norm; use about 4 with large batches (default: 100)",
+        brief="the same for the gradient norm; use about 4 with large batches (100)",
+        topic=Topic.WHEN,
+        reader=Reader.RING,
+    ),
+)  #: in the order of `--help`
+
+
+def read_by(reader: Reader) -> tuple[Flag, ...]:
+    """Return the flags that one function reads."""
+    return tuple(flag for flag in FLAGS if flag.reader is reader)
+
+
+def by_reader(values: dict[str, Any]) -> dict[Reader, dict[str, Any]]:
+    """Sort the values of flags by the function that reads them.
+
+    Raises:
+        ValueError: a name that is no flag of the collection.
+    """
+    readers = {flag.name: flag.reader for flag in FLAGS}
+    if unknown := sorted(values.keys() - readers.keys()):
+        raise ValueError(
+            f"unknown flag(s) of the collection: {', '.join(unknown)}; megatron.collection.flags "
+            "lists those that there are"
+        )
+    sorted_values: dict[Reader, dict[str, Any]] = {reader: {} for reader in Reader}
+    for name, value in values.items():
+        sorted_values[readers[name]][name] = value
+    return sorted_values
