@@ -47,14 +47,36 @@ def _folded(name: str) -> str:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An argparse parser with errors of the form `[ERROR] what; what to do`.
+    """An argparse parser with errors of the form `[ERROR] problem; what to do`.
 
     Its options may be written with underscores.
     """
 
+    def __init__(
+        self,
+        *args: Any,
+        advice: str | None = None,
+        error_type: type[Exception] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make a parser.
+
+        Args:
+            args: as argparse takes them.
+            advice: end of every error message; by default it names the program's --help.
+            error_type: exception to raise for a wrong command line. None ends the process.
+            kwargs: as argparse takes them.
+        """
+        super().__init__(*args, **kwargs)
+        self._advice = advice
+        self._error_type = error_type
+
     def error(self, message: str) -> NoReturn:
-        """Print the message in the project's form and end with status 2."""
-        self.exit(2, f"[ERROR] {message}; see {self.prog} --help\n")
+        """Raise the error, or print it in the project's form and end with status 2."""
+        text = f"{message}; {self._advice or f'see {self.prog} --help'}"
+        if self._error_type is not None:
+            raise self._error_type(text)
+        self.exit(2, f"[ERROR] {text}\n")
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

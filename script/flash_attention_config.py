@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print or run a training whose attention matmuls, Q K^T and P V, have formats of their own.
+"""Print or run a training that sets the formats of the attention matmuls, Q K^T and P V.
 
     python3 script/flash_attention_config.py --list
     python3 script/flash_attention_config.py --model llama31-8b --dataset wikipedia \\
@@ -7,9 +7,9 @@
     python3 script/flash_attention_config.py --model llama32-1b --dataset dolma --preset tiny \\
         --fa-quantization qk_mxfp8,pv_hifp8 --linear-quantization mxfp4 --dry-run
 
-qk_X quantizes the operands of Q K^T and of its gradients, pv_X those of P V, qk_pv_X both. The
-linear layers stay in high precision unless --linear-quantization says otherwise. All else is as in
-script/train_config.py, of which `--quantization FA_X` is the same as qk_X here.
+qk_X quantizes the operands of Q K^T and of its gradient matmuls, pv_X those of P V, qk_pv_X both.
+The linear layers stay in high precision unless --linear-quantization sets a format. All other
+options are those of script/train_config.py, whose `--quantization FA_X` equals qk_X here.
 
 Exit status: that of the training; 1 a file is missing; 2 wrong option.
 """
@@ -20,7 +20,7 @@ import argparse
 
 from configs.cli import run_program
 from configs.lookup import ConfigError, pick, spelled
-from configs.options import Parser, add_actions, add_cluster, add_experiment
+from configs.options import add_actions, add_cluster, add_experiment, training_parser
 from configs.quantizations import attention_choices, formats
 from configs.run_names import Formats
 from megatron.console import run_main
@@ -29,7 +29,7 @@ OFF = "none"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = training_parser(
         __doc__,
         "flash_attention_config.py --model M --dataset D --fa-quantization Q [options] [-- flags]",
     )
@@ -46,10 +46,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def attention_formats(text: str) -> dict[str, str]:
-    """The formats of Q K^T and P V that `qk_mxfp8`, `qk_pv_mxfp8` or `qk_mxfp8,pv_hifp8` names.
+    """Return the formats of Q K^T and P V that a text such as `qk_mxfp8,pv_hifp8` names.
 
     Raises:
-        ConfigError: an unknown name, or two for the same matmul.
+        ConfigError: if a name is unknown, or two names set the format of the same matmul.
     """
     chosen: dict[str, str] = {}
     for given in text.split(","):
@@ -58,7 +58,7 @@ def attention_formats(text: str) -> dict[str, str]:
         for operation, fmt in part.items():
             if operation in chosen:
                 raise ConfigError(
-                    f"--fa-quantization {text} says the format of {operation} twice; say it once"
+                    f"--fa-quantization {text} sets the format of {operation} twice; set it once"
                 )
             chosen[operation] = fmt
     return {"qk": OFF, "pv": OFF} | chosen

@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
-"""Set the number formats of linear layers, Q K^T and P V for the runs to come, and look at them.
+"""Set the number formats of linear layers, Q K^T and P V for later runs, or print them.
 
     python3 script/quant_type_modifier.py --check
     python3 script/quant_type_modifier.py --linear-quant mxfp8 --qk-quant mxfp8 --pv-quant hifp8
     python3 script/quant_type_modifier.py --restore
 
-No source is edited: the formats are kept in .quant_settings.json in the tree's root (or the file
-that QUANT_SETTINGS_FILE names). What is not named stays as it was. A flag of a run, a recipe and
-the environment win over this file; --check names each effective format and who said it.
+No source file is edited. The formats are stored in .quant_settings.json in the root of the
+repository, or in the file that QUANT_SETTINGS_FILE names. Formats that are not given stay as they
+are. The flags of a run, a recipe and the environment take precedence over this file. --check prints
+each effective format and its source.
 
-Before the first change the file is copied to <file>.backup, which later changes leave alone:
---restore goes back to what was there before the first one. Several calls at a time are safe.
+Before the first change the file is copied to <file>.backup, which later changes do not touch.
+--restore returns to the state before the first change. Several calls at a time are safe.
 
 Exit status: 0; 1 the file cannot be used, or --check finds formats that a run would refuse; 2 wrong
-option. A change is made whatever the environment says; what there would stop a run is warned of.
+option. A change is made whatever the environment contains; a setting there that would stop a run
+causes a warning.
 """
 
 from __future__ import annotations
@@ -28,15 +30,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from configs.lookup import ConfigError
-from configs.options import Parser
 from configs.resolve import REPO, enter_environment
-from megatron.console import run_main
+from megatron.console import ArgumentParser, run_main
 
 OPERATIONS = {"linear": "linear layers", "qk": "Q K^T", "pv": "P V"}
 
 
 class SettingsFile:
-    """The file, its backup and its lock; they lie beside each other."""
+    """The settings file with its backup and its lock, which are in the same folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +46,7 @@ class SettingsFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone until the end of the block, among all processes."""
+        """Hold the lock until the end of the block; other processes wait for it."""
         if self._lock.exists() and not self._lock.is_file():  # a FIFO would block
             raise ValueError(f"{self._lock} is not a regular file; remove it")
         with self._lock.open("a") as lock:
@@ -53,7 +54,7 @@ class SettingsFile:
             yield
 
     def change(self, formats: dict[str, str]) -> None:
-        """Set some operations; the others stay."""
+        """Set the formats of some operations; the others stay."""
         from megatron.bounded_files import read_text
         from megatron.fake_quant.settings import read_settings
 
@@ -65,10 +66,10 @@ class SettingsFile:
             _replace(self.path, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
     def restore(self) -> bool:
-        """Go back to before the first change; false if there was none.
+        """Return to the state before the first change; return False if there was no change.
 
         Raises:
-            ValueError: the backup is no backup.
+            ValueError: if the backup file was not written by this script.
         """
         from megatron.bounded_files import read_json
 
@@ -81,7 +82,7 @@ class SettingsFile:
                 return False
             except (ValueError, KeyError, TypeError):
                 raise ValueError(
-                    f"{self.backup} is not what this script writes; remove it, and set "
+                    f"{self.backup} was not written by this script; remove it, and edit "
                     f"{self.path} by hand"
                 ) from None
             if before is None:
@@ -93,7 +94,7 @@ class SettingsFile:
 
 
 def _replace(path: Path, text: str) -> None:
-    """A reader sees the old text or the new one."""
+    """Replace the text of a file atomically."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -106,15 +107,22 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def build_parser() -> Parser:
-    parser = Parser(__doc__)
-    parser.advice = "see --help"
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="print the effective formats and stop")
-    what.add_argument("--restore", action="store_true", help="undo all changes")
-    for name, where in OPERATIONS.items():
+def build_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        advice="see --help",
+        error_type=ConfigError,
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_true", help="print the effective formats and stop")
+    action.add_argument("--restore", action="store_true", help="undo all changes")
+    for name, matmuls in OPERATIONS.items():
         parser.add_argument(
-            f"--{name}-quant", metavar="FORMAT", help=f"of {where}: mxfp8, mxfp4, hifp8, ..., none"
+            f"--{name}-quant",
+            metavar="FORMAT",
+            help=f"format of {matmuls}: mxfp8, mxfp4, hifp8, ..., none",
         )
     return parser
 
@@ -130,10 +138,10 @@ def _check_together(options: argparse.Namespace) -> None:
 
 
 def parsed(options: argparse.Namespace) -> dict[str, str]:
-    """The formats that the options name, in the spelling of `megatron.fake_quant`.
+    """Return the formats that the options name, spelled as `megatron.fake_quant` does.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: if there is no such format.
     """
     from megatron.fake_quant.quant_type import DEFAULT_TYPE, parse_format
 
@@ -143,32 +151,32 @@ def parsed(options: argparse.Namespace) -> dict[str, str]:
         if given is None:
             continue
         try:
-            found = parse_format(given)
+            fmt = parse_format(given)
         except ValueError as error:
             raise ConfigError(f"--{name}-quant: {error}") from None
-        formats[name] = DEFAULT_TYPE if found is None else found.name
+        formats[name] = DEFAULT_TYPE if fmt is None else fmt.name
     return formats
 
 
 def report(file: SettingsFile, formats: dict[str, str]) -> None:
-    """Print the effective formats; warn of those just set that something else overrules.
+    """Print the effective formats, and warn if another source overrides one that was just set.
 
     Raises:
-        ValueError: something says formats that are none; a run would refuse them.
+        ValueError: if a source names an unknown format, which a run would refuse.
     """
     from megatron.fake_quant.policy import resolve
 
     policy = resolve()
     print("\n".join(policy.describe()))
-    state = "there" if file.path.exists() else "not there"
-    undo = "--restore goes back" if file.backup.exists() else "not changed"
-    print(f"settings file: {file.path} ({state}; {undo}); a flag of a run wins over all of these")
+    state = "exists" if file.path.exists() else "does not exist"
+    undo = "--restore undoes all changes" if file.backup.exists() else "not changed"
+    print(f"settings file: {file.path} ({state}; {undo}); flags of a run override all of these")
     for name, wanted in formats.items():
         choice = policy.choices[name]
         if name in policy.by_recipe or not choice.source.startswith("settings file"):
             source = "a recipe (QUANT_RECIPE)" if name in policy.by_recipe else choice.source
             print(
-                f"[WARNING] {name} is set to {wanted}, but {source} wins; unset it",
+                f"[WARNING] {name} is set to {wanted}, but {source} overrides it; unset that",
                 file=sys.stderr,
             )
 
@@ -186,8 +194,8 @@ def main(argv: list[str] | None = None) -> int:
         if formats:
             file.change(formats)
         elif options.restore:
-            done = file.restore()
-            print("restored" if done else "nothing to restore: there was no change")
+            restored = file.restore()
+            print("restored" if restored else "nothing to restore: there was no change")
         try:
             report(file, formats)
         except ValueError as error:
@@ -198,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[ERROR] {error}", file=sys.stderr)
         return error.status
     except BrokenPipeError:
-        raise  # the reader of the output has gone; the change is made
+        raise  # nobody reads the output any more, but the change is made
     except (OSError, ValueError) as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 1

@@ -8,9 +8,9 @@
     python3 script/train_config.py --model llama32-1b --dataset wikipedia \\
         --quantization linear_mxfp4 --training-config fast --preset tiny -- --seed 7
 
-A quantization is a place and a format: FA_mxfp8 is Q K^T, linear_mxfp8 the linear layers,
-FA_linear_mxfp8 both, mxfp8 alone these and P V. What follows -- goes to pretrain_gpt.py and wins
-over what is chosen here. The tables are in script/configs/; docs/experiments.md says more.
+A quantization names matmuls and a format: FA_mxfp8 quantizes Q K^T, linear_mxfp8 the linear layers,
+FA_linear_mxfp8 both, and mxfp8 both and P V. Flags after -- are passed to pretrain_gpt.py and take
+precedence. The tables are in script/configs/; docs/experiments.md describes them.
 
 Exit status: that of the training; 1 a file is missing; 2 wrong option.
 """
@@ -23,7 +23,7 @@ from configs.cli import run_program
 from configs.datasets import DATASETS
 from configs.lookup import pick, spelled
 from configs.models import MODELS
-from configs.options import Parser, add_actions, add_cluster, add_experiment
+from configs.options import add_actions, add_cluster, add_experiment, training_parser
 from configs.quantizations import AS_SET, accepted
 from configs.resolve import at_home, has_data
 from configs.run_names import Formats
@@ -33,13 +33,13 @@ from megatron.console import run_main
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = training_parser(
         __doc__,
         "train_config.py --model M --dataset D --quantization Q [options] [-- flags]",
     )
     add_actions(parser)
     parser.add_argument(
-        "--write-scripts", action="store_true", help="make the scripts of script/<model>/ anew"
+        "--write-scripts", action="store_true", help="regenerate the scripts in script/<model>/"
     )
     add_experiment(parser)
     parser.add_argument("--quantization", metavar="Q", help=", ".join(accepted()))
@@ -48,13 +48,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def formats_of(name: str) -> Formats:
-    """The flags of a quantization.
+    """Return the flags of a quantization.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: if there is no such quantization.
     """
     more = (
-        "; any other goes after --, as in `--quantization settings -- --custom-quant-type nvfp4:2d`"
+        "; give any other after --, as in `--quantization settings -- --custom-quant-type nvfp4:2d`"
     )
     name = spelled(name, accepted())
     pick("quantization", name, accepted(), more)
@@ -62,7 +62,7 @@ def formats_of(name: str) -> Formats:
 
 
 def list_tables() -> str:
-    """What can be named."""
+    """Return a list of all accepted names."""
     lines = ["models"]
     for name, model in MODELS.items():
         count = model.full.architecture.parameters()
@@ -72,7 +72,7 @@ def list_tables() -> str:
     lines.append("datasets")
     for name, dataset in DATASETS.items():
         for prefix in dict.fromkeys(dataset.prefix(m.tokenizer) for m in MODELS.values()):
-            state = "" if has_data(at_home(prefix)) else " (not there yet)"
+            state = "" if has_data(at_home(prefix)) else " (not made yet)"
             lines.append(f"  {name:16} {prefix}{state}")
     lines.append("quantizations")
     lines += [f"  {name:16} {about}" for name, about in accepted().items()]
@@ -80,7 +80,7 @@ def list_tables() -> str:
     lines += [f"  {name:16} {training.about}" for name, training in TRAININGS.items()]
     lines.append("presets")
     lines.append("  full             the published model")
-    lines.append("  tiny             the same architecture, small: 4 layers of 256, for any CPU")
+    lines.append("  tiny             a small model of the same architecture, 4 layers of 256")
     return "\n".join(lines)
 
 

@@ -3,11 +3,11 @@
 
     python script/collect/draw_run.py -- python script/visualization/tensor_visualizer.py ...
 
-The command writes to the output of this process. At Ctrl-C or SIGTERM, and when a process that the
-variable LAB_DRIVERS names has ended, the command is stopped with every process that it started.
-Whole files that it has drawn stay.
+The command writes to the output of this process. At Ctrl-C or SIGTERM, and when a process listed in
+the variable LAB_DRIVERS has ended, the command and every process that it started are stopped.
+Finished files stay.
 
-Exit status: the one of the command; 128+n after signal n.
+Exit status: that of the command, or 128+n after signal n.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron.console import ArgumentParser, run_main
 from process_tree import ProcessTree
 from run import TICK, Interrupts, drivers, fail
 
-GRACE = 10.0  #: seconds that the command has to end by itself
-KEPT = "the drawing was stopped; what is drawn stays, and the same command goes on"
+GRACE = 10.0  #: seconds before a command that does not end by itself is killed
+KEPT = "the drawing was stopped; finished files stay, and the same command draws the rest"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, watch, stop; return the exit status."""
+    """Run the command, watch it, and stop it if necessary; return the exit status."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def watch(tree: ProcessTree, interrupts: Interrupts) -> int | None:
-    """Wait for the command's end and return its exit status; None if it is to be stopped."""
+    """Wait for the command and return its exit status, or None if it must be stopped."""
     while (status := tree.wait(TICK)) is None:
         if interrupts.number is not None:
             fail(f"interrupted ({signal.Signals(interrupts.number).name}): {KEPT}")
@@ -70,8 +70,10 @@ def watch(tree: ProcessTree, interrupts: Interrupts) -> int | None:
 
 
 def hint(number: int) -> str:
-    """Return what to do after a signal that somebody else sent."""
-    return "was memory short? give fewer --workers" if number == signal.SIGKILL else "run it again"
+    """Return advice for the user after a signal that this process did not send."""
+    if number == signal.SIGKILL:
+        return "if memory was short, give fewer --workers"
+    return "run it again"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Follows the index files that a run appends to while it collects, and counts what they say.
+"""Follow the index files that a run appends to while it collects, and count the tensors in them.
 
-Only the run that was started with our token is followed: other runs' files in the same folder,
-older ones or ones that are written at this moment, are left alone. Standard library only.
+Only the run that was started with our token is followed. Other runs may have written to the same
+folder, or may be writing to it now; their files are ignored. Standard library only.
 
-The folder may hold files of anyone: FIFOs and devices are never opened, and lines, texts and
-numbers are bounded. A file that cannot be followed is named in `IndexFollower.problems`.
+The folder is not trusted: FIFOs and devices are never opened, and lines, texts and numbers are
+bounded. `IndexFollower.problems` names each file that cannot be followed.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from megatron.bounded_files import (
 )
 from megatron.tensor_record import LINE_LIMIT
 
-#: Set for the command; the collector copies variables whose names start like this into the run's
-#: card.
+#: Environment variable of the command that holds our token. The collector copies every variable
+#: whose name begins with TENSOR_SAVE to the run card.
 TOKEN_VARIABLE = "TENSOR_SAVE_LAUNCH"
-TEXT_LIMIT = 1000  #: characters of a text that is shown
-COUNTED = ("phase", "component", "operation", "layer_idx")
+TEXT_LIMIT = 1000  #: longest text that is shown, in characters
+COUNTED = ("phase", "component", "operation", "layer_idx")  #: fields that the report counts by
 
 
 @dataclass
 class Tally:
-    """What has arrived so far."""
+    """Counts of the tensors that have been written so far."""
 
     tensors: int = 0
     bytes: int = 0
     runs: set[str] = field(default_factory=set)
     ranks: set[int] = field(default_factory=set)
     iterations: set[int] = field(default_factory=set)
-    limits: list[str] = field(default_factory=list)  #: where a rank stopped, one for each
+    limits: list[str] = field(default_factory=list)  #: the limit that stopped a rank, one per rank
     dropped: int = 0  #: tensors that limits left out
     dropped_bytes: int = 0
-    kept: set[str] = field(default_factory=set)  #: why a ring of iterations was written
-    let_go: set[str] = field(default_factory=set)  #: why one was not, at the end
+    kept: set[str] = field(default_factory=set)  #: reasons for which a ring was written
+    let_go: set[str] = field(default_factory=set)  #: reasons for which a ring was discarded
     counts: dict[str, Counter[Any]] = field(
         default_factory=lambda: {name: Counter() for name in COUNTED}
     )
@@ -56,16 +56,16 @@ class Tally:
         """Count one line of an index.
 
         Raises:
-            ValueError: a field is not what the collector writes; then nothing is counted.
+            ValueError: if the collector cannot have written a field; nothing is counted then.
         """
         if not isinstance(record, Mapping):
-            raise ValueError("no record")
+            raise ValueError("not a record")
         if "event" in record:
             self._add_event(record)
             return
         rank = record.get("rank") or {}
         if not isinstance(rank, Mapping):
-            raise ValueError("no rank")
+            raise ValueError("rank is not an object")
         numbers = [_whole(record, "bytes"), _whole(rank, "world"), _whole(record, "iteration")]
         layer, run_id = _whole(record, "layer_idx"), _text(record, "run_id")
         texts = {name: _text(record, name) for name in COUNTED[:-1]}
@@ -92,20 +92,20 @@ class Tally:
 
 
 def _whole(fields: Mapping[str, Any], name: str) -> int:
-    """Return a whole number of at most 64 bits; 0 where there is none."""
+    """Return a field that holds a whole number of at most 64 bits; 0 if the field is missing."""
     value = fields.get(name, 0)
     if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"{name} is no whole number")
+        raise ValueError(f"{name} is not a whole number")
     return value
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
-    """Return a text that is safe to print; `None` where there is none."""
+    """Return a field as a text that is safe to print; "None" if the field is missing."""
     return printable(fields.get(name), limit=TEXT_LIMIT)
 
 
 class IndexFollower:
-    """Reads the new lines of our run's indexes, each complete line once."""
+    """A reader of our run's indexes, which reads each complete line once."""
 
     def __init__(self, folder: Path, token: str):
         self.folder = folder
@@ -113,14 +113,14 @@ class IndexFollower:
         self.problems: list[str] = []  #: files that cannot be followed, and why
         self._token = token
         self._offsets: dict[Path, int] = {}
-        self._foreign = set(folder.glob("index_*.jsonl"))  # of runs that began before ours
+        self._foreign = set(folder.glob("index_*.jsonl"))  # indexes of earlier runs
 
     def poll(self, *, last: bool = False) -> int:
-        """Read what is new; returns how many tensors that was.
+        """Read the new lines and return the number of tensors in them.
 
         Args:
-            last: the run has ended: an index without a card counts as ours too, and is not waited
-                for.
+            last: whether the run has ended. Then an index without a run card counts as ours; before
+                that, the follower waits for the card.
         """
         before = self.tally.tensors
         for index in sorted(set(self.folder.glob("index_*.jsonl")) - self._foreign):
@@ -136,12 +136,12 @@ class IndexFollower:
         return self.tally.tensors - before
 
     def _is_ours(self, index: Path) -> bool | None:
-        """Whether the run's card holds our token; None while there is no card."""
+        """Return whether the run's card holds our token; None while there is no card."""
         run_id = index.stem.removeprefix("index_").rpartition("_rank")[0]
         try:
             card = read_json(self.folder / f"run_{run_id}.json")
             if not isinstance(card, dict):
-                raise UnusableFileError(self.folder / f"run_{run_id}.json", "no run card")
+                raise UnusableFileError(self.folder / f"run_{run_id}.json", "not a run card")
         except FileNotFoundError:
             return None
         except UnusableFileError as error:
@@ -151,7 +151,7 @@ class IndexFollower:
         return isinstance(environment, dict) and environment.get(TOKEN_VARIABLE) == self._token
 
     def _read(self, index: Path) -> None:
-        """Count the complete lines beyond those already read; others are skipped."""
+        """Count the complete lines after those already read; skip lines that are not records."""
         try:
             with open_regular(index) as file:
                 file.seek(self._offsets[index])
@@ -159,7 +159,7 @@ class IndexFollower:
                     self._offsets[index] += length
                     try:
                         self.tally.add(parse_json(line.decode()))
-                    except (ValueError, TypeError):  # another program's line
+                    except (ValueError, TypeError):  # written by another program
                         continue
         except (OSError, UnusableFileError) as error:
             self._foreign.add(index)
@@ -167,7 +167,7 @@ class IndexFollower:
 
 
 def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the size of each line that has an end, and the line, empty if it is too long."""
+    """Yield the size and the content of each finished line; a line that is too long is empty."""
     length, whole = 0, True
     while piece := file.readline(LINE_LIMIT):
         length += len(piece)
@@ -175,4 +175,4 @@ def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             yield length, piece if whole else b""
             length, whole = 0, True
         else:
-            whole = False  # too long, or not written to its end
+            whole = False  # too long, or still being written

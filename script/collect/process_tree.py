@@ -1,9 +1,8 @@
-"""A command and everything that it starts, as one thing that can be watched and stopped for
-certain.
+"""Run a command, and watch and reliably stop the whole tree of processes that it starts.
 
-A process group is not enough: torchrun gives each of its workers a session of its own, and a
-process whose parent dies moves away from it. On Linux this process therefore becomes the reaper of
-its descendants: an orphan becomes its child, and the tree is found by walking down from here.
+A process group is not enough: torchrun starts each of its workers in a session of its own, and a
+process whose parent dies gets another parent. On Linux this process therefore becomes the reaper of
+its descendants: an orphan becomes its child, and a walk down from here finds the whole tree.
 Elsewhere every process that was ever seen in the tree is remembered. Standard library only; Linux
 and macOS.
 """
@@ -25,21 +24,21 @@ from typing import IO
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
-_POLL = 0.05  #: seconds between two looks while waiting for processes to end
-_BUSY = 20  #: times the grace that processes may be busy
+_POLL = 0.05  #: seconds between two checks while waiting for processes to end
+_BUSY = 20  #: longest time that processes may stay busy, in grace periods
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One process of the system's table; `started` tells apart two that had one number in turn."""
+    """One process of the system's process table."""
 
     parent: int
-    dead: bool  #: a zombie: only its exit status is left
-    started: str
+    dead: bool  #: whether it is a zombie, of which only the exit status is left
+    started: str  #: start time, which tells two processes apart that had the same number in turn
 
 
 class ProcessTree:
-    """Starts a command in a session of its own; `stop` ends it with all its descendants."""
+    """A command in a session of its own; `stop` ends it with all its descendants."""
 
     def __init__(
         self,
@@ -53,10 +52,10 @@ class ProcessTree:
 
         Args:
             command: the words of the command.
-            output: the file for its standard output and standard error; None: those of this
-                process.
+            output: the file for its standard output and standard error; None to share those of
+                this process.
             environment: its environment variables.
-            drivers: processes that wait for the command's end; see `lost_driver`.
+            drivers: processes that wait for the command; see `lost_driver`.
         """
         self._table = _process_table()
         rows = {pid: self._table.get(pid) for pid in drivers}
@@ -72,14 +71,14 @@ class ProcessTree:
             stderr=None if output is None else subprocess.STDOUT,
             env=environment,
             start_new_session=True,
-            # if this process is killed without a chance to clean up, the command is asked to end
+            # If this process is killed and cannot clean up, the kernel asks the command to end.
             preexec_fn=None
             if libc is None
             else lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
         )
 
     def wait(self, seconds: float) -> int | None:
-        """The command's exit status, or None if it still runs after `seconds`."""
+        """Return the command's exit status, or None if it still runs after `seconds`."""
         self._look()
         try:
             return self.process.wait(timeout=seconds)
@@ -92,7 +91,7 @@ class ProcessTree:
         return next(lost, None)
 
     def members(self) -> list[int]:
-        """The processes of the tree that are alive."""
+        """Return the processes of the tree that are alive."""
         table = self._look()
         return [pid for pid, started in self._seen.items() if _lives(table, pid, started)]
 
@@ -102,24 +101,27 @@ class ProcessTree:
         at_once: Callable[[], bool] = bool,
         busy: Callable[[], bool] = bool,
     ) -> list[int]:
-        """Ask every process to end, end those that are left after `grace` seconds, or when
-        `at_once` says so.
+        """Ask every process to end, and kill those that do not.
 
-        As long as `busy` says that they are at something that is worth the wait, the seconds begin
-        anew; not for ever.
+        Args:
+            grace: seconds between the request and the kill.
+            at_once: returns whether to kill without further waiting.
+            busy: returns whether the processes do something that is worth waiting for, such as
+                writing tensors. The grace period then starts again, at most `_BUSY` times.
 
-        Returns the processes that outlive even that (stuck in the kernel, or of another user).
+        Returns:
+            The processes that survive even that: stuck in the kernel, or owned by another user.
         """
         for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
-            asked: set[int] = set()
+            signaled: set[int] = set()
             end = time.monotonic() + seconds
             last = end + (_BUSY - 1) * seconds
             while members := self.members():
                 for pid in members:
-                    if pid not in asked or number == signal.SIGKILL:
+                    if pid not in signaled or number == signal.SIGKILL:
                         with contextlib.suppress(ProcessLookupError, PermissionError):
                             os.kill(pid, number)
-                        asked.add(pid)
+                        signaled.add(pid)
                 if number == signal.SIGTERM and busy():
                     end = min(time.monotonic() + seconds, last)
                 if time.monotonic() >= end or (number == signal.SIGTERM and at_once()):
@@ -130,7 +132,7 @@ class ProcessTree:
         return members
 
     def _look(self) -> dict[int, _Row]:
-        """Read the process table, collect dead orphans, and remember who belongs to the tree."""
+        """Read the process table, reap dead orphans, and remember which processes are ours."""
         table = _process_table()
         here, family = os.getpid(), {os.getpid()}
         children: dict[int, list[int]] = {}
@@ -164,15 +166,15 @@ def _lives(table: dict[int, _Row], pid: int, started: str) -> bool:
 
 
 def _process_table() -> dict[int, _Row]:
-    """All processes: from /proc where there is one, else from `ps`."""
+    """Return all processes by number, read from /proc if it exists and from `ps` otherwise."""
     if not (_PROC / "self" / "stat").exists():
         return _ask_ps()
     table = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
-            # a process can end between the listing and the reading
+            # A process can end between the listing and the reading.
             with contextlib.suppress(OSError, IndexError):
-                # the name in parentheses may hold spaces and parentheses itself
+                # The name in parentheses may contain spaces and parentheses.
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 table[int(entry.name)] = _Row(int(fields[1]), fields[0] in "ZX", fields[19])
     return table
@@ -189,5 +191,5 @@ def _ask_ps() -> dict[int, _Row]:
 
 
 def _prctl() -> ctypes.CDLL | None:
-    """The C library where it has Linux's prctl."""
+    """Return the C library if it has Linux's prctl; None otherwise."""
     return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

@@ -7,11 +7,11 @@
 The command's output goes to a new file in --log-dir. Progress is read from the index files that
 the run appends to. The run ends when the command ends. The command and every process that it
 started are stopped at Ctrl-C or SIGTERM. They are also stopped if neither a tensor nor a line of
-the log arrives for --stall-timeout seconds. Collected tensors stay, and nothing is ever deleted.
+the log arrives for --stall-timeout seconds. Collected tensors stay: nothing is ever deleted.
 
 Exit status: 0 all tensors were collected; 1 training failed, stalled, or ended early; 2 wrong
 option; 3 training succeeded, but a limit set by the user ended the collection before all tensors
-were written; 128+n signal n.
+were written; 128+n after signal n.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from megatron.console import ArgumentParser, run_main
 from process_tree import ProcessTree
 from view import REMOVED, LogFile, ProgressLine, print_report
 
-#: Environment variable that lists the driver scripts that wait for this process, outermost first.
-#: script/driver.sh sets it.
+#: Environment variable that script/driver.sh sets to the numbers of the driver scripts that wait
+#: for this process, outermost first.
 DRIVERS_VARIABLE = "LAB_DRIVERS"
 LIMITED = 3  #: exit status of a collection that a limit has ended
-TICK = 0.2  #: seconds between two looks at the indexes
+TICK = 0.2  #: seconds between two reads of the indexes
 STOPPED = "training was stopped"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options, and the command after `--`."""
+    """Parse the options, and the command after `--`."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,21 +58,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--stall-timeout",
         type=float,
         default=600.0,
-        help="give up after so many seconds without a tensor or a line of the log; 0: never "
-        "(default: %(default)g)",
+        help="seconds without a tensor or a line of the log after which the run is stopped; "
+        "0: never (default: %(default)g)",
     )
     add(
         "--grace",
         type=float,
         default=15.0,
-        help="seconds to end by itself, or to write a further tensor, before a process is killed "
-        "(default: %(default)g)",
+        help="seconds before a process that was asked to end is killed, unless it writes another "
+        "tensor (default: %(default)g)",
     )
-    add("--next", default="", help="the command to try next, for the report")
+    add("--next", default="", help="next command to run, printed in the report")
     parser.add_argument(
         "--may-be-empty",
         action="store_true",
-        help="no tensor is no failure: they are collected only when something happens",
+        help="accept a run without tensors, because an event triggers the collection",
     )
     parser.add_argument("--verbose", action="store_true", help="show the command's output too")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: what to run")
@@ -89,19 +89,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Interrupts:
-    """Remembers the first signal; a second one a second later means: at once."""
+    """The first signal that arrives; a second one more than a second later means "at once"."""
 
     def __init__(self) -> None:
         self.number: int | None = None
         self.at_once = False
         self._since = 0.0
         for number in SIGNALS:
-            # under nohup a closed terminal is to be ignored
+            # Under nohup, SIGHUP is ignored and stays ignored.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # the terminal and a driver that passes signals on may both send the same one
+        # The terminal and a driver that forwards signals may both send the same one.
         if self.number is None:
             self.number, self._since = number, time.monotonic()
         elif time.monotonic() - self._since > 1.0:
@@ -109,7 +109,7 @@ class Interrupts:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, watch, report; returns the exit status."""
+    """Run the command, watch it and report; return the exit status."""
     args = parse_arguments(arguments)
     interrupts = Interrupts()
     for folder, option in ((args.tensor_dir, "--tensor-path"), (args.log_dir, "--log-dir")):
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     token = secrets.token_hex(8)
     follower = IndexFollower(args.tensor_dir, token)
     environment = os.environ | {TOKEN_VARIABLE: token, "PYTHONUNBUFFERED": "1"}
-    print(f"Collecting {args.name} into {args.tensor_dir}, training's log is {path}")
+    print(f"Collecting {args.name} into {args.tensor_dir}; the training log is {path}")
     print(f"  {shlex.join(args.command)}", flush=True)
     started = time.monotonic()
     try:
@@ -133,11 +133,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status, why = watch(tree, follower, interrupts, log, args)
     finally:
-        # also after an end of its own: a command may leave processes behind
+        # A command that has ended by itself may have left processes behind.
         left = tree.stop(
             args.grace,
             at_once=lambda: interrupts.at_once,
-            busy=lambda: follower.poll() > 0,  # what waits in memory is written
+            busy=lambda: follower.poll() > 0,  # tensors in memory are still being written
         )
     follower.poll(last=True)
     print_report(follower.tally, args, log, time.monotonic() - started)
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report_limits(follower: IndexFollower) -> bool:
-    """Say where ranks have reached a limit, if any has."""
+    """Print the limits that ranks have reached; return whether there are any."""
     for limit in follower.tally.limits:
         print(f"[WARNING] the collection is not complete: {limit}", file=sys.stderr, flush=True)
     return bool(follower.tally.limits)
@@ -172,14 +172,14 @@ def watch(
     log: LogFile,
     args: argparse.Namespace,
 ) -> tuple[int | None, str | None]:
-    """Follow the run until it ends or must end: its exit status, and why it is to be stopped."""
+    """Follow the run; return its exit status if it ended, and the reason if it must be stopped."""
     latest, logged = time.monotonic(), 0
     with ProgressLine(args.name, args.control_iter, log, verbose=args.verbose) as progress:
         while True:
             status = tree.wait(TICK)
             before, logged = logged, log.size()
             if follower.poll(last=status is not None) or logged != before:
-                latest = time.monotonic()  # iterations that are not collected are logged too
+                latest = time.monotonic()  # the log also shows iterations that are not collected
             progress.update(follower.tally)
             if interrupts.number is not None:
                 name = signal.Signals(interrupts.number).name
@@ -190,9 +190,9 @@ def watch(
             if status is not None:
                 return status, None
             if args.stall_timeout and time.monotonic() - latest > args.stall_timeout:
-                what = "further tensor" if follower.tally.tensors else "tensor"
+                tensor = "further tensor" if follower.tally.tensors else "tensor"
                 limit = f"{args.stall_timeout:g} s (--stall-timeout)"
-                return None, f"no {what} for {limit}: {STOPPED}"
+                return None, f"no {tensor} for {limit}: {STOPPED}"
 
 
 def drivers() -> list[int]:
@@ -202,12 +202,12 @@ def drivers() -> list[int]:
 
 
 def judge(status: int | None, follower: IndexFollower, args: argparse.Namespace) -> str | None:
-    """What is wrong with a run that ended by itself; None if it is complete."""
+    """Return what is wrong with a run that ended by itself; None if it is complete."""
     tally = follower.tally
     if status is None:
         return STOPPED
     if status < 0:
-        hint = "; was memory short?" if -status == signal.SIGKILL else ""
+        hint = "; the machine may be out of memory" if -status == signal.SIGKILL else ""
         return f"training was ended by {signal.Signals(-status).name}{hint}"
     if status:
         return f"training failed (exit status {status})"
@@ -215,7 +215,7 @@ def judge(status: int | None, follower: IndexFollower, args: argparse.Namespace)
         return None
     if not tally.tensors and not args.may_be_empty:
         return (
-            "training ended without one tensor: it needs --save-tensors, --tensor-save-dir "
+            "training ended without saving a tensor; it needs --save-tensors, --tensor-save-dir "
             f"{args.tensor_dir} and a selection (--collect-...) that is not empty"
         )
     if len(tally.iterations) < args.control_iter:
@@ -227,7 +227,7 @@ def judge(status: int | None, follower: IndexFollower, args: argparse.Namespace)
 
 
 def check_writable(folder: Path) -> str | None:
-    """Make the folder and write to it; returns why not."""
+    """Make the folder and write to it; return the reason if that fails, None otherwise."""
     probe = folder / f".write_test_{os.getpid()}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -239,21 +239,21 @@ def check_writable(folder: Path) -> str | None:
 
 
 def open_log(folder: Path, name: str) -> tuple[Path, IO[bytes]]:
-    """A new file for this run's output; an earlier one is never written to."""
+    """Create a new file for this run's output; earlier files are never written to."""
     safe = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
     stamp = time.strftime("%Y%m%d_%H%M%S")
     for attempt in range(1000):
         path = folder / f"collect_{safe}_{stamp}{f'_{attempt}' if attempt else ''}.log"
         try:
             path.open("xb").close()
-            return path, path.open("ab")  # in append mode, writing survives truncation of the log
+            return path, path.open("ab")  # append mode: writing survives a truncation of the log
         except FileExistsError:
             continue
-    raise AssertionError(f"1000 logs of one second in {folder}")
+    raise AssertionError(f"1000 logs within one second in {folder}")
 
 
 def fail(message: str) -> int:
-    """Print an error the way all scripts here do; returns the exit status."""
+    """Print an error in the project's form and return the exit status."""
     print(f"[ERROR] {message}", file=sys.stderr, flush=True)
     return 1
 

@@ -1,7 +1,7 @@
-"""What a person sees of a collection: the live progress, the end of the log, the final report.
+"""Show a collection to the user: the live progress, the end of the log, the final report.
 
-A terminal gets one bar that is drawn over itself, a file or a pipe a line every few seconds.
-Standard library, and tqdm for the bar.
+A terminal gets one progress bar; a file or a pipe gets one line every few seconds. The bar needs
+tqdm, all else the standard library only.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any, TextIO
 from index_follower import Tally
 from megatron.bounded_files import printable
 
-EVERY = 5.0  #: seconds between two lines where there is no terminal
-QUIET = 30.0  #: the same while nothing new arrives
-TAIL = 1 << 16  #: bytes of the log's end that are looked at
+EVERY = 5.0  #: seconds between two progress lines without a terminal
+QUIET = 30.0  #: seconds between two such lines while no tensor arrives
+TAIL = 1 << 16  #: bytes at the end of the log that are searched for errors
 PIECE = 1 << 20  #: bytes of the log that are read at a time
-WIDEST = 4096  #: characters of a line of the log that are shown
-REMOVED = " (it was removed during the run)"  #: added to the path of a log that was removed
+WIDEST = 4096  #: longest line of the log that is shown, in characters
+REMOVED = " (it was removed during the run)"  #: suffix for the path of a log that was removed
 SHOWN = 15  #: lines of the log that are shown after a failure
 
 
 class LogFile:
-    """The growing log of the command, which stays readable after the file was removed."""
+    """The growing log of the command, which stays readable even if the file is removed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -67,25 +67,25 @@ class LogFile:
         return [line.rstrip() for line in _shown_lines(self._log.read(TAIL)) if line.strip()]
 
     def show_end(self, out: TextIO) -> None:
-        """The error lines if the command printed any, each once, else the last lines."""
+        """Print each distinct error line of the command, or its last lines if it has none."""
         lines = self.end()
         errors = [line[line.index("[ERROR]") :] for line in lines if "[ERROR]" in line]
         for line in dict.fromkeys(errors):
             print(line, file=out)
         if not errors:
-            print(f"  the last lines of {self.path}:", file=out)
+            print(f"  last lines of {self.path}:", file=out)
             for line in lines[-SHOWN:]:
                 print(f"  | {line}", file=out)
 
 
 def _shown_lines(text: bytes) -> list[str]:
-    """Return lines of a log; what would drive the terminal is escaped."""
+    """Return the lines of a log with control characters escaped."""
     lines = text.decode(errors="replace").expandtabs().splitlines()
     return [printable(line, limit=WIDEST) for line in lines]
 
 
 class ProgressLine:
-    """Shows a tally as it grows; a context manager, so that the bar is closed in any case."""
+    """The progress display; a context manager, so that the bar is always closed."""
 
     def __init__(self, name: str, expected: int, log: LogFile, *, verbose: bool):
         self.name = name
@@ -102,7 +102,7 @@ class ProgressLine:
                 from tqdm import tqdm
             except ImportError:
                 return self
-            # some terminals say that they have no columns
+            # Some terminals report a width of 0 columns.
             known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
             self._bar = tqdm(
                 total=self._expected or None,
@@ -118,13 +118,13 @@ class ProgressLine:
             self._bar.close()
 
     def update(self, tally: Tally) -> None:
-        """Show what there is now."""
+        """Show the current tally, and with --verbose the new lines of the log."""
         if self._verbose:
             for line in self._log.new_lines():
                 print(line)
             sys.stdout.flush()
         if self._bar is not None:
-            # an iteration is complete when the next one begins
+            # An iteration is complete when the next one begins.
             self._bar.n = max(len(tally.iterations) - 1, 0)
             self._bar.set_description_str(self._line(tally))
             return
@@ -135,8 +135,8 @@ class ProgressLine:
 
     def _line(self, tally: Tally) -> str:
         if not tally.tensors:
-            said = self._log.end()[-1:] or ["(nothing yet)"]
-            return f"{self.name}: no tensor yet; the log says: {said[0].strip()[:60]}"
+            line = next(reversed(self._log.end()), "(nothing yet)")
+            return f"{self.name}: no tensor yet; last line of the log: {line.strip()[:60]}"
         of = f" of {self._expected}" if self._expected else ""
         return (
             f"{self.name}: iteration {len(tally.iterations)}{of}, {tally.tensors} tensors, "
@@ -147,7 +147,7 @@ class ProgressLine:
 def print_report(
     tally: Tally, args: argparse.Namespace, log: LogFile, seconds: float, out: TextIO | None = None
 ) -> None:
-    """Counts by what a reader asks for first, and where to look next."""
+    """Print the counts, and where the tensors and the log are."""
     lines = [f"{args.name}: {tally.tensors} tensors, {size(tally.bytes)}, in {seconds:.1f} s"]
     if tally.tensors:
         lines += [
@@ -168,13 +168,13 @@ def print_report(
     lines += [f"  {'kept':<10} {why}" for why in sorted(tally.kept)]
     lines += [f"  {'not kept':<10} the ring at {why}" for why in sorted(tally.let_go)]
     if args.may_be_empty and not tally.tensors:
-        lines.append(f"  {'empty':<10} nothing happened that would have been collected")
+        lines.append(f"  {'empty':<10} no event triggered the collection")
     lines.append(f"  {'log':<10} {log.path}{'' if log.is_there() else REMOVED}")
     print("\n".join(lines), file=out, flush=True)
 
 
 def layers(tally: Tally) -> str:
-    """Tensors by layer; neighbours with the same number are written as one."""
+    """Return the number of tensors per layer; adjacent layers with equal counts are grouped."""
     counts = sorted(tally.counts["layer_idx"].items())
     parts = []
     for (number, _), group in groupby(
@@ -187,7 +187,7 @@ def layers(tally: Tally) -> str:
 
 
 def ranges(numbers: Any) -> str:
-    """Numbers in order, runs of neighbours as `first-last`."""
+    """Return the sorted numbers as text, with consecutive ones as `first-last`."""
     parts = []
     for _, group in groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0]):
         members = [number for _, number in group]
@@ -196,7 +196,7 @@ def ranges(numbers: Any) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in decimal units, three digits."""
+    """Return a number of bytes in decimal units with three digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"

@@ -3,14 +3,14 @@
     python script/configs preset
     python script/configs data --data dataset/wiki_text_document --tokenizer model/llama3.2-1b
 
-data     print the tokenizer and the prefix of the data, one per line; the default is Wikipedia in
-         the tokens of Llama 3.2 1B
+data     print the tokenizer and the prefix of the data, one per line; the default is Wikipedia,
+         tokenized for Llama 3.2 1B
 preset   print 1b or tiny: the model that fits this machine and its data
 type     print the canonical name of a quantization type, then `flag`, or `settings` if training
          reads the type from the environment and the settings file
 size     print the size of the collection of a training command (--command), and ask before a
          large one
-nearest  print the options that are most similar to a word, as a part of a message
+nearest  print the options that are most similar to a word, as part of an error message
 """
 
 from __future__ import annotations

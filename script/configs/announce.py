@@ -19,10 +19,10 @@ def announce(words: Sequence[str], *, types: int, yes: bool, dry_run: bool) -> N
         words: the training command.
         types: quantization types that are collected in turn.
         yes: whether the user has agreed in advance.
-        dry_run: nothing is collected now.
+        dry_run: whether the command is only printed.
 
     Raises:
-        ConfigError: if the collection is large and the user has not agreed to it.
+        ConfigError: if the collection is large and the user does not agree to it.
     """
     size = collection_size(words)
     if size is None:
@@ -48,21 +48,21 @@ def announce(words: Sequence[str], *, types: int, yes: bool, dry_run: bool) -> N
 
 def _described(size: Size, types: int) -> str:
     """Return the size as a sentence."""
-    what = f"{size.files:,} files, {gb(size.bytes)}"
+    text = f"{size.files:,} files, {gb(size.bytes)}"
     if types > 1:
-        what += f" per type; {size.files * types:,} files, {gb(size.bytes * types)} for {types}"
-        what += " types"
+        text += f" per type; {size.files * types:,} files, {gb(size.bytes * types)} for {types}"
+        text += " types"
     notes = []
     if size.iterations != 1:
-        many = f"{size.iterations:,} iterations"
-        notes.append(many if size.iterations else "unlimited iterations")
+        count = f"{size.iterations:,} iterations"
+        notes.append(count if size.iterations else "unlimited iterations")
     if size.limited:
         notes.append("stops at the limit")
     if size.optional:
         notes.append("at most, only if triggered")
     if size.codes:
         notes.append("without codes")
-    return f"Collection: {what} ({', '.join(notes)})." if notes else f"Collection: {what}."
+    return f"Collection: {text} ({', '.join(notes)})." if notes else f"Collection: {text}."
 
 
 def gb(size: float) -> str:

@@ -1,8 +1,8 @@
-"""An architecture as data, in the words of the published configurations, and its flags.
+"""Describe an architecture as data and translate it to the flags of `pretrain_gpt.py`.
 
-A field that the published `config.json` has keeps its meaning there; `flags` translates it to
-Megatron-LM's. What one family has and another has not (latent attention, experts, a scaling of
-rotary frequencies) is an object of its own, None where it is absent.
+A field has the name and the meaning that it has in the published `config.json`; `flags` translates
+it to Megatron-LM's. A part that only some families have (latent attention, experts, a scaling of
+rotary frequencies) is an object of its own, and None where it is absent.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from configs.lookup import number
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Rotary frequencies of Llama 3.1 and later (`rope_type: llama3`).
+    """Scaling of the rotary frequencies in Llama 3.1 and later (`rope_type: llama3`).
 
-    Of its four numbers megatron-core takes the factor; low_freq_factor 1, high_freq_factor 4 and
-    original_max_position_embeddings 8192 are constants there, and those of all published models.
+    megatron-core takes only the factor as an option. The other three numbers are constants there
+    (low_freq_factor 1, high_freq_factor 4, original_max_position_embeddings 8192), which equal
+    those of all published models.
     """
 
     factor: float
@@ -28,7 +29,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """Rotary frequencies of DeepSeek-V2, which megatron-core has in latent attention."""
+    """Scaling of the rotary frequencies in DeepSeek-V2 (megatron-core: latent attention only)."""
 
     factor: float
     original_max_position_embeddings: int
@@ -59,26 +60,27 @@ class LatentAttention:
     def flags(self) -> list[str]:
         return [
             *("--multi-latent-attention", "--kv-lora-rank", str(self.kv_lora_rank)),
-            "--qk-layernorm",  # of the compressed keys and values: `kv_a_layernorm`
+            "--qk-layernorm",  # normalizes the compressed keys and values: `kv_a_layernorm`
             *("--qk-head-dim", str(self.qk_nope_head_dim)),
             *("--qk-pos-emb-head-dim", str(self.qk_rope_head_dim)),
             *("--v-head-dim", str(self.v_head_dim)),
         ]
 
     def parameters(self, hidden: int, heads: int) -> int:
-        of_queries = hidden * heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        """Return the number of parameters of one layer's attention."""
+        queries = hidden * heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         down = hidden * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
         up = self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return of_queries + down + up + heads * self.v_head_dim * hidden
+        return queries + down + up + heads * self.v_head_dim * hidden
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts as DeepSeek-V2 has it: routed ones, shared ones, dense first layers.
+    """A mixture of experts as in DeepSeek-V2: routed and shared experts, and dense first layers.
 
-    Scores are a softmax over all experts, taken before the best are chosen and not made to sum to
-    one again (`scoring_func: softmax`, `norm_topk_prob: false`); a choice of groups first does not
-    exist in the Lite model (`topk_method: greedy`).
+    The router takes the softmax over all experts, then the top k, whose scores are not normalized
+    again (`scoring_func: softmax`, `norm_topk_prob: false`). The Lite model has no selection of
+    expert groups (`topk_method: greedy`).
     """
 
     n_routed_experts: int
@@ -87,7 +89,7 @@ class Experts:
     moe_intermediate_size: int
     first_k_dense_replace: int
     routed_scaling_factor: float
-    aux_loss_alpha: float  #: of each sequence by itself (`seq_aux: true`)
+    aux_loss_alpha: float  #: coefficient of the loss that balances each sequence (`seq_aux: true`)
 
     def flags(self, layers: int) -> list[str]:
         dense = self.first_k_dense_replace
@@ -107,22 +109,22 @@ class Experts:
         ]
 
     def parameters(self, hidden: int) -> int:
-        """Of a layer that has experts."""
+        """Return the number of parameters of a layer's experts and router."""
         features = (self.n_routed_experts + self.n_shared_experts) * self.moe_intermediate_size
         return 3 * hidden * features + hidden * self.n_routed_experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder with RMSNorm, SwiGLU, rotary positions and no biases."""
+    """A decoder with RMSNorm, SwiGLU, rotary position embeddings and no biases."""
 
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int | None  #: None: the latent attention says it
-    vocab_size: int | None  #: None: that of whatever tokenizer is there
+    head_dim: int | None  #: None with latent attention, which has head sizes of its own
+    vocab_size: int | None  #: published size; None if it depends on the tokenizer that is used
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
@@ -131,13 +133,14 @@ class Architecture:
     initializer_range: float = 0.02
     latent: LatentAttention | None = None
     experts: Experts | None = None
-    vocab_multiple: int = 128  #: see `flags`
+    vocab_multiple: int = 128  #: the vocabulary is padded to a multiple of it; see `flags`
 
     def flags(self) -> list[str]:
-        """Those of `pretrain_gpt.py`.
+        """Return the flags of `pretrain_gpt.py`.
 
-        The vocabulary is the tokenizer's, rounded up to `vocab_multiple` times the tensor-parallel
-        size: the multiple is chosen so that the published tokenizer gives the published size.
+        The vocabulary is the tokenizer's, rounded up to a multiple of `vocab_multiple` times the
+        tensor-parallel size. The multiple is chosen so that the published tokenizer gives the
+        published size.
         """
         words = [
             *("--num-layers", str(self.num_hidden_layers)),
@@ -168,7 +171,7 @@ class Architecture:
         return words
 
     def parameters(self) -> int | None:
-        """How many, with the published vocabulary; None where there is none."""
+        """Return the number of parameters; None if there is no published vocabulary."""
         if self.vocab_size is None:
             return None
         hidden, layers = self.hidden_size, self.num_hidden_layers
@@ -179,7 +182,7 @@ class Architecture:
             heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
             attention = hidden * heads * self.head_dim
         dense = 3 * hidden * self.intermediate_size
-        total = layers * (attention + 2 * hidden) + hidden  # with two norms a layer and the last
+        total = layers * (attention + 2 * hidden) + hidden  # two norms per layer and the final one
         if self.experts is None:
             total += layers * dense
         else:

@@ -1,8 +1,8 @@
 """Choose the quantization type of a collection, for the drivers.
 
 The precedence is: the type that the user gives, a recipe named in the environment, the type that
-the environment and the settings file of quant_type_modifier.py set, and `DEFAULT`. Names of the
-experiment matrix are known here. All others are resolved by the training code, which needs torch.
+the environment and the settings file of quant_type_modifier.py set, and `DEFAULT`. This module
+knows the names of the experiment matrix. The training code, which needs torch, resolves all others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from configs.lookup import ConfigError
 from configs.quantizations import AS_SET, UNQUANTIZED, accepted
 from configs.resolve import FOREIGN_LEFT_OUT, REPO, say
-from configs.run_names import of_operations, settings_file
+from configs.run_names import sets_operations, settings_file
 
 DEFAULT = "mxfp8"
 TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
@@ -34,23 +34,23 @@ class ChosenType:
 
 
 def chosen_type(given: str | None, python: str, *, dry_run: bool) -> ChosenType:
-    """Return the type that the user gives, or else the one that is set.
+    """Return the type that the user gives, or otherwise the one that is set.
 
     Args:
-        given: as named by the user.
-        python: has torch, unless this is a dry run.
-        dry_run: torch may be missing.
+        given: the type as the user wrote it, or None.
+        python: interpreter with torch; in a dry run, torch may be missing.
+        dry_run: whether the command is only printed.
 
     Raises:
-        ConfigError: there is no such type.
+        ConfigError: if there is no such type.
     """
-    of_all = os.environ.get(TYPE_VARIABLE)
-    if given is None and of_all and not of_operations():
-        given = of_all
+    from_environment = os.environ.get(TYPE_VARIABLE)
+    if given is None and from_environment and not sets_operations():
+        given = from_environment
         say(f"No type given: {TYPE_VARIABLE} sets {given}.")
     if given is not None:
         return ChosenType(name=canonical(given, python, dry_run=dry_run), by_flag=True)
-    if not (of_all or of_operations() or settings_file()):
+    if not (from_environment or sets_operations() or settings_file()):
         return ChosenType(name=DEFAULT, by_flag=True)
     lines = _ask(["--set-type"], python, dry_run=dry_run)
     if lines is None:
@@ -66,7 +66,7 @@ def canonical(name: str, python: str, *, dry_run: bool) -> str:
     """Return the canonical name of a type, which files and folders use.
 
     Raises:
-        ConfigError: there is no such type.
+        ConfigError: if there is no such type.
     """
     known = {each.lower(): each for each in accepted() if each != AS_SET}
     known |= dict.fromkeys(UNQUANTIZED, UNQUANTIZED[0])
@@ -82,18 +82,18 @@ def _ask(words: list[str], python: str, *, dry_run: bool) -> list[str] | None:
     Raises:
         ConfigError: if the training code refuses the type.
     """
-    asked = subprocess.run(
+    answer = subprocess.run(
         [python, "-c", _POLICY, *words],
         env={**os.environ, "PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,
         check=False,
     )
-    if asked.returncode == 2:
-        raise ConfigError(asked.stderr.strip().removeprefix("[ERROR] "))
-    if asked.returncode and dry_run:
+    if answer.returncode == 2:
+        raise ConfigError(answer.stderr.strip().removeprefix("[ERROR] "))
+    if answer.returncode and dry_run:
         say(f"{python} lacks torch: the type is shown as given, without a check.")
         return None
-    if asked.returncode:
-        raise ConfigError(f"{python} cannot check the type: {asked.stderr.strip()}")
-    return asked.stdout.splitlines()
+    if answer.returncode:
+        raise ConfigError(f"{python} cannot check the type: {answer.stderr.strip()}")
+    return answer.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""What `train_config.py` and `flash_attention_config.py` have in common as programs."""
+"""The main program that `train_config.py` and `flash_attention_config.py` share."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def run_program(
     required: str,
     formats_of: Callable[[argparse.Namespace], Formats],
 ) -> int:
-    """Print what was asked for, or start the training; returns the exit status.
+    """Print a list if an option requests it, or start the training; return the exit status.
 
     Args:
-        parser: of what stands before `--`.
-        argv: None: the process's own.
-        prints: for each option that only prints something, what that is.
-        required: the option that names the formats.
-        formats_of: what it names.
+        parser: parser of the words before `--`.
+        argv: command line; None for that of this process.
+        prints: for each option that only prints something, a function that returns the text.
+        required: option that names the formats.
+        formats_of: returns the formats that the options name.
     """
     words, flags = split_flags(sys.argv[1:] if argv is None else argv)
     try:

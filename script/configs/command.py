@@ -1,4 +1,4 @@
-"""From a choice of the tables to the command that trains it."""
+"""Build the training command of one cell of the experiment matrix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PRECISIONS = {"bf16": ("--bf16",), "fp16": ("--fp16", "--initial-loss-scale", "6
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the user says in place of the tables; None: the tables' values."""
+    """Sizes that the user sets; None leaves the value of the tables."""
 
     train_iters: int | None = None
     micro_batch_size: int | None = None
@@ -28,48 +28,49 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One training, complete but for its files and the words of its command."""
+    """One training with all choices made, except for its files."""
 
     preset: Preset
     schedule: Schedule
     tensorboard: str
-    checkpoint: str | None  #: folder to save to; None: nothing is saved
+    checkpoint: str | None  #: folder to save to; None to save nothing
     resume: bool  #: whether that folder holds a checkpoint
-    formats: Sequence[str]  #: flags that say what is quantized
+    formats: Sequence[str]  #: flags that set the number formats
     dtype: str = "bf16"
-    layout: Parallelism = field(default_factory=Parallelism)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     launch: Launch = field(default_factory=Launch)
     sizes: Sizes = field(default_factory=Sizes)
     is_tiny: bool = False
-    flags: Sequence[str] = ()  #: of the user, for `pretrain_gpt.py`: these win
+    flags: Sequence[str] = ()  #: the user's flags for `pretrain_gpt.py`, which take precedence
 
     def settled(self) -> Experiment:
-        """With no size left open. What does not fit is refused here: files are looked for, and
-        made, only after that.
+        """Return the experiment with every size set.
+
+        Sizes that do not fit are refused here, before files are looked for or made.
 
         Raises:
-            ConfigError: says what would do.
+            ConfigError: if a size does not fit; the message names values that do.
         """
         sizes = self._sizes()
         uneven = any(word.split("=")[0] in UNEVEN_STAGES for word in self.flags)
-        check_model(self.layout, self.preset.architecture, uneven_stages=uneven)
-        check_ranks(self.layout, sizes.seq_length)
-        self.launch.check(self.layout)
+        check_model(self.parallelism, self.preset.architecture, uneven_stages=uneven)
+        check_ranks(self.parallelism, sizes.seq_length)
+        self.launch.check(self.parallelism)
         return dataclasses.replace(self, sizes=self._batch(sizes))
 
     def command(self, python: str, files: Files) -> list[str]:
-        """The words, of a settled experiment.
+        """Return the words of the command of a settled experiment.
 
         Raises:
-            MissingFile: there is no telling which tokenizer is meant.
+            MissingFile: if the kind of the tokenizer cannot be determined.
         """
         sizes = self.sizes
         return [
-            *self.launch.words(python, self.layout),
+            *self.launch.words(python, self.parallelism),
             str(REPO / "pretrain_gpt.py"),
             *self.preset.architecture.flags(),
             *(("--recompute-activations",) if self.preset.recompute else ()),
-            *self.layout.flags(),
+            *self.parallelism.flags(),
             *self._sharing(),
             *OPTIMIZER,
             *self.schedule.flags(),
@@ -89,7 +90,10 @@ class Experiment:
         ]
 
     def _sizes(self) -> Sizes:
-        """The tables' values where the user gave none; the global batch may still be None."""
+        """Return the sizes, from the tables where the user gave none.
+
+        The global batch size may still be None.
+        """
         preset, schedule, given = self.preset, self.schedule, self.sizes
         seq_length = given.seq_length or min(
             preset.seq_length, schedule.longest_sequence or preset.seq_length
@@ -97,7 +101,7 @@ class Experiment:
         collected = self._collected()
         if given.train_iters is not None and given.train_iters < collected:
             raise ConfigError(
-                f"--train-iters {given.train_iters} is fewer than --control-iter {collected}, the "
+                f"--train-iters {given.train_iters} is less than --control-iter {collected}, the "
                 f"iterations to collect; give --train-iters {collected}, or collect fewer"
             )
         return Sizes(
@@ -109,33 +113,39 @@ class Experiment:
         )
 
     def _collected(self) -> int:
-        """Iterations that the user's flags ask to collect; what is no number training refuses."""
+        """Return the number of iterations that the user's flags select for collection.
+
+        A value that is not a number counts as 0 here; training refuses it.
+        """
         text = last_value("--control-iter", self.flags) or ""
         return int(text) if text.isdecimal() else 0
 
     def _batch(self, sizes: Sizes) -> Sizes:
-        """With the global batch: what was given must fit the ranks, a default is made to."""
-        step = sizes.micro_batch_size * self.layout.data
+        """Return the sizes with a global batch size that fits the number of replicas.
+
+        A size that the user gives must fit; a default is rounded up.
+        """
+        step = sizes.micro_batch_size * self.parallelism.data
         batch = sizes.global_batch_size
         if batch is None:
             wanted = self.schedule.global_batch_size or step * self.schedule.micro_batches
             batch = -(-wanted // step) * step
             if batch != wanted:
                 say(
-                    f"The global batch is {batch} sequences, not {wanted}: {self.layout.data} "
+                    f"The global batch is {batch} sequences, not {wanted}: {self.parallelism.data} "
                     f"copies of the model take {sizes.micro_batch_size} at a time."
                 )
         elif batch % step:
             raise ConfigError(
-                f"--global-batch-size {batch} is no multiple of --micro-batch-size "
-                f"{sizes.micro_batch_size} x {self.layout.data} copies of the model; "
-                f"{batch // step * step or step} or {(batch // step + 1) * step} would do"
+                f"--global-batch-size {batch} is not a multiple of --micro-batch-size "
+                f"{sizes.micro_batch_size} x {self.parallelism.data} copies of the model; "
+                f"{batch // step * step or step} or {(batch // step + 1) * step} would fit"
             )
         return dataclasses.replace(sizes, global_batch_size=batch)
 
     def _sharing(self) -> list[str]:
-        """Optimizer states spread over the ranks; not worth it for a model that fits anywhere."""
-        if self.is_tiny or self.layout.world == 1:
+        """Return the flags that shard the optimizer states, which small models do not need."""
+        if self.is_tiny or self.parallelism.world == 1:
             return []
         return ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 

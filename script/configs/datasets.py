@@ -1,7 +1,7 @@
-"""The datasets: where their token ids lie, which depend on the tokenizer.
+"""The datasets, and the paths of their token ids, which depend on the tokenizer.
 
-Models with the same tokenizer share the files. Those of Llama 3 have the paths that the user's own
-scripts have; another family's name is a part of the path.
+Models with the same tokenizer share the files. The files for Llama 3 have the paths that the users'
+own scripts expect; for another family, its name is part of the path.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 from configs.models import Tokenizer
 
-#: The family whose files have no name of a family in their path.
+#: Tokenizer family whose name is not part of the paths.
 PLAIN_FAMILY = "llama3"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A column of the matrix."""
+    """One dataset of the matrix."""
 
     title: str
-    name: str  #: of the folder and the files
-    prepare: str  #: the script that makes them
+    name: str  #: name of the folder and beginning of the file names
+    prepare: str  #: script that makes the files
 
     def prefix(self, tokenizer: Tokenizer) -> str:
-        """Of the `.bin` and the `.idx` file, below the tree's root."""
+        """Return the common prefix of the `.bin` and `.idx` files, relative to the root."""
         family = "" if tokenizer.family == PLAIN_FAMILY else f"_{tokenizer.family}"
         name = f"{self.name}{family}"
         return f"dataset/{name}/{name}_text_document"

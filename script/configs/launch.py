@@ -1,4 +1,4 @@
-"""From the options to the training: names looked up, files found, the command printed or run."""
+"""Turn the options into a training: look up names, find files, print or start the command."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from configs.resolve import (
 from configs.run_names import Formats
 from configs.trainings import TRAININGS
 
-NOTHING = "none"  #: in place of a checkpoint's folder
+NOTHING = "none"  #: value of --checkpoint-path that saves nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What the options name, looked up in the tables."""
+    """The entries of the tables that the options name."""
 
     options: argparse.Namespace
     model: Model
@@ -50,7 +50,7 @@ class Selection:
 
 
 def run_name(selection: Selection, formats: Formats, flags: Sequence[str], python: str) -> str:
-    """Of the folders, and for the user."""
+    """Return the name of the run, which its folders and messages use."""
     options = selection.options
     return run_names.join(
         options.model,
@@ -62,10 +62,10 @@ def run_name(selection: Selection, formats: Formats, flags: Sequence[str], pytho
 
 
 def check_names(options: argparse.Namespace) -> None:
-    """Refuse unknown names before an environment is made for them.
+    """Refuse unknown names before an environment is made for the run.
 
     Raises:
-        ConfigError: an unknown name, or a missing one.
+        ConfigError: if a name is unknown or missing.
     """
     files = options.tokenizer_path is not None and options.data_path is not None
     require(options, "model", *(() if files else ("dataset",)))
@@ -78,21 +78,21 @@ def check_names(options: argparse.Namespace) -> None:
 
 
 def select(options: argparse.Namespace, python: str) -> Selection:
-    """Look up the names, which are right, and choose the preset where the user did not."""
+    """Look up the checked names, and choose the preset if the user did not."""
     preset = options.preset
     if preset is None:
-        there = cuda_devices(python, dry_run=options.dry_run) > 0
-        preset = "full" if there or options.dry_run else "tiny"
-        if not there and options.dry_run:
-            say("Without a CUDA device a run takes --preset tiny unless told --preset full.")
-        elif not there:
+        has_gpu = cuda_devices(python, dry_run=options.dry_run) > 0
+        preset = "full" if has_gpu or options.dry_run else "tiny"
+        if not has_gpu and options.dry_run:
+            say("Without a CUDA device a run takes --preset tiny unless --preset full is given.")
+        elif not has_gpu:
             say("No CUDA device: the model is the tiny preset (--preset full for the real one).")
     dataset = None if options.dataset is None else DATASETS[options.dataset]
     return Selection(options=options, model=MODELS[options.model], dataset=dataset, preset=preset)
 
 
 def _setting(given: int | None, variable: str, kind: Callable[[str], int]) -> int | None:
-    """An option, else the environment's variable, else None."""
+    """Return the value of an option, or that of an environment variable, or None."""
     text = os.environ.get(variable)
     if given is not None or not text:
         return given
@@ -102,27 +102,28 @@ def _setting(given: int | None, variable: str, kind: Callable[[str], int]) -> in
         raise ConfigError(f"environment variable {variable}: {error}") from None
 
 
-def _refuse_one_of_several(options: argparse.Namespace, *, said: bool) -> None:
-    """Refuse a command line that speaks of other machines where this is the only one: each would
-    train alone, and all into the same folders.
+def _refuse_cluster_options(options: argparse.Namespace, *, nnodes_given: bool) -> None:
+    """Refuse options for several machines if the run has one.
+
+    Otherwise each machine would train by itself, and all would write to the same folders.
     """
-    if said and not options.node_rank:
-        return  # as a job script has it that was given one machine
+    if nnodes_given and not options.node_rank:
+        return  # a job script does this when it gets one machine
     for name in ("node_rank", "master_addr"):
-        if (given := getattr(options, name)) is not None:
+        if (value := getattr(options, name)) is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {given} is of a run on several machines, but "
-                f"{'--nnodes is 1' if said else 'nothing says how many'}; give their number in "
+                f"--{name.replace('_', '-')} {value} belongs to a run on several machines, but "
+                f"{'--nnodes is 1' if nnodes_given else 'their number is not given'}; give it in "
                 "--nnodes (or NNODES)"
             )
 
 
-def layout_of(selection: Selection, python: str) -> Parallelism:
-    """The model's own layout, with what the user says.
+def parallelism_of(selection: Selection, python: str) -> Parallelism:
+    """Return the model's default parallelism, changed by the user's options.
 
     Raises:
-        ConfigError: this machine has fewer GPUs than processes, or it is one of several and
-            nothing says of how many.
+        ConfigError: if this machine has fewer GPUs than processes, or if options for several
+            machines are given without their number.
     """
     options = selection.options
     given = {
@@ -131,17 +132,17 @@ def layout_of(selection: Selection, python: str) -> Parallelism:
         **{name: getattr(options, name) for name in ("tp", "pp", "cp", "ep")},
     }
     given = {name: value for name, value in given.items() if value is not None}
-    layout = dataclasses.replace(selection.model.preset(selection.preset).layout, **given)
-    if layout.nnodes == 1:
-        _refuse_one_of_several(options, said="nnodes" in given)
-    looks = layout.world > 1 and not options.dry_run
-    devices = cuda_devices(python, dry_run=False) if looks else 0
-    if 0 < devices < layout.nproc_per_node:
+    parallelism = dataclasses.replace(selection.model.preset(selection.preset).parallelism, **given)
+    if parallelism.nnodes == 1:
+        _refuse_cluster_options(options, nnodes_given="nnodes" in given)
+    needs_check = parallelism.world > 1 and not options.dry_run
+    devices = cuda_devices(python, dry_run=False) if needs_check else 0
+    if 0 < devices < parallelism.nproc_per_node:
         raise ConfigError(
-            f"{layout.nproc_per_node} processes, but this machine has {devices} GPU(s); give "
+            f"{parallelism.nproc_per_node} processes, but this machine has {devices} GPU(s); give "
             f"--nproc-per-node {devices} and a --tp, --pp, --cp and --ep that fit it"
         )
-    return layout
+    return parallelism
 
 
 def launch_of(options: argparse.Namespace) -> Launch:
@@ -153,7 +154,7 @@ def launch_of(options: argparse.Namespace) -> Launch:
 
 
 def files_of(selection: Selection, python: str) -> Files:
-    """The tokenizer and the data; see `resolve_data`."""
+    """Return the tokenizer and the data; see `resolve_data`."""
     options, tokenizer = selection.options, selection.model.tokenizer
     dataset = selection.dataset or next(iter(DATASETS.values()))
     default = Files(tokenizer=at_home(tokenizer.path), data=at_home(dataset.prefix(tokenizer)))
@@ -174,7 +175,7 @@ def files_of(selection: Selection, python: str) -> Files:
 def experiment(
     selection: Selection, name: str, formats: Formats, flags: Sequence[str], python: str
 ) -> Experiment:
-    """All that the command of the run called `name` says, but the files."""
+    """Return all that determines the command of the run called `name`, except for the files."""
     options = selection.options
     checkpoint = options.checkpoint_path
     if checkpoint is None:
@@ -191,7 +192,7 @@ def experiment(
         resume=resume,
         formats=formats.flags,
         dtype=options.dtype,
-        layout=layout_of(selection, python),
+        parallelism=parallelism_of(selection, python),
         launch=launch_of(options),
         sizes=Sizes(**sizes),
         is_tiny=selection.is_tiny,
@@ -200,10 +201,10 @@ def experiment(
 
 
 def start(options: argparse.Namespace, formats: Formats, flags: Sequence[str]) -> int:
-    """Print the command of a dry run; or become the training.
+    """Print the command in a dry run, or replace this process by the training.
 
     Raises:
-        ConfigError: see what is refused above.
+        ConfigError: if an option is refused.
     """
     options.dry_run = options.dry_run or is_set("DRY_RUN")
     check_names(options)
@@ -221,17 +222,17 @@ def start(options: argparse.Namespace, formats: Formats, flags: Sequence[str]) -
 
 
 def training_environment() -> dict[str, str]:
-    """This process's, with what training needs where the user has not said it."""
+    """Return this process's environment, with what training needs unless the user has set it."""
     variables = dict(os.environ)
     path = variables.get("PYTHONPATH")
     variables["PYTHONPATH"] = f"{REPO}{os.pathsep}{path}" if path else str(REPO)
     # torchrun is started with `python -m`, which would import anyone's torch.py from the current
     # folder. Python 3.10 does not know this variable.
     variables.setdefault("PYTHONSAFEPATH", "1")
-    # By default OpenMP's threads spin while they wait for each other. Where anything else runs on
-    # the same processors that is fatal: on 2 cores beside one busy process an iteration of the
-    # tiny preset took 25 to 49 s; with a short spin it takes 1.5 s there, and 0.66 s instead of
-    # 0.47 s on an idle machine.
+    # By default OpenMP's threads spin while they wait for each other, which is very slow if other
+    # processes run on the same cores. On 2 cores beside one busy process, an iteration of the tiny
+    # preset took 25 to 49 s. With a short spin it takes 1.5 s there, and 0.66 s instead of 0.47 s
+    # on an idle machine.
     if "OMP_WAIT_POLICY" not in variables:
         variables.setdefault("GOMP_SPINCOUNT", "1000")
     variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -1,4 +1,4 @@
-"""What a user names, looked up; and how a mistake of theirs is said."""
+"""Look up names that the user gives, and report unknown ones with suggestions."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ Entry = TypeVar("Entry")
 
 
 class ConfigError(Exception):
-    """The command line cannot be run; the message reads `what; what to do`."""
+    """A command line that cannot be run; the message reads `problem; what to do`."""
 
-    status = 2  #: of the process, as argparse has it
+    status = 2  #: exit status, the same as argparse's
 
 
 class MissingFile(ConfigError):
-    """The command line is right, but a file that it names is not there."""
+    """A correct command line that names a file that does not exist."""
 
     status = 1
 
 
 def pick(kind: str, name: str, table: Mapping[str, Entry], more: str = "") -> Entry:
-    """The entry of that name.
+    """Return the entry of a table.
 
     Args:
-        kind: what the table holds, for the message.
-        name: as the user wrote it.
-        table: by name.
-        more: what else can be done, for the message.
+        kind: kind of the entries, for the message.
+        name: name of the entry as the user wrote it.
+        table: entries by name.
+        more: further advice for the message.
 
     Raises:
-        ConfigError: there is none; names the nearest and all.
+        ConfigError: if there is no such entry; the message lists the nearest and all names.
     """
     if name in table:
         return table[name]
@@ -42,17 +42,17 @@ def pick(kind: str, name: str, table: Mapping[str, Entry], more: str = "") -> En
 
 
 def spelled(name: str, table: Iterable[str]) -> str:
-    """Return the entry of a table that equals `name` except for case, or else `name` itself."""
+    """Return the entry that equals `name` when case is ignored, or `name` if there is none."""
     return {each.lower(): each for each in table}.get(name.lower(), name)
 
 
 def number(value: float) -> str:
-    """A number as people write it on a command line: 1e-5, 0.0003, 500000."""
+    """Return a number as people write it on a command line: 1e-5, 0.0003, 500000."""
     return f"{value:.12g}".replace("e-0", "e-")
 
 
 def last_value(flag: str, words: Sequence[str]) -> str | None:
-    """What follows a flag the last time that it is given, which is what counts."""
+    """Return the value of the last occurrence of a flag, which is the one that takes effect."""
     value = None
     for index, word in enumerate(words):
         name, equals, text = word.partition("=")

@@ -1,10 +1,10 @@
-"""The models: published numbers, and a small one of the same architecture for each.
+"""The models: their published sizes, and a small model of the same architecture for each.
 
-The numbers are those of the models' public `config.json` files (Llama-3.1-8B, Llama-3.2-1B,
-DeepSeek-V2-Lite); tests/data/published_models/ holds them a second time, as they were published,
-and the tests compare. A `tiny` preset keeps all that is architecture (normalization, rotary
-scaling, tied embeddings, latent attention, a dense first layer, shared experts, the ratio of heads
-to key-value heads) and changes sizes only; they are multiples of the largest block of a format.
+The numbers are those of the public `config.json` files of Llama-3.1-8B, Llama-3.2-1B and
+DeepSeek-V2-Lite. tests/data/published_models/ holds copies of these files, and tests compare. A
+`tiny` preset keeps the architecture: normalization, rotary scaling, tied embeddings, latent
+attention, a dense first layer, shared experts, the ratio of heads to key-value heads. It changes
+only sizes, which are multiples of the largest block of a format.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ PRESETS = ("full", "tiny")
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """An architecture, and what training it needs."""
+    """An architecture with the sizes and the parallelism that its training needs."""
 
     architecture: Architecture
     seq_length: int
     micro_batch_size: int
-    lr: float  #: the highest; the lowest is a tenth of it
-    layout: Parallelism = field(default_factory=Parallelism)  #: where the user says nothing
-    recompute: bool = False  #: forget attention scores until the backward pass
+    lr: float  #: highest learning rate; the lowest is a tenth of it
+    parallelism: Parallelism = field(default_factory=Parallelism)  #: default for the user's options
+    recompute: bool = False  #: recompute attention scores in the backward pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
     """The tokenizer that a model was published with."""
 
-    family: str  #: token ids of one family are the same
-    path: str  #: below the tree's root
+    family: str  #: models of one family have the same token ids
+    path: str  #: path relative to the root of the repository
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A row of the matrix."""
+    """One model of the matrix."""
 
     title: str
     tokenizer: Tokenizer
@@ -52,7 +52,10 @@ class Model:
 
 
 def _tiny(published: Architecture, **sizes: object) -> Preset:
-    """A small one of the same architecture: 4 layers of 256, seconds for an iteration on a CPU."""
+    """Return a small model of the same architecture.
+
+    It has 4 layers of 256 and trains an iteration within seconds on a CPU.
+    """
     small = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8}
     architecture = replace(
         published, **{**small, "vocab_size": None, "vocab_multiple": 128, **sizes}
@@ -94,7 +97,7 @@ _DEEPSEEK2_LITE = Architecture(
     num_key_value_heads=16,
     head_dim=None,
     vocab_size=102400,
-    vocab_multiple=3200,  # its tokenizer has some 100,000 tokens
+    vocab_multiple=3200,  # the tokenizer has about 100,000 tokens
     max_position_embeddings=163840,
     rms_norm_eps=1e-6,
     rope_theta=10000,
@@ -130,7 +133,7 @@ MODELS: Mapping[str, Model] = {
             seq_length=8192,
             micro_batch_size=1,
             lr=3e-4,
-            layout=Parallelism(nproc_per_node=8, tp=4),
+            parallelism=Parallelism(nproc_per_node=8, tp=4),
             recompute=True,
         ),
         tiny=_tiny(_LLAMA31_8B, intermediate_size=896, num_key_value_heads=2, head_dim=32),
@@ -155,7 +158,7 @@ MODELS: Mapping[str, Model] = {
             seq_length=4096,
             micro_batch_size=1,
             lr=4.2e-4,
-            layout=Parallelism(nproc_per_node=8, ep=8),
+            parallelism=Parallelism(nproc_per_node=8, ep=8),
             recompute=True,
         ),
         tiny=_tiny(

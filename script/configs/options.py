@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from typing import NoReturn
 
 from configs.command import PRECISIONS
 from configs.datasets import DATASETS
@@ -15,32 +14,27 @@ from configs.trainings import TRAININGS
 from megatron.console import ArgumentParser, hyphenated
 
 
-class Parser(ArgumentParser):
-    """A parser that raises its errors, and prints its help without reformatting it."""
-
-    advice = "see --help (flags of pretrain_gpt.py go after --)"
-
-    def __init__(self, description: str | None, usage: str | None = None) -> None:
-        super().__init__(
-            description=description,
-            usage=usage,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; {self.advice}")
+def training_parser(description: str | None, usage: str) -> ArgumentParser:
+    """Return a parser for a program that also takes flags of `pretrain_gpt.py` after `--`."""
+    return ArgumentParser(
+        description=description,
+        usage=usage,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        advice="see --help (flags of pretrain_gpt.py go after --)",
+        error_type=ConfigError,
+    )
 
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def whole(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
@@ -50,12 +44,12 @@ def rate(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 
 def add_experiment(parser: argparse.ArgumentParser) -> None:
-    """What to train, but for the formats, and how."""
+    """Add the options that choose what to train and how, except for the formats."""
     group = parser.add_argument_group("what to train")
     add = group.add_argument
     add("--model", metavar="M", help=", ".join(MODELS))
@@ -69,42 +63,47 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
     add(
         "--preset",
         metavar="P",
-        help="full: the published model; tiny: the same architecture, small (full with a CUDA "
-        "device and in a dry run, else tiny)",
+        help="full: the published model; tiny: a small model of the same architecture (full with "
+        "a CUDA device and in a dry run, otherwise tiny)",
     )
-    add("--dtype", choices=PRECISIONS, default="bf16", help="of what is not quantized (bf16)")
+    add(
+        "--dtype",
+        choices=PRECISIONS,
+        default="bf16",
+        help="precision of all that is not quantized (bf16)",
+    )
     for name, kind, text in (
         ("train-iters", positive, "iterations"),
-        ("micro-batch-size", positive, "sequences at a time, of each copy of the model"),
-        ("global-batch-size", positive, "sequences an iteration"),
-        ("seq-length", positive, "tokens a sequence"),
+        ("micro-batch-size", positive, "sequences that a replica processes at a time"),
+        ("global-batch-size", positive, "sequences per iteration"),
+        ("seq-length", positive, "tokens per sequence"),
         ("lr", rate, "highest learning rate; the lowest is a tenth of it"),
     ):
         add(f"--{name}", type=kind, metavar="X" if kind is rate else "N", help=text)
-    group = parser.add_argument_group("files; a default is below the tree's root")
+    group = parser.add_argument_group("files; defaults are relative to the root of the repository")
     add = group.add_argument
     add("--tokenizer-path", metavar="P", help="SentencePiece .model file or a tokenizer's folder")
-    add("--data-path", metavar="P", help="prefix of a .bin and an .idx file")
+    add("--data-path", metavar="P", help="common prefix of a .bin and an .idx file")
     add(
         "--checkpoint-path",
         metavar="DIR",
-        help="save there, and resume from what is there; none: save nothing (checkpoints/RUN; "
-        "none with --preset tiny)",
+        help="folder to save to, and to resume from if it holds a checkpoint; none: save nothing "
+        "(checkpoints/RUN; none with --preset tiny)",
     )
-    add("--tensorboard-path", metavar="DIR", help="event files (tensorboard_logs/RUN)")
+    add("--tensorboard-path", metavar="DIR", help="folder of event files (tensorboard_logs/RUN)")
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Processes and machines."""
+    """Add the options for processes and machines."""
     group = parser.add_argument_group(
-        "processes; NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in the environment do too"
+        "processes; also set by NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT"
     )
     add = group.add_argument
-    add("--nproc-per-node", type=positive, metavar="N", help="processes of a machine, one a GPU")
+    add("--nproc-per-node", type=positive, metavar="N", help="processes per machine, one per GPU")
     add("--nnodes", type=positive, metavar="N", help="machines (1)")
-    add("--node-rank", type=whole, metavar="N", help="which of them this is, from 0 (0)")
-    add("--master-addr", metavar="HOST", help="name of the first")
-    add("--master-port", type=positive, metavar="N", help="a free port of the first (6000)")
+    add("--node-rank", type=whole, metavar="N", help="number of this machine, from 0 (0)")
+    add("--master-addr", metavar="HOST", help="host name of the first machine")
+    add("--master-port", type=positive, metavar="N", help="free port of the first machine (6000)")
     for short, flag, text in (
         ("tp", "tensor", "ranks that share each layer"),
         ("pp", "pipeline", "ranks that share the layers"),
@@ -116,17 +115,17 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def add_actions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--list", action="store_true", help="print what can be named, and stop")
+    parser.add_argument("--list", action="store_true", help="print all accepted names, and stop")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command and run nothing (DRY_RUN=1)"
     )
 
 
 def require(options: argparse.Namespace, *names: str) -> None:
-    """Refuse a command line without these options."""
+    """Refuse a command line that lacks one of these options."""
     missing = [f"--{name}" for name in names if getattr(options, name.replace("-", "_")) is None]
     if missing:
-        raise ConfigError(f"{' and '.join(missing)} missing; --list prints what can be named")
+        raise ConfigError(f"{' and '.join(missing)} missing; --list prints all accepted names")
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,7 +1,7 @@
-"""How many processes, and what each holds: tensor, pipeline, context and expert parallelism.
+"""The number of processes and how they share the model: tensor, pipeline, context, expert parallel.
 
-What does not divide is refused here, before anything starts: ranks that find it out by themselves
-do so minutes later, each with a message of its own.
+Sizes that do not divide are refused here, before anything starts. The ranks themselves would find
+out minutes later, each with a message of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from configs.lookup import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Processes and how they share the model."""
+    """The number of processes, and how they share the model."""
 
     nnodes: int = 1
     nproc_per_node: int = 1
@@ -26,21 +26,21 @@ class Parallelism:
 
     @property
     def world(self) -> int:
-        """Processes of all machines."""
+        """Number of processes on all machines."""
         return self.nnodes * self.nproc_per_node
 
     @property
     def model(self) -> int:
-        """Processes that hold one copy of the dense layers."""
+        """Number of processes that share one replica of the dense layers."""
         return self.tp * self.pp * self.cp
 
     @property
     def data(self) -> int:
-        """Copies, each of which trains on other sequences."""
+        """Number of replicas, each of which trains on other sequences."""
         return self.world // self.model
 
     def flags(self) -> list[str]:
-        """Those of `pretrain_gpt.py`; none for what is not parallel."""
+        """Return the flags of `pretrain_gpt.py`, without those for a size of 1."""
         words: list[str] = []
         for size, flag in (
             (self.tp, "--tensor-model-parallel-size"),
@@ -50,59 +50,60 @@ class Parallelism:
         ):
             if size > 1:
                 words += [flag, str(size)]
-        # less memory for the same messages, and experts demand it
+        # Sequence parallelism saves memory for the same communication, and experts require it.
         return [*words, "--sequence-parallel"] if self.tp > 1 else words
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Where the machines find each other; what torchrun takes."""
+    """The options of torchrun by which the machines find each other."""
 
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int = 6000
 
-    def check(self, layout: Parallelism) -> None:
-        """Refuse machines that would not find each other.
+    def check(self, parallelism: Parallelism) -> None:
+        """Refuse options by which the machines would not find each other.
 
         Raises:
-            ConfigError: the first of them has no name, or this one's number is none of theirs.
+            ConfigError: if the first machine's name is missing, or this one's rank is too large.
         """
-        if layout.nnodes == 1:
+        if parallelism.nnodes == 1:
             return
         if not self.master_addr:
             raise ConfigError(
-                f"--nnodes is {layout.nnodes}, but nothing says which machine is the first; give "
-                "its name in --master-addr (or MASTER_ADDR), the same on every machine"
+                f"--nnodes is {parallelism.nnodes}, but the first machine is not given; give its "
+                "name in --master-addr (or MASTER_ADDR), the same on every machine"
             )
-        if not 0 <= self.node_rank < layout.nnodes:
+        nnodes = parallelism.nnodes
+        if not 0 <= self.node_rank < nnodes:
             raise ConfigError(
-                f"--node-rank is {self.node_rank}; of {layout.nnodes} machines the ranks are 0 to "
-                f"{layout.nnodes - 1}"
+                f"--node-rank is {self.node_rank}, but {nnodes} machines have the ranks "
+                f"0 to {nnodes - 1}; give one of these"
             )
 
-    def words(self, python: str, layout: Parallelism) -> list[str]:
-        """What stands before `pretrain_gpt.py`; one process needs no launcher."""
+    def words(self, python: str, parallelism: Parallelism) -> list[str]:
+        """Return the words before `pretrain_gpt.py`; a single process needs no launcher."""
         torchrun = [python, "-m", "torch.distributed.run"]
-        processes = ["--nproc-per-node", str(layout.nproc_per_node)]
-        if layout.nnodes == 1:
-            return [*torchrun, "--standalone", *processes] if layout.world > 1 else [python]
+        processes = ["--nproc-per-node", str(parallelism.nproc_per_node)]
+        if parallelism.nnodes == 1:
+            return [*torchrun, "--standalone", *processes] if parallelism.world > 1 else [python]
         assert self.master_addr is not None, "check() comes first"
         return [
             *torchrun,
-            *("--nnodes", str(layout.nnodes), "--node-rank", str(self.node_rank)),
+            *("--nnodes", str(parallelism.nnodes), "--node-rank", str(self.node_rank)),
             *("--master-addr", self.master_addr, "--master-port", str(self.master_port)),
             *processes,
         ]
 
 
 def divisors(*numbers: int) -> list[int]:
-    """What divides all of them."""
+    """Return the common divisors of the numbers."""
     return [d for d in range(1, min(numbers) + 1) if all(n % d == 0 for n in numbers)]
 
 
 def tensor_sizes(model: Architecture) -> list[int]:
-    """Numbers of ranks that can share a layer; a head of keys and values may be in several."""
+    """Return the tensor-parallel sizes that fit; several ranks may hold the same key-value head."""
     features = [model.num_attention_heads, model.intermediate_size]
     if model.experts is not None:
         features.append(model.experts.moe_intermediate_size)
@@ -112,10 +113,10 @@ def tensor_sizes(model: Architecture) -> list[int]:
 
 def _one_of(flag: str, choices: Sequence[int]) -> str:
     listed = ", ".join(map(str, choices[:-1]))
-    return f"{flag} {f'{listed} or ' if listed else ''}{choices[-1]} would do"
+    return f"{flag} {f'{listed} or ' if listed else ''}{choices[-1]} would fit"
 
 
-#: Flags of `pretrain_gpt.py` that cut the layers into stages of different size.
+#: Flags of `pretrain_gpt.py` that split the layers into pipeline stages of different sizes.
 UNEVEN_STAGES = (
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
@@ -125,29 +126,31 @@ UNEVEN_STAGES = (
 )
 
 
-def check_model(layout: Parallelism, model: Architecture, *, uneven_stages: bool = False) -> None:
-    """Refuse a layout that the model cannot be cut into.
+def check_model(
+    parallelism: Parallelism, model: Architecture, *, uneven_stages: bool = False
+) -> None:
+    """Refuse a parallelism that does not fit the model.
 
     Args:
-        layout: the ranks.
+        parallelism: the ranks.
         model: the architecture.
-        uneven_stages: the user has said which layers go to which pipeline stage.
+        uneven_stages: whether the user has assigned layers to pipeline stages.
 
     Raises:
-        ConfigError: says what would do.
+        ConfigError: if it does not fit; the message names sizes that do.
     """
-    layers = model.num_hidden_layers
+    layers, tp, pp, ep = model.num_hidden_layers, parallelism.tp, parallelism.pp, parallelism.ep
     possible = tensor_sizes(model)
-    if layout.tp not in possible:
+    if tp not in possible:
         keys = f", {model.num_key_value_heads} of keys and values" if model.latent is None else ""
         raise ConfigError(
-            f"--tp {layout.tp} does not fit {model.num_attention_heads} attention heads{keys}; "
+            f"--tp {tp} does not fit {model.num_attention_heads} attention heads{keys}; "
             f"{_one_of('--tp', possible)}"
         )
-    if layers % layout.pp and not uneven_stages:
-        first = layers - (layout.pp - 1) * -(-layers // layout.pp)
+    if layers % pp and not uneven_stages:
+        first = layers - (pp - 1) * -(-layers // pp)
         raise ConfigError(
-            f"--pp {layout.pp} does not divide {layers} layers; {_one_of('--pp', divisors(layers))}"
+            f"--pp {pp} does not divide {layers} layers; {_one_of('--pp', divisors(layers))}"
             + (
                 ", or a first stage of another size: "
                 f"`-- --decoder-first-pipeline-num-layers {first}`"
@@ -156,43 +159,42 @@ def check_model(layout: Parallelism, model: Architecture, *, uneven_stages: bool
             )
         )
     if model.experts is None:
-        if layout.ep > 1:
-            raise ConfigError(f"--ep {layout.ep}, but this model has no experts; leave --ep out")
-    elif model.experts.n_routed_experts % layout.ep:
+        if ep > 1:
+            raise ConfigError(f"--ep {ep}, but this model has no experts; leave --ep out")
+    elif model.experts.n_routed_experts % ep:
         experts = model.experts.n_routed_experts
         raise ConfigError(
-            f"--ep {layout.ep} does not divide {experts} experts; "
-            f"{_one_of('--ep', divisors(experts))}"
+            f"--ep {ep} does not divide {experts} experts; {_one_of('--ep', divisors(experts))}"
         )
 
 
-def check_ranks(layout: Parallelism, seq_length: int) -> None:
-    """Refuse a number of processes that is no multiple of what the layout needs, and a sequence
-    that cannot be shared.
+def check_ranks(parallelism: Parallelism, seq_length: int) -> None:
+    """Refuse a number of processes or a sequence length that cannot be divided as requested.
 
     Raises:
-        ConfigError: says what would do.
+        ConfigError: if one cannot; the message names values that can.
     """
-    world, model = layout.world, layout.model
+    world, model = parallelism.world, parallelism.model
+    tp, pp, cp, ep = parallelism.tp, parallelism.pp, parallelism.cp, parallelism.ep
     if world % model:
         multiple = -(-world // model) * model
         raise ConfigError(
-            f"{world} process(es) cannot be cut into tp x pp x cp = {layout.tp} x {layout.pp} x "
-            f"{layout.cp}; start a multiple of {model} (--nproc-per-node x --nnodes = {multiple}), "
+            f"{world} process(es) cannot be cut into tp x pp x cp = {tp} x {pp} x "
+            f"{cp}; start a multiple of {model} (--nproc-per-node x --nnodes = {multiple}), "
             "or lower --tp, --pp or --cp"
         )
-    of_experts = layout.tp * layout.pp * layout.ep
-    if layout.ep > 1 and world % of_experts:
-        multiple = -(-world // of_experts) * of_experts
+    experts = tp * pp * ep
+    if ep > 1 and world % experts:
+        multiple = -(-world // experts) * experts
         raise ConfigError(
-            f"{world} process(es) cannot be cut into tp x pp x ep = {layout.tp} x {layout.pp} x "
-            f"{layout.ep} for the experts; start a multiple of {of_experts} (--nproc-per-node x "
+            f"{world} process(es) cannot be cut into tp x pp x ep = {tp} x {pp} x "
+            f"{ep} for the experts; start a multiple of {experts} (--nproc-per-node x "
             f"--nnodes = {multiple}), or lower --ep"
         )
-    parts = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+    parts = tp * (2 * cp if cp > 1 else 1)
     if seq_length % parts:
         raise ConfigError(
             f"--seq-length {seq_length} cannot be cut into {parts} equal parts, as --tp "
-            f"{layout.tp} and --cp {layout.cp} need; "
-            f"{seq_length // parts * parts or parts} would do"
+            f"{tp} and --cp {cp} need; "
+            f"{seq_length // parts * parts or parts} would fit"
         )

@@ -1,4 +1,4 @@
-"""Find what this machine has: the interpreter, a CUDA device, the tokenizer and the data.
+"""Find the interpreter, CUDA devices, the tokenizer and the data on this machine.
 
 A path that the user gives is relative to the current folder and must exist. A default path is
 relative to the repository's root, and is printed without the root if that is the current folder.
@@ -21,35 +21,36 @@ from pathlib import Path
 from configs.lookup import ConfigError, MissingFile
 
 REPO = Path(__file__).resolve().parents[2]
-MISSING_SAID = "LAB_MISSING_SAID"  #: set by script/driver.sh after it named the missing files
+#: Environment variable that script/driver.sh sets after it has listed the missing files.
+MISSING_SAID = "LAB_MISSING_SAID"
 
 
 def say(message: str) -> None:
-    """Tell the user something that is no result."""
+    """Print a message for the user on standard error."""
     print(message, file=sys.stderr, flush=True)
 
 
 def at_home(path: str) -> str:
-    """A path below the tree's root as the user would write it."""
+    """Return a path relative to the repository's root as the user would write it."""
     return path if Path.cwd() == REPO else str(REPO / path)
 
 
-#: Begins the code of `python -c`: nothing is imported from the current folder, which may hold
-#: anyone's torch.py.
+#: First line of code for `python -c`, so that nothing is imported from the current folder, which
+#: may contain a foreign torch.py.
 FOREIGN_LEFT_OUT = "import sys; sys.path[:] = [path for path in sys.path if path]\n"
 
 
 def is_set(variable: str) -> bool:
-    """Whether a switch in the environment is on; script/driver.sh reads DRY_RUN the same way."""
+    """Return whether a switch in the environment is on; script/driver.sh does the same."""
     return os.environ.get(variable, "").lower() not in ("", "0", "false", "no")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What a training reads."""
+    """The files that a training reads."""
 
-    tokenizer: str  #: a SentencePiece .model file, or a folder
-    data: str  #: prefix of a .bin and an .idx file
+    tokenizer: str  #: path of a SentencePiece .model file or of a folder
+    data: str  #: common prefix of a .bin and an .idx file
 
     def there(self) -> bool:
         return Path(self.tokenizer).exists() and has_data(self.data)
@@ -69,7 +70,7 @@ def has_data(prefix: str) -> bool:
 
 
 def default_corpus() -> Files:
-    """The small corpus that script/data/default_corpus.py makes of Python's documentation."""
+    """Return the paths of the default corpus, which is made of Python's documentation."""
     return Files(
         tokenizer=at_home("model/default/tokenizer.model"),
         data=at_home("dataset/default/corpus_text_document"),
@@ -78,21 +79,21 @@ def default_corpus() -> Files:
 
 @dataclass(frozen=True, kw_only=True)
 class DataRequest:
-    """What was asked for, and what may stand in for it."""
+    """The files that the user gives, and what may replace them."""
 
-    tokenizer: str | None  #: as named by the user
-    data: str | None
-    default: Files  #: where nothing was named
-    corpus: bool  #: whether the default corpus may stand in for a missing default
-    prepare: Sequence[str] = ()  #: the command that makes the default
-    names: tuple[str, str] = ("--tokenizer-path", "--data-path")
+    tokenizer: str | None  #: path that the user gives
+    data: str | None  #: prefix that the user gives
+    default: Files  #: files to use if the user gives none
+    corpus: bool  #: whether the default corpus may replace missing default files
+    prepare: Sequence[str] = ()  #: command that makes the default files
+    names: tuple[str, str] = ("--tokenizer-path", "--data-path")  #: options, for the messages
 
 
 def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
-    """The files to train on; the default corpus is made if it is to be taken.
+    """Return the files to train on; make the default corpus if it is used and missing.
 
     Raises:
-        MissingFile: something is not there; says what to run.
+        MissingFile: if a file is missing; the message gives the command that makes it.
     """
     files = request.default
     if request.tokenizer is None and request.data is None:
@@ -106,7 +107,7 @@ def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
         data = data.removesuffix(suffix)
     files = Files(tokenizer=request.tokenizer or files.tokenizer, data=data)
     if dry_run:
-        # the dry run of a driver prints the corpus that a run would make
+        # The dry run of a driver passes the corpus that a run would make.
         if files != default_corpus() and not files.there() and not is_set(MISSING_SAID):
             say(f"Missing: {_missing(files, request, python)}.")
         return files
@@ -165,87 +166,92 @@ def _check(files: Files, request: DataRequest, python: str) -> None:
 
 
 def make_corpus(python: str) -> Files:
-    """Make the default corpus unless it is there.
+    """Make the default corpus unless it exists.
 
     Raises:
-        MissingFile: it cannot be made; the reason was printed.
+        MissingFile: if it cannot be made; the reason was printed.
     """
-    made = subprocess.run([python, REPO / "script/data/default_corpus.py"], check=False)
-    if made.returncode:
+    result = subprocess.run([python, REPO / "script/data/default_corpus.py"], check=False)
+    if result.returncode:
         raise MissingFile("no default corpus; the reason is above")
     return default_corpus()
 
 
 def tokenizer_type(path: str) -> str:
-    """Return Megatron-LM's name for what is at `path`, as `megatron.training.data.tokenizer` does.
+    """Return Megatron-LM's type of the tokenizer at `path`.
+
+    `megatron.training.data.tokenizer` decides in the same way.
 
     Raises:
-        MissingFile: a folder without a tokenizer, or with several.
+        MissingFile: if `path` is a folder with no tokenizer or with several.
     """
-    place = Path(path)
+    location = Path(path)
     hugging_face = ("tokenizer.json", "tokenizer_config.json")
-    if place.suffix == ".json" or any((place / name).is_file() for name in hugging_face):
+    if location.suffix == ".json" or any((location / name).is_file() for name in hugging_face):
         return "HuggingFaceTokenizer"
-    file = _tokenizer_in(place) if place.is_dir() else place
+    file = _tokenizer_in(location) if location.is_dir() else location
     if file.is_file():
         return "TikTokenizer" if _is_tiktoken(file) else "SentencePieceTokenizer"
     if file.suffix == ".model":
         return "SentencePieceTokenizer"
-    return "HuggingFaceTokenizer"  # of a dry run: what the models were published with
+    return "HuggingFaceTokenizer"  # in a dry run: the type that the models were published with
 
 
 def _tokenizer_in(folder: Path) -> Path:
-    """The tokenizer's file in a folder that has no Hugging Face tokenizer."""
+    """Return the tokenizer's file in a folder that has no Hugging Face tokenizer."""
     if (folder / "tokenizer.model").is_file():
         return folder / "tokenizer.model"
-    found = sorted(folder.glob("*.tiktoken"))
-    if not found:
+    files = sorted(folder.glob("*.tiktoken"))
+    if not files:
         raise MissingFile(
             f"no tokenizer in the folder {folder}; it needs tokenizer.json (Hugging Face), "
             "tokenizer.model or a .tiktoken file"
         )
-    if len(found) > 1:
-        names = ", ".join(each.name for each in found)
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files)
         raise MissingFile(f"several tokenizers in the folder {folder} ({names}); name one of them")
-    return found[0]
+    return files[0]
 
 
 def _is_tiktoken(path: Path) -> bool:
-    """Both kinds may be called tokenizer.model; tiktoken's is text: a token and its number."""
+    """Return whether a file is in tiktoken's format, a text of tokens and their numbers.
+
+    A SentencePiece model may also be called tokenizer.model.
+    """
     with path.open("rb") as file:
         return re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", file.readline(1000)) is not None
 
 
 def interpreter(*, dry_run: bool) -> str:
-    """The Python that has the requirements; made if need be. A dry run only looks.
+    """Return the Python that has the requirements; make it if necessary, except in a dry run.
 
     Raises:
-        MissingFile: LAB_PYTHON names no program.
-        ConfigError: it cannot be made; the reason was printed.
+        MissingFile: if LAB_PYTHON does not name a program.
+        ConfigError: if the environment cannot be made; the reason was printed.
     """
     if given := os.environ.get("LAB_PYTHON"):
         if shutil.which(given) is None:
             raise MissingFile(
-                f"LAB_PYTHON is '{given}', which is no program; name a Python 3.10 or newer, or "
+                f"LAB_PYTHON is '{given}', which is not a program; name a Python 3.10 or newer, or "
                 "unset it"
             )
         return given
     if dry_run:
-        made = REPO / ".venv" / "bin" / "python"
-        return str(made) if os.access(made, os.X_OK) else "python3"
-    found = subprocess.run(
+        python = REPO / ".venv" / "bin" / "python"
+        return str(python) if os.access(python, os.X_OK) else "python3"
+    setup = subprocess.run(
         ["bash", REPO / "script/setup_env.sh"], stdout=subprocess.PIPE, text=True, check=False
     )
-    if found.returncode:
+    if setup.returncode:
         raise ConfigError("no Python environment; the reason is above")
-    return found.stdout.strip()
+    return setup.stdout.strip()
 
 
 def enter_environment() -> None:
-    """Go on in the Python that has torch, if this one has not.
+    """Restart this program in the Python that has torch, unless this one has it.
 
     Raises:
-        ConfigError: see `interpreter`; or that Python has no torch either.
+        ConfigError: see `interpreter`; also if that Python has no torch either.
     """
     if find_spec("torch") is not None and find_spec("yaml") is not None:
         return
@@ -258,13 +264,13 @@ def enter_environment() -> None:
 
 @cache
 def cuda_devices(python: str, *, dry_run: bool = False) -> int:
-    """GPUs that torch can use; a dry run only sees whether there is a driver (then 1)."""
+    """Return the number of GPUs that torch can use; a dry run returns 1 if there is a driver."""
     if not Path("/dev/nvidia0").exists() and shutil.which("nvidia-smi") is None:
         return 0
     if dry_run:
         return 1
     code = "import torch; print(torch.cuda.device_count())"
-    asked = subprocess.run(
+    result = subprocess.run(
         [python, "-c", FOREIGN_LEFT_OUT + code], capture_output=True, text=True, check=False
     )
-    return int(asked.stdout) if asked.returncode == 0 else 0
+    return int(result.stdout) if result.returncode == 0 else 0

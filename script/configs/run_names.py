@@ -1,4 +1,4 @@
-"""What a run is called: two runs that differ in model, data or formats never share a folder."""
+"""Name runs so that two that differ in model, data or formats never share a folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from configs.lookup import ConfigError, last_value
 from configs.quantizations import AS_SET, accepted
 from configs.resolve import FOREIGN_LEFT_OUT, REPO, say
 
-#: Flags of `pretrain_gpt.py` that say formats, by what `megatron.fake_quant.policy` calls them.
+#: Flags of `pretrain_gpt.py` that set formats, by their names in `megatron.fake_quant.policy`.
 FORMAT_FLAGS = {
     "custom_quant_type": "--custom-quant-type",
     "linear": "--linear-quant",
@@ -23,49 +23,52 @@ FORMAT_FLAGS = {
 }
 
 
-#: Types whose effective name is their own name; that of `none` is not.
+#: Types whose effective name is their own name; that of `none` is bf16.
 QUANTIZED = accepted().keys() - {AS_SET, "none"}
 
 
-def of_operations() -> bool:
+def sets_operations() -> bool:
     """Return whether an environment variable sets the format of a single operation."""
     return any(os.environ.get(f"{name}_QUANT_TYPE") for name in ("LINEAR", "QK", "PV"))
 
 
 def settings_file() -> Path | None:
-    """Return the settings file that `megatron.fake_quant.settings` reads, if it is there."""
+    """Return the settings file that `megatron.fake_quant.settings` reads, if it exists."""
     path = Path(os.environ.get("QUANT_SETTINGS_FILE") or REPO / ".quant_settings.json")
     return path if path.exists() else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Formats:
-    """What is quantized."""
+    """The number formats of a run."""
 
-    name: str  #: in the run's name
-    flags: Sequence[str]
+    name: str  #: part of the run's name
+    flags: Sequence[str]  #: flags of `pretrain_gpt.py` that set them
 
     def effective_name(self, flags: Sequence[str], python: str) -> str:
-        """The name; of formats that something else decides, what it decides.
+        """Return the name of the formats that take effect.
+
+        That is `name`, unless the user's flags, the environment or the settings file decide.
 
         Args:
-            flags: the user's, for `pretrain_gpt.py`: these win.
-            python: has torch, unless this is a dry run.
+            flags: the user's flags for `pretrain_gpt.py`, which take precedence.
+            python: interpreter with torch; in a dry run, torch may be missing.
 
         Raises:
-            ConfigError: the formats cannot be resolved; training would say the same.
+            ConfigError: if the formats cannot be resolved; training would fail the same way.
         """
-        said = [flag for flag in FORMAT_FLAGS.values() if last_value(flag, flags) is not None]
-        if self.name != AS_SET and not said:
+        given = [flag for flag in FORMAT_FLAGS.values() if last_value(flag, flags) is not None]
+        if self.name != AS_SET and not given:
             return self.name
-        of_all = FORMAT_FLAGS["custom_quant_type"]
-        name = last_value(of_all, flags)
-        if said == [of_all] and name in QUANTIZED and not (of_operations() or settings_file()):
+        type_flag = FORMAT_FLAGS["custom_quant_type"]
+        name = last_value(type_flag, flags)
+        nothing_else = given == [type_flag] and not (sets_operations() or settings_file())
+        if nothing_else and name in QUANTIZED:
             return name  # the same result, without importing torch, which takes seconds
         return _resolved([*self.flags, *flags], python) or self.name
 
 
-#: Prints the effective type, or says what is wrong and ends with 2, as training would.
+#: Program that prints the effective type, or an error with exit status 2, as training would.
 _ASK = """
 import json, sys
 from megatron.fake_quant.policy import resolve
@@ -78,27 +81,29 @@ except ValueError as error:
 
 
 def _resolved(flags: Sequence[str], python: str) -> str | None:
-    """The effective type by the code that training uses, of flags, environment and settings file;
-    None where that Python cannot run it, which only a dry run meets.
+    """Return the effective type of flags, environment and settings file.
+
+    The code that training uses determines it. None means that this Python cannot run that code,
+    which happens only in a dry run.
     """
-    said = {name: last_value(flag, flags) for name, flag in FORMAT_FLAGS.items()}
-    asked = subprocess.run(
-        [python, "-c", FOREIGN_LEFT_OUT + _ASK, json.dumps(said)],
+    given = {name: last_value(flag, flags) for name, flag in FORMAT_FLAGS.items()}
+    answer = subprocess.run(
+        [python, "-c", FOREIGN_LEFT_OUT + _ASK, json.dumps(given)],
         env={**os.environ, "PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,
         check=False,
     )
-    if asked.returncode == 2:
-        raise ConfigError(asked.stderr.strip())
-    if asked.returncode:
-        say(f"{python} lacks torch: a run puts the effective formats in place of {AS_SET!r}.")
+    if answer.returncode == 2:
+        raise ConfigError(answer.stderr.strip())
+    if answer.returncode:
+        say(f"{python} lacks torch: a run replaces {AS_SET!r} by the effective formats.")
         return None
-    return asked.stdout.strip()
+    return answer.stdout.strip()
 
 
 def data_name(prefix: str) -> str:
-    """The name of data that belong to no dataset of the matrix."""
+    """Return the name of data that are not a dataset of the matrix."""
     name = Path(prefix).name
     for suffix in (".bin", ".idx", "_text_document"):
         name = name.removesuffix(suffix)
@@ -106,5 +111,5 @@ def data_name(prefix: str) -> str:
 
 
 def join(*parts: str | None) -> str:
-    """A name for files, of the parts that there are."""
+    """Join the parts that are not empty to a name that is safe for files."""
     return "_".join(part for part in parts if part).replace(":", "-").replace(",", "_")

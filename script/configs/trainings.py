@@ -1,5 +1,6 @@
-"""How long a model is trained and with which batches: the same for every quantization, so that
-runs differ in nothing else.
+"""The training configurations: number of iterations, batch sizes and schedules.
+
+They are the same for every quantization, so that two runs differ only in their formats.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from configs.lookup import number
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Iterations, batch and what happens between them."""
+    """The iterations, the batch size, and the intervals of evaluation and saving."""
 
     train_iters: int
-    warmup_fraction: float  #: of the iterations; the cosine decay goes over the rest
-    global_batch_size: int | None  #: sequences an iteration, however many processes share them
-    micro_batches: int = 1  #: of each copy of the model, where no global batch is fixed
+    warmup_fraction: float  #: fraction of the iterations; the cosine decay spans the others
+    global_batch_size: int | None  #: sequences per iteration; None: `micro_batches` determines it
+    micro_batches: int = 1  #: micro-batches per replica if there is no global batch size
     longest_sequence: int | None = None
     eval_interval: int = 500
     eval_iters: int = 0
     save_interval: int | None = None
 
     def flags(self) -> list[str]:
-        """What does not depend on the user's own values."""
+        """Return the flags that do not depend on the user's values."""
         words = [
             *("--lr-decay-style", "cosine", "--lr-warmup-fraction", number(self.warmup_fraction)),
             *("--eval-iters", str(self.eval_iters)),
@@ -46,7 +47,7 @@ class Training:
         return {"full": self.full, "tiny": self.tiny}[name]
 
 
-#: Of every model and every schedule.
+#: Flags for every model and every schedule.
 OPTIMIZER = (
     *("--optimizer", "adam", "--adam-beta1", "0.9", "--adam-beta2", "0.95"),
     *("--weight-decay", "0.1", "--clip-grad", "1.0", "--split", "99,1,0"),
@@ -56,7 +57,7 @@ _TINY = Schedule(train_iters=50, warmup_fraction=0.1, global_batch_size=4)
 
 TRAININGS: Mapping[str, Training] = {
     "default": Training(
-        about="10,000 iterations of 128 sequences, evaluated and saved on the way",
+        about="10,000 iterations of 128 sequences, with evaluations and checkpoints",
         full=Schedule(
             train_iters=10_000,
             warmup_fraction=0.02,
@@ -67,7 +68,7 @@ TRAININGS: Mapping[str, Training] = {
         tiny=_TINY,
     ),
     "fast": Training(
-        about="100 iterations of 16 short sequences: does it run, does the loss fall",
+        about="100 iterations of 16 short sequences, to see whether it runs and the loss falls",
         full=Schedule(
             train_iters=100, warmup_fraction=0.1, global_batch_size=16, longest_sequence=2048
         ),
@@ -88,7 +89,7 @@ TRAININGS: Mapping[str, Training] = {
         tiny=Schedule(train_iters=500, warmup_fraction=0.1, global_batch_size=8),
     ),
     "collect": Training(
-        about="as default with 8 micro-batches a process: what the drivers collect tensors from",
+        about="default with 8 micro-batches per process; the drivers of a collection use it",
         full=Schedule(
             train_iters=10_000,
             warmup_fraction=0.02,

@@ -115,7 +115,7 @@ def test_the_drawing_ends_with_its_driver(tmp_path, number):
     assert not any(map(alive, drawing))
     told = (tmp_path / "output").read_text()
     assert told.count("[ERROR]") == 1
-    assert "the drawing was stopped; what is drawn stays, and the same command goes on" in told
+    assert "the drawing was stopped; finished files stay, and the same command draws the" in told
     assert "Traceback" not in told
     if number == signal.SIGKILL:
         assert f"[ERROR] the driver script (process {driver.pid}) has ended" in told

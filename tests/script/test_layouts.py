@@ -61,11 +61,11 @@ def test_a_default_batch_grows_to_fit_the_ranks(dry):
         (
             ("--tp", "3"),
             "--tp 3 does not fit 32 attention heads, 8 of keys and values; --tp 1, 2, "
-            "4, 8, 16 or 32 would do",
+            "4, 8, 16 or 32 would fit",
         ),
         (
             ("--pp", "3"),
-            "--pp 3 does not divide 32 layers; --pp 1, 2, 4, 8, 16 or 32 would do, or "
+            "--pp 3 does not divide 32 layers; --pp 1, 2, 4, 8, 16 or 32 would fit, or "
             "a first stage of another size: `-- --decoder-first-pipeline-num-layers 10`",
         ),
         (("--ep", "2"), "--ep 2, but this model has no experts; leave --ep out"),
@@ -77,34 +77,33 @@ def test_a_default_batch_grows_to_fit_the_ranks(dry):
         (
             ("--cp", "3", "--nproc-per-node", "12"),
             "--seq-length 8192 cannot be cut into 24 equal "
-            "parts, as --tp 4 and --cp 3 need; 8184 would do",
+            "parts, as --tp 4 and --cp 3 need; 8184 would fit",
         ),
         (
             ("--global-batch-size", "7"),
-            "--global-batch-size 7 is no multiple of --micro-batch-size "
-            "1 x 2 copies of the model; 6 or 8 would do",
+            "--global-batch-size 7 is not a multiple of --micro-batch-size "
+            "1 x 2 copies of the model; 6 or 8 would fit",
         ),
         (
             ("--nnodes", "2"),
-            "--nnodes is 2, but nothing says which machine is the first; give its "
-            "name in --master-addr",
+            "--nnodes is 2, but the first machine is not given; give its name in --master-addr",
         ),
         (
             ("--nnodes", "2", "--master-addr", "a", "--node-rank", "2"),
-            "--node-rank is 2; of 2 machines the ranks are 0 to 1",
+            "--node-rank is 2, but 2 machines have the ranks 0 to 1",
         ),
         (
             ("--node-rank", "1", "--master-addr", "a"),
-            "--node-rank 1 is of a run on several "
-            "machines, but nothing says how many; give their number in --nnodes (or NNODES)",
+            "--node-rank 1 belongs to a run on several "
+            "machines, but their number is not given; give it in --nnodes (or NNODES)",
         ),
-        (("--node-rank", "0"), "--node-rank 0 is of a run on several machines, but nothing"),
-        (("--master-addr", "a"), "--master-addr a is of a run on several machines, but nothing"),
+        (("--node-rank", "0"), "--node-rank 0 belongs to a run on several machines, but their"),
+        (("--master-addr", "a"), "--master-addr a belongs to a run on several machines, but their"),
         (
             ("--nnodes", "1", "--node-rank", "1"),
-            "--node-rank 1 is of a run on several machines, but --nnodes is 1",
+            "--node-rank 1 belongs to a run on several machines, but --nnodes is 1",
         ),
-        (("--nproc-per-node", "0"), "argument --nproc-per-node: '0' is no whole number"),
+        (("--nproc-per-node", "0"), "argument --nproc-per-node: '0' is not a whole number"),
     ],
 )
 def test_mistakes_are_refused_with_what_would_do(refused, words, message):
@@ -115,8 +114,11 @@ def test_mistakes_are_refused_with_what_would_do(refused, words, message):
     ("words", "message"),
     [
         (("--ep", "3"), "--ep 3 does not divide 64 experts; --ep 1, 2, 4, 8, 16, 32 or 64 would"),
-        (("--pp", "2"), "--pp 2 does not divide 27 layers; --pp 1, 3, 9 or 27 would do"),
-        (("--tp", "32"), "--tp 32 does not fit 16 attention heads; --tp 1, 2, 4, 8 or 16 would do"),
+        (("--pp", "2"), "--pp 2 does not divide 27 layers; --pp 1, 3, 9 or 27 would fit"),
+        (
+            ("--tp", "32"),
+            "--tp 32 does not fit 16 attention heads; --tp 1, 2, 4, 8 or 16 would fit",
+        ),
         (
             ("--tp", "2"),
             "8 process(es) cannot be cut into tp x pp x ep = 2 x 1 x 8 for the "

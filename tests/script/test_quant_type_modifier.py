@@ -84,8 +84,8 @@ def test_a_value_that_something_else_overrules_is_warned_of(settings, call, monk
     monkeypatch.setenv("CUSTOM_QUANT_TYPE", "mxfp4")
     message = call("--linear-quant", "mxfp8").err
     assert message == (
-        "[WARNING] linear is set to mxfp8, but environment variable CUSTOM_QUANT_TYPE wins; "
-        "unset it\n"
+        "[WARNING] linear is set to mxfp8, but environment variable CUSTOM_QUANT_TYPE "
+        "overrides it; unset that\n"
     )
 
 
@@ -125,7 +125,7 @@ def test_a_file_that_is_no_settings_file_is_left_alone(settings, call):
     call("--linear-quant", "mxfp8")
     backup = settings.with_name("settings.json.backup")
     backup.write_text("[]")
-    assert "is not what this script writes" in call("--restore", status=1).err
+    assert "was not written by this script" in call("--restore", status=1).err
     assert read_settings(settings) == {"linear": "mxfp8"}
 
 

@@ -183,7 +183,7 @@ def test_no_fewer_iterations_than_are_collected(dry):
 def test_fewer_iterations_than_are_collected_are_not_made_more(refused, dry):
     message = refused(*CELL, *TINY, "--train-iters", "5", "--dry-run", "--", "--control-iter", "20")
     assert message == (
-        "--train-iters 5 is fewer than --control-iter 20, the iterations to collect; give "
+        "--train-iters 5 is less than --control-iter 20, the iterations to collect; give "
         "--train-iters 20, or collect fewer"
     )
     words, _ = dry(*CELL, *TINY, "--train-iters", "20", "--", "--control-iter", "20")
@@ -236,7 +236,7 @@ def test_a_python_without_torch_can_still_show_a_command(dry, monkeypatch, tmp_p
     monkeypatch.setenv("LAB_PYTHON", str(bare))
     words, said = dry(*CELL[:-1], "settings")
     assert value(words, "--save").endswith("_settings")
-    assert "a run puts the effective formats in place of 'settings'" in said
+    assert "a run replaces 'settings' by the effective formats" in said
 
 
 def test_data_of_no_dataset_are_in_the_name(dry, files):
@@ -255,7 +255,7 @@ def test_data_of_no_dataset_are_in_the_name(dry, files):
             ("--seed", "7"),
             "unrecognized arguments: --seed 7; see --help (flags of pretrain_gpt.py go after --)",
         ),
-        (("--lr", "nan"), "argument --lr: 'nan' is no number above 0"),
+        (("--lr", "nan"), "argument --lr: 'nan' is not a number above 0"),
         (("--model", "llama3-8b"), "unknown model 'llama3-8b', did you mean llama31-8b"),
         (
             ("--dataset", "wiki"),
@@ -303,7 +303,9 @@ def test_an_interpreter_that_is_not_there(refused, monkeypatch):
     monkeypatch.setenv("LAB_PYTHON", "/nope")
     for mode in ("--dry-run", "--preset=tiny"):
         message = refused(*CELL, mode, status=1)
-        assert message.startswith("LAB_PYTHON is '/nope', which is no program; name a Python 3.10")
+        assert message.startswith(
+            "LAB_PYTHON is '/nope', which is not a program; name a Python 3.10"
+        )
 
 
 def test_what_must_be_named(refused):
@@ -313,7 +315,7 @@ def test_what_must_be_named(refused):
 
 def test_an_environment_variable_that_is_no_number(refused, monkeypatch):
     monkeypatch.setenv("NPROC", "all")
-    assert refused(*CELL, "--dry-run").startswith("environment variable NPROC: 'all' is no whole")
+    assert refused(*CELL, "--dry-run").startswith("environment variable NPROC: 'all' is not")
 
 
 def test_a_checkpoint_is_resumed_from(dry, files, tmp_path):
@@ -356,7 +358,7 @@ def test_attention_s_list_and_mistakes(refused, capsys):
     assert message.startswith("unknown attention quantization 'qk_mxfp9', did you mean qk_mxfp8")
     message = refused(*wrong, "qk_mxfp8,qk_pv_mxfp4", program=flash_attention_config)
     assert (
-        message == "--fa-quantization qk_mxfp8,qk_pv_mxfp4 says the format of qk twice; say it once"
+        message == "--fa-quantization qk_mxfp8,qk_pv_mxfp4 sets the format of qk twice; set it once"
     )
     assert refused(*CELL[:4], program=flash_attention_config).startswith(
         "--fa-quantization missing"
@@ -394,10 +396,12 @@ def test_the_documentation_s_table_is_the_tables():
     text = (REPO / "docs/experiments.md").read_text()
     for name, model in MODELS.items():
         [row] = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
-        layout = model.full.layout
+        parallelism = model.full.parallelism
         assert f"| {model.full.architecture.parameters():,} | `{model.tokenizer.path}` |" in row
-        assert f"| {layout.nproc_per_node}" in row
+        assert f"| {parallelism.nproc_per_node}" in row
         for flag in ("tp", "ep"):
-            assert (f"--{flag} {getattr(layout, flag)}`" in row) == (getattr(layout, flag) > 1)
+            assert (f"--{flag} {getattr(parallelism, flag)}`" in row) == (
+                getattr(parallelism, flag) > 1
+            )
     for name in accepted():
         assert f"`{name}`" in text or name in ("none", "settings"), name
