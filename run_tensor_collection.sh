@@ -8,20 +8,22 @@
 #   bash run_tensor_collection.sh single --quant-recipe examples/recipes/nvfp4_pretraining.yaml
 #   bash run_tensor_collection.sh single FA_linear_mxfp4 -- --seed 7 --lr 1e-3
 #
-# Trains with examples/llama/train_llama32_1b_h100_fp8.sh, shows what arrives, ends when the
-# iterations asked for are there, and reports. The tensors are in enhanced_tensor_logs/TYPE/,
-# training's output in logs/, event files in tensorboard_logs/. Files of earlier runs stay. Ctrl-C
-# ends training as well and keeps what is there. Without a CUDA device the model is small (--preset
+# Trains with examples/llama/train_llama32_1b_h100_fp8.sh, shows the progress, stops after the
+# requested iterations, and prints a report. Tensors are written to enhanced_tensor_logs/TYPE/, the
+# training log to logs/, event files to tensorboard_logs/. Files of earlier runs stay. Ctrl-C stops
+# training and keeps the tensors written so far. Without a CUDA device the model is small (--preset
 # tiny).
 #
-# Mode and type, in their places or as options
+# Mode and type, as the first two words or as options
 #   --mode M                   single, batch or quick (single)
 #   --quant-type TYPE          X, linear_X, FA_X or FA_linear_X for a format X; bf16 or none for no
 #                              quantization; upper or lower case; not with batch (the type that
-#                              CUSTOM_QUANT_TYPE or script/quant_type_modifier.py sets, else mxfp8)
-#   --quant-recipe FILE        in place of a type: formats layer by layer, see examples/recipes
-#                              (QUANT_RECIPE if set); TYPE is then recipe_<the file's name>
-#   --quant-audit              print what each matmul would go through, and stop before training
+#                              CUSTOM_QUANT_TYPE or script/quant_type_modifier.py sets, otherwise
+#                              mxfp8)
+#   --quant-recipe FILE        instead of a type: a file with formats per layer, as in
+#                              examples/recipes (QUANT_RECIPE if set); TYPE is then
+#                              recipe_<the file's name>
+#   --quant-audit              print the formats of each matmul, and stop before training
 # What to collect
 #   --control-iter N           iterations, then stop; 0: never stop by itself (1, or as many as
 #                              --collect-iterations names; 0 with a ring or a flag file)
@@ -55,32 +57,32 @@
 #   --yes                      collect more than 10 GB without a limit (COLLECT_YES=1)
 # Where to
 #   --tensor-path DIR          base folder; the tensors go to DIR/TYPE/ (TENSOR_SAVE_DIR if set,
-#                              else enhanced_tensor_logs); --tensor-dir and --tensor-save-dir
-#                              are other names of it
+#                              otherwise enhanced_tensor_logs); --tensor-dir and --tensor-save-dir
+#                              are aliases
 # What to train
 #   --tokenizer-path P         see TOKENIZER of the training script (model/llama3.2-1b)
 #   --data-path P              see DATA of the training script
 #                              (dataset/wikipedia_processed/wikipedia_processed_text_document)
 #   --dtype D                  bf16, fp16, fp32 or fp8 (bf16)
-#   --preset P                 1b or tiny (1b with a CUDA device and data, else tiny)
+#   --preset P                 1b or tiny (1b with a CUDA device and data, otherwise tiny)
 #   --train-iters N, --micro-batch-size N, --global-batch-size N, --seq-length N, --lr X
-#                              in place of the preset's values
-#   --nproc N                  processes, one a GPU (NPROC if set, else 1)
-#   --checkpoint-path DIR      save a checkpoint in DIR/TYPE, and resume from it if it is there
-#                              (none: nothing is saved)
-#   --                         all that follows goes to pretrain_gpt.py and wins
+#                              override the preset's values
+#   --nproc N                  processes, one per GPU (NPROC if set, otherwise 1)
+#   --checkpoint-path DIR      save checkpoints in DIR/TYPE, and resume from the one found there
+#                              (none: save nothing)
+#   --                         words after it go to pretrain_gpt.py and take precedence
 # Watching
 #   --stall-timeout S          stop and fail if neither a tensor nor a line of the log arrives for S
 #                              seconds; 0: never (600)
-#   --verbose                  show training's output too
+#   --verbose                  show the training output too
 #   -h, --help                 print this
 #
-# --dry-run or DRY_RUN=1 prints the training commands and what they lack, and runs nothing. Default
-# folders are in the root of the repository; a path that you give is relative to the current folder.
-# Options may be written with underscores in place of hyphens.
+# --dry-run or DRY_RUN=1 prints the training commands and the missing files, and runs nothing.
+# Default folders are in the root of the repository; a path that you give is relative to the current
+# folder. Options may be written with underscores instead of hyphens.
 #
-# Exit status: 0 everything is there; 1 a run failed; 2 wrong option; 3 training went well, but a
-# limit has ended the collection before everything was there.
+# Exit status: 0 all tensors were collected; 1 a run failed; 2 wrong option; 3 training succeeded,
+# but a limit ended the collection early.
 set -euo pipefail
 
 # shellcheck source=script/driver.sh
@@ -119,15 +121,15 @@ elif [[ $mode != batch && -z $quant_type ]]; then
 else
   quant_recipe=
 fi
-unset QUANT_RECIPE # it is handed on as a flag, or a type stands in its place
+unset QUANT_RECIPE # from here on it is passed as a flag, or a type replaces it
 for word in ${training_flags[@]+"${training_flags[@]}"}; do
-  case $word in # these end the collection in ways of their own, wherever they stand
+  case $word in # a ring and a flag file decide by themselves when the collection ends
     --collect-ring | --collect-ring=* | --collect-flag-file | --collect-flag-file=*) unbounded=yes ;;
   esac
 done
 if [[ -n $collect_ring$collect_flag_file ]]; then unbounded=yes; fi
 if [[ -z $collect_iterations$unbounded ]]; then
-  : "${control_iter:=1}" # else as many as are named, or none
+  : "${control_iter:=1}" # otherwise the iterations are listed, or unlimited
 fi
 : "${collect_micro_batches:=1}"
 whole --control-iter "${control_iter:-0}" 0 '0: never stop by itself'
@@ -159,7 +161,7 @@ resolve_data --tokenizer-path --data-path
 draw=(bash "${home}run_tensor_draw.sh" visualize)
 if [[ $tensor_path != "${home}enhanced_tensor_logs" ]]; then draw+=(--tensor-dir "$tensor_path"); fi
 
-# collect TYPE: one run, watched.
+# collect TYPE: run and watch the collection of one type.
 collect() {
   local name tensors stamp checkpoint=$checkpoint_path
   name=$(folder_name "$1")
@@ -201,14 +203,14 @@ collect() {
   fi
   local next
   next=$(quoted "${draw[@]}" "$1")
-  if [[ $mode == batch ]]; then next=; fi # drawn together, at the end
+  if [[ $mode == batch ]]; then next=; fi # a single command for all types is printed at the end
   run_child "$py" "$repo/script/collect/run.py" --name "$1" --tensor-dir "$tensors" \
     --log-dir "${home}logs" --control-iter "${control_iter:-0}" --stall-timeout "$stall_timeout" \
     --next "$next" ${unbounded:+--may-be-empty} \
     ${verbose:+--verbose} -- "${training[@]}"
 }
 
-# announce COMMAND: prints the size of the collection, and asks before a large one.
+# announce COMMAND: print the size of the collection, and ask before a large one.
 announce() {
   if looks; then return; fi
   "$py" "$repo/script/configs" size --command="$1" --types "${#types[@]}" ${yes:+--yes} \
@@ -231,7 +233,7 @@ if [[ $mode == batch && -z ${DRY_RUN-} ]] && ! looks; then
   tell 'batch: %s of %s types are in %s\n  next       %s\n' "$((${#types[@]} - ${#failed[@]}))" \
     "${#types[@]}" "$tensor_path" "$(quoted "${draw[@]}")"
 fi
-if [[ ${#failed[@]} -eq 1 && $mode != batch ]]; then exit 1; fi # the error is printed above
+if [[ ${#failed[@]} -eq 1 && $mode != batch ]]; then exit 1; fi # the error was printed above
 if ((${#failed[@]})); then die "not collected in full: ${failed[*]}; the reasons are above"; fi
 if ((${#limited[@]})); then
   say "[WARNING] collected up to a limit: ${limited[*]}; raise the limit or select less"

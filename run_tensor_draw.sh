@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
 # Collect tensors, draw them, or both.
 #
-#   bash run_tensor_draw.sh both mxfp8         # train, collect, draw what was collected
+#   bash run_tensor_draw.sh both mxfp8         # train, collect, and draw the tensors
 #   bash run_tensor_draw.sh both batch         # the same with bf16, mxfp8, mxfp4 and hifp8
 #   bash run_tensor_draw.sh both quick hifp8   # the first and the last layer only
-#   bash run_tensor_draw.sh visualize          # draw all that is in enhanced_tensor_logs
+#   bash run_tensor_draw.sh visualize          # draw everything in enhanced_tensor_logs
 #   bash run_tensor_draw.sh visualize mxfp8    # draw enhanced_tensor_logs/mxfp8
-#   bash run_tensor_draw.sh collect hifp8      # as run_tensor_collection.sh single hifp8
+#   bash run_tensor_draw.sh collect hifp8      # same as run_tensor_collection.sh single hifp8
 #   bash run_tensor_draw.sh --mode visualize --tensor-dir ./enhanced_tensor_logs --output-dir ./draw
 #   bash run_tensor_draw.sh --mode both --quant-type mxfp8 --control-iter 3
 #
-# Leaves everything that `python -m megatron.analysis draw` makes: draw/report.html to click through,
-# draw/quick_analysis.png and draw/tensor_stats.txt for the first look (earlier ones are kept under a
-# name with their time), and a folder for each kind of figure. Exit status 3: all is drawn but files
-# that could not be read.
+# Writes everything that `python -m megatron.analysis draw` makes: draw/report.html to browse,
+# draw/quick_analysis.png and draw/tensor_stats.txt for an overview (earlier versions are kept under
+# names with their time), and a folder for each kind of figure. Exit status 3: some files could not
+# be read; all others were drawn.
 #
-# Mode and type, in their places or as options
+# Mode and type, as the first words or as options
 #   --mode M           collect, visualize or both (visualize); it may be followed by a mode of
 #                      run_tensor_collection.sh: single, quick or batch (single)
 #   --quant-type TYPE  the type to collect, as in run_tensor_collection.sh; with visualize: draw
@@ -23,10 +23,10 @@
 # Drawing
 #   --tensor-dir DIR   base folder: tensors are collected in DIR/TYPE/, and drawn from there;
 #                      visualize without a type, and both batch, draw everything below DIR
-#                      (TENSOR_SAVE_DIR if set, else enhanced_tensor_logs); --tensor-path and
-#                      --tensor-save-dir are other names of it
-#   --output-dir DIR   where all of it goes (draw)
-#   --run ID           visualize: only this run; latest: the newest (all; both: its own)
+#                      (TENSOR_SAVE_DIR if set, otherwise enhanced_tensor_logs); --tensor-path and
+#                      --tensor-save-dir are aliases
+#   --output-dir DIR   folder for all figures and reports (draw)
+#   --run ID           draw only this run; latest: the newest one (all; both draws its own run)
 # Collecting
 #   any other option, and flags after --, as in run_tensor_collection.sh; see its --help
 #
@@ -42,7 +42,7 @@ case " $* " in *' -h '* | *' --help '*) usage "${BASH_SOURCE[0]}"; exit ;; esac
 collection="control-iter quant-recipe $collection_flags $size_options tokenizer-path data-path dtype \
 preset nproc checkpoint-path stall-timeout"
 mode='' quant_type='' tensor_path='' output_dir='' run='' verbose='' yes=''
-# those of the collection are passed on as they are; it has the defaults and checks the values
+# Options of the collection are passed on unchanged: that script has the defaults and the checks.
 for name in $collection; do printf -v "${name//-/_}" %s ''; done
 parse "mode quant-type tensor-path output-dir run $collection" "$@"
 
@@ -83,16 +83,16 @@ case $mode in
     ;;
 esac
 
-# folder_of TYPE: sets folder to that of a type, whatever case its existing folder has.
+# folder_of TYPE: set folder to that of a type; an existing folder is found in upper or lower case.
 folder_of() {
-  local each wanted
+  local candidate wanted
   wanted=$(folder_name "$1")
   folder=$tensor_path/$wanted
   if [[ -d $folder ]]; then return; fi
   shopt -s nocasematch
-  for each in "$tensor_path"/*/; do
-    each=${each%/}
-    if [[ ${each##*/} == "$wanted" ]]; then folder=$each; fi
+  for candidate in "$tensor_path"/*/; do
+    candidate=${candidate%/}
+    if [[ ${candidate##*/} == "$wanted" ]]; then folder=$candidate; fi
   done
   shopt -u nocasematch
 }
@@ -110,15 +110,15 @@ if [[ $mode == visualize ]]; then
   fi
 fi
 
-# the collection checks its options first, and only then makes an environment: so it goes before
-# ours
+# The collection comes before find_python, because it checks its options before it makes an
+# environment.
 status=0
 if [[ $mode != visualize ]]; then
   run_child bash "$repo/run_tensor_collection.sh" "${collecting:-single}" \
     ${quant_type:+"$quant_type"} --tensor-path "$tensor_path" \
     ${given[@]+"${given[@]}"} ${look[@]+"${look[@]}"} ${verbose:+--verbose} ${yes:+--yes} \
     -- ${training_flags[@]+"${training_flags[@]}"} || status=$?
-  if ((status && status != 3)); then exit "$status"; fi # 3: up to a limit, which can be drawn
+  if ((status && status != 3)); then exit "$status"; fi # 3: collected up to a limit; draw that
 fi
 if [[ $mode != collect ]]; then
   find_python
@@ -126,7 +126,7 @@ if [[ $mode != collect ]]; then
     run=latest
     recipe=${quant_recipe:-${QUANT_RECIPE-}}
     if [[ -n $quant_type || -z $recipe ]]; then
-      choose_type "$quant_type" 2>/dev/null # the collection has said the same
+      choose_type "$quant_type" 2>/dev/null # the collection printed the same messages
     else
       quant_type=$(recipe_type "$recipe")
     fi

@@ -2,11 +2,11 @@
 # Check the tree: lint, formatting, types, shell scripts, then the tests.
 #
 #   bash script/check.sh              # everything; the tests are tests/run_tests.sh
-#   bash script/check.sh --lint-only  # seconds: everything but the tests
-#   bash script/check.sh --slow       # further options go to tests/run_tests.sh
+#   bash script/check.sh --lint-only  # everything except the tests, in seconds
+#   bash script/check.sh --slow       # other options go to tests/run_tests.sh
 #
-# Every check runs, also after one has failed; the exit status is 0 only if all passed. `ruff format`
-# and `ruff check --fix` (of the same interpreter) repair most of what the first two find.
+# All checks run, even if one fails; the exit status is 0 only if all pass. `ruff format` and
+# `ruff check --fix` (of the same interpreter) fix most problems that the first two checks find.
 set -euo pipefail
 
 repo=$(unset CDPATH && cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,13 +1,13 @@
-# shellcheck shell=bash disable=SC2034 # what is set here is used there
-# What the drivers share; sourced, never run. Works with the bash 3.2 of macOS.
+# shellcheck shell=bash disable=SC2034 # the scripts that source this file use its variables
+# Functions that the drivers share; this file is sourced, never run. It works with bash 3.2 (macOS).
 #
-# Sets repo (the repository's root) and home (the prefix of default paths, which is empty in the root).
-# A path that the user gives is relative to the current folder, a default path to the root.
+# Sets repo (the repository's root) and home (the prefix of default paths, empty in the root). A path
+# that the user gives is relative to the current folder, a default path to the root.
 
 repo=$(unset CDPATH && cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 home=$repo/
 if [[ $PWD == "$repo" ]]; then home=; fi
-case ${DRY_RUN-} in # a switch that says no is one that is not there, for what this starts too
+case ${DRY_RUN-} in # the same as unset, also for the scripts that this one starts
   0 | [Ff]alse | FALSE | [Nn]o | NO) DRY_RUN= ;;
 esac
 
@@ -19,11 +19,11 @@ collection_flags=$(sed -n -e '/"collect_plan"/d' -e 'y/_/-/' -e 's/^ *name="\(co
 # Options without a value.
 switches="collect-plan quant-audit save-tensors verbose yes dry-run"
 
-# Options that change values of the preset: the training script reads each from a variable.
+# Options that override values of the preset; the training script reads each from a variable.
 size_options="train-iters micro-batch-size global-batch-size seq-length lr"
 
-# tell FORMAT WORD...: prints what may be lost where its reader has ended, as `head -n 1` does: the
-# subshell takes the signal that would end this script.
+# tell FORMAT WORD...: print a message that may be lost. If its reader has ended, as `head -n 1`
+# does, the subshell gets the signal that would otherwise end this script.
 # shellcheck disable=SC2059 # the caller's format
 tell() { (printf "$@") || :; }
 say() { tell '%s\n' "$*" >&2; }
@@ -31,12 +31,12 @@ die() {
   say "[ERROR] $*"
   exit 1
 }
-refuse() { # a wrong command line
+refuse() { # report a wrong command line
   say "[ERROR] $*"
   exit 2
 }
 
-# quoted WORD...: prints a command with its words quoted for a shell, as Python's shlex.join does.
+# quoted WORD...: print a command with its words quoted for a shell, as Python's shlex.join does.
 quoted() {
   local word line='' quote="'\"'\"'"
   for word in "$@"; do
@@ -48,10 +48,10 @@ quoted() {
   printf '%s\n' "$line"
 }
 
-# usage FILE: its header comment, which is its manual.
+# usage FILE: print the header comment of a script, which is its manual.
 usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "$1"; }
 
-# option_name WORD: sets name to the driver's option for a word: underscores become hyphens, and
+# option_name WORD: set name to the driver's option for a word. Underscores become hyphens, and
 # equivalent names of Megatron-LM and train_config.py are translated.
 option_name() {
   name=${1#--}
@@ -64,7 +64,7 @@ option_name() {
   esac
 }
 
-# switch NAME: records an option without a value.
+# switch NAME: record an option without a value.
 switch() {
   case $1 in
     verbose) verbose=--verbose ;;
@@ -75,7 +75,7 @@ switch() {
   esac
 }
 
-# unknown_option WORD ACCEPTED: refuses an option, and suggests the nearest ones.
+# unknown_option WORD ACCEPTED: refuse an option, and suggest the nearest ones.
 unknown_option() {
   local near=''
   near=$("${LAB_PYTHON:-python3}" "$repo/script/configs" nearest --word="${1%%=*}" \
@@ -83,9 +83,9 @@ unknown_option() {
   refuse "unknown option ${1%%=*}${near:-;} see --help for all; flags of pretrain_gpt.py go after --"
 }
 
-# parse ACCEPTED WORD...: sets a variable for each option (`--data-path` sets data_path), and the
-# arrays positional for words without dashes, look for options that print something and stop before
-# training, and training_flags for what stands after `--`.
+# parse ACCEPTED WORD...: set a variable for each option (`--data-path` sets data_path) and three
+# arrays: positional for words without dashes, look for options that print something and stop before
+# training, training_flags for the words after `--`.
 parse() {
   local accepted=$1 name value variable seen=' '
   shift
@@ -137,14 +137,13 @@ parse() {
   done
 }
 
-# looks: whether the run stops before training, whoever was told so.
+# looks: succeed if an option or a flag of training stops the run before training.
 looks() { [[ " ${look[*]-} ${training_flags[*]-} " =~ ' '--(collect-plan|quant-audit)' ' ]]; }
 
-# next_place: removes the first element of the array places.
+# next_place: remove the first element of the array places.
 next_place() { places=(${places[@]+"${places[@]:1}"}); }
 
-# take_mode MODES DEFAULT: sets mode from an option or from the first of places, and then removes it
-# there.
+# take_mode MODES DEFAULT: set mode from an option or from the first of places, which is removed.
 take_mode() {
   if [[ -n ${places[0]-} && (-z $mode || " $1 " == *" ${places[0]} "*) ]]; then
     one mode "$mode" "${places[0]}" ''
@@ -153,7 +152,7 @@ take_mode() {
   : "${mode:=$2}"
 }
 
-# take_type: sets quant_type from an option or from the only word left in places.
+# take_type: set quant_type from an option or from the only word left in places.
 take_type() {
   if ((${#places[@]} > 1)); then
     refuse "'${places[1]}' is one word too many; give MODE and TYPE, and put flags of" \
@@ -162,7 +161,8 @@ take_type() {
   one quant_type "$quant_type" "${places[0]-}" ''
 }
 
-# one NAME OPTION POSITIONAL DEFAULT: sets NAME to what the user gave, as an option or in its place.
+# one NAME OPTION POSITIONAL DEFAULT: set NAME to the value that the user gives, as an option or as
+# a word in its place.
 one() {
   if [[ -n $2 && -n $3 && $2 != "$3" ]]; then
     refuse "two values for ${1//_/-}: '$3' and '$2'; give one"
@@ -170,14 +170,14 @@ one() {
   printf -v "$1" %s "${2:-${3:-$4}}"
 }
 
-# whole OPTION VALUE LEAST [HINT]: refuses anything but a whole number of at least LEAST.
+# whole OPTION VALUE LEAST [HINT]: refuse anything but a whole number of at least LEAST.
 whole() {
   if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3)); then
     refuse "$1 is '$2'; give a whole number of at least $3${4:+ ($4)}"
   fi
 }
 
-# find_python: sets py, and makes the environment if need be; a dry run only looks.
+# find_python: set py, and make the environment if necessary; a dry run makes nothing.
 find_python() {
   if [[ -n ${DRY_RUN-} ]]; then
     py=${LAB_PYTHON:-python3}
@@ -187,73 +187,73 @@ find_python() {
     command -v "$py" >/dev/null || die "there is no '$py'; name a Python 3.10 or newer in LAB_PYTHON"
   else
     py=$(bash "$repo/script/setup_env.sh")
-    export LAB_PYTHON=$py # the scripts that this one starts need not look again
+    export LAB_PYTHON=$py # the scripts that this one starts need not search again
   fi
   export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 }
 
-# run_module MODULE WORD...: runs a module as python -m does, but imports nothing from the current
-# folder, which may hold anyone's numpy.py.
+# run_module MODULE WORD...: run a module as python -m does, but import nothing from the current
+# folder, which may contain a foreign numpy.py.
 run_module() {
   "$py" -c 'import sys; sys.path[:] = [p for p in sys.path if p]; import runpy
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)' "$@"
 }
 
-# choose_type [TYPE]: sets quant_type to the type's canonical name. Sets type_from to flag, or to
-# settings if training reads the type from the environment and the settings file. Without TYPE it is
+# choose_type [TYPE]: set quant_type to the type's canonical name, and type_from to flag, or to
+# settings if training reads the type from the environment and the settings file. Without TYPE, use
 # the type that these set, or mxfp8.
 choose_type() {
-  local found
-  found=$("$py" "$repo/script/configs" type ${DRY_RUN:+--dry-run} ${1:+--type="$1"}) || exit
-  { read -r quant_type && read -r type_from; } <<<"$found"
+  local answer
+  answer=$("$py" "$repo/script/configs" type ${DRY_RUN:+--dry-run} ${1:+--type="$1"}) || exit
+  { read -r quant_type && read -r type_from; } <<<"$answer"
 }
 
-# folder_name TYPE: prints the folder's name of a type, as megatron.tensor_record forms it.
+# folder_name TYPE: print the name of a type's folder, as megatron.tensor_record forms it.
 folder_name() { printf '%s' "${1//[^A-Za-z0-9_.+-]/-}"; }
 
-# recipe_type FILE: prints the name that replaces the type for a recipe.
+# recipe_type FILE: print the name that replaces the type for a recipe.
 recipe_type() {
   local name=${1##*/}
   printf 'recipe_%s' "${name%.*}"
 }
 
-# check_recipe FILE: refuses a recipe that cannot be read, by the code that training uses.
+# check_recipe FILE: refuse a recipe that the code of training cannot read.
 check_recipe() {
   if [[ -n ${DRY_RUN-} ]]; then return; fi
   run_module megatron.fake_quant.policy --check-recipe "$1" || exit 2
 }
 
-# files_asked: sets the array asked to options with the tokenizer and data that the user gave.
-files_asked() {
-  asked=(${tokenizer:+--tokenizer="$tokenizer"} ${data:+--data="$data"} ${DRY_RUN:+--dry-run})
+# set_file_options: set the array file_options to options that pass on the user's tokenizer and data.
+set_file_options() {
+  file_options=(${tokenizer:+--tokenizer="$tokenizer"} ${data:+--data="$data"} ${DRY_RUN:+--dry-run})
 }
 
-# choose_preset: sets preset unless the user did. It is tiny without a CUDA device, or if the user
-# gave no data and the default data are missing. Needs the variables tokenizer and data.
+# choose_preset: set preset unless the user gives it. It is tiny without a CUDA device, or if the
+# user gives no data and the default data are missing. Needs the variables tokenizer and data.
 choose_preset() {
-  local asked
+  local file_options
   if [[ -z $preset ]]; then
-    files_asked
-    preset=$("$py" "$repo/script/configs" preset ${asked[@]+"${asked[@]}"}) || exit
+    set_file_options
+    preset=$("$py" "$repo/script/configs" preset ${file_options[@]+"${file_options[@]}"}) || exit
   fi
   if [[ $preset != tiny && $preset != 1b ]]; then
     refuse "--preset is '$preset'; it is tiny (4 layers, for any CPU) or 1b (Llama 3.2 1B)"
   fi
 }
 
-# resolve_data TOKENIZER_NAME DATA_NAME: completes the variables tokenizer and data. If the user gave
-# neither and a default is missing, the tiny preset makes and uses the small corpus. Files that the
-# user gave must exist, and so must the data of the published model.
+# resolve_data TOKENIZER_NAME DATA_NAME: complete the variables tokenizer and data. If the user
+# gives neither and a default is missing, the tiny preset makes and uses the default corpus. Files
+# that the user gives must exist, and so must the data of the published model.
 resolve_data() {
-  local found asked
-  files_asked
-  found=$("$py" "$repo/script/configs" data --preset "$preset" --tokenizer-name="$1" \
-    --data-name="$2" ${asked[@]+"${asked[@]}"}) || exit
-  { read -r tokenizer && read -r data; } <<<"$found"
-  export LAB_MISSING_SAID=1 # the scripts that this one starts need not name missing files again
+  local answer file_options
+  set_file_options
+  answer=$("$py" "$repo/script/configs" data --preset "$preset" --tokenizer-name="$1" \
+    --data-name="$2" ${file_options[@]+"${file_options[@]}"}) || exit
+  { read -r tokenizer && read -r data; } <<<"$answer"
+  export LAB_MISSING_SAID=1 # the scripts that this one starts need not list missing files again
 }
 
-# prepare CORPUS OPTION...: runs script/data/prepare.py; a dry run prints the command.
+# prepare CORPUS OPTION...: run script/data/prepare.py; a dry run prints the command.
 prepare() {
   local word words=()
   for word in "$@"; do
@@ -268,7 +268,7 @@ prepare() {
   exec "${words[@]}"
 }
 
-# train_config OPTION...: a cell of the experiment matrix, for the generated scripts.
+# train_config OPTION...: train one cell of the experiment matrix, for the generated scripts.
 train_config() {
   local word
   for word in "$@"; do
@@ -287,11 +287,10 @@ train_config() {
   exec "$py" "$repo/script/train_config.py" "$@"
 }
 
-# run_child COMMAND...: waits for a command, and ends it when this script is asked to end. It runs
-# in the background, where bash lets it ignore SIGINT: therefore every signal is passed on as
-# SIGTERM. SIGKILL ends this script and cannot be passed on. Therefore the variable LAB_DRIVERS lists
-# the scripts whose end also ends the process that watches a collection or a
-# drawing.
+# run_child COMMAND...: run a command, and end it when this script is asked to end. The command runs
+# in the background, where bash makes it ignore SIGINT, so every signal is passed on as SIGTERM.
+# SIGKILL cannot be passed on. The variable LAB_DRIVERS therefore lists the scripts whose end also
+# ends the process that watches a collection or a drawing.
 run_child() {
   local child status=0 caught=0
   LAB_DRIVERS="${LAB_DRIVERS:+$LAB_DRIVERS }$$" "$@" &

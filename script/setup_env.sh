@@ -8,28 +8,28 @@
 #   1. the python3 in PATH, if it has every requirement at the release that setup.py pins;
 #   2. .venv in the repository's root, if it is complete;
 #   3. .venv is made, or completed, with pip: once, and the only step that needs a network.
-# Several calls at a time are safe: one builds, the others wait. A .venv whose making was interrupted
-# is created again. One that you made yourself is completed in place. A .venv that was partly deleted
-# or damaged is renamed to .venv.damaged and created again. pip runs only inside .venv.
+# Several calls at a time are safe: one builds, the others wait. If making .venv was interrupted, it
+# is made again. One that you made yourself is completed in place. A .venv that was partly deleted or
+# damaged is renamed to .venv.damaged and made again. pip runs only inside .venv.
 #
 # Options
-#   --dev       also ask for the linters that script/check.sh runs (ruff, mypy, shellcheck)
+#   --dev       also require the linters that script/check.sh runs (ruff, mypy, shellcheck)
 #   -h, --help  print this
 #
 # Environment
 #   LAB_PYTHON  the interpreter to use in step 1 and to build .venv from (default: python3).
 #               Python 3.10 or newer. To change the Python of a complete .venv, delete .venv.
 #   PIP_*       pip reads its own settings: PIP_INDEX_URL names a mirror, and PIP_FIND_LINKS a folder
-#               of wheels. On Linux the plain torch wheel brings the CUDA libraries with it (several
-#               GB); without a GPU, let PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS name PyTorch's CPU
-#               builds, which are a tenth of the size.
+#               of wheels. On Linux the default torch wheel includes the CUDA libraries (several GB).
+#               Without a GPU, let PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS name PyTorch's CPU builds,
+#               which are a tenth of the size.
 set -euo pipefail
 
 repo=$(unset CDPATH && cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$repo/.venv
-stamp=$venv/.lab-complete     # the pins that were installed; written last
-unfinished=$venv/.lab-making  # there from the first step to the last
-made=$venv/.lab-made          # this script made the folder, so it may also clear it
+stamp=$venv/.lab-complete     # the installed pins, written as the last step
+unfinished=$venv/.lab-making  # exists from the first step to the last
+made=$venv/.lab-made          # marks a folder that this script made and may therefore clear
 
 usage() { sed -n '2,/^set -/{/^set -/d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }
 say() { printf '%s\n' "$*" >&2; }
@@ -96,7 +96,7 @@ if sys.version_info >= (3, 10):
     print(" ".join(missing))
 '
 
-# look PYTHON [STAMP]: sets version, executable, base, kind and missing; false if PYTHON does not run.
+# look PYTHON [STAMP]: set version, executable, base, kind and missing; fail if PYTHON does not run.
 look() {
   local output
   version='' executable='' base='' kind='' missing=''
@@ -118,7 +118,7 @@ venv_is_complete() {
 }
 
 python=${LAB_PYTHON:-python3}
-# one that was named and is not there is a mistake, even where .venv would do
+# A LAB_PYTHON that does not exist is an error, even if .venv is complete.
 if [[ -n ${LAB_PYTHON-} ]] && ! command -v "$python" >/dev/null; then
   die "there is no '$python'; name a Python 3.10 or newer in LAB_PYTHON, or leave it unset"
 fi
@@ -147,13 +147,13 @@ if [[ -n $trouble ]]; then
     "called python3"
 fi
 
-# without the current folder, which -c would search first
+# Remove the current folder from the path, which -c would search first.
 "$builder" -c 'import sys; sys.path[:] = filter(None, sys.path); import ensurepip, venv' 2>/dev/null ||
   die "Python $builder_version ($builder) has no venv module; on Debian and Ubuntu run" \
     "'apt install python${builder_version%.*}-venv', elsewhere set LAB_PYTHON to a complete Python"
 
-# The lock belongs to the open file, which this shell shares with the Python that takes it: it is
-# held until this script ends, however it ends. (macOS has no flock command.)
+# The lock belongs to the open file, which this shell shares with the Python that takes the lock. So
+# it is held until this script ends in any way. (macOS has no flock command.)
 { exec 9>>"$repo/.venv.lock"; } 2>/dev/null ||
   die "cannot write to $repo, where .venv is made; use a copy of the repository that you may write to"
 take='import fcntl, sys; fcntl.flock(9, fcntl.LOCK_EX | (fcntl.LOCK_NB if sys.argv[1:] else 0))'
@@ -220,7 +220,7 @@ elif [[ $kind == base ]]; then
     "setup.py pins and name $venv/bin/python in LAB_PYTHON, or rename $venv, and run it again"
 else
   say "Completing $venv (Python $version) ..."
-  # Only what this script made is made anew after an interruption: never a user's own environment.
+  # After an interruption, only an environment of this script is made again, never a user's own.
   if [[ -e $made ]]; then : >"$unfinished"; fi
 fi
 rm -f "$stamp"
@@ -235,8 +235,8 @@ inside() {
 # in_venv MODULE...: run a module of .venv, never one from the current folder or PYTHONPATH.
 in_venv() { "$venv/bin/python" -I -m "$@"; }
 
-# Settings that make pip install elsewhere: those of the environment are dropped for this script, and
-# one in a configuration file is refused, because nothing overrides it.
+# Some settings make pip install elsewhere. Those in the environment are unset here. One in a
+# configuration file is refused, because nothing overrides it.
 unset PIP_PYTHON PIP_TARGET PIP_PREFIX PIP_ROOT PIP_DRY_RUN
 PIP_USER=0 PIP_REQUIRE_VIRTUALENV=1
 export PIP_USER PIP_REQUIRE_VIRTUALENV
@@ -275,8 +275,8 @@ if ! in_venv pip --require-virtualenv install --disable-pip-version-check --no-i
     "is $log); if no release fits, set LAB_PYTHON to Python 3.10 to 3.13, and run it again"
 fi
 
-# pip compiles one file at a time; imports take twice as long where this is left to them and
-# PYTHONDONTWRITEBYTECODE is set. Files that are templates do not compile: no harm.
+# pip compiles one file at a time, and without compiled files imports take twice as long if
+# PYTHONDONTWRITEBYTECODE is set. Templates do not compile, which does no harm.
 "$venv/bin/python" -I -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages >/dev/null 2>&1 || true
 
 cp "$venv/requirements.txt" "$stamp.partial"

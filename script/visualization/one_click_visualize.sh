@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Draw everything that can be drawn of collected tensors, and report.html.
+# Draw all figures of collected tensors, and write report.html.
 #
 #   bash script/visualization/one_click_visualize.sh [tensor_dir] [output_dir] [workers] [option...]
 #   bash script/visualization/one_click_visualize.sh enhanced_tensor_logs draw 4
 #   bash script/visualization/one_click_visualize.sh dump draw 4 --formats mxfp8 hifp8
 #
-#   tensor_dir  searched with its subfolders (TENSOR_SAVE_DIR if set, else enhanced_tensor_logs)
-#   output_dir  made if missing (draw)
-#   workers     threads that read (one a processor)
+#   tensor_dir  folder of tensors, including its subfolders (TENSOR_SAVE_DIR if set, otherwise
+#               enhanced_tensor_logs)
+#   output_dir  folder for the figures, made if missing (draw)
+#   workers     number of reading threads (one per processor)
 # Default folders are in the root of the repository; a folder that you give is relative to the current
-# one. Further options go to `python -m megatron.analysis draw`, whose exit status is this script's.
+# one. Other options go to `python -m megatron.analysis draw`, whose exit status this script returns.
 #
 # DRY_RUN=1 prints the command and runs nothing.
 set -euo pipefail

@@ -4,7 +4,7 @@
     python script/visualization/quick_visualize.py --tensor_dir enhanced_tensor_logs/mxfp8 \\
         --output_dir draw
 
-This script runs `python -m megatron.analysis quick DIR` and takes its other options too: --run,
+This script runs `python -m megatron.analysis quick DIR` and also accepts its options --run and
 --workers; see `python -m megatron.analysis quick --help`.
 
 Exit status: 0 everything is drawn; 2 wrong option, or nothing to draw; 3 drawn without the files
@@ -22,7 +22,7 @@ from tensor_visualizer import begin, run
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draw; returns the exit status."""
+    """Draw the overview; return the exit status."""
     return run("quick", __doc__, arguments)
 
 

@@ -3,11 +3,11 @@
 
     python script/visualization/tensor_visualizer.py --tensor_dir enhanced_tensor_logs \\
         --output_dir draw
-    python script/visualization/visualize_tensors.py --output_dir draw    # another name of it
+    python script/visualization/visualize_tensors.py --output_dir draw    # an alias
 
-This script runs `python -m megatron.analysis draw DIR` and takes its other options too: --formats,
---figures, --image, --run, --workers; see `python -m megatron.analysis draw --help`. Default folders
-are in the root of the repository; a folder that you give is relative to the current one.
+This script runs `python -m megatron.analysis draw DIR` and also accepts its other options, such as
+--formats, --figures and --run; see `python -m megatron.analysis draw --help`. Default folders are
+in the root of the repository; a folder that you give is relative to the current one.
 
 Exit status: 0 everything is drawn; 2 wrong option or folder; 3 drawn without the files that could
 not be read.
@@ -28,14 +28,14 @@ if str(ROOT) not in sys.path:
 
 
 def default_folder(name: str) -> str:
-    """Return the path of a folder in the repository's root, seen from the current folder."""
+    """Return the path of a folder in the root; relative if the root is the current folder."""
     return name if Path.cwd() == ROOT else str(ROOT / name)
 
 
 def run(command: str, description: str | None, arguments: list[str] | None) -> int:
     """Run a command of `python -m megatron.analysis`; return the exit status.
 
-    The folders are options here, and arguments of the command.
+    This program takes the folders as options; the command takes the first as an argument.
     """
     from megatron.console import ArgumentParser, about_unknown
 
@@ -50,15 +50,18 @@ def run(command: str, description: str | None, arguments: list[str] | None) -> i
         "--tensor-save-dir",
         metavar="DIR",
         default=os.environ.get("TENSOR_SAVE_DIR") or default_folder("enhanced_tensor_logs"),
-        help="folder with .pt files, searched with its subfolders (TENSOR_SAVE_DIR if set, "
-        "else enhanced_tensor_logs)",
+        help="folder of .pt files, including its subfolders (TENSOR_SAVE_DIR if set, otherwise "
+        "enhanced_tensor_logs)",
     )
     parser.add_argument(
-        "--output-dir", metavar="DIR", default=default_folder("draw"), help="made if missing (draw)"
+        "--output-dir",
+        metavar="DIR",
+        default=default_folder("draw"),
+        help="folder for the figures, made if missing (draw)",
     )
     known, others = parser.parse_known_args(arguments)
     if wrong := [word for word in others if word.startswith(("--tensor", "--output"))]:
-        # no option of the command begins with --tensor or --output
+        # No option of the command begins with --tensor or --output.
         parser.error(about_unknown(wrong, parser.all_options()))
     from megatron.analysis.__main__ import main as analysis
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The same as tensor_visualizer.py, under the name that older documents have."""
+"""Run tensor_visualizer.py under the name that older documents use."""
 
 import sys
 from pathlib import Path
