@@ -1,4 +1,4 @@
-"""What the pages say is so: flags, links, examples, numbers."""
+"""The pages: their flags, links, examples and numbers are right."""
 
 import re
 import sys
@@ -30,6 +30,13 @@ def test_every_flag_of_the_collection_is_explained_and_no_other():
 def test_links_of_all_pages_lead_somewhere():
     for page in [*(REPO / "docs").rglob("*.md"), *(REPO / "script").rglob("*.md")]:
         assert broken_links(page) == [], page
+
+
+def test_every_path_that_contributing_names_exists():
+    text = (REPO / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"\b(?:megatron|script|tests|docs|\.ci)/[\w./-]*\w|[\w-]+\.md", text)
+    assert len(paths) > 40
+    assert [path for path in paths if not (REPO / path).exists()] == []
 
 
 def python_blocks() -> list[tuple[str, str]]:
