@@ -1,7 +1,7 @@
-"""What one layer shows of one micro-batch.
+"""Capture the tensors of one layer in one micro-batch.
 
-A `Capture` is made in the forward pass and remembers its micro-batch; the autograd graph keeps it
-until the matching backward pass, which under 1F1B runs while the schedule is already at a later
+The forward pass creates a `Capture`, which remembers its micro-batch. The autograd graph keeps it
+until the matching backward pass, which under 1F1B runs when the schedule is already at a later
 micro-batch.
 """
 
@@ -17,34 +17,32 @@ from megatron.fake_quant.packing import quantize
 from megatron.tensor_record import CODES, COMPONENTS, operation_of
 
 
-class Saver(Protocol):
-    """Who numbers and writes what a capture shows."""
+class Sink(Protocol):
+    """The part of the `Collector` that a capture uses."""
 
     coordinates: dict[str, int]
 
     def selects(self, tensor_name: str) -> bool:
-        """Whether tensors of that name are collected, by any rank."""
+        """Return whether any rank collects tensors of that name."""
 
     def takes(self, tensor_name: str) -> bool:
-        """Whether this rank writes tensors of that name."""
+        """Return whether this rank writes tensors of that name."""
 
     def save(
         self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
     ) -> None:
-        """Write one tensor, and the scales of codes, with the fields of its record that only the
-        layer knows.
-        """
+        """Write one tensor and the scales of codes; `fields` are the layer's part of the record."""
 
     def give_up(self, why: str) -> None:
-        """Collect nothing more on this rank."""
+        """End the collection of this rank."""
 
 
 class Capture:
-    """Saves tensors at once in the forward pass, and by hooks in the backward pass."""
+    """A layer's access to the collection, in the forward pass and by hooks in the backward pass."""
 
-    def __init__(self, saver: Saver, identity: ModuleIdentity, layer_type: str):
-        assert clock.micro_batch is not None, "a capture exists within a training step only"
-        self._saver = saver
+    def __init__(self, sink: Sink, identity: ModuleIdentity, layer_type: str):
+        assert clock.micro_batch is not None, "a capture exists only within a training step"
+        self._sink = sink
         self._micro_batch = clock.micro_batch
         self._fields = {
             "layer_type": layer_type,
@@ -55,8 +53,11 @@ class Capture:
         }
 
     def wants(self, *tensor_names: str) -> bool:
-        """Whether any of these is collected; the same on every rank, for what must be alike."""
-        return any(map(self._saver.selects, tensor_names))
+        """Return whether any of these is collected by any rank; the same on every rank.
+
+        It decides what all ranks must do alike, such as a collective operation.
+        """
+        return any(map(self._sink.selects, tensor_names))
 
     def save(
         self,
@@ -72,17 +73,17 @@ class Capture:
 
         Args:
             tensor_name: one of `megatron.tensor_record.TENSOR_NAMES`.
-            tensor: as it was before quantization.
-            dims: a letter a dimension and the group that shards it, `s b h[tp]`; after a bar the
-                groups over which the tensor is a partial sum, `s b h | partial[tp]`. What context
-                parallelism does to `s` is added here.
+            tensor: its values before quantization.
+            dims: one letter per dimension, with the group that shards it, as in `s b h[tp]`; after
+                a bar the groups over which the tensor is a partial sum, as in
+                `s b h | partial[tp]`. The sharding of `s` by context parallelism is added here.
             operation: forward or backward.
-            phase: pre (enters the matmul) or post (leaves it).
-            format: what this operand is quantized to, by name.
+            phase: pre for a tensor that enters the matmul, post for one that leaves it.
+            format: name of the format that this operand is quantized to.
         """
-        if not self._saver.takes(tensor_name):
+        if not self._sink.takes(tensor_name):
             return
-        dims = over_context(dims, self._saver.coordinates)
+        dims = over_context(dims, self._sink.coordinates)
         self._save(
             tensor,
             tensor_name=tensor_name,
@@ -90,11 +91,11 @@ class Capture:
             phase=phase,
             format=format,
             dims=dims,
-            global_shape=global_shape(list(tensor.shape), dims, self._saver.coordinates),
+            global_shape=global_shape(list(tensor.shape), dims, self._sink.coordinates),
         )
 
     def _save(self, tensor: torch.Tensor, **fields: Any) -> None:
-        self._saver.save(
+        self._sink.save(
             tensor,
             iteration=self._micro_batch.iteration,
             micro_batch=self._micro_batch.index,
@@ -104,27 +105,27 @@ class Capture:
         )
 
     def codes(self, operation: str) -> Observer | None:
-        """What shows the operands of a matmul that are quantized, if codes are collected.
+        """Return an observer that saves the codes of a matmul's operands; None if not collected.
 
-        They are made a second time, by `quantize`, of the tensor and with the random bits that the
-        matmul has: it and `fake_quantize` give the same values bit for bit.
+        `quantize` computes the codes from the same tensor and the same random bits as the matmul's
+        `fake_quantize`, which gives the same values bit for bit.
 
         Args:
             operation: linear, qk or pv.
         """
         names = dict(zip(SLOTS, CODES[operation], strict=True))
-        if not any(map(self._saver.takes, names.values())):
+        if not any(map(self._sink.takes, names.values())):
             return None
 
         def observe(
             slot: str, x: torch.Tensor, operand: Operand, axis: int, seed: int | None
         ) -> None:
-            if not self._saver.takes(names[slot]) or operand.format is None or not x.numel():
+            if not self._sink.takes(names[slot]) or operand.format is None or not x.numel():
                 return
             try:
                 packed = quantize(x, operand.format, axis, seed=seed)
-            except torch.OutOfMemoryError as error:  # of the device, which training fits
-                self._saver.give_up(f"no memory on the device for {names[slot]}: {error}")
+            except torch.OutOfMemoryError as error:  # training itself fits on the device
+                self._sink.give_up(f"no memory on the device for {names[slot]}: {error}")
                 return
             self._save(
                 packed.codes,
@@ -146,17 +147,18 @@ class Capture:
         return observe
 
     def watch_operand(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> torch.Tensor:
-        """The same tensor; its gradient is saved when the backward pass has reached this point."""
-        if not (_has_gradient(tensor) and self._saver.takes(tensor_name)):
+        """Return the same tensor; the backward pass saves its gradient at this point."""
+        if not (_has_gradient(tensor) and self._sink.takes(tensor_name)):
             return tensor
         return _Watch.apply(tensor, self._hook(tensor_name, how))
 
     def watch_result(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> None:
-        """Save the gradient of `tensor`, which all of its users together give.
+        """Save the gradient of `tensor`, summed over all of its users.
 
-        A hook, not a node: what follows may change a result in place, which a view would forbid.
+        This uses a hook and no autograd node: later code may change a result in place, which a view
+        would forbid.
         """
-        if _has_gradient(tensor) and self._saver.takes(tensor_name):
+        if _has_gradient(tensor) and self._sink.takes(tensor_name):
             tensor.register_hook(self._hook(tensor_name, how))
 
     def _hook(self, tensor_name: str, how: dict[str, Any]) -> Callable[[torch.Tensor], None]:
@@ -171,10 +173,10 @@ def _has_gradient(tensor: torch.Tensor) -> bool:
 
 
 class _Watch(torch.autograd.Function):
-    """Identity that shows the gradient passing through.
+    """Identity whose backward pass saves the gradient.
 
-    Not `Tensor.register_hook`: that sees the sum over all users of an operand, this only what comes
-    from behind this point.
+    `Tensor.register_hook` would see the sum over all users of an operand. This node sees only the
+    gradient of the user behind it.
     """
 
     @staticmethod
@@ -191,8 +193,10 @@ class _Watch(torch.autograd.Function):
 
 
 def over_context(dims: str, coordinates: dict[str, int]) -> str:
-    """`dims` with `s[cp:zigzag]` for `s` where there is context parallelism: it cuts every sequence
-    of a transformer layer into 2 * cp chunks, and rank r has the chunks r and 2 * cp - 1 - r.
+    """Return `dims` with `s[cp:zigzag]` in place of `s` if there is context parallelism.
+
+    It cuts every sequence of a transformer layer into 2 * cp chunks, and rank r has the chunks r
+    and 2 * cp - 1 - r.
     """
     if coordinates["cp_size"] == 1:
         return dims
@@ -200,8 +204,10 @@ def over_context(dims: str, coordinates: dict[str, int]) -> str:
 
 
 def global_shape(shape: list[int], dims: str, coordinates: dict[str, int]) -> list[int]:
-    """The shape over all shards: a dimension marked `[tp]` is that much larger, one marked `[tp:2]`
-    half as much.
+    """Return the shape over all shards.
+
+    A dimension marked `[tp]` is larger by the size of the group. The mark `[tp:2]` means two copies
+    of each shard, and half of that factor.
     """
     letters = dims.partition("|")[0].split()
     assert len(letters) == len(shape), f"dims {dims!r} do not describe a tensor of shape {shape}"

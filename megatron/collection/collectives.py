@@ -1,4 +1,4 @@
-"""What all ranks must agree on; each function is collective where torch.distributed is set up."""
+"""Make all ranks agree; every function is collective if torch.distributed is initialized."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,21 +9,21 @@ _Result = TypeVar("_Result")
 
 
 def together(action: Callable[[], _Result]) -> _Result:
-    """Do `action` on every rank, and raise on every rank what failed on any.
+    """Run `action` on every rank; if it fails on any rank, raise the error on every rank.
 
-    A rank that went on alone would hang in its next collective.
+    A rank that continued alone would hang in its next collective operation.
 
     Raises:
-        ValueError: the first rank's failure; only ValueError and OSError count as one.
+        ValueError: with the message of the first rank that raised a ValueError or an OSError.
     """
     result, failure = None, None
     try:
         result = action()
     except (ValueError, OSError) as error:
         failure = str(error)
-    if first := next((found for found in from_all_ranks(failure) if found is not None), None):
+    if first := next((error for error in from_all_ranks(failure) if error is not None), None):
         raise ValueError(first)
-    return result  # type: ignore[return-value]  # None only where the action gave it
+    return result  # type: ignore[return-value]  # None only if the action returned it
 
 
 def _distributed() -> bool:
@@ -31,7 +31,7 @@ def _distributed() -> bool:
 
 
 def from_all_ranks(value: Any) -> list[Any]:
-    """The value of each rank, on every rank."""
+    """Return the values of all ranks, on every rank."""
     values = [value]
     if _distributed():
         values = [None] * torch.distributed.get_world_size()
@@ -40,7 +40,7 @@ def from_all_ranks(value: Any) -> list[Any]:
 
 
 def from_first_rank(value: str) -> str:
-    """The first rank's value, on every rank."""
+    """Return the first rank's value, on every rank."""
     values = [value]
     if _distributed():
         torch.distributed.broadcast_object_list(values, src=0)
@@ -48,7 +48,10 @@ def from_first_rank(value: str) -> str:
 
 
 def first_rank_says(look: Callable[[], bool]) -> bool:
-    """What `look` finds on the first rank, on every rank; cheap enough for every iteration."""
+    """Run `look` on the first rank and return its result on every rank.
+
+    The call is cheap enough for every iteration.
+    """
     if not _distributed():
         return look()
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"

@@ -1,7 +1,7 @@
-"""One rank's collection: decides what is collected, numbers it and hands it to the writer.
+"""Decide for one rank what is collected, number the tensors and pass them to the writer.
 
-A write that fails and a limit that is reached both end the writing of this rank and nothing else:
-layers go on showing their tensors, because the ranks of a parallel group must communicate alike.
+A failed write or a limit ends only the writing of this rank. Layers go on passing their tensors,
+because all ranks of a parallel group must run the same collective operations.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron.collection import outcomes
 from megatron.collection.background_writer import BackgroundWriter, Writer
 from megatron.collection.deferred_signals import signals_deferred
 from megatron.collection.host_buffers import HostBuffers, HostCopy
@@ -20,18 +19,24 @@ from megatron.collection.loss_spikes import Levels
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.record_writer import RecordWriter
 from megatron.collection.ring_buffer import RingBuffer
-from megatron.collection.run_card import collect_run_card, rank_coordinates
+from megatron.collection.run_card import (
+    collect_run_card,
+    failure_of,
+    rank_coordinates,
+    run_outcome,
+    run_status,
+)
 from megatron.collection.settings import Settings
 from megatron.collection.training_clock import clock
 from megatron.collection.weight_dedup import WeightDedup
-from megatron.collection.write_budget import WriteBudget
+from megatron.collection.write_budget import UnlimitedBudget, WriteBudget
 from megatron.tensor_record import TIMESTAMP, TensorRecord
 
 logger = logging.getLogger(__name__)
 
 
 class Collector:
-    """See the module's docstring."""
+    """The collection of one rank; see the module's docstring."""
 
     def __init__(
         self,
@@ -42,22 +47,35 @@ class Collector:
         *,
         coordinates: Mapping[str, int] | None = None,
         levels: Levels | None = None,
+        limited: bool = True,
     ):
+        """Start a collection.
+
+        Args:
+            settings: what to collect and where.
+            run_id: identifier of the run.
+            card: content of the run card; None on all ranks but the first.
+            writer: destination of the tensors; None writes them to the folder of the settings.
+            coordinates: the rank in all parallel groups; None describes a run without such groups.
+            levels: usual losses and gradient norms of a resumed run.
+            limited: whether limits, a ring and a flag file apply.
+        """
         self.settings = settings
-        self.ranks: list[dict[str, Any]] = []  #: how each rank fared, known after `settle`
+        self.ranks: list[dict[str, Any]] = []  #: set by `session.settle`
         self.coordinates = dict(coordinates or rank_coordinates())
         self.run_id = run_id
-        self.collected = 0  #: iterations
-        self.blocked = 0.0  #: seconds that training spent here
+        self.collected = 0  #: completed iterations that were collected
+        self.blocked = 0.0  #: seconds that training spent in `save`
         self._counter = 0
         self._wanted: dict[tuple[ModuleIdentity, str], bool] = {}
         self._weights = WeightDedup()
         self._writes = self.coordinates["world"] in settings.selection.ranks
         self._card = card or {}
-        self._ring = None if settings.ring is None else RingBuffer(settings.ring, levels)
-        self._flag = settings.flag_file
+        self._ring = RingBuffer(settings.ring, levels) if limited and settings.ring else None
+        self._flag = settings.flag_file if limited else None
         self._writer = writer or self._background_writer()
-        self._budget = WriteBudget(settings, self._writer, self.coordinates["world"])
+        budget = WriteBudget if limited else UnlimitedBudget
+        self._budget = budget(settings, self._writer, self.coordinates["world"])
         self.write_card("running")
 
     @classmethod
@@ -69,13 +87,13 @@ class Collector:
         *,
         coordinates: Mapping[str, int] | None = None,
         levels: Levels | None = None,
-        **more: Any,
-    ):
-        """One that writes; `more` goes to the run card."""
+        **further: Any,
+    ) -> "Collector":
+        """Return a collection that writes; `further` entries are added to the run card."""
         card = {}
         coordinates = coordinates or rank_coordinates()
         if coordinates["world"] == 0:
-            card = collect_run_card(run_id, args, coordinates) | more | settings.describe()
+            card = collect_run_card(run_id, args, coordinates) | further | settings.describe()
         return cls(settings, run_id, card, coordinates=coordinates, levels=levels)
 
     def _background_writer(self) -> BackgroundWriter:
@@ -90,36 +108,36 @@ class Collector:
         )
 
     def _complete(self, event: dict[str, Any]) -> dict[str, Any]:
-        """An event of this run, as the index has it."""
+        """Return an event with the fields that every line of the index has."""
         now = {"run_id": self.run_id, "rank": self.coordinates, "wall_time": time.time()}
         return event | now
 
     @property
     def error(self) -> str | None:
-        """Why the writing of this rank has ended, if it has."""
+        """Return why the writing of this rank has failed; None if it has not."""
         return self._writer.error
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for the run."""
+        """Return whether this rank reports for the whole run."""
         return self.coordinates["world"] == 0
 
     @property
     def complete(self) -> bool:
-        """Whether as many iterations are done as `control_iter` says; the same on every rank."""
+        """Return whether `control_iter` iterations are collected; the same on every rank."""
         return 0 < self.settings.control_iter <= self.collected
 
     @property
     def has_ring(self) -> bool:
-        """Whether anything waits for `observe`."""
+        """Return whether the trainer must call `observe` after each iteration."""
         return self._ring is not None
 
     def begin_iteration(self) -> None:
-        """Look whether the iteration that begins now is collected; collective with a flag file."""
+        """Prepare for a new iteration; the call is collective if there is a flag file."""
         self._writer.begin_iteration()
         if self._flag is not None and self._flag.look():
             state = "on" if self._flag.on else "off"
-            if self.is_first:  # a warning is seen where logging is not set up
+            if self.is_first:  # as a warning, so that it is visible without a logging setup
                 logger.warning("collection %s from iteration %d on", state, clock.iteration)
             self._writer.append({"event": "switched", "to": state, "iteration": clock.iteration})
         self._weights.begin_iteration()
@@ -127,15 +145,15 @@ class Collector:
             self._ring.begin(clock.iteration)
 
     def end_iteration(self) -> None:
-        """Count the iteration that is now done if it was collected."""
+        """Count the finished iteration if it was collected."""
         if self._collects(clock.iteration):
             self.collected += 1
 
     def observe(self, loss: float | None, grad_norm: float | None) -> str | None:
-        """Look at what an iteration came to, and write the ring if that is unusual.
+        """Check the numbers of an iteration, and write the ring if they are unusual.
 
         Returns:
-            What happened, if the ring was to be written; on every rank, or on none.
+            A line about the event, on every rank; None if the iteration is usual.
         """
         if self._ring is None:
             return None
@@ -143,20 +161,22 @@ class Collector:
         return None if why is None else self.keep(why)
 
     def keep(self, why: str) -> str | None:
-        """Write the ring; returns a line about it, which says how this rank fared, or None if
-        nothing was in it.
+        """Write the ring.
+
+        Returns:
+            A line with the reason and the result on this rank; None if the ring was empty.
         """
         assert self._ring is not None, "there is a ring"
         before = self._ring.kept
-        iterations = self._ring.release(self._submit_if_room, self._budget.leave_out)
+        iterations = self._ring.release(self._submit_if_it_fits, self._budget.leave_out)
         if self._ring.kept == before:
             return None
         self._writer.append({"event": "kept", "why": why, "iterations": iterations})
         how = "is kept" if iterations or not self._writes else "cannot be kept"
         return f"{why}: the ring {how} ({self._ring.kept} of {self._ring.settings.events})"
 
-    def _let_go(self, why: str) -> None:
-        """Say that a ring is not written."""
+    def _discard(self, why: str) -> None:
+        """Report that the ring is not written."""
         assert self._ring is not None, "there is a ring"
         if iterations := self._ring.numbers:
             if self.is_first:
@@ -164,7 +184,7 @@ class Collector:
             self._writer.append({"event": "let_go", "why": why, "iterations": iterations})
 
     def _collects(self, iteration: int) -> bool:
-        """The same on every rank."""
+        """Return whether an iteration is collected; the same on every rank."""
         return (
             not self.complete
             and (self._flag is None or self._flag.on)
@@ -173,7 +193,7 @@ class Collector:
         )
 
     def wants(self, identity: ModuleIdentity, layer_type: str) -> bool:
-        """Whether a layer shows its tensors at this moment; the same on every rank that has it."""
+        """Return whether a layer is collected now; the same on every rank that holds it."""
         now, selection = clock.micro_batch, self.settings.selection
         if now is None or not self._collects(now.iteration):
             return False
@@ -185,18 +205,19 @@ class Collector:
         return self._wanted[key]
 
     def selects(self, tensor_name: str) -> bool:
-        """Whether tensors of that name are collected, by any rank."""
+        """Return whether any rank collects tensors of that name."""
         return tensor_name in self.settings.selection.names
 
     def takes(self, tensor_name: str) -> bool:
-        """Whether this rank writes tensors of that name."""
+        """Return whether this rank writes tensors of that name."""
         return self._writes and self.error is None and self.selects(tensor_name)
 
     def save(
         self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
     ) -> None:
-        """Take one tensor, or the part that is selected, and the scales of codes; a failure or a
-        limit ends the collection of this rank, not the training.
+        """Save the selected part of one tensor, and the scales of codes.
+
+        A failure or a limit ends the collection of this rank, but not training.
         """
         if self.error is not None or not self._weights.is_new(fields):
             return
@@ -208,19 +229,19 @@ class Collector:
         try:
             with signals_deferred:
                 self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})
-        except (RuntimeError, MemoryError) as error:  # of torch's allocators
+        except (RuntimeError, MemoryError) as error:  # torch's allocators raise both
             self.give_up(f"no memory to copy {fields['tensor_name']}: {error}")
         self.blocked += time.perf_counter() - started
 
     def give_up(self, why: str) -> None:
-        """End the collection of this rank for want of memory, not the training."""
+        """End the collection of this rank because of a lack of memory, but not training."""
         self._writer.fail(f"{why}; select less, or lower --collect-max-host-gib")
 
     def _take(
         self, part: torch.Tensor, scales: dict[str, torch.Tensor], fields: dict[str, Any]
     ) -> None:
-        """Copy a tensor to the host, for the writer or for the ring."""
-        size = sum(each.numel() * each.element_size() for each in (part, *scales.values()))
+        """Copy a tensor to host memory, for the writer or for the ring."""
+        size = sum(tensor.nbytes for tensor in (part, *scales.values()))
         ring, copy = self._ring, None
         if ring is None and not self._budget.take(size, fields):
             return
@@ -236,13 +257,14 @@ class Collector:
             self._budget.warn_of_ring(size, fields)
             ring.lose(size, fields)
 
-    def _submit_if_room(self, copy: HostCopy, fields: dict[str, Any]) -> bool:
-        found = self.error is None and self._budget.take(copy.nbytes, fields)
-        if found:
+    def _submit_if_it_fits(self, copy: HostCopy, fields: dict[str, Any]) -> bool:
+        """Submit a tensor of the ring if the limits allow it, and return whether they do."""
+        fits = self.error is None and self._budget.take(copy.nbytes, fields)
+        if fits:
             self._submit(copy, fields)
         else:
             copy.release()
-        return found
+        return fits
 
     def _submit(self, copy: HostCopy, fields: dict[str, Any]) -> None:
         self._counter += 1
@@ -259,7 +281,7 @@ class Collector:
         self._writer.submit(copy, record)
 
     def outcome(self) -> dict[str, Any]:
-        """How this rank fared, as plain values; waits until everything is on disk."""
+        """Wait until everything is on disk; return the result of this rank as plain values."""
         with signals_deferred:
             self._writer.drain()
         tensors, size = self._writer.written
@@ -276,34 +298,37 @@ class Collector:
         }
 
     def write_card(self, status: str, reason: str | None = None) -> None:
-        """Write the run card with how the run stands, from the first rank."""
+        """Write the run card with the current state of the run; only the first rank does."""
         if self.is_first:
             ranks = self.ranks or [self.outcome()]
-            outcome = outcomes.of_run(ranks, status, reason)
+            outcome = run_outcome(ranks, status, reason)
             card = self._card | {"iterations": clock.completed} | outcome
             self._writer.write_run_card(card, last=status != "running")
 
     def settled(self, seconds: float) -> bool:
-        """Whether everything is on disk, after a wait of so many seconds at most."""
+        """Wait for at most `seconds`, and return whether everything is on disk."""
         with signals_deferred:
             return self._writer.drain(seconds)
 
     def close(self, aborted: str | None = None, *, interrupted: bool = False) -> str | None:
-        """End the collection; returns what went wrong with it, if anything did.
+        """End the collection.
 
         Args:
-            aborted: why the training ended before its time, if it did. A ring is kept then.
-            interrupted: it was told to end, which is nothing to keep a ring for.
+            aborted: why training ended early; None if it did not. The ring is then written.
+            interrupted: whether a signal ended training; the ring is then discarded.
+
+        Returns:
+            What went wrong with the collection; None if nothing did.
         """
         if self._ring is not None:
             if aborted is not None and not self._ring.over:
-                self._let_go(aborted) if interrupted else self.keep(aborted)
+                self._discard(aborted) if interrupted else self.keep(aborted)
             self._ring.clear()
         ranks = self.ranks or [self.outcome()]
         self._budget.close()
-        failure = outcomes.failure(ranks)
+        failure = failure_of(ranks)
         try:
-            self.write_card(outcomes.status(ranks, aborted), aborted)
+            self.write_card(run_status(ranks, aborted), aborted)
         except OSError as error:
             failure = failure or f"the run card in {self.settings.directory}: {error}"
         with contextlib.suppress(OSError):

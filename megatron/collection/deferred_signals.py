@@ -1,22 +1,23 @@
-"""Lets a signal's exception wait while a collection is at something that it must not tear apart.
+"""Defer the exception of a signal handler while the collection runs code that must not be
+interrupted.
 
-A handler may raise between any two steps of the main thread, and so between a lock that is taken
-and the block that gives it back: the writer threads would then wait for ever, and a run that was
-asked to end would sit there until its patience with the disk is over.
+A handler may raise between any two steps of the main thread, and so between the acquisition of a
+lock and the block that releases it. The writer threads would then wait forever, and a run that was
+asked to end would hang until the timeout of the writer.
 """
 
 from types import TracebackType
 
 
 class _DeferredSignals:
-    """A block that can stand inside of itself; of one thread, the one that runs handlers."""
+    """A reentrant `with` block for the main thread, which runs all signal handlers."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._late: BaseException | None = None
 
     def interrupt(self, error: BaseException) -> None:
-        """Of a signal's handler: raise `error`, now or at the end of the block."""
+        """Raise `error` now or at the end of the block; called by a signal handler."""
         if self._depth == 0:
             raise error
         self._late = error

@@ -1,8 +1,8 @@
-"""Writes a file past the system's page cache, where the file system lets one (O_DIRECT, open(2)).
+"""Write a file past the system's page cache if the file system allows it (O_DIRECT, open(2)).
 
-A dump is read later, if at all. Through the page cache it would take training's processors three
-times as long, push the training data out of memory, and wait there for the disk by the gigabyte,
-which no limit of ours bounds.
+A dump is read later, if at all. Writing through the page cache would take three times the processor
+time and push the training data out of memory. Gigabytes would also wait there for the disk, and no
+limit of the collection bounds that memory.
 """
 
 import contextlib
@@ -17,16 +17,19 @@ from types import TracebackType
 
 import numpy as np
 
-PIECE = 4 << 20  #: bytes of a write; a smaller file goes through the cache
-_UNIT = mmap.PAGESIZE  #: what O_DIRECT wants addresses, offsets and lengths to be multiples of
-_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  #: of O_DIRECT, not of the file
+PIECE = 4 << 20  #: bytes per write; a smaller file is written through the cache
+_UNIT = mmap.PAGESIZE  #: bytes; O_DIRECT needs addresses, offsets and lengths in multiples of it
+_REFUSALS = (
+    errno.EINVAL,
+    errno.EOPNOTSUPP,
+)  #: errors of a refused O_DIRECT
 
 
 class _Buffers(threading.local):
-    """A thread's own piece of memory, used for all of its files."""
+    """One buffer per thread, used for all of its files."""
 
     def __init__(self) -> None:
-        memory = mmap.mmap(-1, PIECE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # begins with a page
+        memory = mmap.mmap(-1, PIECE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # page-aligned
         self.piece = np.frombuffer(memory, np.uint8)
 
 
@@ -34,18 +37,21 @@ _buffers = _Buffers()
 
 
 class DirectFile:
-    """A new file, which its thread writes from the beginning to the end, in a `with` statement.
+    """A new file that one thread writes from beginning to end, in a `with` statement.
 
-    Bytes are gathered in pieces. Of the last one, what is no whole page goes through the cache, as
-    does all of a file whose file system refuses O_DIRECT.
+    Bytes are gathered in pieces of `PIECE` bytes. The end of the last piece that fills no whole
+    page is written through the cache. So is the whole file if the file system refuses O_DIRECT.
     """
 
     def __init__(self, path: Path, progress: Callable[[], None] = lambda: None):
-        """Make the file, or empty the one that is there; `progress` is called whenever the file
-        system has taken something.
+        """Create or truncate the file.
+
+        Args:
+            path: path of the file.
+            progress: called whenever the file system has accepted bytes.
 
         Raises:
-            OSError: the file system refused.
+            OSError: if the file system refuses.
         """
         self._progress = progress
         self._piece = _buffers.piece
@@ -66,7 +72,7 @@ class DirectFile:
         """Write what is left, unless there was an error, and close the file.
 
         Raises:
-            OSError: the file system refused.
+            OSError: if the file system refuses.
         """
         with self._file:
             if kind is None:
@@ -76,7 +82,7 @@ class DirectFile:
         """Take all of `data`.
 
         Raises:
-            OSError: the file system refused.
+            OSError: if the file system refuses.
         """
         new = np.frombuffer(data, np.uint8)
         while new.size:
@@ -96,25 +102,25 @@ class DirectFile:
         self._put(self._piece[:pages])
         self._use_cache(True)
         self._put(self._piece[pages : self._filled])
-        # What is in the cache goes to the disk now, while the next file is written: left to itself
-        # Linux waits for many seconds, and then all wait for the disk.
+        # Write the cached part to disk now, while the next file is filled: on its own, Linux waits
+        # for many seconds, and then everything waits for the disk.
         if hasattr(os, "posix_fadvise"):  # not on macOS
-            with contextlib.suppress(OSError):  # a file system that does not know it loses nothing
+            with contextlib.suppress(OSError):  # a file system without this call loses nothing
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _put(self, data: np.ndarray) -> None:
-        """Write all of `data`, past the cache while that is on and possible."""
+        """Write all of `data`, past the cache as long as that is possible."""
         while data.size:
             try:
                 taken = self._file.write(data.data)
             except OSError as error:
                 if not self._direct or error.errno not in _REFUSALS:
                     raise
-                self._never_direct()  # it wants more than whole pages
+                self._never_direct()  # it has stricter rules than whole pages
                 continue
             self._progress()
             data = data[taken:]
-            if taken % _UNIT:  # a disk that is nearly full takes a part
+            if taken % _UNIT:  # a disk that is nearly full accepts only a part
                 self._never_direct()
 
     def _never_direct(self) -> None:
@@ -122,7 +128,7 @@ class DirectFile:
         self._use_cache(True)
 
     def _use_cache(self, use: bool) -> None:
-        """Switch O_DIRECT, where that changes something; a file system may refuse it."""
+        """Turn O_DIRECT off or on if needed; a file system may refuse it."""
         if self._direct != use:
             return
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)

@@ -1,11 +1,10 @@
-"""A file that switches the collection of a running job on and off: it is on while the file is
-there.
+"""Switch the collection of a running job on and off with a file: it is on while the file exists.
 
-    touch collect_now        the next iteration is collected, and those after it
-    rm collect_now           no further one is
+    touch collect_now        collect from the next iteration on
+    rm collect_now           stop collecting after this iteration
 
-The first rank looks at the beginning of every iteration and tells the others. All ranks take part,
-whatever they collect, so that a file system which shows them different things holds up none.
+The first rank checks the file at the beginning of every iteration and broadcasts the result to all
+ranks, also to those that collect nothing. The ranks then agree even if their file systems differ.
 """
 
 from pathlib import Path
@@ -14,7 +13,7 @@ from megatron.collection.collectives import first_rank_says
 
 
 class FlagFile:
-    """See the module's docstring."""
+    """The file and its last known state; see the module's docstring."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -22,10 +21,10 @@ class FlagFile:
 
     @classmethod
     def parse(cls, collect_flag_file: str | None = None) -> "FlagFile | None":
-        """Read the flag of the same name; None: the collection is always on.
+        """Read the flag of the same name; return None if the collection is always on.
 
         Raises:
-            ValueError: the file could never be made.
+            ValueError: if the file could never be created.
         """
         path = collect_flag_file
         if path is None:
@@ -43,12 +42,12 @@ class FlagFile:
         return cls(Path(path))
 
     def look(self) -> bool:
-        """Look, together with all ranks; returns whether the collection was switched."""
+        """Check the file together with all ranks; return whether the state has changed."""
         before, self.on = self.on, first_rank_says(self._is_there)
         return before != self.on
 
     def _is_there(self) -> bool:
         try:
             return self.path.exists()
-        except OSError:  # a file system that is away for a moment
+        except OSError:  # a file system that is unavailable for a moment
             return self.on

@@ -1,11 +1,11 @@
-"""Host memory for tensors that wait to be written: bounded, and used again.
+"""Hold tensors that wait to be written in host memory that is bounded and reused.
 
-A tensor is copied before training changes it, and the copy lives until a writer thread has put it
-on disk. All copies together stay below a limit. Memory that has become free is kept for the next
-tensor of its size, and a training run has few sizes: new memory costs a CPU more in page faults
-than the copy itself, and pinned memory costs milliseconds a buffer.
+A tensor is copied before training changes it, and the copy lives until a writer thread has written
+it to disk. All copies together stay below a limit. Freed memory is kept for the next tensor of the
+same size, because a training run has few sizes. New memory costs a CPU more in page faults than the
+copy itself, and new pinned memory costs milliseconds per buffer.
 
-A buffer has exactly the bytes of its tensor, because `torch.save` writes the whole of a storage.
+A buffer has exactly the bytes of its tensor, because `torch.save` writes a whole storage.
 """
 
 import threading
@@ -22,56 +22,55 @@ class HostCopy:
     tensor: torch.Tensor
     _memory: "HostBuffers"
     _buffer: torch.Tensor
-    _kind: tuple[int, bool]  #: its bytes, and whether it is pinned
-    _copied: torch.cuda.Event | None  #: None: the copy is there already
-    scales: dict[str, "HostCopy"] = field(default_factory=dict)  #: of codes, by name
+    _kind: tuple[int, bool]  #: bytes of the buffer, and whether it is pinned
+    _copied: torch.cuda.Event | None  #: None if the copy is complete already
+    scales: dict[str, "HostCopy"] = field(default_factory=dict)  #: scales of codes, by name
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor and the scales."""
+        """Return the bytes of the tensor and its scales."""
         return self._kind[0] + sum(part.nbytes for part in self.scales.values())
 
     def wait(self) -> None:
-        """Until the device has delivered; the tensor must not be read before."""
+        """Wait for the copy from the device; the tensor must not be read before."""
         for part in self.scales.values():
             part.wait()
         if self._copied is not None:
-            # A new thread stands on the first device, and would make itself a context there.
+            # A new thread is on the first device, and would create a context there.
             with torch.cuda.device(self._copied.device):
                 self._copied.synchronize()
 
     def release(self) -> None:
-        """Give the memory back; the tensor must not be read any more."""
+        """Give the memory back; the tensor must not be read afterwards."""
         for part in self.scales.values():
             part.release()
         self._memory._take_back(self._buffer, self._kind)
 
 
 class HostBuffers:
-    """See the module's docstring."""
+    """A bounded pool of host memory; see the module's docstring."""
 
     def __init__(self, limit: int):
         self.limit = limit  #: bytes
-        self.used = 0  #: by copies, now
-        self.peak = 0  #: the most that copies and spare memory ever took
-        self.changed = threading.Condition()  #: told whenever a copy is released
-        #: By size and whether pinned; the sizes that were used longest ago first.
+        self.used = 0  #: bytes of the copies that exist
+        self.peak = 0  #: maximum of the bytes of copies and spare memory together
+        self.changed = threading.Condition()  #: notified whenever a copy is released
+        #: Spare buffers by size and whether pinned, least recently used first.
         self._spare: dict[tuple[int, bool], list[torch.Tensor]] = {}
         self._spare_bytes = 0
 
     def copy(self, tensor: torch.Tensor, make_room: Callable[[], bool]) -> HostCopy | None:
-        """A copy of `tensor`, contiguous; of one on a CUDA device it arrives later.
+        """Return a contiguous copy of `tensor`; from a CUDA device it arrives later.
 
-        That copy is made in the stream of the caller, so that whatever overwrites the tensor next
-        comes after it.
+        The copy is queued in the caller's stream, so that later writes to the tensor come after it.
 
         Args:
-            tensor: on any device, with any strides.
-            make_room: called while memory is short; waits for a release or forces one. False ends
-                the attempt.
+            tensor: a tensor on any device, with any strides.
+            make_room: called while memory is short; it waits for a release or forces one, and
+                returns False to give up.
 
         Returns:
-            None where there is no room.
+            The copy; None if there is no room.
         """
         pinned = tensor.is_cuda
         kind = (tensor.numel() * tensor.element_size(), pinned)
@@ -83,8 +82,8 @@ class HostBuffers:
         copied = None
         if pinned:
             stream = torch.cuda.current_stream(tensor.device)
-            tensor.record_stream(stream)  # it may come from another, which would use it again
-            copied = torch.cuda.Event(blocking=True)  # else who waits keeps a core busy
+            tensor.record_stream(stream)  # another stream may own its memory and reuse it
+            copied = torch.cuda.Event(blocking=True)  # so that waiting does not keep a core busy
             copied.record(stream)
         return HostCopy(copy, self, buffer, kind, copied)
 
@@ -113,7 +112,7 @@ class HostBuffers:
         return of_kind.pop()
 
     def _shrink(self, most: int) -> None:
-        """Let go of spare memory down to `most` bytes."""
+        """Free spare memory until at most `most` bytes are left."""
         pinned = False
         while self._spare_bytes > most:
             kind = next(iter(self._spare))
@@ -123,7 +122,7 @@ class HostBuffers:
                 pinned |= kind[1]
             else:
                 del self._spare[kind]
-        if pinned:  # torch keeps it, for tensors of that size alone
+        if pinned:  # torch caches pinned memory per size
             torch.accelerator.empty_host_cache()
 
     def _take_back(self, buffer: torch.Tensor, kind: tuple[int, bool]) -> None:
@@ -135,5 +134,5 @@ class HostBuffers:
 
 
 def taken_by(size: int, pinned: bool) -> int:
-    """Bytes that a buffer takes: torch's allocator of pinned memory gives powers of two."""
+    """Return the bytes that a buffer takes: torch allocates pinned memory in powers of two."""
     return 1 << (size - 1).bit_length() if pinned and size else size

@@ -1,8 +1,9 @@
-"""Which iterations are collected.
+"""Select the iterations to collect, as windows with a step.
 
-Numbers are those that the log prints: the first iteration is 1, also in a resumed run, and both
-ends of a window belong to it. Every k-th is counted from the window's first, not from 0:
-`--collect-start 100 --collect-every 50` is `--collect-iterations 100-:50`, 100, 150, 200 and on.
+Iterations are numbered as in the log: the first one is 1, also in a resumed run. Both ends of a
+window belong to it, and its step starts at its first iteration, not at 0. For example,
+`--collect-start 100 --collect-every 50` equals `--collect-iterations 100-:50` and selects 100, 150,
+200 and so on.
 """
 
 import re
@@ -15,30 +16,30 @@ ENDLESS = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """Windows in ascending order, none of which overlaps the next."""
+    """Windows of iterations in ascending order, without overlap."""
 
     windows: tuple[range, ...] = (range(1, ENDLESS),)
-    source: str = ""  #: the flags that say so, for messages; empty if none does
+    source: str = ""  #: the flags that set the windows, for messages; empty by default
 
     def __contains__(self, iteration: int) -> bool:
         return any(iteration in window for window in self.windows)
 
     def after(self, done: int) -> "Iterations":
-        """What is left once `done` iterations are behind."""
-        left = []
+        """Return the iterations after the first `done` of the run."""
+        remaining = []
         for window in self.windows:
             passed = max(0, -(-(done + 1 - window.start) // window.step))
             if rest := window[passed:]:
-                left.append(rest)
-        return Iterations(tuple(left), self.source)
+                remaining.append(rest)
+        return Iterations(tuple(remaining), self.source)
 
     def until(self, last: int) -> "Iterations":
-        """Those up to `last`."""
+        """Return the iterations up to and including `last`."""
         cut = (range(w.start, min(w.stop, last + 1), w.step) for w in self.windows)
         return Iterations(tuple(filter(None, cut)), self.source)
 
     def count(self) -> int | None:
-        """How many there are; None without an end."""
+        """Return the number of iterations; None if there is no end."""
         if any(window.stop >= ENDLESS for window in self.windows):
             return None
         return sum(map(len, self.windows))
@@ -52,7 +53,7 @@ class Iterations:
         """Read --collect-iterations, or --collect-start and --collect-every.
 
         Raises:
-            ValueError: no such form, windows that overlap or go back, or both ways at once.
+            ValueError: if the form is unknown, windows overlap or go back, or both forms are given.
         """
         if spec is None:
             return cls._from_counts(start, every)
@@ -84,7 +85,7 @@ class Iterations:
 
 
 def _window(part: str, spec: str) -> range:
-    """`7`, `1-3`, `100-` or `100-200:10`."""
+    """Parse one window: `7`, `1-3`, `100-` or `100-200:10`."""
     match = re.fullmatch(r"(\d+)(-(\d+)?)?(?::(\d+))?", part)
     if match is None or (match[4] and not match[2]):
         raise ValueError(
@@ -102,48 +103,48 @@ def _window(part: str, spec: str) -> range:
 
 
 def how_many(control_iter: int | None, iterations: Iterations, done: int) -> int:
-    """Iterations to collect before training stops, 0: it never stops for that.
+    """Return the number of iterations to collect before training stops; 0 if it does not stop.
 
-    Where `control_iter` was not given it is 1, or as many as --collect-iterations names.
+    The default of `control_iter` is 1, or the number of iterations that --collect-iterations names.
 
     Raises:
-        ValueError: fewer than `control_iter` are named.
+        ValueError: if fewer than `control_iter` iterations are selected.
     """
-    left = iterations.after(done).count()
+    remaining = iterations.after(done).count()
     if control_iter is None:
-        return (left or 0) if iterations.source.startswith("--collect-iterations") else 1
+        return (remaining or 0) if iterations.source.startswith("--collect-iterations") else 1
     named = iterations.count()
     if named is not None and named < control_iter:
         raise ValueError(
             f"--control-iter {control_iter} is never reached: {iterations.source} names {named} "
             "iteration(s); lower it, or leave it out to collect all of them"
         )
-    # a run that goes on where it was cut off has collected the others before
-    return min(control_iter, left) if left else control_iter
+    # a resumed run has collected the other iterations before
+    return min(control_iter, remaining) if remaining else control_iter
 
 
 def check_in_run(
     iterations: Iterations, control_iter: int, done: int, train_iters: int | None
 ) -> None:
-    """Refuse windows that this run never enters, and more iterations than it trains.
+    """Refuse windows that this run never reaches, and more iterations than it trains.
 
     Raises:
-        ValueError: see above.
+        ValueError: if there is no iteration to collect, or fewer than `control_iter`.
     """
     if train_iters is not None and done >= train_iters:
         return
     trained = iterations.after(done)
     trained = trained if train_iters is None else trained.until(train_iters)
-    found = trained.count()
-    if found == 0:
+    count = trained.count()
+    if count == 0:
         end = "on" if train_iters is None else f"to {train_iters}"
         raise ValueError(
             f"{iterations.source} names none of the iterations that this run trains, {done + 1} "
             f"{end}; name some of these, or raise --train-iters"
         )
-    if found is None or found >= control_iter:
+    if count is None or count >= control_iter:
         return
-    # a run that goes on where it was cut off has collected the others before
+    # a resumed run has collected the other iterations before
     whole = iterations if train_iters is None else iterations.until(train_iters)
     named = whole.count()
     if named is not None and named < control_iter:

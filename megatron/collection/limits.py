@@ -1,13 +1,13 @@
-"""How much a collection may write, and how much memory it may take for that.
+"""Limits on what a collection may write, and on the memory that it may use.
 
-Host memory is a machine's, of which each of its ranks has an equal share; the other limits are for
-the run: each of the ranks that write has an equal share of the files and bytes,
-and looks at its own alone. That needs no communication, so that a rank which has reached its share
-holds up no other; what one rank leaves of its share another cannot use. Free disk is looked at
-before every tensor. Ranks that look at the same moment see the same free space, so that a machine
-may fall short of it by one tensor a rank.
+The limit of host memory applies to a machine, and each of its ranks has an equal share. All other
+limits apply to the run. Each rank that writes has an equal share of the files and bytes and checks
+only its own share, which needs no communication. A rank that has used its share up therefore blocks
+no other, but other ranks cannot use what is left of a share. Free disk space is checked before
+every tensor. Ranks that check at the same moment see the same free space, so the limit on it may be
+missed by one tensor per rank.
 
-Counted are the `.pt` files; the index takes about a kilobyte a tensor more.
+The limits count `.pt` files. The index takes about one kilobyte per tensor in addition.
 """
 
 import shutil
@@ -18,15 +18,15 @@ from typing import Any, Protocol
 from megatron.collection.memory_limit import machine_memory
 
 GIB = 1 << 30
-ENDLESS = 2.0**60  #: files, or GiB: no limit that anything reaches
-OVERHEAD = 4096  #: bytes that a file has at most beyond its tensor's
-KEEP_FREE = 1.0  #: GiB
-KEEP_FREE_SHARE = 0.05  #: of a file system on which that is less
-HOST_SHARE = 0.1  #: of the memory that there is, if no flag says otherwise
+ENDLESS = 2.0**60  #: files or GiB: a larger limit is taken for a mistake
+OVERHEAD = 4096  #: upper bound of the bytes that a file has in addition to its tensor's
+KEEP_FREE = 1.0  #: GiB of the disk that stay free by default
+KEEP_FREE_SHARE = 0.05  #: share of a disk that stays free if this is less than `KEEP_FREE`
+HOST_SHARE = 0.1  #: share of the machine's memory that a collection may use by default
 
 
 class Disk(Protocol):
-    """What `shutil.disk_usage` gives."""
+    """The result of `shutil.disk_usage`."""
 
     total: int
     free: int
@@ -34,12 +34,12 @@ class Disk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What may be written; None: no limit, and of free space the default."""
+    """The limits; None means no limit, and the default for `keep_free` and `host_bytes`."""
 
     max_bytes: int | None = None
     max_files: int | None = None
-    keep_free: int | None = None  #: 0: the disk is not looked at
-    host_bytes: int | None = None  #: of memory, for what waits to be written; None: the default
+    keep_free: int | None = None  #: bytes of the disk that stay free; 0 disables the check
+    host_bytes: int | None = None  #: bytes of memory for tensors that wait to be written
 
     @classmethod
     def parse(
@@ -53,7 +53,7 @@ class Limits:
         """Read the flags of the same names.
 
         Raises:
-            ValueError: a limit that lets nothing through, or is no number.
+            ValueError: if a limit is not a number or allows nothing.
         """
         for flag, value in {
             "--collect-max-gib": collect_max_gib,
@@ -75,10 +75,15 @@ class Limits:
         )
 
     def share(self, ranks: int, on_machine: int = 1) -> "Limits":
-        """What each of `ranks` may write, and of host memory each of those on one machine.
+        """Return the share of one rank.
+
+        Args:
+            ranks: number of ranks that write, which share files and bytes.
+            on_machine: number of ranks on this machine, which share its memory.
 
         Raises:
-            ValueError: not one file each, or more memory than there is.
+            ValueError: if there is less than one file per rank, or the memory exceeds the
+                machine's.
         """
         if self.max_files is not None and self.max_files < ranks:
             raise ValueError(
@@ -99,36 +104,40 @@ class Limits:
         )
 
     def kept_free(self, folder: Path) -> int:
-        """Bytes of the file system of `folder` that stay free."""
-        return self._kept_of(shutil.disk_usage(folder).total)
+        """Return the bytes that stay free on the file system of `folder`."""
+        return self._kept_on(shutil.disk_usage(folder).total)
 
-    def _kept_of(self, disk: int) -> int:
+    def _kept_on(self, disk: int) -> int:
         if self.keep_free is not None:
             return self.keep_free
         return int(min(KEEP_FREE * GIB, KEEP_FREE_SHARE * disk))
 
-    def of_files(self, files: int, size: int) -> str | None:
-        """Which limit so many files of that size together are over, if they are."""
+    def exceeded_by_files(self, files: int, size: int) -> str | None:
+        """Return which limit a number of files of `size` bytes in total exceeds, if any."""
         if self.max_files is not None and files > self.max_files:
             return f"--collect-max-files lets this rank write {self.max_files}"
         if self.max_bytes is not None and size > self.max_bytes:
             return f"--collect-max-gib lets this rank write {gib(self.max_bytes)}"
         return None
 
-    def of_disk(self, folder: Path, needed: int, disk: Disk | None = None) -> str | None:
-        """Whether `needed` further bytes would leave too little free, and how little; `disk` is
-        what `shutil.disk_usage` said of the folder last, if that may count.
+    def exceeded_on_disk(self, folder: Path, needed: int, disk: Disk | None = None) -> str | None:
+        """Return a message if `needed` further bytes would leave too little of the disk free.
+
+        Args:
+            folder: a folder on the disk.
+            needed: bytes to be written.
+            disk: the last known usage of the disk; None to ask for it now.
         """
         if self.keep_free == 0:
             return None
         disk = disk or shutil.disk_usage(folder)
-        kept = self._kept_of(disk.total)
+        kept = self._kept_on(disk.total)
         if disk.free - needed >= kept:
             return None
         return f"{gib(disk.free)} are free, and --collect-keep-free-gib keeps {gib(kept)}"
 
     def describe(self) -> dict[str, Any]:
-        """As plain values, for the run card."""
+        """Return the limits as plain values, for the run card."""
         return {
             "bytes": self.max_bytes,
             "files": self.max_files,
@@ -138,12 +147,12 @@ class Limits:
 
 
 def default_host_bytes() -> int:
-    """A tenth of the memory that this machine, container or job has."""
+    """Return a tenth of the memory of this machine, container or job."""
     return int(machine_memory() * HOST_SHARE)
 
 
 def gib(size: float) -> str:
-    """Bytes for a person, in the unit of the flags or a smaller one."""
+    """Return a number of bytes as text, in the unit of the flags or a smaller one."""
     for unit, factor in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(size) >= factor:
             return f"{size / factor:.4g} {unit}"

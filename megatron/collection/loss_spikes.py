@@ -53,7 +53,7 @@ class Jumps:
         """Read the flags of the same names.
 
         Raises:
-            ValueError: a factor that every iteration exceeds, or none.
+            ValueError: if a factor is not finite, or so low that every iteration exceeds it.
         """
         for flag, value in {
             "--collect-loss-jump": collect_loss_jump,
@@ -150,7 +150,7 @@ def _noise(steps: list[float]) -> float:
 
 
 class LossSpikeDetector:
-    """Tells when things get unusual, once each time that they do."""
+    """Detector of unusual iterations, which reports consecutive ones once."""
 
     def __init__(self, jumps: Jumps, levels: Mapping[str, Sequence[float]] | None = None):
         """Start with the usual values of a resumed run, or with none."""
@@ -159,11 +159,11 @@ class LossSpikeDetector:
             _Watched(LOSS, jumps.loss, levels.get(LOSS, ())),
             _Watched(GRAD_NORM, jumps.grad_norm, levels.get(GRAD_NORM, ())),
         ]
-        self._unusual = False  #: whether the last iteration was
+        self._unusual = False  #: whether the last iteration was unusual
 
     @property
     def levels(self) -> Levels:
-        """The last usual values, as a checkpoint stores them for a resumed run."""
+        """Return the last usual values, which a checkpoint stores for a resumed run."""
         return {watched.name: list(watched.usual) for watched in self._watched}
 
     def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:

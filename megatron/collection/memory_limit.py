@@ -1,5 +1,6 @@
-"""How much memory there is: the machine's, or less where a container or a batch job has but a part
-of it. Who takes more than that is killed.
+"""Find the memory of this machine, or the smaller part that a container or a batch job may use.
+
+The kernel kills a process that uses more than that.
 """
 
 import os
@@ -11,13 +12,13 @@ OWN = Path("/proc/self/cgroup")
 
 
 def machine_memory() -> int:
-    """Bytes."""
+    """Return the bytes of memory that this process may use."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *_limits_of_groups()])
 
 
 def _limits_of_groups() -> Iterator[int]:
-    """What this process's control groups may take: its own, and those that it is within."""
+    """Yield the memory limits of the control groups that contain this process."""
     try:
         lines = OWN.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -31,14 +32,14 @@ def _limits_of_groups() -> Iterator[int]:
         else:
             continue
         group = root / path.lstrip("/")
-        # In a container a path of the host may stand there: then what is mounted counts.
-        for each in (group, *group.parents):
-            if each.is_relative_to(root):
-                yield from _number(each / name)
+        # In a container the path may be that of the host; the mounted parents then count.
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                yield from _number(folder / name)
 
 
 def _number(file: Path) -> Iterator[int]:
-    """What a file says, if it is there and says a number."""
+    """Yield the number in a file, if the file exists and holds one."""
     try:
         text = file.read_text(encoding="utf-8").strip()
     except OSError:

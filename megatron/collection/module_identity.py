@@ -1,9 +1,9 @@
-"""What a layer is called in the whole model, wherever in a pipeline it lies.
+"""Give every layer its name and number in the whole model, across pipeline stages.
 
-A module's own name is local to its pipeline stage (`decoder.layers.0` on every stage) and a linear
-layer does not know its layer's number at all. `GPTModel`, the only place that sees every module
-with its name, assigns both once. The same holds for experts: each rank of an expert-parallel group
-counts its own from 0.
+A module's own name is local to its pipeline stage (`decoder.layers.0` exists on every stage), and a
+linear layer does not know the number of its layer. `GPTModel` is the only place that sees every
+module with its name, and assigns both once. Experts need the same: each rank of an expert-parallel
+group counts its own experts from 0.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ LM_HEAD = "output_layer"
 
 @dataclass(frozen=True, slots=True)
 class ModuleIdentity:
-    """Where a module stands in the whole model."""
+    """The name and the layer number of a module in the whole model."""
 
-    #: dotted, with the global numbers of layer and expert, as in
+    #: dotted name with the global numbers of layer and expert, as in
     #: decoder.layers.5.mlp.experts.local_experts.63.linear_fc1
     name: str
-    layer_idx: int  #: global over pipeline stages, from 0; -1 outside of a transformer layer
+    layer_idx: int  #: global number from 0; -1 outside a transformer layer
 
     @property
     def is_lm_head(self) -> bool:
-        """The projection onto the vocabulary, which stays in high precision."""
+        """Return whether this is the projection onto the vocabulary, which is not quantized."""
         return self.name.rpartition(".")[2] == LM_HEAD
 
 
 class Identified:
-    """A module that `assign_identities` gives its name; outside of a model it has none."""
+    """A module that `assign_identities` names; outside a model it has no identity."""
 
     identity: ModuleIdentity | None = None
-    group_copies: int  #: of attention
+    group_copies: int  #: ranks that hold a copy of each query group; for attention only
 
 
 def transformer_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The transformer (and multi-token-prediction) layers of this rank, with their local names."""
+    """Yield the transformer and multi-token-prediction layers of this rank with local names."""
     for name, module in model.named_modules():
         if re.search(r"(^|\.)layers\.\d+$", name) and hasattr(module, "layer_number"):
             yield name, module
@@ -59,8 +59,8 @@ def assign_identities(model: torch.nn.Module) -> None:
         if isinstance(module, Identified):
             module.identity = ModuleIdentity(name, -1)
         if isinstance(attention := getattr(module, "core_attention", None), Identified):
-            # Of more ranks than groups, which only the layer around it tells: it is given a
-            # configuration with as many groups as there are ranks.
+            # With more ranks than groups, core attention gets a configuration with as many groups
+            # as there are ranks. Only the layer around it knows the true number.
             groups = attention.config.num_query_groups, module.config.num_query_groups
             attention.group_copies = groups[0] // groups[1]
     for local_name, layer in transformer_layers(model):
@@ -75,7 +75,7 @@ def assign_identities(model: torch.nn.Module) -> None:
 
 
 def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters by their names in the whole model; a shared one comes once."""
+    """Yield this rank's parameters with their names in the whole model; shared ones come once."""
     layers = {f"{name}.": layer for name, layer in transformer_layers(model)}
     for name, parameter in model.named_parameters():
         prefix = next((prefix for prefix in layers if name.startswith(prefix)), None)
@@ -87,7 +87,7 @@ def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
 
 
 def _first_expert(layer: torch.nn.Module) -> int:
-    """The global number of this rank's first expert; 0 in a layer without experts."""
+    """Return the global number of this rank's first expert; 0 in a layer without experts."""
     of_experts = (getattr(module, "local_expert_indices", None) for module in layer.modules())
     return next((indices[0] for indices in of_experts if indices), 0)
 
@@ -102,5 +102,5 @@ def unwrapped(name: str) -> str:
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """A key for module names that sorts layers.10 behind layers.9."""
+    """Return a sort key for module names that puts layers.10 after layers.9."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

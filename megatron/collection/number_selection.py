@@ -1,5 +1,5 @@
-"""Which layers, or which ranks, are collected: `all`, or a comma-separated list of numbers, ranges,
-`first` and `last`.
+"""Select layers or ranks by number: `all`, or a comma-separated list of numbers, ranges, `first`
+and `last`.
 """
 
 import re
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NumberSelection:
-    """A set of numbers from 0; `None` is every one, and of layers those outside of a layer (-1)
-    too.
+    """A set of numbers that count from 0.
+
+    None selects every number, including -1, which stands for a module outside the layers.
     """
 
     numbers: frozenset[int] | None = None
@@ -18,21 +19,21 @@ class NumberSelection:
         return self.numbers is None or number in self.numbers
 
     def count(self, total: int) -> int:
-        """How many of `total` are selected."""
+        """Return how many of `total` numbers are selected."""
         return total if self.numbers is None else len(self.numbers)
 
     @classmethod
     def parse(cls, spec: str, total: int | None, *, flag: str, what: str) -> "NumberSelection":
-        """Read e.g. `all`, `first,last`, `0,2-4`.
+        """Parse a selection such as `all`, `first,last` or `0,2-4`.
 
         Args:
             spec: the value of the flag.
-            total: how many there are, if that is known.
-            flag: for the messages.
-            what: what is numbered, in the plural, for the messages.
+            total: number of layers or ranks, if known.
+            flag: name of the flag, for messages.
+            what: plural noun for what is numbered, for messages.
 
         Raises:
-            ValueError: no such form, or a number that there is not.
+            ValueError: if the form is unknown, or a number is out of range.
         """
         if spec == "all":
             return cls()
@@ -56,7 +57,7 @@ class NumberSelection:
 
 
 def _range(part: str, total: int | None) -> tuple[int, int] | None:
-    """The first and the last number of one part; None if it is no number, range or name."""
+    """Return the first and the last number of one part; None if it cannot be parsed."""
     if part == "first":
         return 0, 0
     if part == "last" and total is not None:

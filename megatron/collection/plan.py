@@ -1,24 +1,23 @@
-"""What a selection comes to, before it is written.
+"""Measure what a selection would write, before anything is written.
 
 The shapes that a matmul sees depend on the model, on every kind of parallelism, on recomputation
-and, with experts, on the data. Nothing is therefore computed from formulas: one iteration runs
-forward and backward with everything in place but a writer that counts, and what it would have
-written is carried over to the other iterations. Only numbers in the metadata differ there, and with
-them at times the size of a file: that is reckoned with, so that the plan is what a run writes, to
-the byte. Experts get other tokens in every iteration: their sizes are those of the one that ran.
+and, with experts, on the data. The plan therefore uses no formulas: one iteration runs forward and
+backward with a writer that only counts, and the result applies to the other iterations. In these,
+only numbers in the metadata differ, which can change the size of a file. The plan accounts for
+that, so it equals what a run writes, to the byte. Experts get different tokens in every iteration:
+only the sizes of the iteration that ran are exact.
 """
 
-import math
 import shutil
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
-from typing import Any
 
 import torch
 
+from megatron.collection.background_writer import Writer
 from megatron.collection.collectives import from_all_ranks
 from megatron.collection.collector import Collector
 from megatron.collection.host_buffers import taken_by
@@ -29,7 +28,7 @@ from megatron.tensor_record import TensorRecord
 
 @dataclass(frozen=True)
 class _Uncopied:
-    """Takes the place of a `HostCopy`."""
+    """Stand-in for a `HostCopy` that holds shapes and types only."""
 
     tensor: torch.Tensor
     scales: dict[str, torch.Tensor]
@@ -37,122 +36,76 @@ class _Uncopied:
 
     @property
     def held(self) -> int:
-        """Bytes of host memory that a copy takes."""
+        """Return the bytes of host memory that a copy would take."""
         parts = (self.tensor, *self.scales.values())
         return sum(taken_by(part.nbytes, self.pinned) for part in parts)
 
     def release(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: no memory is held."""
 
 
-#: A record, its tensors without values, and its file's size.
+#: A record, its tensors without values, and the size of its file in bytes.
 Counted = tuple[TensorRecord, _Uncopied, int]
 
 
-class CountingWriter:
-    """Takes the place of a `BackgroundWriter` and writes nothing: remembers what would be
-    written.
-    """
-
-    error: str | None = None
-    pending = 0
-    pending_bytes = 0
-    disk = None
-    slow = None
+class CountingWriter(Writer):
+    """A writer that writes nothing, but records what would be written."""
 
     def __init__(self) -> None:
-        self.records = 0
-        self.bytes = 0
         self.counted: list[Counted] = []
-
-    @property
-    def written(self) -> tuple[int, int]:
-        """Nothing."""
-        return 0, 0
 
     def hold(
         self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
     ) -> _Uncopied:
-        """Tensors of these shapes and types."""
+        """Return tensors of the same shapes and types, without values."""
         like = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in scales.items()}
         return _Uncopied(torch.empty(tensor.shape, dtype=tensor.dtype), like, tensor.is_cuda)
 
     def submit(self, copy: _Uncopied, record: TensorRecord) -> None:
-        """Remember the record, the tensor's shape and type, and the size of its file."""
+        """Add the record, the tensor's shape and type, and the size of its file to the list."""
         size = serialize(copy.tensor, record, copy.scales)
-        self.records += 1
-        self.bytes += size
         scales = {name: x.to("meta") for name, x in copy.scales.items()}
         on_meta = replace(copy, tensor=copy.tensor.to("meta"), scales=scales)
         self.counted.append((record, on_meta, size))
 
-    def fail(self, why: str) -> None:
-        """There is nothing to fail."""
-
-    def append(self, line: dict[str, Any]) -> None:
-        """There is no index."""
-
-    def write_run_card(self, card: dict[str, Any], *, last: bool) -> None:
-        """There is no run card."""
-
-    def begin_iteration(self) -> None:
-        """Training waits for nothing."""
-
-    def wait(self) -> None:
-        """Nothing waits."""
-
-    def drain(self, seconds: float = math.inf) -> bool:
-        """Nothing waits."""
-        return True
-
-    def close(self) -> None:
-        """There is nothing open."""
-
 
 class Planner(Collector):
-    """A saver that writes nothing, and that no limit, ring or file stops."""
-
-    _writer: CountingWriter
+    """A collector that writes nothing, without limits, ring or flag file."""
 
     def __init__(
         self, settings: Settings, run_id: str, *, coordinates: Mapping[str, int] | None = None
     ):
-        super().__init__(settings, run_id, writer=CountingWriter(), coordinates=coordinates)
-        self._ring = self._flag = None
-        self._budget.take = lambda size, fields: True
-
-    @property
-    def counted(self) -> list[Counted]:
-        """What would have been written."""
-        return self._writer.counted
+        writer = CountingWriter()
+        self.counted = writer.counted  #: the tensors that would have been written
+        super().__init__(settings, run_id, writer=writer, coordinates=coordinates, limited=False)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive iterations of the plan, by position, in which this rank writes the same."""
+    """Consecutive iterations of the plan in which one rank writes the same number of bytes."""
 
-    start: int
-    stop: int
-    tensors: Counter[tuple[int, str, str]]  #: of one iteration, by layer, layer type and name
+    start: int  #: position of the first iteration in the plan
+    stop: int  #: position after the last one
+    tensors: Counter[tuple[int, str, str]]  #: per iteration, by layer, layer type and name
     bytes: Counter[tuple[int, str, str]]
-    held: int  #: bytes of host memory that one iteration takes, if nothing of it is written yet
-    largest: int  #: bytes of host memory that one tensor takes at most
+    held: int  #: bytes of host memory of a whole iteration
+    largest: int  #: bytes of host memory of the largest tensor
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank writes, and where."""
+    """The part of a plan that one rank writes, and its disk."""
 
     rank: int
     segments: list[Segment]
     host: str
-    free: int  #: bytes of the disk
-    kept: int  #: of these, bytes that stay free
+    free: int  #: free bytes of the disk
+    kept: int  #: bytes of the disk that stay free
 
 
 @dataclass(frozen=True)
 class CollectionPlan:
-    """What all ranks write."""
+    """The plan of all ranks."""
 
     iterations: Sequence[int]
     shares: list[Share]
@@ -160,27 +113,27 @@ class CollectionPlan:
 
 
 def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[int]:
-    """Those that a run collects after `done`, up to its end."""
+    """Return the iterations that a run collects after `done` iterations, up to its end."""
     left = settings.selection.iterations.after(done)
     most = settings.control_iter or train_iters
-    if settings.ring is not None:  # the ones of one event
+    if settings.ring is not None:  # the iterations of one event
         most = settings.ring.iterations
-    return list(islice(takewhile(lambda each: each <= train_iters, left), most))
+    return list(islice(takewhile(lambda iteration: iteration <= train_iters, left), most))
 
 
 def make_plan(
     planner: Planner, iterations: Sequence[int], samples: int, done: int
 ) -> CollectionPlan:
-    """The plan of all ranks, on all of them; collective, after one iteration ran.
+    """Return the plan of all ranks, on every rank; collective, after one iteration has run.
 
     Args:
-        planner: of this rank.
-        iterations: those to collect.
-        samples: sequences an iteration.
-        done: iterations done before, the data of whose next one ran.
+        planner: the collector of this rank.
+        iterations: the iterations to collect.
+        samples: sequences per iteration.
+        done: iterations done before the run; the data that ran is that of the next one.
     """
     folder = planner.settings.directory.absolute()
-    folder = next(each for each in (folder, *folder.parents) if each.exists())
+    folder = next(path for path in (folder, *folder.parents) if path.exists())
     own = Share(
         planner.coordinates["world"],
         list(_segments(planner.counted, iterations, samples, done)),
@@ -197,7 +150,7 @@ def _segments(
     samples: int,
     done: int,
 ) -> Iterator[Segment]:
-    """Runs of iterations whose numbers take the same space in the metadata of every tensor."""
+    """Yield runs of iterations whose numbers take the same space in all metadata."""
     sizes = _Sizes(counted)
     first = [record.sample_idx for record, _, _ in counted if record.sample_idx is not None] or [0]
     begun, last = 0, None
@@ -218,7 +171,7 @@ def _segments(
 
 
 class _Sizes:
-    """Sizes of files whose records differ from counted ones in their numbers only."""
+    """Sizes of files whose records differ from the counted records only in numbers."""
 
     def __init__(self, counted: list[Counted]):
         self._counted = counted
@@ -232,10 +185,13 @@ class _Sizes:
         return (place, *(-1 if number is None else _width(number) for number in numbers))
 
     def segment(self, start: int, stop: int, iteration: int, passed: int) -> Segment:
-        """What the iteration at `start` writes, `passed` samples after the counted one."""
+        """Return the segment whose first iteration is at `start`.
+
+        Its samples come `passed` samples after those of the counted iteration.
+        """
         tensors: Counter[tuple[int, str, str]] = Counter()
         size: Counter[tuple[int, str, str]] = Counter()
-        for place, (counted, tensors_of, _) in enumerate(self._counted):
+        for place, (counted, uncopied, _) in enumerate(self._counted):
             sample = counted.sample_idx
             record = replace(
                 counted,
@@ -245,20 +201,20 @@ class _Sizes:
             )
             key = self._key(place, record)
             if key not in self._known:
-                again = {
-                    name: torch.empty_like(x, device="cpu") for name, x in tensors_of.scales.items()
+                scales = {
+                    name: torch.empty_like(x, device="cpu") for name, x in uncopied.scales.items()
                 }
-                tensor = torch.empty_like(tensors_of.tensor, device="cpu")
-                self._known[key] = serialize(tensor, record, again)
-            of = (record.layer_idx, record.layer_type, record.tensor_name)
-            tensors[of] += 1
-            size[of] += self._known[key]
+                tensor = torch.empty_like(uncopied.tensor, device="cpu")
+                self._known[key] = serialize(tensor, record, scales)
+            group = (record.layer_idx, record.layer_type, record.tensor_name)
+            tensors[group] += 1
+            size[group] += self._known[key]
         held = [uncopied.held for _, uncopied, _ in self._counted]
         return Segment(start, stop, tensors, size, sum(held), max(held, default=0))
 
 
 def _width(number: int) -> int:
-    """Bytes that pickle takes for a whole number."""
+    """Return the bytes that pickle takes for a whole number."""
     if number < 1 << 8:
         return 1
     return 2 if number < 1 << 16 else 4 if number < 1 << 31 else 8

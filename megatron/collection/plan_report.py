@@ -1,5 +1,5 @@
-"""A collection plan as text: tensors and bytes by layer, tensor, iteration and rank, the disk and
-the limits.
+"""Print a collection plan: its tensors and bytes by layer, tensor, iteration and rank, and whether
+disk, memory and limits suffice.
 """
 
 from collections import Counter, defaultdict
@@ -11,17 +11,17 @@ from megatron.collection.plan import CollectionPlan, Segment, Share
 
 
 def report(plan: CollectionPlan) -> list[str]:
-    """The lines, for the first rank to print."""
+    """Return the lines for the first rank to print."""
     lines = []
     of_layer, of_tensor, of_rank = (defaultdict(Counter) for _ in range(3))
     for share, segment in _all(plan):
         times = segment.stop - segment.start
         for key, tensors in segment.tensors.items():
             layer, layer_type, name = key
-            found = Counter(tensors=tensors * times, bytes=segment.bytes[key] * times)
-            of_layer[layer] += found
-            of_tensor[f"{layer_type} {name}"] += found
-            of_rank[share.rank] += found
+            amount = Counter(tensors=tensors * times, bytes=segment.bytes[key] * times)
+            of_layer[layer] += amount
+            of_tensor[f"{layer_type} {name}"] += amount
+            of_rank[share.rank] += amount
     lines += _table("layer", sorted(of_layer.items()))
     lines += _table("tensor", sorted(of_tensor.items()))
     lines += _table("iteration", _by_iteration(plan))
@@ -37,28 +37,27 @@ def _all(plan: CollectionPlan) -> Iterable[tuple[Share, Segment]]:
 
 def _table(title: str, rows: Iterable[tuple[Hashable, Counter[str]]]) -> list[str]:
     lines = [f"  {title:<28} {'tensors':>12} {'bytes':>18}"]
-    for name, found in rows:
+    for name, amount in rows:
         label = {-1: "outside of the layers", "": title}.get(name, name)
-        lines.append(
-            f"    {label!s:<26} {found['tensors']:>12} {found['bytes']:>18}  {gib(found['bytes'])}"
-        )
+        tensors, size = amount["tensors"], amount["bytes"]
+        lines.append(f"    {label!s:<26} {tensors:>12} {size:>18}  {gib(size)}")
     return lines
 
 
 def _by_iteration(plan: CollectionPlan) -> list[tuple[str, Counter[str]]]:
-    """What all ranks write in one iteration; neighbours that write the same are one row."""
+    """Return what all ranks write per iteration, with one row for equal consecutive iterations."""
     cuts = sorted({end for _, segment in _all(plan) for end in (segment.start, segment.stop)})
     rows: list[tuple[int, int, Counter[str]]] = []
     for start, stop in pairwise(cuts):
-        found: Counter[str] = Counter()
+        amount: Counter[str] = Counter()
         for _, segment in _all(plan):
             if segment.start <= start < segment.stop:
-                found["tensors"] += segment.tensors.total()
-                found["bytes"] += segment.bytes.total()
-        if rows and rows[-1][2] == found:
+                amount["tensors"] += segment.tensors.total()
+                amount["bytes"] += segment.bytes.total()
+        if rows and rows[-1][2] == amount:
             start = rows.pop()[0]
-        rows.append((start, stop, found))
-    return [(_named(plan.iterations[start:stop]), found) for start, stop, found in rows]
+        rows.append((start, stop, amount))
+    return [(_named(plan.iterations[start:stop]), amount) for start, stop, amount in rows]
 
 
 def _named(iterations: Iterable[int]) -> str:
@@ -69,7 +68,7 @@ def _named(iterations: Iterable[int]) -> str:
 
 
 def _disks(plan: CollectionPlan, of_rank: dict[int, Counter[str]]) -> list[str]:
-    """A line a machine: what its ranks write, against the free space of its disk."""
+    """Return one line per machine that compares what its ranks write with its free disk space."""
     events = 1 if plan.settings.ring is None else plan.settings.ring.events
     lines = [
         f"  folder {plan.settings.directory}; the indexes take about 1 KiB a tensor more",
@@ -87,7 +86,7 @@ def _disks(plan: CollectionPlan, of_rank: dict[int, Counter[str]]) -> list[str]:
 
 
 def _when(plan: CollectionPlan) -> list[str]:
-    """What decides in the course of the run whether all this is written."""
+    """Return lines on the ring and the flag file, which decide during the run what is written."""
     ring, flag_file = plan.settings.ring, plan.settings.flag_file
     lines = []
     if ring is not None:
@@ -101,7 +100,7 @@ def _when(plan: CollectionPlan) -> list[str]:
 
 
 def _memory(plan: CollectionPlan) -> list[str]:
-    """Whether the host's memory has room for an iteration, or for a ring of them."""
+    """Return a line on whether host memory has room for an iteration, or for the ring."""
     limit, ring = plan.settings.limits.host_bytes, plan.settings.ring
     assert limit is not None, "the limits are a rank's share"
     iterations = 1 if ring is None else ring.iterations
@@ -119,22 +118,22 @@ def _memory(plan: CollectionPlan) -> list[str]:
 
 
 def _limits(plan: CollectionPlan) -> list[str]:
-    """Whether each rank's share of the limits holds, and if not, in which iteration it ends."""
+    """Return lines on whether each rank's share of the limits holds, or where it ends."""
     limits = plan.settings.limits
     if limits.max_files is None and limits.max_bytes is None:
         return ["  limits: none was given (--collect-max-gib, --collect-max-files)"]
-    found = (_stop(plan, share) for share in plan.shares)
-    return [line for line in found if line] or ["  limits: hold"]
+    ends = (_stop(plan, share) for share in plan.shares)
+    return [line for line in ends if line] or ["  limits: hold"]
 
 
 def _stop(plan: CollectionPlan, share: Share) -> str | None:
-    """A line on where a rank's share ends, if it does."""
+    """Return a line on the iteration in which a rank's share ends; None if it does not."""
     tensors = size = 0
     for segment in share.segments:
         for iteration in plan.iterations[segment.start : segment.stop]:
             tensors += segment.tensors.total()
             size += segment.bytes.total()
-            why = plan.settings.limits.of_files(tensors, size + OVERHEAD)
+            why = plan.settings.limits.exceeded_by_files(tensors, size + OVERHEAD)
             if why is not None:
                 return (
                     f"  limits: {why}: DOES NOT HOLD, rank {share.rank} would stop in iteration "

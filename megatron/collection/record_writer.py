@@ -1,9 +1,10 @@
-"""Puts records on disk so that neither a crash nor another run can spoil them.
+"""Write records to disk so that neither a crash nor another run can damage them.
 
-A tensor is written under a temporary name and then linked to its own: a reader never sees half a
-file, and a link, unlike a rename, refuses to replace a file that is already there. The index line
-follows the file: no line without its file. One index a rank, so that lines of different ranks never
-interleave. Where another run holds a file's name, which has a second in it, ours gets the next one.
+A tensor is written under a temporary name and then hard-linked to its final name. A reader
+therefore never sees half a file, and a link, unlike a rename, never replaces an existing file. The
+index line is written after the file, so every line has its file. Each rank has an index of its own,
+so lines of different ranks never interleave. If another run has already used a file's name, which
+contains the time in seconds, the file gets the name of the next second.
 """
 
 import contextlib
@@ -31,18 +32,18 @@ from megatron.tensor_record import (
 
 
 def check_writable(directory: Path) -> None:
-    """Make `directory` and write one byte to it.
+    """Create `directory` and write one byte to it.
 
     Raises:
-        ValueError: it cannot be made or written; the message says why and what to do.
+        ValueError: if that fails; the message says why and what to do.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as probe:
             probe.write(b"\0")
     except OSError as error:
-        there = isinstance(error, FileExistsError)  # and it is no folder
-        why = "it is a file" if there else error.strerror or error
+        is_file = isinstance(error, FileExistsError)
+        why = "it is a file" if is_file else error.strerror or error
         raise ValueError(
             f"cannot write to the tensor folder {directory}: {why}; "
             "name another one with --tensor-save-dir, or change its permissions"
@@ -52,21 +53,21 @@ def check_writable(directory: Path) -> None:
 class CardFile:
     """A run card, which is written when the run begins and replaced when it ends.
 
-    Between the two, a file of zeros keeps room for the last one: a run whose disk is full must be
-    able to say so there.
+    Between the two, a file of zeros reserves space for the final card, so that a run whose disk is
+    full can still report it there.
     """
 
-    ROOM = 64 << 10  #: bytes
+    ROOM = 64 << 10  #: bytes that are reserved
 
     def __init__(self, path: Path):
         self._path = path
         self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
 
     def write(self, content: dict[str, Any], *, last: bool) -> None:
-        """Put `content` in the card's place, at once.
+        """Replace the card with `content` atomically.
 
         Raises:
-            OSError: the file system refused; the card is as it was.
+            OSError: if the file system refuses; the card is then unchanged.
         """
         text = json.dumps(content, indent=2, default=str) + "\n"
         try:
@@ -75,17 +76,18 @@ class CardFile:
                 file.truncate()
             self._partial.replace(self._path)
         except BaseException:
-            with contextlib.suppress(OSError):  # of what went wrong, the first is told
+            with contextlib.suppress(OSError):  # only the first error is reported
                 self._partial.unlink(missing_ok=True)
             raise
         if not last:
-            with contextlib.suppress(OSError):  # what is written first will say so
+            with contextlib.suppress(OSError):  # the first write of a tensor reports a full disk
                 self._partial.write_bytes(bytes(self.ROOM))
 
 
 class _Counted:
-    """A file that counts what is written, and remembers the file system's error, which torch's
-    writer hides behind one of its own; without a file it counts only.
+    """A file that counts its bytes and stores the file system's error.
+
+    torch's writer replaces that error with one of its own. Without a file, it only counts.
     """
 
     def __init__(self, file: DirectFile | None):
@@ -105,7 +107,7 @@ class _Counted:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back here."""
+        """Do nothing: `write` passes everything on at once."""
 
 
 def serialize(
@@ -114,11 +116,13 @@ def serialize(
     scales: dict[str, torch.Tensor],
     file: DirectFile | None = None,
 ) -> int:
-    """Write the content of a `.pt` file; returns its size, which without a file is all that is
-    done.
+    """Write the content of a `.pt` file, or only compute its size if there is no file.
+
+    Returns:
+        The size in bytes.
 
     Raises:
-        OSError: the file system refused.
+        OSError: if the file system refuses.
     """
     counted = _Counted(file)
     try:
@@ -132,14 +136,14 @@ def serialize(
 
 
 class RecordWriter:
-    """One rank's writer into one folder. The index is made with the first line."""
+    """The writer of one rank into one folder. The first line creates the index."""
 
     def __init__(self, directory: Path, run_id: str, rank: int):
         self.directory = directory
         self.run_id = run_id
         self.records = 0
         self.bytes = 0
-        self.latest = -math.inf  #: when the file system last took a part of a file; monotonic
+        self.latest = -math.inf  #: when the file system last accepted bytes; monotonic
         self._index_path = directory / index_name(run_id, rank)
         self._index: FileIO | None = None
         self._card = CardFile(directory / run_card_name(run_id))
@@ -154,13 +158,13 @@ class RecordWriter:
         """Store one tensor on the CPU and its index line.
 
         Args:
-            tensor: contiguous, and all of its storage, as are the scales.
-            record: what is known of it.
-            scales: of codes; else empty.
-            index: held while the index is written to, where several threads write.
+            tensor: a contiguous tensor that fills its storage, as do the scales.
+            record: metadata of the tensor.
+            index: lock that is held while the index is written, for several threads.
+            scales: scales of codes, by name; empty for other tensors.
 
         Raises:
-            OSError, RuntimeError: the file system or torch's writer failed; no partial file is
+            OSError, RuntimeError: if the file system or torch's writer fails; no partial file is
                 left.
         """
         while True:
@@ -182,14 +186,14 @@ class RecordWriter:
     def _write_file(
         self, tensor: torch.Tensor, record: TensorRecord, scales: dict[str, torch.Tensor]
     ) -> int:
-        """Write and publish one file; returns its size."""
+        """Write one file, give it its final name and return its size."""
         partial = self.directory / f"{record.filename}.{self.run_id}{PARTIAL_SUFFIX}"
         try:
             with DirectFile(partial, self._has_taken) as file:
                 size = serialize(tensor, record, scales, file)
             self._publish(partial, record)
         finally:
-            with contextlib.suppress(OSError):  # of what went wrong, the first is told
+            with contextlib.suppress(OSError):  # only the first error is reported
                 partial.unlink(missing_ok=True)
         return size
 
@@ -197,10 +201,10 @@ class RecordWriter:
         self.latest = time.monotonic()
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add a line to the index, or nothing.
+        """Add a line to the index, as a whole or not at all.
 
         Raises:
-            OSError: the file system refused.
+            OSError: if the file system refuses.
         """
         if self._index is None:
             self._index = self._index_path.open("ab", buffering=0)
@@ -214,10 +218,10 @@ class RecordWriter:
             raise
 
     def _publish(self, partial: Path, record: TensorRecord) -> None:
-        """Give the finished file its name.
+        """Give the finished file its final name.
 
         Raises:
-            FileExistsError: another run's file has it.
+            FileExistsError: if another run has already used the name.
         """
         path = self.directory / record.filename
         try:
@@ -230,7 +234,7 @@ class RecordWriter:
             partial.rename(path)
 
     def write_run_card(self, card: dict[str, Any], *, last: bool) -> None:
-        """Write this run's card, or replace it by the last one."""
+        """Write the run card, or replace it with the last one."""
         self._card.write(card, last=last)
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
-"""The last iterations of a run, kept in host memory and written only when something happens, so
-that what came before a loss spike is there to be looked at.
+"""Keep the last iterations of a run in host memory and write them only when something happens, so
+that the iterations before a loss spike can be inspected.
 
-`--collect-ring K` holds K iterations, or as many as `--collect-max-host-gib` has room for. When
-`LossSpikeDetector` finds one unusual, that iteration and those before it are written, and the ring
-starts empty again. After a few such events it ends: a run that stays broken would fill the disk.
+`--collect-ring K` holds K iterations, or as many as fit into `--collect-max-host-gib`. When
+`LossSpikeDetector` finds an unusual iteration, the ring writes it and the iterations before it, and
+starts empty again. It ends after a few such events, because a run that stays broken would fill the
+disk.
 
-Of an iteration that alone is more than there is room for, the ring holds what came first.
+If a single iteration does not fit into memory, the ring holds the tensors that came first.
 """
 
 import logging
@@ -19,14 +20,14 @@ from megatron.collection.loss_spikes import Jumps, Levels, LossSpikeDetector
 
 logger = logging.getLogger(__name__)
 
-EVENTS = 3  #: times that a ring is written
+EVENTS = 3  #: how often a ring is written by default
 
-Lost = list[tuple[int, dict[str, Any]]]  #: bytes and fields of tensors that are not held
+Lost = list[tuple[int, dict[str, Any]]]  #: bytes and fields of the tensors that did not fit
 
 
 @dataclass(frozen=True, slots=True)
 class RingSettings:
-    """What the flags say."""
+    """The values of the ring's flags."""
 
     iterations: int
     events: int = EVENTS
@@ -39,10 +40,10 @@ class RingSettings:
         collect_ring_events: int | None = None,
         **jumps: float | None,
     ) -> "RingSettings | None":
-        """Read the flags of the same names; None: no ring.
+        """Read the flags of the same names; return None if no ring is requested.
 
         Raises:
-            ValueError: a ring of no iterations, or flags of a ring without one.
+            ValueError: if the ring has no iterations, or its flags are given without a ring.
         """
         if collect_ring is None:
             given = {"collect_ring_events": collect_ring_events, **jumps}
@@ -63,7 +64,7 @@ class RingSettings:
         return cls(collect_ring, events, Jumps.parse(**jumps))
 
     def describe(self) -> dict[str, Any]:
-        """As plain values, for the run card."""
+        """Return the settings as plain values, for the run card."""
         return {
             "iterations": self.iterations,
             "events": self.events,
@@ -80,47 +81,47 @@ class _Iteration:
 
 
 class RingBuffer:
-    """One rank's ring."""
+    """The ring of one rank."""
 
     def __init__(self, settings: RingSettings, levels: Levels | None = None):
         """Start empty, with the usual losses and gradient norms of a resumed run, or with none."""
         self.settings = settings
-        self.kept = 0  #: events
-        self._shortened = False  #: memory had no room for all iterations
+        self.kept = 0  #: events so far
+        self._shortened = False  #: whether the ring is known to hold fewer iterations
         self._anomalies = LossSpikeDetector(settings.jumps, levels)
         self._iterations: deque[_Iteration] = deque()
 
     @property
     def over(self) -> bool:
-        """Whether it has been written as often as it may; the same on every rank."""
+        """Return whether the ring has been written as often as allowed; the same on every rank."""
         return self.kept >= self.settings.events
 
     def begin(self, iteration: int) -> None:
-        """A further iteration is collected: the oldest makes room."""
+        """Add an iteration, and drop the oldest one if the ring is full."""
         while len(self._iterations) >= self.settings.iterations:
             self._drop_oldest()
         self._iterations.append(_Iteration(iteration))
 
     def add(self, copy: HostCopy, fields: dict[str, Any]) -> None:
-        """Hold one tensor of the iteration under way."""
+        """Add one tensor of the current iteration."""
         self._iterations[-1].held.append((copy, fields))
 
     def lose(self, size: int, fields: dict[str, Any]) -> None:
-        """Note one tensor of the iteration under way for which there is no room."""
+        """Record one tensor of the current iteration that does not fit into memory."""
         self._iterations[-1].lost.append((size, fields))
 
     @property
     def cut(self) -> bool:
-        """Whether the iteration under way has lost a tensor: it then loses the others too."""
+        """Return whether the current iteration has lost a tensor; it then loses all later ones."""
         return bool(self._iterations[-1].lost)
 
     @property
     def numbers(self) -> list[int]:
-        """Iterations in the ring, oldest first."""
+        """Return the iterations in the ring, oldest first."""
         return [iteration.number for iteration in self._iterations]
 
     def evict(self) -> bool:
-        """Give back the memory of the oldest iteration; False: there is only the one under way."""
+        """Free the memory of the oldest iteration; False if only the current one is left."""
         if len(self._iterations) <= 1:
             return False
         if not (self._shortened or self.cut):
@@ -134,7 +135,7 @@ class RingBuffer:
         return True
 
     def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:
-        """Why the ring is to be written now, if it is; the same on every rank."""
+        """Return why the ring must be written now, or None; the same on every rank."""
         why = self._anomalies.look(iteration, loss, grad_norm)
         return None if self.over else why
 
@@ -143,11 +144,13 @@ class RingBuffer:
         submit: Callable[[HostCopy, dict[str, Any]], bool],
         leave_out: Callable[[Lost], None],
     ) -> list[int]:
-        """Hand everything to `submit`, oldest first, and what an iteration has lost to `leave_out`;
-        returns the iterations of which `submit` took anything.
+        """Pass all tensors to `submit`, oldest first, and lost tensors to `leave_out`.
 
-        An event counts where iterations were collected, also on a rank that writes none of them:
-        all ranks must agree on when the ring is over.
+        The event counts even on a rank that writes none of the iterations, because all ranks must
+        agree on when the ring is over.
+
+        Returns:
+            The iterations of which `submit` accepted at least one tensor.
         """
         self.kept += bool(self._iterations)
         numbers = []
@@ -161,7 +164,7 @@ class RingBuffer:
         return numbers
 
     def clear(self) -> None:
-        """Give all memory back."""
+        """Free all memory of the ring."""
         while self._iterations:
             self._drop_oldest()
 

@@ -1,4 +1,7 @@
-"""The run card: what a reader of a dump needs to know of the run that wrote it."""
+"""Build the run card, which tells a reader of a dump about the run that wrote it.
+
+The first rank writes the card when the run begins and replaces it when the run ends.
+"""
 
 import importlib.metadata
 import os
@@ -15,8 +18,11 @@ import torch
 from megatron.fake_quant import policy
 from megatron.tensor_record import SCHEMA_VERSION
 
+RankOutcomes = list[dict[str, Any]]  #: results of `Collector.outcome`, one per rank
+
 PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
-VARIABLES = (  #: environment variables that start so
+#: Prefixes of the environment variables on the card.
+VARIABLES = (
     policy.TYPE_VARIABLE,
     *policy.OPERATION_VARIABLES.values(),
     policy.SETTINGS_VARIABLE,
@@ -25,7 +31,7 @@ VARIABLES = (  #: environment variables that start so
     "NCCL",
     "OMP_NUM_THREADS",
 )
-#: Parallel groups of a rank: tensor, pipeline, data, context, expert, and tensors of experts.
+#: Parallel groups of a rank: tensor, pipeline, data, context, expert, and expert-tensor.
 GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,16 +46,16 @@ def rank_coordinates(groups: Mapping[str, tuple[int, int]] | None = None) -> dic
     world, world_size = 0, 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    place = {"world": world, "world_size": world_size}
+    coordinates = {"world": world, "world_size": world_size}
     for group in GROUPS:
-        place[group], place[f"{group}_size"] = (groups or {}).get(group, (0, 1))
-    return place
+        coordinates[group], coordinates[f"{group}_size"] = (groups or {}).get(group, (0, 1))
+    return coordinates
 
 
 def collect_run_card(
     run_id: str, args: dict[str, Any], coordinates: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Arguments, formats, versions, git, topology and seeds of this run, as plain values."""
+    """Return arguments, formats, versions, commit, topology and seed as plain values."""
     current = policy.current()
     return {
         "schema_version": SCHEMA_VERSION,
@@ -85,7 +91,7 @@ def _versions() -> dict[str, str]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Commit and whether the tree differs from it; None outside of a repository or without git."""
+    """Return the commit and whether the tree differs from it; None without git or a repository."""
     try:
         commit, status = (
             subprocess.run(
@@ -103,3 +109,35 @@ def _git() -> dict[str, Any] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return {"commit": commit, "modified": bool(status)}
+
+
+def run_status(ranks: RankOutcomes, aborted: str | None) -> str:
+    """Return the status word of the run card.
+
+    A failure or a limit of the collection takes precedence over the end of training.
+    """
+    if any(rank["error"] for rank in ranks):
+        return "failed"
+    if any(rank["limit"] for rank in ranks):
+        return "limited"
+    return "finished" if aborted is None else "aborted"
+
+
+def run_outcome(ranks: RankOutcomes, status: str, reason: str | None) -> dict[str, Any]:
+    """Return the entries of the run card that describe the state of the run."""
+    return {
+        "status": status,
+        "ranks": ranks,
+        "reason": reason,
+        "error": next((rank["error"] for rank in ranks if rank["error"]), None),
+        "limit": next((rank["limit"] for rank in ranks if rank["limit"]), None),
+    }
+
+
+def failure_of(ranks: RankOutcomes) -> str | None:
+    """Return the error of the first rank that failed, with the numbers of all that did."""
+    failed = [rank for rank in ranks if rank["error"]]
+    if not failed:
+        return None
+    numbers = ", ".join(str(rank["rank"]) for rank in failed)
+    return f"rank {numbers}: {failed[0]['error']}" if len(ranks) > 1 else failed[0]["error"]

@@ -1,9 +1,9 @@
-"""What is collected: which iterations, micro-batches, layers, modules, tensors, operations and
-ranks, and which part of a tensor. The flags are added up: a tensor must be in all of them.
+"""Select what is collected: iterations, micro-batches, layers, modules, tensors, operations and
+ranks, and the part of each tensor. A tensor is collected if all flags select it.
 
-Whether a layer shows its tensors at all (`wants`) is the same on every rank of a parallel group:
-a matmul that is observed communicates otherwise than one that is not, and ranks that differ would
-wait for each other for ever. Which ranks write is decided behind that.
+`Selection.wants` gives the same answer on every rank of a parallel group. An observed matmul runs
+other collective operations than an unobserved one, so ranks that differ would wait for each other
+forever. `Selection.ranks` only decides afterwards which ranks write.
 """
 
 import re
@@ -22,25 +22,25 @@ OPERATIONS = ("forward", "backward")
 NAMES = tuple(dict.fromkeys(name for names in TENSOR_NAMES.values() for name in names))
 DEFAULT_NAMES = frozenset(NAMES) - frozenset(ON_REQUEST)
 ALL_CODES = tuple(name for names in CODES.values() for name in names)
-#: Words that stand for several names.
+#: Words on the command line that stand for several names.
 GROUPS = {"all": tuple(name for name in NAMES if name in DEFAULT_NAMES), "codes": ALL_CODES}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The flags, read and checked."""
+    """The values of the selection's flags, parsed and checked."""
 
     iterations: Iterations = field(default_factory=Iterations)
-    micro_batches: int = 1  #: the first so many of each iteration, 0 for all
+    micro_batches: int = 1  #: the first so many of each iteration; 0 for all
     layers: NumberSelection = field(default_factory=NumberSelection)
     ranks: NumberSelection = field(default_factory=NumberSelection)
-    modules: tuple[str, ...] = ()  #: globs; none: all
+    modules: tuple[str, ...] = ()  #: globs; empty for all modules
     names: frozenset[str] = DEFAULT_NAMES
-    named: frozenset[str] = frozenset()  #: those of `names` that the user spelled out
+    named: frozenset[str] = frozenset()  #: words that the user gave for `names`
     slices: Slices = field(default_factory=Slices)
 
     def wants(self, identity: ModuleIdentity, layer_type: str) -> bool:
-        """Whether anything of a layer is collected; see the module's docstring."""
+        """Return whether any tensor of a layer is collected; see the module's docstring."""
         return (
             not identity.is_lm_head
             and identity.layer_idx in self.layers
@@ -52,28 +52,29 @@ class Selection:
         return not self.modules or any(matches(module, glob) for glob in self.modules)
 
     def check_reached(self, modules: Iterable[tuple[ModuleIdentity, Collection[str]]]) -> None:
-        """Refuse a glob or a tensor that no module of the model has.
+        """Refuse a glob or a tensor name that matches nothing in the model.
 
         Args:
-            modules: those of the whole model, each with the names of its tensors.
+            modules: all modules of the model, each with the names of its tensors.
 
         Raises:
-            ValueError: names what is never collected.
+            ValueError: naming the glob or the tensors.
         """
-        there = [
+        available = [
             (identity.name, names)
             for identity, names in modules
             if not identity.is_lm_head and identity.layer_idx in self.layers
         ]
         for glob in self.modules:
-            if not any(matches(name, glob) for name, _ in there):
-                some = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name, _ in there))
+            if not any(matches(name, glob) for name, _ in available):
+                first = available[0][0] if available else "missing"
+                endings = dict.fromkeys(name.rpartition(".")[2] for name, _ in available)
                 raise ValueError(
-                    f"--collect-modules: {glob!r} matches none of the {len(there)} modules that "
-                    f"can be collected; the first is {there[0][0] if there else 'missing'}, their "
-                    f"last names are {some}"
+                    f"--collect-modules: {glob!r} matches none of the {len(available)} modules "
+                    f"that can be collected; the first is {first}, their last names are "
+                    f"{', '.join(endings)}"
                 )
-        reached = {name for module, names in there if self._includes(module) for name in names}
+        reached = {name for module, names in available if self._includes(module) for name in names}
         lost = [
             word for word in sorted(self.named) if reached.isdisjoint(GROUPS.get(word, (word,)))
         ]
@@ -109,16 +110,16 @@ class Selection:
             num_layers: bounds `collect_layers`.
             world_size: bounds `collect_ranks`.
             collect_start, collect_every, collect_iterations: see `iteration_windows`.
-            collect_micro_batches: the first so many of each iteration, 0 for all.
+            collect_micro_batches: number of micro-batches per iteration; 0 for all.
             collect_layers, collect_ranks: see `number_selection`.
-            collect_modules: globs for a module's dotted name, or for the end of it after a dot.
-            collect_tensors: names of `TENSOR_NAMES`; `all` stands for those not on request,
+            collect_modules: globs for a module's dotted name, or for its end after a dot.
+            collect_tensors: names of `TENSOR_NAMES`; `all` stands for the default names and
                 `codes` for all codes.
             collect_operations: forward, backward.
             collect_slice: see `tensor_slice`.
 
         Raises:
-            ValueError: a value that is not understood, or two that exclude each other.
+            ValueError: if a value is invalid, or two exclude each other.
         """
         if collect_micro_batches < 0:
             raise ValueError(
@@ -147,19 +148,19 @@ class Selection:
 
 
 def words(flag: str, values: Sequence[str] | None) -> list[str]:
-    """The values of a flag that takes several, with spaces or commas between them.
+    """Split the values of a flag that takes several, at spaces and commas.
 
     Raises:
-        ValueError: it was given, and without a value: all would be collected.
+        ValueError: if the flag was given without a value, which would collect everything.
     """
-    found = [word for value in values or () for word in re.split(r"[,\s]+", value) if word]
-    if values and not found:
+    split = [word for value in values or () for word in re.split(r"[,\s]+", value) if word]
+    if values and not split:
         raise ValueError(f"{flag} has no value; give some, or leave it out for all")
-    return found
+    return split
 
 
 def matches(module: str, glob: str) -> bool:
-    """Whether a glob stands for a module's whole dotted name, or for the end of it after a dot."""
+    """Return whether a glob matches a module's whole dotted name, or its end after a dot."""
     return fnmatchcase(module, glob) or fnmatchcase(module, f"*.{glob}")
 
 
@@ -167,40 +168,40 @@ def _names(tensors: list[str], operations: list[str]) -> frozenset[str]:
     _check_known("--collect-tensors", tensors, (*NAMES, *GROUPS))
     _check_known("--collect-operations", operations, OPERATIONS)
     named = {name for word in tensors or ["all"] for name in GROUPS.get(word, (word,))}
-    kept = {name for name in named if not operations or operation_of(name) in operations}
-    if lost := [name for name in tensors if name not in GROUPS and name not in kept]:
+    selected = {name for name in named if not operations or operation_of(name) in operations}
+    if lost := [name for name in tensors if name not in GROUPS and name not in selected]:
         raise ValueError(
             f"--collect-operations {' '.join(operations)} leaves out {' '.join(lost)} of "
             "--collect-tensors; name tensors of that operation, or leave one of the flags out"
         )
-    return frozenset(kept)
+    return frozenset(selected)
 
 
 def _check_known(flag: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for each in given:
-        if each not in known:
-            raise ValueError(f"{flag}: unknown {each!r}; choose from {_listed(known)}")
+    for word in given:
+        if word not in known:
+            raise ValueError(f"{flag}: unknown {word!r}; choose from {_listed(known)}")
 
 
 def _listed(names: Collection[str]) -> str:
-    """For a message: the many names of codes are one word."""
+    """Return names for a message, with one word for all names of codes."""
     few = [name for name in (*GROUPS, *NAMES) if name in names and name not in ALL_CODES]
     few += ["codes"] if "codes" not in few and not set(names).isdisjoint(ALL_CODES) else []
     return " ".join(few or names)
 
 
 def describe(selection: Selection) -> dict[str, Any]:
-    """The selection as plain values, for the run card: only what is not everything."""
-    found: dict[str, Any] = {"micro_batches": selection.micro_batches}
+    """Return the selection as plain values for the run card, without what selects everything."""
+    described: dict[str, Any] = {"micro_batches": selection.micro_batches}
     if selection.iterations.source:
-        found["iterations"] = selection.iterations.source
+        described["iterations"] = selection.iterations.source
     for name in ("layers", "ranks"):
         if (numbers := getattr(selection, name).numbers) is not None:
-            found[name] = sorted(numbers)
+            described[name] = sorted(numbers)
     if selection.modules:
-        found["modules"] = list(selection.modules)
-    found["tensors"] = sorted(selection.names)
+        described["modules"] = list(selection.modules)
+    described["tensors"] = sorted(selection.names)
     if selection.slices.by_letter:
         parts = selection.slices.by_letter.items()
-        found["slice"] = {k: [kept.start, kept.stop, kept.step] for k, kept in parts}
-    return found
+        described["slice"] = {letter: [part.start, part.stop, part.step] for letter, part in parts}
+    return described

@@ -1,4 +1,4 @@
-"""The flags of a collection, read together: what to collect, where, when and how much."""
+"""Read all flags of a collection together: what to collect, where, when and how much."""
 
 import math
 import os
@@ -19,40 +19,40 @@ from megatron.fake_quant import policy
 from megatron.tensor_record import safe_name
 
 DEFAULT_DIRECTORY = "enhanced_tensor_logs"
-TIMEOUT = 10  #: minutes; of a collective, where the trainer's arguments do not say it
-TURN = 30.0  #: seconds
-#: Environment variables that say how many ranks a machine has.
+TIMEOUT = 10  #: minutes until a collective operation fails, if the trainer sets no other timeout
+TURN = 30.0  #: seconds that a rank waits for its disk between two signs of life
+#: Environment variables with the number of ranks per machine.
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to collect and where."""
+    """The settings of one rank's collection."""
 
     directory: Path
     quant_type: str
-    control_iter: int  #: iterations to collect, 0: no end
+    control_iter: int  #: iterations to collect; 0 for no end
     selection: Selection
-    limits: Limits  #: of this rank
-    ring: RingSettings | None = None  #: None: everything is written
-    flag_file: FlagFile | None = None  #: None: always on
-    #: Seconds after which a rank that waits for another gives up: a collective's.
-    timeout: float = math.inf
+    limits: Limits  #: this rank's share
+    ring: RingSettings | None = None  #: None if every selected iteration is written
+    flag_file: FlagFile | None = None  #: None if the collection is always on
+    timeout: float = math.inf  #: seconds until a collective operation fails
 
     @property
     def longest_wait(self) -> float:
-        """Seconds that training may wait for the disk in one iteration, at whose end at the latest
-        the other ranks wait for this one.
+        """Return the seconds that training may wait for the disk in one iteration.
+
+        The other ranks wait for this rank at the end of the iteration at the latest.
         """
         return self.timeout / 2
 
     @property
     def turn(self) -> float:
-        """Seconds after which a rank that waits for its disk tells the others that it is there."""
+        """Return the seconds after which a rank that waits for its disk gives a sign of life."""
         return min(self.timeout / 4, TURN)
 
     def describe(self) -> dict[str, Any]:
-        """As plain values, for the run card."""
+        """Return the settings as plain values, for the run card."""
         return {
             "selection": describe(self.selection),
             "limits_of_each_rank": self.limits.describe(),
@@ -69,10 +69,17 @@ def read_settings(
     flags: dict[str, Any],
     iteration: int = 0,
 ) -> Settings:
-    """The settings that the arguments of `configure` come to on this rank.
+    """Return the settings of this rank that the arguments of `session.configure` request.
+
+    Args:
+        args: arguments of the run.
+        save_dir: folder of the tensors, or None for the default.
+        control_iter: iterations to collect, or None for the default.
+        flags: flags of `megatron.collection.flags`, by name.
+        iteration: iterations done before this run.
 
     Raises:
-        ValueError: a value that is not understood, or two that exclude each other.
+        ValueError: if a value is invalid, or two exclude each other.
     """
     quant_type = policy.current().quant_type
     world_size = args.get("world_size") or rank_coordinates()["world_size"]
@@ -113,8 +120,9 @@ def read_settings(
 
 
 def _on_machine(world_size: int) -> int:
-    """Ranks of this run on this machine, as torchrun, mpirun or srun says; else one a device, and
-    where there is none all of them.
+    """Return the number of ranks on this machine, as torchrun, mpirun or srun sets it.
+
+    Without such a launcher it is one rank per device, or all ranks if there is no device.
     """
     for name in LOCAL_SIZES:
         if (value := os.environ.get(name, "")).isdecimal():
@@ -123,10 +131,10 @@ def _on_machine(world_size: int) -> int:
 
 
 def enabled_by_environment() -> bool:
-    """What TENSOR_SAVE_ENABLED says.
+    """Return whether TENSOR_SAVE_ENABLED switches the collection on.
 
     Raises:
-        ValueError: it says neither yes nor no.
+        ValueError: if its value means neither yes nor no.
     """
     value = os.environ.get("TENSOR_SAVE_ENABLED", "").strip().lower()
     if value not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):

@@ -1,9 +1,9 @@
-"""Collecting a part of each tensor: `s=0:128 h=0:256:2` keeps the first 128 positions and every
-second of the first 256 features.
+"""Collect a part of each tensor: `s=0:128 h=0:256:2` keeps the first 128 positions and every second
+of the first 256 features.
 
-A dimension is named by its letter in the recorded `dims`, and its numbers are those of the tensor
-that this rank has. The part depends on the flag alone, so that the same elements are kept in every
-iteration and run. The record says what the file is a part of.
+A letter of the recorded `dims` names the dimension, and the numbers count positions in the tensor
+of this rank. The part depends only on the flag, so the same elements are kept in every iteration
+and run. The record holds the shape of the whole tensor and the place of the part in it.
 """
 
 from __future__ import annotations
@@ -31,44 +31,45 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Slices:
-    """What is kept of each dimension; all of those that are not named."""
+    """The range that is kept of each dimension; a dimension without a range is kept whole."""
 
     by_letter: dict[str, range] = field(default_factory=dict)
 
     def cut(
         self, tensor: torch.Tensor, dims: str
     ) -> tuple[torch.Tensor | None, dict[str, Any] | None]:
-        """The part of `tensor` that is kept, and what the record says of it.
+        """Return the part of `tensor` that is kept, and its description for the record.
 
         Returns:
-            None if nothing of the tensor is in the slice; and None where it is whole.
+            The part, or None if it is empty; and its description, or None if the tensor is whole.
         """
         letters = [letter[0] for letter in dims.partition("|")[0].split()]
-        kept = [
+        ranges = [
             range(size)[named.start : named.stop : named.step]
             if (named := self.by_letter.get(letter)) is not None
             else range(size)
             for letter, size in zip(letters, tensor.shape, strict=True)
         ]
-        if all(part == range(size) for part, size in zip(kept, tensor.shape, strict=True)):
+        if all(part == range(size) for part, size in zip(ranges, tensor.shape, strict=True)):
             return tensor, None
-        if not all(kept):
+        if not all(ranges):
             return None, None
         where = {
             "of": list(tensor.shape),
-            "start": [part.start for part in kept],
-            "step": [part.step for part in kept],
+            "start": [part.start for part in ranges],
+            "step": [part.step for part in ranges],
         }
-        return tensor[tuple(slice(part.start, part.stop, part.step) for part in kept)], where
+        return tensor[tuple(slice(part.start, part.stop, part.step) for part in ranges)], where
 
     @classmethod
     def parse(cls, parts: Sequence[str]) -> Slices:
-        """Read e.g. `s=0:128`, `h=0:256:2`.
+        """Parse ranges such as `s=0:128` and `h=0:256:2`.
 
         Raises:
-            ValueError: no such form, no such dimension, one named twice, or an empty part.
+            ValueError: if the form or the dimension is unknown, a dimension has two ranges, or a
+                range is empty.
         """
-        found: dict[str, range] = {}
+        by_letter: dict[str, range] = {}
         for part in parts:
             match = re.fullmatch(r"([a-z])=(\d+):(\d+)(?::(\d+))?", part)
             if match is None or match[1] not in LETTERS:
@@ -83,10 +84,10 @@ class Slices:
                     f"--collect-slice: {part} is empty; STOP is above START and not part of the "
                     "slice, STEP is at least 1"
                 )
-            if match[1] in found:
+            if match[1] in by_letter:
                 raise ValueError(
                     f"--collect-slice: {part} names the dimension {match[1]} a second time; give "
-                    "one part a dimension"
+                    "one part per dimension"
                 )
-            found[match[1]] = range(start, stop, step)
-        return cls(found)
+            by_letter[match[1]] = range(start, stop, step)
+        return cls(by_letter)

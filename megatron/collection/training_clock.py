@@ -1,7 +1,7 @@
-"""Where training is: iteration, micro-batch, recomputation.
+"""Track where training is: the iteration, the micro-batch, and whether a pass is a recomputation.
 
-Moved by `megatron.core.pipeline_parallel.schedules`, the only place that knows; read when a layer
-asks what it is part of.
+`megatron.core.pipeline_parallel.schedules` updates the clock, because only the schedule knows these
+values. The layers read it in their forward pass.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass
 class MicroBatch:
-    """One forward pass of one micro-batch, and the backward pass that belongs to it."""
+    """The forward pass of one micro-batch, and its backward pass."""
 
     iteration: int
     index: int
@@ -17,17 +17,17 @@ class MicroBatch:
 
 
 class Clock:
-    """The schedule's place. One a process."""
+    """The position of the schedule, with one instance per process."""
 
     def __init__(self) -> None:
-        self.iteration = 0  #: of the step under way, as the log prints it; 0 before the first
+        self.iteration = 0  #: current iteration as in the log; 0 before the first
         self.completed = 0  #: training iterations finished since the collection was configured
-        self.micro_batch: MicroBatch | None = None  #: None outside of a training step
-        self.recomputing = False  #: inside a backward step a forward pass is a recomputation
-        self.seed: int | None = None  #: of the run, the same on all ranks; None before training
+        self.micro_batch: MicroBatch | None = None  #: None outside a training step
+        self.recomputing = False  #: whether a forward pass is a recomputation
+        self.seed: int | None = None  #: the run's seed, the same on all ranks; None before training
 
     def reset(self, iteration: int) -> None:
-        """Start to count after `iteration` iterations of an earlier run."""
+        """Start counting after `iteration` iterations of an earlier run."""
         self.iteration, self.completed, self.micro_batch = iteration, 0, None
 
 

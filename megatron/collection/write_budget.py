@@ -1,4 +1,4 @@
-"""Whether the limits have room for a further tensor, and what was left out where they had not."""
+"""Check each tensor against the limits, and count the tensors that are left out."""
 
 import logging
 from typing import Any
@@ -12,15 +12,17 @@ logger = logging.getLogger(__name__)
 
 
 class WriteBudget:
-    """Of one rank. From the first tensor that finds no room, none is written; a ring begins anew
-    with the next iteration where it was the memory that had none.
+    """The limits of one rank, and what they have left out so far.
+
+    The first tensor over a limit ends the writing of this rank. With a ring, a lack of memory ends
+    only the current iteration.
     """
 
     def __init__(self, settings: Settings, writer: Writer, rank: int):
-        self.limit: str | None = None  #: the first one that was reached, and where
-        self.full: str | None = None  #: the one for which nothing more is written
-        self.dropped = 0  #: tensors that were not written for that
-        self.dropped_bytes = 0
+        self.limit: str | None = None  #: the first limit that was reached, and the tensor at which
+        self.full: str | None = None  #: the limit that ended the writing; None while it goes on
+        self.dropped = 0  #: tensors that a limit left out
+        self.dropped_bytes = 0  #: bytes of these tensors
         self.outside_slice = 0  #: tensors of which --collect-slice leaves nothing
         self._settings = settings
         self._writer = writer
@@ -28,12 +30,12 @@ class WriteBudget:
         self._ring_warned = False
 
     def take(self, size: int, fields: dict[str, Any]) -> bool:
-        """Whether a tensor of `size` bytes may be written; it counts as dropped if not."""
+        """Return whether a tensor of `size` bytes may be written; otherwise count it as dropped."""
         try:
-            why = self.full or self._what_is_over(size + OVERHEAD)
-            if why is not None and self._writer.pending:  # of these the sizes are not known yet
+            why = self.full or self._exceeded(size + OVERHEAD)
+            if why is not None and self._writer.pending:  # pending files count at their upper bound
                 self._writer.wait()
-                why = self.full or self._what_is_over(size + OVERHEAD)
+                why = self.full or self._exceeded(size + OVERHEAD)
         except OSError as error:
             folder = self._settings.directory
             self._writer.fail(f"cannot write to {folder}: {error}; name another --tensor-save-dir")
@@ -43,16 +45,18 @@ class WriteBudget:
         self._end(size, fields, why)
         return False
 
-    def _what_is_over(self, most: int) -> str | None:
+    def _exceeded(self, most: int) -> str | None:
+        """Return the limit that a file of at most `most` bytes would exceed, if any."""
         limits, writer = self._settings.limits, self._writer
-        why = limits.of_files(writer.records + 1, writer.bytes + most)
-        # While threads write, one of them looks at the disk: if it hangs, so does not training.
+        why = limits.exceeded_by_files(writer.records + 1, writer.bytes + most)
+        # While threads write, one of them asks for the free space, so that a hanging disk does not
+        # block training.
         disk = writer.disk if writer.pending else None
         needed = writer.pending_bytes + most
-        return why or limits.of_disk(self._settings.directory, needed, disk)
+        return why or limits.exceeded_on_disk(self._settings.directory, needed, disk)
 
     def drop_for_memory(self, size: int, fields: dict[str, Any]) -> None:
-        """Leave a tensor out that the host's memory cannot hold, and all that follow."""
+        """Leave out a tensor that does not fit into host memory, and all later ones."""
         self._end(size, fields, self._why_no_memory)
 
     @property
@@ -61,7 +65,7 @@ class WriteBudget:
         return self._writer.slow or f"--collect-max-host-gib lets this rank hold {most}"
 
     def leave_outside(self, shape: list[int], fields: dict[str, Any]) -> None:
-        """Count a tensor that ends before the slice begins, and say so the first time."""
+        """Count a tensor that ends before the slice begins, and warn about the first one."""
         self.outside_slice += 1
         if self.outside_slice == 1:
             logger.warning(
@@ -71,7 +75,7 @@ class WriteBudget:
             )
 
     def warn_of_ring(self, size: int, fields: dict[str, Any]) -> None:
-        """Say once that a ring cannot hold a whole iteration; it may never be written."""
+        """Warn once that a ring cannot hold a whole iteration, which may never be written."""
         if self.full is None and not self._ring_warned:
             self._ring_warned = True
             logger.warning(
@@ -81,7 +85,7 @@ class WriteBudget:
             )
 
     def leave_out(self, lost: Lost) -> None:
-        """Count what an iteration of a ring that is written lacks."""
+        """Count the tensors that are missing from a written iteration of a ring."""
         why = self.full or self._why_no_memory
         size, fields = lost[0]
         if self.limit is None:
@@ -93,7 +97,7 @@ class WriteBudget:
         self._writer.append(event | {"tensors": len(lost), "bytes": total})
 
     def _end(self, size: int, fields: dict[str, Any], why: str) -> None:
-        """Leave a tensor out, and all that follow; say so the first time."""
+        """Leave out a tensor and all later ones, and warn about the first one."""
         if self.full is None:
             self.full = why
             self._reached(f"{why}: rank {self._rank} stopped collecting at {_what(size, fields)}")
@@ -109,11 +113,19 @@ class WriteBudget:
         self._writer.append({"event": "limited", "why": limit})
 
     def close(self) -> None:
-        """Say in the index what was left out, if anything was."""
+        """Add what was left out to the index, if anything was."""
         if self.limit is not None:
             tensors, size = self.dropped, self.dropped_bytes
             event = {"event": "dropped", "tensors": tensors, "bytes": size, "why": self.limit}
             self._writer.append(event)
+
+
+class UnlimitedBudget(WriteBudget):
+    """A budget that every tensor fits into, for a plan."""
+
+    def take(self, size: int, fields: dict[str, Any]) -> bool:
+        """Accept every tensor."""
+        return True
 
 
 def _what(size: int, fields: dict[str, Any]) -> str:

@@ -112,9 +112,9 @@ def test_the_disk_s_free_space_is_kept_before_it_is_full(small_disk):
 def test_by_default_a_gib_stays_free_on_a_large_disk(tmp_path, monkeypatch):
     usage = SimpleNamespace(total=1000 * GIB, free=GIB + 100, used=0)
     monkeypatch.setattr(collection_limits.shutil, "disk_usage", lambda _: usage)
-    assert Limits().of_disk(tmp_path, 100) is None
-    assert "keeps 1 GiB" in Limits().of_disk(tmp_path, 101)
-    assert Limits.parse(collect_keep_free_gib=0.5).of_disk(tmp_path, GIB // 2) is None
+    assert Limits().exceeded_on_disk(tmp_path, 100) is None
+    assert "keeps 1 GiB" in Limits().exceeded_on_disk(tmp_path, 101)
+    assert Limits.parse(collect_keep_free_gib=0.5).exceeded_on_disk(tmp_path, GIB // 2) is None
 
 
 def test_ranks_have_equal_shares():
@@ -155,7 +155,7 @@ def test_the_disk_is_asked_once_a_tensor(tmp_path, monkeypatch):
         return SimpleNamespace(total=1000 * GIB, free=900 * GIB, used=0)
 
     monkeypatch.setattr(collection_limits.shutil, "disk_usage", usage)
-    assert Limits().of_disk(tmp_path, 100) is None
+    assert Limits().exceeded_on_disk(tmp_path, 100) is None
     assert asked == [tmp_path]
 
 
