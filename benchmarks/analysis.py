@@ -1,19 +1,19 @@
-"""Full statistics of a dump: ours beside plain torch and numpy, with one worker and two, and over
-100,000 records.
+"""Time the full statistics of a dump, and compare them with plain torch and numpy.
 
-    python benchmarks/analysis.py                     # collects 2 GB, measures, deletes: minutes
-    python benchmarks/analysis.py --dump FOLDER       # of a dump that is there
-    python benchmarks/analysis.py --quick             # small, seconds: does it run?
+    python benchmarks/analysis.py                     # collect 2 GB, measure, delete: minutes
+    python benchmarks/analysis.py --dump FOLDER       # measure an existing dump
+    python benchmarks/analysis.py --quick             # a small dump, in seconds: does it run?
 
 The dump comes from run_tensor_collection.sh: the tiny Llama with a larger hidden size, one
-iteration in mxfp8. It is read once before, so that all find it in memory. `plain` loads a file,
-copies it to float32 and makes one call of torch or numpy for each statistic and format (on all
-cores), of one tensor in some; its time is scaled by the bytes. What values become is computed by
-our fused kernels there too. Each measurement has a process of its own, whose peak memory is shown;
-CPU seconds are those of all its threads.
+iteration in mxfp8. It is read once before, so that the page cache holds it for all measurements.
+`plain` loads a file, copies it to float32 and makes one call of torch or numpy per statistic and
+format, on all cores. It measures a sample of the tensors; its time is scaled by the bytes.
+Quantized values come from our fused kernels there too. Each measurement runs in a process of its
+own, whose peak memory is shown; CPU seconds are those of all its threads.
 
-The records for the linearity are tiny tensors (8 x 32, bf16), written for the purpose.
-Prints Markdown tables and writes them to `docs/results/analysis.md`, with the command.
+A second table shows how the time grows with the number of records, up to 100,000. These records are
+tiny tensors (8 x 32, bf16), written for this purpose. Prints Markdown tables and writes them to
+`docs/results/analysis.md`, with the command.
 """
 
 import argparse
@@ -30,9 +30,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from megatron.console import ArgumentParser  # noqa: E402
+
 WORKER = Path(__file__).with_name("analysis_worker.py")
 FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3")
-#: Flags of pretrain_gpt.py for about 2 GB; and for --quick.
+#: Flags of pretrain_gpt.py that give a dump of about 2 GB, and those for --quick.
 MODEL = (
     "--num-layers 4 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 "
     "--num-query-groups 4 --kv-channels 128 --seq-length 2048 --micro-batch-size 1 "
@@ -45,23 +49,23 @@ HEAD = ("what", "workers", "tensors", "GB", "seconds", "CPU s", "GB/s", "over pl
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--dump", type=Path, metavar="FOLDER", help="statistics of this dump; nothing is collected")
+    add("--dump", type=Path, metavar="FOLDER", help="measure this dump and collect none")
     add("--formats", nargs="+", default=list(FORMATS), metavar="FORMAT")
-    add("--every", type=int, default=16, metavar="N", help="plain: one tensor in N (16)")
-    add("--rounds", type=int, default=3, metavar="N", help="the best of so many counts (3)")
+    add("--every", type=int, default=16, metavar="N", help="plain: measure one tensor in N (16)")
+    add("--rounds", type=int, default=3, metavar="N", help="repetitions; the best one counts (3)")
     add(
         "--records",
         type=int,
         nargs="+",
         metavar="N",
-        help="numbers of tiny tensors, for the linearity (1000 10000 100000)",
+        help="numbers of tiny tensors in the second table (1000 10000 100000)",
     )
-    add("--scratch", type=Path, metavar="FOLDER", help="for what is written and deleted again")
-    add("--quick", action="store_true", help="a small dump, 90 records; writes no file")
+    add("--scratch", type=Path, metavar="FOLDER", help="folder for temporary files")
+    add("--quick", action="store_true", help="use a small dump and 90 records; write no file")
     add("--output", type=Path, metavar="FILE", help="default: docs/results/analysis.md")
     options = parser.parse_args(arguments)
     options.records = options.records or ([30, 90] if options.quick else [1000, 10_000, 100_000])
@@ -73,7 +77,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def collect(folder: Path, flags: str) -> None:
-    """A dump of real tensors."""
+    """Collect a dump of real tensors."""
     print("collecting ...", file=sys.stderr)
     command = ["bash", "run_tensor_collection.sh", "single", "mxfp8", "--tensor-path", str(folder)]
     environment = {k: v for k, v in os.environ.items() if "QUANT" not in k}
@@ -91,7 +95,7 @@ def collect(folder: Path, flags: str) -> None:
 
 
 def write_tiny(folder: Path, count: int) -> None:
-    """A dump of tiny tensors with an index: the bytes of one file, under as many names."""
+    """Write a dump of tiny tensors with an index: copies of one file under different names."""
     import torch
 
     from megatron.tensor_record import COMPONENTS, TensorRecord, index_name
@@ -135,18 +139,18 @@ def write_tiny(folder: Path, count: int) -> None:
 
 
 def measure(how: str, folder: Path, number: int, formats: list[str]) -> dict[str, float]:
-    """One measurement, see the worker."""
+    """Run one measurement in a process of its own; see analysis_worker.py."""
     command = [sys.executable, str(WORKER), how, str(folder), str(number), *formats]
     environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() if how == "naive" else 1)}
     done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
     if done.returncode:
         raise SystemExit(f"[ERROR] {' '.join(command)}:\n{done.stderr.strip()[-2000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    numbers: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return numbers
 
 
 def of_dump(folder: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Rows of the first table."""
+    """Return the rows of the first table."""
     for path in folder.rglob("*.pt"):
         path.read_bytes()
     plain = measure("naive", folder, options.every, options.formats)
@@ -156,40 +160,40 @@ def of_dump(folder: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
         runs[number].append(measure("ours", folder, number, options.formats))
     rows = [_row("plain", "all", plain, plain)]
     for number, measured in runs.items():
-        best = min(measured, key=lambda each: each["seconds"])
-        best["peak"] = max(each["peak"] for each in measured)
+        best = min(measured, key=lambda numbers: numbers["seconds"])
+        best["peak"] = max(numbers["peak"] for numbers in measured)
         rows.append(_row("ours", str(number), best, plain))
     return rows
 
 
 def _row(
-    what: str, workers: str, one: dict[str, float], plain: dict[str, float]
+    name: str, workers: str, numbers: dict[str, float], plain: dict[str, float]
 ) -> tuple[str, ...]:
-    speed = one["bytes"] / one["seconds"] / 1e9
+    speed = numbers["bytes"] / numbers["seconds"] / 1e9
     ratio = speed / (plain["bytes"] / plain["seconds"] / 1e9)
     return (
-        what,
+        name,
         workers,
-        f"{one['tensors']}",
-        f"{one['bytes'] / 1e9:.3g}",
-        f"{one['seconds']:.4g}",
-        f"{one['cpu']:.4g}",
+        f"{numbers['tensors']}",
+        f"{numbers['bytes'] / 1e9:.3g}",
+        f"{numbers['seconds']:.4g}",
+        f"{numbers['cpu']:.4g}",
         f"{speed:.3g}",
         f"{ratio:.3g}",
-        f"{one['peak']:.0f}",
+        f"{numbers['peak']:.0f}",
     )
 
 
 def linearity(scratch: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Rows of the second table."""
+    """Return the rows of the second table."""
     rows = []
     for count in options.records:
         folder = scratch / f"tiny{count}"
         write_tiny(folder, count)
-        one = measure("ours", folder, os.cpu_count() or 1, options.formats)
+        numbers = measure("ours", folder, os.cpu_count() or 1, options.formats)
         shutil.rmtree(folder)
-        each = 1000 * one["seconds"] / count
-        rows.append((f"{count}", f"{one['seconds']:.4g}", f"{each:.3g}", f"{one['peak']:.0f}"))
+        seconds, peak = numbers["seconds"], numbers["peak"]
+        rows.append((f"{count}", f"{seconds:.4g}", f"{1000 * seconds / count:.3g}", f"{peak:.0f}"))
     return rows
 
 
@@ -200,7 +204,6 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    sys.path.insert(0, str(REPO))
     start = time.time()
     with tempfile.TemporaryDirectory(dir=options.scratch, prefix="analysis_") as name:
         scratch = Path(name)
@@ -230,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
             "",
             "## Tiny tensors",
             "",
-            *table(("records", "seconds", "ms a record", "peak MiB"), lines),
+            *table(("records", "seconds", "ms per record", "peak MiB"), lines),
             "",
         ]
     )

@@ -3,11 +3,11 @@
     python benchmarks/analysis_worker.py ours FOLDER WORKERS FORMAT...
     python benchmarks/analysis_worker.py naive FOLDER EVERY FORMAT...      one tensor in EVERY
 
-as in
+For example:
 
     python benchmarks/analysis_worker.py ours enhanced_tensor_logs/mxfp8 2 mxfp8 hifp8
 
-Prints a JSON object: seconds without the startup, bytes of tensors, their number, peak MiB.
+Prints a JSON object: seconds without the startup, bytes and number of tensors, peak MiB.
 """
 
 import json
@@ -46,12 +46,12 @@ def main() -> None:
 
 
 def ours(store: TensorStore, workers: int, formats: list[str]) -> dict[str, float]:
-    compute(store, formats, select=store.records.head(1))  # the kernels are loaded
+    compute(store, formats, select=store.records.head(1))  # load the kernels
     start, cpu = time.perf_counter(), time.process_time()
-    found = compute(store, formats, workers=workers)
+    statistics = compute(store, formats, workers=workers)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    assert not found.problems, found.problems[0]
-    checksum = float(found.formats["mse"].sum())
+    assert not statistics.problems, statistics.problems[0]
+    checksum = float(statistics.formats["mse"].sum())
     return {
         "seconds": seconds,
         "cpu": cpu,
@@ -66,8 +66,10 @@ def size(records) -> int:
 
 
 def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float]:
-    """Load, copy to float32, and one call of torch or numpy for each statistic and format. What a
-    value becomes is computed once for each format and axis, by the same fused kernels.
+    """Compute the statistics with one call of torch or numpy per statistic and format.
+
+    Each tensor is loaded and copied to float32. Our fused kernels quantize it, once per format and
+    axis.
     """
     chosen = store.records.iloc[::every]
     checksum, start, cpu = 0.0, time.perf_counter(), time.process_time()
@@ -103,7 +105,7 @@ def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float
 
 
 def values(x: torch.Tensor, channels: tuple[int, ...]) -> None:
-    """The statistics of the values."""
+    """Compute the statistics of the values themselves."""
     x.numel(), x.isnan().sum(), x.isinf().sum(), (x == 0).sum(), torch.signbit(x).sum()
     x.min(), x.max(), x.mean(), x.std(correction=0), x.square().mean().sqrt(), x.abs().max()
     x.abs().sum()
@@ -117,7 +119,7 @@ def values(x: torch.Tensor, channels: tuple[int, ...]) -> None:
 
 
 def errors(view: torch.Tensor, dim: int, name: str, results: list[torch.Tensor]) -> float:
-    """What a format does along one axis; returns the mean squared error."""
+    """Compute the errors of a format along one axis; return the mean squared error."""
     fmt = get_format(name)
     x, y = view.float(), fake_quantize(view, fmt, dim).float()
     results.append(y)
@@ -129,8 +131,8 @@ def errors(view: torch.Tensor, dim: int, name: str, results: list[torch.Tensor])
     relative = torch.where(nonzero, (y - x).abs() / x.abs(), 0)
     relative.sum() / nonzero.sum(), ((y == 0) & nonzero).sum()
     binade = torch.frexp(x).exponent.reshape(-1).long() + 200
-    for each in (relative, (y - x).square(), y - x):
-        torch.bincount(binade, weights=each.reshape(-1), minlength=400)
+    for weights in (relative, (y - x).square(), y - x):
+        torch.bincount(binade, weights=weights.reshape(-1), minlength=400)
     packed = quantize(view, fmt, dim)
     codes = packed.codes
     if fmt.element.bits <= 4:

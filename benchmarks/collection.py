@@ -1,23 +1,23 @@
-"""What collecting costs: step time, the training thread's waiting, memory and writing speed.
+"""Measure the cost of collecting: step time, blocked training thread, memory and writing speed.
 
-    python benchmarks/collection.py                       # with mindstudio-probe beside it
+    python benchmarks/collection.py                       # compared with mindstudio-probe
     python benchmarks/collection.py --peers-python .venv-peers/bin/python
     python benchmarks/collection.py --quick               # a small shape, seconds: does it run?
 
-One run, one process for each way of collecting; they take turns, a step each a round in an order by
-chance, so that what else the machine does meets all of them alike:
+Each way of collecting runs in a process of its own. In each round every process trains one step, in
+random order, so that other load on the machine affects all of them alike:
 
     plain       no collection
-    idle        switched on, and no iteration is selected
+    idle        switched on, but no iteration is selected
     sparse      every N-th iteration (--every)
     everything  all tensors of all micro-batches of every iteration
     msprobe     mindstudio-probe dumps the same model (level L0: inputs, outputs, weights and
-                gradients of every module), as it is and with its asynchronous dump
+                gradients of every module), with its synchronous and its asynchronous dump
 
-Tensors are deleted after each step. `blocked` is what the training thread spent in the collection,
-beside what plain copies of the same tensors to the host took in the same step; `on disk` counts the
-time until the last tensor was written. The writer alone is measured against raw sequential writes
-of as many bytes to the same disk, see `writing_speed.py`.
+Tensors are deleted after each step. `blocked` is the time that the training thread spends in the
+collection; it is compared with plain copies of the same tensors to the host in the same step.
+`on disk` is the time until the last tensor is written. The writer alone is compared with raw
+sequential writes of as many bytes to the same disk; see `writing_speed.py`.
 
 Prints Markdown and writes it to `docs/results/collection.md`, with the command.
 """
@@ -41,6 +41,10 @@ import peers_env
 import quoting
 
 REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from megatron.console import ArgumentParser  # noqa: E402
+
 WORKER = Path(__file__).with_name("collection_worker.py")
 MODES = ("plain", "idle", "sparse", "everything", "msprobe", "msprobe async")
 HEAD = (
@@ -54,12 +58,12 @@ HEAD = (
     "MB",
     "peak MiB",
 )
-#: The raw writes of `writing_speed.py`, and how they differ from another
+#: Raw writes of `writing_speed.py`, with the words that describe each in the report.
 RAW = {"raw": "", "direct": ", past the page cache"}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
@@ -67,8 +71,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=4, metavar="N")
     add("--seq-length", type=int, default=256, metavar="N")
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
-    add("--every", type=int, default=5, metavar="N", help="of sparse (default: %(default)s)")
-    add("--rounds", type=int, default=20, metavar="N", help="after 2 that do not count")
+    add(
+        "--every",
+        type=int,
+        default=5,
+        metavar="N",
+        help="sparse collects every N-th iteration (default: %(default)s)",
+    )
+    add("--rounds", type=int, default=20, metavar="N", help="rounds after 2 of warm-up")
     add("--threads", type=int, default=os.cpu_count(), metavar="N")
     add(
         "--host-gib",
@@ -82,29 +92,30 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=int,
         default=3072,
         metavar="N",
-        help="what the writer alone writes in each of 5 rounds (default: %(default)s)",
+        help="MiB that the writer alone writes in each of 5 rounds (default: %(default)s)",
     )
     add(
         "--folder",
         type=Path,
         default=None,
         metavar="DIR",
-        help="the disk to write to (default: the folder for temporary files)",
+        help="folder on the disk to measure (default: the folder for temporary files)",
     )
     add(
         "--peers-python",
         type=Path,
         metavar="PATH",
-        help="has mindstudio-probe and megatron-core (default: .venv-peers, made)",
+        help="Python with mindstudio-probe and megatron-core (default: .venv-peers, made if "
+        "missing)",
     )
-    add("--no-peers", action="store_true", help="ours alone")
-    add("--quick", action="store_true", help="hidden size 64, 1 layer, 6 rounds; writes no file")
+    add("--no-peers", action="store_true", help="measure ours only")
+    add("--quick", action="store_true", help="hidden size 64, 1 layer, 6 rounds; write no file")
     add(
         "--output",
         type=Path,
         default=None,
         metavar="FILE",
-        help="default: docs/results/collection.md; none with --quick",
+        help="report (default: docs/results/collection.md; none with --quick)",
     )
     options = parser.parse_args(arguments)
     if options.quick:
@@ -118,7 +129,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Worker:
-    """A process that trains and collects in one way, a step at a time."""
+    """A process that trains step by step and collects in one way."""
 
     def __init__(self, name: str, python: Path, folder: Path, options: argparse.Namespace):
         self.name = name
@@ -151,45 +162,45 @@ class Worker:
         )
         self.steps: list[dict[str, float]] = []
 
-    def answer(self, begins: str) -> str:
-        """The next line that it prints of its own."""
+    def answer(self, prefix: str) -> str:
+        """Return the next line with this prefix; other lines come from libraries."""
         while line := self.process.stdout.readline():
-            if line.startswith(begins):
+            if line.startswith(prefix):
                 return line
         message = self.log.read_text().strip().splitlines()
         raise SystemExit(f"[ERROR] {self.name} ended: {message[-1] if message else 'no message'}")
 
-    def ask(self, what: str) -> dict:
-        """Have it do one thing; its numbers."""
+    def ask(self, request: str) -> dict:
+        """Send one request and return the numbers of the answer."""
         try:
-            self.process.stdin.write(f"{what}\n")
+            self.process.stdin.write(f"{request}\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # `answer` says why
+            pass  # `answer` reports the reason
         return json.loads(self.answer("{"))
 
     def end(self) -> None:
-        """Whatever it does."""
+        """Stop the process immediately."""
         self.process.stdin.close()
         self.process.kill()
         self.process.wait()
 
 
 def python_of_peers(options: argparse.Namespace) -> Path | None:
-    """A Python that has the peer; None where it is left out or cannot be had."""
+    """Return a Python that has the peer; None if it is excluded or not available."""
     if options.no_peers:
         return None
     given = options.peers_python
     python = peers_env.made() if given is None else peers_env.given(given)
-    found = peers_env.installed(python)
-    if missing := {"mindstudio-probe", "megatron-core"} - found.keys():
+    installed = peers_env.installed(python)
+    if missing := {"mindstudio-probe", "megatron-core"} - installed.keys():
         peers_env.say(f"[WARNING] {python} has no {' and no '.join(sorted(missing))}: left out")
         return None
     return python
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Worker], dict, str]:
-    """Let all take turns; then the disk, by itself."""
+    """Measure all ways of collecting in turn, then the writer by itself."""
     peers = python_of_peers(options)
     modes = [mode for mode in MODES if peers is not None or not mode.startswith("msprobe")]
     workers = []
@@ -201,7 +212,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Worker
             worker.answer("ready")
         order = random.Random(0)
         for _ in tqdm(range(options.rounds + 2), desc="rounds"):
-            # by chance: behind the same one, or twice in a row, a step is faster or slower
+            # In random order, because the previous process affects the speed of a step.
             for worker in order.sample(workers, len(workers)):
                 worker.steps.append(worker.ask("step"))
         disk = next(worker for worker in workers if worker.name == "plain").ask("disk")
@@ -215,7 +226,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Worker
 
 
 def windows(values: list[float], size: int) -> list[float]:
-    """Means of so many consecutive ones."""
+    """Return the means of `size` consecutive values each."""
     return [
         statistics.fmean(values[start : start + size])
         for start in range(0, len(values) - size + 1, size)
@@ -223,7 +234,10 @@ def windows(values: list[float], size: int) -> list[float]:
 
 
 def row(worker: Worker, plain: Worker, size: int) -> tuple[str, ...]:
-    """The cells of one way; steps are averaged over `size` of them, one of which is collected."""
+    """Return the cells of one table row.
+
+    Steps are averaged over groups of `size`, in each of which one step is collected.
+    """
     whole = [step["step"] + step["rest"] for step in worker.steps]
     base = windows([step["step"] for step in plain.steps], size)
     steps = windows([step["step"] for step in worker.steps], size)
@@ -244,19 +258,19 @@ def row(worker: Worker, plain: Worker, size: int) -> tuple[str, ...]:
 
 
 def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace) -> list[str]:
-    """What the table does not show, a line each."""
+    """Return the results that the table does not show, one per line."""
     of_all = workers["everything"].steps
     ratios = [step["blocked"] / step["copies"] for step in of_all]
     low, middle, high = statistics.quantiles(ratios, n=4)
     blocked = statistics.median(step["blocked"] for step in of_all)
     host = max(step["host"] for step in of_all)
     return [
-        f"- Everything collected: the training thread is blocked {blocked * 1e3:.4g} ms a step, "
+        f"- Everything collected: the training thread is blocked {blocked * 1e3:.4g} ms per step, "
         f"{middle:.3g} times what plain copies of the same tensors to the host take (quartiles "
         f"{low:.3g} to {high:.3g}).",
         f"- Host memory of the collection: at most {host:.0f} MiB, of the "
         f"{options.host_gib * 1024:.0f} MiB that it may take (`--collect-max-host-gib`).",
-        f"- The writer alone, {options.disk_mib} MiB a round until all is on the disk: "
+        f"- The writer alone, {options.disk_mib} MiB per round until all is on the disk: "
         f"{statistics.median(disk['ours']) / 1e9:.3g} GB/s.",
         *(
             f"- A raw sequential write of as many bytes to the same disk{RAW[name]}: "
@@ -268,8 +282,8 @@ def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace
 
 
 def _beside(disk: dict[str, list[float]], name: str) -> str:
-    """The ratio to a raw write, of all rounds."""
-    shares = [one / other for one, other in zip(disk["ours"], disk[name], strict=True)]
+    """Return the ratio of our speed to a raw write, with its range over the rounds."""
+    shares = [ours / raw for ours, raw in zip(disk["ours"], disk[name], strict=True)]
     return (
         f"ours over this {statistics.median(shares):.3g} "
         f"(rounds {min(shares):.3g} to {max(shares):.3g})"
@@ -277,7 +291,7 @@ def _beside(disk: dict[str, list[float]], name: str) -> str:
 
 
 def page(options: argparse.Namespace, workers: dict[str, Worker], disk: dict, release: str) -> str:
-    """The table and the findings as Markdown, with what they were measured on."""
+    """Return the report as Markdown: the setup, the table and the other results."""
     sizes = {name: options.every if name in ("sparse", "idle") else 1 for name in workers}
     table = [row(worker, workers["plain"], sizes[name]) for name, worker in workers.items()]
     table = [
@@ -288,7 +302,7 @@ def page(options: argparse.Namespace, workers: dict[str, Worker], disk: dict, re
     peer = f", mindstudio-probe {release}" if release else ""
     facts = (
         f"{options.layers} layers of {options.hidden_size}, sequences of {options.seq_length}, "
-        f"micro-batches of 2, 2 of them a step, {options.dtype}, no quantization; {options.rounds} "
+        f"2 micro-batches of 2 per step, {options.dtype}, no quantization; {options.rounds} "
         f"rounds, {options.threads} threads, {platform.processor() or platform.machine()}, Python "
         f"{platform.python_version()}, torch {version('torch')}, megatron-core "
         f"{version('megatron-core')}{peer}."

@@ -1,7 +1,8 @@
-"""One process of `collection.py`: trains the model of `training_worker.py` and collects.
+"""Train and collect in one process for `collection.py`, with the model of `training_worker.py`.
 
-Reads a line for each step and answers with a line of numbers, see `FIELDS`; for the line `disk` it
-measures the writer alone, see `writing_speed.py`. `msprobe` runs the plain wheel without this tree.
+Trains one step per input line and answers with a line of numbers; see `FIELDS`. For the line `disk`
+it measures the writer alone; see `writing_speed.py`. The mode `msprobe` runs the plain wheel
+without this tree.
 
     python benchmarks/collection_worker.py sparse --folder /tmp/dump --every 10 --host-gib 1 \\
         --disk-mib 100 --hidden-size 64 --layers 2 --seq-length 64 --dtype bf16
@@ -20,9 +21,9 @@ from typing import Any
 import training_worker as training
 import writing_speed
 
-#: seconds of a step; seconds that training spent in the collection; seconds that plain copies of
-#: the same tensors took; seconds after the step until everything was on disk; tensors; bytes; peak
-#: memory of the process and of the collection's host memory, in MiB
+#: Numbers of a step: its seconds; seconds that training spent in the collection; seconds for plain
+#: copies of the same tensors; seconds after the step until everything is on disk; tensors; bytes;
+#: peak memory of the process, and of the collection's host memory, in MiB.
 FIELDS = ("step", "blocked", "copies", "rest", "tensors", "bytes", "peak", "host")
 
 
@@ -34,8 +35,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--every", type=int, required=True)
     parser.add_argument("--host-gib", type=float, required=True)
-    parser.add_argument("--disk-mib", type=int, required=True, help="that `disk` writes at least")
-    parser.add_argument("--async-dump", action="store_true", help="of msprobe")
+    parser.add_argument("--disk-mib", type=int, required=True, help="MiB that `disk` writes")
+    parser.add_argument("--async-dump", action="store_true", help="asynchronous dump of msprobe")
     for name in ("hidden-size", "layers", "seq-length"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), required=True)
@@ -43,7 +44,7 @@ def parse() -> argparse.Namespace:
 
 
 class Ours:
-    """The collection of this project, under a trainer that is not ours."""
+    """The collection of this project in a minimal training loop."""
 
     def __init__(self, options: argparse.Namespace, tensor_saver: ModuleType):
         self.tensor_saver = tensor_saver
@@ -64,8 +65,10 @@ class Ours:
             self._copy_beside()
 
     def _copy_beside(self) -> None:
-        """Copy every tensor to the host as anybody would, before or after ours in turn: what one of
-        the two leaves in the caches helps the other.
+        """Also copy every tensor to the host in the plain way.
+
+        The copy is made alternately before and after ours, because the first of the two fills the
+        caches for the second.
         """
         saver = self.tensor_saver.current()
         save, turn = saver.save, [0]
@@ -87,10 +90,10 @@ class Ours:
         saver.save = both
 
     def begin(self) -> None:
-        """A step begins."""
+        """Prepare for a step; there is nothing to do."""
 
     def end(self) -> dict[str, float]:
-        """Numbers of the step, once it is over."""
+        """Return the numbers of the step that has ended."""
         saver = self.tensor_saver.current()
         if saver is None:
             return {}
@@ -118,7 +121,7 @@ class MsProbe:
             "rank": [],
             "step": [],
             "async_dump": options.async_dump,
-            # an asynchronous dump wants a list; this word is in the name of everything
+            # An asynchronous dump needs a list; every name contains this word.
             "tensor": {"scope": [], "list": ["Module"] * options.async_dump, "data_mode": ["all"]},
         }
         path = options.folder / "config.json"
@@ -127,11 +130,11 @@ class MsProbe:
         self.debugger = PrecisionDebugger(config_path=str(path))
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start the dump of a step."""
         self.debugger.start(model=self.model)
 
     def end(self) -> dict[str, float]:
-        """A step is over."""
+        """Finish the dump of a step."""
         started = time.perf_counter()
         self.debugger.stop()
         self.debugger.step()
@@ -139,8 +142,9 @@ class MsProbe:
 
 
 def dumped(folder: Path) -> tuple[int, int]:
-    """Tensors and their bytes below a folder; they are deleted, so that disk and page cache are the
-    same for the next step.
+    """Return the number and bytes of the tensors below a folder, and delete them.
+
+    Disk and page cache are then the same for the next step.
     """
     files = list(folder.rglob("*.pt"))
     size = sum(path.stat().st_size for path in files)
@@ -192,7 +196,7 @@ def main() -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         numbers = {"step": time.perf_counter() - started} | collector.end()
-        numbers["step"] -= numbers.get("copies", 0.0)  # the comparison is no part of it
+        numbers["step"] -= numbers.get("copies", 0.0)  # the plain copies are not part of the step
         numbers["tensors"], numbers["bytes"] = dumped(options.folder)
         numbers["peak"] = training.peak()
         print(json.dumps(dict.fromkeys(FIELDS, 0.0) | numbers), flush=True)

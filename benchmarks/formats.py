@@ -1,24 +1,28 @@
-"""Time and compare every number format beside the public packages that have it.
+"""Time every number format, and compare time and values with public packages that have it.
 
     python benchmarks/formats.py                     # all formats, 4096 x 4096: many minutes
-    python benchmarks/formats.py --quick             # a small matrix, shown and not written
+    python benchmarks/formats.py --quick             # a small matrix; write no file
     python benchmarks/formats.py --formats mxfp8 mxfp4 --dtypes bf16 --axes last
     python benchmarks/formats.py --device cuda --output docs/results/formats_gpu.md
 
-For each format, input dtype and block axis: a copy of the matrix (`clone`), our `fake_quantize`,
-and each peer that has the format, quantizing and dequantizing to the input's dtype. All run in one
-process, with the same threads, in rounds that give each a turn; numpy's (ml_dtypes, en_dtypes) use
-one thread. On the CPU every result lies in memory that is new from the system, whose pages take
-most of a copy's time; a second pass, of the copy and ours alone, uses freed memory again. (By its
-defaults the C library does the one or the other, as it happens to have a hole of that size.) Peers
-work along the last axis: along the first one they get the transposed matrix, and turning it there
-and back is part of their time. What each gives is compared with ours element by element, on normal
-data and on wide data (rows times 2^-16 to 2^16); zeros of either sign are equal.
+The calls that are timed for each format, input dtype and block axis are a copy of the matrix
+(`clone`), our `fake_quantize`, and each peer that has the format. A peer quantizes and dequantizes
+to the input's dtype. All run in one process with the same number of threads, except for those based
+on numpy (ml_dtypes, en_dtypes), which use one. In each round every call has one turn.
 
-The peers have an environment of their own, .venv-peers in the tree's root, which the first run
-makes with pip from the releases in benchmarks/peers_requirements.txt and setup.py; pip's own
+On the CPU, results are written to memory that is new from the system, whose page faults take most
+of a copy's time. A second pass of the copy and ours only reuses freed memory. (By default the C
+library does either, depending on the holes in its heap.)
+
+Peers work along the last axis. Along the first axis they get the transposed matrix, and both
+transpositions are part of their time. The values of each peer are compared with ours element by
+element, on normal data and on wide data (rows times 2^-16 to 2^16); zeros of either sign are equal.
+
+The peers have an environment of their own, .venv-peers in the root of the repository. The first run
+makes it with pip from the releases in benchmarks/peers_requirements.txt and setup.py; pip's own
 settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) apply. A peer that cannot be installed or imported is
-left out, and the table says why. `--peers-python PATH` uses that Python and installs nothing.
+left out, and the table gives the reason. `--peers-python PATH` uses that Python and installs
+nothing.
 
 Writes a Markdown file and a CSV file beside it.
 """
@@ -32,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tqdm import tqdm
 
@@ -41,8 +45,12 @@ import peers_env
 import quoting
 
 REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from megatron.console import ArgumentParser  # noqa: E402
+
 WORKER = Path(__file__).with_name("formats_worker.py")
-LOG_LINES = 20  #: of the worker's errors, shown if it fails
+LOG_LINES = 20  #: lines of the worker's errors that are shown if it fails
 FORMATS = (
     "bf16",
     "fp16",
@@ -61,22 +69,17 @@ FORMATS = (
     "fp8_e5m2",
 )
 SEED = 1234
-#: Settings of glibc's malloc: from where on it asks the system, and what it gives back.
+#: Settings of glibc's malloc: the sizes from which it takes memory from the system and returns it.
 MEMORY = {
     "new": {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
     "reused": {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
 }
 READING = (
-    "Ours / reused: ours over clone where both use freed memory again. Speed-up: the fastest "
-    "peer's time over ours. Differ: how many elements are not ours, and in brackets how many of "
-    "them by more than 4 units in the last place of the input's dtype, where that is fewer; why, "
-    "is said below. A format without a peer has none that pip installs."
+    "Ours / reused: ours over clone if both reuse freed memory. Speed-up: the fastest peer's time "
+    "over ours. Differ: number of elements that differ from ours; in brackets, if smaller, the "
+    "number that differ by more than 4 units in the last place of the input's dtype. The reasons "
+    "are given below. A format without a peer has none that pip installs."
 )
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"[ERROR] {message}; see --help\n")
 
 
 def positive(text: str) -> int:
@@ -86,7 +89,11 @@ def positive(text: str) -> int:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        advice="see --help",
+    )
     add = parser.add_argument
     add("--shape", nargs=2, type=positive, metavar=("ROWS", "COLUMNS"), help="default: 4096 4096")
     add("--formats", nargs="+", metavar="FORMAT", help=f"default: {' '.join(FORMATS)}")
@@ -110,18 +117,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def measure(python: Path, options: argparse.Namespace) -> list[formats_report.Event]:
-    """Everything that was found out, the pass in reused memory put beside the first one's cases."""
+    """Return all events of the worker, with the times in reused memory added to each case."""
     peers_env.say(f"measuring with {python}")
     events = run_worker(python, options, MEMORY["new"], peers=True)
     if options.device == "cpu":
         again = run_worker(python, options, MEMORY["reused"], peers=False)
         pairs = zip(
-            *([e for e in found if e["kind"] == "case"] for found in (events, again)), strict=True
+            *([e for e in run if e["kind"] == "case"] for run in (events, again)), strict=True
         )
         for case, reused in pairs:
             case["reused"] = reused["times"]
@@ -131,24 +138,24 @@ def measure(python: Path, options: argparse.Namespace) -> list[formats_report.Ev
 def run_worker(
     python: Path, options: argparse.Namespace, memory: dict[str, str], *, peers: bool
 ) -> list[formats_report.Event]:
-    """Run the worker, show how far it is, and give back all that it reported."""
+    """Run the worker, show its progress, and return all events that it reports."""
     names = ("shape", "dtypes", "axes", "repeats", "threads", "device")
-    asked: dict[str, Any] = {name: getattr(options, name) for name in names} | {
+    request: dict[str, Any] = {name: getattr(options, name) for name in names} | {
         "seed": SEED,
         "peers": peers,
     }
-    asked |= {"formats": options.formats or FORMATS, "required": options.formats is not None}
+    request |= {"formats": options.formats or FORMATS, "required": options.formats is not None}
     threads = str(options.threads)
     environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": threads}
     environment |= {"MKL_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads} | memory
     events = []
     with (
-        tempfile.TemporaryDirectory() as elsewhere,  # some peers write where they are started
+        tempfile.TemporaryDirectory() as elsewhere,  # some peers write to the current folder
         tempfile.TemporaryFile("w+") as log,
         tqdm(unit="case", disable=None, dynamic_ncols=True) as bar,
     ):
         with subprocess.Popen(
-            [python, WORKER, json.dumps(asked)],
+            [python, WORKER, json.dumps(request)],
             env=environment,
             cwd=elsewhere,
             stdout=subprocess.PIPE,
@@ -163,13 +170,13 @@ def run_worker(
             peers_env.say("".join(log.readlines()[-LOG_LINES:]))
             raise SystemExit(
                 f"[ERROR] the measuring process ended with status {worker.returncode}; "
-                "what it wrote last is above"
+                "its last messages are above"
             )
     return events
 
 
 def show(event: formats_report.Event, bar: tqdm) -> None:
-    """Tell the user about one report of the worker; a refusal ends the run."""
+    """Show one event of the worker to the user; a refusal ends the run."""
     match event["kind"]:
         case "refused" if event["format"] is None:
             raise SystemExit(f"[ERROR] {event['reason']}; choose --device cpu or another Python")
@@ -187,7 +194,7 @@ def show(event: formats_report.Event, bar: tqdm) -> None:
 
 
 def machine(options: argparse.Namespace, plan: formats_report.Event) -> str:
-    """What the numbers depend on."""
+    """Describe the machine, the releases and the setup that the numbers depend on."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -207,13 +214,13 @@ def machine(options: argparse.Namespace, plan: formats_report.Event) -> str:
 
 
 def tree() -> str:
-    """The state of this tree, if git knows it."""
+    """Return the commit of this tree, if git knows it."""
     command = ["git", "-C", REPO, "describe", "--always", "--dirty"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        description = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "a tree without history"
-    return f"commit {found.stdout.strip()}"
+    return f"commit {description.stdout.strip()}"
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The tables of benchmarks/formats.py, from the events that its worker reported."""
+"""Make the tables of benchmarks/formats.py from the events that its worker reports."""
 
 import csv
 import statistics
@@ -29,51 +29,52 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def count(elements: int) -> str:
-    """16777216 as 16.8M."""
+    """Return a number of elements in short form: 16777216 is 16.8M."""
     return f"{elements / 1e6:.1f}M" if elements >= 1e6 else f"{elements:,}"
 
 
 def typical(case: Event, who: str) -> float:
-    """The median over the rounds."""
+    """Return the median time over the rounds."""
     return statistics.median(case["times"][who])
 
 
 def ratio(case: Event, who: str, other: str, memory: str = "times") -> float:
-    """How many times longer `who` takes: the median of the rounds' ratios, so that both times of a
-    ratio met the same machine.
+    """Return how many times longer `who` takes than `other`.
+
+    It is the median of the rounds' ratios, so that other load affects both times of a ratio alike.
     """
     pairs = zip(case[memory][who], case[memory][other], strict=True)
-    return statistics.median(one / two for one, two in pairs)
+    return statistics.median(time / base for time, base in pairs)
 
 
 def peers_of(case: Event) -> list[str]:
-    """The peers that ran, the fastest one first."""
+    """Return the peers that ran, the fastest first."""
     return sorted(case["differ"], key=lambda name: typical(case, name))
 
 
 def agreement(case: Event, data: str, elements: int) -> str:
-    """Elements that differ from ours: one number if all peers agree, else which have how many."""
-    found = {name: case["differ"][name][data] for name in peers_of(case)}
-    if not found:
+    """Return the number of elements that differ from ours, grouped by peers with equal numbers."""
+    counts = {name: case["differ"][name][data] for name in peers_of(case)}
+    if not counts:
         return "-"
-    if not any(differ for differ, _ in found.values()):
-        peers = "1 peer" if len(found) == 1 else f"{len(found)} peers"
+    if not any(differ for differ, _ in counts.values()):
+        peers = "1 peer" if len(counts) == 1 else f"{len(counts)} peers"
         return f"= 0 of {count(elements)}, {peers}"
     alike: dict[str, list[str]] = {}
-    for name, numbers in found.items():
+    for name, numbers in counts.items():
         alike.setdefault(apart(*numbers), []).append(name)
     return "; ".join(f"{', '.join(names)}: {numbers}" for numbers, names in alike.items())
 
 
 def apart(differ: int, far: int) -> str:
-    """A count of differing elements, and of those by more than a few last bits if not all are."""
+    """Return a count of differing elements; add the count of large differences if smaller."""
     if differ == 0 or differ == far:
         return f"{differ:,}"
     return f"{differ:,} ({far:,} by > 4 ulp)"
 
 
 def summary(cases: list[Event], elements: int, cuda: bool) -> str:
-    """The table of one row a case: ours, the copy and the fastest peer."""
+    """Return the table with one row per case: the copy, ours and the fastest peer."""
     header = ["format", "input", "axis", "clone ms", "ours ms", "ours / clone"]
     header += ["of copy bandwidth", "bits unlike the CPU's"] if cuda else ["ours / reused"]
     header += ["fastest peer", "its ms", "speed-up"]
@@ -98,7 +99,7 @@ def summary(cases: list[Event], elements: int, cuda: bool) -> str:
 
 
 def every_peer(cases: list[Event]) -> str:
-    """The table of one row a measurement, and below it why some values differ."""
+    """Return the table with one row per measurement, and the reasons for differing values."""
     header = ["format", "input", "axis", "who", "best ms", "median ms", "times ours"]
     header += [f"differ, {data}" for data in DATA.values()] + ["note"]
     rows = []
@@ -123,10 +124,10 @@ def every_peer(cases: list[Event]) -> str:
     return "\n\n".join([markdown(header, rows), *explained])
 
 
-def packages(found: list[Event]) -> str:
-    """The table of the peers and whether they could be imported."""
+def packages(peers: list[Event]) -> str:
+    """Return the table of the peers and whether they could be imported."""
     rows = []
-    for peer in found:
+    for peer in peers:
         missing = peer["missing"]
         state = f"not installed: {missing}" if missing else "measured"
         rows.append([peer["name"], peer["release"] or "-", state.replace("|", "\\|")])
@@ -134,7 +135,7 @@ def packages(found: list[Event]) -> str:
 
 
 def write_csv(path: Path, cases: list[Event], elements: int) -> None:
-    """The same numbers, a line a measurement."""
+    """Write the same numbers with one line per measurement."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)

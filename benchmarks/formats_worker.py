@@ -46,7 +46,7 @@ def report(kind: str, **fields: Any) -> None:
 
 
 def release(distribution: str) -> str | None:
-    """The installed release, None if there is none."""
+    """Return the installed release; None if there is none."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -54,12 +54,12 @@ def release(distribution: str) -> str | None:
 
 
 def reason(error: Exception) -> str:
-    """An error in one line of a table."""
+    """Return an error as one line for a table."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:160]
 
 
 def load_peers(device: str) -> dict[str, peers.Finder]:
-    """Import every peer that runs on the device, and report which are there."""
+    """Import every peer that runs on the device, and report which are available."""
     finders = {}
     for name, (load, distribution) in peers.PEERS.items():
         if device != "cpu" and name in peers.ONLY_ON_CPU:
@@ -67,14 +67,14 @@ def load_peers(device: str) -> dict[str, peers.Finder]:
         missing = None
         try:
             finders[name] = load()
-        except Exception as error:  # an import runs anything: other peers must not suffer
+        except Exception as error:  # an import may raise anything; the other peers continue
             missing = reason(error)
         report("peer", name=name, release=release(distribution), missing=missing)
     return finders
 
 
 def known_formats(names: list[str], required: bool) -> list[Format]:
-    """The formats that this version of the library has."""
+    """Return the formats that this version of the library has."""
     formats = []
     for name in names:
         try:
@@ -86,20 +86,20 @@ def known_formats(names: list[str], required: bool) -> list[Format]:
     return formats
 
 
-def data(asked: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The matrices to compare on; the first one is also timed."""
-    generator = torch.Generator().manual_seed(asked["seed"])
-    rows, columns = asked["shape"]
+def data(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the matrices to compare on; the first one is also timed."""
+    generator = torch.Generator().manual_seed(request["seed"])
+    rows, columns = request["shape"]
     normal = torch.randn(rows, columns, generator=generator)
     exponents = torch.rand(rows, 1, generator=generator) * 32 - 16
     wide = normal * torch.exp2(exponents)
-    return {name: x.to(asked["device"], dtype) for name, x in (("randn", normal), ("wide", wide))}
+    return {name: x.to(request["device"], dtype) for name, x in (("randn", normal), ("wide", wide))}
 
 
 def differences(theirs: Tensor, ours: Tensor) -> tuple[int, int]:
-    """How many elements differ, and how many by more than 4 units in the last place."""
+    """Return how many elements differ, and how many by more than 4 units in the last place."""
     if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
-        raise ValueError(f"gave {theirs.dtype} of shape {tuple(theirs.shape)}")
+        raise ValueError(f"returned {theirs.dtype} of shape {tuple(theirs.shape)}")
     differ = (theirs != ours) & ~(theirs.isnan() & ours.isnan())
     a, b = theirs[differ].double(), ours[differ].double()
     near = (a - b).abs() <= 4 * torch.finfo(ours.dtype).eps * b.abs()
@@ -107,14 +107,14 @@ def differences(theirs: Tensor, ours: Tensor) -> tuple[int, int]:
 
 
 def other_bits(a: Tensor, b: Tensor) -> int:
-    """How many elements have other bits, NaN of any kind being one."""
+    """Return the number of elements whose bits differ; all NaNs count as equal."""
     integers = torch.int32 if a.dtype == torch.float32 else torch.int16
     a, b = (t.cpu().masked_fill(t.cpu().isnan(), torch.nan).view(integers) for t in (a, b))
     return int((a != b).sum())
 
 
 def milliseconds(call: Callable[[], Tensor], device: str) -> float:
-    """The duration of one call."""
+    """Return the duration of one call."""
     if device == "cpu":
         start = time.perf_counter()
         call()
@@ -132,7 +132,7 @@ def milliseconds(call: Callable[[], Tensor], device: str) -> float:
 def run_case(
     fmt: Format, axis: str, tensors: dict[str, Tensor], calls: dict[str, peers.Call], repeats: int
 ) -> dict[str, Any]:
-    """Compare and time one format, dtype and axis; the comparison is the warm-up."""
+    """Compare and time one format, dtype and axis; the comparison is also the warm-up."""
     randn, device = tensors["randn"], tensors["randn"].device.type
 
     def ours(x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def run_case(
     for name, call in calls.items():
         try:
             compared[name] = {on: differences(call(x), expected[on]) for on, x in tensors.items()}
-        except Exception as error:  # theirs may raise anything; the others go on
+        except Exception as error:  # a peer may raise anything; the others continue
             failed[name] = reason(error)
     unlike_cpu = None
     if device != "cpu":
@@ -160,7 +160,7 @@ def run_case(
         for name in order:
             times[name].append(milliseconds(lambda call=turns[name]: call(randn), device))
     reasons = {
-        n: peers.why(n, fmt) for n, found in compared.items() if any(map(any, found.values()))
+        n: peers.why(n, fmt) for n, counts in compared.items() if any(map(any, counts.values()))
     }
     return {
         "times": times,
@@ -175,36 +175,39 @@ def set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         import numba
-    except ImportError:  # then the library runs without it too
+    except ImportError:  # the library also works without it
         return
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
-    set_threads(asked["threads"])
-    if asked["device"] == "cuda" and not torch.cuda.is_available():
+    request = json.loads(sys.argv[1])
+    set_threads(request["threads"])
+    if request["device"] == "cuda" and not torch.cuda.is_available():
         report("refused", format=None, reason="this Python's torch sees no CUDA device")
         sys.exit(2)
-    formats = known_formats(asked["formats"], asked["required"])
-    finders = load_peers(asked["device"]) if asked["peers"] else {}
-    device_name = torch.cuda.get_device_name() if asked["device"] == "cuda" else None
+    formats = known_formats(request["formats"], request["required"])
+    finders = load_peers(request["device"]) if request["peers"] else {}
+    device_name = torch.cuda.get_device_name() if request["device"] == "cuda" else None
     releases = {"Python": platform.python_version()}
     releases |= {name: release(name) for name in ("torch", "numpy", "numba")}
     cases = [
         (fmt, dtype, axis)
         for fmt in formats
-        for dtype in asked["dtypes"]
-        # Without blocks there is no axis to speak of: measured once.
-        for axis in (asked["axes"] if fmt.block_size else ["last"])
+        for dtype in request["dtypes"]
+        # Without blocks the axis makes no difference: measure once.
+        for axis in (request["axes"] if fmt.block_size else ["last"])
     ]
     report("plan", cases=len(cases), releases=releases, device_name=device_name)
     tensors: dict[str, dict[str, Tensor]] = {}
     for fmt, dtype, axis in cases:
-        tensors[dtype] = tensors.get(dtype) or data(asked, DTYPES[dtype])
-        found = {name: call for name, find in finders.items() if (call := find(fmt))}
-        calls = {name: peers.along(call, axis) for name, call in found.items()}
-        result = run_case(fmt, axis, tensors[dtype], calls, asked["repeats"])
+        tensors[dtype] = tensors.get(dtype) or data(request, DTYPES[dtype])
+        calls = {
+            name: peers.along(call, axis)
+            for name, find in finders.items()
+            if (call := find(fmt)) is not None
+        }
+        result = run_case(fmt, axis, tensors[dtype], calls, request["repeats"])
         shown = axis if fmt.block_size else "-"
         report("case", format=fmt.name, dtype=dtype, axis=shown, **result)
 

@@ -5,18 +5,18 @@
     python benchmarks/loss_curves.py --text wikitext-2/valid.txt --seeds 1234 --iterations 500 \\
         --types bf16 mxfp8 mxfp4 recipe:examples/recipes/mxfp4_stochastic.yaml -- --lr 1e-3
 
-The text is that of the default corpus, or --text FILE, tokenized as the default corpus is. What
-follows -- goes to pretrain_gpt.py.
+The text is that of the default corpus, or --text FILE, with the tokenizer of the default corpus.
+Flags after -- are passed to pretrain_gpt.py.
 
-Runs of one seed start from the same weights and see the same data: what differs is the format. One
-seed proves little, as a small change grows along a trajectory; therefore the difference to the
-first type is taken seed by seed and its spread is shown. A run whose log in --output-dir is of the
-same command and complete is not done again: what was interrupted goes on, and more seeds can be
-added.
+Runs with the same seed start from the same weights and see the same data; they differ only in the
+format. One seed proves little, because small changes grow along a trajectory. The difference to the
+first type is therefore computed per seed, and its spread is shown. A run is not repeated if
+--output-dir has a complete log of the same command. So an interrupted benchmark can be continued,
+and seeds can be added.
 
 Prints a Markdown table, writes it with the command and the versions as `loss_curves.md`, the
-numbers as `loss_curves.csv` and the picture as `loss_curves.png`. Exits 1 if a loss did not fall or
-if two types gave the same curve (then one of them was not applied).
+numbers as `loss_curves.csv` and the picture as `loss_curves.png`. Exits with 1 if a loss did not
+fall or if two types gave the same curve (then one of them was not applied).
 """
 
 import argparse
@@ -42,36 +42,37 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from megatron.analysis.plots.style import colour_of  # noqa: E402
+from megatron.console import ArgumentParser  # noqa: E402
 
 TRAIN = REPO / "examples" / "llama" / "train_llama32_1b_h100_fp8.sh"
 LINE = re.compile(r"iteration +(\d+)/.*?lm loss: ([\d.E+-]+|nan|inf)", re.IGNORECASE)
 TOKENIZER = REPO / "model" / "default" / "tokenizer.model"
 RECIPE = "recipe:"
-WINDOWS = 20  #: of a run; a figure of the table is the mean of one
+WINDOWS = 20  #: windows per run; each loss in the table is the mean over one of them
 
 
 def shown(quant_type: str) -> str:
-    """A recipe by its file's name."""
+    """Return the name of a type or of a recipe's file, as the table shows it."""
     if quant_type.startswith(RECIPE):
         return f"recipe_{Path(quant_type).stem}"
     return quant_type
 
 
 def tokenized(options: argparse.Namespace) -> list[str]:
-    """TOKENIZER and DATA of the training script; empty for the default corpus."""
+    """Return TOKENIZER and DATA for the training script; empty words for the default corpus."""
     if options.text is None:
         return ["", ""]
     prefix = options.output_dir / "text"
     subprocess.run([sys.executable, REPO / "script" / "data" / "default_corpus.py"], check=True)
     command = [sys.executable, REPO / "script" / "data" / "preprocess.py", "--append-eod"]
-    command += ["--overwrite"]  # by the same, where a run goes on
+    command += ["--overwrite"]  # with the same content if the benchmark is continued
     command += ["--input", options.text, "--tokenizer-model", TOKENIZER]
     subprocess.run([*command, "--output-prefix", prefix], check=True)
     return [str(TOKENIZER), f"{prefix}_text_document"]
 
 
 def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
-    """Loss by iteration of one run."""
+    """Train one run, unless its log is complete; return the loss by iteration."""
     name = f"{shown(quant_type)}_seed{seed}"
     log = options.output_dir / f"{name}.log"
     command = ["bash", str(TRAIN), "none", str(options.output_dir / "tensorboard" / name)]
@@ -85,7 +86,7 @@ def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
         environment["CUSTOM_QUANT_TYPE"] = quant_type
     head = f"CUSTOM_QUANT_TYPE={environment.get('CUSTOM_QUANT_TYPE', '')} {shlex.join(command)}\n"
     if (done := read_log(log, head, options.iterations)) is not None:
-        print(f"{quant_type}, seed {seed} was trained before: {log}", file=sys.stderr)
+        print(f"{quant_type}, seed {seed} was already trained: {log}", file=sys.stderr)
         return done
     print(f"training {quant_type}, seed {seed}, log in {log}", file=sys.stderr)
     with log.open("w") as out:
@@ -95,22 +96,19 @@ def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
     if status.returncode != 0:
         raise SystemExit(f"[ERROR] {name} ended with status {status.returncode}; see {log}")
     if (done := read_log(log, head, options.iterations)) is None:
-        raise SystemExit(f"[ERROR] {log} has not all of the {options.iterations} iterations")
+        raise SystemExit(f"[ERROR] {log} lacks some of the {options.iterations} iterations")
     return done
 
 
 def read_log(log: Path, head: str, iterations: int) -> pd.Series | None:
-    """Loss by iteration of a run of this very command, None if it is not there or not at its end.
-
-    A call that was interrupted, or that asks for more seeds, so goes on where the last one was.
-    """
+    """Return the loss by iteration from a log; None unless it is complete and of this command."""
     text = log.read_text() if log.is_file() else ""
-    found = {int(i): float(loss) for i, loss in LINE.findall(text)}
-    return pd.Series(found) if text.startswith(head) and len(found) == iterations else None
+    losses = {int(i): float(loss) for i, loss in LINE.findall(text)}
+    return pd.Series(losses) if text.startswith(head) and len(losses) == iterations else None
 
 
 def train_all(options: argparse.Namespace) -> pd.DataFrame:
-    """All runs: a row an iteration, a column a (type, seed)."""
+    """Train all runs; return one row per iteration and one column per (type, seed)."""
     runs = list(itertools.product(options.types, options.seeds))
     with ThreadPoolExecutor(options.jobs) as pool:
         series = pool.map(lambda run: train(*run, options), runs)
@@ -120,23 +118,23 @@ def train_all(options: argparse.Namespace) -> pd.DataFrame:
 
 
 def differences(losses: pd.DataFrame) -> pd.DataFrame:
-    """Each run minus the first type's run of the same seed."""
+    """Return the losses of each run minus those of the first type with the same seed."""
     first = losses[losses.columns[0][0]]
     return pd.concat({t: losses[t] - first for t in types_of(losses)}, axis=1)
 
 
 def window_of(losses: pd.DataFrame) -> int:
-    """How many iterations a figure of the table is the mean of."""
+    """Return the number of iterations over which the table averages."""
     return max(1, len(losses) // WINDOWS)
 
 
 def types_of(losses: pd.DataFrame) -> list[str]:
-    """The types in the order they were given."""
+    """Return the types in the order in which they were given."""
     return list(dict.fromkeys(losses.columns.get_level_values(0)))
 
 
 def table(losses: pd.DataFrame) -> str:
-    """Means over a few windows and seeds, and the difference to the first type, as Markdown."""
+    """Return the means over windows and seeds, and the differences to the first type."""
     last, types = len(losses), types_of(losses)
     window = window_of(losses)
     rows = [["mean loss, iterations", *types]]
@@ -158,18 +156,18 @@ def table(losses: pd.DataFrame) -> str:
 
 
 def complaints(losses: pd.DataFrame) -> list[str]:
-    """What must not be: a loss that does not fall, or a format that changes nothing."""
+    """Return the errors: losses that do not fall, and formats that change nothing."""
     window = window_of(losses)
     start, end = losses.iloc[:window].mean(), losses.iloc[-window:].mean()
-    found = [f"{run}: the loss did not fall" for run in losses if not end[run] < start[run]]
+    errors = [f"{run}: the loss did not fall" for run in losses if not end[run] < start[run]]
     for a, b in itertools.combinations(losses.columns, 2):
         if a[1] == b[1] and losses[a].equals(losses[b]):
-            found.append(f"{a} and {b} have the same curve: one type was not applied")
-    return found
+            errors.append(f"{a} and {b} have the same curve: one type was not applied")
+    return errors
 
 
 def draw(losses: pd.DataFrame, path: Path) -> None:
-    """One line a type, the mean over seeds; below it the difference to the first type."""
+    """Draw one line per type, the mean over seeds, and below it the difference to the first."""
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
@@ -179,23 +177,23 @@ def draw(losses: pd.DataFrame, path: Path) -> None:
     for name in types_of(losses):
         colour, index = colour_of(name), losses.index
         top.plot(index, losses[name].mean(axis=1), color=colour, alpha=0.25, linewidth=0.8)
-        dash = "--" if name.startswith("recipe_") else "-"  # their colours are chance
+        dash = "--" if name.startswith("recipe_") else "-"  # recipes have arbitrary colors
         top.plot(index, smooth[name].mean(axis=1), dash, color=colour, label=name)
         bottom.plot(index, apart[name].mean(axis=1), dash, color=colour)
         band = apart[name].min(axis=1), apart[name].max(axis=1)
         bottom.fill_between(index, *band, color=colour, alpha=0.15, linewidth=0)
     seeds = losses.columns.get_level_values(1).nunique()
-    top.set(ylabel="Language-model loss (nats a token)")
+    top.set(ylabel="Language-model loss (nats per token)")
     of_seeds = "One seed" if seeds == 1 else f"Mean of {seeds} seeds"
     top.legend(frameon=False, title=f"{of_seeds}; thick: mean of {window} iterations")
     bottom.set(xlabel="Iteration", ylabel=f"Difference to {types_of(losses)[0]}")
     if seeds > 1:
-        bottom.set_title("Mean, and least to most over the seeds", fontsize="small", loc="left")
+        bottom.set_title("Mean and range over the seeds", fontsize="small", loc="left")
     figure.savefig(path, dpi=150)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
@@ -209,14 +207,14 @@ def parse() -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, default=[1234, 1235, 1236], metavar="N")
     add("--iterations", type=int, default=200, metavar="N")
     add("--text", type=Path, metavar="FILE", help="text to train on (default: the default corpus)")
-    add("--jobs", type=int, default=1, metavar="N", help="runs at a time")
+    add("--jobs", type=int, default=1, metavar="N", help="simultaneous runs")
     add("--output-dir", type=Path, default=REPO / "draw" / "loss_curves", metavar="DIR")
     arguments = sys.argv[1:]
     at = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:at])
     options.flags = arguments[at + 1 :]
     if options.text is not None and not options.text.is_file():
-        parser.error(f"--text {options.text} is no file; name a text file, or leave it out")
+        parser.error(f"--text {options.text} is not a file; name a text file, or leave it out")
     return options
 
 
@@ -233,10 +231,10 @@ def main() -> int:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
     made = f"Made by `{command}` with {versions}."
     (options.output_dir / "loss_curves.md").write_text(f"{text}\n\n{made}\n")
-    found = complaints(losses)
-    for complaint in found:
-        print(f"[ERROR] {complaint}", file=sys.stderr)
-    return 1 if found else 0
+    errors = complaints(losses)
+    for error in errors:
+        print(f"[ERROR] {error}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

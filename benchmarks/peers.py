@@ -1,11 +1,11 @@
-"""The peers of the format benchmark: what other public packages call the same formats.
+"""Call the formats of other public packages, the peers of the format benchmark.
 
-Each function imports one package and returns a finder. `find(fmt)` is the call that quantizes and
-dequantizes a contiguous matrix to our format `fmt` along the last axis and gives the input's dtype
-back; None says that the package has no such format. Only calls of theirs are here, none of their
-code. A package that is not installed raises on import, which the caller reports.
+Each function imports one package and returns a finder. `find(fmt)` returns a call that quantizes a
+contiguous matrix to our format `fmt` along the last axis and dequantizes it to the input's dtype.
+It returns None if the package has no such format. This file only calls the packages and contains
+none of their code. A package that is not installed raises on import, which the caller reports.
 
-Three of them quantize single elements only: block scales for ml_dtypes are computed here, in numpy.
+Three of them quantize only single elements; for ml_dtypes, numpy code here computes block scales.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Finder = Callable[[Format], Call | None]
 
 
 def mx_of(fmt: Format) -> tuple[str, int, str] | None:
-    """Element, block size and scale rule of an MX format as OCP has it, None for anything else."""
+    """Return element, block size and scale rule of an OCP MX format; None for any other format."""
     scaling, rounding = fmt.scaling, getattr(fmt, "rounding", "nearest")
     if not hasattr(scaling, "rule") or getattr(scaling, "square", False) or rounding != "nearest":
         return None
@@ -74,12 +74,15 @@ def torchao() -> Finder:
 
 
 def torchao_compiled() -> Finder:
-    """For CPUs torch.compile lacks the E8M0 dtype: the floor rule fails there, others work."""
+    """Return torchao's calls under torch.compile.
+
+    On CPUs torch.compile lacks the E8M0 dtype: the floor rule fails there, the others work.
+    """
     eager = torchao()
 
     def find(fmt: Format) -> Call | None:
         call = eager(fmt)
-        torch._dynamo.reset()  # else the ninth format would silently run uncompiled
+        torch._dynamo.reset()  # otherwise the ninth format would silently run uncompiled
         return None if call is None else torch.compile(call)
 
     return find
@@ -180,7 +183,7 @@ def torch_cast() -> Finder:
     return find
 
 
-#: By the name in the tables: how to load it, and the distribution whose release is reported.
+#: Loader of each peer and the distribution whose release is reported, by the name in the tables.
 PEERS: dict[str, tuple[Callable[[], Finder], str]] = {
     "torch": (torch_cast, "torch"),
     "torchao": (torchao, "torchao"),
@@ -190,27 +193,27 @@ PEERS: dict[str, tuple[Callable[[], Finder], str]] = {
     "ml_dtypes": (ml_dtypes, "ml_dtypes"),
     "en_dtypes": (en_dtypes, "en_dtypes"),
 }
-#: numpy cannot see a GPU's memory.
+#: Peers based on numpy, which cannot access a GPU's memory.
 ONLY_ON_CPU = ("ml_dtypes", "en_dtypes")
 
 
 def along(call: Call, axis: str) -> Call:
-    """The call along the axis "last" or "first" of a matrix; what turning it costs is the peer's.
+    """Return the call along the "last" or "first" axis of a matrix.
 
-    quark has an axis argument of its own, which takes longer than this.
+    The peer's time includes the transpositions. quark has an axis argument, which takes longer.
     """
     return call if axis == "last" else lambda x: call(x.t().contiguous()).t().contiguous()
 
 
 TENSORWISE = (
     "torchao divides by the scale where ours multiplies by its reciprocal: last bits differ, and a "
-    "value half-way between two codes can go to the other one"
+    "value halfway between two codes can be rounded to the other one"
 )
 OTHER_ORDER = (
     "multiplies the scales in another order: last bits differ, and a value or a block's scale "
-    "half-way between two codes can go to the other one"
+    "halfway between two codes can be rounded to the other one"
 )
-#: Why a peer's values differ from ours, where they do: by its name and ours of the format, or "mx".
+#: Reasons why a peer's values differ from ours, by its name and our name of the format or "mx".
 WHY: dict[tuple[str, str], str] = {
     ("quark", "mx"): (
         "quark takes log2 of a block's maximum in the input's dtype; close to a power of two it "
@@ -226,11 +229,11 @@ WHY: dict[tuple[str, str], str] = {
     ),
     ("torchao", "fp8_e4m3"): TENSORWISE,
     ("torchao", "fp8_e5m2"): TENSORWISE,
-    ("en_dtypes", "hifp8"): "en_dtypes gives Inf from 40960 on, where ours saturates to 32768",
+    ("en_dtypes", "hifp8"): "en_dtypes returns Inf from 40960 on, where ours saturates to 32768",
 }
 
 
 def why(peer: str, fmt: Format) -> str:
-    """The known reason for a difference between a peer's values and ours."""
+    """Return the known reason for a difference between a peer's values and ours."""
     family = "mx" if mx_of(fmt) else fmt.name
     return WHY.get((peer.removesuffix(" compiled"), family), "the reason is not known")

@@ -1,6 +1,7 @@
-"""Finds or makes the Python that has the peers: `.venv-peers` in the tree's root.
+"""Find or make the Python that has the peers: `.venv-peers` in the root of the repository.
 
-Apart from the project's own environment, because the peers ask for much that training does not.
+It is separate from the project's environment, because the peers require many packages that training
+does not need.
 """
 
 import json
@@ -13,9 +14,10 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 VENV = REPO / ".venv-peers"
 REQUIREMENTS = Path(__file__).with_name("peers_requirements.txt")
-#: Taken from setup.py: what the library runs on, and the peers that the tests use as well.
+#: Packages that the library needs, with their releases in setup.py.
 ESSENTIAL = ("torch", "numpy", "numba")
-#: quark imports transformers; the model that mindstudio-probe dumps is the wheel's
+#: Other packages with their releases in setup.py: peers that the tests use too, transformers for
+#: quark, and megatron-core with its requirements for mindstudio-probe, which dumps its model.
 SHARED = ("transformers", "ml_dtypes", "en_dtypes", "megatron-core", "einops", "psutil")
 PROBE = """
 import importlib.metadata, json
@@ -32,7 +34,7 @@ def say(text: str) -> None:
 
 
 def pins() -> dict[str, str]:
-    """Every distribution to install and its release."""
+    """Return every distribution to install and its release."""
     setup = runpy.run_path(str(REPO / "setup.py"))
     shared = setup["pins"](setup["RUNTIME"], setup["TEST"])
     lines = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
@@ -41,12 +43,12 @@ def pins() -> dict[str, str]:
 
 
 def installed(python: Path) -> dict[str, str]:
-    """The releases that a Python has, by lower-case name with hyphens.
+    """Return the releases that a Python has, by lower-case name with hyphens.
 
     Raises OSError or subprocess.CalledProcessError if it does not run.
     """
-    found = subprocess.run([python, "-c", PROBE], check=True, capture_output=True, text=True)
-    return json.loads(found.stdout)
+    probe = subprocess.run([python, "-c", PROBE], check=True, capture_output=True, text=True)
+    return json.loads(probe.stdout)
 
 
 def is_inside(python: Path, venv: Path) -> bool:
@@ -72,8 +74,8 @@ def install(python: Path, constraints: Path, requirement: str) -> bool:
 
 
 def given(python: Path) -> Path:
-    """The user's own Python, which is left as it is."""
-    python = python.expanduser().absolute()  # not resolved: a venv's python is a link
+    """Return the user's own Python after a check; nothing is installed into it."""
+    python = python.expanduser().absolute()  # not resolved, because a venv's python is a link
     try:
         missing = {"torch", "numpy"} - installed(python).keys()
     except (OSError, subprocess.CalledProcessError) as error:
@@ -90,20 +92,20 @@ def given(python: Path) -> Path:
 
 
 def made() -> Path:
-    """The Python of `.venv-peers`, completed with pip where something is missing.
+    """Return the Python of `.venv-peers`, after pip has installed what is missing.
 
-    A peer that cannot be installed is left out; so it is asked for again the next time.
+    A peer that cannot be installed is left out; the next call tries again.
     """
     python = VENV / "bin" / "python"
     if not is_inside(python, VENV):
         say(f"making {VENV}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
-    found = installed(python)
+    releases = installed(python)
     wanted = pins()
     constraints = VENV / "constraints.txt"
     constraints.write_text("".join(f"{name}=={pin}\n" for name, pin in wanted.items()))
     for name, pin in wanted.items():
-        if found.get(name.lower().replace("_", "-"), "").partition("+")[0] == pin:
+        if releases.get(name.lower().replace("_", "-"), "").partition("+")[0] == pin:
             continue
         say(f"installing {name} {pin} into {VENV.name}")
         if install(python, constraints, f"{name}=={pin}"):
@@ -111,7 +113,7 @@ def made() -> Path:
         if name in ESSENTIAL:
             raise SystemExit(
                 f"[ERROR] pip could not install {name} {pin} into {VENV}; its own message is "
-                "above. Check the network or PIP_INDEX_URL, or name a Python by --peers-python"
+                "above. Check the network or PIP_INDEX_URL, or name a Python with --peers-python"
             )
-        say(f"pip could not install {name} {pin}: going on without it")
+        say(f"pip could not install {name} {pin}: continuing without it")
     return python

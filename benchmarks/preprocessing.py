@@ -1,19 +1,19 @@
-"""Tokenize a corpus with script/data/preprocess.py and with `datasets.map`, side by side.
+"""Compare the tokenization of a corpus by script/data/preprocess.py and by `datasets.map`.
 
     python benchmarks/preprocessing.py                        # 20 MB of Python's own source files
     python benchmarks/preprocessing.py --text enwiki.txt --tokenizer-model model/llama3.2-1b
     python benchmarks/preprocessing.py --rounds 3 --megabytes 5 --output-dir /tmp/try
 
 Both read the same documents, use the same fast Hugging Face tokenizer in two processes, and write
-the token ids to the disk. `map` reads Arrow, which `load_dataset` makes of the JSONL file first;
-ours reads that file itself. So there are two ratios, with `load_dataset` and to `map` alone. `map`
-is asked for the ids alone (no masks) in batches of its default size. Ours is counted from the name
-of the tokenizer to the finished .bin, .idx and .json, flushed to the disk. Imports do not count.
+the token ids to the disk. `map` reads Arrow, which `load_dataset` makes from the JSONL file first;
+ours reads the JSONL file directly. There are therefore two ratios, with and without `load_dataset`.
+`map` computes only the ids (no masks), in batches of its default size. Our time includes loading
+the tokenizer and flushing the finished .bin, .idx and .json files. Imports do not count.
 
-The two take turns. A figure is the median of the rounds, a ratio the median of the rounds' ratios
-with its quartiles. CPU seconds, of all processes, say more where others use the machine too. All
-token ids are compared: exits 1 if one differs. Prints a Markdown table and writes it with the
-command and the versions as preprocessing.md.
+The two take turns. A time is the median over the rounds; a ratio is the median of the rounds'
+ratios, with quartiles. CPU seconds, of all processes, are more reliable on a shared machine. All
+token ids are compared; the exit status is 1 if one differs. Prints a Markdown table and writes it
+with the command and the versions as preprocessing.md.
 """
 
 from __future__ import annotations
@@ -37,35 +37,39 @@ from typing import Any
 
 import quoting
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the work is already divided among processes
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPO = Path(__file__).resolve().parents[1]
-DOCUMENT = 3000  #: characters, at least; then the next empty line ends it
+sys.path.insert(0, str(REPO))
+
+from megatron.console import ArgumentParser  # noqa: E402
+
+DOCUMENT = 3000  #: smallest size of a document in characters; it ends at the next empty line
 VOCABULARY = 32_000
 
 
 @dataclasses.dataclass
 class Turn:
-    """What one run took."""
+    """The time of one run."""
 
     seconds: float
     cpu: float
 
 
-Round = dict[str, Turn]  #: a turn of each
+Round = dict[str, Turn]  #: one turn of each program, by its name
 OURS, LOAD, MAP = NAMES = ("script/data/preprocess.py", "datasets.load_dataset", "datasets.map")
 
 
 def standard_library() -> Iterator[str]:
-    """Python's own source files, which every machine has, in the order of their names."""
+    """Yield Python's own source files, which every machine has, in the order of their names."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" not in path.parts:
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
 def documents(texts: Iterator[str], megabytes: float) -> Iterator[str]:
-    """Parts of some DOCUMENT characters that end with an empty line, up to `megabytes` of UTF-8."""
+    """Yield parts of at least DOCUMENT characters up to an empty line, `megabytes` in total."""
     left = int(megabytes * 1e6)
     for text in texts:
         part = ""
@@ -83,7 +87,7 @@ def documents(texts: Iterator[str], megabytes: float) -> Iterator[str]:
 
 
 def train_tokenizer(texts: list[str], folder: Path) -> None:
-    """A byte-level BPE as GPT-2's, of this very text."""
+    """Train a byte-level BPE tokenizer, like GPT-2's, on this text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -101,7 +105,7 @@ def train_tokenizer(texts: list[str], folder: Path) -> None:
 
 
 def cpu_seconds() -> float:
-    """Of this process, and of its workers that have ended."""
+    """Return the CPU seconds of this process and of its workers that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
@@ -113,7 +117,7 @@ def timed(work: Callable[[], Any]) -> tuple[Turn, Any]:
 
 
 class Ours:
-    """script/data/preprocess.py, in this process."""
+    """The program script/data/preprocess.py, called in this process."""
 
     def __init__(self, corpus: Path, tokenizer: Path, workers: int) -> None:
         from documents import Settings
@@ -139,7 +143,7 @@ class Ours:
 
 
 class Theirs:
-    """`datasets.map` over the Arrow file that `load_dataset` makes."""
+    """The function `datasets.map`, applied to the Arrow file that `load_dataset` makes."""
 
     def __init__(self, corpus: Path, tokenizer: Path, workers: int) -> None:
         import datasets
@@ -153,7 +157,7 @@ class Theirs:
         from datasets import load_dataset
 
         self.turn += 1
-        cache = str(self.folder / f"hf{self.turn}")  # a new one: nothing is there yet
+        cache = str(self.folder / f"hf{self.turn}")  # a new and empty cache
         loaded = load_dataset("json", data_files=str(self.corpus), cache_dir=cache)
         self.dataset = loaded["train"]
 
@@ -178,7 +182,7 @@ class Theirs:
 
 
 def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
-    """One row each, in what a second brings."""
+    """Return the table, with one row per program and rates per second."""
     head = ("", "seconds", "CPU seconds", "documents/s", "MB of text/s", "million tokens/s")
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     for name in NAMES:
@@ -194,7 +198,7 @@ def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
             *lines,
             "",
             "Documents per second, ours over theirs, from the JSONL file to token ids on the "
-            f"disk: {ratio(rounds, 'seconds', LOAD, MAP)}; over `map` alone, which finds "
+            f"disk: {ratio(rounds, 'seconds', LOAD, MAP)}; over `map` alone, which starts from "
             f"Arrow: {ratio(rounds, 'seconds', MAP)}. Documents per CPU second: "
             f"{ratio(rounds, 'cpu', LOAD, MAP)}; {ratio(rounds, 'cpu', MAP)}.",
         ]
@@ -202,7 +206,7 @@ def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
 
 
 def ratio(rounds: list[Round], field: str, *theirs: str) -> str:
-    """Theirs over ours, round by round: median and quartiles."""
+    """Return median and quartiles over the rounds of the ratio of their time to ours."""
     ratios = [
         sum(getattr(turns[name], field) for name in theirs) / getattr(turns[OURS], field)
         for turns in rounds
@@ -212,16 +216,21 @@ def ratio(rounds: list[Round], field: str, *theirs: str) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--text", type=Path, help="text to cut into documents (Python's own source files)")
-    add("--megabytes", type=float, default=20, help="of text (20)")
+    add("--text", type=Path, help="text to split into documents (Python's own source files)")
+    add("--megabytes", type=float, default=20, help="megabytes of text (20)")
     add("--tokenizer-model", type=Path, help="Hugging Face folder (one is trained on the text)")
     add("--workers", type=int, default=2, help="processes (2)")
-    add("--rounds", type=int, default=7, help="turns of each (7)")
-    add("--output-dir", type=Path, default=REPO / "docs" / "results", help="(docs/results)")
+    add("--rounds", type=int, default=7, help="rounds (7)")
+    add(
+        "--output-dir",
+        type=Path,
+        default=REPO / "docs" / "results",
+        help="folder for the report (docs/results)",
+    )
     options = parser.parse_args(arguments)
     if options.rounds < 3:
         parser.error(f"--rounds is {options.rounds}; give 3 or more, or there are no quartiles")
@@ -229,7 +238,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[str, bool]:
-    """The report, and whether all token ids are the same."""
+    """Return the report, and whether all token ids are the same."""
     texts = iter([options.text.read_text()]) if options.text else standard_library()
     parts = list(documents(texts, options.megabytes))
     corpus = folder / "corpus.jsonl"
@@ -244,14 +253,14 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[str, bool]:
     rounds: list[Round] = []
     for number in range(options.rounds + 1):
         work = (ours.run, theirs.load, theirs.run)
-        turns = {name: timed(one)[0] for name, one in zip(NAMES, work, strict=True)}
+        turns = {name: timed(call)[0] for name, call in zip(NAMES, work, strict=True)}
         print(f"round {number}: {turns}", file=sys.stderr)
-        if number:  # the first warms caches up
+        if number:  # the first round warms up the caches
             rounds.append(turns)
     same, tokens, count = True, 0, 0
-    for mine, other in zip(ours.ids(), theirs.ids(), strict=True):
-        same &= mine == other
-        tokens, count = tokens + len(mine), count + 1
+    for our_ids, their_ids in zip(ours.ids(), theirs.ids(), strict=True):
+        same &= our_ids == their_ids
+        tokens, count = tokens + len(our_ids), count + 1
     text_bytes = sum(len(part.encode()) for part in parts)
     verdict = "are the same" if same else "DIFFER"
     names = ("datasets", "tokenizers", "transformers", "numpy")
@@ -267,7 +276,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[str, bool]:
 
 def main() -> int:
     options = parse()
-    sys.path[:0] = [str(REPO), str(REPO / "script" / "data")]
+    sys.path.insert(0, str(REPO / "script" / "data"))
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not")
     with tempfile.TemporaryDirectory() as folder:
         report, same = measure(options, Path(folder))

@@ -1,17 +1,17 @@
-"""The command line as a results page quotes it: for others, without the places of this machine."""
+"""Quote the command line for a results page, without paths of this machine."""
 
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Options that say where something lies: none of them changes what is measured.
+#: Options whose values are paths that do not affect the measurement.
 PLACES = ("--peers-python", "--output", "--output-dir", "--csv", "--folder", "--scratch", "--dump")
-FILES = ("--text", "--tokenizer-model")  #: of these the name counts
+FILES = ("--text", "--tokenizer-model")  #: options whose paths are shortened to the file's name
 
 
 def quoted(script: str, arguments: Sequence[str] | None = None) -> str:
-    """`python benchmarks/SCRIPT ...`, to be pasted into a shell."""
+    """Return the command `python benchmarks/SCRIPT ...`, quoted for a shell."""
     words, before = ["python", f"benchmarks/{script}"], ""
     for word in sys.argv[1:] if arguments is None else arguments:
         option, equals, value = word.partition("=")

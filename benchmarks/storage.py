@@ -1,14 +1,14 @@
-"""What a real format would store: the weights of each model's linear layers, packed.
+"""Compute what real hardware formats would store: the packed weights of linear layers.
 
     python benchmarks/storage.py
     python benchmarks/storage.py --formats mxfp8 nvfp4 mx:e3m4:b16
 
-A simulation keeps every tensor in its own dtype and saves nothing. Here each shape of weight of the
-models in `script/configs/` is packed by `megatron.fake_quant.packing.quantize` along the reduction
-axis; its codes count with the bits that the format defines (ours lie in bytes and halves of bytes),
-its scales as they are. Embeddings, norms and the router stay as they are and do not count. Of each
-shape 64 rows are packed: rows have the same bytes. Prints Markdown and writes it to
-`docs/results/storage.md`.
+The simulation keeps every tensor in its own dtype and saves no memory. This program packs each
+weight shape of the models in `script/configs/` along the reduction axis, with
+`megatron.fake_quant.packing.quantize`. Codes count with the bits that the format defines (we store
+them in bytes or half bytes), scales with their stored size. Embeddings, norms and the router are
+not quantized and do not count. 64 rows of each shape are packed, because all rows have the same
+size. Prints Markdown and writes it to `docs/results/storage.md`.
 """
 
 import argparse
@@ -23,8 +23,9 @@ import quoting
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "script")]
 
-from configs.architecture import Architecture  # noqa: E402  found by the line above
+from configs.architecture import Architecture  # noqa: E402
 from configs.models import MODELS  # noqa: E402
+from megatron.console import ArgumentParser  # noqa: E402
 from megatron.fake_quant.names import get_format  # noqa: E402
 from megatron.fake_quant.packing import quantize  # noqa: E402
 
@@ -33,7 +34,7 @@ ROWS = 64
 
 
 def linear_weights(model: Architecture) -> Iterator[tuple[int, int, int]]:
-    """Output features, input features and number of each weight of the linear layers."""
+    """Yield output features, input features and number of each weight shape of linear layers."""
     layers, hidden, heads = model.num_hidden_layers, model.hidden_size, model.num_attention_heads
     if (latent := model.latent) is None:
         size = model.head_dim or hidden // heads
@@ -59,7 +60,7 @@ def linear_weights(model: Architecture) -> Iterator[tuple[int, int, int]]:
 
 
 def stored_bytes(model: Architecture, name: str) -> float:
-    """Of all weights of the linear layers."""
+    """Return the stored bytes of all weights of the linear layers."""
     bits, total = get_format(name).element.bits, 0.0
     for out, features, number in linear_weights(model):
         quantized = quantize(torch.randn(ROWS, features, dtype=torch.bfloat16), name)
@@ -70,14 +71,14 @@ def stored_bytes(model: Architecture, name: str) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), metavar="FORMAT")
     parser.add_argument("--output", type=Path, default=REPO / "docs" / "results" / "storage.md")
     options = parser.parse_args(arguments)
     torch.manual_seed(1)
-    head = ["format", *(f"{model.title}, GB" for model in MODELS.values()), "bits a value"]
+    head = ["format", *(f"{model.title}, GB" for model in MODELS.values()), "bits per value"]
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head))]
     models = [model.full.architecture for model in MODELS.values()]
     values = [sum(out * into * n for out, into, n in linear_weights(model)) for model in models]

@@ -1,16 +1,17 @@
-"""Step time and memory of training in each quantization type, over bf16 in the same run.
+"""Measure step time and memory of training in each quantization type, relative to bf16.
 
     python benchmarks/training.py                       # the tiny Llama at hidden size 1024
     python benchmarks/training.py --types mxfp8 hifp8 recipe:examples/recipes/ocp_mxfp8.yaml
     python benchmarks/training.py --quick               # a small shape, seconds: does it run?
 
-Each type has a process of its own; the processes take turns, one step each a round, so that what
-else the machine does meets all of them alike. A ratio is that of a round's two times; shown are its
-median and its quartiles over the rounds. `wheel` is megatron-core as it comes from the package
-index, without this tree: bf16 through the overlay should cost what it costs. Memory is the
-process's peak (on CUDA: what was allocated); beside it what training added to the peak that the
-process had with its libraries loaded and its model built.
-Prints a Markdown table and writes it to `docs/results/training.md`, with the command.
+Each type has a process of its own. The processes take turns, one step each per round, so that other
+load on the machine affects all of them alike. A ratio compares two times of the same round; the
+table shows its median and quartiles over the rounds. `wheel` is the megatron-core wheel without
+this tree: bf16 through the overlay should cost the same.
+
+Memory is the process's peak (on CUDA: allocated memory). A second column shows how much training
+adds to the peak after libraries are loaded and the model is built. Prints a Markdown table and
+writes it to `docs/results/training.md`, with the command.
 """
 
 import argparse
@@ -28,6 +29,10 @@ from tqdm import tqdm
 import quoting
 
 REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from megatron.console import ArgumentParser  # noqa: E402
+
 WORKER = Path(__file__).with_name("training_worker.py")
 TYPES = (
     "wheel",
@@ -45,7 +50,7 @@ HEAD = ("type", "step s", "over bf16", "quartiles", "peak MiB", "over bf16", "ad
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
@@ -60,15 +65,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=4, metavar="N")
     add("--seq-length", type=int, default=256, metavar="N")
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
-    add("--rounds", type=int, default=15, metavar="N", help="after 2 that do not count")
+    add("--rounds", type=int, default=15, metavar="N", help="rounds after 2 of warm-up")
     add("--threads", type=int, default=os.cpu_count(), metavar="N")
-    add("--quick", action="store_true", help="hidden size 128, 1 layer, 3 rounds; writes no file")
+    add("--quick", action="store_true", help="hidden size 128, 1 layer, 3 rounds; write no file")
     add(
         "--output",
         type=Path,
         default=None,
         metavar="FILE",
-        help="default: docs/results/training.md; none with --quick",
+        help="report (default: docs/results/training.md; none with --quick)",
     )
     options = parser.parse_args(arguments)
     if options.quick:
@@ -83,7 +88,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Worker:
-    """A process that trains in one type, a step at a time."""
+    """A process that trains step by step in one type."""
 
     def __init__(self, name: str, options: argparse.Namespace):
         self.name = name
@@ -108,10 +113,10 @@ class Worker:
         )
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.built = self.peak = 0.0  #: MiB
+        self.built = self.peak = 0.0  #: peak memory in MiB, after building the model and now
 
     def answer(self) -> str:
-        """The next line that it prints of its own."""
+        """Return the worker's next line; other lines come from libraries."""
         while line := self.process.stdout.readline():
             if line.startswith("ready") or line[0].isdigit():
                 return line
@@ -124,7 +129,7 @@ class Worker:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # `answer` says why
+            pass  # `answer` reports the reason
         seconds, self.peak, loss = map(float, self.answer().split())
         self.seconds.append(seconds)
         self.losses.append(loss)
@@ -142,7 +147,7 @@ def measure(options: argparse.Namespace) -> dict[str, Worker]:
             worker.built = float(worker.answer().split()[1])
         order = random.Random(0)
         for _ in tqdm(range(options.rounds + 2), desc="rounds"):
-            # by chance: behind the same one, or twice in a row, a step is faster or slower
+            # In random order, because the previous process affects the speed of a step.
             for worker in order.sample(workers, len(workers)):
                 worker.step()
     finally:
@@ -156,13 +161,13 @@ def measure(options: argparse.Namespace) -> dict[str, Worker]:
 
 
 def rows(workers: dict[str, Worker]) -> list[tuple[str, ...]]:
-    """The cells of the table."""
+    """Return the cells of the table."""
     base = workers[BASE]
-    found = []
+    table = []
     for worker in workers.values():
         ratios = [a / b for a, b in zip(worker.seconds, base.seconds, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        found.append(
+        table.append(
             (
                 worker.name.removeprefix("recipe:"),
                 f"{statistics.median(worker.seconds):.4g}",
@@ -174,15 +179,15 @@ def rows(workers: dict[str, Worker]) -> list[tuple[str, ...]]:
                 f"{(worker.peak - worker.built) / (base.peak - base.built):.3g}",
             )
         )
-    return found
+    return table
 
 
 def page(options: argparse.Namespace, table: list[tuple[str, ...]]) -> str:
-    """The table as Markdown, with what it was measured on."""
+    """Return the report as Markdown: the setup and the table."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, ("---",) * len(HEAD), *table)]
     facts = (
         f"{options.layers} layers of {options.hidden_size}, sequences of {options.seq_length}, "
-        f"micro-batches of 2, 2 of them a step, {options.dtype}; {options.rounds} rounds, "
+        f"2 micro-batches of 2 per step, {options.dtype}; {options.rounds} rounds, "
         f"{options.threads} threads, {platform.processor() or platform.machine()}, Python "
         f"{platform.python_version()}, torch {version('torch')}, megatron-core "
         f"{version('megatron-core')}."
@@ -202,10 +207,10 @@ def main(arguments: list[str] | None = None) -> int:
     unquantized = [w.losses for w in workers.values() if w.name in (BASE, "wheel")]
     for name, worker in workers.items():
         if name not in (BASE, "wheel") and worker.losses in unquantized:
-            print(f"[ERROR] {name} gives the losses of {BASE}: not applied", file=sys.stderr)
+            print(f"[ERROR] {name} has the losses of {BASE}: it was not applied", file=sys.stderr)
             return 1
     if len({tuple(losses) for losses in unquantized}) > 1:
-        print(f"[ERROR] {BASE} does not give the losses of the wheel", file=sys.stderr)
+        print(f"[ERROR] the losses of {BASE} differ from those of the wheel", file=sys.stderr)
         return 1
     return 0
 

@@ -1,9 +1,9 @@
-"""One process of `training.py`: trains the tiny Llama's shape step by step on command.
+"""Train the tiny Llama's shape step by step in one process, on command of `training.py`.
 
-Reads lines from standard input; for each it runs one step (forward and backward pass of two
-micro-batches, Adam) and answers with the seconds it took and the process's peak memory in MiB. It
-imports nothing of `megatron.training`, so that it also runs on the plain wheel: with `--plain` the
-tree is not on the path, and only the CPU backend is loaded, by file.
+For each line of standard input it runs one step (forward and backward pass of two micro-batches,
+Adam). It answers with the seconds of the step, the process's peak memory in MiB and the loss. It
+imports nothing of `megatron.training`, so that it also runs on the plain wheel. With `--plain` the
+tree is not on the path, and only the CPU backend is loaded from its file.
 
     echo | python benchmarks/training_worker.py --hidden-size 64 --layers 2 --seq-length 64 \\
         --dtype bf16
@@ -35,7 +35,7 @@ def parse() -> argparse.Namespace:
 
 
 def load_cpu_backend() -> None:
-    """By file: under `--plain` there is no `megatron.cpu_backend`."""
+    """Load the CPU backend from its file, because `--plain` has no `megatron.cpu_backend`."""
     import torch
 
     if torch.cuda.is_available():
@@ -98,7 +98,7 @@ def build(options: argparse.Namespace):
 
 
 def batches(options: argparse.Namespace):
-    """Token ids, drawn anew for each micro-batch: a step's cost does not depend on them."""
+    """Yield random token ids for each micro-batch; the cost of a step does not depend on them."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -118,7 +118,7 @@ def forward_step(iterator, model):
 
 
 def peak() -> float:
-    """The largest memory so far, in MiB."""
+    """Return the peak memory so far, in MiB."""
     import torch
 
     if torch.cuda.is_available():

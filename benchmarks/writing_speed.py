@@ -1,10 +1,11 @@
-"""How fast the collection writes while nobody trains, beside raw writes to the same disk.
+"""Measure how fast the collection writes without training, and compare with raw writes.
 
-All count the time until `sync` says that the bytes are on the disk.
+All times end when `sync` returns, that is, when the bytes are on the disk.
 
     ours    tensors of a layer, copied and written as in training
-    raw     one file of as many bytes, through the system's page cache
-    direct  one such file past the page cache, as ours are where the file system lets them
+    raw     one file of the same size, written through the system's page cache
+    direct  one file of the same size that bypasses the page cache, as ours do if the file system
+            supports it
 """
 
 import argparse
@@ -22,14 +23,16 @@ import torch
 import training_worker as training
 
 ROUNDS = 5
-PIECE = 8 << 20  #: bytes of a raw write, and what their number is a multiple of
+PIECE = 8 << 20  #: bytes per raw write; the size of a raw file is a multiple of it
 
 
 def measure(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, list[float]]:
-    """Bytes a second of each way, of each round in turn; those that cannot be are missing.
+    """Return the bytes per second of each way of writing, one number per round.
+
+    A way that the file system does not support is missing.
 
     Args:
-        options: `disk_mib` to write in a round, the `folder`, the collection's `host_gib`, and the
+        options: `disk_mib` to write per round, the `folder`, the collection's `host_gib`, and the
             model's sizes.
         tensor_saver: the collection's module.
     """
@@ -56,7 +59,7 @@ def measure(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, 
 
 
 def of_a_layer(options: argparse.Namespace) -> list[torch.Tensor]:
-    """Tensors of the sizes that the operands of a layer have."""
+    """Return random tensors with the sizes of a layer's operands."""
     hidden, tokens = options.hidden_size, options.seq_length * training.BATCH
     like = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     shapes = [(tokens, hidden), (4 * hidden, hidden), (tokens, 8 * hidden), (hidden, 4 * hidden)]
@@ -64,12 +67,12 @@ def of_a_layer(options: argparse.Namespace) -> list[torch.Tensor]:
 
 
 def write(folder: Path, total: int, flags: int) -> None:
-    """At least `total` bytes into one file.
+    """Write at least `total` bytes into one file.
 
     Raises:
-        OSError: the file system knows no such flags.
+        OSError: if the file system does not support the flags.
     """
-    with mmap.mmap(-1, PIECE) as piece:  # begins where a page does, as O_DIRECT demands
+    with mmap.mmap(-1, PIECE) as piece:  # aligned to a page, as O_DIRECT requires
         piece.write(os.urandom(PIECE))
         file = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | flags)
         try:
@@ -86,7 +89,7 @@ def collect(
     host_gib: float,
     tensor_saver: ModuleType,
 ) -> None:
-    """Write `tensors` once a layer, as one micro-batch."""
+    """Write `tensors` once per layer, as one micro-batch."""
     from megatron.collection.module_identity import ModuleIdentity
     from megatron.collection.training_clock import MicroBatch, clock
 

@@ -8,12 +8,12 @@
 #       -- --save-tensors --tensor-save-dir enhanced_tensor_logs/deepseek --control-iter 1
 #   bash examples/deepseek/train_deepseek2_lite.sh hifp8 --nproc-per-node 8 --ep 8
 #
-# The tiny preset keeps latent attention, the dense first layer, shared and routed experts, and
-# trains on a CPU. The second command also collects the tensors of every matmul: of the experts, and
-# of the projections into and out of the latent space.
+# The tiny preset keeps latent attention, the dense first layer, and shared and routed experts. It
+# trains on a CPU. The second command also collects the tensors of every matmul, including those of
+# the experts and of the projections into and out of the latent space.
 #
-# QUANTIZATION is FA_linear_mxfp8 unless named, the dataset wikipedia unless --dataset names another.
-# Options are those of script/train_config.py; what follows -- goes to pretrain_gpt.py.
+# QUANTIZATION is FA_linear_mxfp8 by default; the dataset is wikipedia unless --dataset is given.
+# Options are those of script/train_config.py; flags after -- are passed to pretrain_gpt.py.
 set -euo pipefail
 
 # shellcheck source=script/driver.sh

@@ -9,39 +9,39 @@
 #       dataset/wikipedia_processed/wikipedia_processed_text_document bf16
 #   NPROC=2 bash examples/llama/train_llama32_1b_h100_fp8.sh --tensor-model-parallel-size 2
 #
-# Arguments, each with a default; an empty one ("") means the default too
+# Arguments, each with a default; an empty one ("") also selects the default
 #   CHECKPOINT   folder to save to, and to resume from if it holds a checkpoint; none: save nothing
-#                (checkpoints/llama32_<preset>_<type>, as in llama32_tiny_mxfp8: a run goes on in
-#                the formats that it was started with)
+#                (checkpoints/llama32_<preset>_<type>, as in llama32_tiny_mxfp8, so that a run
+#                resumes only in the formats that it was started with)
 #   TENSORBOARD  folder of the event files (tensorboard_logs/llama32_<preset>)
 #   TOKENIZER    SentencePiece .model file, or folder with tokenizer.json or tokenizer.model
 #                (model/llama3.2-1b)
-#   DATA         prefix of a .bin and an .idx file
+#   DATA         common prefix of a .bin and an .idx file
 #                (dataset/wikipedia_processed/wikipedia_processed_text_document)
-#   DTYPE        bf16, fp16, fp32; fp8: bf16, and simulated mxfp8 unless CUSTOM_QUANT_TYPE names
+#   DTYPE        bf16, fp16, fp32; fp8: bf16 with simulated mxfp8 unless CUSTOM_QUANT_TYPE names
 #                another type (bf16)
-# Without TOKENIZER, DATA and files at their defaults, the tiny preset makes a small corpus of real
-# text and trains on it; for the published model, missing files are an error.
+# If TOKENIZER and DATA are not given and their default files are missing, the tiny preset makes a
+# small corpus of real text and trains on it. For the published model, missing files are an error.
 #
 # Flags
 #   --preset 1b|tiny  the model's shape; tiny has 4 layers of 256 and trains on a laptop
-#                     (1b with a CUDA device and data, else tiny)
-#   any other         goes to pretrain_gpt.py and wins over the table's; Megatron-LM's names
+#                     (1b with a CUDA device and data, otherwise tiny)
+#   any other flag    is passed to pretrain_gpt.py, where it takes precedence
 #
 # Environment
-#   NPROC     processes (GPUs) of this machine (1)
+#   NPROC     processes on this machine, one per GPU (1)
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several machines, as for torchrun (1, 0, -, 6000)
-#   TRAIN_ITERS, MICRO_BATCH, GLOBAL_BATCH, SEQ_LENGTH, LR   change the preset's values
-#   DRY_RUN=1, or --dry-run, prints the command and the files that it lacks, and runs nothing
+#   TRAIN_ITERS, MICRO_BATCH, GLOBAL_BATCH, SEQ_LENGTH, LR   override the preset's values
+#   DRY_RUN=1, or --dry-run, prints the command and the missing files, and runs nothing
 #
-# The values are those of script/configs/ (llama32-1b, training configuration collect), where the
-# command is made.
+# script/configs/ builds the command, from the model llama32-1b and the training configuration
+# collect.
 set -euo pipefail
 
 # shellcheck source=script/driver.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/../../script/driver.sh"
 
-# From the first flag on, a word without dashes is a flag's value.
+# After the first flag, a word without dashes is the value of a flag.
 arguments=() flags=() preset=''
 while (($#)); do
   case $1 in

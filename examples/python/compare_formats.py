@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Print what number formats do to a tensor: signal to quantization noise, in dB.
+"""Print the signal-to-quantization-noise ratio of number formats, in dB.
 
     python=$(bash script/setup_env.sh)
     "$python" examples/python/compare_formats.py
     "$python" examples/python/compare_formats.py mxfp8 mx:e3m4:b16:rceil nvfp4:2d
 
-Each format is applied to three tensors: normal values; the same with one channel in 32 that is 50
-times as large, as in activations; and the same divided by 2^18, as in gradients. The noise is
-measured in the other channels, because the large ones would dominate that of the whole tensor.
+Each format is applied to three tensors: normal values; the same with one channel in 32 multiplied
+by 50, as in activations; and the normal values divided by 2^18, as in gradients. The noise is
+measured in the other channels, because the large ones would dominate the noise of the whole tensor.
 Blocks are formed along the last axis. `python -m megatron.fake_quant list` prints the names of
 formats.
 """
@@ -26,17 +26,17 @@ from megatron.console import run_main
 from megatron.fake_quant import fake_quantize, get_format
 
 FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "hifp8", "fp8_e4m3")
-ORDINARY = torch.arange(1024) % 32 != 0  #: channels
+ORDINARY = torch.arange(1024) % 32 != 0  #: channels without outliers
 
 
 def sqnr(x: Tensor, quantized: Tensor) -> float:
-    """10 log10 of the signal's power over the error's, summed in float64."""
+    """Return 10 log10 of the signal's power over the error's, summed in float64."""
     signal, noise = x.double(), quantized.double() - x.double()
     return 10 * torch.log10(signal.square().sum() / noise.square().sum()).item()
 
 
 def samples() -> dict[str, Tensor]:
-    """The tensors, by name: 512 rows of 1024 channels."""
+    """Return the tensors by name, each with 512 rows of 1024 channels."""
     normal = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
     outliers = torch.where(ORDINARY, normal, 50 * normal)
     return {"normal": normal, "outliers": outliers, "small": normal / 2**18}
@@ -54,8 +54,10 @@ def main(names: list[str]) -> int:
     tensors = samples()
     print(f"{'SQNR in dB':16}", *(f"{name:>9}" for name in tensors))
     for fmt in formats:
-        found = (sqnr(x[:, ORDINARY], fake_quantize(x, fmt)[:, ORDINARY]) for x in tensors.values())
-        print(f"{fmt.name:16}", *(f"{value:9.2f}" for value in found))
+        ratios = (
+            sqnr(x[:, ORDINARY], fake_quantize(x, fmt)[:, ORDINARY]) for x in tensors.values()
+        )
+        print(f"{fmt.name:16}", *(f"{ratio:9.2f}" for ratio in ratios))
     return 0
 
 

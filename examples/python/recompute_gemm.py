@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Open a dump, put a linear layer's tensors together, and compute its output once more.
+"""Open a dump, assemble the tensors of a linear layer, and recompute its output.
 
     python=$(bash script/setup_env.sh)
     "$python" examples/python/recompute_gemm.py enhanced_tensor_logs/mxfp8
     "$python" examples/python/recompute_gemm.py enhanced_tensor_logs/mxfp8 linear_fc1
 
-y = x W^T is computed from the saved operands twice: quantized as in the run, which reproduces the
-saved output (bit for bit on the same machine), and unquantized, which shows the error of the
-format. The layer is the first one, the module is linear_qkv by default, and shards of several ranks
-are joined first. `python -m megatron.analysis verify` does this for every matmul of a dump.
+y = x W^T is computed twice from the saved operands. Quantized as in the run, they reproduce the
+saved output (bit for bit on the same machine); unquantized, they show the error of the format. The
+layer is the first one, the module is linear_qkv by default, and shards of several ranks are joined.
+`python -m megatron.analysis verify` does this for every matmul of a dump.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = ("input", "weight", "output")
 
 
 def sqnr(x: Tensor, other: Tensor) -> float:
-    """10 log10 of the signal's power over that of the difference; inf where there is none."""
+    """Return 10 log10 of the signal's power over that of the difference; inf if they are equal."""
     signal, noise = x.double(), other.double() - x.double()
     return 10 * torch.log10(signal.square().sum() / noise.square().sum()).item()
 
@@ -47,18 +47,18 @@ def main(folder: str, module: str = "linear_qkv") -> int:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 1
 
-    # a record names the format of its operand, in the forward and in the backward pass
-    said = dict(zip(records["tensor_name"], records["format"], strict=True))
-    forward = {name: uses(said[name])[0] for name in ("input", "weight")}
+    # A record holds the formats of its operand in the forward and in the backward pass.
+    formats = dict(zip(records["tensor_name"], records["format"], strict=True))
+    forward = {name: uses(formats[name])[0] for name in ("input", "weight")}
     quantized = [
-        forward[name].quantized(each, axis=-1) for name, each in (("input", x), ("weight", w))
+        forward[name].quantized(tensor, axis=-1) for name, tensor in (("input", x), ("weight", w))
     ]
     print(f"{module} of layer 0")
-    print(f"  x {list(x.shape)} in {said['input']}, W {list(w.shape)} in {said['weight']}")
+    print(f"  x {list(x.shape)} in {formats['input']}, W {list(w.shape)} in {formats['weight']}")
     for title, (a, b) in {"quantized": quantized, "as they are": (x, w)}.items():
-        again = a @ b.t()
-        same = (again == y).double().mean().item()
-        print(f"  operands {title:12} {same:7.2%} of y as saved, SQNR {sqnr(y, again):.2f} dB")
+        recomputed = a @ b.t()
+        same = (recomputed == y).double().mean().item()
+        print(f"  operands {title:12} {same:7.2%} of y as saved, SQNR {sqnr(y, recomputed):.2f} dB")
     return 0
 
 

@@ -3,11 +3,11 @@
 #
 #   sbatch --nodes 2 examples/slurm/pretrain.sh deepseek2_lite dolma FA_linear_mxfp8 --ep 8
 #
-# Submit from the tree's root, which every machine must see. The first three words are the model,
-# the dataset and the quantization; options of script/train_config.py follow (see its --help), and
-# after -- flags of pretrain_gpt.py. One task a machine starts a process for each of its GPUs. The
-# log is slurm-NAME-JOB.log in the tree's root: sbatch opens it before anything can make a folder.
-# `bash examples/slurm/pretrain.sh --help` prints this.
+# Submit from the root of the repository, which every machine must be able to read. The first three
+# words are the model, the dataset and the quantization. Options of script/train_config.py follow
+# (see its --help), then -- and flags of pretrain_gpt.py. One task per machine starts one process per
+# GPU. The log is slurm-NAME-JOB.log in the root, because sbatch opens it before any script can make
+# a folder. `bash examples/slurm/pretrain.sh --help` prints this.
 #SBATCH --job-name=lowprec
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -31,7 +31,7 @@ esac
 if (($# < 3)); then
   die "MODEL, DATASET and QUANTIZATION are missing; script/train_config.py --list prints them"
 fi
-# SLURM runs a copy of this file, so that its own place says nothing
+# SLURM runs a copy of this file, so the path of the file does not lead to the repository.
 if [[ -z ${SLURM_SUBMIT_DIR-} ]]; then
   die "SLURM_SUBMIT_DIR is not set; start this with sbatch, as in" \
     "'sbatch examples/slurm/pretrain.sh deepseek2_lite dolma FA_linear_mxfp8'"
@@ -45,10 +45,10 @@ read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 LAB_PYTHON=$(bash script/setup_env.sh) # once, before the machines start
 export MASTER_ADDR MASTER_PORT LAB_PYTHON
-# since SLURM 22.05 srun does not take the job's own number, and would bind a task to one core
+# Since SLURM 22.05 srun ignores the job's --cpus-per-task, and would bind a task to one core.
 if [[ -n ${SLURM_CPUS_PER_TASK-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
-# the machine's number is known to the task alone
+# Only the task knows the machine's number.
 # shellcheck disable=SC2016
 srun --kill-on-bad-exit=1 bash -c \
   'exec "$LAB_PYTHON" script/train_config.py --node-rank "$SLURM_NODEID" "$@"' train \

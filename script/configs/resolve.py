@@ -248,7 +248,7 @@ def interpreter(*, dry_run: bool) -> str:
 
 
 def enter_environment() -> None:
-    """Restart this program in the Python that has torch, unless this one has it.
+    """Restart this program in the Python that has torch, unless torch is installed here.
 
     Raises:
         ConfigError: see `interpreter`; also if that Python has no torch either.
