@@ -1,4 +1,4 @@
-"""The command-line parser of all programs: underscores, suggestions, the form of an error."""
+"""Test the command-line parser of all programs: underscores, suggestions, the form of errors."""
 
 import pytest
 

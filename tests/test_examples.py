@@ -1,4 +1,4 @@
-"""The examples run, and what they show is so."""
+"""Test that the examples run and that their results are correct."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ DEEPSEEK = REPO / "examples/deepseek/train_deepseek2_lite.sh"
 
 
 def example(name, *arguments):
-    """What it prints."""
+    """Run an example and return its output."""
     done = run([sys.executable, REPO / "examples/python" / name, *arguments], env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def main_of(name):
-    """To be called in this process."""
+    """Return the main function of an example, to be called in this process."""
     return runpy.run_path(str(REPO / "examples/python" / name))["main"]
 
 
 def recomputed(text):
-    """The share of values that come out as they were saved, and the SQNR: quantized, and not."""
+    """Return the share of reproduced values and the SQNR, with and without quantization."""
     found = re.findall(r"operands .+? +([0-9.]+)% of y as saved, SQNR (\S+) dB", text)
     return [(float(share), float(sqnr)) for share, sqnr in found]
 
@@ -40,7 +40,7 @@ def test_formats_are_compared():
     found = {name: list(map(float, rest)) for name, *rest in map(str.split, lines[1:])}
     assert lines[0].split() == ["SQNR", "in", "dB", "normal", "outliers", "small"]
     for name, (normal, outliers, small) in found.items():
-        if name == "hifp8":  # no scale: large values are no matter, small ones leave the range
+        if name == "hifp8":  # no scale: outliers are harmless, small values underflow
             assert abs(normal - outliers) < 0.1
             assert small < normal - 10
         else:

@@ -1,4 +1,4 @@
-"""Every script answers --help: exit status 0, and an example that names the script."""
+"""Test that every script answers --help with exit status 0 and an example that names it."""
 
 import itertools
 import os
@@ -24,7 +24,7 @@ def is_script(path: Path) -> bool:
 
 
 def scripts() -> list[Path]:
-    """All scripts of the tree, found by what they contain."""
+    """Return all scripts of the tree, recognized by their content."""
     found = set()
     for folder in FOLDERS:
         walk = (REPO / folder).glob if not folder else (REPO / folder).rglob
@@ -34,7 +34,7 @@ def scripts() -> list[Path]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> dict[str, tuple[int, str, str]]:
-    """Ask every script for help, from another folder and without PYTHONPATH."""
+    """Run every script with --help, from another folder and without PYTHONPATH."""
     env = environment(LAB_PYTHON=sys.executable)
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     elsewhere = tmp_path_factory.mktemp("elsewhere")
@@ -74,7 +74,7 @@ def test_it_explains_itself_with_an_example(answers, path):
     status, output, errors = answers[name_of(path)]
     assert status == 0, errors
     assert "Traceback" not in errors
-    # A forwarding script prints the help of the one that it starts, which has the same name.
+    # A forwarding script prints the help of the script that it starts, which has the same name.
     called = "script/configs" if path.name == "__main__.py" else path.name
     lines = [line for line in output.splitlines() if re.search(rf"{re.escape(called)}\b", line)]
     examples = [line for line in lines if not line.lower().startswith("usage:")]

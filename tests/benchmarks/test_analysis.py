@@ -1,4 +1,4 @@
-"""The benchmark of the statistics runs on a dump that is there, and says what it found."""
+"""Test that the benchmark of the statistics runs on an existing dump and prints its results."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""benchmarks/formats.py with the peers that the test environment has, and its tables."""
+"""Test benchmarks/formats.py with the peers that the test environment has, and its tables."""
 
 import csv
 import re

@@ -1,4 +1,4 @@
-"""benchmarks/loss_curves.py: its table and its complaints; that it trains is a slow test."""
+"""Test the table and the errors of benchmarks/loss_curves.py; a slow test trains with it."""
 
 import math
 import re
@@ -24,7 +24,7 @@ SCRIPT = REPO / "benchmarks" / "loss_curves.py"
 
 
 def curves(**by_type):
-    """Falling from 6 by 0.01 an iteration, and each type's distance to that, for two seeds."""
+    """Return losses of two seeds that fall by 0.01 per iteration, with an offset per type."""
     falling = 6 - 0.01 * np.arange(1, 41)
     columns = {
         (name, seed): pd.Series(falling + apart * seed)
@@ -93,7 +93,7 @@ def test_types_and_recipes_train_on_a_text(tmp_path):
 
 
 def test_the_wikitext_page_says_how_short_its_runs_are():
-    """Tokens and parameters follow from the command that the page names."""
+    """The numbers of tokens and parameters follow from the command that the page quotes."""
     page = (REPO / "docs/results/loss_curves_wikitext.md").read_text()
     env = environment(DRY_RUN="1", LAB_PYTHON=sys.executable)
     script = REPO / "examples/llama/train_llama32_1b_h100_fp8.sh"

@@ -1,4 +1,4 @@
-"""pip never installs outside the virtual environment of the peers."""
+"""Test that pip never installs outside the virtual environment of the peers."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ import peers_env
 
 @pytest.fixture
 def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A virtual environment of a stand-in for the user's Python, in place of `.venv-peers`."""
+    """Replace `.venv-peers` by a virtual environment of a stand-in for the user's Python."""
     python = separate_python(tmp_path)
     folder = tmp_path / ".venv-peers"
     subprocess.run([python, "-m", "venv", folder], check=True)

@@ -1,4 +1,4 @@
-"""benchmarks/preprocessing.py: its documents, its table, and that it runs and compares."""
+"""Test the documents and the table of benchmarks/preprocessing.py, and a whole comparison."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Results pages quote commands without the places of the machine that made them."""
+"""Test that results pages quote commands without paths of the machine that made them."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The benchmark of training steps runs, and would notice a type that is not applied."""
+"""Test that the benchmark of training steps runs and detects a type that is not applied."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Makes the modules of script/ importable, as they are to the scripts there."""
+"""Make the modules of script/ importable, as they are for the scripts there."""
 
 import shlex
 import struct
@@ -13,13 +13,13 @@ for folder in ("script/collect", "script"):
     if str(REPO / folder) not in sys.path:
         sys.path.insert(0, str(REPO / folder))
 
-#: An index of megatron-core: magic, version 1, code 8 (uint16), one sequence, two document bounds;
-#: the sequence has eight tokens and begins at byte 0; the document is the sequences 0 to 1.
+#: Index file of megatron-core: magic, version 1, code 8 (uint16), one sequence, two document
+#: bounds. The sequence has eight tokens and begins at byte 0; the document spans sequences 0 to 1.
 INDEX = b"MMIDIDX\0\0" + struct.pack("<QBQQ iq qq", 1, 8, 1, 2, 8, 0, 0, 1)
 
 
 def write_corpus(folder: Path) -> tuple[Path, Path]:
-    """Write an empty tokenizer file and a sound data set of one document with eight tokens."""
+    """Write an empty tokenizer file and a valid data set of one document with eight tokens."""
     (folder / "tok.model").touch()
     (folder / "text_document.bin").write_bytes(struct.pack("<8H", *range(8)))
     (folder / "text_document.idx").write_bytes(INDEX)
@@ -28,20 +28,20 @@ def write_corpus(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """Options that name a tokenizer, which only looks like one, and sound data."""
+    """Return options with an empty tokenizer file and valid data."""
     tokenizer, data = write_corpus(tmp_path_factory.mktemp("files"))
     return ["--tokenizer-path", str(tokenizer), "--data-path", str(data)]
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Return a tokenizer, which only looks like one, and the prefix of sound data."""
+    """Return an empty tokenizer file and the prefix of valid data."""
     return write_corpus(tmp_path)
 
 
 @pytest.fixture
 def plain_environment(monkeypatch):
-    """Nothing that says where and how many; the current folder is the tree's root."""
+    """Unset the variables for processes and machines, and enter the root of the repository."""
     for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DRY_RUN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LAB_PYTHON", sys.executable)
@@ -50,7 +50,7 @@ def plain_environment(monkeypatch):
 
 @pytest.fixture
 def dry(capsys, plain_environment):
-    """The words of a dry run, and what was said."""
+    """Return a function that makes a dry run and returns its command's words and its messages."""
 
     import train_config
     from configs import options
@@ -67,7 +67,7 @@ def dry(capsys, plain_environment):
 
 @pytest.fixture
 def refused(capsys, plain_environment):
-    """The message of a command line that is refused."""
+    """Return a function that runs a wrong command line and returns its error message."""
 
     import train_config
 

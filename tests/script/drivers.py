@@ -1,4 +1,4 @@
-"""Starts the drivers and the training script as a user would, and reads what they would run."""
+"""Start the drivers and the training script as a user would, and read the commands they print."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def bash(script, *arguments, cwd=REPO, **variables):
 
 
 def dry(script, *arguments, **variables):
-    """The commands that a driver would run, as words."""
+    """Return the commands that a driver would run, as lists of words."""
     done = bash(script, *arguments, DRY_RUN="1", **variables)
     assert done.returncode == 0, done.stderr
     return [shlex.split(line) for line in done.stdout.splitlines()]
 
 
 def value(words, flag):
-    """What follows a flag, the last time that it is given: that one wins."""
+    """Return the value of the last occurrence of a flag, which takes effect."""
     assert flag in words, f"{flag} is not in {words}"
     return words[len(words) - 1 - words[::-1].index(flag) + 1]

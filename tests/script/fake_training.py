@@ -1,5 +1,4 @@
-"""Stands in for a training command: writes index lines and files as the collector does, then
-behaves as told.
+"""Imitate a training command: write index lines and files like the collector, then misbehave.
 
     python fake_training.py DIR BEHAVIOUR [ITERATIONS [PID_FILE]]
 
@@ -25,7 +24,7 @@ NAMES = (
 
 
 def collect(folder: Path, iterations: int, *, card: bool = True) -> None:
-    """Three tensors of two layers in every iteration."""
+    """Write three tensors of two layers in every iteration."""
     run_id = f"20250908_095200_{os.getpid():06x}"
     if card:
         token = {"TENSOR_SAVE_LAUNCH": os.environ.get("TENSOR_SAVE_LAUNCH", "")}
@@ -55,7 +54,7 @@ def collect(folder: Path, iterations: int, *, card: bool = True) -> None:
 
 
 def note(pid_file: Path, *pids: int) -> None:
-    """Tell the test which processes there are, all at once."""
+    """Tell the test the numbers of all processes in a single write."""
     partial = pid_file.with_suffix(".partial")
     partial.write_text(" ".join(map(str, pids)))
     partial.rename(pid_file)
@@ -74,7 +73,7 @@ def main() -> int:
     if behaviour == "hang":
         note(pid_file, os.getpid())
         time.sleep(600)
-    if behaviour == "pipe":  # in the place of its run card
+    if behaviour == "pipe":  # instead of its run card
         os.mkfifo(folder / f"run_20250908_095200_{os.getpid():06x}.json")
     collect(folder, iterations, card=behaviour not in ("no card", "pipe"))
     if behaviour == "forge":
@@ -96,7 +95,7 @@ def main() -> int:
         with index.open("a") as lines:
             for event, why in (("kept", "loss nan at iteration 7"), ("let_go", "SIGTERM")):
                 lines.write(json.dumps({"event": event, "why": why}) + "\n")
-    if behaviour == "slow":  # it trains on without collecting
+    if behaviour == "slow":  # training continues without collecting
         for iteration in range(10):
             print(f" iteration {iteration}", flush=True)
             time.sleep(0.15)
@@ -107,7 +106,7 @@ def main() -> int:
     if behaviour == "stall":
         note(pid_file, os.getpid())
         time.sleep(600)
-    if behaviour == "queue":  # at the end it writes what waits, for two seconds
+    if behaviour == "queue":  # at the end it writes the waiting tensors for two seconds
         try:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             note(pid_file, os.getpid())
@@ -122,7 +121,7 @@ def main() -> int:
         child = subprocess.Popen([sys.executable, "-c", HANG], start_new_session=True)
         note(pid_file, os.getpid(), child.pid)
         time.sleep(600)
-    if behaviour == "orphan":  # ends well, but leaves a daemon of a daemon behind
+    if behaviour == "orphan":  # ends successfully, but leaves a daemon of a daemon behind
         middle = (
             "import subprocess, sys\n"
             f"p = subprocess.Popen([sys.executable, '-c', {HANG!r}], start_new_session=True,"

@@ -1,5 +1,6 @@
-"""What the quantizations of the matrix mean, written by hand: the formats of the linear layers, of
-Q K^T and of P V.
+"""The meaning of the matrix's quantizations, written by hand.
+
+For each name: the formats of the linear layers, of Q K^T and of P V.
 """
 
 MEANING = {

@@ -1,6 +1,6 @@
-"""Mistakes of users by entry point: the arguments, and a part of the one error message.
+"""The mistakes of users by entry point: the arguments, and part of the single error message.
 
-`{dump}` is a good dump, `{empty}` an empty folder, `{file}` a file, `{none}` a missing path;
+`{dump}` is a valid dump, `{empty}` an empty folder, `{file}` a file, `{none}` a missing path;
 `{tok}` and `{data}` are empty files.
 """
 
@@ -187,7 +187,7 @@ COLLECT_RUN = [
     ("--tensor-dir {empty} --stall-timeout soon -- true", "invalid float value: 'soon'"),
 ]
 
-#: bash; each takes some tenths of a second.
+#: Mistakes for bash scripts, each of which takes some tenths of a second.
 COLLECTION_DRIVER = [
     ("double mxfp8", "unknown mode 'double'"),
     ("Single mxfp8", "unknown mode 'Single'"),
@@ -266,7 +266,7 @@ ONE_CLICK = [
     ("{dump} {empty}/draw 1 more", "unrecognized arguments: more"),
 ]
 
-#: bash scripts of the matrix and their relatives.
+#: Mistakes for the bash scripts of the matrix and those that work like them.
 CELL_SCRIPT = [
     ("--preset smal", "unknown preset 'smal'"),
     ("--trian-iters 2", "did you mean --train-iters"),

@@ -2,9 +2,9 @@
 
     python tests/script/parameters_worker.py < COMMANDS
 
-Standard input is a JSON object: for each name a vocabulary and the flags of `pretrain_gpt.py` for
-one process. Standard output is one too: for each name the parameters, those of a decoder layer by
-their names, and the numbers of the layers that have experts.
+Standard input is a JSON object that gives, for each name, a vocabulary size and the flags of
+`pretrain_gpt.py` for one process. Standard output is a JSON object that gives, for each name, the
+number of parameters, those of a decoder layer by name, and the numbers of the layers with experts.
 """
 
 import json
@@ -38,9 +38,9 @@ def describe(vocabulary: int, flags: list[str]) -> dict:
 
 
 def main() -> None:
-    torch.cuda.current_device = lambda: torch.device("meta")  # where layers put their weights
+    torch.cuda.current_device = lambda: torch.device("meta")  # device of the weights
     commands = json.load(sys.stdin)
-    output, sys.stdout = sys.stdout, sys.stderr  # megatron prints
+    output, sys.stdout = sys.stdout, sys.stderr  # megatron-core prints to standard output
     json.dump({name: describe(**each) for name, each in commands.items()}, output)
 
 

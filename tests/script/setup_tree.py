@@ -1,4 +1,4 @@
-"""Copies of what script/setup_env.sh needs; the only requirement is a wheel that is made here."""
+"""Copy the files that script/setup_env.sh needs; the only requirement is a wheel made here."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import pytest
 
 from tests.subprocesses import REPO, environment, run
 
-# What the script calls besides Python, for a PATH on which nothing else is found.
+# Programs besides Python that the script calls, for a PATH that contains nothing else.
 TOOLS = ("bash", "cp", "dirname", "grep", "mkdir", "mv", "readlink", "rm", "sed", "tail")
 PINS = """
 RUNTIME = {"lab-runtime": "%s"}
@@ -37,7 +37,7 @@ def wheel(folder: Path, name: str, release: str) -> None:
 
 
 class Tree:
-    """A copy of the files that the script needs, in a folder with a space, and ways to call it."""
+    """A copy of the files that the script needs, in a folder whose name contains a space."""
 
     def __init__(self, folder: Path, name: str = "a tree"):
         self.root = folder / name
@@ -59,7 +59,7 @@ class Tree:
         self.python("python3")
 
     def pin(self, release: str) -> None:
-        """Pin lab-runtime and lab-lint in place of the real requirements."""
+        """Pin lab-runtime and lab-lint instead of the real requirements."""
         source = (REPO / "setup.py").read_text()
         before, after = source.split("\nif __name__", 1)
         (self.root / "setup.py").write_text(f"{before}{PINS % release}\nif __name__{after}")
@@ -83,7 +83,7 @@ class Tree:
         return run(self.command(*options), cwd=self.root.parent, env=self.environment(**changes))
 
     def installed(self) -> str:
-        """The release of lab-runtime that .venv imports."""
+        """Return the release of lab-runtime that .venv imports."""
         return run([self.venv_python, "-c", "print(__import__('lab_runtime').release)"]).stdout
 
     def check_made(self, result: subprocess.CompletedProcess[str]) -> None:

@@ -1,4 +1,4 @@
-"""A copy of the drivers whose training script is a stub, in a folder of any name."""
+"""Copy the drivers, with a stub as the training script, to a folder of any name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs whose output nobody reads to its end, as in `... | head`: no traceback, no error."""
+"""Test programs whose reader ends early, as in `... | head`: no traceback, no error."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ def test_help_without_a_reader_is_not_taken_for_an_option(driver):
     ended = without_reader("bash", driver, "--help")
     assert "[ERROR]" not in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert ended.returncode in (0, 141, -13)  # as `sed` and `cat` end: by the signal of the pipe
+    assert ended.returncode in (0, 141, -13)  # ended by SIGPIPE, like `sed` and `cat`
 
 
 def test_preprocessing_is_complete_though_nobody_reads_its_report(tmp_path):

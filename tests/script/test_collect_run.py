@@ -1,4 +1,4 @@
-"""The watcher of a collection, run as a command around a fake training."""
+"""Test the watcher of a collection as a command that starts a fake training."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_files_of_other_runs_are_neither_counted_nor_touched(tmp_path):
     )
     assert older.returncode == 0
     before = {path: path.read_bytes() for path in tensors.iterdir()}
-    # one that begins after ours, with another token
+    # another run with another token, which begins after ours
     (tensors / "run_20250908_095201_other.json").write_text('{"environment": {}}')
     collecting = subprocess.Popen(command(tmp_path, "stall"), stdout=subprocess.PIPE, text=True)
     wait_for((tmp_path / "pids").exists)

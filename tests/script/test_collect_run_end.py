@@ -1,4 +1,4 @@
-"""How the watcher of a collection ends a training: signals, a terminal, and what is left behind."""
+"""Test how the watcher of a collection ends a training: signals, a terminal, stray processes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_second_interrupt_does_not_wait_for_the_grace(tmp_path):
 
 
 def test_training_has_time_to_write_what_waits(tmp_path):
-    """Four times the grace, as long as tensors arrive."""
+    """Training gets four times the grace period as long as tensors arrive."""
     collecting = subprocess.Popen(
         command(tmp_path, "queue"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -105,7 +105,7 @@ def test_a_terminal_gets_a_bar_and_ctrl_c_reaches_it(tmp_path):
 
 
 def test_ps_sees_what_proc_sees(monkeypatch):
-    """The table of a system without /proc, where there is a `ps` to compare with."""
+    """Compare the process table of a system without /proc with `ps`, if there is one."""
     if not Path("/proc/self/stat").exists() or shutil.which("ps") is None:
         pytest.skip("needs both")
     monkeypatch.syspath_prepend(REPO / "script")

@@ -1,4 +1,4 @@
-"""The size that a driver prints for a collection is the size that `--collect-plan` measures."""
+"""Test that a driver prints the size of a collection that `--collect-plan` measures."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_more_than_10_gb_asks_for_yes_or_a_limit(files, tmp_path):
         (["--yes"], {}),
         (["--collect-max-gib", "20"], {}),
         ([], {"COLLECT_YES": "1"}),
-    ):  # the folder that cannot be made is what comes next
+    ):  # the folder that cannot be made causes the next error
         done = bash(COLLECT, "single", "mxfp8", *small, *agreed, **variables)
         assert "[ERROR] cannot write to " in done.stderr, done.stderr
 

@@ -1,4 +1,4 @@
-"""The current folder may hold anyone's files: the drivers import nothing from it."""
+"""Test that the drivers import nothing from the current folder, which may contain foreign files."""
 
 import pytest
 
@@ -14,7 +14,7 @@ RECIPE = REPO / "examples/recipes/nvfp4_pretraining.yaml"
 
 @pytest.fixture
 def trap(tmp_path):
-    """A folder with modules that say when they are imported."""
+    """Return a folder with modules that report that they are imported."""
     for name in NAMES:
         (tmp_path / f"{name}.py").write_text(TRAP)
     return tmp_path
@@ -50,13 +50,13 @@ def test_the_environment_is_looked_for_without_the_current_folder(trap):
 
 
 def test_the_traps_work(trap):
-    """So that no test above passes because nothing could be caught."""
+    """The traps work: otherwise the tests above could not fail."""
     bash("-c", '"$LAB_PYTHON" -m megatron.fake_quant.policy', cwd=trap)
     assert (trap / "executed").exists()
 
 
 def test_a_search_path_of_folders_leads_to_no_other_tree(tmp_path):
-    """`cd` searches CDPATH for a relative path, and prints what it finds there."""
+    """A relative path is not searched in CDPATH, where `cd` would find and print another one."""
     name = REPO.name
     (tmp_path / name / "script").mkdir(parents=True)
     asked = f'source {name}/script/driver.sh && printf %s "$repo"'

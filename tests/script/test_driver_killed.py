@@ -1,4 +1,4 @@
-"""If only a driver script is killed, its collection ends soon and loses nothing."""
+"""Test that a collection ends soon and loses nothing if only its driver script is killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMBERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Processes whose command line or environment names a folder."""
+    """Return the processes whose command line or environment names a folder."""
     needle, found = os.fsencode(folder), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -126,7 +126,7 @@ def test_the_drawing_ends_with_its_driver(tmp_path, number):
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_interrupted_drawing_is_one_line_and_leaves_whole_files(tmp_path, number):
-    """The real program, with processes that draw: all of them get the signal of the terminal."""
+    """The real program draws in several processes, which all get the terminal's signal."""
     write_dump(tmp_path / "dump", layers=1)
     words = [sys.executable, "-m", "megatron.analysis", "draw", tmp_path / "dump"]
     words += ["--output-dir", tmp_path / "draw", "--workers", "2", "--formats", "mxfp8"]

@@ -1,4 +1,4 @@
-"""The two drivers' options: what they would run."""
+"""Test the commands that the two drivers would run for their options."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_dry_run_makes_no_folder(tmp_path):
 
 
 def test_a_switch_that_says_no_is_no_dry_run(corpus, tmp_path):
-    """The wrong folder is found by what a dry run leaves out."""
+    """A wrong folder is detected by a check that a dry run skips."""
     (tmp_path / "file").write_text("")
     files = ("--tokenizer-path", corpus[0], "--data-path", corpus[1])
     for no in ("0", "false"):

@@ -1,6 +1,4 @@
-"""What the drivers and the training script say of themselves, and what they refuse before anything
-starts.
-"""
+"""Test the help of the drivers and the training script, and the errors before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drivers, from training to the pictures; and a driver that is interrupted."""
+"""Test the drivers from training to the figures, and a driver that is interrupted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.subprocesses import REPO, environment
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """`run_tensor_draw.sh both mxfp8` on the default corpus."""
+    """Run `run_tensor_draw.sh both mxfp8` on the default corpus."""
     folder = tmp_path_factory.mktemp("both")
     done = bash(
         DRAW,
@@ -65,7 +65,7 @@ def test_both_reports_where_to_look(both):
 
 
 def test_an_audit_is_no_collection_that_failed(tmp_path):
-    """The recipe of the page on recipes, as the page has it."""
+    """Return the recipe that the page on recipes shows."""
     [text] = re.findall(r"```yaml\n(.*?)```", (REPO / "docs" / "recipes.md").read_text(), re.S)
     recipe = tmp_path / "my_recipe.yaml"
     recipe.write_text(text)
@@ -78,7 +78,7 @@ def test_an_audit_is_no_collection_that_failed(tmp_path):
 
 
 def test_an_interrupt_ends_training_too(tmp_path):
-    """A signal to the outermost script only, as from a job scheduler."""
+    """Only the outermost script gets a signal, as from a job scheduler."""
     words = [
         "bash",
         DRAW,
@@ -114,7 +114,7 @@ def test_an_interrupt_ends_training_too(tmp_path):
 
 
 def processes_with(word):
-    """Command lines of all living processes that contain a word."""
+    """Return the command lines of all living processes that contain a word."""
     if not Path("/proc/self").exists():
         return subprocess.run(
             ["ps", "-A", "-o", "args="], capture_output=True, text=True, check=True

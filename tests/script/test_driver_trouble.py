@@ -1,4 +1,4 @@
-"""A driver whose collection cannot write: it fails, says why, and leaves what is there readable."""
+"""Test that a driver whose collection cannot write fails with a reason and keeps files readable."""
 
 import subprocess
 

@@ -1,5 +1,7 @@
-"""Alternative names are accepted: options of Megatron-LM and of older scripts, types in upper or
-lower case, other paths of the visualization scripts.
+"""Test that alternative names are accepted.
+
+They are options of Megatron-LM and of older scripts, types in upper or lower case, and other paths
+of the visualization scripts.
 """
 
 from __future__ import annotations

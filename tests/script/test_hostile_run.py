@@ -1,4 +1,4 @@
-"""Tests with hostile files in the folder of a collection: special files, forged texts."""
+"""Test hostile files in the folder of a collection: special files and forged texts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LINE = {
 
 
 def follower(folder, *, card=True):
-    """A follower of one run, whose card is there."""
+    """Return a follower of one run that has written its run card."""
     made = IndexFollower(folder, "token")
     if card:
         text = json.dumps({"environment": {"TENSOR_SAVE_LAUNCH": "token"}})
@@ -112,7 +112,7 @@ def test_texts_of_an_index_are_safe_to_print():
 
 @pytest.mark.parametrize("options", [(), ("--verbose",)], ids=["quiet", "verbose"])
 def test_the_log_and_the_index_forge_no_line(tmp_path, options):
-    """The command prints and records texts that would be errors, or drive the terminal."""
+    """The command prints and records texts that imitate errors or control the terminal."""
     done = collect(tmp_path, "forge", *options)
     assert done.returncode == 1
     told = done.stdout + done.stderr

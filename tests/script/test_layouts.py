@@ -1,4 +1,4 @@
-"""Processes, machines and layouts: what is passed on, and what is refused."""
+"""Test the options for processes, machines and parallelism: what is passed on or refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_cluster_options_pass_through(dry, monkeypatch):
 
 
 def test_one_machine_may_have_a_number_all_the_same(dry, monkeypatch):
-    """A job script that was given one machine; an environment that numbers all machines."""
+    """A job script may get one machine, and the environment may number machines."""
     words, _ = dry(*CELL, *TINY, "--nnodes", "1", "--node-rank", "0", "--master-addr", "a")
     assert "--node-rank" not in words
     monkeypatch.setenv("NODE_RANK", "3")
@@ -156,7 +156,7 @@ def test_what_would_do_is_what_divides():
 
 
 def test_the_slurm_example_starts_each_machine_with_its_number(tmp_path):
-    """With stand-ins for SLURM's commands, which run the tasks one after the other."""
+    """Replace SLURM's commands by stand-ins that run the tasks one after the other."""
     fakes = {
         "scontrol": "printf 'first\\nsecond\\n'",
         "srun": 'echo "cores: ${SRUN_CPUS_PER_TASK-unset}" >&2; shift; '

@@ -1,4 +1,4 @@
-"""Programs whose output has lost its reader, as with `head -n 1`, do their work to the end."""
+"""Test that programs finish their work if their reader ends early, as with `head -n 1`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_is_drawn_is_drawn_to_its_end(tmp_path, dump, reader):
 def test_statistics_and_findings_keep_their_exit_status(tmp_path, dump):
     check(unread([*ANALYSIS, "stats", dump, "--formats", "mxfp8", "--output", tmp_path / "a.csv"]))
     assert (tmp_path / "a.csv").exists()
-    check(unread([*ANALYSIS, "verify", dump]), 1)  # its values are random: no result follows
+    check(unread([*ANALYSIS, "verify", dump]), 1)  # the values are random, so it fails
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""The experiment matrix: all its commands are complete, hold the published numbers and are
-accepted by training.
-"""
+"""Test that all commands of the experiment matrix are complete and that training accepts them."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ CELLS = [(model, dataset, q) for model in MODELS for dataset in DATASETS for q i
 
 @pytest.fixture(scope="module")
 def commands(files, tmp_path_factory):
-    """What each script prints in a dry run, by model, dataset and quantization."""
+    """Return what each script prints in a dry run, by model, dataset and quantization."""
     loop = 'while read -r script; do bash "$script" --dry-run --preset full "$@"; done'
     names = {
         cell: REPO / f"script/{cell[0]}/pretrain_{cell[0]}_{cell[1]}_{cell[2]}.sh" for cell in CELLS
@@ -60,7 +58,7 @@ def processes(words):
 
 @pytest.fixture(scope="module")
 def parsed(commands):
-    """Each command as training reads it."""
+    """Return each command as training parses it."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         for cell, words in commands.items():
@@ -71,7 +69,7 @@ def parsed(commands):
 
 
 def test_the_scripts_are_the_generated_ones():
-    """`script/train_config.py --write-scripts` makes them."""
+    """The scripts are those that `script/train_config.py --write-scripts` makes."""
     wanted = scripts.scripts()
     assert len(wanted) == 60
     assert scripts.generated() == sorted(wanted)
@@ -114,7 +112,7 @@ def test_a_format_alone_is_everywhere_and_its_words_say_so():
 
 
 def test_runs_of_a_model_differ_in_nothing_but_the_formats(commands):
-    """What names the run is replaced by a word; then only the type may differ."""
+    """Only the type differs once the words that name the run are replaced."""
     for model in MODELS:
         seen = set()
         for dataset in DATASETS:
@@ -208,7 +206,7 @@ def test_deepseek_s_attention_and_experts(parsed):
         }
 
 
-#: All that may differ between a model and its tiny preset.
+#: Fields that may differ between a model and its tiny preset.
 SIZES = {
     "hidden_size",
     "intermediate_size",
@@ -229,7 +227,7 @@ SIZES = {
 
 
 def leaves(fields, prefix=""):
-    """The fields of an architecture and of its parts, with dotted names."""
+    """Return the fields of an architecture and of its parts, with dotted names."""
     found = {}
     for name, value in fields.items():
         found |= leaves(value, f"{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -254,7 +252,7 @@ def test_a_tiny_preset_is_the_same_architecture(model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_flags_are_those_of_the_published_weights(commands, model, tmp_path, monkeypatch):
-    """`--load-hf` refuses a command that describes another model than the checkpoint does."""
+    """A command must describe the same model as the checkpoint, or `--load-hf` refuses it."""
     pytest.importorskip("megatron.training.hf")
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[model]))
     words = commands[model, "dolma", "linear_mxfp8"]

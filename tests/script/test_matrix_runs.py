@@ -1,4 +1,4 @@
-"""The scripts of the matrix train tiny models, with the formats that their names say."""
+"""Test that the scripts of the matrix train tiny models in the formats that their names give."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.script.meaning import MEANING
 from tests.subprocesses import REPO, environment, run
 from tests.training.runs import Training
 
-#: One of each model, with each dataset, format and place among them.
+#: Scripts that together cover each model, dataset, format and group of matmuls.
 SAMPLE = (
     ("llama31-8b", "wikipedia", "FA_mxfp8"),
     ("llama32-1b", "dolma", "linear_mxfp4"),
@@ -29,12 +29,12 @@ OTHERS = [
 ]
 ROW = re.compile(r"> {3}(?P<module>\S+) +(?P<operation>linear|qk|pv) +(?P<what>\S.*?) {2,}.*")
 SHARE = re.compile(r"> matmuls in low precision: (?P<percent>\S+)% of the FLOPs of all matmuls")
-#: Modules that only a recipe quantizes.
+#: Modules that only a recipe can quantize.
 ALWAYS_HIGH = re.compile(r"output_layer|.*\.router")
 
 
 def train(folder, model, dataset, quantization):
-    """Two iterations, from another folder than the tree's root."""
+    """Train two iterations from a folder other than the root."""
     script = REPO / f"script/{model}/pretrain_{model}_{dataset}_{quantization}.sh"
     options = ["--preset", "tiny", "--training-config", "fast", "--train-iters", "2"]
     where = ["--tensorboard-path", folder / "events", "--", "--seed", "7"]
@@ -46,7 +46,7 @@ def train(folder, model, dataset, quantization):
 
 
 def check(training, quantization):
-    """Two iterations with a loss, and every matmul in the format that the name says."""
+    """Both iterations have a loss, and every matmul runs in the format that the name gives."""
     assert list(training.losses) == [1, 2]
     assert all(7 < loss < 8.5 for loss in training.losses.values()), "ln 2048 is 7.6"
     assert "--seed 7" in training.errors
@@ -67,7 +67,7 @@ def test_a_script_of_each_model_trains(tmp_path, model, dataset, quantization):
     check(train(tmp_path, model, dataset, quantization), quantization)
 
 
-#: A published model's command with its sizes made small: all other flags stay.
+#: Flags that make the sizes of a published model small; all its other flags stay.
 SMALL = {
     "llama31-8b": "--tp 2 -- --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 "
     "--num-attention-heads 4 --num-query-groups 2 --kv-channels 32",
@@ -81,7 +81,7 @@ SMALL = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model", SMALL)
 def test_the_flags_of_a_published_model_train_on_two_ranks(tmp_path, model):
-    """Distributed optimizer, overlapped messages, recomputation, evaluation and a checkpoint."""
+    """The command uses a distributed optimizer, overlapped communication and recomputation."""
     env = environment(LAB_PYTHON=sys.executable)
     made = run([sys.executable, REPO / "script/data/default_corpus.py"], env=env)
     assert made.returncode == 0, made.stderr

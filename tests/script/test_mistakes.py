@@ -1,4 +1,4 @@
-"""Every mistake of `mistakes.py` ends with one `[ERROR]` that says what was wrong."""
+"""Test that every mistake of `mistakes.py` ends with a single `[ERROR]` that explains it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.training.runs import ENTRY
 for _folder in ("script/data", "script/visualization"):
     sys.path.append(str(REPO / _folder))
 
-#: Programs in bash.
+#: Entry points that are bash scripts.
 SCRIPTS = {
     "COLLECTION_DRIVER": "run_tensor_collection.sh",
     "DRAW_DRIVER": "run_tensor_draw.sh",
@@ -30,7 +30,7 @@ SCRIPTS = {
     "DEEPSEEK": "examples/deepseek/train_deepseek2_lite.sh",
     "SLURM": "examples/slurm/pretrain.sh",
 }
-#: Programs in Python whose `main` runs in this process.
+#: Entry points in Python whose `main` runs in this process.
 MODULES = {
     "ANALYSIS": "megatron.analysis.__main__",
     "FAKE_QUANT": "megatron.fake_quant.__main__",
@@ -76,7 +76,7 @@ def filled(text, places):
 
 
 def check(status, errors, message):
-    """One error, no traceback."""
+    """Check that the output has one error and no traceback."""
     assert status not in (0, None), errors
     assert "Traceback" not in errors
     assert errors.count("[ERROR]") == 1, errors

@@ -1,4 +1,4 @@
-"""The models of the matrix have the published sizes: by arithmetic, and as megatron builds them."""
+"""Test that the models of the matrix have the published sizes, by arithmetic and as built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.subprocesses import REPO, environment
 
 
 def published_parameters(config):
-    """Counted from the published shapes, matrix by matrix."""
+    """Count the parameters from the published shapes, matrix by matrix."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     total = hidden * config["vocab_size"] * (1 if config["tie_word_embeddings"] else 2) + hidden
     for layer in range(config["num_hidden_layers"]):
@@ -47,7 +47,7 @@ def test_parameters_by_arithmetic(model):
     assert MODELS[model].full.architecture.parameters() == PARAMETERS[model]
 
 
-#: Tokens of the published tokenizers; DeepSeek's has fewer than its embedding has rows.
+#: Sizes of the published tokenizers; DeepSeek's is smaller than the model's embedding.
 TOKENS = {"llama31-8b": 128256, "llama32-1b": 128256, "deepseek2_lite": 100002}
 
 

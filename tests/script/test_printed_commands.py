@@ -1,4 +1,4 @@
-"""Every command that is printed can be copied into a shell, whatever the folders are called."""
+"""Test that every printed command can be copied into a shell, whatever the names of folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.script.stub_tree import stub_tree
 from tests.subprocesses import REPO, environment, run
 
-#: A folder's name that a shell would run, expand or split where it is not quoted.
+#: Name of a folder that a shell would run, expand or split if it is not quoted.
 NAME = "x $(touch PWN) `touch PWN` 'y' \"z\" $HOME; touch PWN & *"
 
 
@@ -75,7 +75,7 @@ def test_the_commands_of_a_collection(place, tmp_path, where):
     assert words_of(following, tmp_path / "shell") == expected
     check_no_substitution_ran(place)
 
-    # as a user does: the printed command is run
+    # run the printed command, as a user does
     drawn = run(["bash", "-c", f"DRY_RUN=1 {following}"], cwd=place, env=environment())
     assert drawn.returncode == 0, drawn.stderr
     words = words_of(drawn.stdout.rstrip("\n"), tmp_path / "shell")

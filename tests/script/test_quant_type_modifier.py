@@ -1,4 +1,4 @@
-"""The settings file: what is effective and why, going back, and several processes at a time."""
+"""Test the settings file: effective formats and their sources, restoring, simultaneous changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VARIABLES = ("CUSTOM_QUANT_TYPE", "LINEAR_QUANT_TYPE", "QK_QUANT_TYPE", "PV_QUAN
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
-    """The path of a settings file that is not there, in an environment that says nothing."""
+    """Return the path of a settings file that does not exist, and unset all other sources."""
     for name in (*VARIABLES, "QUANT_RECIPE"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "settings.json"
@@ -73,7 +73,7 @@ def test_restore_goes_back_to_before_the_first_change(settings, call, before):
     assert call("--restore").out.startswith("restored\n")
     assert (settings.read_text() if settings.exists() else None) == before
     assert call("--restore").out.startswith("nothing to restore: there was no change\n")
-    # and the next change begins a new history
+    # the next change makes a new backup
     settings.write_text('{"qk": "mxfp4"}')
     call("--linear-quant", "mxfp8")
     call("--restore")
@@ -159,13 +159,13 @@ def writer(path, operation, times):
 
 
 def test_processes_that_write_at_once_lose_nothing(settings):
-    """Each sets an operation of its own; a reader always finds a whole file."""
+    """Each process sets an operation of its own; a reader always finds a complete file."""
     before = '{"pv": "mxint8"}'
     settings.write_text(before)
     processes = [writer(settings, operation, 100) for operation in ("linear", "qk")]
     seen = set()
     while any(process.poll() is None for process in processes):
-        found = read_settings(settings)  # raises on half a file
+        found = read_settings(settings)  # raises if the file is incomplete
         assert found["pv"] == "mxint8"
         seen.add(tuple(sorted(found.items())))
     assert [process.wait() for process in processes] == [0, 0]

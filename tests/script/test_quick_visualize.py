@@ -1,4 +1,4 @@
-"""quick_visualize.py as a command."""
+"""Test quick_visualize.py as a command."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_it_draws_and_writes_from_any_folder(tmp_path, dash):
     assert "28 tensors\n  204,800 values\n" in done.stdout
     assert "run 20250908_095200_abc123: 28 tensors" in done.stdout
     assert f"Wrote {Path('a/b/quick_analysis.png')}" in done.stdout
-    assert not (tmp_path / "logs" / "mxfp8" / ".statistics").exists()  # no format is computed
+    assert not (tmp_path / "logs" / "mxfp8" / ".statistics").exists()  # no format is applied
     assert done.stderr == ""
 
 

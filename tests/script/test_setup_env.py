@@ -1,4 +1,4 @@
-"""script/setup_env.sh, in copies of the tree whose only requirement is a wheel made here."""
+"""Test script/setup_env.sh in copies of the tree whose only requirement is a wheel made here."""
 
 import os
 import runpy
@@ -22,7 +22,7 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def fastest(tree: Tree, **changes: str) -> float:
-    """Seconds of the fastest of three calls: the others may have waited for other tests."""
+    """Return the seconds of the fastest of three calls; other tests may delay the others."""
     times = []
     for _ in range(3):
         started = time.perf_counter()
@@ -35,7 +35,7 @@ def fastest(tree: Tree, **changes: str) -> float:
 
 
 def test_the_python_in_path_is_used_if_it_has_the_pins(tree):
-    shutil.copy(REPO / "setup.py", tree.root)  # the real pins, which the tests' own Python has
+    shutil.copy(REPO / "setup.py", tree.root)  # the real pins, which the tests' Python satisfies
     result = tree.call()
     assert (result.returncode, result.stdout, result.stderr) == (0, f"{sys.executable}\n", "")
     assert not (tree.root / ".venv").exists()
@@ -162,7 +162,7 @@ def test_a_damaged_venv_is_repaired(tree):
     tree.check_made(tree.call())
     assert info.exists()
 
-    # As when the interpreter that it was made from is uninstalled.
+    # The same happens if the interpreter that it was made from is uninstalled.
     tree.venv_python.unlink()
     tree.venv_python.symlink_to("/nonexistent/python")
     tree.check_made(tree.call())
@@ -192,13 +192,13 @@ def test_two_calls_at_once_build_once(tree):
 
 
 def test_a_tree_that_cannot_be_written(tree):
-    (tree.root / ".venv.lock").mkdir()  # root may write anywhere, but not into a folder
+    (tree.root / ".venv.lock").mkdir()  # also root cannot open a folder as a file
     check_error(tree.call(), "cannot write")
 
 
 @pytest.mark.slow
 def test_the_real_requirements(tree):
-    """Downloads what pip has not cached: needs the network and some GB."""
+    """A complete installation downloads what pip has not cached, up to some GB."""
     shutil.copy(REPO / "setup.py", tree.root)
     python = sys._base_executable
     settings = {k: v for k, v in environment().items() if k.startswith(("PIP_", "PATH", "HOME"))}

@@ -1,6 +1,6 @@
-"""A damaged .venv is made anew, and pip never installs outside of .venv.
+"""Test that a damaged .venv is made again, and that pip never installs outside of .venv.
 
-The Python that a fault would change is a stand-in with a site-packages folder of its own.
+A fault would change a stand-in for the user's Python, which has a site-packages folder of its own.
 """
 
 import shutil
@@ -28,7 +28,7 @@ def tree(tmp_path: Path) -> Tree:
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory) -> Tree:
-    """A tree with a complete .venv, which each damage leaves complete again."""
+    """Return a tree with a complete .venv, which each test of damage repairs."""
     made = tree_in(tmp_path_factory.mktemp("complete"))
     made.check_made(made.call())
     return made
@@ -88,7 +88,7 @@ def lose_library(venv: Path) -> None:
 
 
 def packages_elsewhere(venv: Path) -> None:
-    """Site-packages is a link to a folder that is not part of the environment."""
+    """The site-packages folder is a link to a folder outside of the environment."""
     (packages,) = venv.glob("lib/python3*/site-packages")
     packages.rename(venv.parent / "elsewhere")
     packages.symlink_to(venv.parent / "elsewhere")
@@ -122,7 +122,7 @@ def test_a_damaged_venv_never_reaches_the_users_python(complete, damage: Callabl
 
 
 def test_what_this_script_did_not_make_is_renamed_and_not_deleted(tree):
-    """A user's own environment that lost its configuration, twice."""
+    """A user's own environment loses its configuration twice."""
     for number, aside in enumerate((".venv.damaged", ".venv.damaged.2")):
         venv = tree.root / ".venv"
         shutil.rmtree(venv, ignore_errors=True)
@@ -137,7 +137,7 @@ def test_what_this_script_did_not_make_is_renamed_and_not_deleted(tree):
 
 
 def test_a_python_installation_at_venv_is_refused(tree):
-    """pip would install outside of a virtual environment. `conda create` makes such a folder."""
+    """A .venv made by `conda create` is not a virtual environment, so pip is not run there."""
     home = tree.user_python.parent.parent
     (tree.root / ".venv").mkdir()
     for folder in ("bin", "lib"):
@@ -192,7 +192,7 @@ def test_an_interruption_does_not_clear_an_environment_of_the_user(tree):
 
 
 def test_a_failed_start_of_the_making_is_cleared_by_the_next_call(tree):
-    """`python -m venv` dies midway; the script may delete the remains, which are its own."""
+    """After `python -m venv` dies midway, the script deletes the remains, which are its own."""
     tree.python(
         "python3",
         'case " $* " in *" -m venv "*) echo "No space left" >&2; exit 1;; esac; '
@@ -234,7 +234,7 @@ def test_a_pip_configuration_that_leads_elsewhere_is_refused(tree, line):
 
 
 def test_pythonhome_is_refused(tree):
-    """PYTHONHOME replaces the home of the virtual environment."""
+    """The variable PYTHONHOME would replace the home of the virtual environment."""
     home = str(tree.user_python.parent.parent)
     check_error(tree.call(PYTHONHOME=home), "PYTHONHOME is set to", "unset it")
     assert users_packages(tree) == []

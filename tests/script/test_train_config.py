@@ -1,6 +1,4 @@
-"""`train_config.py` and `flash_attention_config.py`: what they print, and what they refuse before
-anything starts.
-"""
+"""Test what `train_config.py` and `flash_attention_config.py` print, and what they refuse."""
 
 from __future__ import annotations
 
@@ -94,7 +92,7 @@ def test_missing_data_say_what_makes_them(refused, files):
 
 
 def printed_command(message):
-    """The words of the command that a message says to run."""
+    """Return the words of the command that a message recommends."""
     return shlex.split(re.search("`(.+?)`", message)[1])
 
 
@@ -198,7 +196,7 @@ def test_settings_leave_the_formats_to_the_environment(dry):
 
 @pytest.fixture
 def formats_unsaid(monkeypatch, tmp_path):
-    """Nothing says formats: no variable, and a settings file that is not there yet."""
+    """Unset all sources of formats: no variable, and no settings file."""
     for name in ("CUSTOM", "LINEAR", "QK", "PV"):
         monkeypatch.delenv(f"{name}_QUANT_TYPE", raising=False)
     monkeypatch.delenv("QUANT_RECIPE", raising=False)
@@ -208,7 +206,7 @@ def formats_unsaid(monkeypatch, tmp_path):
 
 
 def test_runs_with_other_formats_have_other_folders(dry, refused, formats_unsaid, monkeypatch):
-    """Whoever says the formats: a checkpoint of one is never resumed in another."""
+    """A checkpoint of one format is never resumed in another, whatever source sets the formats."""
 
     def folder(quantization, *flags):
         words, _ = dry(*CELL[:-1], quantization, "--", *flags)
@@ -366,7 +364,7 @@ def test_attention_s_list_and_mistakes(refused, capsys):
 
 
 def test_the_training_script_s_numbers_are_the_table_s(dry, files):
-    """`examples/llama` and the drivers behind it have no numbers of their own."""
+    """The script in `examples/llama` and the drivers take all numbers from the tables."""
     script = REPO / "examples/llama/train_llama32_1b_h100_fp8.sh"
     variables = environment(LAB_PYTHON=sys.executable, DRY_RUN="1", NPROC="2")
     cell = ("--model", "llama32-1b", "--quantization", "settings", "--training-config", "collect")
@@ -380,7 +378,7 @@ def test_the_training_script_s_numbers_are_the_table_s(dry, files):
 
 
 def test_the_commands_of_the_documentation_run():
-    """Blocks of bash are run, those of a console are not."""
+    """Blocks marked bash are run; those marked console are not."""
     text = (REPO / "docs/experiments.md").read_text()
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S)
     commands = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]

@@ -1,4 +1,4 @@
-"""examples/llama: the command that its arguments, flags and environment make."""
+"""Test the command that arguments, flags and environment of examples/llama make."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_tiny_preset_has_the_same_architecture_and_is_small():
 
 
 def test_pretrain_gpt_knows_every_flag_of_both_presets(corpus):
-    """What is printed is parsed by the program that it is for."""
+    """The printed command is parsed by the program that it starts."""
     check = (
         "import sys; from megatron.training.arguments.parse_args import parse_args; "
         "parse_args(sys.argv[1:])"

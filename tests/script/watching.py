@@ -1,4 +1,4 @@
-"""Starts the watcher of a collection around a fake training."""
+"""Start the watcher of a collection with a fake training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 WATCHER = REPO / "script" / "collect/run.py"
 TRAINING = Path(__file__).with_name("fake_training.py")
-LIMIT = 30.0  #: seconds; none of these needs more than three
+LIMIT = 30.0  #: time limit in seconds; no run here needs more than three
 
 
 def command(folder: Path, behaviour: str, *options: str, iterations: int = 1) -> list[str]:
@@ -58,7 +58,7 @@ def alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    stat = Path(f"/proc/{pid}/stat")  # a zombie is not alive
+    stat = Path(f"/proc/{pid}/stat")  # a zombie counts as dead
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
