@@ -193,7 +193,7 @@ find_python() {
 }
 
 # run_module MODULE WORD...: run a module as python -m does, but import nothing from the current
-# folder, which may contain a foreign numpy.py.
+# folder, which may contain a foreign module named numpy.
 run_module() {
   "$py" -c 'import sys; sys.path[:] = [p for p in sys.path if p]; import runpy
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)' "$@"

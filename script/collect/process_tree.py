@@ -33,7 +33,7 @@ class _Row:
     """One process of the system's process table."""
 
     parent: int
-    dead: bool  #: whether it is a zombie, of which only the exit status is left
+    dead: bool  #: true for a zombie, of which only the exit status is left
     started: str  #: start time, which tells two processes apart that had the same number in turn
 
 

@@ -30,7 +30,7 @@ class ChosenType:
     """The quantization type of a collection."""
 
     name: str  #: canonical name, used for its folder and files
-    by_flag: bool  #: whether `--custom-quant-type` passes it; otherwise training reads the settings
+    by_flag: bool  #: true if `--custom-quant-type` passes it, false if training reads the settings
 
 
 def chosen_type(given: str | None, python: str, *, dry_run: bool) -> ChosenType:

@@ -32,9 +32,9 @@ class Size:
     files: int
     bytes: int
     iterations: int | None  #: None without an end (`--control-iter 0` without `--train-iters`)
-    limited: bool  #: whether the user has set a limit of files or bytes
-    optional: bool  #: whether it is written only if a ring or a flag file triggers it
-    codes: bool  #: whether codes are collected as well; they are not counted
+    limited: bool  #: true if the user has set a limit of files or bytes
+    optional: bool  #: true if it is written only when a ring or a flag file triggers it
+    codes: bool  #: true if codes are collected as well; they are not counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ class Experiment:
     schedule: Schedule
     tensorboard: str
     checkpoint: str | None  #: folder to save to; None to save nothing
-    resume: bool  #: whether that folder holds a checkpoint
+    resume: bool  #: true if that folder holds a checkpoint
     formats: Sequence[str]  #: flags that set the number formats
     dtype: str = "bf16"
     parallelism: Parallelism = field(default_factory=Parallelism)

@@ -226,8 +226,8 @@ def training_environment() -> dict[str, str]:
     variables = dict(os.environ)
     path = variables.get("PYTHONPATH")
     variables["PYTHONPATH"] = f"{REPO}{os.pathsep}{path}" if path else str(REPO)
-    # torchrun is started with `python -m`, which would import anyone's torch.py from the current
-    # folder. Python 3.10 does not know this variable.
+    # torchrun is started with `python -m`, which would import a foreign module named torch from the
+    # current folder. Python 3.10 ignores this variable.
     variables.setdefault("PYTHONSAFEPATH", "1")
     # By default OpenMP's threads spin while they wait for each other, which is very slow if other
     # processes run on the same cores. On 2 cores beside one busy process, an iteration of the tiny

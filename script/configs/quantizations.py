@@ -1,15 +1,15 @@
-"""The quantizations: which matmuls of the linear layers and of attention run in which format.
+"""The quantizations of the matrix: which matmuls run in which format.
 
-A name is a quantization type of `megatron.fake_quant`, which is what training is told. To add one,
-add a line to `QUANTIZATIONS`: a type (`"FA_nvfp4"`), or a format in all its three places
-(`*places("nvfp4")`); then run `script/train_config.py --write-scripts`.
+Their names are quantization types of `megatron.fake_quant`, which training takes. To add one, add a
+line to `QUANTIZATIONS`: a type (`"FA_nvfp4"`), or a format with all three prefixes
+(`*places("nvfp4")`). Then run `script/train_config.py --write-scripts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: What stands before a format's name, and where the format then applies.
+#: Prefixes of a format's name, and the matmuls to which the format then applies.
 PLACES: Mapping[str, str] = {
     "FA_linear_": "Q K^T and linear layers",
     "FA_": "Q K^T",
@@ -19,11 +19,11 @@ EVERYWHERE = "linear layers, Q K^T and P V"
 
 
 def places(name: str) -> list[str]:
-    """The types of a format that have scripts."""
+    """Return the types of a format that have scripts."""
     return [f"FA_{name}", f"linear_{name}", f"FA_linear_{name}"]
 
 
-#: Those of the matrix: each has a script for each model and dataset.
+#: Types of the matrix, each of which has one script per model and dataset.
 QUANTIZATIONS: tuple[str, ...] = (
     "bf16",
     *places("mxfp8"),
@@ -33,12 +33,12 @@ QUANTIZATIONS: tuple[str, ...] = (
 
 UNQUANTIZED = ("bf16", "none")
 
-#: Not a type: no flag is given, so that environment and settings file decide.
+#: Choice that passes no flag, so that the environment and the settings file decide.
 AS_SET = "settings"
 
 
 def split(quantization: str) -> tuple[str, str]:
-    """Where a type applies, and its format."""
+    """Split a type into the matmuls to which it applies and its format."""
     for prefix, where in PLACES.items():
         if quantization.startswith(prefix):
             return where, quantization.removeprefix(prefix)
@@ -46,7 +46,7 @@ def split(quantization: str) -> tuple[str, str]:
 
 
 def describe(quantization: str) -> str:
-    """A type in words."""
+    """Return a type in words."""
     where, name = split(quantization)
     if quantization == AS_SET:
         return "what the environment and script/quant_type_modifier.py have set"
@@ -54,21 +54,22 @@ def describe(quantization: str) -> str:
 
 
 def formats() -> list[str]:
-    """The formats that the matrix has."""
-    names = dict.fromkeys(split(each)[1] for each in QUANTIZATIONS)
+    """Return the formats of the matrix."""
+    names = dict.fromkeys(split(quantization)[1] for quantization in QUANTIZATIONS)
     return [name for name in names if name not in UNQUANTIZED]
 
 
 def accepted() -> dict[str, str]:
-    """Every name that a user can give, in words: those of the matrix, and each of its formats
-    alone, which is everywhere.
+    """Return every accepted name with a description.
+
+    They are the types of the matrix, each of its formats without a prefix, `none` and `settings`.
     """
     names = dict.fromkeys([*QUANTIZATIONS, *formats(), "none", AS_SET])
     return {name: describe(name) for name in names}
 
 
 def attention_choices() -> dict[str, dict[str, str]]:
-    """The formats of Q K^T (qk) and P V (pv), by the name that flash_attention_config.py takes."""
+    """Return the formats of Q K^T (qk) and P V (pv) by the names of flash_attention_config.py."""
     choices: dict[str, dict[str, str]] = {"none": {}}
     for name in formats():
         choices |= {

@@ -36,7 +36,7 @@ def at_home(path: str) -> str:
 
 
 #: First line of code for `python -c`, so that nothing is imported from the current folder, which
-#: may contain a foreign torch.py.
+#: may contain a foreign module named torch.
 FOREIGN_LEFT_OUT = "import sys; sys.path[:] = [path for path in sys.path if path]\n"
 
 
@@ -84,7 +84,7 @@ class DataRequest:
     tokenizer: str | None  #: path that the user gives
     data: str | None  #: prefix that the user gives
     default: Files  #: files to use if the user gives none
-    corpus: bool  #: whether the default corpus may replace missing default files
+    corpus: bool  #: true if the default corpus may replace missing default files
     prepare: Sequence[str] = ()  #: command that makes the default files
     names: tuple[str, str] = ("--tokenizer-path", "--data-path")  #: options, for the messages
 

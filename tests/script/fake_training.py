@@ -1,6 +1,6 @@
 """Imitate a training command: write index lines and files like the collector, then misbehave.
 
-    python fake_training.py DIR BEHAVIOUR [ITERATIONS [PID_FILE]]
+    python fake_training.py DIR BEHAVIOR [ITERATIONS [PID_FILE]]
 
 Standard library only, so that it starts at once.
 """
