@@ -3,7 +3,7 @@
     python benchmarks/formats.py                     # all formats, 4096 x 4096: many minutes
     python benchmarks/formats.py --quick             # a small matrix; write no file
     python benchmarks/formats.py --formats mxfp8 mxfp4 --dtypes bf16 --axes last
-    python benchmarks/formats.py --device cuda --output formats_gpu.md
+    python benchmarks/formats.py --device cuda --output /tmp/formats.md
 
 The calls that are timed for each format, input dtype and block axis are a copy of the matrix
 (`clone`), our `fake_quantize`, and each peer that has the format. A peer quantizes and dequantizes
