@@ -14,12 +14,15 @@ import pytest
 from tests.subprocesses import REPO
 
 #: folders that still hold older prose; each entry is the beginning of a path
-NOT_YET = ("docs/results/", "megatron/", "script/data/", "tests/")
+NOT_YET = ("megatron/", "script/data/", "tests/")
 
-#: files of other projects that our prose names
+#: files outside of the tree that our prose names
 FOREIGN = {
     "custom_recipes/reference_current_scaling.py",  # TransformerEngine
+    "docs/results/formats_gpu.md",  # written by a benchmark on a GPU
     "hif4_gpu/HiF4_NVFP4_v14f16.py",  # ddddwee1/HiFloat4
+    "numpy.py",  # a user's file that must not be imported
+    "torch.py",
     "tools/preprocess_data.py",  # Megatron-LM
     "transformer_engine/pytorch/custom_recipes/reference_nvfp4.py",
 }
@@ -87,8 +90,9 @@ def violations(name: str, source: str, files: set[str]) -> list[str]:
     """Return one line per violation in a file: its place, the reason and the words."""
     results = set()
     for line, kind, text in texts(name, source):
-        opening = text.strip("#: ").capitalize().split("\n")[0]
-        if kind in ("docstring", "field") and FIRST.match(opening):
+        opening = text.strip("#: ").split("\n")[0]
+        odd = FIRST.match(opening[:1].upper() + opening[1:])
+        if odd and (kind == "docstring" or (kind == "field" and odd[0] != "Whether")):
             results.add((line, "begin with a verb or a noun", opening))
         for reason, pattern in RULES.items():
             results |= {(line, reason, match[0]) for match in pattern.finditer(text)}
@@ -116,9 +120,7 @@ def all_violations(paths: list[str]) -> list[str]:
 
 
 def test_the_prose_of_the_tree_keeps_the_rules():
-    failures = [
-        line for line in all_violations([""]) if not line.startswith(NOT_YET) or ".md:" in line
-    ]
+    failures = [line for line in all_violations([""]) if not line.startswith(NOT_YET)]
     assert not failures, "\n" + "\n".join(failures)
 
 
@@ -137,6 +139,7 @@ GOOD = [
     '"""Return whether a rank has a number."""\n# one cell per row, as in megatron/here.py',
     'NAMES = ["missing.py"]  # run_<name>.sh, *.py',
     "size: int  #: values per block\n#: the rows that follow\n#: of these",
+    "full: bool  #: whether the disk is full",
     'def f():\n    """Forward a tensor by its format. Of two, take one."""',
 ]
 
