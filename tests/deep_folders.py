@@ -1,4 +1,4 @@
-"""Folders inside one another, deeper than recursion and paths can go."""
+"""Nested folders, deeper than the recursion limit and the longest path."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def deep_folders(folder: Path, depth: int) -> Iterator[None]:
-    """Make folders inside one another below `folder`, deeper than a path can say."""
+    """Create `depth` nested folders in `folder`, and remove them at the end."""
     before = Path.cwd()
     os.chdir(folder)
     made = 0

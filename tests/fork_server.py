@@ -1,15 +1,15 @@
-"""Starts Python programs in copies of one process that has imported torch and megatron-core: a
-program begins at once and not after eight seconds. `tests/forks.py` is the other end.
+"""Start Python programs in forks of one process that has already imported torch and megatron-core.
 
     python tests/fork_server.py SOCKET IMPORTS      a file descriptor; wheel, overlay or training
 
-A message on the socket is {"words", "cwd", "env", "ranks", "file_bytes"} as JSON and three files to
-write into: standard output, standard error, and a line each of the ids (of the process group, then
-of every rank) and of the exit status.
+A program starts at once instead of after eight seconds of imports. `tests/forks.py` is the client.
+A request on the socket is {"words", "cwd", "env", "ranks", "file_bytes"} as JSON, with three file
+descriptors to write to: standard output, standard error, and a status pipe. The status pipe gets
+one line with the ids of the process group and of all ranks, and one line with the exit status.
 
-A copy leaves the server's loop and becomes the program: it has its own environment, folder, `argv`
-and `__main__`, and ends as the interpreter does. What differs from a process of its own: the
-imports are there already, made without the program's own variables.
+A fork leaves the loop of the server and becomes the program: it has its own environment, working
+directory, `argv` and `__main__`, and exits as the interpreter does. It differs from a new process
+in one respect: the imports ran before, without the environment of the program.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ IMPORTS = {
         "megatron.core.tokenizers.text.libraries",  # transformers
     ),
 }
-AFTER_A_FAILURE = 0.1  #: seconds in which the other ranks say what they found
-GRACE = 30.0  #: seconds from SIGTERM to SIGKILL; both as torchrun has them
+AFTER_A_FAILURE = 0.1  #: seconds that the other ranks have to report their own failure
+GRACE = 30.0  #: seconds from SIGTERM to SIGKILL; torchrun uses the same two values
 
 
 def prepare(imports: str) -> None:
-    """Import everything. Nothing may start a thread: a copy has only the one that made it."""
-    gc.disable()  # imports leave little to collect, and looking for it takes a second
-    if imports == "wheel":  # has no such module: by its path
+    """Import everything; no import may start a thread, because a fork has only one thread."""
+    gc.disable()  # imports leave little garbage, and looking for it takes a second
+    if imports == "wheel":  # the wheel has no such module: load the file
         spec = importlib.util.spec_from_file_location("cpu_backend_of_the_tests", BACKEND)
         sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[spec.name])
@@ -56,7 +56,7 @@ def prepare(imports: str) -> None:
     else:
         importlib.import_module("megatron.training.device").prepare()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what the wheel says of itself
+        warnings.simplefilter("ignore")  # warnings of the wheel about missing packages
         for name in IMPORTS[imports]:
             importlib.import_module(name)
     gc.freeze()
@@ -64,7 +64,7 @@ def prepare(imports: str) -> None:
 
 
 def become(request: dict[str, Any], files: list[int], variables: dict[str, str]) -> Callable:
-    """In a copy: everything of the program but its run, which is returned."""
+    """Turn this fork into the program, and return the function that runs it."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, file in enumerate(files[:2], 1):
         os.dup2(file, number)
@@ -81,7 +81,7 @@ def become(request: dict[str, Any], files: list[int], variables: dict[str, str])
 
 
 def program(first: str, *rest: str) -> Callable:
-    """What `python FIRST REST...` runs: a script, `-c CODE` or `-m MODULE`."""
+    """Return what `python FIRST REST...` runs: a script, `-c CODE` or `-m MODULE`."""
     if first == "-m":
         sys.argv, sys.path[0] = list(rest), str(Path.cwd())
         return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -97,8 +97,8 @@ def program(first: str, *rest: str) -> Callable:
 
 
 def launch(request: dict[str, Any], files: list[int]) -> Callable:
-    """In a copy: start the ranks, wait for them and end; in theirs, return what they run."""
-    os.setsid()  # whoever waits can end all of them
+    """Start the ranks, wait for them and exit; in the fork of a rank, return what it runs."""
+    os.setsid()  # so that the client can end all ranks
     count = request["ranks"]
     server = socket.create_server(("127.0.0.1", 0))
     port = str(server.getsockname()[1])
@@ -118,7 +118,7 @@ def launch(request: dict[str, Any], files: list[int]) -> Callable:
 
 
 def of_rank(rank: int, count: int, port: str) -> dict[str, str]:
-    """The variables that torchrun sets for a rank."""
+    """Return the environment variables that torchrun sets for a rank."""
     ids = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {name: str(value) for name, value in (ids | where).items()} | {
@@ -127,7 +127,7 @@ def of_rank(rank: int, count: int, port: str) -> dict[str, str]:
 
 
 def store_of_ranks(server: socket.socket) -> Any:
-    """Where the ranks meet; it outlives each of them, as that of torchrun does."""
+    """Return the store of the ranks; it outlives each of them, as that of torchrun does."""
     from torch.distributed import TCPStore
 
     port = server.getsockname()[1]
@@ -136,7 +136,7 @@ def store_of_ranks(server: socket.socket) -> Any:
 
 
 def wait(ranks: dict[int, int], errors: int) -> int:
-    """Until all ranks have ended; when one fails, end the others. The status of torchrun."""
+    """Wait until all ranks have ended, end the others if one fails, and return the exit status."""
     failed = False
     while ranks:
         pid, status = os.wait()
@@ -160,7 +160,7 @@ def end(ranks: dict[int, int], number: signal.Signals) -> None:
 
 
 def serve(requests: socket.socket) -> Callable:
-    """Answer requests until there are no more; in a copy that became a program, return its run."""
+    """Answer requests until the socket closes; in the fork of a program, return what it runs."""
     signal.signal(signal.SIGCHLD, reap)
     while True:
         length, files, _, _ = socket.recv_fds(requests, 8, 3)

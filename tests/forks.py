@@ -1,6 +1,7 @@
-"""Runs Python programs as `tests/subprocesses.py` does, in copies of a process that has imported
-what they need (see `tests/fork_server.py`): for all tests that start training or a layer, and look
-at what it computes or says. How a user's process starts is left to those that use `subprocesses`.
+"""Run Python programs in forks of a process that has already imported what they need.
+
+All tests that start training or a layer, and check what it computes or prints, use this module; see
+`tests/fork_server.py`. Tests of how the process of a user starts use `tests/subprocesses.py`.
 """
 
 import atexit
@@ -21,16 +22,16 @@ from tests.subprocesses import REPO, TIMEOUT, environment
 
 SERVER = Path(__file__).with_name("fork_server.py")
 TRAINING = (REPO / "pretrain_gpt.py", REPO / "tests" / "training")
-#: Read when torch or megatron-core is imported, so that a copy would not notice them.
+#: Variables that are read when torch or megatron-core is imported; a fork would ignore them.
 AT_IMPORT = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
 
 
-_running: set[int] = set()  #: groups of processes that nobody has waited for
+_running: set[int] = set()  #: process groups that no test has waited for
 
 
 @functools.cache
 def _server(imports: str) -> socket.socket:
-    """The socket of a server, which is started when the first program asks for it."""
+    """Return the socket of a server, which is started at the first request."""
     ours, its = socket.socketpair()
     env = environment() if imports == "wheel" else environment(PYTHONPATH=REPO)
     process = subprocess.Popen(
@@ -58,7 +59,7 @@ def _end(group: int) -> None:
 
 
 class Program:
-    """A program that runs; some of subprocess.Popen."""
+    """A running program, with a part of the interface of subprocess.Popen."""
 
     def __init__(self, words: Sequence[str], files: Sequence[int]) -> None:
         self.returncode: int | None = None
@@ -72,7 +73,7 @@ class Program:
         _running.add(self._group)
 
     def send_signal(self, number: int) -> None:
-        """To every rank that is there; at once, and not to a launcher that passes it on."""
+        """Send a signal to every running rank directly, not through a launcher."""
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -81,7 +82,7 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float = TIMEOUT) -> tuple[str, str]:
-        """Wait for the end, also of what the program started and left with its output open."""
+        """Wait until the program, and every process that holds its output open, has ended."""
         texts, until = {file: b"" for file in self._files}, time.monotonic() + timeout
         try:
             with selectors.DefaultSelector() as selector:
@@ -116,11 +117,11 @@ def start(
     env: dict[str, str] | None = None,
     file_bytes: int | None = None,
 ) -> Program:
-    """Start what `python WORDS...` would: a script, `-c CODE` or `-m MODULE`.
+    """Start `python WORDS...`: a script, `-c CODE` or `-m MODULE`.
 
     Args:
-        ranks: of torchrun; None: a single process without it.
-        file_bytes: the largest file that can be written, as if the disk were full then.
+        ranks: number of torchrun ranks; None starts a single process without torchrun.
+        file_bytes: size of the largest file that can be written, as if the disk were full.
     """
     env = environment() if env is None else env
     usual = environment()
@@ -153,7 +154,7 @@ def run(
     env: dict[str, str] | None = None,
     file_bytes: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run such a program to its end, whatever its exit status."""
+    """Run a program as `start` does, and return its output and exit status."""
     program = start(*words, ranks=ranks, cwd=cwd, env=env, file_bytes=file_bytes)
     output, errors = program.communicate()
     return subprocess.CompletedProcess(list(words), program.returncode, output, errors)

@@ -1,11 +1,11 @@
-"""Links of a Markdown page."""
+"""Checks of the links of a Markdown page."""
 
 import re
 from pathlib import Path
 
 
 def broken_links(page: Path) -> list[str]:
-    """Links to files, or sections of them, that are not there."""
+    """Return the links to files or sections that do not exist."""
     links = re.findall(r"\]\(([^)\s]+)[^)]*\)", page.read_text())
     return [link for link in links if not (link.startswith("http") or leads(page, link))]
 
@@ -17,6 +17,6 @@ def leads(page: Path, link: str) -> bool:
 
 
 def sections(page: Path) -> set[str]:
-    """What a link may name behind its `#`, as GitHub makes it of headings."""
+    """Return the anchors of a page, as GitHub derives them from its headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}

@@ -1,4 +1,4 @@
-"""The published models, as facts to compare with; and the flags of a command."""
+"""Configurations of published models to compare with, and the flags of a command."""
 
 import json
 
@@ -9,7 +9,7 @@ PUBLISHED = {
     for name in ("llama31-8b", "llama32-1b", "deepseek2_lite")
 }
 
-#: As the models' cards and papers have them.
+#: Parameters by the model cards and papers.
 PARAMETERS = {
     "llama31-8b": 8_030_261_248,
     "llama32-1b": 1_235_814_400,
@@ -18,5 +18,5 @@ PARAMETERS = {
 
 
 def flags_of(words: list[str]) -> list[str]:
-    """What a command gives to `pretrain_gpt.py`."""
+    """Return the arguments that a command passes to `pretrain_gpt.py`."""
     return words[words.index(str(REPO / "pretrain_gpt.py")) + 1 :]

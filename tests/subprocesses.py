@@ -1,4 +1,4 @@
-"""Runs parts of the project in processes of their own, as a user would start them."""
+"""Run parts of the project in new processes, as a user would start them."""
 
 import os
 import socket
@@ -21,15 +21,17 @@ _OURS = (
 
 
 def environment(**changes: str | Path) -> dict[str, str]:
-    """This process's environment without what would steer the project, and with `changes`."""
+    """Return the environment without the variables of this project, and with `changes`."""
     clean = {key: value for key, value in os.environ.items() if key not in _OURS}
     clean["OMP_NUM_THREADS"] = "1"
-    clean["QUANT_SETTINGS_FILE"] = os.devnull + ".none"  # a developer's own settings are not ours
+    clean["QUANT_SETTINGS_FILE"] = (
+        os.devnull + ".none"
+    )  # ignores the settings file of the developer
     return clean | {key: str(value) for key, value in changes.items()}
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on."""
+    """Return a port of this machine that no process listens on."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
@@ -38,7 +40,7 @@ def free_port() -> int:
 def run(
     command: Sequence[str | Path], *, cwd: Path = REPO, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, whatever its exit status."""
+    """Run a command and return its output and exit status."""
     return subprocess.run(
         [str(part) for part in command],
         cwd=cwd,

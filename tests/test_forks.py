@@ -1,4 +1,4 @@
-"""Programs that tests start in copies of a process are as Python and torchrun start them."""
+"""Programs that tests start in forks run as Python and torchrun run them."""
 
 import json
 import signal
