@@ -21,7 +21,7 @@ _OURS = (
 
 
 def environment(**changes: str | Path) -> dict[str, str]:
-    """Return the environment without the variables of this project, and with `changes`."""
+    """Return the environment without variables of this project, and with `changes`."""
     clean = {key: value for key, value in os.environ.items() if key not in _OURS}
     clean["OMP_NUM_THREADS"] = "1"
     clean["QUANT_SETTINGS_FILE"] = (
