@@ -1,13 +1,14 @@
-"""What every test needs: usual signals, little garbage collection, and the long files first.
+"""Settings of all tests: default signals, rare garbage collection, order, and the quick tier.
 
 Signals that were ignored where pytest was started (under nohup, or in the background of a script)
 would be ignored by the processes that tests start and interrupt.
 """
 
 import gc
+import re
 import signal
 
-#: Each takes a minute or more, so that a worker that began it last would be alone at the end.
+#: Files that take a minute or more. They run first, so that no worker is left with one at the end.
 LONGEST_FIRST = (
     "tests/test_readme.py",
     "tests/fake_quant/test_triton.py",
@@ -15,8 +16,34 @@ LONGEST_FIRST = (
     "tests/training/test_golden.py",
     "tests/script/test_driver_runs.py",
 )
+#: The source of a test file that starts processes, which import megatron-core for seconds or train.
+STARTS_PROCESSES = re.compile(
+    r"^(from|import) .*\b(forks|subprocess|subprocesses|drivers|runs|stub_tree|watching|browser)\b"
+    r"|^from tests\.core|^from tests\.training\.(golden|runs)|def \w+\([^)]*\b(dumps|copied)\b",
+    re.M,
+)
+#: Files that start processes and are quick all the same.
+QUICK_ANYWAY = ("test_imports.py",)
+#: Beginnings of the names of further tests that `--quick` leaves out, because each takes seconds.
+LONG = (
+    "tests/analysis/dump/test_forged_texts.py",
+    "tests/analysis/dump/test_index.py::test_a_large_index",
+    "tests/analysis/dump/test_strange_dumps.py",
+    "tests/analysis/figures",
+    "tests/analysis/outputs",
+    "tests/analysis/report",
+    "tests/analysis/stats/test_clipping.py",
+    "tests/analysis/test_draw.py",
+    "tests/analysis/test_judging.py",
+    "tests/fake_quant/test_compile.py",
+    "tests/fake_quant/test_packing.py::test_dequantized_it_is_what_fake_quantize_gives",
+    "tests/fake_quant/test_properties.py",
+    "tests/fake_quant/test_quantize.py::test_any_axis_is_a_loop_over_its_vectors",
+    "tests/fake_quant/test_stochastic_bias.py",
+    "tests/fake_quant/test_tensor_scale.py::test_tensors_over_every_binade",
+)
 
-gc.set_threshold(100_000, 20, 100)  # what is imported is a million objects; an eighth of the time
+gc.set_threshold(100_000, 20, 100)  # the imports are a million objects; this saves an eighth
 
 for _number, _usual in (
     (signal.SIGINT, signal.default_int_handler),
@@ -26,8 +53,27 @@ for _number, _usual in (
         signal.signal(_number, _usual)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="leave out tests that start processes or take seconds each",
+    )
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the files that start processes without importing them, if `--quick` is given."""
+    name = collection_path.name
+    if not config.getoption("--quick") or not name.startswith("test_") or name in QUICK_ANYWAY:
+        return None
+    return bool(STARTS_PROCESSES.search(collection_path.read_text())) or None
+
+
+def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: _place(item.nodeid.partition("::")[0]))
+    if config.getoption("--quick"):
+        config.hook.pytest_deselected(items=[i for i in items if i.nodeid.startswith(LONG)])
+        items[:] = [item for item in items if not item.nodeid.startswith(LONG)]
 
 
 def _place(file: str) -> int:

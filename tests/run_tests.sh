@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
 # Run the tests. This is the one command: it finds or makes the Python environment first.
 #
-#   bash tests/run_tests.sh                        # what CI runs: on the CPU, minutes
-#   bash tests/run_tests.sh --slow                 # and the tests that take longer
-#   bash tests/run_tests.sh --gpu                  # and those that need a CUDA device
+#   bash tests/run_tests.sh                        # what CI runs on the CPU; takes minutes
+#   bash tests/run_tests.sh --quick                # formats, collection, statistics: under 2 minutes
+#   bash tests/run_tests.sh --slow                 # adds the tests that take longer
+#   bash tests/run_tests.sh --gpu                  # adds the tests that need a CUDA device
 #   bash tests/run_tests.sh tests/fake_quant -k mxfp8 -n 0
 #
 # Options
+#   --quick        leave out tests that start processes or take seconds each
 #   --slow, --gpu  add these tests; the two can be combined
-#   -h, --help     print this; `-- --help` prints pytest's own help
-# Everything else goes to pytest and wins over what is set here. Paths start at the repository's root.
+#   -h, --help     print this help; `-- --help` prints pytest's own help
+# All other options are passed to pytest and override the ones set here. Paths are relative to the
+# root of the repository.
 #
 # Environment
-#   TEST_WORKERS   processes that share the tests, a file at a time (default 2; 0: none besides pytest)
+#   TEST_WORKERS   processes that share the tests, one file at a time (default 2; 0 runs all in pytest)
 set -euo pipefail
 
 repo=$(unset CDPATH && cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -47,7 +50,7 @@ done
 py=$(bash "$repo/script/setup_env.sh")
 cd -- "$repo"
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
-# Two test processes with a thread each, not two with as many threads as there are cores.
+# One thread per test process; otherwise each process would use as many threads as there are cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# In the order of tests/conftest.py; by itself xdist begins with the files that have most tests.
+# Keep the order of tests/conftest.py; by default xdist starts with the files that have most tests.
 exec "$py" -m pytest -n "$TEST_WORKERS" --dist loadfile --no-loadscope-reorder -m "$marks" ${rest[@]+"${rest[@]}"}
