@@ -41,7 +41,7 @@ import pandas as pd
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from megatron.analysis.plots.style import colour_of  # noqa: E402
+from megatron.analysis.plots.style import color_of  # noqa: E402
 from megatron.console import ArgumentParser  # noqa: E402
 
 TRAIN = REPO / "examples" / "llama" / "train_llama32_1b_h100_fp8.sh"
@@ -175,7 +175,7 @@ def draw(losses: pd.DataFrame, path: Path) -> None:
     smooth = losses.rolling(window, min_periods=1).mean()
     apart = differences(smooth)
     for name in types_of(losses):
-        colour, index = colour_of(name), losses.index
+        colour, index = color_of(name), losses.index
         top.plot(index, losses[name].mean(axis=1), color=colour, alpha=0.25, linewidth=0.8)
         dash = "--" if name.startswith("recipe_") else "-"  # recipes have arbitrary colors
         top.plot(index, smooth[name].mean(axis=1), dash, color=colour, label=name)

@@ -1,6 +1,37 @@
-"""What a dump says: load (`store`) -> compute (`statistics`, `measure`) -> draw (`plots`), joined
-in `quick`; and whether it can be trusted (`verify`). `python -m megatron.analysis` is the way in.
+"""Analysis of collected tensors: read a dump, verify it, compute statistics, draw figures.
 
-Needs torch, numpy, pandas and matplotlib, and of this project only the record and the formats: a
-laptop that has a dump and no megatron-core can analyze it.
+`python -m megatron.analysis` is the command line. In Python, the names in `__all__` are the entry
+points; a name's module is imported when the name is first used.
+
+This package needs torch, numpy, pandas and matplotlib, but not megatron-core, so that a dump can be
+analyzed on a laptop.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.analysis.drawing import draw
+    from megatron.analysis.quick import quick_analysis
+    from megatron.analysis.stats.engine import compute
+    from megatron.analysis.store import TensorStore
+    from megatron.analysis.verification.verify import verify
+
+__all__ = ["TensorStore", "compute", "draw", "quick_analysis", "verify"]
+
+_MODULES = {
+    "TensorStore": "store",
+    "compute": "stats.engine",
+    "draw": "drawing",
+    "quick_analysis": "quick",
+    "verify": "verification.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on its first use, because pandas and torch take seconds to import."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,10 +1,10 @@
-"""Look into a dump of collected tensors.
+"""Analyze a dump of collected tensors.
 
-python -m megatron.analysis verify enhanced_tensor_logs/mxfp8      can it be trusted?
-python -m megatron.analysis stats enhanced_tensor_logs/mxfp8       what would formats do to it?
-python -m megatron.analysis draw enhanced_tensor_logs              everything as pictures
-python -m megatron.analysis report enhanced_tensor_logs            one page to click through
-python -m megatron.analysis quick enhanced_tensor_logs/mxfp8       the first look
+python -m megatron.analysis verify enhanced_tensor_logs/mxfp8      check that it can be trusted
+python -m megatron.analysis stats enhanced_tensor_logs/mxfp8       measure the error of formats
+python -m megatron.analysis draw enhanced_tensor_logs              draw everything
+python -m megatron.analysis report enhanced_tensor_logs            write one page to click through
+python -m megatron.analysis quick enhanced_tensor_logs/mxfp8       take a first look
 python -m megatron.analysis COMMAND --help                         options and examples
 """
 
@@ -35,25 +35,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _VERIFY = """\
-Check a dump: every file can be read and is what its record says, its values are finite, replicas
-agree, each output and gradient follows from the saved operands under the recorded formats, and no
-tensor is missing that the run must have left.
+Check a dump: every file is readable and agrees with its record, its values are finite, replicas
+are equal, each output and gradient follows from the saved operands under the recorded formats, and
+no tensor is missing that the run must have written.
 
-A result of a linear layer may be off its exact value by what any order of summation in float32 and
-one rounding to its dtype can do; one of attention by four times what moving every score by one unit
-in the last place does. What cannot be checked (stochastic rounding, dropout, parts of tensors) is
-counted, with the reason.
+A result of a linear layer may differ from its exact value by the rounding errors of any order of
+summation in float32 and of one rounding to its dtype. A result of attention may differ by four
+times the effect of moving every score by one unit in the last place. Results that cannot be checked
+(stochastic rounding, dropout, parts of tensors) are counted by reason.
 """
 _VERIFY_EXAMPLES = """\
-A line for each finding (an error, or a note that makes nothing wrong), then a summary.
-Exit status: 0 nothing is wrong; 1 something is; 2 nothing could be checked (a wrong option or
-folder).
+Prints one line per finding (an error, or a note about something harmless), then a summary.
+times the effect of moving every score by one unit in the last place. Results that cannot be
+checked (stochastic rounding, dropout, parts of tensors) are counted by reason.
 
 examples:
   python -m megatron.analysis verify enhanced_tensor_logs/mxfp8
   python -m megatron.analysis verify enhanced_tensor_logs --run latest
-  python -m megatron.analysis verify dump --exact        on the machine that made the dump
-  python -m megatron.analysis verify dump --slack 16     of a GPU that reduces in bf16 or TF32
+  python -m megatron.analysis verify dump --exact        on the machine of the run
+  python -m megatron.analysis verify dump --slack 16     from a GPU that reduces in bf16 or TF32
 """
 
 
@@ -65,15 +65,22 @@ def _add_verify(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
         epilog=_VERIFY_EXAMPLES,
         formatter_class=_RAW,
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="searched with its subfolders")
-    parser.add_argument("--run", metavar="ID", help="only this run; 'latest' for the newest")
-    parser.add_argument("--exact", action="store_true", help="results must be the same bit for bit")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="folder of the dump, searched with its subfolders",
+    )
+    parser.add_argument("--run", metavar="ID", help="check only this run; 'latest' for the newest")
+    parser.add_argument(
+        "--exact", action="store_true", help="require results that are equal bit for bit"
+    )
     parser.add_argument(
         "--slack",
         type=float,
         default=1.0,
         metavar="X",
-        help="multiply what rounding allows by X (default: %(default)g)",
+        help="multiply the allowed rounding error by X (default: %(default)g)",
     )
     parser.set_defaults(command=_verify)
 
@@ -81,7 +88,7 @@ def _add_verify(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
 def _add_stats(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
     parser = commands.add_parser(
         "stats",
-        help="statistics of the values and of what formats do to them",
+        help="measure the values and the error of formats",
         description=stats_command.DESCRIPTION,
         epilog=stats_command.EXAMPLES,
         formatter_class=_RAW,
@@ -91,7 +98,7 @@ def _add_stats(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    """Print findings and summary; returns the exit status."""
+    """Print the findings and a summary, and return the exit status."""
     from tqdm import tqdm
 
     from megatron.analysis.store import TensorStore
@@ -102,15 +109,15 @@ def _verify(arguments: argparse.Namespace) -> int:
     store = TensorStore(arguments.folder)
     if arguments.run is not None:
         store = store.only(arguments.run)
-    # a terminal gets a bar; a log gets the findings only
+    # a terminal shows a progress bar, a log only the findings
     total = Verification.steps(store)
     with tqdm(total=total, desc="Verifying", disable=None, leave=False) as bar:
         verdict = Verification(store, arguments.exact, arguments.slack, bar.update).run()
     for finding in verdict.findings:
         print(finding)
     print(f"{len(store)} tensors in {shown(store.folder)}")
-    for what, count in sorted(verdict.checked.items()):
-        print(f"  checked: {count} {shown(what)}")
+    for kind, count in sorted(verdict.checked.items()):
+        print(f"  checked: {count} {shown(kind)}")
     for reason, count in sorted(verdict.unchecked.items()):
         print(f"  not checked: {count}: {shown(reason)}")
     errors, notes = len(verdict.errors), len(verdict.findings) - len(verdict.errors)
@@ -119,15 +126,15 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _add_drawing(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
-    for name, about, says in (
+    for name, summary, description in (
         ("draw", "draw everything", draw_command.DRAW),
         ("report", "write report.html", draw_command.REPORT),
-        ("quick", "the first look", draw_command.QUICK),
+        ("quick", "take a first look", draw_command.QUICK),
     ):
         parser = commands.add_parser(
             name,
-            help=about,
-            description=says,
+            help=summary,
+            description=description,
             epilog=draw_command.epilog(name),
             formatter_class=_RAW,
         )
@@ -136,7 +143,7 @@ def _add_drawing(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return the exit status."""
     parsed = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = parsed.command
     try:

@@ -1,4 +1,7 @@
-"""What a reader must not miss, in words and with the numbers behind it."""
+"""Warnings about a dump, each with the numbers behind it.
+
+They concern incomplete runs and tensors, NaN and Inf, and formats that lose too much.
+"""
 
 from __future__ import annotations
 
@@ -16,78 +19,77 @@ from megatron.fake_quant.formats import BlockScaling
 if TYPE_CHECKING:
     from megatron.analysis.figures.figure_data import FigureData
 
-SATURATED = 0.001  #: share of values that are clipped
-#: The same share for scale rules that clip some of the largest values of a block by design.
+SATURATED = 0.001  #: largest share of clipped values without a warning
+#: The same limit for scale rules that clip some of the largest values of a block by design.
 SATURATED_BY_DESIGN = 0.1
-CLIPPING_RULES = ("floor", "even")
-UNDERFLOW = 0.1  #: share of values that become zero
-SQNR = 10.0  #: dB; the error has a tenth of the signal's power
-BIAS = 0.01  #: of the mean magnitude
-NAMED = 3  #: tensors that a warning names
-NOTES = 6  #: of different words; more are counted
+CLIPPING_RULES = ("floor", "even")  #: scale rules that clip by design
+UNDERFLOW = 0.1  #: largest share of values that become zero without a warning
+SQNR = 10.0  #: lowest SQNR in dB without a warning; the error has a tenth of the signal's power
+BIAS = 0.01  #: largest bias without a warning, as a share of the mean magnitude
+NAMED = 3  #: number of tensors that the text of a warning names
+NOTES = 6  #: number of different notes with a warning each; one more warning counts the others
 
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One kind of trouble."""
+    """One warning, about one or more tensors."""
 
     #: unfinished, partial, nan, saturation, poisoned, underflow, low_sqnr, bias, dead_channels,
     #: outliers
     kind: str
     text: str
-    tensors: tuple[int, ...]  #: all that it is about, worst first
-    format: str = ""  #: the format that the trouble concerns; empty if it concerns none
+    tensors: tuple[int, ...]  #: all tensors concerned, the worst first
+    format: str = ""  #: the format concerned; empty if the warning concerns none
 
     def __str__(self) -> str:
         return self.text
 
 
 def diagnose(figure_data: FigureData) -> list[Diagnostic]:
-    """Return the warnings about a dump: on runs that did not finish, then `find_diagnostics`."""
+    """Return the warnings about a dump: unfinished runs first, then those of `find_diagnostics`."""
     tensors = figure_data.tensors
-    endings = unfinished(figure_data.store)
-    found = [
-        Diagnostic("unfinished", f"run {run_id} ({kind}): {words}", tuple(mine["tensor"].head(1)))
-        for run_id, words in endings.items()
-        for mine in [tensors[tensors["run_id"] == run_id]]
-        for kind in [mine["quant_type"].iloc[0] if len(mine) else "no tensor"]
-    ]
-    return found + find_diagnostics(figure_data.judged, tensors)
+    diagnostics = []
+    for run_id, ending in unfinished(figure_data.store).items():
+        rows = tensors[tensors["run_id"] == run_id]
+        kind = rows["quant_type"].iloc[0] if len(rows) else "no tensor"
+        text = f"run {run_id} ({kind}): {ending}"
+        diagnostics.append(Diagnostic("unfinished", text, tuple(rows["tensor"].head(1))))
+    return diagnostics + find_diagnostics(figure_data.judged, tensors)
 
 
 def find_diagnostics(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Diagnostic]:
     """Return the warnings about tensors, the most serious first.
 
     Args:
-        uses: the rows of `FigureData.judged`.
-        tensors: the rows of `FigureData.tensors`; only operands are searched for outliers.
+        uses: rows of `FigureData.judged`.
+        tensors: rows of `FigureData.tensors`; only operands are searched for outliers.
     """
-    found = _partial(tensors) + _values(tensors)
-    for name, mine in uses.groupby("quantized_format", sort=False):
-        found += _of_format(str(name), mine)
+    diagnostics = _partial(tensors) + _values(tensors)
+    for name, rows in uses.groupby("quantized_format", sort=False):
+        diagnostics += _of_format(str(name), rows)
     grave = ("partial", "nan", "saturation", "poisoned", "underflow", "low_sqnr", "bias")
     order = {kind: place for place, kind in enumerate((*grave, "dead_channels", "outliers"))}
-    return sorted(found, key=lambda warning: order[warning.kind])
+    return sorted(diagnostics, key=lambda diagnostic: order[diagnostic.kind])
 
 
 def _partial(tensors: pd.DataFrame) -> list[Diagnostic]:
-    """What the statistics say of tensors that are not whole, or for which formats are left out."""
+    """Return warnings about tensors with missing parts or with formats that were left out."""
     noted = tensors[tensors["note"].astype(str) != ""]
     groups = [(str(note), rows["tensor"]) for note, rows in noted.groupby("note", observed=True)]
     groups.sort(key=lambda group: -len(group[1]))
-    found = [
-        Diagnostic("partial", f"{len(mine):,} of {len(tensors):,} tensors: {note}", tuple(mine))
-        for note, mine in groups[:NOTES]
+    diagnostics = [
+        Diagnostic("partial", f"{len(ids):,} of {len(tensors):,} tensors: {note}", tuple(ids))
+        for note, ids in groups[:NOTES]
     ]
     if more := groups[NOTES:]:
-        others = tuple(tensor for _, mine in more for tensor in mine)
+        others = tuple(tensor for _, ids in more for tensor in ids)
         text = f"{len(others):,} of {len(tensors):,} tensors: {len(more)} other notes"
-        found.append(Diagnostic("partial", text, others))
-    return found
+        diagnostics.append(Diagnostic("partial", text, others))
+    return diagnostics
 
 
 def _values(tensors: pd.DataFrame) -> list[Diagnostic]:
-    """About the values themselves."""
+    """Return warnings about the values themselves."""
     special = tensors.assign(special=tensors["nan"] + tensors["inf"])
     rules = (
         ("nan", special, "special", 0, "hold NaN or Inf", lambda x: f"{x:.0f} values"),
@@ -108,12 +110,12 @@ def _values(tensors: pd.DataFrame) -> list[Diagnostic]:
             lambda x: f"{x:.0f} channels",
         ),
     )
-    return [w for rule in rules for w in _rule(*rule)]
+    return [diagnostic for rule in rules for diagnostic in _rule(*rule)]
 
 
-def _of_format(name: str, mine: pd.DataFrame) -> list[Diagnostic]:
-    """About what one format does."""
-    mine = mine.assign(badness=-mine["sqnr_db"], bias_size=mine["relative_bias"].abs())
+def _of_format(name: str, uses: pd.DataFrame) -> list[Diagnostic]:
+    """Return warnings about the errors of one format."""
+    uses = uses.assign(badness=-uses["sqnr_db"], bias_size=uses["relative_bias"].abs())
     scaling = get_format(name).scaling
     by_design = isinstance(scaling, BlockScaling) and scaling.rule in CLIPPING_RULES
     saturated = SATURATED_BY_DESIGN if by_design else SATURATED
@@ -149,9 +151,9 @@ def _of_format(name: str, mine: pd.DataFrame) -> list[Diagnostic]:
         ),
     )
     return [
-        warning
+        diagnostic
         for kind, column, limit, words, number in rules
-        for warning in _rule(kind, mine, column, limit, words, number, name)
+        for diagnostic in _rule(kind, uses, column, limit, words, number, name)
     ]
 
 
@@ -164,7 +166,7 @@ def _rule(
     number: Callable[[float], str],
     fmt: str = "",
 ) -> list[Diagnostic]:
-    """One warning if any row is beyond the limit."""
+    """Return one warning if any row is above the limit, and otherwise none."""
     beyond = table[table[column] > limit].sort_values(column, ascending=False, kind="stable")
     if beyond.empty:
         return []

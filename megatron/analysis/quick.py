@@ -1,8 +1,9 @@
-"""The first look at a dump: one picture and one text file. Load -> compute -> draw, nothing of its
-own.
+"""The first look at a dump: one picture and one text file.
 
-result = quick_analysis(Path("enhanced_tensor_logs/mxfp8"), Path("draw"))
-result.picture, result.text, result.problems
+from megatron.analysis import quick_analysis
+
+look = quick_analysis(Path("enhanced_tensor_logs/mxfp8"), Path("draw"))
+look.picture, look.text, look.problems
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from megatron.analysis.dump.run_endings import alarm, unfinished
 from megatron.analysis.dump.tensor_files import Problem
 from megatron.analysis.outputs.atomic_write import write_keeping
-from megatron.analysis.outputs.names import OPERANDS
+from megatron.analysis.outputs.registry import OPERANDS
 from megatron.analysis.outputs.statistics_text import GROUPS, format_statistics
-from megatron.analysis.plots import plot_magnitude_histogram, plot_shares, plot_value_histogram
-from megatron.analysis.plots.shares import MOST
+from megatron.analysis.plots.magnitude_histogram import plot_magnitude_histogram
+from megatron.analysis.plots.shares import MOST, plot_shares
 from megatron.analysis.plots.style import ALARM, FAINT, RC, percent, short_count
-from megatron.analysis.plots.value_histogram import ALL
+from megatron.analysis.plots.value_histogram import ALL, plot_value_histogram
 from megatron.analysis.stats.histogram import Grid
 from megatron.analysis.stats.matrix_view import PAIRWISE
 from megatron.analysis.stats.measure import Measurements, measure_dump
@@ -37,25 +38,25 @@ from megatron.analysis.text_table import shown
 
 PICTURE = "quick_analysis.png"
 TEXT = "tensor_stats.txt"
-BULK = 0.999  #: share of the values that the histogram is fitted to
-REACH = 4.0  #: how many times as far as the bulk it reaches, if there is a value that far out
-TAIL = 1e-4  #: share of the smallest magnitudes that may be left out
-DPI = 150
-LONGEST = 36  #: characters of a name in the picture
-COUNTED = {"iteration": "iteration", "layer": "layer_idx"}  #: in the headline
+BULK = 0.999  #: share of the values that determines the width of the histogram
+REACH = 4.0  #: largest width of the histogram, as a multiple of the quantile `BULK`
+TAIL = 1e-4  #: largest share of the values that is left out at the low end of the magnitudes
+DPI = 150  #: resolution of the picture
+LONGEST = 36  #: largest number of characters of a name in the picture
+COUNTED = {"iteration": "iteration", "layer": "layer_idx"}  #: columns counted in the headline
 
 
 @dataclass(frozen=True)
 class QuickResult:
-    """What was made, and what could not be read."""
+    """The two files of the first look, and the files of the dump that could not be read."""
 
     picture: Path
     text: Path
     measurements: Measurements
     problems: list[Problem]
-    missing: int  #: files that an index names and that are not there
-    endings: dict[str, str]  #: how each unfinished run ended, by run id
-    kept: list[Path]  #: earlier files of the same name, under the names that they have now
+    missing: int  #: number of files that an index lists and that do not exist
+    endings: dict[str, str]  #: end of each unfinished run in words, by run id
+    kept: list[Path]  #: new names of earlier files of the same name
 
 
 def quick_analysis(
@@ -72,13 +73,14 @@ def quick_analysis(
     Files that cannot be read are left out and listed in the result.
 
     Args:
-        run: only the tensors of this run; `latest` for the one that started last.
-        cache: folder with the results of `stats.compute`, as of `measure_dump`.
-        progress: show a bar on a terminal.
+        run: id of the only run to draw; `latest` selects the run that started last.
+        cache: folder with the results of `stats.compute`, see `measure_dump`.
+        workers: number of threads; by default one per processor.
+        progress: whether to show a progress bar on a terminal.
 
     Raises:
-        ValueError: no tensor to draw, or the output folder cannot be written; the message says what
-            to do.
+        ValueError: there is no tensor to draw, or the output folder is not writable. The message
+            says what to do.
     """
     check_output(output)
     dump = TensorStore(folder)
@@ -92,7 +94,7 @@ def quick_analysis(
     text = format_statistics(dump, measured, problems)
     picture = io.BytesIO()
     with matplotlib.rc_context(RC):  # texts created while drawing must not be parsed as formulas
-        draw(dump, measured, problems).savefig(picture, format="png", dpi=DPI)
+        draw_picture(dump, measured, problems).savefig(picture, format="png", dpi=DPI)
     kept = [
         *write_keeping(output / PICTURE, picture.getvalue()),
         *write_keeping(output / TEXT, text.encode()),
@@ -104,10 +106,10 @@ def quick_analysis(
 
 
 def check_output(output: Path) -> None:
-    """Make the output folder and try to write to it, before hours are spent on computing.
+    """Create the output folder and test that it is writable, before hours are spent on computing.
 
     Raises:
-        ValueError: it cannot be made or written.
+        ValueError: the folder cannot be created or is not writable.
     """
     probe = output / f".write_test_{os.getpid()}.partial"
     try:
@@ -121,9 +123,11 @@ def check_output(output: Path) -> None:
         ) from None
 
 
-def draw(dump: TensorStore, measured: Measurements, problems: list[Problem]) -> Figure:
-    """The picture: the values on the left, as they are and by magnitude; how the dump divides on
-    the right.
+def draw_picture(dump: TensorStore, measured: Measurements, problems: list[Problem]) -> Figure:
+    """Return the picture of the first look.
+
+    The left column has histograms of the values and of their magnitudes, the right column the
+    shares of the dump by group.
     """
     with matplotlib.rc_context(RC):
         # the axes leave the top of the figure to the headline
@@ -132,13 +136,13 @@ def draw(dump: TensorStore, measured: Measurements, problems: list[Problem]) -> 
         figure = Figure(figsize=(12.5, 7.6), layout=layout)
         columns = figure.add_gridspec(1, 2, width_ratios=[1.3, 1.0])
         upper, lower = figure_rows(figure, columns[0], [1.35, 1.0])
-        shown, title = operands_of(measured)
-        data, note = histogram_data(shown)
+        operands, title = operands_of(measured)
+        data, note = histogram_data(operands)
         plot_value_histogram(data, title=title, note=note, ax=upper)
-        data, note = magnitude_data(shown)
+        data, note = magnitude_data(operands)
         plot_magnitude_histogram(data, title="By magnitude", note=note, ax=lower)
         shares = {title: share_data(measured, column) for column, title in GROUPS}
-        heights = [min(len(data), MOST) + 0.35 for data in shares.values()]  # bars of one thickness
+        heights = [min(len(data), MOST) + 0.35 for data in shares.values()]  # equally thick bars
         for ax, (title, data) in zip(
             figure_rows(figure, columns[1], heights), shares.items(), strict=True
         ):
@@ -148,7 +152,7 @@ def draw(dump: TensorStore, measured: Measurements, problems: list[Problem]) -> 
 
 
 def figure_rows(figure: Figure, column: SubplotSpec, heights: list[float]) -> list[Axes]:
-    """Axes below each other in one column of the figure."""
+    """Return axes one below the other in one column of the figure."""
     grid = column.subgridspec(len(heights), 1, height_ratios=heights)
     return [figure.add_subplot(grid[row, 0]) for row in range(len(heights))]
 
@@ -166,16 +170,20 @@ def operands_of(measured: Measurements) -> tuple[Measurements, str]:
 
 
 def grouping(measured: Measurements) -> str:
-    """What the outlines tell apart: the quantization types where there are several, else the
-    operations.
+    """Return the column that has one outline per value.
+
+    This is the quantization type if there are several types, and otherwise the operation.
     """
     return "quant_type" if measured.table["quant_type"].nunique() > 1 else "operation"
 
 
 def histogram_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
-    """Tidy even bins of all values and of their groups, and in words what they leave out."""
+    """Return a histogram of all values and of their groups, and a note on the values outside of it.
+
+    The histogram is a tidy table with bins of the same width.
+    """
     everything, summary, column = measured.histogram(), measured.summary(), grouping(measured)
-    # one outlier far away would squeeze all other values into a line
+    # a single far outlier would otherwise squeeze all other values into one bin
     reach = REACH * everything.magnitude_quantile(BULK)
     grid = Grid.reaching(min(summary.amax, reach))
     rms = {name: group.rms for name, (_, group) in measured.by(column).items()}
@@ -205,7 +213,10 @@ def histogram_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
 
 
 def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
-    """Tidy octaves of each group, without the thin lower tail, and in words what they leave out."""
+    """Return the number of values per octave and group, and a note on the values left out.
+
+    The octaves of the lowest magnitudes are left out if they hold a share of at most `TAIL`.
+    """
     everything, summary, column = (
         measured.histogram().octaves(),
         measured.summary(),
@@ -239,12 +250,12 @@ def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
 
 
 def _brief(name: str) -> str:
-    """Return a name that leaves room for the figure; a file may give one of any length."""
+    """Return a name shortened to `LONGEST` characters; names in files can have any length."""
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
 
 
 def share_data(measured: Measurements, column: str) -> pd.DataFrame:
-    """Tensors and values by one column of the table, for `plot_shares`."""
+    """Return the number of tensors and values by one column of the table, for `plot_shares`."""
     return pd.DataFrame(
         [
             {"name": _brief(name), "tensors": tensors, "values": summary.count}
@@ -256,7 +267,7 @@ def share_data(measured: Measurements, column: str) -> pd.DataFrame:
 def _headline(
     figure: Figure, dump: TensorStore, measured: Measurements, problems: list[Problem]
 ) -> None:
-    """Title, where the data are from, and, in red, what a reader must not miss."""
+    """Write the title, the origin of the data and, in red, NaN, Inf and unreadable files."""
     table, summary = measured.table, measured.summary()
     types = list(measured.by("quant_type"))
     named = ", ".join(map(_brief, types[:4])) + (

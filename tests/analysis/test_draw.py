@@ -13,18 +13,18 @@ import pandas as pd
 import pytest
 import torch
 
-from megatron.analysis import draw as drawing
+from megatron.analysis import drawing
 from megatron.analysis.__main__ import main
+from megatron.analysis.cli import draw_command
+from megatron.analysis.figures import gradients
 from megatron.analysis.figures.deviations import relative_distance
 from megatron.analysis.figures.figure_data import FigureData, short_module
 from megatron.analysis.outputs import render
-from megatron.analysis.outputs.names import SAYS
-from megatron.analysis.outputs.registry import OUTPUTS
+from megatron.analysis.outputs.registry import OUTPUTS, QUICK, REPORT
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize
-from tests.analysis.fake_dump import write_dump
-from tests.analysis.figures.drawing import FORMATS, write_two_types
+from tests.analysis.fake_dump import FORMATS, write_dump, write_two_types
 
 PNG = b"\x89PNG\r\n\x1a\n"
 FIGURES = {
@@ -71,7 +71,7 @@ def drawn(dump, tmp_path_factory):
     output = tmp_path_factory.mktemp("draw")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(render, "DPI", 40)
-        everything = [name for name in SAYS if name != "report"]
+        everything = [name for name in OUTPUTS if name != "report"]
         return output, drawing.draw(dump, output, formats=FORMATS, figures=everything)
 
 
@@ -82,7 +82,11 @@ def figure_data(dump):
 
 
 def test_the_names_for_help_are_those_of_the_outputs():
-    assert set(SAYS) == {"quick", *OUTPUTS, "report"}
+    folders = {name for name in OUTPUTS if name not in (QUICK, REPORT)}
+    assert folders == {*FIGURES, "global_statistics"}
+    assert all(callable(OUTPUTS[name].load()) for name in folders)
+    listed = draw_command.epilog("draw").partition("figures:\n")[2].partition("\n\n")[0]
+    assert [line.split()[0] for line in listed.splitlines()] == list(OUTPUTS)
 
 
 def test_every_output_is_there_and_nothing_else(drawn):
@@ -117,7 +121,7 @@ def test_one_process_makes_the_same_bytes_as_several(dump, drawn, monkeypatch, t
 
 
 def test_a_process_that_is_killed_ends_in_words_not_in_waiting(dump, monkeypatch, tmp_path):
-    monkeypatch.setitem(OUTPUTS, "gradients", lambda figure_data: os.kill(os.getpid(), 9))
+    monkeypatch.setattr(gradients, "draw", lambda figure_data: os.kill(os.getpid(), 9))
     with pytest.raises(ValueError, match=r"the system ended a process that drew.*--workers 1"):
         drawing.draw(dump, tmp_path, formats=FORMATS, figures=["gradients", "quick"], workers=2)
 
@@ -128,7 +132,7 @@ def test_a_figure_that_fails_takes_no_other_with_it(dump, monkeypatch, tmp_path,
         yield "second", lambda: 1 / 0
         yield "third.txt", lambda: "text"
 
-    monkeypatch.setitem(OUTPUTS, "gradients", broken)
+    monkeypatch.setattr(gradients, "draw", broken)
     options = ["--output-dir", str(tmp_path), "--figures", "gradients", "global_statistics"]
     assert main(["draw", str(dump), *options, "--formats", "mxfp8"]) == 1
     assert (tmp_path / "gradients" / "third.txt").read_text() == "text"
@@ -286,5 +290,5 @@ def test_other_images(dump, tmp_path, image, start):
 
 def test_the_tables_are_written_as_they_are(drawn, figure_data):
     found = pd.read_csv(drawn[0] / "statistics" / "formats.csv")
-    assert len(found) == len(figure_data.found.formats)
-    np.testing.assert_allclose(found["mse"], figure_data.found.formats["mse"], rtol=1e-12)
+    assert len(found) == len(figure_data.statistics.formats)
+    np.testing.assert_allclose(found["mse"], figure_data.statistics.formats["mse"], rtol=1e-12)

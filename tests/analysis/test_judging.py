@@ -12,10 +12,15 @@ import torch
 from megatron.analysis.__main__ import main
 from megatron.analysis.diagnostics import diagnose, find_diagnostics
 from megatron.analysis.dump.run_endings import NO_END, ending
-from megatron.analysis.figures import attention, blocks, heatmaps, quantization
+from megatron.analysis.figures import (
+    attention_maps,
+    block_analysis,
+    heatmaps,
+    quantization_analysis,
+)
 from megatron.analysis.figures.figure_data import FigureData, NothingToDrawError, median_of
 from megatron.analysis.plots.block_map import scale_ticks
-from megatron.analysis.quick import draw, quick_analysis
+from megatron.analysis.quick import draw_picture, quick_analysis
 from megatron.analysis.report.content import content
 from megatron.analysis.stats import compute
 from megatron.analysis.stats.export import summary
@@ -24,8 +29,16 @@ from megatron.analysis.stats.measure import measure_dump
 from megatron.analysis.store import TensorStore
 from megatron.analysis.verification.verify import Verification
 from megatron.tensor_record import run_card_name
-from tests.analysis.fake_dump import LAYER, records, values, write_dump, write_tensor
-from tests.analysis.figures.drawing import FORMATS, RUNS, write_two_types
+from tests.analysis.fake_dump import (
+    FORMATS,
+    LAYER,
+    RUNS,
+    records,
+    values,
+    write_dump,
+    write_tensor,
+    write_two_types,
+)
 
 OPERANDS = {
     "qkv input",
@@ -133,7 +146,7 @@ def test_warnings_and_worst_lists_are_of_operands(figure_data):
 
 
 def test_the_summary_shows_results_apart(figure_data):
-    text = summary(figure_data.found)
+    text = summary(figure_data.statistics)
     operands, results = text.split("Results of matmuls, which are never quantized")
     assert "Operands of matmuls" in operands
     counts = [int(re.search(r"hifp8 +all +(\d+)", part)[1]) for part in (operands, results)]
@@ -152,9 +165,9 @@ def test_a_dump_of_results_only_says_how_to_draw_them(tmp_path):
     write_tensor(tmp_path, record, values(shape, scale, torch.Generator().manual_seed(0)))
     figure_data = material_of(tmp_path, formats=["mxfp8"])
     with pytest.raises(NothingToDrawError, match="no operands of matmuls; --judge results"):
-        quantization.by_layer(figure_data)
-    assert quantization.by_layer(material_of(tmp_path, "results", ["mxfp8"])).axes
-    assert "Results of matmuls" in summary(figure_data.found)
+        quantization_analysis.by_layer(figure_data)
+    assert quantization_analysis.by_layer(material_of(tmp_path, "results", ["mxfp8"])).axes
+    assert "Results of matmuls" in summary(figure_data.statistics)
     assert quick_analysis(tmp_path, tmp_path / "draw").picture.exists()
 
 
@@ -255,11 +268,11 @@ def test_everything_that_is_drawn_says_that_a_run_was_killed(tmp_path, capsys):
     words = f"run {RUNS['mxfp8']} (mxfp8): {NO_END}"
     figure_data = material_of(folder, formats=["mxfp8", "hifp8"])
     for figure in (
-        quantization.by_layer(figure_data),
+        quantization_analysis.by_layer(figure_data),
         heatmaps.layer_by_tensor_value(figure_data, "rms", "rms", "rms"),
-        blocks.codes(figure_data),
-        dict(attention.draw(figure_data))["head_error"](),
-        draw(figure_data.store, measure_dump(figure_data.store), []),
+        block_analysis.code_usage(figure_data),
+        dict(attention_maps.draw(figure_data))["head_error"](),
+        draw_picture(figure_data.store, measure_dump(figure_data.store), []),
     ):
         assert words in " ".join(note_of(figure))
     page = content(figure_data)
@@ -287,14 +300,14 @@ def test_a_finished_run_has_no_alarm(tmp_path):
 
 
 def test_attention_figures_say_whose_they_are(figure_data):
-    figures = dict(attention.draw(figure_data))
+    figures = dict(attention_maps.draw(figure_data))
     for name in ("probabilities_L0", "head_error"):
         text = " ".join(note_of(figures[name]()))
         assert f"mxfp8 run {RUNS['mxfp8']} (the newest), iteration 2 (its last)" in text
 
 
 def test_the_color_bar_of_nvfp4_names_scales_by_their_values(figure_data):
-    figure = blocks.maps(figure_data, "nvfp4")
+    figure = block_analysis.scale_maps(figure_data, "nvfp4")
     figure.canvas.draw()
     bars = [ax for ax in figure.axes if ax.get_label() == "<colorbar>"]
     assert bars

@@ -6,7 +6,12 @@ import pytest
 import torch
 from matplotlib.patches import StepPatch
 
-from megatron.analysis.quick import draw, histogram_data, magnitude_data, quick_analysis
+from megatron.analysis.quick import (
+    draw_picture,
+    histogram_data,
+    magnitude_data,
+    quick_analysis,
+)
 from megatron.analysis.stats.measure import measure_dump
 from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import LAYER, records, write_dump, write_tensor
@@ -87,7 +92,7 @@ def test_the_picture_has_its_panels_title_and_alarms(tmp_path):
     payload["tensor"][0, 0, :2] = torch.tensor([float("nan"), float("inf")])
     torch.save(payload, paths[0])
     dump, found = measured(tmp_path)
-    figure = draw(dump, found, list(dump.problems))
+    figure = draw_picture(dump, found, list(dump.problems))
     titles = [ax.get_title(loc="left") for ax in figure.axes]
     assert titles == [
         "Operands of matmuls",

@@ -8,7 +8,7 @@ from matplotlib.collections import EventCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from megatron.analysis.plots.style import FORMAT_COLOURS
+from megatron.analysis.plots.style import FORMAT_COLORS
 from megatron.fake_quant import FORMATS, get_format
 from megatron.fake_quant.__main__ import main
 from megatron.fake_quant.inspect.format_table import markdown
@@ -160,8 +160,8 @@ def test_nothing_is_clipped(names):
 
 def test_every_small_format_has_a_colour_of_its_own_that_analysis_gives_it_too():
     assert COLOURS.keys() == set(SMALL)
-    assert COLOURS.items() <= FORMAT_COLOURS.items()
-    assert len(set(FORMAT_COLOURS.values())) == len(FORMAT_COLOURS)
+    assert COLOURS.items() <= FORMAT_COLORS.items()
+    assert len(set(FORMAT_COLORS.values())) == len(FORMAT_COLORS)
 
 
 def test_a_variant_has_the_colour_of_its_format():

@@ -1,4 +1,4 @@
-"""`python -m megatron.analysis draw`, `report` and `quick`: options, and what they print."""
+"""The commands `draw`, `report` and `quick`: their options and what they print."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from megatron.analysis.cli.stats_command import LEFT_OUT, parse_size
 from megatron.analysis.text_table import printable_lines, shown
 
 if TYPE_CHECKING:
-    from megatron.analysis.draw import DrawResult
+    from megatron.analysis.drawing import DrawResult
     from megatron.analysis.quick import QuickResult
 
-NAMED = 5  #: tensors with NaN or Inf that the first look names
+NAMED = 5  #: largest number of tensors with NaN or Inf that the first look names
 DEFAULT_FORMATS = "mxfp8 mxfp4 nvfp4 hifp8 and those of the dump"
 
 DRAW = """\
-Draw everything that can be drawn of a dump, and write report.html, one file without need of a
-network. Shards of several ranks are drawn as the tensors that they are parts of.
+Draw everything that can be drawn of a dump, and write report.html, one file that needs no network.
+The shards of several ranks are joined and drawn as whole tensors.
 
-Statistics are computed once and kept in DIR/.statistics, and what would be drawn the same again is
-left as it is: a second call is quick, an interrupted one goes on. Figures that need what the dump
-does not have are left out, with the reason.
+Statistics are computed once and cached in DIR/.statistics, and outputs that would be the same again
+are not redrawn. A second call is therefore fast, and a call after an interrupted one continues. A
+figure that needs data that the dump lacks is left out, and the reason is printed.
 """
 REPORT = """\
-Write report.html, one file to open by double click or to send: run cards and audit, a heat map of
-SQNR by layer and tensor in which a click opens the histogram and the block map of a tensor, formats
-and types compared, the worst tensors first, and warnings in words.
+Write report.html, one file that needs neither network nor server. It holds warnings, a heat map of
+the SQNR by layer and tensor, the tensors with the lowest SQNR, comparisons of formats and of types,
+and the card of each run. A click on a cell opens the histogram and the block map of a tensor.
 """
 QUICK = """\
-The first look at a dump: quick_analysis.png and tensor_stats.txt.
+Take a first look at a dump: write quick_analysis.png and tensor_stats.txt.
 
-The picture has the histogram of all values and how the tensors divide by quantization type, layer
-type and operation; the text the statistics, overall, by group and tensor by tensor. Files of these
-names with another content are kept under a name with their time.
+The picture shows a histogram of all values and the share of tensors by quantization type, layer
+type and operation. The text holds the statistics, overall, by group and by tensor. Earlier files of
+these names with other content are kept under a name with their time.
 """
 STATUS = """\
-Exit status: 0 all is drawn; 1 a figure failed by our mistake, the others are drawn; 2 a wrong
-option, or a folder without tensors or that cannot be written; 3 drawn without files that could not
-be read, each is named (with --strict the first one ends it).
+Exit status: 0 everything was drawn; 1 a figure failed because of a bug, the others were drawn; 2 an
+option is wrong, the dump has no tensors or the output folder is not writable; 3 files that could
+not be read were left out and named (with --strict, the first of them ends the command).
 """
 EXAMPLES = {
     "draw": """
@@ -63,41 +63,54 @@ examples:
 
 
 def epilog(command: str) -> str:
-    """What `--help` ends with; for draw the table of figures too."""
+    """Return the end of the text of `--help`; that of `draw` includes the table of figures."""
     if command != "draw":
         return STATUS + EXAMPLES[command]
-    from megatron.analysis.outputs.names import SAYS
+    from megatron.analysis.outputs.registry import OUTPUTS
 
-    lines = [f"  {name:<22} {says}" for name, says in SAYS.items()]
+    lines = [f"  {name:<22} {output.contents}" for name, output in OUTPUTS.items()]
     return "\n".join(["figures:", *lines, "", STATUS]) + EXAMPLES[command]
 
 
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
-    """Those of one of the three commands."""
-    from megatron.analysis.outputs.names import IMAGES, JUDGED, OPERANDS, SAYS
+    """Add the options of one of the three commands."""
+    from megatron.analysis.outputs.registry import IMAGES, JUDGED, OPERANDS, OUTPUTS
 
-    parser.add_argument("folder", type=Path, metavar="DIR", help="searched with its subfolders")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="folder of the dump, searched with its subfolders",
+    )
     parser.add_argument(
         "--output-dir",
         type=Path,
         default=Path("draw"),
         metavar="DIR",
-        help="made if missing (default: %(default)s)",
+        help="output folder, created if missing (default: %(default)s)",
     )
-    parser.add_argument("--run", metavar="ID", help="only this run; 'latest' for the newest")
+    parser.add_argument("--run", metavar="ID", help="draw only this run; 'latest' for the newest")
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="at a time (default: one a processor)"
+        "--workers",
+        type=int,
+        metavar="N",
+        help="number of threads and processes (default: one per processor)",
     )
     if command != "quick":
         parser.add_argument(
             "--formats",
             nargs="+",
             metavar="FORMAT",
-            help=f"names of megatron.fake_quant (default: {DEFAULT_FORMATS})",
+            help="formats to compare, as `python -m megatron.fake_quant list` names them "
+            f"(default: {DEFAULT_FORMATS})",
         )
-        parser.add_argument("--max-memory", metavar="SIZE", help="that may be used, as in 800M")
         parser.add_argument(
-            "--scheduler", metavar="ADDRESS", help="of a Dask cluster that sees DIR under its path"
+            "--max-memory", metavar="SIZE", help="limit of the memory, for example 800M"
+        )
+        parser.add_argument(
+            "--scheduler",
+            metavar="ADDRESS",
+            help="address of a Dask cluster whose workers see DIR under the same path",
         )
         parser.add_argument(
             "--strict", action="store_true", help="stop at the first file that cannot be read"
@@ -106,12 +119,17 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument(
             "--figures",
             nargs="+",
-            default=list(SAYS),
-            choices=list(SAYS),
+            default=list(OUTPUTS),
+            choices=list(OUTPUTS),
             metavar="NAME",
             help="some of the list below (default: all)",
         )
-        parser.add_argument("--image", default="png", choices=IMAGES, help="(default: %(default)s)")
+        parser.add_argument(
+            "--image",
+            default="png",
+            choices=IMAGES,
+            help="file format of the figures (default: %(default)s)",
+        )
         parser.add_argument(
             "--judge",
             default=OPERANDS,
@@ -119,21 +137,21 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
             help="tensors by which formats are judged: the operands of matmuls, or their results, "
             "which are never quantized (default: %(default)s)",
         )
-    parser.set_defaults(figures_of=command)
+    parser.set_defaults(name=command)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw, say what was made; returns the exit status."""
+    """Draw, print the results and return the exit status."""
     import matplotlib
 
     matplotlib.use("agg")
-    from megatron.analysis.draw import draw
+    from megatron.analysis.drawing import draw
     from megatron.analysis.dump.tensor_files import UnreadableTensorError
 
     if arguments.workers is not None and arguments.workers < 1:
         raise ValueError(f"--workers is {arguments.workers}; give 1 or more")
-    only = arguments.figures_of
-    if only == "quick":
+    name = arguments.name
+    if name == "quick":
         return run_quick(arguments)
     memory = arguments.max_memory
     computing: dict[str, Any] = {
@@ -147,7 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.folder,
             arguments.output_dir,
             formats=arguments.formats,
-            figures=arguments.figures if only == "draw" else [only],
+            figures=arguments.figures if name == "draw" else [name],
             image=getattr(arguments, "image", "png"),
             run=arguments.run,
             judge=getattr(arguments, "judge", "operands"),
@@ -158,52 +176,42 @@ def run(arguments: argparse.Namespace) -> int:
     except UnreadableTensorError as error:  # under --strict
         print(f"[ERROR] {shown(error)}", file=sys.stderr)
         return LEFT_OUT
-    return say_result(result)
+    return print_result(result)
 
 
 def run_quick(arguments: argparse.Namespace) -> int:
-    """The first look, with what it found in words; returns the exit status."""
-    from megatron.analysis.draw import DrawResult, note_of_repeats
-    from megatron.analysis.dump.run_endings import remarks_on
+    """Draw the first look, print a summary of the values and return the exit status."""
+    from megatron.analysis.drawing import result_of_quick
     from megatron.analysis.quick import quick_analysis
 
-    quick = quick_analysis(
+    look = quick_analysis(
         arguments.folder,
         arguments.output_dir,
         run=arguments.run,
         workers=arguments.workers,
         progress=True,
     )
-    files = [quick.picture, quick.text]
-    for path in files:
+    for path in (look.picture, look.text):
         print(f"Wrote {shown(path)}")
-    result = DrawResult(
-        files,
-        problems=quick.problems,
-        kept=quick.kept,
-        tensors=len(quick.measurements.table),
-        notes=quick.measurements.notes() | note_of_repeats(quick.measurements.repeats),
-        remarks=remarks_on(quick.endings),
-    )
-    return say_result(result, first_look(quick))
+    return print_result(result_of_quick(look), first_look(look))
 
 
-def first_look(quick: QuickResult) -> list[str]:
-    """Values, runs, what is not finite, and what is not there."""
-    table, summary = quick.measurements.table, quick.measurements.summary()
+def first_look(look: QuickResult) -> list[str]:
+    """Return lines about the number of values, the runs, NaN and Inf, and missing files."""
+    table, summary = look.measurements.table, look.measurements.summary()
     lines = [f"{summary.count:,} values"]
     runs = table["run_id"].fillna("(unknown)").value_counts(sort=False)
     lines += [f"run {run}: {count} tensors" for run, count in runs.items()]
-    spoilt = table[table["nan"] + table["inf"] > 0]
-    if len(spoilt):
+    special = table[table["nan"] + table["inf"] > 0]
+    if len(special):
         numbers = f"{summary.nan} NaN and {summary.inf} Inf values"
-        lines.append(f"{numbers} in {len(spoilt)} tensors; the first:")
+        lines.append(f"{numbers} in {len(special)} tensors; the first:")
         lines += [
             f"  {row['path'].name}: {row['nan']} NaN, {row['inf']} Inf"
-            for row in spoilt.head(NAMED).to_dict("records")
+            for row in special.head(NAMED).to_dict("records")
         ]
-    if quick.missing:
-        lines.append(f"{quick.missing} files that an index names are not there (removed or moved?)")
+    if look.missing:
+        lines.append(f"{look.missing} files that an index names are not there (removed or moved?)")
     return lines
 
 
@@ -217,8 +225,8 @@ def _printer() -> Callable[[str], None]:
     return say
 
 
-def say_result(result: DrawResult, more: Sequence[str] = ()) -> int:
-    """The closing lines, `more` among them; returns the exit status."""
+def print_result(result: DrawResult, more: Sequence[str] = ()) -> int:
+    """Print the last lines of a command, `more` among them, and return the exit status."""
     print(f"{result.tensors} tensors")
     for line in more:
         print(f"  {shown(line)}")

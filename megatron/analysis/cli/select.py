@@ -1,4 +1,4 @@
-"""A part of a dump, as a command line names it: `layer=0,1 module=linear_fc* iteration=2-4`."""
+"""Conditions on a command line: `layer=0,1 module=linear_fc* iteration=2-4` selects tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def select(store: TensorStore, conditions: Sequence[str]) -> pd.DataFrame:
-    """The records that meet all conditions, each `column=value`, `column=value,value` or
-    `column=first-last`; columns and values as in `TensorStore.select`.
+    """Return the records that meet all conditions.
+
+    A condition is `column=value`, `column=value,value` or `column=first-last`, with the columns and
+    values of `TensorStore.select`.
 
     Raises:
-        ValueError: a condition that is none, or that nothing meets.
+        ValueError: a condition has another form, or no tensor meets all of them.
     """
     wanted: dict[str, Any] = {}
     for condition in conditions:
@@ -30,10 +32,10 @@ def select(store: TensorStore, conditions: Sequence[str]) -> pd.DataFrame:
             )
         values = [value for part in text.split(",") for value in _values(part)]
         wanted[name] = [*wanted.get(name, []), *values]
-    found = store.select(**wanted)
-    if found.empty:
+    records = store.select(**wanted)
+    if records.empty:
         raise ValueError(f"no tensor in {store.folder} meets {' '.join(conditions)}")
-    return found
+    return records
 
 
 def _values(text: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""`python -m megatron.analysis stats`: options, and what it prints."""
+"""The command `stats`: its options and what it prints."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from pathlib import Path
 from megatron.analysis.text_table import printable_lines, shown
 
 DEFAULT_FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3")
-CACHE_FOLDER = ".statistics"  #: in the dump's folder
-LEFT_OUT = 3  #: exit status where a file could not be read
+CACHE_FOLDER = ".statistics"  #: folder of the cache, in the folder of the dump
+LEFT_OUT = 3  #: exit status if a file could not be read
 
 DESCRIPTION = """\
-Statistics of the tensors of a dump, and of what number formats do to them: error (SQNR, MSE, bias,
-cosine), underflow, saturation, scales, codes, blocks, along both axes that matmuls quantize along.
+Compute statistics of the tensors of a dump and of the effect of number formats on them: error
+(SQNR, MSE, bias, cosine), underflow, saturation, scales, codes and blocks, along both axes that
+matmuls quantize along.
 
-Each file is read once, in memory that does not grow with it. Shards of several ranks are put
-together to the logical tensor. Results are kept in DIR/.statistics: a second call takes them from
-there, an interrupted one goes on.
+Each file is read once, in memory that does not grow with its size. The shards of several ranks are
+joined to the logical tensor. Results are cached in DIR/.statistics, so that a second call is fast
+and a call after an interrupted one continues.
 """
 EXAMPLES = """\
-Exit status: 0 every file was measured; 2 a wrong option or folder; 3 files were left out, each is
-named (with --strict the first one ends it).
+Exit status: 0 every file was measured; 2 an option or the folder is wrong; 3 files that could not
+be read were left out and named (with --strict, the first of them ends the command).
 
 examples:
   python -m megatron.analysis stats enhanced_tensor_logs/mxfp8
@@ -37,48 +38,56 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those of the subcommand."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="searched with its subfolders")
+    """Add the options of the command."""
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="folder of the dump, searched with its subfolders",
+    )
     parser.add_argument(
         "--formats",
         nargs="+",
         default=list(DEFAULT_FORMATS),
         metavar="FORMAT",
-        help="names of megatron.fake_quant; 'none': of the values only "
-        f"(default: {' '.join(DEFAULT_FORMATS)})",
+        help="formats as `python -m megatron.fake_quant list` names them; 'none' measures "
+        f"the values only (default: {' '.join(DEFAULT_FORMATS)})",
     )
     parser.add_argument(
         "--select",
         nargs="+",
         default=[],
         metavar="COLUMN=VALUE",
-        help="only tensors that meet all of these; several values with commas, ranges as in 1-4",
+        help="measure only tensors that meet all conditions; a value may be a list (0,1) or a "
+        "range (1-4)",
     )
-    parser.add_argument("--run", metavar="ID", help="only this run; 'latest' for the newest")
+    parser.add_argument(
+        "--run", metavar="ID", help="measure only this run; 'latest' for the newest"
+    )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="write everything into a .csv, .json or .txt file; an earlier one is kept beside it",
+        help="write everything to a .csv, .json or .txt file; an earlier file is kept beside it",
     )
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="threads (default: one a processor)"
+        "--workers", type=int, metavar="N", help="number of threads (default: one per processor)"
     )
     parser.add_argument(
         "--max-memory",
         metavar="SIZE",
-        help="that may be used, as in 800M or 2G (default: no limit)",
+        help="limit of the memory, for example 800M or 2G (default: no limit)",
     )
     parser.add_argument(
         "--scheduler",
         metavar="ADDRESS",
-        help="of a Dask cluster, whose workers see DIR under the same path; they have been told "
-        "their threads and memory",
+        help="address of a Dask cluster whose workers see DIR under the same path; the cluster "
+        "sets their threads and memory",
     )
     parser.add_argument(
         "--cache",
         metavar="FOLDER",
-        help=f"where results are kept; 'none': nowhere (default: DIR/{CACHE_FOLDER})",
+        help=f"folder of the cache; 'none' caches nothing (default: DIR/{CACHE_FOLDER})",
     )
     parser.add_argument(
         "--strict", action="store_true", help="stop at the first file that cannot be read"
@@ -86,7 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compute, print the summary, write the file; returns the exit status."""
+    """Compute, print the summary, write the file and return the exit status."""
     from megatron.analysis.cli.select import select
     from megatron.analysis.dump.run_endings import remarks_on, unfinished
     from megatron.analysis.dump.tensor_files import UnreadableTensorError
@@ -102,9 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
         for name in ("workers", "max_memory"):
             if getattr(arguments, name) is not None:
                 raise ValueError(
-                    f"--{name.replace('_', '-')} is of this process's threads, and with "
-                    "--scheduler others work; leave it out, and tell it to the cluster's workers "
-                    "(dask worker --nthreads N --memory-limit SIZE)"
+                    f"--{name.replace('_', '-')} sets the threads or memory of this process, but "
+                    "with --scheduler the workers of the cluster compute; leave it out, and set it "
+                    "for the workers (dask worker --nthreads N --memory-limit SIZE)"
                 )
     output: Path | None = arguments.output
     if output is not None and output.suffix not in WRITERS:
@@ -127,39 +136,39 @@ def run(arguments: argparse.Namespace) -> int:
     cache = _cache(arguments.cache, arguments.folder)
     try:
         try:
-            found = compute(store, formats, cache=cache, **options)
+            statistics = compute(store, formats, cache=cache, **options)
         except ForeignCacheError as error:
             if arguments.cache is not None:  # the user named it
                 raise
             print(f"[WARNING] {error} (--cache); results are not kept", file=sys.stderr)
-            found = compute(store, formats, cache=None, **options)
+            statistics = compute(store, formats, cache=None, **options)
     except UnreadableTensorError as error:
         print(f"[ERROR] {shown(error)}", file=sys.stderr)
         return LEFT_OUT
-    for problem in found.problems:
+    for problem in statistics.problems:
         print(f"[ERROR] {problem}", file=sys.stderr)
-    print(printable_lines(summary(found)))
-    for remark in [*found.remarks, *remarks_on(unfinished(store))]:
+    print(printable_lines(summary(statistics)))
+    for remark in [*statistics.remarks, *remarks_on(unfinished(store))]:
         print(f"[NOTE] {shown(remark)}", file=sys.stderr)
     if len(store.missing):
         print(f"{len(store.missing)} files that an index names are not there (removed or moved?)")
     if output is not None:
-        content = printable_lines(WRITERS[output.suffix](found)).encode()
+        content = printable_lines(WRITERS[output.suffix](statistics)).encode()
         for kept in write_keeping(output, content):
             print(f"Kept the earlier file as {shown(kept)}")
         print(f"Wrote {shown(output)}")
-    if found.problems:
-        left_out = len(found.problems)
+    if statistics.problems:
+        left_out = len(statistics.problems)
         print(f"[ERROR] {left_out} file(s) were left out; replace or remove them", file=sys.stderr)
         return LEFT_OUT
     return 0
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `800M`, `2G`, `2GiB`, `123456`.
+    """Return the number of bytes that a text such as `800M`, `2G`, `2GiB` or `123456` stands for.
 
     Raises:
-        ValueError: none of these.
+        ValueError: the text is no size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
@@ -168,7 +177,10 @@ def parse_size(text: str) -> int:
 
 
 def _cache(named: str | None, folder: Path) -> Path | None:
-    """Where results are kept. Where the dump itself cannot be written, nowhere."""
+    """Return the folder of the cache, or None if nothing is cached.
+
+    Nothing is cached if the folder of the dump is not writable.
+    """
     if named == "none":
         return None
     if named is not None:

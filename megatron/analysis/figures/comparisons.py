@@ -1,4 +1,4 @@
-"""comparisons/: the runs of a dump, with one quantization type each, against each other."""
+"""comparisons/: runs of different quantization types, compared with each other."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from functools import partial
 import pandas as pd
 from matplotlib.figure import Figure
 
-from megatron.analysis.figures.distributions import binade_shares
+from megatron.analysis.figures.exponent_histograms import binade_shares
 from megatron.analysis.figures.figure_data import (
     KINDS,
     FigureData,
     Make,
     NothingToDrawError,
-    legend,
     median_of,
     medians,
-    share_y,
-    sheet,
 )
-from megatron.analysis.plots import plot_exponent_histogram, plot_lines
+from megatron.analysis.figures.sheet import legend, share_y, sheet
+from megatron.analysis.plots.exponent_histogram import plot_exponent_histogram
+from megatron.analysis.plots.lines import plot_lines
 from megatron.analysis.plots.style import nothing
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """exponents_by_type, rms_by_type, deviation."""
+    """Yield exponents_by_type, rms_by_type and deviation."""
     types = list(dict.fromkeys(figure_data.tensors["quant_type"]))
     if len(types) < 2:
         only = types[0] if types else "no type"
@@ -33,13 +32,12 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
             f"there is one type only ({only}); collect others beside it, as `batch` does"
         )
     yield "exponents_by_type", partial(exponents_by_type, figure_data, types)
-    title = "Root mean square by layer"
-    yield "rms_by_type", partial(by_type, figure_data, "rms", "rms", title)
+    yield "rms_by_type", partial(rms_by_type, figure_data)
     yield "deviation", partial(deviation, figure_data)
 
 
 def exponents_by_type(figure_data: FigureData, types: list[str]) -> Figure:
-    """Whether training in another type moves the values."""
+    """Draw the values by magnitude, one outline per type of the run."""
     kinds = figure_data.kinds(figure_data.tensors)
     figure, axes = sheet(4.6 * len(kinds), 4.2, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
@@ -54,22 +52,23 @@ def exponents_by_type(figure_data: FigureData, types: list[str]) -> Figure:
     return figure
 
 
-def by_type(figure_data: FigureData, column: str, ylabel: str, title: str) -> Figure:
-    """A statistic by layer, a line a type."""
+def rms_by_type(figure_data: FigureData) -> Figure:
+    """Draw the root mean square by layer, one line per type."""
     kinds = figure_data.kinds(figure_data.tensors)
     figure, axes = sheet(4.2 * len(kinds), 4.2, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
-        mine = figure_data.tensors[figure_data.tensors["kind"] == kind]
-        data = medians(mine, "quant_type", "layer_idx", column)
-        plot_lines(data, xlabel="layer", ylabel=ylabel, title=KINDS[kind], logarithmic=True, ax=ax)
+        tensors = figure_data.tensors[figure_data.tensors["kind"] == kind]
+        data = medians(tensors, "quant_type", "layer_idx", "rms")
+        plot_lines(data, xlabel="layer", ylabel="rms", title=KINDS[kind], logarithmic=True, ax=ax)
     legend(figure, axes)
     note = median_of(figure_data.tensors, ["kind", "quant_type", "layer_idx"], "point")
-    figure_data.headline(figure, title, f"{note} of different modules; {figure_data.origin}")
+    note = f"{note} of different modules; {figure_data.origin}"
+    figure_data.headline(figure, "Root mean square by layer", note)
     return figure
 
 
 def deviation(figure_data: FigureData) -> Figure:
-    """How quantization's error grows through the layers."""
+    """Draw the deviation of each run from the run without quantization, by layer."""
     data = figure_data.deviations
     if data.empty:
         raise NothingToDrawError(
@@ -78,13 +77,12 @@ def deviation(figure_data: FigureData) -> Figure:
     kinds = figure_data.kinds(data)
     figure, axes = sheet(4.2 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
-        mine = data[data["kind"] == kind]
-        if (mine["deviation"] == 0).all():  # a logarithmic axis cannot show 0
-            nothing(ax, KINDS[kind], f"equal in all runs\nin iteration {_last(mine)}")
+        rows = data[data["kind"] == kind]
+        if (rows["deviation"] == 0).all():  # a logarithmic axis cannot show 0
+            nothing(ax, KINDS[kind], f"equal in all runs\nin iteration {_last(rows)}")
             continue
-        shown = medians(mine, "quant_type", "layer_idx", "deviation")
         plot_lines(
-            shown,
+            medians(rows, "quant_type", "layer_idx", "deviation"),
             xlabel="layer",
             ylabel="‖x - x0‖ / ‖x0‖",
             title=KINDS[kind],

@@ -1,8 +1,12 @@
-"""distributions/: how the values of each tensor are spread."""
+"""distributions/: the spread of the values of each tensor.
+
+Quantiles and densities come from the counts of bfloat16 patterns, summed over tensors. They are
+exact to one bfloat16 step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from statistics import NormalDist
 
@@ -11,89 +15,51 @@ import pandas as pd
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from megatron.analysis.figures.figure_data import (
-    KINDS,
-    FigureData,
-    Make,
-    NothingToDrawError,
-    legend,
-    share_y,
-    sheet,
-    trimmed,
+from megatron.analysis.figures.exponent_histograms import (
+    RANGE_NOTE,
+    exponent_shares,
+    format_ranges,
 )
-from megatron.analysis.figures.patterns import REACH as PATTERN_REACH
-from megatron.analysis.figures.patterns import density, magnitude_quantiles, standard_quantiles
-from megatron.analysis.figures.ranges import format_ranges
-from megatron.analysis.plots import (
-    plot_boxes,
-    plot_density,
-    plot_exponent_histogram,
-    plot_quantiles,
-)
+from megatron.analysis.figures.figure_data import KINDS, FigureData, Make, NothingToDrawError
+from megatron.analysis.figures.sheet import legend, share_y, sheet
+from megatron.analysis.plots.boxes import plot_boxes
+from megatron.analysis.plots.density import plot_density
+from megatron.analysis.plots.exponent_histogram import plot_exponent_histogram
+from megatron.analysis.plots.quantiles import plot_quantiles
 
-MOST = 36  #: small pictures on one sheet
-#: Explanation of the bars below an exponent histogram.
-REACH = (
-    "bars: the range of each format (thin: subnormal); in block formats, bars hold for a block "
-    "with the median scale, and the line extends to blocks with other scales"
-)
+MOST = 36  #: largest number of panels per figure
+REACH = 12.0  #: standard deviations that a histogram shows at most
+BINS = 96  #: bins of a histogram
+
+_PATTERNS = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+with np.errstate(invalid="ignore"):  # patterns of signaling NaN
+    _VALUES = _PATTERNS.view(np.float32).astype(np.float64)
+_FINITE = np.isfinite(_VALUES)
+#: Finite patterns from the most negative value to the largest.
+_RISING = np.flatnonzero(_FINITE)[np.argsort(_VALUES[_FINITE], kind="stable")]
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """exponents, histogram, box and qq."""
+    """Yield exponents, histogram (several if there are many places), box and qq."""
     if not figure_data.sums.patterns:
         raise NothingToDrawError("no tensor has a value that could be counted")
     yield "exponents", partial(exponents, figure_data)
     places = figure_data.places_apart
-    for sheet_number, first in enumerate(range(0, len(places), MOST), start=1):
-        name = "histogram" if first == 0 else f"histogram_{sheet_number}"
+    for number, first in enumerate(range(0, len(places), MOST), start=1):
+        name = "histogram" if first == 0 else f"histogram_{number}"
         yield name, partial(histogram, figure_data, places[first : first + MOST])
     for name, make in (("box", box), ("qq", quantile_quantile)):
         yield name, partial(make, figure_data)
 
 
-def exponent_shares(figure_data: FigureData, kind: str) -> pd.DataFrame:
-    """Return the share of values per binade and tensor name, for `plot_exponent_histogram`.
-
-    Only the tensors of one kind by which formats are judged count.
-    """
-    table = figure_data.judged[figure_data.judged["kind"] == kind]
-    if not figure_data.formats:
-        table = figure_data.tensors[figure_data.tensors["kind"] == kind]
-    counts = {
-        str(name): figure_data.sums.binades_of(set(part["place"]))
-        for name, part in table.groupby("tensor_name", sort=False)
-    }
-    return binade_shares(counts)
-
-
-def binade_shares(counts: Mapping[str, NDArray[np.int64]]) -> pd.DataFrame:
-    """Shares by binade of named counts, for `plot_exponent_histogram`; those without any value are
-    left out.
-    """
-    chosen = trimmed(sum(counts.values(), start=np.zeros(255, dtype=np.int64)))
-    frames = [
-        pd.DataFrame(
-            {
-                "group": name,
-                "exponent": np.arange(255)[chosen] - 127,
-                "share": found[chosen] / max(found.sum(), 1),
-            }
-        )
-        for name, found in counts.items()
-        if found.any()
-    ]
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-
-
 def exponents(figure_data: FigureData) -> Figure:
-    """Exponent histograms with the formats' ranges."""
+    """Draw histograms of the exponents above the ranges of the formats."""
     judged = figure_data.judged if figure_data.formats else figure_data.tensors
     kinds = figure_data.kinds(judged)
     figure, axes = sheet(5.4 * len(kinds), 5.0, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
-        mine = figure_data.judged[figure_data.judged["kind"] == kind]
-        ranges = format_ranges(figure_data.formats, mine)
+        uses = figure_data.judged[figure_data.judged["kind"] == kind]
+        ranges = format_ranges(figure_data.formats, uses)
         plot_exponent_histogram(
             exponent_shares(figure_data, kind), ranges, title=KINDS[kind], ax=ax
         )
@@ -101,13 +67,13 @@ def exponents(figure_data: FigureData) -> Figure:
         ax.set_ylabel("")
     legend(figure, axes)
     origin = figure_data.judged_origin if figure_data.formats else figure_data.origin
-    note = f"{REACH}; zeros and the lowest 0.01 % are left out; {origin}"
+    note = f"{RANGE_NOTE}; zeros and the lowest 0.01 % are left out; {origin}"
     figure_data.headline(figure, "Values by magnitude, and what the formats reach", note)
     return figure
 
 
 def histogram(figure_data: FigureData, places: Sequence[str]) -> Figure:
-    """Draw one small picture per place."""
+    """Draw the density of the values, one panel per place."""
     columns = min(4, len(places))
     rows = -(-len(places) // columns)
     figure, axes = sheet(3.1 * columns, 2.1 * rows + 0.9, rows, columns)
@@ -123,13 +89,13 @@ def histogram(figure_data: FigureData, places: Sequence[str]) -> Figure:
         ax.set_title(figure_data.label(place), loc="left", fontsize=9)
     for ax in axes[: len(places) : columns]:
         ax.set_ylabel("density")
-    note = f"x: standard deviations from zero, up to {PATTERN_REACH:g}; dotted: normal; "
+    note = f"x: standard deviations from zero, up to {REACH:g}; dotted: normal; "
     figure_data.headline(figure, "Distribution of values", note + figure_data.origin)
     return figure
 
 
 def box(figure_data: FigureData) -> Figure:
-    """Magnitudes of each place."""
+    """Draw one box of the magnitudes per place."""
     rows = [
         {"name": figure_data.label(place), "group": place.rpartition(" ")[2]}
         | magnitude_quantiles(figure_data.sums.patterns[place])
@@ -144,14 +110,14 @@ def box(figure_data: FigureData) -> Figure:
 
 
 def quantile_quantile(figure_data: FigureData) -> Figure:
-    """Tails against a normal distribution."""
+    """Draw the quantiles of each place against those of a normal distribution."""
     kinds = figure_data.kinds(figure_data.tensors)
     figure, axes = sheet(4.9 * len(kinds), 6.2, 1, len(kinds))
     normal = NormalDist()
     shares = np.concatenate([10.0 ** np.arange(-6, -2), np.linspace(0.01, 0.99, 99)])
     shares = np.union1d(shares, 1 - shares)
     for ax, kind in zip(axes, kinds, strict=True):
-        found = [
+        curves = [
             pd.DataFrame(
                 {
                     "group": place,
@@ -161,7 +127,7 @@ def quantile_quantile(figure_data: FigureData) -> Figure:
             )
             for place in figure_data.places_of(kind)
         ]
-        plot_quantiles(pd.concat(found, ignore_index=True).dropna(), title=KINDS[kind], ax=ax)
+        plot_quantiles(pd.concat(curves, ignore_index=True).dropna(), title=KINDS[kind], ax=ax)
         if ax.has_data():
             ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, fontsize=8)
     share_y(axes)
@@ -169,3 +135,61 @@ def quantile_quantile(figure_data: FigureData) -> Figure:
     title = "Tails: quantiles against a normal distribution"
     figure_data.headline(figure, title, note + figure_data.origin)
     return figure
+
+
+def magnitude_quantiles(patterns: NDArray[np.int64]) -> dict[str, float]:
+    """Return five quantiles of the magnitudes (1 to 99 %) and the largest; zeros count."""
+    magnitudes = patterns[: 1 << 15] + patterns[1 << 15 :]
+    total = int(magnitudes.sum())
+    if not total:
+        return dict.fromkeys(("p1", "p25", "p50", "p75", "p99", "largest"), np.nan)
+    below = np.cumsum(magnitudes)
+    shares = (("p1", 0.01), ("p25", 0.25), ("p50", 0.5), ("p75", 0.75), ("p99", 0.99))
+    at = {name: int(np.searchsorted(below, share * total)) for name, share in shares}
+    at["largest"] = int(np.flatnonzero(magnitudes)[-1])
+    return {name: float(_VALUES[place]) for name, place in at.items()}
+
+
+def moments(patterns: NDArray[np.int64]) -> tuple[float, float]:
+    """Return the mean and the standard deviation of the finite values."""
+    counts, values = patterns[_FINITE].astype(np.float64), _VALUES[_FINITE]
+    total = max(counts.sum(), 1.0)
+    mean = float(counts @ values / total)
+    return mean, float(np.sqrt(counts @ (values - mean) ** 2 / total))
+
+
+def standard_quantiles(
+    patterns: NDArray[np.int64], shares: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the quantiles of the values in standard deviations from the mean.
+
+    A quantile beyond which less than one value lies is NaN.
+    """
+    counts = patterns[_RISING]
+    mean, std = moments(patterns)
+    total = int(counts.sum())
+    if not total or not std > 0:
+        return np.full(len(shares), np.nan)
+    at = np.searchsorted(np.cumsum(counts), shares * total)
+    quantiles = (_VALUES[_RISING][np.minimum(at, len(_RISING) - 1)] - mean) / std
+    enough = np.minimum(shares, 1 - shares) * total >= 1
+    return np.where(enough, quantiles, np.nan)
+
+
+def density(patterns: NDArray[np.int64]) -> pd.DataFrame | None:
+    """Return the density of the values in even bins, in units of the standard deviation.
+
+    Return None if all values are the same.
+    """
+    std = moments(patterns)[1]
+    if not std > 0:
+        return None
+    counts, values = patterns[_RISING], _VALUES[_RISING] / std
+    occupied = np.flatnonzero(counts)
+    reach = min(REACH, max(4.0, float(np.abs(values[occupied]).max())))
+    edges = np.linspace(-reach, reach, BINS + 1)
+    binned, _ = np.histogram(values[occupied], edges, weights=counts[occupied])
+    width, total = edges[1] - edges[0], counts.sum()
+    return pd.DataFrame(
+        {"left": edges[:-1], "right": edges[1:], "density": binned / (total * width)}
+    )

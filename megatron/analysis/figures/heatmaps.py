@@ -1,4 +1,4 @@
-"""heatmaps/: a number for each layer and tensor, or each layer and iteration."""
+"""heatmaps/: one number per layer and tensor, or per layer and iteration."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
@@ -15,15 +16,17 @@ from megatron.analysis.figures.figure_data import (
     FigureData,
     Make,
     NothingToDrawError,
+    file_name,
+    layer_name,
     median_of,
-    sheet,
 )
-from megatron.analysis.outputs.names import OPERANDS
-from megatron.analysis.plots import plot_heatmap
+from megatron.analysis.figures.sheet import sheet
+from megatron.analysis.outputs.registry import OPERANDS
+from megatron.analysis.plots.heatmap import plot_heatmap
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """sqnr_<format>, sqnr_by_iteration_<format>, amax, rms, kurtosis."""
+    """Yield sqnr_<format>, sqnr_by_iteration_<format>, amax, rms and kurtosis."""
     if figure_data.tensors.empty:
         raise NothingToDrawError("no tensor could be read")
     norm = sqnr_norm(figure_data)
@@ -41,27 +44,17 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
         yield column, partial(layer_by_tensor_value, figure_data, column, title, label)
 
 
-def file_name(fmt: str) -> str:
-    """A format's name without what file systems dislike."""
-    return fmt.replace(":", "-")
-
-
-def layer_name(layer: int) -> str:
-    """As a tick; -1 is a tensor of no known layer."""
-    return f"L{layer}" if layer >= 0 else "?"
-
-
 def cells(table: pd.DataFrame, value: str, column: str, order: list[object]) -> pd.DataFrame:
-    """Median of `value` by layer and `column`, as `plot_heatmap` takes it."""
-    found = table.groupby(["layer_idx", column])[value].median()
+    """Return the median of `value` by layer and `column`, for `plot_heatmap`."""
+    values = table.groupby(["layer_idx", column])[value].median()
     layers = sorted(table["layer_idx"].unique())
     index = pd.MultiIndex.from_product([layers, order], names=["layer", "column"])
-    data = found.reindex(index).rename("value").reset_index()
+    data = values.reindex(index).rename("value").reset_index()
     return data.assign(row=data["layer"].map(layer_name))
 
 
 def sqnr_norm(figure_data: FigureData) -> Normalize:
-    """One colour scale for all formats, so that their pictures can be compared."""
+    """Return one color scale for all formats, so that their figures can be compared."""
     finite = figure_data.judged["sqnr_db"].replace([np.inf, -np.inf], np.nan).dropna()
     if finite.empty:
         return Normalize(0, 40)
@@ -70,13 +63,13 @@ def sqnr_norm(figure_data: FigureData) -> Normalize:
 
 
 def layer_by_tensor_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) -> Figure:
-    """How well one format represents each tensor."""
-    mine = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
-    figure_data.kinds(mine)
-    data = cells(mine, "sqnr_db", "place", list(figure_data.judged_places()))
+    """Draw the SQNR of one format by layer and place."""
+    uses = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
+    figure_data.kinds(uses)  # raises if there is no row
+    data = cells(uses, "sqnr_db", "place", list(figure_data.judged_places()))
     figure, axes = _sheet_for(data)
     plot_heatmap(data, label="SQNR (dB)", norm=norm, ax=axes[0])
-    note = f"{median_of(mine, ['layer_idx', 'place'], 'cell')}; {figure_data.judged_origin}; "
+    note = f"{median_of(uses, ['layer_idx', 'place'], 'cell')}; {figure_data.judged_origin}; "
     note += (
         "blocks run as in the first GEMM that takes the operand"
         if figure_data.judge == OPERANDS
@@ -87,25 +80,25 @@ def layer_by_tensor_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) -> 
 
 
 def layer_by_iteration_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) -> Figure:
-    """Whether it gets better or worse in training, for each kind of tensor."""
-    mine = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
-    kinds = figure_data.kinds(mine)
-    iterations = sorted(mine["iteration"].unique())
-    layers = mine["layer_idx"].nunique()
+    """Draw the SQNR of one format by layer and iteration, one panel per kind of tensor."""
+    uses = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
+    kinds = figure_data.kinds(uses)
+    iterations = sorted(uses["iteration"].unique())
+    layers = uses["layer_idx"].nunique()
     width = max(3.6, 1.2 + 0.45 * len(iterations))
     figure, axes = sheet(width * len(kinds), 0.32 * layers + 2.2, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
-        data = cells(mine[mine["kind"] == kind], "sqnr_db", "iteration", list(iterations))
+        data = cells(uses[uses["kind"] == kind], "sqnr_db", "iteration", list(iterations))
         plot_heatmap(data, label="SQNR (dB)", title=KINDS[kind], norm=norm, ax=ax)
         ax.set_xlabel("iteration")
-    note = median_of(mine, ["kind", "layer_idx", "iteration"], "cell")
+    note = median_of(uses, ["kind", "layer_idx", "iteration"], "cell")
     title = f"{fmt}: SQNR by layer and iteration"
     figure_data.headline(figure, title, f"{note}; {figure_data.judged_origin}")
     return figure
 
 
 def layer_by_tensor_value(figure_data: FigureData, column: str, title: str, label: str) -> Figure:
-    """A statistic of the values themselves, on a logarithmic color scale."""
+    """Draw a statistic of the values by layer and place, on a logarithmic color scale."""
     data = cells(figure_data.tensors, column, "place", list(figure_data.places_apart))
     data = data.assign(column=data["column"].map(figure_data.label))
     positive = data["value"][data["value"] > 0]
@@ -119,9 +112,7 @@ def layer_by_tensor_value(figure_data: FigureData, column: str, title: str, labe
     return figure
 
 
-def _sheet_for(data: pd.DataFrame) -> tuple[Figure, list]:  # type: ignore[type-arg]
+def _sheet_for(data: pd.DataFrame) -> tuple[Figure, list[Axes]]:
+    """Return a figure whose size follows the number of cells."""
     columns, rows = data["column"].nunique(), min(data["row"].nunique(), 60)
-    found: tuple[Figure, list] = sheet(  # type: ignore[type-arg]
-        min(max(7.0, 2.2 + 0.48 * columns), 26.0), min(max(3.2, 2.3 + 0.32 * rows), 20.0)
-    )
-    return found
+    return sheet(min(max(7.0, 2.2 + 0.48 * columns), 26.0), min(max(3.2, 2.3 + 0.32 * rows), 20.0))

@@ -1,7 +1,7 @@
-"""The scales of a tensor's blocks as a table that an image can be made from.
+"""The scales of a tensor's blocks as a table, for an image of them.
 
-Blocks run along the last dimension; the other dimensions are its rows. Of a large tensor evenly
-spaced rows are taken, and the first blocks of each.
+Blocks run along the last dimension, and the other dimensions are flattened to rows. The table of a
+large tensor has evenly spaced rows and the first blocks of each.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from torch import Tensor
 from megatron.fake_quant import get_format, quantize
 from megatron.fake_quant.formats import BlockScaling, TwoLevelScaling
 
-ROWS, BLOCKS = 160, 160  #: of an image at most
-CHUNK = 1 << 20  #: values that are copied at a time
+ROWS, BLOCKS = 160, 160  #: largest size of an image in rows and blocks
+CHUNK = 1 << 20  #: values copied at a time
 
 
 def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCKS) -> pd.DataFrame:
-    """Exponents of the stored scales: index the row, columns the first value of each block.
+    """Return the base-2 logarithms of the stored scales.
 
-    Of E8M0 byte - 127; of NVFP4 log2 of the E4M3 number, whose own tensor scale is that of the
-    whole tensor. NaN: the block has zeros only, or a NaN.
+    The index is the number of the row, and a column's name is the position of the block's first
+    value. An E8M0 scale gives its byte - 127. An NVFP4 scale gives log2 of the E4M3 number, which
+    is computed with the scale of the whole tensor. NaN marks a block of zeros only or with a NaN.
 
     Raises:
-        ValueError: the format has no scale for each block along a row, or the tensor no values.
+        ValueError: the format has no scale per block of a row, or the tensor has no values.
     """
     scaling = get_format(fmt).scaling
     if not isinstance(scaling, (BlockScaling, TwoLevelScaling)) or scaling.square:
@@ -51,7 +52,7 @@ def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCK
 
 
 def _two_level(table: Tensor, taken: Tensor, fmt: str) -> Tensor:
-    """With the scale of the whole tensor: its largest value stands in a row of its own."""
+    """Return the scales of NVFP4; an extra row with the largest value sets the tensor's scale."""
     largest = torch.zeros(1, taken.shape[1])
     largest[0, 0] = largest_finite(table)
     scales = quantize(torch.cat([taken, largest]), fmt, axis=-1).scales.blocks
@@ -61,7 +62,7 @@ def _two_level(table: Tensor, taken: Tensor, fmt: str) -> Tensor:
 
 
 def largest_finite(tensor: Tensor) -> float:
-    """The largest finite magnitude, with a few copied values at a time; 0 if there is none."""
+    """Return the largest finite magnitude or 0, and copy at most `CHUNK` values at a time."""
     largest = 0.0
     for part in torch.split(tensor.reshape(-1), CHUNK):
         finite = part[part.isfinite()]
@@ -71,6 +72,6 @@ def largest_finite(tensor: Tensor) -> float:
 
 
 def _amax(rows: Tensor, size: int) -> Tensor:
-    """Largest magnitude of each block; the last one may be shorter."""
+    """Return the largest magnitude of each block; the last block of a row may be shorter."""
     padded = torch.nn.functional.pad(rows.abs(), (0, -rows.shape[1] % size))
     return padded.reshape(rows.shape[0], -1, size).amax(-1)

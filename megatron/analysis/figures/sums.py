@@ -1,4 +1,8 @@
-"""Adds up the histograms of a dump's tensors: one reading, memory by places and not by tensors."""
+"""Sums of the histograms of a dump's tensors.
+
+Every tensor's histograms are read once. The memory grows with the number of layers and places, not
+with the number of tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,16 @@ from numpy.typing import NDArray
 
 from megatron.analysis.stats import FormatArrays, TensorArrays
 from megatron.analysis.stats.result import Counts, Numbers
+from megatron.fake_quant import get_format
+from megatron.fake_quant.code_points import code_values
+from megatron.fake_quant.inspect import format_properties
 
 Key = tuple[int, str, str]  #: layer, place, and format or quantization type
 
 
 @dataclass(frozen=True)
 class FormatSum:
-    """The arrays of `FormatArrays`, added up over tensors."""
+    """The arrays of `FormatArrays`, summed over tensors."""
 
     values: Counts
     underflow: Counts
@@ -33,7 +40,7 @@ class FormatSum:
 
     @classmethod
     def of(cls, arrays: FormatArrays) -> FormatSum:
-        """Of one tensor."""
+        """Return the sum over a single tensor."""
         return cls(**{field.name: getattr(arrays, field.name) for field in fields(cls)})
 
     def __add__(self, other: FormatSum) -> FormatSum:
@@ -53,7 +60,7 @@ class Sums:
     patterns: dict[str, Counts]  #: [65536] values by bfloat16 pattern, by place
 
     def binades_of(self, places: set[str], quant_type: str | None = None) -> Counts:
-        """Of the given places, of one quantization type or all, all layers together."""
+        """Return the counts of some places over all layers, of one quantization type or of all."""
         total = np.zeros(255, dtype=np.int64)
         for (_, place, name), counts in self.binades.items():
             if place in places and quant_type in (None, name):
@@ -67,37 +74,52 @@ def add_up(
     axes: Mapping[tuple[int, str], str],
     bar: Callable[[Sequence[Any], str], Iterable[Any]] = lambda rows, _: rows,
 ) -> Sums:
-    """Read each tensor's histograms once.
+    """Sum the histograms of all tensors.
 
     Args:
-        tensors: with `tensor`, `layer_idx`, `place`, `quant_type`.
-        arrays: histograms of a tensor.
-        axes: of a tensor and format, along which its blocks are taken.
-        bar: goes through rows and shows how far it is.
+        tensors: table with the columns `tensor`, `layer_idx`, `place` and `quant_type`.
+        arrays: returns the histograms of a tensor.
+        axes: axis of the blocks whose histograms count, by tensor and format.
+        bar: wraps the rows and a title in a progress bar.
     """
     sums = Sums({}, {}, {})
     rows = tensors[["tensor", "layer_idx", "place", "quant_type"]].itertuples(index=False)
     for row in bar(list(rows), "Adding up"):
-        found = arrays(row.tensor)
+        histograms = arrays(row.tensor)
         where = (int(row.layer_idx), row.place)
-        _add(sums.binades, (*where, row.quant_type), found.positive + found.negative)
-        _add(sums.patterns, row.place, found.patterns)
-        for (name, axis), part in found.formats.items():
+        _add(sums.binades, (*where, row.quant_type), histograms.positive + histograms.negative)
+        _add(sums.patterns, row.place, histograms.patterns)
+        for (name, axis), part in histograms.formats.items():
             if axes.get((row.tensor, name)) == axis:
-                key, one = (*where, name), FormatSum.of(part)
-                sums.formats[key] = sums.formats[key] + one if key in sums.formats else one
+                key, term = (*where, name), FormatSum.of(part)
+                sums.formats[key] = sums.formats[key] + term if key in sums.formats else term
     return sums
 
 
-def _add(into: dict, key: object, counts: Counts) -> None:  # type: ignore[type-arg]
-    if key in into:
-        into[key] = into[key] + counts
+def code_usage(fmt: str, total: FormatSum) -> pd.DataFrame:
+    """Return the count of each code that rounding can produce, for `plot_code_usage`.
+
+    Codes are sorted by the number that they stand for, with -0 before 0.
+    """
+    element = get_format(fmt).element
+    values = code_values(element).numpy().astype(np.float64)
+    usable = np.isfinite(values)
+    usable[format_properties.never_produced(element).numpy()] = False
+    codes = np.flatnonzero(usable)
+    negative_zero = (values[codes] == 0) & np.signbit(values[codes])
+    order = codes[np.lexsort((~negative_zero, values[codes]))]
+    return pd.DataFrame({"format": fmt, "value": values[order], "count": total.codes[order]})
+
+
+def _add(sums: dict, key: object, counts: Counts) -> None:  # type: ignore[type-arg]
+    if key in sums:
+        sums[key] = sums[key] + counts
     else:
-        into[key] = counts.copy()
+        sums[key] = counts.copy()
 
 
 def _longer(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
-    """The sum; what is shorter has zeros at its end."""
+    """Return the sum of two arrays, the shorter one padded with zeros at its end."""
     if len(a) < len(b):
         a, b = b, a
     total: NDArray[Any] = a.copy()

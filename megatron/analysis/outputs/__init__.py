@@ -1,1 +1,1 @@
-"""The output folder of a drawing: what is in it, and how it is written."""
+"""The output folder: its table of outputs, and how they are drawn and written."""

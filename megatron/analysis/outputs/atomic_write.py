@@ -1,4 +1,4 @@
-"""Writes result files: whole or not at all."""
+"""Write result files whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.bounded_files import check_regular, read_bytes
 
 
 def write(path: Path, content: bytes) -> Path:
-    """Write at once, under a temporary name first; what was there is replaced."""
+    """Write a file under a temporary name, then rename it; an earlier file is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -22,8 +22,9 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def write_keeping(path: Path, content: bytes) -> list[Path]:
-    """The same, but an earlier file with another content keeps its content under a name with its
-    time; that name is returned.
+    """Write a file, and keep an earlier one with other content under a name with its time.
+
+    Return the new names of the files that were kept.
     """
     kept = []
     if path.exists() and not _holds(path, content):
@@ -37,10 +38,10 @@ def write_keeping(path: Path, content: bytes) -> list[Path]:
 
 
 def _holds(path: Path, content: bytes) -> bool:
-    """Whether a file has this content.
+    """Return whether a file has this content.
 
     Raises:
-        UnusableFileError: it is no regular file, or cannot be read.
+        UnusableFileError: the file is not regular, or cannot be read.
     """
     same_size = check_regular(path).st_size == len(content)
     return same_size and read_bytes(path, limit=len(content)) == content

@@ -1,8 +1,8 @@
-"""Makes the outputs of a dump one by one: figures, texts, the page.
+"""Draw the outputs of a dump: figures, texts and the report.
 
-Several at a time are made by processes, not threads: matplotlib holds the interpreter's lock. They
-are forked when the tables are there, and share them. A file is written under a temporary name and
-then renamed: an interrupted call leaves whole files only.
+Several outputs are drawn at a time by processes, because matplotlib holds the interpreter's lock.
+The processes are forked after the tables are computed, and share them. Each file is written under a
+temporary name and then renamed, so that an interrupted call leaves whole files only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -26,64 +27,53 @@ from matplotlib.figure import Figure
 from megatron.analysis.dump.tensor_files import UnreadableTensorError
 from megatron.analysis.figures.figure_data import FigureData, Make, NothingToDrawError
 from megatron.analysis.outputs.atomic_write import write
-from megatron.analysis.outputs.names import QUICK, REPORT
-from megatron.analysis.outputs.registry import OUTPUTS
+from megatron.analysis.outputs.registry import DEVIATIONS, OUTPUTS, QUICK, REPORT, SUMS
 from megatron.analysis.plots.style import RC
 from megatron.analysis.quick import quick_analysis
 
-DPI = 150
-#: What takes longest is begun first, so that no process is left alone with it at the end.
-SLOW = (REPORT, "heatmaps", "comparisons", "attention_maps")
-#: These take nothing from the tensors' histograms.
-WITHOUT_SUMS = {QUICK, "heatmaps", "statistics", "attention_maps", "global_statistics", REPORT}
+DPI = 150  #: resolution of PNG files
 
 
 @dataclass(frozen=True)
 class Order:
-    """What outputs are made of, and where they go."""
+    """Data and options that all outputs of one call share."""
 
     figure_data: FigureData
-    output: Path
-    image: str  #: png, svg or pdf
-    run: str | None
-    cache: Path | None  #: folder of the cache of statistics; None: nothing is cached
+    output: Path  #: folder that the files are written to
+    image: str  #: file format of the figures, one of `IMAGES`
+    run: str | None  #: id of the only run to draw; None if all are drawn
+    cache: Path | None  #: folder of the cache of statistics; None if nothing is cached
 
 
 @dataclass
 class Made:
-    """One output's files, and what could not be made."""
+    """The files of one output, and the figures that could not be drawn."""
 
     name: str
     files: list[Path] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)  #: output or figure -> what it lacks
-    failed: dict[str, str] = field(default_factory=dict)  #: by our mistake -> the traceback
+    missing: dict[str, str] = field(default_factory=dict)  #: missing data, by output or figure
+    failed: dict[str, str] = field(default_factory=dict)  #: traceback of our bug, by figure
 
 
 def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]:
-    """Make the outputs, `workers` at a time; they come as they are done.
+    """Draw the outputs, `workers` at a time, and yield each one as soon as it is complete.
 
     Raises:
-        ValueError: the system ended a process.
+        ValueError: the system killed a process.
     """
     workers = min(workers, len(names))
     if workers <= 1 or "fork" not in multiprocessing.get_all_start_methods():
         yield from (make(name, order) for name in names)
         return
-    # once, here, what several processes need
-    figure_data = order.figure_data
-    _ = figure_data.uses
-    if {*names} - WITHOUT_SUMS:
-        _ = figure_data.sums
-    if {"comparisons", REPORT} <= {*names}:
-        _ = figure_data.deviations
-    ordered = sorted(names, key=lambda name: SLOW.index(name) if name in SLOW else len(SLOW))
+    compute_shared_tables(order.figure_data, names)
+    ordered = sorted(names, key=lambda name: -OUTPUTS[name].slowness)
     fork = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(workers, fork, initializer=_begin, initargs=(order,)) as pool:
             jobs = [pool.submit(_make, name) for name in ordered]
             try:
                 yield from (job.result() for job in as_completed(jobs))
-            finally:  # an interrupt or an error: do not make the rest first
+            finally:  # after an interrupt or an error, do not draw the rest first
                 pool.shutdown(cancel_futures=True)
     except BrokenProcessPool:
         raise ValueError(
@@ -92,12 +82,22 @@ def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]
         ) from None
 
 
-_order: list[Order] = []  # of this process, if it was forked to draw
-_making: list[str] = []  # the output that this process makes, if it was forked to draw
+def compute_shared_tables(figure_data: FigureData, names: Sequence[str]) -> None:
+    """Compute the tables that several outputs need, before processes are forked."""
+    needs = Counter(need for name in names for need in OUTPUTS[name].needs)
+    _ = figure_data.uses
+    if needs[SUMS]:
+        _ = figure_data.sums
+    if needs[DEVIATIONS] > 1:  # a single output computes them while others are drawn
+        _ = figure_data.deviations
+
+
+_order: list[Order] = []  # the order of this process, if it was forked to draw
+_making: list[str] = []  # the output that this process draws, if it was forked to draw
 
 
 def _begin(order: Order) -> None:
-    """Prepare a process that was just forked: it has no threads but this one, and no terminal."""
+    """Prepare a forked process: one thread for torch, no progress bar, an end with its parent."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -107,10 +107,10 @@ def _begin(order: Order) -> None:
 
 
 def _stop(*_: object) -> None:
-    """Leave the output that is being made, and begin no further one.
+    """Interrupt the output that is being drawn, and start no other.
 
-    A process that waits for work must not be left by an exception: half of a message would stay in
-    the queue, and the next process would read the rest of it.
+    A process that waits for work must not raise: half of a message would stay in the queue, and the
+    next process would read the rest of it.
     """
     _order.clear()
     if _making:
@@ -118,7 +118,7 @@ def _stop(*_: object) -> None:
 
 
 def _end_with_parent() -> None:
-    """End with a parent that was killed, which cannot end this process."""
+    """Exit when the parent does; a parent that is killed cannot stop this process itself."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
@@ -126,7 +126,7 @@ def _end_with_parent() -> None:
 
 def _make(name: str) -> Made:
     if not _order:
-        raise KeyboardInterrupt  # in the parent, too
+        raise KeyboardInterrupt  # the executor raises it in the parent, too
     order = _order[0]
     _making.append(name)
     try:
@@ -136,8 +136,10 @@ def _make(name: str) -> Made:
 
 
 def make(name: str, order: Order) -> Made:
-    """Make one output of `output_names.SAYS`. What goes wrong with it is told, and the others are
-    made: hours of statistics stand behind them.
+    """Draw one output of `OUTPUTS`.
+
+    A figure that fails is recorded in the result and does not stop the others, because computing
+    their statistics may have taken hours.
 
     Raises:
         ImportError: a package is missing.
@@ -156,11 +158,11 @@ def make(name: str, order: Order) -> Made:
 
             made.files.append(write_report(order.figure_data, order.output / "report.html"))
         else:
-            for title, draw in OUTPUTS[name](order.figure_data):
+            for title, draw in OUTPUTS[name].load()(order.figure_data):
                 _draw(f"{name}/{title}", draw, order, made)
     except (NothingToDrawError, UnreadableTensorError) as error:
         made.missing[name] = str(error)
-    except (ImportError, OSError):  # no other output would fare better
+    except (ImportError, OSError):  # every other output would fail, too
         raise
     except Exception as error:
         made.failed[name] = "".join(traceback.format_exception(error))
@@ -168,7 +170,7 @@ def make(name: str, order: Order) -> Made:
 
 
 def _draw(name: str, draw: Make, order: Order, made: Made) -> None:
-    """One figure or text, or why there is none."""
+    """Draw and write one figure or text, or record why there is none."""
     try:
         with matplotlib.rc_context(RC):
             drawn = draw()
@@ -187,7 +189,7 @@ def _draw(name: str, draw: Make, order: Order, made: Made) -> None:
 
 
 def picture(figure: Figure, image: str) -> bytes:
-    """The file's content: the same for the same figure, whenever it is made."""
+    """Return the content of an image file, which does not depend on the time of drawing."""
     content = io.BytesIO()
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
     figure.savefig(content, format=image, dpi=DPI, metadata=undated[image])

@@ -1,7 +1,7 @@
-"""The statistics of a dump as text: aligned columns, nine significant digits, a line a tensor.
+"""The statistics of a dump as text in aligned columns, one line per tensor.
 
-Nine digits give back a float32 exactly. Never a fixed number of decimals: gradients of 1e-7 would
-read 0.0000.
+Numbers have nine significant digits, which identify a float32. A fixed number of decimals would
+show gradients of 1e-7 as 0.0000.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TENSOR_COLUMNS = (
 def format_statistics(
     dump: TensorStore, measured: Measurements, problems: Sequence[Problem]
 ) -> str:
-    """The whole text: overall, by group, tensor by tensor, and what could not be read."""
+    """Return the text: overall, by group, by tensor, and the files that could not be read."""
     summary = measured.summary()
     lines = [
         f"Statistics of the tensors in {shown(dump.folder)}",
@@ -77,7 +77,7 @@ def format_statistics(
 
 
 def _runs(dump: TensorStore) -> list[str]:
-    """A line a run: how many tensors, and what its card says of it."""
+    """Return one line per run: its number of tensors and the facts on its card."""
     lines = []
     for run_id, count in dump.runs().items():
         card = dump.run_card(run_id) if run_id else {}
@@ -91,14 +91,14 @@ def _runs(dump: TensorStore) -> list[str]:
 
 
 def _tensor_rows(dump: TensorStore, table: pd.DataFrame) -> Iterable[tuple[object, ...]]:
-    """A row a tensor, in the table's order."""
+    """Yield one row per tensor, in the order of the table."""
     for row in table.to_dict("records"):
         known = [_known(row[name]) for name in TENSOR_COLUMNS]
         yield (*known, *_numbers(row["summary"]), shown(row["path"].relative_to(dump.folder)))
 
 
 def _known(value: object) -> str:
-    """A field of the record in one word."""
+    """Return a field of the record as one word."""
     if isinstance(value, (list, tuple)):
         return "x".join(str(size) for size in value) or "scalar"
     if value is None or pd.isna(value):
@@ -109,6 +109,6 @@ def _known(value: object) -> str:
 
 
 def _numbers(summary: Moments) -> list[str]:
-    """The statistics in nine significant digits; counts whole."""
+    """Return the statistics with nine significant digits, and counts as whole numbers."""
     values = [getattr(summary, name) for name in STATISTICS]
     return [str(value) if isinstance(value, int) else f"{value:.9g}" for value in values]

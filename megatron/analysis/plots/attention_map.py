@@ -10,11 +10,11 @@ from matplotlib.colors import LogNorm
 
 from megatron.analysis.plots.style import TRACK
 
-LOWEST = 1e-4  #: probabilities below it have the colour of this one
+LOWEST = 1e-4  #: lowest probability with a color of its own
 
 
 def plot_attention_map(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw a pixel a pair of a query (down) and a key (across); what is masked (0) is grey.
+    """Draw one pixel per pair of a query (down) and a key (across); masked pairs (0) are gray.
 
     Args:
         data: probabilities; index and columns are the positions of queries and keys.
@@ -22,11 +22,11 @@ def plot_attention_map(data: pd.DataFrame, *, title: str = "", ax: Axes | None =
     ax = plt.gca() if ax is None else ax
     values = data.to_numpy(dtype=float)
     shown = np.ma.masked_where(values <= 0, np.maximum(values, LOWEST))
-    colours = plt.get_cmap("viridis").with_extremes(bad=TRACK)
+    colors = plt.get_cmap("viridis").with_extremes(bad=TRACK)
     at = [*data.columns], [*data.index]
     extent = (at[0][0] - 0.5, at[0][-1] + 0.5, at[1][-1] + 0.5, at[1][0] - 0.5)
     norm = LogNorm(LOWEST, 1.0)
-    ax.imshow(shown, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
+    ax.imshow(shown, cmap=colors, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
     ax.set(xlabel="key", ylabel="query")
     ax.set_title(title, loc="left", fontsize=9)
     return ax

@@ -1,4 +1,4 @@
-"""The scales of a tensor's blocks as an image: tokens (or output units) down, blocks across."""
+"""The scales of a tensor's blocks as an image, with rows of the tensor down and blocks across."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def plot_block_map(
         data: base-2 logarithms of the scales. The index is the number of the row, and a column's
             name is the position of the block's first value. NaN (a block of zeros, or without a
             scale) is gray.
-        rows, columns: what these are.
+        rows, columns: labels of the axes.
         powers: whether all scales are powers of two. The color bar labels other scales by value.
     """
     ax = plt.gca() if ax is None else ax
-    colours = plt.get_cmap("magma").with_extremes(bad=TRACK)
+    colors = plt.get_cmap("magma").with_extremes(bad=TRACK)
     image = ax.imshow(
-        data.to_numpy(dtype=float), cmap=colours, aspect="auto", interpolation="nearest"
+        data.to_numpy(dtype=float), cmap=colors, aspect="auto", interpolation="nearest"
     )
     bar = ax.figure.colorbar(image, ax=ax, pad=0.015, fraction=0.05)
     if powers:
@@ -55,14 +55,14 @@ def plot_block_map(
 
 def scale_ticks(logarithms: NDArray[np.float64], most: int = 6) -> list[tuple[float, str]]:
     """Return positions and labels of ticks: scales that occur, evenly spread over the color bar."""
-    found = np.unique(logarithms[np.isfinite(logarithms)])
-    if not len(found):
+    scales = np.unique(logarithms[np.isfinite(logarithms)])
+    if not len(scales):
         return []
-    wanted = np.linspace(found[0], found[-1], most)
-    nearest = np.unique([np.abs(found - each).argmin() for each in wanted])
-    return [(float(found[i]), f"{2 ** found[i]:.3g}") for i in nearest]
+    even = np.linspace(scales[0], scales[-1], most)
+    nearest = np.unique([np.abs(scales - position).argmin() for position in even])
+    return [(float(scales[i]), f"{2 ** scales[i]:.3g}") for i in nearest]
 
 
 def _named(numbers: list[int]):  # type: ignore[no-untyped-def]
-    """Ticks say the number of the row or value, not of the pixel."""
+    """Return a tick formatter that shows the number of a row or value instead of the pixel."""
     return lambda x, _: str(numbers[int(x)]) if 0 <= x < len(numbers) and x == int(x) else ""

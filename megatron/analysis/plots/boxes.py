@@ -1,4 +1,4 @@
-"""The spread of magnitudes, a box a tensor, on an axis of powers of two."""
+"""The spread of magnitudes, one box per tensor, on an axis of powers of two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from megatron.analysis.plots.style import (
     INK,
-    colour_of,
+    color_of,
     guide,
     lighter,
     nothing,
@@ -38,8 +38,8 @@ def plot_boxes(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -
     for y, (row, values) in enumerate(zip(data.to_dict("records"), logs, strict=True)):
         _box(ax, y, str(row["group"]), dict(zip(columns, values, strict=True)))
         if row["p1"] == 0:
-            colour = colour_of(str(row["group"]))
-            ax.plot([np.log2(floor)], [y], "v", markersize=6, color=colour, clip_on=False, zorder=4)
+            color = color_of(str(row["group"]))
+            ax.plot([np.log2(floor)], [y], "v", markersize=6, color=color, clip_on=False, zorder=4)
     ax.set_yticks(range(len(data)), [str(name) for name in data["name"]])
     ax.set_ylim(len(data) - 0.4, -0.6)
     ax.tick_params(axis="y", length=0)
@@ -52,18 +52,18 @@ def plot_boxes(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -
 
 
 def _box(ax: Axes, y: int, group: str, at: dict[str, Any]) -> None:
-    colour = colour_of(group)
+    color = color_of(group)
     hatch = "////" if group.startswith("grad_") else None
-    ax.plot([at["p1"], at["p99"]], [y, y], color=colour, linewidth=1.2, zorder=1)
+    ax.plot([at["p1"], at["p99"]], [y, y], color=color, linewidth=1.2, zorder=1)
     ax.barh(
         y,
         at["p75"] - at["p25"],
         0.6,
         left=at["p25"],
-        color=lighter(colour, 0.6),
-        edgecolor=colour,
+        color=lighter(color, 0.6),
+        edgecolor=color,
         hatch=hatch,
         zorder=2,
     )
     ax.plot([at["p50"], at["p50"]], [y - 0.3, y + 0.3], color=INK, linewidth=1.4, zorder=3)
-    ax.plot([at["largest"]], [y], marker="|", markersize=8, color=colour, zorder=3)
+    ax.plot([at["largest"]], [y], marker="|", markersize=8, color=color, zorder=3)

@@ -1,4 +1,4 @@
-"""How often each code of a format occurs, in the order of the numbers that the codes stand for."""
+"""The frequency of each code of a format, in the order of the numbers that the codes stand for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter
 
 from megatron.analysis.plots.style import (
     ALARM,
-    colour_of,
+    color_of,
     guide,
     percent,
     power,
@@ -26,13 +26,13 @@ def plot_code_usage(
 
     Args:
         data: columns `format` (one), `value` (rising, -0 before 0), `count`.
-        scaled: whether the format has a scale, by which the numbers are multiplied.
+        scaled: whether the format multiplies these numbers by a scale.
     """
     ax = plt.gca() if ax is None else ax
     counts = data["count"].to_numpy(dtype=float)
     shares = counts / max(counts.sum(), 1.0)
     x = np.arange(len(shares))
-    ax.bar(x, shares, width=1.0 if len(x) > 64 else 0.85, color=colour_of(data["format"].iloc[0]))
+    ax.bar(x, shares, width=1.0 if len(x) > 64 else 0.85, color=color_of(data["format"].iloc[0]))
     unused = x[counts == 0]
     if len(unused):
         ax.plot(

@@ -1,4 +1,4 @@
-"""Shares of counted things in rising bins, an outline a format: headroom, range, scales."""
+"""Histograms of blocks, one outline per format: headroom, range, scales."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from megatron.analysis.plots.style import FILL, colour_of, guide, nothing, percent, quiet
+from megatron.analysis.plots.style import FILL, color_of, guide, nothing, percent, quiet
 
 
 def plot_counts(
@@ -18,10 +18,10 @@ def plot_counts(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the histogram of each format.
+    """Draw one histogram per format.
 
     Args:
-        data: columns `format`, `left`, `right`, `count`; bins without gaps.
+        data: columns `format`, `left`, `right`, `count`; bins in rising order without gaps.
     """
     ax = plt.gca() if ax is None else ax
     if not data["count"].any():
@@ -29,8 +29,8 @@ def plot_counts(
     for name, part in data.groupby("format", sort=False):
         shares = part["count"] / max(part["count"].sum(), 1)
         edges = [*part["left"], part["right"].iloc[-1]]
-        ax.stairs(shares, edges, fill=True, color=colour_of(str(name)), alpha=FILL)
-        ax.stairs(shares, edges, color=colour_of(str(name)), linewidth=1.5, label=str(name))
+        ax.stairs(shares, edges, fill=True, color=color_of(str(name)), alpha=FILL)
+        ax.stairs(shares, edges, color=color_of(str(name)), linewidth=1.5, label=str(name))
     ax.set_xlim(data["left"].min(), data["right"].max())
     ax.set_ylim(bottom=0)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))

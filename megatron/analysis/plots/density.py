@@ -1,4 +1,4 @@
-"""How values are distributed in units of their standard deviation, on a logarithmic axis."""
+"""The density of values in units of their standard deviation, on a logarithmic axis."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from megatron.analysis.plots.style import FAINT, FILL, colour_of, decades, guide, nothing, quiet
+from megatron.analysis.plots.style import FAINT, FILL, color_of, decades, guide, nothing, quiet
 
 
 def plot_density(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw the histogram as a density, and a normal distribution to compare with.
+    """Draw the histogram as a density, with a normal distribution for comparison.
 
     Args:
-        data: columns `group`, `left`, `right` (in standard deviations), `density`; rising bins.
+        data: columns `group`, `left`, `right` (in standard deviations) and `density`; bins in
+            rising order.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:
         return nothing(ax, title)
     for name, part in data.groupby("group", sort=False):
         edges = [*part["left"], part["right"].iloc[-1]]
-        colour = colour_of(str(name))
-        ax.stairs(part["density"], edges, fill=True, color=colour, alpha=FILL)
-        ax.stairs(part["density"], edges, color=colour, linewidth=1.2, label=str(name))
+        color = color_of(str(name))
+        ax.stairs(part["density"], edges, fill=True, color=color, alpha=FILL)
+        ax.stairs(part["density"], edges, color=color, linewidth=1.2, label=str(name))
     low, high = float(data["left"].min()), float(data["right"].max())
     x = np.linspace(max(low, -6), min(high, 6), 200)
     ax.plot(x, np.exp(-x * x / 2) / math.sqrt(2 * math.pi), color=FAINT, linestyle=":", linewidth=1)

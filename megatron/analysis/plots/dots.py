@@ -1,4 +1,4 @@
-"""A quantity for each name, one dot a group: formats side by side on the same tensors."""
+"""A quantity by name, one dot per group: formats side by side on the same tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter
 
 from megatron.analysis.plots.style import (
     RULE,
-    colour_of,
+    color_of,
     guide,
     nothing,
     percent,
@@ -18,7 +18,7 @@ from megatron.analysis.plots.style import (
     right_of_title,
 )
 
-ZERO = "0"
+ZERO = "0"  #: label of the tick for zero on a logarithmic axis
 
 
 def plot_dots(
@@ -29,12 +29,12 @@ def plot_dots(
     shares: bool = False,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a row a name, from top to bottom in the order of first appearance.
+    """Draw one row per name, from top to bottom in the order of first appearance.
 
     Args:
         data: columns `group`, `name`, `value`.
-        shares: values are shares, on a logarithmic axis; those that are exactly zero stand at its
-            left end, under a tick that says 0. What is infinite is marked at the right end.
+        shares: whether the values are shares, which are drawn on a logarithmic axis. A tick at its
+            left end stands for exactly zero. Infinite values are marked at the right end.
     """
     ax = plt.gca() if ax is None else ax
     if not np.isfinite(data["value"].astype(float)).any():
@@ -52,13 +52,13 @@ def plot_dots(
         if floor is not None:
             x = np.where(x == 0, floor, x)
         shift = 0.11 * (lane - (len(groups) - 1) / 2)
-        y = np.array([place[each] for each in part["name"]]) + shift
+        y = np.array([place[row] for row in part["name"]]) + shift
         if (beyond := x == np.inf).any():
             ax.plot(
                 np.full(beyond.sum(), 0.992),
                 y[beyond],
                 ">",
-                color=colour_of(str(name)),
+                color=color_of(str(name)),
                 markersize=5,
                 transform=ax.get_yaxis_transform(),
                 clip_on=False,
@@ -67,7 +67,7 @@ def plot_dots(
             x[keep],
             y[keep],
             s=26,
-            color=colour_of(str(name)),
+            color=color_of(str(name)),
             edgecolors="white",
             linewidths=0.5,
             label=str(name),
@@ -87,14 +87,14 @@ def plot_dots(
 
 
 def _floor(values: pd.Series[float]) -> float:
-    """Where zero is drawn: a decade below the smallest share."""
+    """Return the position of zero, one decade below the smallest share."""
     positive = values[values > 0]
     smallest = float(positive.min()) if len(positive) else 1e-3
     return float(10.0 ** (np.floor(np.log10(smallest)) - 1))
 
 
 def _share_axis(ax: Axes, floor: float, largest: float) -> None:
-    """Decades, named in percent, and zero at the left end."""
+    """Label the decades in percent and the left end with zero."""
     ax.set_xscale("log")
     ax.set_xlim(floor / 1.6, max(2 * largest, 20 * floor))
     first, last = round(np.log10(floor)) + 1, int(np.floor(np.log10(ax.get_xlim()[1])))

@@ -1,4 +1,4 @@
-"""The relative error of formats by the magnitude of the value: where each one is precise."""
+"""The relative error of formats by the magnitude of the values."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from megatron.analysis.plots.style import colour_of, guide, nothing, percent, powers_of_two, quiet
+from megatron.analysis.plots.style import color_of, guide, nothing, percent, powers_of_two, quiet
 
 
 def plot_error_by_magnitude(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw the mean relative error of the values in each binade, a step line a format.
+    """Draw the mean relative error of the values in each binade, one step line per format.
 
     Args:
-        data: columns `format`, `exponent`, `relative_error`; exponents without gaps, NaN where
+        data: columns `format`, `exponent`, `relative_error`; exponents without gaps, NaN if
             there is no value.
     """
     ax = plt.gca() if ax is None else ax
@@ -26,7 +26,7 @@ def plot_error_by_magnitude(data: pd.DataFrame, *, title: str = "", ax: Axes | N
             part["relative_error"],
             [*exponents, exponents[-1] + 1],
             baseline=None,
-            color=colour_of(str(name)),
+            color=color_of(str(name)),
             linewidth=1.5,
             label=str(name),
         )

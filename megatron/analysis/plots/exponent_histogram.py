@@ -1,4 +1,4 @@
-"""How many values lie in each binade, and which of them the formats reach."""
+"""The share of values in each binade, above the ranges of the formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter
 
 from megatron.analysis.plots.style import (
     FAINT,
-    colour_of,
+    color_of,
     guide,
     nothing,
     percent,
@@ -17,8 +17,8 @@ from megatron.analysis.plots.style import (
     quiet,
 )
 
-LANE = 0.085  #: of the height of the axes, for the range of one format
-LANES = 0.45  #: of it at most, for all of them
+LANE = 0.085  #: share of the axes' height for the range of one format
+LANES = 0.45  #: largest share of the axes' height for all ranges
 
 
 def plot_exponent_histogram(
@@ -31,11 +31,11 @@ def plot_exponent_histogram(
     """Draw the share of values in each binade, one outline per group, above the formats' ranges.
 
     Args:
-        data: columns `group`, `exponent`, `share`: of the group's values with a magnitude from
-            2**exponent up to below 2**(exponent + 1); exponents without gaps.
-        ranges: columns `format`, `smallest`, `normal`, `largest`: exponents between which a format
-            has numbers, from `normal` on in full precision. Each format has a bar below the
-            histogram; a thin line from `lowest` to `highest` is the range of all block scales.
+        data: columns `group`, `exponent` and `share`, the share of the group's values that have a
+            magnitude from 2**exponent up to below 2**(exponent + 1); exponents without gaps.
+        ranges: columns `format`, `smallest`, `normal` and `largest`, the exponents of the smallest,
+            smallest normal and largest number of a format. Each format has a bar below the
+            histogram. A thin line from `lowest` to `highest` is the range over all block scales.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:
@@ -47,7 +47,7 @@ def plot_exponent_histogram(
         ax.stairs(
             part["share"],
             [*exponents, exponents[-1] + 1],
-            color=colour_of(str(name)),
+            color=color_of(str(name)),
             linewidth=1.4,
             linestyle=dashed,
             label=str(name),
@@ -68,7 +68,7 @@ def plot_exponent_histogram(
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))
     guide(ax)
     ax.set(xlabel="magnitude", ylabel="share of values in a binade")
-    if lanes:  # beside the formats' names
+    if lanes:  # leave space for the names of the formats
         longest = max(len(str(lane["format"])) for lane in lanes)
         ax.yaxis.labelpad = max(ax.yaxis.labelpad, 5.0 * longest - 26)
     ax.set_title(title, loc="left")
@@ -76,11 +76,14 @@ def plot_exponent_histogram(
 
 
 def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], size: float) -> None:
-    """One format's bar, thin where it has subnormal numbers; its name stands at the left. Where
-    there are many, each has `size` times the usual height.
+    """Draw the bar of one format, thin for subnormal numbers, and its name at the left.
+
+    Args:
+        seen: exponents at both ends of the axis.
+        size: height of the bar relative to the usual one; below 1 if there are many bars.
     """
-    colour = colour_of(str(lane["format"]))
-    # without `lowest` and `highest` there is no line
+    color = color_of(str(lane["format"]))
+    # without `lowest` and `highest`, no line is drawn
     lane = {"lowest": lane["smallest"], "highest": lane["largest"]} | lane
     parts = (
         ("lowest", "highest", 1.0),
@@ -91,7 +94,7 @@ def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], si
         left, right = max(lane[start], seen[0]), min(lane[end], seen[1])
         if right > left:
             ax.plot(
-                [left, right], [y, y], color=colour, linewidth=width * size, solid_capstyle="butt"
+                [left, right], [y, y], color=color, linewidth=width * size, solid_capstyle="butt"
             )
     ax.annotate(
         str(lane["format"]),
@@ -101,7 +104,7 @@ def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], si
         textcoords="offset points",
         ha="right",
         va="center",
-        color=colour,
+        color=color,
         annotation_clip=False,
         fontsize=8 * max(size, 0.6),
     )

@@ -1,4 +1,4 @@
-"""A number for each cell of two categories: layer and tensor, layer and iteration."""
+"""A heat map of two categories: layer and tensor, or layer and iteration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm, Normalize
 
 from megatron.analysis.plots.style import FAINT, INK, TRACK, decades, nothing
 
-MOST_NUMBERS = 700  #: cells beyond which numbers would not be read
+MOST_NUMBERS = 700  #: largest number of cells that are labeled with their values
 
 
 def plot_heatmap(
@@ -25,15 +25,15 @@ def plot_heatmap(
     norm: Normalize | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a cell a row of `data`, coloured by value and labelled with it where there is room.
+    """Draw one cell per row of `data`, colored by its value and, if space allows, labeled with it.
 
     Args:
         data: columns `row`, `column`, `value`; rows and columns in the order of their first
-            appearance. A cell that is missing or NaN is grey; inf has the colour of the largest.
-        label: of the color bar: quantity and unit.
+            appearance. A cell that is missing or NaN is gray; inf has the color of the largest.
+        label: label of the color bar, the quantity and its unit.
 
     Raises:
-        ValueError: a cell is there twice.
+        ValueError: a cell has two values.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:
@@ -42,7 +42,7 @@ def plot_heatmap(
         row, column = data.loc[twice, ["row", "column"]].iloc[0]
         raise ValueError(
             f"{int(twice.sum())} cells are there more than once, as {row!r}, {column!r}; give one "
-            "row a cell, as groupby(['row', 'column']).median() does"
+            "row per cell, as groupby(['row', 'column']).median() does"
         )
     rows, columns = list(dict.fromkeys(data["row"])), list(dict.fromkeys(data["column"]))
     cells = np.full((len(rows), len(columns)), np.nan)
@@ -53,13 +53,13 @@ def plot_heatmap(
     if norm is None:
         low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
         norm = Normalize(low, high if high > low else low + 1)
-    colours = plt.get_cmap(cmap).with_extremes(bad=TRACK)
+    colors = plt.get_cmap(cmap).with_extremes(bad=TRACK)
     shown = np.ma.masked_invalid(np.where(cells == np.inf, norm.vmax or 1.0, cells))
-    mesh = ax.pcolormesh(shown, cmap=colours, norm=norm, edgecolors="white", linewidth=0.6)
+    mesh = ax.pcolormesh(shown, cmap=colors, norm=norm, edgecolors="white", linewidth=0.6)
     ax.invert_yaxis()
-    _name(ax, rows, columns)
+    _label_cells(ax, rows, columns)
     if cells.size <= MOST_NUMBERS:
-        _write(ax, cells, digits, lambda value: colours(norm(value)))
+        _write(ax, cells, digits, lambda value: colors(norm(value)))
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.012, fraction=0.03, aspect=25)
     bar.set_label(label)
     if isinstance(norm, LogNorm):
@@ -70,8 +70,8 @@ def plot_heatmap(
     return ax
 
 
-def _name(ax: Axes, rows: list[object], columns: list[object]) -> None:
-    """Ticks in the middle of the cells; of many, some."""
+def _label_cells(ax: Axes, rows: list[object], columns: list[object]) -> None:
+    """Label the middle of the cells, and only some of them if there are many."""
     for names, setter, most in ((rows, ax.set_yticks, 40), (columns, ax.set_xticks, 60)):
         every = math.ceil(len(names) / most)
         chosen = range(0, len(names), every)
@@ -81,14 +81,14 @@ def _name(ax: Axes, rows: list[object], columns: list[object]) -> None:
         plt.setp(ax.get_xticklabels(), rotation=40, ha="right", rotation_mode="anchor")
 
 
-def _write(ax: Axes, cells: np.ndarray, digits: str, colour: object) -> None:
+def _write(ax: Axes, cells: np.ndarray, digits: str, color: object) -> None:
     size = 8 if cells.shape[1] <= 30 else 6
     for (i, j), value in np.ndenumerate(cells):
         if np.isnan(value):
             ax.text(j + 0.5, i + 0.5, "-", ha="center", va="center", color=FAINT, fontsize=size)
             continue
         text = "exact" if value == np.inf else f"{value:{digits}}"
-        red, green, blue, _ = colour(min(value, 1e300))  # type: ignore[operator]
+        red, green, blue, _ = color(min(value, 1e300))  # type: ignore[operator]
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
         ink = "white" if dark else INK
         ax.text(j + 0.5, i + 0.5, text, ha="center", va="center", color=ink, fontsize=size)

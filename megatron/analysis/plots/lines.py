@@ -1,4 +1,4 @@
-"""A quantity by layer or iteration, one line a group."""
+"""A quantity by layer or iteration, one line per group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatron.analysis.plots.style import (
-    colours_of,
+    colors_of,
     decades,
     guide,
     nothing,
@@ -17,9 +17,9 @@ from megatron.analysis.plots.style import (
     right_of_title,
 )
 
-EXACT, ZERO = "▴ infinite", "▾ zero"
+EXACT, ZERO = "▴ infinite", "▾ zero"  #: explanations of the marks at the ends of the axis
 NOISE = 0.1  #: an axis extends at least this share of the median value to both sides
-NARROW = 8.0  #: largest over smallest value, from which on a logarithmic axis is one
+NARROW = 8.0  #: smallest ratio of largest to smallest value for a logarithmic axis
 
 
 def plot_lines(
@@ -38,7 +38,7 @@ def plot_lines(
 
     Args:
         data: columns `group`, `x` (whole numbers), `value`.
-        logarithmic: whether ratios matter. Over less than a decade the axis is linear all the same,
+        logarithmic: whether ratios matter. An axis over less than a decade is linear nevertheless,
             and extends at least a tenth of the median value to both sides.
         least: the smallest span of a linear axis, so that noise does not fill it.
     """
@@ -47,13 +47,13 @@ def plot_lines(
         return nothing(ax, title)
     numbers = data["value"].astype(float)
     positive = numbers[np.isfinite(numbers) & (numbers > 0)]
-    # over less than a decade a logarithmic axis would have no tick
+    # a logarithmic axis over less than a decade would have no tick
     log = logarithmic and len(positive) > 0 and positive.max() >= NARROW * positive.min()
     if logarithmic and not log and len(positive):
         least = max(least, 2 * NOISE * float(positive.median()))
-    colours = colours_of(dict.fromkeys(map(str, data["group"])))
+    colors = colors_of(dict.fromkeys(map(str, data["group"])))
     for name, part in data.groupby("group", sort=False):
-        colour = colours[str(name)]
+        color = colors[str(name)]
         part = part.sort_values("x")
         values = part["value"].astype(float)
         drawn = part[np.isfinite(values) & ((values > 0) if log else True)]
@@ -61,25 +61,25 @@ def plot_lines(
         ax.plot(
             drawn["x"],
             drawn["value"],
-            color=colour,
+            color=color,
             linestyle=dashed,
             marker="o",
             markersize=3.5,
             linewidth=1.4,
             label=str(name),
         )
-        _at_the_edge(ax, part["x"][values == np.inf], colour, top=True)
+        _at_the_edge(ax, part["x"][values == np.inf], color, top=True)
         if log:
-            _at_the_edge(ax, part["x"][values == 0], colour, top=False)
-    said = [EXACT] if (numbers == np.inf).any() else []
-    said += [ZERO] if log and (numbers == 0).any() else []
-    if said:
-        right_of_title(ax, ", ".join(said))
+            _at_the_edge(ax, part["x"][values == 0], color, top=False)
+    marks = [EXACT] if (numbers == np.inf).any() else []
+    marks += [ZERO] if log and (numbers == 0).any() else []
+    if marks:
+        right_of_title(ax, ", ".join(marks))
     if log:
         ax.set_yscale("log")
         decades(ax.yaxis)
     elif logarithmic:
-        # full numbers in the labels: a common factor above the axes would push the title up
+        # no common factor above the axes, because it would push the title up
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.4g}"))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0.04, y=0.08)
@@ -99,8 +99,8 @@ def _widen(ax: Axes, values: pd.Series[float], least: float) -> None:
         ax.set_ylim(middle - least / 2, middle + least / 2)
 
 
-def _at_the_edge(ax: Axes, x: pd.Series, colour: str, *, top: bool) -> None:
-    """Marks at the upper or lower end of the axes."""
+def _at_the_edge(ax: Axes, x: pd.Series, color: str, *, top: bool) -> None:
+    """Draw marks at the upper or lower end of the axes."""
     if x.empty:  # a line without points has no extent, which upsets the figure's layout
         return
     ax.plot(
@@ -109,7 +109,7 @@ def _at_the_edge(ax: Axes, x: pd.Series, colour: str, *, top: bool) -> None:
         linestyle="",
         marker="^" if top else "v",
         markersize=5,
-        color=colour,
+        color=color,
         transform=ax.get_xaxis_transform(),
         clip_on=False,
     )

@@ -1,6 +1,4 @@
-"""How many values lie in each octave of magnitude: where a format's exponent range would have to
-be.
-"""
+"""The number of values in each octave, which shows the exponent range that a format needs."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from megatron.analysis.plots.style import (
     FILL,
     RULE,
-    colour_of,
+    color_of,
     power,
     quiet,
     right_of_title,
@@ -23,23 +21,23 @@ from megatron.analysis.plots.style import (
 def plot_magnitude_histogram(
     data: pd.DataFrame, *, title: str = "", note: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw one outline a group, lightly filled, over the exponents of two.
+    """Draw one lightly filled outline per group over the exponents of two.
 
     Args:
-        data: columns `group`, `exponent`, `count`: how many values of the group have a magnitude
-            from 2**exponent up to below 2**(exponent + 1); exponents without gaps, the same for
-            every group.
-        note: about what the picture does not show.
+        data: columns `group`, `exponent` and `count`, the number of values of the group that have a
+            magnitude from 2**exponent up to below 2**(exponent + 1). The exponents have no gaps and
+            are the same for every group.
+        note: text about the values that the picture does not show.
     """
     ax = plt.gca() if ax is None else ax
-    crowd = data["group"].nunique()
+    groups = data["group"].nunique()
     for name, part in data.groupby("group", sort=False):
         exponents = part["exponent"].tolist()
         edges = [*exponents, exponents[-1] + 1]
-        colour = colour_of(str(name))
-        if crowd <= 2:  # more fills over each other would mix into a colour of nothing
-            ax.stairs(part["count"], edges, fill=True, color=colour, alpha=FILL)
-        ax.stairs(part["count"], edges, color=colour, linewidth=1.5, label=str(name))
+        color = color_of(str(name))
+        if groups <= 2:  # the colors of more overlapping fills would mix
+            ax.stairs(part["count"], edges, fill=True, color=color, alpha=FILL)
+        ax.stairs(part["count"], edges, color=color, linewidth=1.5, label=str(name))
     ax.set_xlim(data["exponent"].min(), data["exponent"].max() + 1)
     ax.set_ylim(0, 1.08 * max(float(data["count"].max()), 1.0))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))

@@ -1,4 +1,4 @@
-"""Q-Q: quantiles of the values against those of a normal distribution."""
+"""A Q-Q plot: quantiles of the values against those of a normal distribution."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from megatron.analysis.plots.style import FAINT, colour_of, guide, nothing, quiet
+from megatron.analysis.plots.style import FAINT, color_of, guide, nothing, quiet
 
-LINEAR = 10.0  #: standard deviations up to which the axis is linear
+LINEAR = 10.0  #: largest number of standard deviations on the linear part of the axis
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 
 def plot_quantiles(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw a line a group; on the diagonal lies what is normal, beyond it at the ends heavy tails.
+    """Draw one line per group; normal values lie on the diagonal, heavy tails beyond its ends.
 
     Args:
-        data: columns `group`, `normal`, `value`: quantiles in standard deviations.
+        data: columns `group`, `normal` and `value`, the quantiles in standard deviations.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:
         return nothing(ax, title)
     ends = (float(data["normal"].min()), float(data["normal"].max()))
     ax.plot(ends, ends, color=FAINT, linewidth=1, linestyle=":", label="normal", zorder=1)
-    drawn: dict[str, int] = {}  #: lines of a colour: they differ in their dashes
+    drawn: dict[str, int] = {}  #: number of lines by color; they differ in their dashes
     for name, part in data.groupby("group", sort=False):
-        colour = colour_of(str(name).rpartition(" ")[2])
-        dashes = DASHES[drawn.get(colour, 0) % len(DASHES)]
-        drawn[colour] = drawn.get(colour, 0) + 1
+        color = color_of(str(name).rpartition(" ")[2])
+        dashes = DASHES[drawn.get(color, 0) % len(DASHES)]
+        drawn[color] = drawn.get(color, 0) + 1
         ax.plot(
             part["normal"],
             part["value"],
-            color=colour,
+            color=color,
             linestyle=dashes,
             linewidth=1.3,
             label=str(name),

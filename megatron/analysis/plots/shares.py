@@ -1,4 +1,4 @@
-"""How a dump divides: bars of the share of tensors and of values, labelled with what they count."""
+"""The share of tensors and of values by group, as labeled bars."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from megatron.analysis.plots.style import (
     FAINT,
     INK,
     TRACK,
-    colour_of,
+    color_of,
     lighter,
     percent,
     short_count,
 )
 
-MOST = 8  #: rows beyond this many are drawn as one
-HEIGHT = 0.36  #: of a bar; the distance of two rows is 1
+MOST = 8  #: largest number of rows; further ones are drawn as one
+HEIGHT = 0.36  #: height of a bar, relative to the distance between rows
 
 
 def plot_shares(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw two bars for each row, the share of all tensors and of all values.
+    """Draw two bars per row: its share of all tensors and of all values.
 
-    Bars, not a pie: small parts stay readable, and two quantities can be compared.
+    Unlike a pie chart, bars keep small shares readable and compare two quantities.
 
     Args:
-        data: columns `name`, `tensors`, `values`; drawn from top to bottom in the given order.
+        data: columns `name`, `tensors` and `values`; rows are drawn from top to bottom.
     """
     ax = plt.gca() if ax is None else ax
     rows = _fold(data)
     for position, row in enumerate(rows.to_dict("records")):
-        colour = colour_of(str(row["name"]))
+        color = color_of(str(row["name"]))
         for column, offset, fill, ink in (
-            ("tensors", -HEIGHT / 2, colour, INK),
-            ("values", HEIGHT / 2, lighter(colour, 0.5), FAINT),
+            ("tensors", -HEIGHT / 2, color, INK),
+            ("values", HEIGHT / 2, lighter(color, 0.5), FAINT),
         ):
             share = int(row[column]) / max(int(data[column].sum()), 1)
             y, thickness = position + offset, 0.86 * HEIGHT
@@ -57,7 +57,7 @@ def _label(ax: Axes, x: float, y: float, text: str, ink: str) -> None:
 
 
 def _fold(data: pd.DataFrame) -> pd.DataFrame:
-    """The first rows and, where there are too many, one for all the rest."""
+    """Return the rows; if there are more than `MOST`, the last ones are summed in one row."""
     if len(data) <= MOST:
         return data
     head, rest = data.iloc[: MOST - 1], data.iloc[MOST - 1 :]

@@ -1,4 +1,4 @@
-"""Parts of a whole for each name: which of a format's regions the values fall in."""
+"""Parts of a whole, one stacked bar per name: the share of values in each region of a format."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megatron.analysis.plots.style import percent, quiet
 
 def plot_stacked_shares(
     data: pd.DataFrame,
-    colours: Mapping[str, str],
+    colors: Mapping[str, str],
     *,
     title: str = "",
     xlabel: str = "share of values",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a bar a name, its parts in the order of `colours`.
+    """Draw one bar per name, its parts in the order of `colors`.
 
     Args:
-        data: columns `name`, `part`, `share`; the shares of a name add up to one.
+        data: columns `name`, `part` and `share`; the shares of a name add up to one.
     """
     ax = plt.gca() if ax is None else ax
     names = list(dict.fromkeys(data["name"]))
     table = data.pivot_table(index="name", columns="part", values="share", aggfunc="sum")
-    table = table.reindex(index=names, columns=list(colours)).fillna(0.0)
+    table = table.reindex(index=names, columns=list(colors)).fillna(0.0)
     left = pd.Series(0.0, index=names)
-    for part, colour in colours.items():
-        ax.barh(range(len(names)), table[part], 0.74, left=left, color=colour, label=part)
+    for part, color in colors.items():
+        ax.barh(range(len(names)), table[part], 0.74, left=left, color=color, label=part)
         left = left + table[part]
     ax.set_yticks(range(len(names)), [str(name) for name in names])
     ax.set_ylim(len(names) - 0.4, -0.6)

@@ -1,4 +1,4 @@
-"""Histogram of values on a logarithmic count axis, symmetric to zero."""
+"""A histogram of values around zero, with a logarithmic axis of counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
-from megatron.analysis.plots.style import FAINT, colour_of, decades, lighter, quiet, right_of_title
+from megatron.analysis.plots.style import FAINT, color_of, decades, lighter, quiet, right_of_title
 
 ALL = "all values"  #: the group that is drawn filled, behind the others
 
@@ -14,13 +14,13 @@ ALL = "all values"  #: the group that is drawn filled, behind the others
 def plot_value_histogram(
     data: pd.DataFrame, *, title: str = "", note: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw one outline a group over the filled histogram of all values.
+    """Draw one outline per group over the filled histogram of all values.
 
     Args:
-        data: columns `group`, `left`, `right`, `count`, a row a bin, bins in rising order and the
-            same for every group; the group `all values` is filled. `label` is the group's name in
-            the legend.
-        note: one or more lines below the axis, about what the picture does not show.
+        data: columns `group`, `label` (name in the legend), `left`, `right` and `count`, one row
+            per bin. Bins are in rising order and the same for every group. The group `all values`
+            is filled.
+        note: text about the values that the picture does not show.
     """
     ax = plt.gca() if ax is None else ax
     for name, part in data.groupby("group", sort=False):
@@ -34,13 +34,13 @@ def plot_value_histogram(
             ax.stairs(
                 part["count"],
                 edges,
-                color=colour_of(str(name)),
+                color=color_of(str(name)),
                 linewidth=1.5,
                 label=label,
                 zorder=3,
             )
-    # from below one value, so that a bin with a single one is seen; fixed before the scale, which
-    # warns where there is nothing to scale to
+    # The axis begins below 1, so that a bin with a single value is visible. The limits are set
+    # before the scale, which warns if the data are empty.
     ax.set_ylim(0.7, 4.0 * max(float(data["count"].max()), 1.0))
     ax.set_yscale("log")
     decades(ax.yaxis)

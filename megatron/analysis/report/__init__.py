@@ -1,7 +1,7 @@
-"""report.html: one file to open by double click, or to send. No network, no server.
+"""report.html: one file to open by double click or to send, without network or server.
 
-The page's data are a JSON text in it (`content.py`), its pictures are made by Plotly's JavaScript,
-which stands in it too (`page.js` has what is ours).
+It contains its data as JSON (`content.py`), our script (`page.js`, which lists the sections) and
+Plotly's JavaScript, which draws the figures.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _HERE = Path(__file__).parent
 
 
 def write_report(figure_data: FigureData, path: Path) -> Path:
-    """Write the page, whole or not at all.
+    """Write the page whole or not at all.
 
     Raises:
-        ImportError: there is no plotly to take the JavaScript from.
+        ImportError: plotly, which provides the JavaScript, is not installed.
     """
     page = render(content(figure_data))
     return write(path, page.encode(errors="backslashreplace"))
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page of this content."""
+    """Return the page with the given content."""
     from plotly.offline import get_plotlyjs
 
     parts = {
         "title": html.escape(str(data["title"])),
         "style": _part("page.css"),
-        # nothing in the data can end the script that holds it
+        # escaped, so that no text of the data can end the script element that holds it
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "plotly": get_plotlyjs(),
         "script": _part("page.js"),
@@ -43,8 +43,8 @@ def render(data: dict[str, Any]) -> str:
     page = _part("page.html")
     before, *rest = page.split("{{")
     pieces = [before]
-    for each in rest:
-        name, _, text = each.partition("}}")
+    for part in rest:
+        name, _, text = part.partition("}}")
         pieces += [parts[name], text]
     return "".join(pieces)
 

@@ -1,11 +1,11 @@
-"""What the page says of a run, from its card: a file of anyone's, in which nothing is certain."""
+"""The facts and the audit on the card of a run; a card may be forged and hold anything."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-#: What a reader wants to know of a run.
+#: Keys of the card, its groups and the arguments that are shown.
 FACTS = ("quant_type", "started", "status", "reason", "device", "seed", "iterations", "platform")
 GROUPS = ("versions", "topology", "git")
 ARGUMENTS = (
@@ -25,18 +25,18 @@ ARGUMENTS = (
 
 
 def facts(card: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values; what is unknown is left out."""
-    found = [(name, said(card.get(name))) for name in FACTS]
+    """Return names and values from a card, without unknown values."""
+    pairs = [(name, as_text(card.get(name))) for name in FACTS]
     for group in GROUPS:
-        parts = {name: said(value) for name, value in _mapping(card.get(group)).items()}
-        found.append((group, ", ".join(f"{name} {text}" for name, text in parts.items() if text)))
+        parts = {name: as_text(value) for name, value in _mapping(card.get(group)).items()}
+        pairs.append((group, ", ".join(f"{name} {text}" for name, text in parts.items() if text)))
     arguments = _mapping(card.get("arguments"))
-    found += [(name, said(arguments.get(name))) for name in ARGUMENTS]
-    return [(name, text) for name, text in found if text]
+    pairs += [(name, as_text(arguments.get(name))) for name in ARGUMENTS]
+    return [(name, text) for name, text in pairs if text]
 
 
 def audit(card: Mapping[str, Any]) -> list[str]:
-    """What each matmul goes through, as the run printed it."""
+    """Return the format of each matmul as the run printed it."""
     lines = []
     for part in _list(card.get("quantization")):
         if not isinstance(part, Mapping):
@@ -45,13 +45,13 @@ def audit(card: Mapping[str, Any]) -> list[str]:
         flops = ""
         if isinstance(share, (int, float)) and 0 <= share <= 1:
             flops = f" {100 * share:.1f} % of the FLOPs in low precision"
-        lines.append(f"from iteration {said(part.get('iteration')) or '?'}:{flops}")
-        lines += [f"  {said(line)}" for line in _list(part.get("matmuls"))]
+        lines.append(f"from iteration {as_text(part.get('iteration')) or '?'}:{flops}")
+        lines += [f"  {as_text(line)}" for line in _list(part.get("matmuls"))]
     return lines
 
 
-def said(value: object) -> str:
-    """A single value in words; of what should be one and is not, its type."""
+def as_text(value: object) -> str:
+    """Return a single value as text, or its type if it is a collection."""
     if value is None or isinstance(value, (str, int, float)):
         return "" if value is None else str(value)
     return f"({type(value).__name__})"

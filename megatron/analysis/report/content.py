@@ -1,4 +1,4 @@
-"""What the report's page shows, as plain data: numbers are finite or null."""
+"""The content of the report as plain data, in which numbers are finite or None."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ import pandas as pd
 from megatron.analysis.diagnostics import diagnose
 from megatron.analysis.dump.run_endings import ending
 from megatron.analysis.figures.figure_data import FigureData
-from megatron.analysis.plots.style import colour_of
+from megatron.analysis.plots.style import color_of
 from megatron.analysis.report.cards import audit, facts
 from megatron.analysis.report.details import details
 from megatron.analysis.stats.result import words_of_repeats
 from megatron.analysis.text_table import shown
 
-MOST_DETAILS = 800  #: tensors that a click opens
-WORST = 60  #: rows of the table of each format
-NAMED = 24  #: tensors that a warning links to
+MOST_DETAILS = 800  #: largest number of tensors that a click opens
+WORST = 60  #: largest number of rows of a table of worst tensors
+NAMED = 24  #: largest number of tensors that a warning links to
 
 
 def content(figure_data: FigureData) -> dict[str, Any]:
-    """Everything on the page."""
+    """Return everything that the page shows."""
     tensors = figure_data.tensors
     layers = sorted(int(layer) for layer in tensors["layer_idx"].unique())
-    cautions = diagnose(figure_data)
+    repeats = figure_data.statistics.repeats
+    diagnostics = diagnose(figure_data)
     judged_places = figure_data.judged_places()
     lowest = worst(figure_data)
     lists = [[row[0] for row in rows] for rows in lowest.values()]
-    lists += [list(caution.tensors[:NAMED]) for caution in cautions]
+    lists += [list(diagnostic.tensors[:NAMED]) for diagnostic in diagnostics]
     return {
         "title": f"Tensors of {shown(figure_data.store.folder.name)}",
         "folder": shown(figure_data.store.folder),
         "origin": figure_data.origin,
         "judged": figure_data.judged_origin,
         "alarm": figure_data.alarm,
-        "repeats": words_of_repeats(figure_data.found.repeats) if figure_data.found.repeats else "",
+        "repeats": words_of_repeats(repeats) if repeats else "",
         "values": int(tensors["count"].sum()),
-        "left_out": [str(problem) for problem in figure_data.found.problems],
+        "left_out": [str(problem) for problem in figure_data.statistics.problems],
         "missing": len(figure_data.store.missing),
-        "formats": [{"name": name, "colour": colour_of(name)} for name in figure_data.formats],
+        "formats": [{"name": name, "color": color_of(name)} for name in figure_data.formats],
         "runs": [run(figure_data, run_id) for run_id in runs_of(tensors)],
         "layers": layers,
         "places": figure_data.places,
@@ -54,13 +55,13 @@ def content(figure_data: FigureData) -> dict[str, Any]:
         "by_layer": format_medians(figure_data, "layer_idx", layers),
         "cautions": [
             {
-                "kind": c.kind,
-                "text": c.text,
-                "format": c.format,
-                "tensors": list(c.tensors[:NAMED]),
-                "all": len(c.tensors),
+                "kind": diagnostic.kind,
+                "text": diagnostic.text,
+                "format": diagnostic.format,
+                "tensors": list(diagnostic.tensors[:NAMED]),
+                "all": len(diagnostic.tensors),
             }
-            for c in cautions
+            for diagnostic in diagnostics
         ],
         "worst": lowest,
         "by_type": by_type(figure_data),
@@ -71,21 +72,21 @@ def content(figure_data: FigureData) -> dict[str, Any]:
 
 
 def runs_of(tensors: pd.DataFrame) -> list[str]:
-    """Ids, in the order of the table; tensors of unknown origin under the empty one."""
+    """Return the ids of the runs in the order of the table, the empty id for an unknown run."""
     return list(dict.fromkeys(tensors["run_id"].fillna("").astype(str)))
 
 
 def run(figure_data: FigureData, run_id: str) -> dict[str, Any]:
-    """A run's card and audit, as lines."""
+    """Return the facts and the audit of a run."""
     tensors = figure_data.tensors
-    mine = tensors[tensors["run_id"].fillna("") == run_id]
+    own = tensors[tensors["run_id"].fillna("") == run_id]
     card: Mapping[str, Any] = figure_data.store.run_card(run_id) if run_id else {}
     return {
         "id": run_id,
-        "type": str(mine["quant_type"].iloc[0]),
-        "colour": colour_of(str(mine["quant_type"].iloc[0])),
-        "tensors": len(mine),
-        "iterations": sorted(int(i) for i in mine["iteration"].unique()),
+        "type": str(own["quant_type"].iloc[0]),
+        "color": color_of(str(own["quant_type"].iloc[0])),
+        "tensors": len(own),
+        "iterations": sorted(int(i) for i in own["iteration"].unique()),
         "ending": ending(card),
         "facts": facts(card),
         "audit": audit(card),
@@ -93,21 +94,24 @@ def run(figure_data: FigureData, run_id: str) -> dict[str, Any]:
 
 
 def cells(figure_data: FigureData) -> list[list[Any]]:
-    """A row a cell of the heat map: run, iteration, layer, place, number of tensors, and for each
-    format the median SQNR (null: none; "inf": no error) and the tensor with the lowest.
+    """Return one row per cell of the heat map.
+
+    A row holds the run, iteration, layer, place and number of tensors of the cell, and for each
+    format the median SQNR and the tensor with the lowest one. An SQNR is None if it is unknown and
+    "inf" if there is no error.
     """
     runs = {name: i for i, name in enumerate(runs_of(figure_data.tensors))}
     places = {name: i for i, name in enumerate(figure_data.places)}
     keys = ["run_id", "iteration", "layer_idx", "place"]
     table = figure_data.uses.assign(run_id=figure_data.uses["run_id"].fillna("").astype(str))
-    found: dict[tuple[Any, ...], dict[str, tuple[Any, int, int]]] = {}
+    by_cell: dict[tuple[Any, ...], dict[str, tuple[Any, int, int]]] = {}
     for key, part in table.groupby([*keys, "quantized_format"], sort=False):
         known = part["sqnr_db"].dropna()
         lowest = int(part.loc[known.idxmin(), "tensor"] if len(known) else part["tensor"].iloc[0])
         median = plain(known.median()) if len(known) else None
-        found.setdefault(key[:4], {})[key[4]] = (median, lowest, len(part))
+        by_cell.setdefault(key[:4], {})[key[4]] = (median, lowest, len(part))
     rows: list[list[Any]] = []
-    for (run_id, iteration, layer, place), formats in found.items():
+    for (run_id, iteration, layer, place), formats in by_cell.items():
         count = max(entry[2] for entry in formats.values())
         rows.append([runs[run_id], int(iteration), int(layer), places[place], count])
         for name in figure_data.formats:
@@ -116,35 +120,37 @@ def cells(figure_data: FigureData) -> list[list[Any]]:
 
 
 def format_medians(figure_data: FigureData, column: str, order: Sequence[Any]) -> list[list[Any]]:
-    """For each format the median SQNR of all tensors with each value of a column, of all runs and
-    iterations; null: none has one.
+    """Return one list per format: the median SQNR by the values of a column.
+
+    A median is over all runs and iterations, and None if no tensor has an SQNR.
     """
     groups = figure_data.judged.groupby(["quantized_format", column], sort=False)[
         "sqnr_db"
     ].median()
-    found = {key: plain(value) for key, value in groups.items()}
-    return [[found.get((name, value)) for value in order] for name in figure_data.formats]
+    medians = {key: plain(value) for key, value in groups.items()}
+    return [[medians.get((name, value)) for value in order] for name in figure_data.formats]
 
 
 def worst(figure_data: FigureData) -> dict[str, list[list[Any]]]:
-    """For each format the tensors with the lowest SQNR, and their SQNR, underflow, saturation and
-    relative bias.
+    """Return the tensors with the lowest SQNR by format.
+
+    A row holds a tensor with its SQNR, underflow, saturation and relative bias.
     """
     columns = ["sqnr_db", "underflow", "saturated", "relative_bias"]
-    found = {}
+    rows_by_format = {}
     for name in figure_data.formats:
-        mine = figure_data.judged[figure_data.judged["quantized_format"] == name]
-        mine = mine.dropna(subset=["sqnr_db"])
-        mine = mine.sort_values("sqnr_db", kind="stable").head(WORST)
-        found[name] = [
+        uses = figure_data.judged[figure_data.judged["quantized_format"] == name]
+        uses = uses.dropna(subset=["sqnr_db"])
+        uses = uses.sort_values("sqnr_db", kind="stable").head(WORST)
+        rows_by_format[name] = [
             [int(row[0]), *(plain(value) for value in row[1:])]
-            for row in mine[["tensor", *columns]].itertuples(index=False)
+            for row in uses[["tensor", *columns]].itertuples(index=False)
         ]
-    return found
+    return rows_by_format
 
 
 def by_type(figure_data: FigureData) -> list[list[Any]]:
-    """How far each run is from the one without quantization: type, kind, layer, median."""
+    """Return the median deviation from the run without quantization by type, kind and layer."""
     data = figure_data.deviations
     if data.empty:
         return []
@@ -154,9 +160,7 @@ def by_type(figure_data: FigureData) -> list[list[Any]]:
 
 
 def positions(figure_data: FigureData) -> list[list[int]]:
-    """Return the run, iteration, layer and place of each tensor, which identify its cell in the
-    heat map.
-    """
+    """Return the run, iteration, layer and place of each tensor, which identify its cell."""
     tensors = figure_data.tensors
     runs = {name: i for i, name in enumerate(runs_of(tensors))}
     places = {name: i for i, name in enumerate(figure_data.places)}
@@ -187,8 +191,10 @@ def names(figure_data: FigureData) -> list[str]:
 
 
 def chosen_tensors(figure_data: FigureData, named: Sequence[Sequence[int]]) -> list[int]:
-    """Those that a click opens: the first of each list of `named`, the second of each, ..., then
-    the others, the last iteration of each run first, the lowest SQNR first.
+    """Return the tensors that a click opens, at most `MOST_DETAILS`.
+
+    First come the first tensor of each list of `named`, then the second of each list, and so on.
+    Other tensors follow, with the last iteration of each run and the lowest SQNR first.
     """
     first = [i for rank in itertools.zip_longest(*named) for i in rank if i is not None]
     chosen = [*dict.fromkeys([*first, *_latest_and_lowest(figure_data)])]
@@ -207,7 +213,7 @@ def _latest_and_lowest(figure_data: FigureData) -> list[int]:
 
 
 def plain(value: float) -> float | str | None:
-    """Six significant digits, for JSON: NaN is null, Inf a word."""
+    """Return a number with six significant digits for JSON: NaN as None, Inf as a text."""
     value = float(value)
     if math.isnan(value):
         return None

@@ -1,4 +1,4 @@
-"""What opens when a cell of the report is clicked: histogram, error and block maps of a tensor."""
+"""The details that a click in the report opens: histogram, error and block maps of a tensor."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from megatron.analysis.text_table import shown as printed
 from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import BlockScaling
 
-ROWS, BLOCKS = 48, 48  #: pixels of a block map at most
+ROWS, BLOCKS = 48, 48  #: largest size of a block map in pixels
 NO_SCALE = -128  #: byte of a block without a scale
+#: Columns of `FigureData.tensors` and of `FigureData.uses` that are shown.
 VALUES = (
     "count",
     "min",
@@ -55,7 +56,7 @@ NUMBERS = (
 
 
 def details(figure_data: FigureData, chosen: Sequence[int]) -> dict[str, Any]:
-    """By tensor."""
+    """Return the details of the chosen tensors by tensor."""
     uses = {
         tensor: part
         for tensor, part in figure_data.uses[figure_data.uses["tensor"].isin(list(chosen))].groupby(
@@ -67,10 +68,10 @@ def details(figure_data: FigureData, chosen: Sequence[int]) -> dict[str, Any]:
 
 def _detail(figure_data: FigureData, tensor: int, uses: pd.DataFrame | None) -> dict[str, Any]:
     row = figure_data.tensors.loc[tensor]
-    arrays = figure_data.found.arrays(tensor)
+    arrays = figure_data.statistics.arrays(tensor)
     binades = arrays.positive + arrays.negative
     shown = trimmed(binades)
-    found: dict[str, Any] = {
+    detail: dict[str, Any] = {
         "file": printed(Path(row["path"]).name),
         "module": str(row["module"] or ""),
         "shape": [int(size) for size in row["shape"]],
@@ -86,18 +87,18 @@ def _detail(figure_data: FigureData, tensor: int, uses: pd.DataFrame | None) -> 
     }
     for use in () if uses is None else uses.to_dict("records"):
         part = arrays.formats[use["quantized_format"], use["axis"]]
-        found["formats"][use["quantized_format"]] = _in_format(use, part, binades, shown)
-    found["maps"] = _maps(figure_data, tensor)
-    return found
+        detail["formats"][use["quantized_format"]] = _in_format(use, part, binades, shown)
+    detail["maps"] = _maps(figure_data, tensor)
+    return detail
 
 
 def _in_format(
     use: dict[str, Any], part: FormatArrays, binades: Counts, shown: slice
 ) -> dict[str, Any]:
-    """What one format does to the values of each binade that is shown."""
+    """Return the losses and the error of one format in each binade that is shown."""
     values = part.values[shown]
     error = np.where(values > 0, part.relative_error[shown] / np.maximum(values, 1), np.nan)
-    # formats with blocks saturate: of what has no number there, all is NaN
+    # a format with blocks never returns Inf, so every value outside `part.values` became NaN
     poisoned = binades - part.values if use["poisoned"] else np.zeros_like(binades)
     return {
         "axis": use["axis"],
@@ -112,7 +113,7 @@ def _in_format(
 
 
 def _maps(figure_data: FigureData, tensor: int) -> dict[str, Any]:
-    """Block maps along the last dimension; none where the tensor cannot be put together."""
+    """Return block maps along the last dimension, or none if parts of the tensor are missing."""
     formats = [name for name in figure_data.with_blocks() if not get_format(name).square]
     if not formats:
         return {}
@@ -150,7 +151,7 @@ def _packed(table: pd.DataFrame, fmt: str) -> dict[str, Any]:
 
 
 def short(value: Any) -> float | int | str | None:
-    """Five significant digits; whole numbers as they are; NaN is null."""
+    """Return a number for JSON: five significant digits, whole numbers exact, NaN as None."""
     number = float(value)
     if math.isnan(number):
         return None

@@ -1,13 +1,68 @@
 "use strict";
-// Everything on the page comes from the JSON in #data; text is set as text, never as markup. Plotly
-// takes some tags as markup: what it is given of the data goes through `plain`.
+// Everything on the page comes from the JSON in #data. Its texts are set as text, never as markup.
+// Plotly interprets some tags, so that every text of the data is escaped by `plain` for it.
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const FONT = { family: "system-ui, sans-serif", size: 12, color: "#222" };
 const CONFIG = { responsive: true, displaylogo: false };
 const MAGMA = [[0, "#000004"], [0.25, "#51127c"], [0.5, "#b73779"], [0.75, "#fc8961"], [1, "#fcfdbf"]];
 const KINDS = { forward: "activations", weight: "weights", gradient: "gradients" };
-let opened = null; // the tensor that is shown
+let opened = null; // the tensor whose details are shown
+
+// The sections in the order of the page. A section without `formats` is drawn also if the report
+// compares no format.
+const SECTIONS = [
+  { id: "warnings", link: "Warnings", heading: "Warnings", body: `<ol id="cautions"></ol>`, draw: drawWarnings },
+  {
+    id: "map", link: "Layer by tensor", heading: "Signal to quantization noise, layer by tensor", formats: true, draw: drawHeatmap,
+    body: `
+      <p class="controls">
+        <label>format <select id="format"></select></label>
+        <label>run <select id="run"></select></label>
+        <label>iteration <select id="iteration"></select></label>
+        <label>tensors <select id="shown"></select></label>
+        <span class="note">dB; a cell is the median of its tensors; a click opens the tensor with the
+        lowest SQNR; <span id="opened-note"></span></span>
+      </p>
+      <div id="heatmap" class="plot"></div>
+      <div id="detail">
+        <h3 id="detail-title">Click a cell</h3>
+        <p id="detail-facts" class="note"></p>
+        <div class="pair">
+          <div id="histogram" class="plot"></div>
+          <div id="blockmap" class="plot"></div>
+        </div>
+        <p id="histogram-note" class="note"></p>
+        <p id="block-note" class="note"></p>
+        <div class="scroll"><table id="detail-table"></table></div>
+      </div>`,
+  },
+  {
+    id: "worst", link: "Worst tensors", heading: "Worst tensors first", formats: true, draw: drawWorst,
+    body: `
+      <p class="note"><span id="worst-note"></span> click a row to open it.</p>
+      <div class="scroll tall"><table id="worst-table"></table></div>`,
+  },
+  {
+    id: "formats", link: "Formats", heading: "Formats on the same tensors", formats: true, draw: drawFormats,
+    body: `
+      <p id="formats-note" class="note"></p>
+      <div id="by-place" class="plot"></div>
+      <div id="by-layer" class="plot"></div>`,
+  },
+  {
+    id: "types", link: "Types", heading: "Types against each other", draw: drawTypes,
+    body: `
+      <p id="types-note" class="note"></p>
+      <div id="by-type" class="plot"></div>`,
+  },
+  {
+    id: "runs", link: "Runs", heading: "Runs and their audit", draw: drawRuns,
+    body: `
+      <div id="cards"></div>
+      <div id="left-out"></div>`,
+  },
+];
 
 function make(tag, text, attributes = {}) {
   const node = document.createElement(tag);
@@ -26,7 +81,7 @@ function show(value) {
 }
 
 const percent = (share) => (share === null ? "-" : `${show(100 * share)} %`);
-// The SQNR of what has no error is infinite.
+// Return an SQNR as text; it is infinite if there is no error.
 const decibel = (value) => (value === "inf" ? "exact" : typeof value === "number" ? value.toFixed(1) : value ?? "-");
 const layout = (more) => ({
   font: FONT, margin: { l: 60, r: 20, t: 34, b: 50 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
@@ -39,11 +94,11 @@ function fillSelect(id, entries, changed) {
   $(id).onchange = changed;
 }
 
-// What the three selectors say.
+// The choices in the selectors.
 const formatIndex = () => Number($("format").value);
 const formatName = () => data.formats[formatIndex()].name;
 const chosen = () => ({ run: Number($("run").value), iteration: Number($("iteration").value) });
-// Operands of matmuls or their results: the places that the map has a column for.
+// The places with a column in the map: those of operands of matmuls, or those of results.
 const columns = () => data.places.map((_, i) => i).filter((i) => data.results[i] === ($("shown").value === "results"));
 
 function drawHeatmap() {
@@ -66,11 +121,11 @@ function drawHeatmap() {
   }
   const top = finite.reduce((a, b) => Math.max(a, b), finite[0] ?? 1);
   const bottom = finite.reduce((a, b) => Math.min(a, b), top);
-  // only the colour: what is written in a cell is its text
-  const colour = (value) => (value === "inf" ? top : value === "-inf" ? bottom : value);
+  // the color only; the text of a cell is in `text`
+  const color = (value) => (value === "inf" ? top : value === "-inf" ? bottom : value);
   const few = data.layers.length * shown.length <= 900;
   const trace = {
-    type: "heatmap", z: z.map((row) => row.map(colour)), x: shown.map((i) => labels[i]),
+    type: "heatmap", z: z.map((row) => row.map(color)), x: shown.map((i) => labels[i]),
     y: data.layers.map((l) => (l < 0 ? "?" : `L${l}`)), text, hovertext: hover, customdata: tensor, xgap: 1, ygap: 1, colorscale: "Viridis",
     zmin: bottom, zmax: top, colorbar: { title: { text: "dB" } },
     hovertemplate: "%{y} %{x}: %{hovertext}<extra></extra>",
@@ -86,7 +141,7 @@ function drawHeatmap() {
   $("heatmap").on("plotly_click", (event) => open(event.points[0].customdata));
 }
 
-// A frame around the cell of the tensor that is open, if the map shows it.
+// Return a frame around the cell of the open tensor, if the map shows it.
 function mark(shown) {
   const { run, iteration } = chosen();
   const [ofRun, at, layer, place] = opened === null ? [] : data.at[opened];
@@ -104,8 +159,8 @@ function open(tensor) {
   $("detail-title").textContent = data.tensors[tensor];
   const detail = data.details[tensor];
   if (!detail) {
-    $("detail-facts").textContent = "The page has the details of the lowest SQNR and of the last iterations only; "
-      + "draw this run alone with --run to have more.";
+    $("detail-facts").textContent = "The page has details only of the tensors with the lowest SQNR and of the last iterations; "
+      + "draw this run alone with --run to get more.";
     for (const id of ["histogram", "blockmap"]) Plotly.purge(id);
     $("detail-table").replaceChildren();
     for (const id of ["histogram-note", "block-note"]) $(id).textContent = "";
@@ -113,7 +168,7 @@ function open(tensor) {
   }
   const facts = Object.entries(detail.facts).map(([name, value]) => `${name.replaceAll("_", " ")} ${show(value)}`);
   $("detail-facts").textContent = `${detail.module} [${detail.shape.join(" x ")}] ${detail.dtype}`
-    + (detail.shards > 1 ? `, put together from ${detail.shards} files` : "") + `: ${facts.join(", ")}. ${detail.file}`
+    + (detail.shards > 1 ? `, joined from ${detail.shards} files` : "") + `: ${facts.join(", ")}. ${detail.file}`
     + (detail.note ? `. Note: ${detail.note}` : "");
   drawHistogram(detail);
   drawBlockMap(detail);
@@ -132,10 +187,10 @@ function drawHistogram(detail) {
     type: "bar", x, y, name: label, marker: { color }, customdata: labels,
     hovertemplate: `%{y:,} ${label}, from %{customdata}<extra></extra>`,
   });
-  // hatched, because the solid color of a format may be any
+  // hatched, because the color of a format can be any solid color
   const hatched = (trace) => ({ ...trace, marker: { color: "#fff", line: { color: "#222", width: 1 }, pattern: { shape: "/", size: 5, fgcolor: trace.marker.color } } });
   const traces = [
-    bar(detail.values.map((n, i) => n - lost[i] - beyond[i] - poisoned[i]), "kept", data.formats[formatIndex()].colour),
+    bar(detail.values.map((n, i) => n - lost[i] - beyond[i] - poisoned[i]), "kept", data.formats[formatIndex()].color),
     bar(lost, "become zero", "#d9d9d9"), hatched(bar(beyond, "saturate", "#222")),
     ...(poisoned.some(Boolean) ? [bar(poisoned, "become NaN", "#222")] : []),
   ];
@@ -155,7 +210,7 @@ function drawHistogram(detail) {
   }), CONFIG);
 }
 
-// What the histogram does not show: its thin lower tail, and what has no magnitude.
+// Return a note on the values that the histogram leaves out: the lowest ones, zeros, NaN and Inf.
 function histogramNote(detail, name) {
   const { zeros, nan, inf, count } = detail.facts;
   const lost = detail.formats[name]?.smaller_lost;
@@ -166,20 +221,20 @@ function histogramNote(detail, name) {
   return left.length ? `Not in the histogram. ${left.join(". ")}.` : "";
 }
 
-// Whole decades around the errors of a format, as exponents of ten.
+// Return the exponents of the decades around the errors of a format.
 function errorRange(format) {
   const known = (format?.error ?? []).filter((error) => error > 0);
   if (!known.length) return [-3, 0.1];
   return [Math.floor(Math.log10(Math.min(...known))), Math.ceil(Math.log10(Math.max(...known))) + 0.1];
 }
 
-// What the code of a positive E4M3 number stands for.
+// Return the number that a positive E4M3 code stands for.
 function e4m3(code) {
   const [field, mantissa] = [code >> 3, code & 7];
   return field ? (1 + mantissa / 8) * 2 ** (field - 7) : mantissa * 2 ** -9;
 }
 
-// Scales that occur, evenly spread over the color bar, which is logarithmic.
+// Return ticks at scales that occur, evenly spread over the logarithmic color bar.
 function scaleTicks(exponents) {
   const all = [...new Set(exponents.filter((e) => e !== null))].sort((a, b) => a - b);
   const wanted = Array.from({ length: 6 }, (_, i) => all[0] + (i / 5) * (all.at(-1) - all[0]));
@@ -195,7 +250,7 @@ function drawBlockMap(detail) {
   const name = own ? formatName() : Object.keys(detail.maps)[0];
   if (!name) {
     Plotly.purge("blockmap");
-    $("block-note").textContent = "No block map: no format with blocks is among the formats, or the tensor is not whole.";
+    $("block-note").textContent = "No block map: none of the formats has blocks, or parts of the tensor are missing.";
     return;
   }
   const map = detail.maps[name];
@@ -213,11 +268,11 @@ function drawBlockMap(detail) {
     height: 380, title: { text: `Scales of the blocks, ${plain(name)}`, font: { size: 13 }, x: 0.01 },
     xaxis: axis("first value of the block", { tickvals: some(x) }), yaxis: axis("row", { autorange: "reversed" }),
   }), CONFIG);
-  $("block-note").textContent = (own ? "" : `${formatName()} has no scales of blocks; these are those of ${name}. `)
-    + `Blocks along the last dimension; every ${map.every === 1 ? "" : `${map.every}th `}row, at most ${map.columns} blocks; empty: zeros only.`;
+  $("block-note").textContent = (own ? "" : `${formatName()} has no scales of blocks; the map shows those of ${name}. `)
+    + `Blocks along the last dimension; ${map.every === 1 ? "every row" : `one of ${map.every} rows`}, at most ${map.columns} blocks; empty: zeros only.`;
 }
 
-// Between the ticks of a colour bar that has about six of them, all at whole numbers.
+// Return the step between about six ticks of a color bar, all at whole numbers.
 function wholeStep(numbers) {
   const known = numbers.filter((e) => e !== null);
   return Math.max(1, Math.ceil((Math.max(...known) - Math.min(...known)) / 6));
@@ -254,11 +309,10 @@ function drawWorst() {
   $("worst-table").replaceChildren(head, ...rows);
 }
 
-// Shows a tensor, and in the map the cell that it belongs to; of a warning, in the format that the
-// warning is about.
+// Show a tensor, and its cell in the map. `format` is set if a warning about a format links to it.
 function goTo(tensor, format) {
   const [run, iteration, , place] = data.at[tensor];
-  const at = data.formats.findIndex((each) => each.name === format);
+  const at = data.formats.findIndex(({ name }) => name === format);
   if (at >= 0) $("format").value = at;
   $("run").value = run;
   iterations();
@@ -277,8 +331,8 @@ function jumpTo(tensor, format) {
   $("detail").scrollIntoView();
 }
 
-// After another run, iteration or kind of tensors was chosen: draws the map, and opens what stands
-// in the place of the open tensor there, or else the lowest.
+// Draw the map after a choice of run, iteration or kind of tensors. Open the tensor in the same cell
+// as the open one, or the one with the lowest SQNR if that cell is empty.
 function follow() {
   drawHeatmap();
   const { run, iteration } = chosen();
@@ -291,25 +345,25 @@ function follow() {
   if (cell) open(cell[at]);
 }
 
-// A line or marks a format; what has no error is a triangle above all numbers.
+// Return one line or row of marks per format. A triangle above all numbers stands for no error.
 function sqnrTraces(medians, x, mode) {
   const finite = medians.flat().filter((value) => typeof value === "number");
   const top = finite.reduce((a, b) => Math.max(a, b), finite[0] ?? 0);
   const exact = top + 0.06 * Math.max(top - finite.reduce((a, b) => Math.min(a, b), top), 1);
   return data.formats.map((format, i) => ({
-    type: "scatter", mode, name: plain(format.name), line: { color: format.colour, width: 1.5 }, x,
+    type: "scatter", mode, name: plain(format.name), line: { color: format.color, width: 1.5 }, x,
     y: medians[i].map((value) => (value === "inf" ? exact : typeof value === "number" ? value : null)),
-    marker: { size: 7, color: format.colour, symbol: medians[i].map((value) => (value === "inf" ? "triangle-up" : "circle")) },
+    marker: { size: 7, color: format.color, symbol: medians[i].map((value) => (value === "inf" ? "triangle-up" : "circle")) },
     text: medians[i].map((value) => decibel(value) + (typeof value === "number" ? " dB" : "")),
     hovertemplate: "%{x}: %{text}",
   }));
 }
 
-// Where nothing but triangles is drawn, their height is no number.
+// Return the y axis; it has no tick labels if only triangles are drawn, whose height is no SQNR.
 const sqnrAxis = (medians, title) => axis(title, { showticklabels: medians.flat().some((value) => typeof value === "number") });
 
 function drawFormats() {
-  $("formats-note").textContent = `Medians over runs, iterations and layers (or places), of ${data.judged}; a triangle above all numbers: no error.`;
+  $("formats-note").textContent = `Medians over runs, iterations and layers (or places), of ${data.judged}; a triangle above all numbers means no error.`;
   const places = data.judged_places.map(plain);
   Plotly.newPlot("by-place", sqnrTraces(data.by_place, places, "markers"), layout({
     height: 400, xaxis: { tickangle: -45, automargin: true, type: "category" }, yaxis: sqnrAxis(data.by_place, "SQNR (dB), median"), legend: { orientation: "h", y: 1.12 },
@@ -322,48 +376,54 @@ function drawFormats() {
 
 function drawTypes() {
   if (!data.by_type.length) {
-    $("types-note").textContent = "The dump has no run without quantization beside others; collect one (bf16) with the same seed to compare.";
+    $("types-note").textContent = "Nothing to compare: collect a run without quantization (bf16) and other runs with the same seed.";
     return;
   }
-  $("types-note").textContent = "‖x - x0‖ / ‖x0‖ of the same tensor in the run without quantization, last iteration, median; dashed: gradients, dotted: weights.";
+  $("types-note").textContent = "Median of ‖x - x0‖ / ‖x0‖ in the last iteration; x0 is the same tensor in the run without quantization; dashed: gradients, dotted: weights.";
   const dash = { forward: "solid", gradient: "dash", weight: "dot" };
-  const colours = Object.fromEntries(data.runs.map((run) => [run.type, run.colour]));
+  const colors = Object.fromEntries(data.runs.map((run) => [run.type, run.color]));
   const groups = new Map();
   for (const [type, kind, layer, value] of data.by_type) {
     const key = `${type}, ${KINDS[kind]}`;
     if (!groups.has(key)) groups.set(key, {
-      type: "scatter", mode: "lines+markers", name: plain(key), x: [], y: [], line: { color: colours[type], dash: dash[kind], width: 1.5 },
+      type: "scatter", mode: "lines+markers", name: plain(key), x: [], y: [], line: { color: colors[type], dash: dash[kind], width: 1.5 },
     });
     groups.get(key).x.push(layer);
     groups.get(key).y.push(value > 0 ? value : null);
   }
   const drawn = [...groups.values()].filter((group) => group.y.some((value) => value !== null));
   const equal = [...groups.values()].filter((group) => !drawn.includes(group)).map((group) => group.name);
-  if (equal.length) $("types-note").textContent += ` Equal to the run without quantization, and not drawn: ${equal.join("; ")}.`;
+  if (equal.length) $("types-note").textContent += ` Not drawn, because equal to the run without quantization: ${equal.join("; ")}.`;
   Plotly.newPlot("by-type", drawn, layout({
     height: 400, xaxis: axis("layer", { dtick: Math.ceil(data.layers.length / 20) }), yaxis: axis("‖x - x0‖ / ‖x0‖", { type: "log" }),
   }), CONFIG);
 }
 
-function drawTexts() {
+function drawHeader() {
   $("origin").textContent = `${data.origin}, ${show(data.values)} values, in ${data.folder}. Formats are judged by ${data.judged}.`
     + (data.repeats ? ` ${data.repeats}.` : "");
   $("alarm").textContent = data.alarm;
   const [details, all] = [Object.keys(data.details).length, data.tensors.length];
   $("opened-note").textContent = `${details < all ? show(details) : "all"} of ${show(all)} tensors can be opened`;
-  $("cautions").replaceChildren(...(data.cautions.length ? data.cautions.map((caution) => {
-    const item = make("li", caution.text);
+}
+
+function drawWarnings() {
+  $("cautions").replaceChildren(...(data.cautions.length ? data.cautions.map((warning) => {
+    const item = make("li", warning.text);
     const more = make("details");
-    const named = caution.tensors.length;
-    more.append(make("summary", named < caution.all ? `open one of the first ${named} of ${show(caution.all)}` : `open ${named === 1 ? "it" : `one of ${named}`}`));
-    for (const tensor of caution.tensors) {
+    const named = warning.tensors.length;
+    more.append(make("summary", named < warning.all ? `open one of the first ${named} of ${show(warning.all)}` : `open ${named === 1 ? "it" : `one of ${named}`}`));
+    for (const tensor of warning.tensors) {
       const button = make("button", data.tensors[tensor], { class: "tensor" });
-      button.onclick = () => jumpTo(tensor, caution.format);
+      button.onclick = () => jumpTo(tensor, warning.format);
       more.append(button);
     }
     item.append(more);
     return item;
   }) : [make("li", "none: no NaN, no saturation, no format loses more than the limits allow")]));
+}
+
+function drawRuns() {
   $("cards").replaceChildren(...data.runs.map((run) => {
     const card = make("details");
     card.append(make("summary", `${run.type}: ${run.id || "(unknown run)"}, ${show(run.tensors)} tensors, ${run.ending}`));
@@ -388,6 +448,12 @@ function iterations() {
   $("iteration").value = run.iterations.at(-1);
 }
 
+for (const { id, link, heading, body } of SECTIONS) {
+  const section = make("section", undefined, { id });
+  section.innerHTML = `<h2>${heading}</h2>${body}`;
+  $("sections").append(section);
+  $("links").append(make("a", link, { href: `#${id}` }), " ");
+}
 fillSelect("format", data.formats.map((format, i) => [i, format.name]), () => {
   drawHeatmap();
   drawWorst();
@@ -400,13 +466,8 @@ fillSelect("run", data.runs.map((run, i) => [i, `${run.type} (${run.id || "unkno
 const kinds = ["operands", "results"].filter((name) => data.results.includes(name === "results"));
 fillSelect("shown", kinds.map((name) => [name, `${name} of matmuls`]), follow);
 iterations();
-drawTexts();
-if (data.formats.length) {
-  drawHeatmap();
-  drawWorst();
-  drawFormats();
-  const first = data.worst[formatName()]?.[0];
-  if (first) goTo(first[0]);
-}
-drawTypes();
+drawHeader();
+for (const section of SECTIONS) if (data.formats.length || !section.formats) section.draw();
+const lowest = data.formats.length ? data.worst[formatName()]?.[0] : undefined;
+if (lowest) goTo(lowest[0]);
 document.body.dataset.ready = "yes";

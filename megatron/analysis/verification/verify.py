@@ -187,6 +187,11 @@ class Verification:
             self.verdict.checked["replicas"] += 1
 
 
+def verify(store: TensorStore, *, exact: bool = False, slack: float = 1.0) -> Verdict:
+    """Check a dump and return what is wrong with it; the options are those of `Verification`."""
+    return Verification(store, exact, slack).run()
+
+
 def _identified(records: pd.DataFrame) -> Any:
     """Which records say of what run, pass, rank and layer they are."""
     return records[[*IDENTITY, "rank"]].notna().all(axis=1)

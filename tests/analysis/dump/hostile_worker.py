@@ -21,7 +21,7 @@ import matplotlib
 matplotlib.use("agg")
 
 # what the commands import when they run, so that the limit below counts only what they read
-import megatron.analysis.draw
+import megatron.analysis.drawing
 import megatron.analysis.report.content
 import megatron.analysis.verification.verify  # noqa: F401
 from megatron.analysis.__main__ import main

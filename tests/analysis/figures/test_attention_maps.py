@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from megatron.analysis.figures import attention
+from megatron.analysis.figures import attention_maps
 from megatron.analysis.figures.figure_data import FigureData, NothingToDrawError
 from megatron.analysis.figures.scale_maps import largest_finite, scale_map
 from megatron.analysis.stats import compute
@@ -45,7 +45,7 @@ def drawn(folder):
     """Names with figures, or with the reasons why there is none."""
     store = TensorStore(folder)
     found = {}
-    for name, make in attention.draw(FigureData(store, compute(store, FORMATS), FORMATS)):
+    for name, make in attention_maps.draw(FigureData(store, compute(store, FORMATS), FORMATS)):
         try:
             found[name] = make()
         except NothingToDrawError as reason:
@@ -100,12 +100,12 @@ def test_it_is_the_last_iteration_of_the_newest_run(tmp_path):
     for layer in (0, 1):
         write(tmp_path / "old", layer, run_id="r3", iteration=7)
     store = TensorStore(tmp_path)
-    rows = attention.latest(FigureData(store, compute(store, FORMATS), FORMATS))
+    rows = attention_maps.latest(FigureData(store, compute(store, FORMATS), FORMATS))
     assert rows[["run_id", "iteration", "layer_idx"]].to_numpy().tolist() == [["r2", 2, 0]]
 
 
 def test_one_layer_is_in_memory_at_a_time_and_few_are_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(attention, "LAYERS", 2)
+    monkeypatch.setattr(attention_maps, "LAYERS", 2)
     for layer in range(5):
         write(tmp_path, layer)
     store = TensorStore(tmp_path)
@@ -113,7 +113,7 @@ def test_one_layer_is_in_memory_at_a_time_and_few_are_drawn(tmp_path, monkeypatc
     loaded, load = [], figure_data.load
     monkeypatch.setattr(figure_data, "load", lambda tensor: loaded.append(tensor) or load(tensor))
     names = []
-    for name, _ in attention.draw(figure_data):
+    for name, _ in attention_maps.draw(figure_data):
         names.append((name, len(loaded)))
     # each figure is there before the next layer is read
     assert names == [("probabilities_L0", 1), ("probabilities_L3", 4), ("head_error", 5)]
@@ -125,15 +125,15 @@ def test_one_layer_is_in_memory_at_a_time_and_few_are_drawn(tmp_path, monkeypatc
 def test_the_error_in_chunks_is_that_of_the_whole_tensor(fmt, monkeypatch):
     probs = probabilities(0, heads=3, tokens=80, sequences=2).float()
     probs[1, 2, 70, 3] = 1.5  # what the tensor's scale comes from stands in the last chunk
-    monkeypatch.setattr(attention, "CHUNK", 16 * 80)
+    monkeypatch.setattr(attention_maps, "CHUNK", 16 * 80)
     sizes = []
 
     def spy(x, *arguments, **keywords):
         sizes.append(len(x))
         return fake_quantize(x, *arguments, **keywords)
 
-    monkeypatch.setattr(attention, "fake_quantize", spy)
-    found = attention.head_errors(probs, fmt)
+    monkeypatch.setattr(attention_maps, "fake_quantize", spy)
+    found = attention_maps.head_errors(probs, fmt)
     assert len(sizes) > 6  # several a head and sequence
     assert max(sizes) <= 80
     whole = fake_quantize(probs, fmt, axis=-1).double()
@@ -148,7 +148,7 @@ def test_heads_without_error_or_values_and_with_nan():
     probs[0, 0] = 0.5
     probs[0, 2] = 0.3
     probs[0, 2, 0, 0] = math.nan
-    exact, empty, spoilt = attention.head_errors(probs, "mxfp8")
+    exact, empty, spoilt = attention_maps.head_errors(probs, "mxfp8")
     assert exact == math.inf
     assert math.isnan(empty)
     y = fake_quantize(torch.tensor([0.3] * 32), "mxfp8", axis=-1)[0].item()
@@ -156,11 +156,11 @@ def test_heads_without_error_or_values_and_with_nan():
 
 
 def test_entropy_in_chunks(monkeypatch):
-    monkeypatch.setattr(attention, "CHUNK", 100)
+    monkeypatch.setattr(attention_maps, "CHUNK", 100)
     probs = probabilities(0)[0, 0]
     p = probs.double()
     expected = -(p * p.clamp(min=1e-300).log2()).sum(-1).mean()
-    assert attention.entropy(probs) == pytest.approx(float(expected), rel=1e-12)
+    assert attention_maps.entropy(probs) == pytest.approx(float(expected), rel=1e-12)
 
 
 @pytest.mark.parametrize("largest", [7.0, -7.0])

@@ -9,12 +9,12 @@ mpl.use("agg")
 import pandas as pd
 import pytest
 
-from megatron.analysis.figures import blocks, comparisons, distributions, hifp8
+from megatron.analysis.figures import block_analysis, comparisons, distributions, hifp8_analysis
 from megatron.analysis.figures.figure_data import FigureData
 from megatron.analysis.plots.style import RC
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
-from tests.analysis.figures.drawing import FORMATS, write_two_types
+from tests.analysis.fake_dump import FORMATS, write_two_types
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +37,13 @@ def test_the_histograms_leave_no_place_out(figure_data, monkeypatch):
 
 
 def test_a_share_that_is_noise_is_not_written_in_digits():
-    assert hifp8.visible_percent(1.58e-16) == "<0.0001 %"
-    assert hifp8.visible_percent(0.0) == "0 %"
-    assert hifp8.visible_percent(2e-6) == "0.0002 %"
+    assert hifp8_analysis.visible_percent(1.58e-16) == "<0.0001 %"
+    assert hifp8_analysis.visible_percent(0.0) == "0 %"
+    assert hifp8_analysis.visible_percent(2e-6) == "0.0002 %"
 
 
 def test_weights_that_are_equal_in_all_runs_are_said_to_be(figure_data):
-    found = FigureData(figure_data.store, figure_data.found, figure_data.formats)
+    found = FigureData(figure_data.store, figure_data.statistics, figure_data.formats)
     kinds = {"forward": 0.25, "weight": 0.0, "gradient": 2.5}
     rows = [("mxfp8", kind, layer, 2, far) for kind, far in kinds.items() for layer in (0, 1)]
     columns = ["quant_type", "kind", "layer_idx", "iteration", "deviation"]
@@ -59,7 +59,7 @@ def test_weights_that_are_equal_in_all_runs_are_said_to_be(figure_data):
 
 def test_titles_of_panels_stand_at_one_height(figure_data):
     with mpl.rc_context(RC):
-        figure = comparisons.by_type(figure_data, "rms", "rms", "Root mean square by layer")
+        figure = comparisons.rms_by_type(figure_data)
         figure.draw_without_rendering()
         renderer = figure._get_renderer()
         heights = {
@@ -72,28 +72,33 @@ def test_titles_of_panels_stand_at_one_height(figure_data):
 
 
 def test_codes_are_numbers_before_the_scale_only_where_there_is_one(figure_data):
-    labels = {ax.get_title(loc="left"): ax.get_xlabel() for ax in blocks.codes(figure_data).axes}
+    labels = {
+        ax.get_title(loc="left"): ax.get_xlabel()
+        for ax in block_analysis.code_usage(figure_data).axes
+    }
     assert list(labels) == ["mxfp8", "mxfp4", "nvfp4", "hifp8"]
     assert labels["nvfp4"] == "number that the code stands for (before the scale)"
     assert labels["hifp8"] == "number that the code stands for"
 
 
 def test_a_panel_says_which_formats_it_lacks_or_hides(figure_data):
-    room, ranges, scales = blocks.counted(figure_data, figure_data.with_blocks()).axes
+    room, ranges, scales = block_analysis.blocks(figure_data, figure_data.with_blocks()).axes
     assert scales.get_title(loc="right") == "without nvfp4, whose scales are E4M3"
     assert ranges.get_title(loc="right") == "mxfp8 = mxfp4"
     counted = sum(figure_data.summed(name).headroom for name in figure_data.with_blocks())
-    highest = blocks.HEADROOM_EDGES[counted.nonzero()[0][-1]]
+    highest = block_analysis.HEADROOM_EDGES[counted.nonzero()[0][-1]]
     assert room.get_xlim()[1] == highest + 0.125
 
 
 def test_a_scale_map_names_the_run_and_has_the_lowest_operands(figure_data):
-    rows = blocks.worst(figure_data, "mxfp4", 6)
+    rows = block_analysis.worst(figure_data, "mxfp4", 6)
     assert rows["operand"].all()
     assert rows["along_row"].is_monotonic_increasing
-    table = figure_data.found.formats
+    table = figure_data.statistics.formats
     for row in rows.itertuples():
         own = table[(table["tensor"] == row.tensor) & (table["quantized_format"] == "mxfp4")]
         assert row.along_row == own.loc[own["axis"] == "row", "sqnr_db"].iloc[0]
-    titles = [ax.get_title(loc="left") for ax in blocks.maps(figure_data, "mxfp4").axes]
+    titles = [
+        ax.get_title(loc="left") for ax in block_analysis.scale_maps(figure_data, "mxfp4").axes
+    ]
     assert sum(title.endswith(("dB (bf16 run)", "dB (mxfp8 run)")) for title in titles) == 6

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.analysis.figures.attention import entropy, head_errors
+from megatron.analysis.figures.attention_maps import entropy, head_errors
+from megatron.analysis.figures.distributions import magnitude_quantiles, standard_quantiles
 from megatron.analysis.figures.figure_data import FigureData
-from megatron.analysis.figures.hifp8 import REGIONS, by_region, region_shares
-from megatron.analysis.figures.patterns import magnitude_quantiles, standard_quantiles
+from megatron.analysis.figures.hifp8_analysis import REGIONS, by_region, region_shares
 from megatron.analysis.figures.scale_maps import scale_map
 from megatron.analysis.plots.style import power
 from megatron.analysis.stats import compute

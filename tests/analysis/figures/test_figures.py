@@ -17,8 +17,8 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import StepPatch
 
 from megatron.analysis import plots
-from megatron.analysis.figures.ranges import format_ranges
-from megatron.analysis.plots.style import FORMAT_COLOURS, TENSOR_COLOURS, colour_of, decades
+from megatron.analysis.figures.exponent_histograms import format_ranges
+from megatron.analysis.plots.style import FORMAT_COLORS, TENSOR_COLORS, color_of, decades
 from megatron.fake_quant import fake_quantize
 
 
@@ -38,8 +38,8 @@ def test_every_plot_is_exported_and_takes_an_axes():
 
 
 def test_a_gradient_has_the_colour_of_its_tensor_and_a_variant_that_of_its_format_lighter():
-    assert colour_of("grad_weight") == TENSOR_COLOURS["weight"]
-    assert colour_of("mxfp8:rceil") not in (FORMAT_COLOURS["mxfp8"], FORMAT_COLOURS["mxfp4"])
+    assert color_of("grad_weight") == TENSOR_COLORS["weight"]
+    assert color_of("mxfp8:rceil") not in (FORMAT_COLORS["mxfp8"], FORMAT_COLORS["mxfp4"])
 
 
 def test_exponent_histogram_draws_shares_and_the_part_of_a_range_that_is_seen(ax):
@@ -63,8 +63,8 @@ def test_exponent_histogram_draws_shares_and_the_part_of_a_range_that_is_seen(ax
         for line in ax.get_lines()
         if line.get_linewidth() == 7.0
     }
-    assert bars[FORMAT_COLOURS["mxfp4"]] == [-2, -0.5]
-    assert bars[FORMAT_COLOURS["hifp8"]] == [-3, 0]  # cut to what is seen
+    assert bars[FORMAT_COLORS["mxfp4"]] == [-2, -0.5]
+    assert bars[FORMAT_COLORS["hifp8"]] == [-3, 0]  # cut to what is seen
     assert {text.get_text() for text in ax.texts} == {"mxfp4", "hifp8"}
     assert min(ax.get_yticks()) >= 0  # no shares below the histogram
 
@@ -98,14 +98,14 @@ def test_lines_mark_what_the_axis_has_no_place_for_and_are_logarithmic_over_deca
     assert lines["mxfp8"].get_xdata().tolist() == [0, 2]
     assert lines["hifp8"].get_xdata().tolist() == [0, 1]
     assert {name: line.get_color() for name, line in lines.items()} == {
-        name: FORMAT_COLOURS[name] for name in ("mxfp8", "hifp8")
+        name: FORMAT_COLORS[name] for name in ("mxfp8", "hifp8")
     }
     marks = [
         (line.get_marker(), line.get_xdata().tolist(), line.get_color())
         for line in ax.get_lines()
         if line.get_linestyle() == "None" and len(line.get_xdata())
     ]
-    assert marks == [("^", [1], FORMAT_COLOURS["mxfp8"]), ("v", [2], FORMAT_COLOURS["hifp8"])]
+    assert marks == [("^", [1], FORMAT_COLORS["mxfp8"]), ("v", [2], FORMAT_COLORS["hifp8"])]
     assert ax.get_title(loc="right") == "▴ infinite, ▾ zero"
     assert ax.get_yscale() == "log"
 
@@ -164,7 +164,7 @@ def test_the_range_of_nvfp4_goes_from_the_smallest_to_the_largest_tensor():
 
 def test_variants_of_a_format_can_be_told_apart():
     names = ["mxfp8", "mxfp8:rceil", "mxfp8:2d", "mxfp8:sr", "mx:e3m4:b16:rceil", "mx:e2m3:b32"]
-    assert len({colour_of(name) for name in names}) == len(names)
+    assert len({color_of(name) for name in names}) == len(names)
 
 
 def test_a_narrow_span_of_values_has_a_linear_axis(ax):
@@ -256,7 +256,7 @@ def test_quantiles_of_one_colour_differ_in_their_dashes(ax):
     data = pd.concat([one.assign(group="qkv input"), one.assign(group="fc1 input")])
     plots.plot_quantiles(data, ax=ax)
     _, first, second = ax.get_lines()
-    assert first.get_color() == second.get_color() == TENSOR_COLOURS["input"]
+    assert first.get_color() == second.get_color() == TENSOR_COLORS["input"]
     assert first.get_linestyle() != second.get_linestyle()
     assert ax.get_ylim()[1] > 20
 

@@ -14,9 +14,9 @@ from matplotlib.patches import StepPatch
 
 from megatron.analysis.plots import plot_magnitude_histogram, plot_shares, plot_value_histogram
 from megatron.analysis.plots.style import (
-    FORMAT_COLOURS,
-    colour_of,
-    colours_of,
+    FORMAT_COLORS,
+    color_of,
+    colors_of,
     lighter,
     percent,
     short_count,
@@ -50,9 +50,9 @@ def test_shares_are_drawn_in_order_with_both_quantities(ax):
 
 def test_each_format_has_its_colour_and_its_values_a_lighter_one(ax):
     plot_shares(SHARES, ax=ax)
-    colours = [to_hex(patch.get_facecolor()) for patch in ax.patches][1::2]
-    blue, grey = FORMAT_COLOURS["mxfp8"], FORMAT_COLOURS["bf16"]
-    assert colours == [blue, lighter(blue, 0.5), grey, lighter(grey, 0.5)]
+    colors = [to_hex(patch.get_facecolor()) for patch in ax.patches][1::2]
+    blue, grey = FORMAT_COLORS["mxfp8"], FORMAT_COLORS["bf16"]
+    assert colors == [blue, lighter(blue, 0.5), grey, lighter(grey, 0.5)]
 
 
 def test_many_parts_are_folded_into_one_and_none_is_lost(ax):
@@ -93,7 +93,7 @@ def test_the_value_histogram_is_symmetric_and_logarithmic(ax):
     filled, outline = (patch for patch in ax.patches if isinstance(patch, StepPatch))
     assert filled.get_fill()
     assert not outline.get_fill()
-    assert to_hex(outline.get_edgecolor()) == colour_of("forward")
+    assert to_hex(outline.get_edgecolor()) == color_of("forward")
     assert outline.get_data().values.tolist() == [5, 7]
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     assert labels == ["all values", "forward, rms 1"]
@@ -114,27 +114,27 @@ def test_the_magnitude_histogram_has_an_outline_a_group_over_whole_octaves(ax):
     assert [patch.get_data().values.tolist() for patch in outlines] == [[1, 2, 3], [4, 5, 6]]
     assert outlines[0].get_data().edges.tolist() == [-2, -1, 0, 1]
     assert [to_hex(patch.get_edgecolor()) for patch in outlines] == [
-        colour_of("forward"),
-        colour_of("backward"),
+        color_of("forward"),
+        color_of("backward"),
     ]
 
 
 def test_a_name_has_one_colour_and_formats_differ():
-    assert colour_of("mxfp8") == colour_of("mxfp8_e4m3") == FORMAT_COLOURS["mxfp8"]
-    assert colour_of("hif8") == colour_of("hifp8")
-    assert len(set(FORMAT_COLOURS.values())) == len(FORMAT_COLOURS)
-    scoped = [colour_of(name) for name in ("mxfp4", "FA_linear_mxfp4", "linear_mxfp4", "FA_mxfp4")]
+    assert color_of("mxfp8") == color_of("mxfp8_e4m3") == FORMAT_COLORS["mxfp8"]
+    assert color_of("hif8") == color_of("hifp8")
+    assert len(set(FORMAT_COLORS.values())) == len(FORMAT_COLORS)
+    scoped = [color_of(name) for name in ("mxfp4", "FA_linear_mxfp4", "linear_mxfp4", "FA_mxfp4")]
     assert len(set(scoped)) == 4
-    assert colour_of("mx:e3m4:b16:rceil") == colour_of("mx:e3m4:b16:rceil")
+    assert color_of("mx:e3m4:b16:rceil") == color_of("mx:e3m4:b16:rceil")
 
 
 def test_the_modules_of_one_figure_can_be_told_apart():
     parts = ["qkv", "proj", "fc1", "fc2", "router", "q_down", "kv_down", "kv_up"]
-    colours = colours_of(["mxfp8", *parts])
-    assert len(set(colours.values())) == len(colours)
-    assert colours["mxfp8"] == FORMAT_COLOURS["mxfp8"]
-    assert colours["qkv"] == colours_of(["qkv"])["qkv"], "the first keeps its own"
-    assert len(colours_of(map(str, range(20)))) == 20, "more names than colours"
+    colors = colors_of(["mxfp8", *parts])
+    assert len(set(colors.values())) == len(colors)
+    assert colors["mxfp8"] == FORMAT_COLORS["mxfp8"]
+    assert colors["qkv"] == colors_of(["qkv"])["qkv"], "the first keeps its own"
+    assert len(colors_of(map(str, range(20)))) == 20, "more names than colors"
 
 
 @pytest.mark.parametrize(

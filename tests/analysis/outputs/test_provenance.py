@@ -6,8 +6,7 @@ import os
 
 from megatron.analysis.__main__ import main
 from megatron.analysis.outputs import provenance
-from tests.analysis.fake_dump import write_dump
-from tests.analysis.figures.drawing import write_two_types
+from tests.analysis.fake_dump import write_dump, write_two_types
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -17,7 +17,7 @@ from megatron.analysis.report import render
 from megatron.analysis.report.content import content
 from megatron.analysis.stats import compute
 from megatron.analysis.store import TensorStore
-from tests.analysis.figures.drawing import FORMATS, write_two_types
+from tests.analysis.fake_dump import FORMATS, write_two_types
 from tests.analysis.report.browser import browser, find_browser
 
 
@@ -87,7 +87,7 @@ def test_cells_and_details_have_the_numbers_of_the_statistics(page, figure_data)
     own = uses[(uses["tensor"] == tensor) & (uses["quantized_format"] == FORMATS[0])]
     assert sqnr == pytest.approx(own["sqnr_db"].iloc[0], rel=1e-5)
     detail = found["details"][str(tensor)]
-    arrays = figure_data.found.arrays(tensor)
+    arrays = figure_data.statistics.arrays(tensor)
     counts = arrays.positive + arrays.negative
     first = detail["first"] + 127
     assert detail["values"] == counts[first : first + len(detail["values"])].tolist()

@@ -243,7 +243,10 @@ def test_a_part_of_a_dump(dump, tmp_path):
         (["--max-memory", "10M"], "10 MiB of memory are too few; one worker takes up to"),
         (["--workers", "0"], "--workers is 0; give 1 or more"),
         (["--run", "x"], "no run 'x'"),
-        (["--scheduler", "tcp://x:1", "--workers", "2"], "--workers is of this process's threads"),
+        (
+            ["--scheduler", "tcp://x:1", "--workers", "2"],
+            "--workers sets the threads",
+        ),
         (["--scheduler", "tcp://x:1", "--max-memory", "2G"], "--max-memory is .* leave it out"),
     ],
 )

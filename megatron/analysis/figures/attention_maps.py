@@ -1,4 +1,4 @@
-"""attention_maps/: probabilities, and the error of each head."""
+"""attention_maps/: attention probabilities, and the quantization error of each head."""
 
 from __future__ import annotations
 
@@ -17,41 +17,43 @@ from megatron.analysis.figures.figure_data import (
     FigureData,
     Make,
     NothingToDrawError,
-    headline,
-    sheet,
+    layer_name,
 )
-from megatron.analysis.figures.heatmaps import layer_name
 from megatron.analysis.figures.scale_maps import largest_finite
-from megatron.analysis.plots import plot_attention_map, plot_heatmap
+from megatron.analysis.figures.sheet import headline, sheet
+from megatron.analysis.plots.attention_map import plot_attention_map
+from megatron.analysis.plots.heatmap import plot_heatmap
 from megatron.analysis.plots.style import decades
 from megatron.analysis.stats.errors import decibels
 from megatron.fake_quant import fake_quantize, get_format
 from megatron.fake_quant.formats import TensorScaling, TwoLevelScaling
 
-HEADS = 8  #: drawn of a layer
-LAYERS = 8  #: drawn, evenly spaced
-PIXELS = 512  #: of a map's side at most
-CHUNK = 1 << 20  #: values that are computed on at a time
+HEADS = 8  #: largest number of heads drawn per layer
+LAYERS = 8  #: largest number of layers drawn, evenly spaced
+PIXELS = 512  #: largest side of a map in pixels
+CHUNK = 1 << 20  #: values processed at a time
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """probabilities_L<layer> and head_error. One layer is in memory at a time, if each figure is
-    drawn when it comes; a layer that cannot be loaded is left out.
+    """Yield probabilities_L<layer> and head_error.
+
+    One layer is in memory at a time if each figure is drawn before the next one is requested. A
+    layer that cannot be loaded is left out.
     """
     rows = latest(figure_data)
-    where = whose(rows)
+    source = source_of(rows)
     every = -(-len(rows) // LAYERS)
-    loaded, lacking, errors = 0, {}, []
+    loaded, unreadable, errors = 0, {}, []
     for row in rows.itertuples():
         name = f"probabilities_L{row.layer_idx}"
         try:
             probs = by_head(figure_data.load(row.tensor))
         except (ValueError, NothingToDrawError) as error:
-            lacking[name] = str(error)
+            unreadable[name] = str(error)
             continue
         if loaded % every == 0:
             title = f"Layer {row.layer_idx}: attention probabilities"
-            yield name, partial(probabilities, probs, title, where, figure_data.alarm)
+            yield name, partial(probabilities, probs, title, source, figure_data.alarm)
         loaded += 1
         errors += [
             {"format": fmt, "row": layer_name(row.layer_idx), "column": head, "value": value}
@@ -59,32 +61,32 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
             for head, value in enumerate(head_errors(probs, fmt))
         ]
     if not loaded:
-        raise NothingToDrawError(next(iter(lacking.values())))
-    yield from ((name, partial(_lacks, why)) for name, why in lacking.items())
+        raise NothingToDrawError(next(iter(unreadable.values())))
+    yield from ((name, partial(_refuse, why)) for name, why in unreadable.items())
     if errors:
-        yield "head_error", partial(head_error, pd.DataFrame(errors), where, figure_data.alarm)
+        yield "head_error", partial(head_error, pd.DataFrame(errors), source, figure_data.alarm)
 
 
-def _lacks(why: str) -> Figure:
+def _refuse(why: str) -> Figure:
     raise NothingToDrawError(why)
 
 
 def latest(figure_data: FigureData) -> pd.DataFrame:
-    """A row a layer: of the newest run's last iteration."""
+    """Return one row per layer, from the last iteration of the newest run."""
     table = figure_data.tensors
-    mine = table[table["tensor_name"] == "attention_probs"]
-    if mine.empty:
+    probs = table[table["tensor_name"] == "attention_probs"]
+    if probs.empty:
         raise NothingToDrawError(
             "attention_probs were not collected; collect with --collect-tensors all,attention_probs"
         )
-    runs = mine["run_id"].fillna("")
+    runs = probs["run_id"].fillna("")
     newest = [run for run in figure_data.store.runs() if run in set(runs)][-1]
-    mine = mine[runs == newest]
-    last = mine[mine["iteration"] == mine["iteration"].max()]
+    probs = probs[runs == newest]
+    last = probs[probs["iteration"] == probs["iteration"].max()]
     return last.drop_duplicates("layer_idx").sort_values("layer_idx")
 
 
-def whose(rows: pd.DataFrame) -> str:
+def source_of(rows: pd.DataFrame) -> str:
     """Return a phrase that names the run and the iteration of the rows that `latest` chose."""
     first = rows.iloc[0]
     run = f"{first['quant_type']} run {first['run_id'] or '(unknown)'}"
@@ -92,14 +94,17 @@ def whose(rows: pd.DataFrame) -> str:
 
 
 def formats_of(figure_data: FigureData, tensor: int) -> list[str]:
-    """Those that the statistics have of a tensor: not all can be computed of a part of one."""
+    """Return the formats that the statistics have for a tensor.
+
+    Some formats cannot be computed for a tensor with missing parts.
+    """
     uses = figure_data.uses
-    mine = set(uses.loc[uses["tensor"] == tensor, "quantized_format"])
-    return [name for name in figure_data.formats if name in mine]
+    computed = set(uses.loc[uses["tensor"] == tensor, "quantized_format"])
+    return [name for name in figure_data.formats if name in computed]
 
 
 def by_head(probs: Tensor) -> Tensor:
-    """[batch, heads, queries, keys]; a tensor without a batch gets one."""
+    """Return the tensor as [batch, heads, queries, keys]; a missing batch dimension is added."""
     if probs.dim() < 3:
         raise NothingToDrawError(f"attention_probs of shape {list(probs.shape)} have no heads")
     if not probs.numel():
@@ -107,8 +112,8 @@ def by_head(probs: Tensor) -> Tensor:
     return probs.reshape(-1, *probs.shape[-3:])
 
 
-def probabilities(probs: Tensor, title: str, where: str, warning: str = "") -> Figure:
-    """The first sequence's heads."""
+def probabilities(probs: Tensor, title: str, source: str, warning: str = "") -> Figure:
+    """Draw the probabilities of the first sequence, one map per head."""
     heads = min(probs.shape[1], HEADS)
     columns = min(4, heads)
     rows = -(-heads // columns)
@@ -132,13 +137,13 @@ def probabilities(probs: Tensor, title: str, where: str, warning: str = "") -> F
         axes[0].images[0], ax=axes, label="probability", fraction=0.02, extend="min"
     )
     decades(bar.ax.yaxis)
-    note = f"{where}; first sequence, {heads} of {probs.shape[1]} heads; bits: mean entropy of a "
-    headline(figure, title, f"{note}query; grey: masked", warning)
+    note = f"{source}; first sequence, {heads} of {probs.shape[1]} heads; bits: mean entropy of a "
+    headline(figure, title, f"{note}query; gray: masked", warning)
     return figure
 
 
 def entropy(probs: Tensor) -> float:
-    """Mean over queries, in bits; [queries, keys]."""
+    """Return the entropy in bits of probabilities [queries, keys], averaged over queries."""
     total = 0.0
     for part in torch.split(probs, queries_at_once(probs)):
         p = part.double()
@@ -148,53 +153,54 @@ def entropy(probs: Tensor) -> float:
 
 
 def queries_at_once(head: Tensor, multiple: int = 1) -> int:
-    """As many as have `CHUNK` values, in whole blocks of `multiple`."""
+    """Return the number of queries with about `CHUNK` values, as a multiple of `multiple`."""
     return max(CHUNK // (head.shape[-1] * multiple), 1) * multiple
 
 
 def head_errors(probs: Tensor, fmt: str) -> list[float]:
-    """SQNR in dB of each head's probabilities, quantized along keys as P V does."""
+    """Return the SQNR in dB of the probabilities of each head, quantized along keys as in P V."""
     scaling = get_format(fmt).scaling
     of_tensor = isinstance(scaling, (TensorScaling, TwoLevelScaling))
     largest = largest_finite(probs) if of_tensor else None
-    found = []
+    ratios = []
     for head in range(probs.shape[1]):
         signal = noise = 0.0
         for sequence in probs[:, head]:
-            more = _error(sequence, fmt, largest)
-            signal, noise = signal + more[0], noise + more[1]
-        found.append(decibels(signal, noise) if signal else math.nan)
-    return found
+            squares = _error(sequence, fmt, largest)
+            signal, noise = signal + squares[0], noise + squares[1]
+        ratios.append(decibels(signal, noise) if signal else math.nan)
+    return ratios
 
 
 def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]:
-    """Sums of squares of one sequence's values and of their errors, some queries at a time.
+    """Return the sums of squares of the values of one sequence and of their errors.
 
     Args:
-        head: [queries, keys]. largest: magnitude that the tensor's scale comes from, if it has one.
+        head: probabilities [queries, keys]; some queries are processed at a time.
+        largest: magnitude that determines the scale of the whole tensor, if the format has one.
     """
     size = get_format(fmt).block_size or 1
     signal = noise = 0.0
     for number, part in enumerate(torch.split(head, queries_at_once(head, size))):
-        if largest is not None:  # in rows of its own: of whole blocks, where they are square
+        if largest is not None:  # in extra rows: as many as a square block has
             ahead = part.new_zeros(size, part.shape[1])
             ahead[0, 0] = largest
             part = torch.cat([ahead, part])
-        # a seed, so that stochastic rounding comes out the same each time
-        became = fake_quantize(part.contiguous(), fmt, axis=-1, seed=number)
+        # a seed makes stochastic rounding reproducible
+        quantized = fake_quantize(part.contiguous(), fmt, axis=-1, seed=number)
         if largest is not None:
-            part, became = part[size:], became[size:]
+            part, quantized = part[size:], quantized[size:]
         x = part.double().flatten()
-        error = became.double().flatten().sub_(x)
-        known = error.isfinite()
-        if not known.all():
-            x, error = x[known], error[known]
+        error = quantized.double().flatten().sub_(x)
+        finite = error.isfinite()
+        if not finite.all():
+            x, error = x[finite], error[finite]
         signal, noise = signal + float(x @ x), noise + float(error @ error)
     return signal, noise
 
 
-def head_error(data: pd.DataFrame, where: str, warning: str = "") -> Figure:
-    """Layer by head, a panel a format.
+def head_error(data: pd.DataFrame, source: str, warning: str = "") -> Figure:
+    """Draw the SQNR by layer and head, one panel per format.
 
     Args:
         data: columns `format`, `row` (layer), `column` (head), `value` (SQNR in dB).
@@ -211,9 +217,9 @@ def head_error(data: pd.DataFrame, where: str, warning: str = "") -> Figure:
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
     norm = Normalize(low, high if high > low else low + 1)
     for ax, name in zip(axes, formats, strict=False):
-        mine = data[data["format"] == name]
-        plot_heatmap(mine, label="SQNR (dB)", title=name, norm=norm, ax=ax)
+        cells = data[data["format"] == name]
+        plot_heatmap(cells, label="SQNR (dB)", title=name, norm=norm, ax=ax)
         ax.set_xlabel("head")
-    note = f"SQNR of each head's probabilities, blocks along keys as in P V; {where}"
+    note = f"SQNR of each head's probabilities, blocks along keys as in P V; {source}"
     headline(figure, "Error of each attention head", note, warning)
     return figure

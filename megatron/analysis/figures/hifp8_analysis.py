@@ -1,4 +1,4 @@
-"""hifp8_analysis/: where on HiFloat8's tapered precision the values lie, and what that costs."""
+"""hifp8_analysis/: the values and the error in each region of HiFloat8's tapered precision."""
 
 from __future__ import annotations
 
@@ -10,29 +10,20 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from megatron.analysis.figures.codes import usage
-from megatron.analysis.figures.figure_data import (
-    KINDS,
-    FigureData,
-    Make,
-    NothingToDrawError,
-    legend,
-    share_y,
-    sheet,
-)
-from megatron.analysis.figures.quantization import magnitude_errors
+from megatron.analysis.figures.figure_data import KINDS, FigureData, Make, NothingToDrawError
+from megatron.analysis.figures.quantization_analysis import magnitude_errors
+from megatron.analysis.figures.sheet import legend, share_y, sheet
 from megatron.analysis.figures.sums import FormatSum
-from megatron.analysis.plots import (
-    plot_code_usage,
-    plot_error_by_magnitude,
-    plot_stacked_shares,
-)
+from megatron.analysis.figures.sums import code_usage as usage_of
+from megatron.analysis.plots.code_usage import plot_code_usage
+from megatron.analysis.plots.error_by_magnitude import plot_error_by_magnitude
+from megatron.analysis.plots.stacked_shares import plot_stacked_shares
 from megatron.analysis.plots.style import INK, percent
 from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import HiFloat8
 
-#: Regions: name, first and last binade, colour. HiFloat8 has 3, 2, 1 bits of mantissa the farther
-#: from 1, and powers of two only at the bottom. Its largest number is 2^15 itself.
+#: Color, first and last binade of each region, by name. The mantissa has 3 bits around 1, and 2 and
+#: 1 bits farther away. The denormal numbers are powers of two. The largest number is 2^15.
 REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "lost (becomes zero)": ("#b3261e", (-127, -24)),
     "denormal: powers of two": ("#e0a458", (-23, -16)),
@@ -44,23 +35,23 @@ REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "saturated (from 1.25 · 2¹⁵)": ("#7a1f4b", (16, 127)),
 }
 LOST, SATURATED = next(iter(REGIONS)), list(REGIONS)[-1]
-EXPONENTS = np.arange(255) - 127
+EXPONENTS = np.arange(255) - 127  #: exponents of the binades of a histogram
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """regions, code_usage, error_by_region, error_by_magnitude."""
-    name = the_format(figure_data)
+    """Yield regions, error_by_region, error_by_magnitude and code_usage."""
+    fmt = hifloat8_format(figure_data)
     for title, make in (
         ("regions", regions),
         ("error_by_region", error_by_region),
         ("error_by_magnitude", error_by_magnitude),
         ("code_usage", code_usage),
     ):
-        yield title, partial(make, figure_data, name)
+        yield title, partial(make, figure_data, fmt)
 
 
-def the_format(figure_data: FigureData) -> str:
-    """The first HiFloat8 format without a scale, by whose exponents values fall in regions."""
+def hifloat8_format(figure_data: FigureData) -> str:
+    """Return the first HiFloat8 format without a scale, because a scale would shift the regions."""
     for name in figure_data.formats:
         fmt = get_format(name)
         if isinstance(fmt.element, HiFloat8) and fmt.scaling is None:
@@ -68,52 +59,52 @@ def the_format(figure_data: FigureData) -> str:
     raise NothingToDrawError("hifp8 is not among the formats; add it to --formats")
 
 
-def by_region(found: FormatSum) -> pd.DataFrame:
+def by_region(total: FormatSum) -> pd.DataFrame:
     """Return the number of values and the squared error of each region.
 
     Values that underflow or are clipped were counted during quantization. If any value of the
     highest binade was clipped, the whole error of that binade counts as error of clipped values:
     the sum does not separate it from values below 1.25 * 2^15, which round to 2^15.
     """
-    kept = found.values - found.underflow - found.saturated
-    error = found.squared_error.copy()
-    beyond = np.where((found.saturated > 0) & (EXPONENTS >= 15), error, 0.0)
-    error -= beyond
+    inside_range = total.values - total.underflow - total.saturated
+    error = total.squared_error.copy()
+    clipping_error = np.where((total.saturated > 0) & (EXPONENTS >= 15), error, 0.0)
+    error -= clipping_error
     rows = []
     for name, (_, (first, last)) in REGIONS.items():
-        inside = slice(first + 127, last + 128)
-        count, lost = kept[inside].sum(), error[inside].sum()
+        binades = slice(first + 127, last + 128)
+        count, squares = inside_range[binades].sum(), error[binades].sum()
         if name == LOST:
-            count += found.underflow.sum()
+            count += total.underflow.sum()
         if name == SATURATED:
-            count, lost = count + found.saturated.sum(), lost + beyond.sum()
-        rows.append({"region": name, "values": float(count), "error": float(lost)})
+            count, squares = count + total.saturated.sum(), squares + clipping_error.sum()
+        rows.append({"region": name, "values": float(count), "error": float(squares)})
     return pd.DataFrame(rows)
 
 
-def region_shares(found: FormatSum) -> pd.DataFrame:
-    """The same as shares of all values that are not zero, and of the whole squared error."""
-    table = by_region(found)
+def region_shares(total: FormatSum) -> pd.DataFrame:
+    """Return the share of each region in the nonzero values and in the squared error."""
+    table = by_region(total)
     for column in ("values", "error"):
         table[column] /= table[column].sum() or 1.0
     return table
 
 
 def regions(figure_data: FigureData, fmt: str) -> Figure:
-    """Which of the regions each tensor's values fall in."""
+    """Draw the share of the values in each region, one bar per place."""
     sums = {place: figure_data.summed(fmt, [place]) for place in figure_data.judged_places()}
     rows = [
         {"name": place, "part": part, "share": share}
-        for place, found in sums.items()
-        if found is not None
-        for part, share in region_shares(found)[["region", "values"]].itertuples(index=False)
+        for place, total in sums.items()
+        if total is not None
+        for part, share in region_shares(total)[["region", "values"]].itertuples(index=False)
     ]
     if not rows:
         raise NothingToDrawError(figure_data.nothing_judged)
     data = pd.DataFrame(rows)
     figure, axes = sheet(10.5, 0.3 * data["name"].nunique() + 2.2)
-    colours = {name: colour for name, (colour, _) in REGIONS.items()}
-    plot_stacked_shares(data, colours, xlabel="share of values that are not zero", ax=axes[0])
+    colors = {name: color for name, (color, _) in REGIONS.items()}
+    plot_stacked_shares(data, colors, xlabel="share of values that are not zero", ax=axes[0])
     legend(figure, axes, columns=4)
     title = "HiFloat8: bits of mantissa that the values get"
     figure_data.headline(figure, title, figure_data.judged_origin)
@@ -126,17 +117,17 @@ def visible_percent(share: float) -> str:
 
 
 def error_by_region(figure_data: FigureData, fmt: str) -> Figure:
-    """Share of values and of the squared error in each region."""
+    """Draw the share of the values and of the squared error in each region."""
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.8 * len(kinds), 4.4, 1, len(kinds), sharey=True)
     names = list(REGIONS)
     for ax, kind in zip(axes, kinds, strict=True):
-        found = figure_data.summed(fmt, figure_data.judged_places(kind))
-        assert found is not None
-        data = region_shares(found)
+        total = figure_data.summed(fmt, figure_data.judged_places(kind))
+        assert total is not None
+        data = region_shares(total)
         y = np.arange(len(names))
-        for column, shift, colour in (("values", -0.2, "#9aa5b1"), ("error", 0.2, "#3d8f63")):
-            ax.barh(y + shift, data[column], 0.38, color=colour, label=f"share of {column}")
+        for column, shift, color in (("values", -0.2, "#9aa5b1"), ("error", 0.2, "#3d8f63")):
+            ax.barh(y + shift, data[column], 0.38, color=color, label=f"share of {column}")
             for place, share in zip(y + shift, data[column], strict=True):
                 if share > 0:
                     ax.text(
@@ -161,7 +152,7 @@ def error_by_region(figure_data: FigureData, fmt: str) -> Figure:
 
 
 def error_by_magnitude(figure_data: FigureData, fmt: str) -> Figure:
-    """The tapered precision as it shows in the data, over the regions."""
+    """Draw the relative error by magnitude over colored bands for the regions."""
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.8 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
@@ -171,10 +162,10 @@ def error_by_magnitude(figure_data: FigureData, fmt: str) -> Figure:
         if not ax.has_data():
             continue
         low, high = ax.get_xlim()
-        for name, (colour, (first, last)) in REGIONS.items():
+        for name, (color, (first, last)) in REGIONS.items():
             left, right = max(first, low), min(last + 1, high)
             if left < right:
-                ax.axvspan(left, right, color=colour, alpha=0.18, linewidth=0, label=name)
+                ax.axvspan(left, right, color=color, alpha=0.18, linewidth=0, label=name)
     share_y(axes)
     legend(figure, axes, columns=5)
     figure_data.headline(figure, f"{fmt}: relative error by magnitude", figure_data.judged_origin)
@@ -182,13 +173,13 @@ def error_by_magnitude(figure_data: FigureData, fmt: str) -> Figure:
 
 
 def code_usage(figure_data: FigureData, fmt: str) -> Figure:
-    """Which codes occur."""
+    """Draw how often each code occurs, one panel per kind of tensor."""
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(11.0, 2.6 * len(kinds) + 0.9, len(kinds), 1)
     for ax, kind in zip(axes, kinds, strict=True):
-        found = figure_data.summed(fmt, figure_data.judged_places(kind))
-        assert found is not None
-        plot_code_usage(usage(fmt, found), title=KINDS[kind], scaled=False, ax=ax)
+        total = figure_data.summed(fmt, figure_data.judged_places(kind))
+        assert total is not None
+        plot_code_usage(usage_of(fmt, total), title=KINDS[kind], scaled=False, ax=ax)
     for ax in axes[:-1]:
         ax.set_xlabel("")
     legend(figure, axes)

@@ -1,4 +1,4 @@
-"""overflow_analysis/: what formats lose at both ends of their range."""
+"""overflow_analysis/: the values that formats lose at both ends of their range."""
 
 from __future__ import annotations
 
@@ -14,30 +14,35 @@ from megatron.analysis.figures.figure_data import (
     FigureData,
     Make,
     NothingToDrawError,
-    legend,
-    sheet,
     trimmed,
 )
-from megatron.analysis.figures.quantization import by_tensor
-from megatron.analysis.plots import plot_error_by_magnitude, plot_heatmap
+from megatron.analysis.figures.quantization_analysis import by_tensor
+from megatron.analysis.figures.sheet import legend, sheet
+from megatron.analysis.plots.error_by_magnitude import plot_error_by_magnitude
+from megatron.analysis.plots.heatmap import plot_heatmap
 from megatron.analysis.plots.style import percent
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """underflow, saturation, underflow_by_magnitude, special_values."""
+    """Yield underflow, saturation, underflow_by_magnitude and special_values."""
     if not figure_data.formats:
         raise NothingToDrawError("no format was asked for; name some in --formats")
     for name, column, title in (
         ("underflow", "underflow", "Underflow: values that are not zero and become zero"),
         ("saturation", "saturated", "Saturation: values that clipping changes"),
     ):
-        yield name, partial(by_tensor, figure_data, column, "share of values", title, shares=True)
+        yield (
+            name,
+            partial(
+                by_tensor, figure_data, column, xlabel="share of values", title=title, shares=True
+            ),
+        )
     yield "underflow_by_magnitude", partial(underflow_by_magnitude, figure_data)
     yield "special_values", partial(special_values, figure_data)
 
 
 def underflow_by_magnitude(figure_data: FigureData) -> Figure:
-    """Which magnitudes vanish."""
+    """Draw the share of values that become zero, by magnitude."""
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.6 * len(kinds), 4.2, 1, len(kinds), sharey=True)
     for ax, kind in zip(axes, kinds, strict=True):
@@ -45,9 +50,9 @@ def underflow_by_magnitude(figure_data: FigureData) -> Figure:
         chosen = trimmed(figure_data.sums.binades_of(set(places)))
         frames = []
         for name in figure_data.formats:
-            found = figure_data.summed(name, places)
-            if found is not None:
-                values, lost = found.values[chosen], found.underflow[chosen]
+            total = figure_data.summed(name, places)
+            if total is not None:
+                values, lost = total.values[chosen], total.underflow[chosen]
                 share = np.where(values > 0, lost / np.maximum(values, 1), np.nan)
                 exponents = np.arange(255)[chosen] - 127
                 frames.append(
@@ -66,15 +71,15 @@ def underflow_by_magnitude(figure_data: FigureData) -> Figure:
 
 
 def special_values(figure_data: FigureData) -> Figure:
-    """Where NaN and Inf are."""
+    """Draw the number of NaN and Inf values by layer and place."""
     table = figure_data.tensors.assign(
         count=figure_data.tensors["nan"] + figure_data.tensors["inf"]
     )
-    found = table.groupby(["layer_idx", "place"])["count"].sum().reset_index()
-    found = found[found["count"] > 0]
-    if found.empty:
+    counts = table.groupby(["layer_idx", "place"])["count"].sum().reset_index()
+    counts = counts[counts["count"] > 0]
+    if counts.empty:
         raise NothingToDrawError("every value is finite")
-    data = found.rename(columns={"layer_idx": "row", "place": "column", "count": "value"})
+    data = counts.rename(columns={"layer_idx": "row", "place": "column", "count": "value"})
     figure, axes = sheet(max(6.0, 2 + 0.5 * data["column"].nunique()), 4.0)
     plot_heatmap(data, label="NaN and Inf values", digits=".0f", cmap="Reds", ax=axes[0])
     axes[0].set_ylabel("layer")

@@ -1,4 +1,4 @@
-"""quantization_analysis/: what each format does to the same tensors, layer by layer."""
+"""quantization_analysis/: the error of each format on the same tensors."""
 
 from __future__ import annotations
 
@@ -14,45 +14,43 @@ from megatron.analysis.figures.figure_data import (
     FigureData,
     Make,
     NothingToDrawError,
-    legend,
     median_of,
     medians,
-    share_y,
-    sheet,
     trimmed,
 )
-from megatron.analysis.plots import plot_dots, plot_error_by_magnitude, plot_lines
+from megatron.analysis.figures.sheet import legend, share_y, sheet
+from megatron.analysis.plots.dots import plot_dots
+from megatron.analysis.plots.error_by_magnitude import plot_error_by_magnitude
+from megatron.analysis.plots.lines import plot_lines
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """sqnr_by_layer, sqnr_by_tensor, error_by_magnitude, bias, row_against_column."""
+    """Yield sqnr_by_layer, sqnr_by_tensor, error_by_magnitude, bias and row_against_column."""
     if not figure_data.formats:
         raise NothingToDrawError("no format was asked for; name some in --formats")
+    by = partial(by_tensor, figure_data)
     yield "sqnr_by_layer", partial(by_layer, figure_data)
     yield (
         "sqnr_by_tensor",
-        partial(by_tensor, figure_data, "sqnr_db", "SQNR (dB)", "SQNR of each tensor"),
+        partial(by, "sqnr_db", xlabel="SQNR (dB)", title="SQNR of each tensor"),
     )
     yield "error_by_magnitude", partial(error_by_magnitude, figure_data)
     title = "Bias: mean error over mean magnitude (zero: errors cancel)"
-    yield (
-        "bias",
-        partial(by_tensor, figure_data, "relative_bias", "mean error / mean magnitude", title),
-    )
+    yield "bias", partial(by, "relative_bias", xlabel="mean error / mean magnitude", title=title)
     title = "Values that differ between row-wise and column-wise blocks"
     yield (
         "row_against_column",
-        partial(by_tensor, figure_data, "axis_disagreement", "share of values", title, shares=True),
+        partial(by, "axis_disagreement", xlabel="share of values", title=title, shares=True),
     )
 
 
 def by_layer(figure_data: FigureData) -> Figure:
-    """Formats over the layers, for each kind of tensor."""
+    """Draw the SQNR of the formats by layer, one panel per kind of tensor."""
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.2 * len(kinds), 4.4, 1, len(kinds), sharey=True)
     for ax, kind in zip(axes, kinds, strict=True):
-        mine = figure_data.judged[figure_data.judged["kind"] == kind]
-        data = medians(mine, "quantized_format", "layer_idx", "sqnr_db")
+        uses = figure_data.judged[figure_data.judged["kind"] == kind]
+        data = medians(uses, "quantized_format", "layer_idx", "sqnr_db")
         plot_lines(data, xlabel="layer", ylabel="SQNR (dB)", title=KINDS[kind], least=2.0, ax=ax)
     for ax in axes[1:]:
         ax.set_ylabel("")
@@ -64,19 +62,19 @@ def by_layer(figure_data: FigureData) -> Figure:
 
 
 def by_tensor(
-    figure_data: FigureData, column: str, xlabel: str, title: str, *, shares: bool = False
+    figure_data: FigureData, column: str, *, xlabel: str, title: str, shares: bool = False
 ) -> Figure:
-    """Formats side by side, a row a place."""
-    mine = figure_data.judged.dropna(subset=[column])
-    if mine.empty:
+    """Draw a column of `judged` for all formats side by side, one row per place."""
+    uses = figure_data.judged.dropna(subset=[column])
+    if uses.empty:
         raise NothingToDrawError(
             "none of the formats has blocks that run along either axis"
             if column == "axis_disagreement" and not figure_data.judged.empty
             else figure_data.nothing_judged
         )
-    order = [place for place in figure_data.places if place in set(mine["place"])]
-    found = mine.groupby(["quantized_format", "place"], sort=False)[column].median()
-    data = found.rename("value").reset_index()
+    order = [place for place in figure_data.places if place in set(uses["place"])]
+    values = uses.groupby(["quantized_format", "place"], sort=False)[column].median()
+    data = values.rename("value").reset_index()
     data = data.rename(columns={"quantized_format": "group", "place": "name"})
     data = data.assign(at=data["name"].map({place: i for i, place in enumerate(order)}))
     figure, axes = sheet(9.0, 0.32 * len(order) + 2.2)
@@ -85,22 +83,22 @@ def by_tensor(
     data = data.assign(group=formats.astype(str), rank=formats.codes)
     plot_dots(data.sort_values(["at", "rank"]), xlabel=xlabel, shares=shares, ax=axes[0])
     legend(figure, axes)
-    note = median_of(mine, ["quantized_format", "place"], "dot")
+    note = median_of(uses, ["quantized_format", "place"], "dot")
     figure_data.headline(figure, title, f"{note}; {figure_data.judged_origin}")
     return figure
 
 
 def magnitude_errors(figure_data: FigureData, kind: str) -> pd.DataFrame:
-    """Mean relative error of each binade and format, for `plot_error_by_magnitude`."""
+    """Return the mean relative error per binade and format, for `plot_error_by_magnitude`."""
     places = figure_data.judged_places(kind)
     chosen = trimmed(figure_data.sums.binades_of(set(places)), 1e-3)
     frames = []
     for name in figure_data.formats:
-        found = figure_data.summed(name, places)
-        if found is None:
+        total = figure_data.summed(name, places)
+        if total is None:
             continue
-        values = found.values[chosen]
-        error = np.where(values > 0, found.relative_error[chosen] / np.maximum(values, 1), np.nan)
+        values = total.values[chosen]
+        error = np.where(values > 0, total.relative_error[chosen] / np.maximum(values, 1), np.nan)
         exponents = np.arange(255)[chosen] - 127
         frames.append(
             pd.DataFrame({"format": name, "exponent": exponents, "relative_error": error})
@@ -110,7 +108,7 @@ def magnitude_errors(figure_data: FigureData, kind: str) -> pd.DataFrame:
 
 
 def error_by_magnitude(figure_data: FigureData) -> Figure:
-    """Where each format is precise."""
+    """Draw the relative error of the formats by magnitude, one panel per kind of tensor."""
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.6 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):

@@ -1,9 +1,9 @@
-"""block_analysis/: the scales, room and codes of blocks."""
+"""block_analysis/: scales, headroom, range and codes of blocks."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -11,37 +11,39 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from megatron.analysis.dump.tensor_files import UnreadableTensorError
-from megatron.analysis.figures.codes import usage
 from megatron.analysis.figures.figure_data import (
     FigureData,
     Make,
     NothingToDrawError,
-    legend,
-    sheet,
+    file_name,
 )
-from megatron.analysis.figures.heatmaps import file_name
 from megatron.analysis.figures.scale_maps import scale_map
-from megatron.analysis.plots import plot_block_map, plot_code_usage, plot_counts
+from megatron.analysis.figures.sheet import legend, sheet
+from megatron.analysis.figures.sums import FormatSum
+from megatron.analysis.figures.sums import code_usage as usage_of
+from megatron.analysis.plots.block_map import plot_block_map
+from megatron.analysis.plots.code_usage import plot_code_usage
+from megatron.analysis.plots.counts import plot_counts
 from megatron.analysis.plots.style import powers_of_two, right_of_title
 from megatron.analysis.stats import HEADROOM_EDGES
 from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E8M0
 from megatron.fake_quant import get_format
 from megatron.fake_quant.formats import BlockScaling, Cast
 
-MAPS = 6  #: tensors on a sheet, of different places, those with the lowest SQNR first
-MOST_CODES = 256
+MAPS = 6  #: tensors per figure of scale maps, one per place, the lowest SQNR first
+MOST_CODES = 256  #: largest number of codes that a bar chart shows
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """scale_map_<format>, blocks, code_usage."""
+    """Yield scale_map_<format>, blocks and code_usage."""
     formats = figure_data.with_blocks()
     if not formats:
         raise NothingToDrawError("none of the formats has blocks; add mxfp8 to --formats")
     for name in formats:
         if not get_format(name).square:
-            yield f"scale_map_{file_name(name)}", partial(maps, figure_data, name)
-    yield "blocks", partial(counted, figure_data, formats)
-    yield "code_usage", partial(codes, figure_data)
+            yield f"scale_map_{file_name(name)}", partial(scale_maps, figure_data, name)
+    yield "blocks", partial(blocks, figure_data, formats)
+    yield "code_usage", partial(code_usage, figure_data)
 
 
 def worst(figure_data: FigureData, fmt: str, count: int) -> pd.DataFrame:
@@ -49,25 +51,25 @@ def worst(figure_data: FigureData, fmt: str, count: int) -> pd.DataFrame:
 
     The SQNR is that of blocks along the last dimension, as in the maps.
     """
-    mine = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
-    if mine.empty:
+    uses = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
+    if uses.empty:
         raise NothingToDrawError(figure_data.nothing_judged)
-    table = figure_data.found.formats
+    table = figure_data.statistics.formats
     along = table[(table["quantized_format"] == fmt) & (table["axis"] == "row")]
-    sqnr = mine["tensor"].map(along.set_index("tensor")["sqnr_db"])
-    mine = mine.assign(along_row=sqnr)[mine["count"] > 0]
-    return mine.sort_values("along_row", kind="stable").drop_duplicates("place").head(count)
+    sqnr = uses["tensor"].map(along.set_index("tensor")["sqnr_db"])
+    uses = uses.assign(along_row=sqnr)[uses["count"] > 0]
+    return uses.sort_values("along_row", kind="stable").drop_duplicates("place").head(count)
 
 
-def maps(figure_data: FigureData, fmt: str) -> Figure:
-    """Scale maps of the worst tensors."""
+def scale_maps(figure_data: FigureData, fmt: str) -> Figure:
+    """Draw the scale maps of the tensors with the lowest SQNR."""
     rows = worst(figure_data, fmt, MAPS)
     drawn = []
     for row in rows.itertuples():
         try:
             drawn.append((row, scale_map(figure_data.load(row.tensor), fmt)))
         except (UnreadableTensorError, ValueError):
-            continue  # only a part of it was collected, or its file is gone by now
+            continue  # only a part of it was collected, or its file was removed meanwhile
     if not drawn:
         raise NothingToDrawError("no tensor with values was collected whole, or its file is gone")
     columns = min(3, len(drawn))
@@ -92,58 +94,45 @@ def maps(figure_data: FigureData, fmt: str) -> Figure:
     return figure
 
 
-def counted(figure_data: FigureData, formats: list[str]) -> Figure:
-    """Headroom, dynamic range and scales of blocks."""
-    found = {name: figure_data.summed(name) for name in formats}
-    known = {name: part for name, part in found.items() if part is not None}
-    if not known:
+def summed(figure_data: FigureData, formats: Iterable[str]) -> dict[str, FormatSum]:
+    """Return the summed histograms of the formats that have any."""
+    totals = {name: figure_data.summed(name) for name in formats}
+    return {name: total for name, total in totals.items() if total is not None}
+
+
+def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
+    """Draw histograms of the headroom, the dynamic range and the scale of blocks."""
+    totals = summed(figure_data, formats)
+    if not totals:
         raise NothingToDrawError("no tensor was collected whole")
     figure, axes = sheet(14.0, 4.4, 1, 3)
-    edges, step = HEADROOM_EDGES, HEADROOM_EDGES[1] - HEADROOM_EDGES[0]
-    seen = np.flatnonzero(sum(part.headroom for part in known.values()))
-    chosen = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(None)
-    room = [
-        pd.DataFrame(
-            {
-                "format": n,
-                "left": edges[chosen],
-                "right": edges[chosen] + step,
-                "count": p.headroom[chosen],
-            }
-        )
-        for n, p in known.items()
-    ]
     plot_counts(
-        pd.concat(room),
+        _headroom(totals),
         xlabel="binades from the largest value up to the largest number",
         title="Headroom",
         ax=axes[0],
     )
     plot_counts(
-        _by_number({n: p.block_range for n, p in known.items()}, 0),
+        _by_number({name: total.block_range for name, total in totals.items()}, 0),
         xlabel="binades between smallest and largest value",
         title="Range in a block",
         ax=axes[1],
     )
     e8m0 = {
-        name: of_numbers(figure_data, name, part.scales)
-        for name, part in known.items()
+        name: without_zeros_and_nan(figure_data, name, total.scales)
+        for name, total in totals.items()
         if isinstance(get_format(name).scaling, BlockScaling)
     }
     if e8m0:
-        data = _by_number(e8m0, -127)
         plot_counts(
-            data,
-            xlabel="scale of the block",
-            title="Scales (E8M0)",
-            ax=axes[2],
+            _by_number(e8m0, -127), xlabel="scale of the block", title="Scales (E8M0)", ax=axes[2]
         )
         powers_of_two(axes[2].xaxis)
-        if others := [name for name in known if name not in e8m0]:
+        if others := [name for name in totals if name not in e8m0]:
             right_of_title(axes[2], f"without {', '.join(others)}, whose scales are E4M3")
     else:
         axes[2].set_visible(False)
-    if alike := same_counts({n: p.block_range for n, p in known.items()}):
+    if alike := same_counts({name: total.block_range for name, total in totals.items()}):
         right_of_title(axes[1], " = ".join(alike))
     for ax in axes[1:]:
         ax.set_ylabel("")
@@ -160,24 +149,39 @@ def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
     """Return the formats whose counts equal those of another, so that one curve hides another."""
     return [
         name
-        for name, found in counts.items()
-        if any(other != name and np.array_equal(found, counts[other]) for other in counts)
+        for name, own in counts.items()
+        if any(other != name and np.array_equal(own, counts[other]) for other in counts)
     ]
 
 
-def of_numbers(figure_data: FigureData, fmt: str, scales: np.ndarray) -> np.ndarray:
-    """Blocks by E8M0 byte, without those of zeros only (they store the smallest scale) and those
-    with a NaN.
+def without_zeros_and_nan(figure_data: FigureData, fmt: str, scales: np.ndarray) -> np.ndarray:
+    """Return the number of blocks by E8M0 byte, without blocks of zeros only and blocks with a NaN.
+
+    Blocks of zeros store the smallest scale.
     """
-    mine = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
-    found: np.ndarray = scales.copy()
-    found[0] -= int(mine["zero_blocks"].sum())
-    found[NAN_E8M0] = 0
-    return found
+    uses = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
+    counts: np.ndarray = scales.copy()
+    counts[0] -= int(uses["zero_blocks"].sum())
+    counts[NAN_E8M0] = 0
+    return counts
+
+
+def _headroom(totals: dict[str, FormatSum]) -> pd.DataFrame:
+    """Return the blocks by headroom for `plot_counts`, without empty bins at both ends."""
+    edges, step = HEADROOM_EDGES, HEADROOM_EDGES[1] - HEADROOM_EDGES[0]
+    occupied = np.flatnonzero(sum(total.headroom for total in totals.values()))
+    chosen = slice(int(occupied[0]), int(occupied[-1]) + 1) if len(occupied) else slice(None)
+    left = edges[chosen]
+    return pd.concat(
+        pd.DataFrame(
+            {"format": name, "left": left, "right": left + step, "count": total.headroom[chosen]}
+        )
+        for name, total in totals.items()
+    )
 
 
 def _by_number(counts: dict[str, np.ndarray], first: int) -> pd.DataFrame:
-    """Counts of whole numbers from `first` on, without 0.01 % at each end."""
+    """Return counts of whole numbers, the first of which is `first`, without 0.01 % at each end."""
     longest = max(len(part) for part in counts.values())
     padded = {name: np.pad(part, (0, longest - len(part))) for name, part in counts.items()}
     below = np.cumsum(sum(padded.values()))
@@ -192,22 +196,23 @@ def _by_number(counts: dict[str, np.ndarray], first: int) -> pd.DataFrame:
     )
 
 
-def codes(figure_data: FigureData) -> Figure:
-    """Usage of the codes of each format's elements."""
-    mine = [
+def code_usage(figure_data: FigureData) -> Figure:
+    """Draw how often each code of the formats' elements occurs."""
+    small = [
         name
         for name in figure_data.formats
         if not isinstance(get_format(name).element, Cast)
         and 1 << get_format(name).element.bits <= MOST_CODES
     ]
-    found = {name: figure_data.summed(name) for name in mine}
-    shown = {name: part for name, part in found.items() if part is not None and part.codes.any()}
-    if not shown:
+    totals = {
+        name: total for name, total in summed(figure_data, small).items() if total.codes.any()
+    }
+    if not totals:
         raise NothingToDrawError("none of the formats has codes that are counted")
-    figure, axes = sheet(11.0, 2.4 * len(shown) + 0.9, len(shown), 1)
-    for ax, (name, part) in zip(axes, shown.items(), strict=True):
+    figure, axes = sheet(11.0, 2.4 * len(totals) + 0.9, len(totals), 1)
+    for ax, (name, total) in zip(axes, totals.items(), strict=True):
         scaled = get_format(name).scaling is not None
-        plot_code_usage(usage(name, part), title=name, scaled=scaled, ax=ax)
+        plot_code_usage(usage_of(name, total), title=name, scaled=scaled, ax=ax)
     for ax, after in itertools.pairwise(axes):
         if ax.get_xlabel() == after.get_xlabel():
             ax.set_xlabel("")

@@ -1,0 +1,222 @@
+"""Draw everything that can be drawn of a dump: compute its statistics once, then draw the outputs.
+
+    from megatron.analysis import draw
+
+    result = draw(Path("enhanced_tensor_logs"), Path("draw"))
+    result.files, result.missing, result.problems
+
+A call after an interrupted one takes the statistics from the cache. Outputs that would be the same
+again are not redrawn.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron.analysis import stats
+from megatron.analysis.cli.stats_command import CACHE_FOLDER
+from megatron.analysis.dump.run_endings import remarks_on, unfinished
+from megatron.analysis.dump.tensor_files import Problem
+from megatron.analysis.figures.figure_data import FigureData
+from megatron.analysis.outputs.provenance import fingerprint, remember, set_aside, unchanged
+from megatron.analysis.outputs.registry import IMAGES, JUDGED, OPERANDS, OUTPUTS, QUICK
+from megatron.analysis.outputs.render import Made, Order, make_all
+from megatron.analysis.quick import QuickResult, check_output, quick_analysis
+from megatron.analysis.stats.cache import ForeignCacheError, check_place
+from megatron.analysis.stats.executors import affordable
+from megatron.analysis.stats.result import REPEATED
+from megatron.analysis.store import TensorStore
+from megatron.fake_quant import get_format
+
+#: Formats that are compared by default, besides those of the dump.
+FORMATS = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
+_SCOPES = ("FA_linear_", "linear_", "FA_")  #: prefixes of a type that limit it to some matmuls
+
+
+@dataclass
+class DrawResult:
+    """The files that were drawn, and the figures and files that are missing."""
+
+    files: list[Path] = field(default_factory=list)
+    unchanged: int = 0  #: number of `files` that are left as an earlier call drew them
+    missing: dict[str, str] = field(default_factory=dict)  #: missing data, by output or figure
+    failed: dict[str, str] = field(default_factory=dict)  #: traceback of our bug, by figure
+    kept: list[Path] = field(default_factory=list)  #: new names of earlier results
+    problems: list[Problem] = field(default_factory=list)  #: files of the dump that were left out
+    tensors: int = 0  #: tensors of the dump that were drawn
+    notes: dict[str, int] = field(default_factory=dict)  #: number of tensors, by what they lack
+    remarks: list[str] = field(default_factory=list)  #: about the cache and about how runs ended
+
+
+def draw(
+    folder: Path,
+    output: Path,
+    *,
+    formats: Sequence[str] | None = None,
+    figures: Sequence[str] = tuple(OUTPUTS),
+    image: str = "png",
+    run: str | None = None,
+    judge: str = OPERANDS,
+    say: Callable[[str], None] | None = None,
+    progress: bool = False,
+    **computing: Any,
+) -> DrawResult:
+    """Draw the chosen outputs of a dump.
+
+    Args:
+        formats: formats to compare; by default `FORMATS` and those that the dump was made with.
+        figures: names in `registry.OUTPUTS`; all by default.
+        image: file format of the figures: png, svg or pdf.
+        run: id of the only run to draw; `latest` selects the run that started last.
+        judge: the tensors by which formats are judged, `operands` or `results` of matmuls.
+        say: called with the path of each file when it is written.
+        progress: whether to show progress bars on a terminal.
+        computing: `workers`, `max_memory`, `scheduler` and `strict` of `stats.compute`.
+
+    Raises:
+        ValueError: a name is unknown, there is no tensor to draw, or the folder is not writable.
+    """
+    _check("figure", figures, tuple(OUTPUTS))
+    _check("image format", [image], IMAGES)
+    _check("kind of tensors to judge", [judge], JUDGED)
+    for name in formats or ():
+        get_format(name)
+    check_output(output)
+    notify: Callable[[str], None] = say or (lambda path: None)
+    if list(figures) == [QUICK]:  # needs no format
+        workers = computing.get("workers")
+        look = quick_analysis(folder, output, run=run, workers=workers, progress=progress)
+        for path in (look.picture, look.text):
+            notify(str(path))
+        return result_of_quick(look)
+    store = TensorStore(folder)
+    store = store.only(run) if run is not None else store
+    chosen = tuple(get_format(name).name for name in formats or default_formats(store))
+    chosen = tuple(dict.fromkeys(chosen))
+    cache, refused = _cache(folder, output)
+    follows = fingerprint(folder, [folder / CACHE_FOLDER, output], chosen, image, run, judge)
+    try:
+        statistics = stats.compute(store, chosen, cache=cache, progress=progress, **computing)
+    except ForeignCacheError as error:  # another process created it after `_cache` looked
+        refused, cache = [*refused, str(error)], None
+        statistics = stats.compute(store, chosen, cache=cache, progress=progress, **computing)
+    if statistics.tensors.empty:
+        raise ValueError(_nothing_readable(folder, statistics.problems))
+    result = DrawResult(
+        problems=list(statistics.problems),
+        tensors=len(statistics.tensors),
+        notes=statistics.notes() | note_of_repeats(statistics.repeats),
+        remarks=[*refused, *statistics.remarks, *remarks_on(unfinished(store))],
+    )
+    figure_data = FigureData(store, statistics, chosen, progress, judge=judge)
+    order = Order(figure_data, output, image, run, cache)
+    workers = affordable(computing.get("workers"), computing.get("max_memory"))
+    names = [name for name in OUTPUTS if name in figures]
+    _draw_outputs(names, order, result, follows=follows, workers=workers, notify=notify)
+    return result
+
+
+def _draw_outputs(
+    names: Sequence[str],
+    order: Order,
+    result: DrawResult,
+    *,
+    follows: str,
+    workers: int,
+    notify: Callable[[str], None],
+) -> None:
+    """Draw the outputs that are not current, and add all of them to the result."""
+    output, dump = order.output, order.figure_data.store.folder
+    current = unchanged(output, names, follows)
+    for made in current.values():
+        _add(made, result)
+    result.unchanged = len(result.files)
+    names = [name for name in names if name not in current]
+    result.kept = set_aside(output, names, dump)
+    hidden = None if order.figure_data.progress else True  # None: hidden without a terminal
+    drawn = []
+    with tqdm(total=len(names), desc="Drawing", unit="output", leave=False, disable=hidden) as bar:
+        for made in make_all(names, order, workers):
+            bar.update()
+            _add(made, result)
+            drawn.append(made)
+            for path in made.files:
+                notify(str(path))
+    result.missing = dict(sorted(result.missing.items()))
+    remember(output, dump, drawn, follows)
+
+
+def _add(made: Made, result: DrawResult) -> None:
+    """Add the files and the missing figures of one output to the result."""
+    result.files += made.files
+    result.missing |= made.missing
+    result.failed |= made.failed
+
+
+def result_of_quick(look: QuickResult) -> DrawResult:
+    """Return the result of drawing the first look alone."""
+    return DrawResult(
+        [look.picture, look.text],
+        problems=look.problems,
+        kept=look.kept,
+        tensors=len(look.measurements.table),
+        remarks=remarks_on(look.endings),
+        notes=look.measurements.notes() | note_of_repeats(look.measurements.repeats),
+    )
+
+
+def note_of_repeats(count: int) -> dict[str, int]:
+    """Return the note for `DrawResult.notes` about tensors saved again by recomputation."""
+    return {REPEATED: count} if count else {}
+
+
+def default_formats(store: TensorStore) -> list[str]:
+    """Return `FORMATS` and the formats of the dump's types, except bf16, which loses nothing."""
+    types = store.records["quant_type"].dropna().unique()
+    formats = list(FORMATS)
+    for name in map(str, types):
+        scope = next((scope for scope in _SCOPES if name.startswith(scope)), "")
+        try:
+            fmt = get_format(name.removeprefix(scope))
+        except ValueError:
+            continue  # `none`, or the name of a recipe
+        if fmt.name not in ("bf16", *formats):
+            formats.append(fmt.name)
+    return formats
+
+
+def _cache(folder: Path, output: Path) -> tuple[Path | None, list[str]]:
+    """Return the folder of the cache, and a message per folder that was refused.
+
+    The first choice is the folder in the dump that the command `stats` uses, the second choice is
+    a folder beside the figures. The result is None if neither can be used.
+    """
+    refused = []
+    for cache in (folder / CACHE_FOLDER, output / CACHE_FOLDER):
+        try:
+            check_place(cache)
+        except ForeignCacheError as error:
+            refused.append(f"{error}; results are cached elsewhere or not at all")
+            continue
+        if os.access(cache if cache.exists() else cache.parent, os.W_OK):
+            return cache, refused
+    return None, refused
+
+
+def _check(kind: str, given: Sequence[str], accepted: Sequence[str]) -> None:
+    for name in given:
+        if name not in accepted:
+            raise ValueError(f"no {kind} {name!r}; choose from {', '.join(accepted)}")
+
+
+def _nothing_readable(folder: Path, problems: Sequence[Problem]) -> str:
+    if not problems:
+        return f"{folder} has codes only, and no values to draw; collect other tensors too"
+    listed = "".join(f"\n  {problem}" for problem in problems[:10])
+    return f"none of the {len(problems)} .pt files in {folder} can be read:{listed}"

@@ -1,0 +1,109 @@
+"""The data of exponent histograms: shares of values per binade, and the ranges of the formats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from megatron.analysis.figures.figure_data import FigureData, trimmed
+from megatron.fake_quant import get_format
+from megatron.fake_quant.formats import Cast, GroupScaling, TensorScaling, TwoLevelScaling
+from megatron.fake_quant.inspect import format_properties
+from megatron.fake_quant.nvfp4 import LARGEST as NVFP4_LARGEST
+
+#: Explanation of the bars below an exponent histogram.
+RANGE_NOTE = (
+    "bars: the range of each format (thin: subnormal); in block formats, bars hold for a block "
+    "with the median scale, and the line extends to blocks with other scales"
+)
+
+
+def exponent_shares(figure_data: FigureData, kind: str) -> pd.DataFrame:
+    """Return the share of values per binade and tensor name, for `plot_exponent_histogram`.
+
+    Only the tensors of one kind by which formats are judged count.
+    """
+    table = figure_data.judged[figure_data.judged["kind"] == kind]
+    if not figure_data.formats:
+        table = figure_data.tensors[figure_data.tensors["kind"] == kind]
+    counts = {
+        str(name): figure_data.sums.binades_of(set(part["place"]))
+        for name, part in table.groupby("tensor_name", sort=False)
+    }
+    return binade_shares(counts)
+
+
+def binade_shares(counts: Mapping[str, NDArray[np.int64]]) -> pd.DataFrame:
+    """Return the share of values per binade for counts by name, for `plot_exponent_histogram`.
+
+    Names without any value are left out.
+    """
+    chosen = trimmed(sum(counts.values(), start=np.zeros(255, dtype=np.int64)))
+    frames = [
+        pd.DataFrame(
+            {
+                "group": name,
+                "exponent": np.arange(255)[chosen] - 127,
+                "share": binades[chosen] / max(binades.sum(), 1),
+            }
+        )
+        for name, binades in counts.items()
+        if binades.any()
+    ]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+
+def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
+    """Return exponents of the smallest, smallest normal and largest number of each format.
+
+    The range of a block (or tensor) is that of the elements times its scale. `smallest`, `normal`
+    and `largest` hold for the median scale in `table`, `lowest` and `highest` for all scales.
+    `table` has columns `quantized_format`, `scale_median`, `scale_min`, `scale_max` and `amax`.
+    """
+    rows = []
+    for name in formats:
+        fmt, uses = get_format(name), table[table["quantized_format"] == name]
+        if isinstance(fmt.element, Cast) and fmt.element.name == "bfloat16":
+            continue  # its range holds every value
+        shift = low = high = 0.0
+        largest = float(format_properties.positive_values(fmt.element)[-1])
+        if isinstance(fmt.scaling, TensorScaling):
+            shift, low, high = _shifts(uses["amax"], fmt.scaling.target)
+        elif fmt.scaling is not None:
+            shift = uses["scale_median"].median()
+            low, high = uses["scale_min"].min(), uses["scale_max"].max()
+            if isinstance(fmt.scaling, TwoLevelScaling):  # times the scale of the tensor
+                shift += _shifts(uses["amax"], NVFP4_LARGEST)[0]
+                own = [_shifts(uses["amax"][[at]], NVFP4_LARGEST)[0] for at in uses.index]
+                low, high = (uses["scale_min"] + own).min(), (uses["scale_max"] + own).max()
+        if math.isnan(shift):
+            continue
+        # the bits per 8 and per 4 values of HiFloat4 each double an element at most; the smallest
+        # numbers are those of groups with neither bit set
+        doubled = 2 if isinstance(fmt.scaling, GroupScaling) else 0
+        smallest = math.log2(float(format_properties.positive_values(fmt.element)[0]))
+        rows.append(
+            {
+                "format": name,
+                "lowest": smallest + low,
+                "smallest": smallest + shift,
+                "normal": math.log2(format_properties.smallest_normal(fmt.element)) + shift,
+                "largest": math.log2(largest) + shift + doubled,
+                "highest": math.log2(largest) + high + doubled,
+            }
+        )
+    columns = ["format", "lowest", "smallest", "normal", "largest", "highest"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _shifts(amax: pd.Series[float], target: float) -> tuple[float, float, float]:
+    """Return log2 of the tensor scale for the median, the smallest and the largest amax."""
+    known = amax[amax > 0]
+    if known.empty:
+        return 0.0, 0.0, 0.0
+    median, low, high = (math.log2(x / target) for x in (known.median(), known.min(), known.max()))
+    return median, low, high

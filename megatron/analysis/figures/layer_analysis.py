@@ -1,0 +1,54 @@
+"""layer_analysis/: statistics of activations and weights by layer and iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from megatron.analysis.figures.figure_data import (
+    FigureData,
+    Make,
+    NothingToDrawError,
+    median_of,
+    medians,
+)
+from megatron.analysis.figures.sheet import legend, sheet
+from megatron.analysis.plots.lines import plot_lines
+
+STATISTICS = (("rms", "root mean square"), ("amax", "largest magnitude"), ("kurtosis", "kurtosis"))
+
+
+def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
+    """Yield activations, weights, and iterations if the dump has more than one."""
+    table = figure_data.tensors
+    if table.empty:
+        raise NothingToDrawError("no tensor could be read")
+    by = partial(statistics_by, figure_data)
+    for kind, name, group in (
+        ("forward", "activations", "tensor_name"),
+        ("weight", "weights", "part"),
+    ):
+        rows = table[table["kind"] == kind]
+        if not rows.empty:
+            title = f"{name.title()} by layer"
+            yield name, partial(by, rows, group=group, x="layer_idx", xlabel="layer", title=title)
+    if table["iteration"].nunique() > 1:
+        over_training = partial(by, table, group="tensor_name", x="iteration", xlabel="iteration")
+        yield "iterations", partial(over_training, title="Values over training")
+
+
+def statistics_by(
+    figure_data: FigureData, table: pd.DataFrame, *, x: str, xlabel: str, group: str, title: str
+) -> Figure:
+    """Draw the `STATISTICS` of a table side by side over the column `x`, one line per group."""
+    figure, axes = sheet(13.5, 4.4, 1, len(STATISTICS))
+    for ax, (column, label) in zip(axes, STATISTICS, strict=True):
+        data = medians(table, group, x, column)
+        plot_lines(data, xlabel=xlabel, ylabel=label, logarithmic=True, ax=ax)
+    legend(figure, axes)
+    note = f"{median_of(table, [group, x], 'point')}; {len(table):,} of {figure_data.origin}"
+    figure_data.headline(figure, title, note)
+    return figure

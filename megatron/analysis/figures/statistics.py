@@ -1,0 +1,39 @@
+"""statistics/: the scale of every tensor in one figure, and all numbers as CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from matplotlib.figure import Figure
+
+from megatron.analysis.figures.figure_data import FigureData, Make, NothingToDrawError, median_of
+from megatron.analysis.figures.sheet import sheet
+from megatron.analysis.plots.scales import plot_scales
+from megatron.analysis.stats.export import with_safe_texts
+
+
+def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
+    """Yield scales, tensors.csv and formats.csv."""
+    if figure_data.tensors.empty:
+        raise NothingToDrawError("no tensor could be read")
+    yield "scales", partial(scales, figure_data)
+    tensors = with_safe_texts(figure_data.statistics.tensors)
+    yield "tensors.csv", partial(tensors.to_csv, index_label="tensor")
+    yield "formats.csv", partial(figure_data.statistics.formats.to_csv, index=False)
+
+
+def scales(figure_data: FigureData) -> Figure:
+    """Draw the rms and the range of the values of each place, the whole model on one page."""
+    table = figure_data.tensors
+    data = table.groupby("place")[["m0.01", "rms", "amax"]].median()
+    data = data.reindex(figure_data.places_apart).reset_index()
+    data = data.rename(columns={"place": "name", "m0.01": "low", "amax": "high"})
+    data = data.assign(group=[name.rpartition(" ")[2] for name in data["name"]])
+    data["name"] = data["name"].map(figure_data.label)
+    figure, axes = sheet(9.0, 0.3 * len(data) + 1.8)
+    plot_scales(data, ax=axes[0])
+    note = "dot: rms; line: from the 1 % quantile of magnitudes to the largest; "
+    note += f"{median_of(table, ['place'], 'row')}; {figure_data.origin}"
+    figure_data.headline(figure, "Scale of each tensor", note)
+    return figure
