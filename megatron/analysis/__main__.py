@@ -46,8 +46,8 @@ times the effect of moving every score by one unit in the last place. Results th
 """
 _VERIFY_EXAMPLES = """\
 Prints one line per finding (an error, or a note about something harmless), then a summary.
-times the effect of moving every score by one unit in the last place. Results that cannot be
-checked (stochastic rounding, dropout, parts of tensors) are counted by reason.
+Exit status: 0 no error was found; 1 an error was found; 2 nothing could be checked (an option or
+the folder is wrong).
 
 examples:
   python -m megatron.analysis verify enhanced_tensor_logs/mxfp8
