@@ -1,4 +1,4 @@
-"""Real dumps in several parallel layouts, made once for all tests of this folder."""
+"""Fixtures with real dumps in several parallel layouts, written once per session."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_TWO_RANKS = (
 
 @pytest.fixture(scope="session")
 def dumps(tmp_path_factory) -> Path:
-    """A folder with a dump for each of the worker's layouts; to be read only."""
+    """Return a read-only folder with one dump per layout of the worker."""
     folder = tmp_path_factory.mktemp("dumps")
     env = environment(PYTHONPATH=REPO)
     alone = forks.run(WORKER, folder, *OF_ONE_RANK, env=env)
@@ -35,7 +35,7 @@ def dumps(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copied(dumps, tmp_path):
-    """A copy of a layout's dump, to be damaged."""
+    """Return a function that copies the dump of a layout, so that a test can damage it."""
 
     def copy(name):
         return shutil.copytree(dumps / name, tmp_path / name)

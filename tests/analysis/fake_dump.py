@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megatron.tensor_record import COMPONENTS, TensorRecord, index_name, run_card_name
 
-#: The runs, and the formats to draw, of `write_two_types`; the size of its attention probabilities.
+#: Runs, formats to draw, and size of the attention probabilities in the dump of `write_two_types`.
 RUNS = {"bf16": "20250908_095200_abc123", "mxfp8": "20250908_100000_def456"}
 FORMATS = ["mxfp8", "mxfp4", "nvfp4", "hifp8"]
 HEADS, TOKENS = 2, 64
 
-#: What one layer leaves in one micro-batch: layer type, module, tensor, operation, phase, shape,
+#: Tensors of one layer and micro-batch: layer type, module, tensor name, operation, phase, shape,
 #: scale, dims.
 QKV, CORE = "self_attention.linear_qkv", "self_attention.core_attention"
 LAYER = [
@@ -41,7 +41,7 @@ LAYER = [
 
 
 def values(shape: tuple[int, ...], scale: float, generator: torch.Generator) -> Tensor:
-    """Heavy-tailed bfloat16 values: one channel in sixteen is an outlier channel."""
+    """Return heavy-tailed bfloat16 values; one channel in sixteen is an outlier channel."""
     x = torch.randn(shape, generator=generator) * scale
     x[..., ::16] *= 6
     return x.to(torch.bfloat16)
@@ -50,7 +50,7 @@ def values(shape: tuple[int, ...], scale: float, generator: torch.Generator) -> 
 def records(
     *, run_id: str, quant_type: str, layers: int = 2, iterations: int = 1, world_size: int = 1
 ) -> Iterator[tuple[TensorRecord, tuple[int, ...], float]]:
-    """Record, shape and scale of every tensor of a run."""
+    """Yield the record, shape and scale of every tensor of a run."""
     for rank in range(world_size):
         counter = 0
         for iteration in range(1, iterations + 1):
@@ -93,7 +93,7 @@ def records(
 
 
 def write_tensor(folder: Path, record: TensorRecord, tensor: Tensor) -> Path:
-    """One file, as the saver writes it."""
+    """Write one file in the form that a collection writes."""
     path = folder / record.filename
     partial = folder / f"{record.filename}.partial"
     torch.save({"tensor": tensor, "metadata": record.to_metadata()}, partial)
@@ -109,7 +109,7 @@ def write_dump(
     index: bool = True,
     **size: int,
 ) -> list[Path]:
-    """Write a run into `folder`; returns its files in the order of writing."""
+    """Write a run into `folder` and return its files in the order of writing."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(math.prod(map(ord, quant_type)) % 2**31)
     paths = []
@@ -129,7 +129,7 @@ def write_dump(
 
 
 def write_two_types(folder: Path) -> list[Path]:
-    """Returns the files in the order of writing."""
+    """Write two runs of different types and return the files in the order of writing."""
     paths = []
     for quant_type, run_id in RUNS.items():
         paths += write_dump(
@@ -140,7 +140,7 @@ def write_two_types(folder: Path) -> list[Path]:
 
 
 def write_probabilities(folder: Path, quant_type: str, run_id: str) -> Path:
-    """Causal attention probabilities of one layer, which stand in no index."""
+    """Write causal attention probabilities of one layer, which no index lists."""
     query = next(
         record
         for record, _, _ in records(run_id=run_id, quant_type=quant_type, iterations=2)

@@ -1,4 +1,4 @@
-"""`python -m megatron.analysis draw`: every output, and its numbers against naive ones."""
+"""Tests of the command draw: every output, and its numbers against naive computations."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def dump(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drawn(dump, tmp_path_factory):
-    """Everything of the dump, small; and what `draw` says."""
+    """Draw everything except the report at a low resolution; return the folder and the result."""
     output = tmp_path_factory.mktemp("draw")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(render, "DPI", 40)
@@ -185,13 +185,15 @@ def test_a_cell_is_the_sqnr_of_its_tensor(figure_data):
 
 
 def test_an_operand_is_quantized_as_in_its_first_gemm(figure_data):
-    """V along keys, for P V; all else along the last dimension."""
+    """Check that V has blocks along keys, for P V, and the others along the last dimension."""
     mine = figure_data.uses[figure_data.uses["quantized_format"] == "mxfp8"]
     axes = mine.groupby("place")["axis"].unique()
     assert axes["core value"].tolist() == ["column"]
     assert axes["core query"].tolist() == axes["qkv weight"].tolist() == ["row"]
     assert not mine["tensor"].duplicated().any()
-    assert list(dict.fromkeys(figure_data.uses["quantized_format"])) == FORMATS  # as asked for
+    assert (
+        list(dict.fromkeys(figure_data.uses["quantized_format"])) == FORMATS
+    )  # in the requested order
 
 
 def test_the_sums_are_those_of_the_tensors(figure_data):
@@ -217,8 +219,8 @@ def test_places_come_forward_first_and_experts_are_one_place(figure_data):
 def test_the_distance_of_two_runs_is_relative_to_the_one_without_quantization(figure_data):
     data = figure_data.deviations
     assert set(data["quant_type"]) == {"mxfp8"}
-    assert set(data["iteration"]) == {2}  # the last one
-    assert len(data) == 29  # its tensors of one run
+    assert set(data["iteration"]) == {2}  # the last iteration
+    assert len(data) == 29  # the tensors of one run
     x, base = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])
     assert relative_distance(x, base) == pytest.approx(1 / math.sqrt(2))
     assert math.isnan(relative_distance(x, torch.zeros(2)))

@@ -68,18 +68,18 @@ def dump(tmp_path_factory):
     return folder
 
 
-def material_of(folder, judge="operands", formats=FORMATS):
+def figure_data_of(folder, judge="operands", formats=FORMATS):
     store = TensorStore(folder)
     return FigureData(store, compute(store, formats), tuple(formats), judge=judge)
 
 
 @pytest.fixture(scope="module")
 def figure_data(dump):
-    return material_of(dump)
+    return figure_data_of(dump)
 
 
 def note_of(figure):
-    """The lines below a figure's title."""
+    """Return the lines below the title of a figure."""
     return [text.get_text() for text in figure.texts]
 
 
@@ -87,7 +87,7 @@ def test_every_tensor_of_a_layer_is_an_operand_or_a_result(figure_data):
     places = figure_data.tensors.groupby("place")["operand"].first()
     assert set(places.index[places]) == OPERANDS
     assert set(places.index[~places]) == RESULTS
-    assert is_operand(None, None)  # of a foreign dump nothing is known
+    assert is_operand(None, None)  # tensors of a foreign dump count as operands
     assert is_operand("linear", "no such name")
 
 
@@ -95,8 +95,8 @@ def test_formats_are_judged_by_operands_and_by_results_on_request(figure_data, d
     assert set(figure_data.judged["place"]) == OPERANDS == set(figure_data.judged_places())
     assert (
         len(figure_data.judged) == 4 * 58
-    )  # 4 formats; 2 runs x 2 iterations x 2 layers x 7, probs
-    results = material_of(dump, "results")
+    )  # 4 formats, 2 runs x 2 iterations x 2 layers x 7 operands, and probabilities
+    results = figure_data_of(dump, "results")
     assert set(results.judged["place"]) == RESULTS
     assert set(figure_data.uses["place"]) == OPERANDS | RESULTS
     both = [figure_data.summed("mxfp4"), results.summed("mxfp4")]
@@ -163,10 +163,10 @@ def test_a_dump_of_results_only_says_how_to_draw_them(tmp_path):
         if x[0].tensor_name == "grad_input"
     )
     write_tensor(tmp_path, record, values(shape, scale, torch.Generator().manual_seed(0)))
-    figure_data = material_of(tmp_path, formats=["mxfp8"])
+    figure_data = figure_data_of(tmp_path, formats=["mxfp8"])
     with pytest.raises(NothingToDrawError, match="no operands of matmuls; --judge results"):
         quantization_analysis.by_layer(figure_data)
-    assert quantization_analysis.by_layer(material_of(tmp_path, "results", ["mxfp8"])).axes
+    assert quantization_analysis.by_layer(figure_data_of(tmp_path, "results", ["mxfp8"])).axes
     assert "Results of matmuls" in summary(figure_data.statistics)
     assert quick_analysis(tmp_path, tmp_path / "draw").picture.exists()
 
@@ -233,7 +233,7 @@ def test_a_recomputed_tensor_whose_first_pass_is_missing_counts(tmp_path):
 def test_verify_checks_both_passes(dumps):
     store = TensorStore(dumps / "mxfp8")
     recomputed = store.select(recomputed=True)
-    # backward tensors of a recomputed pass are saved once
+    # the backward tensors of a recomputed pass are saved only once
     repeated = int((recomputed["operation"] == "forward").sum())
     assert 0 < repeated < len(recomputed)
     assert compute(store).repeats == repeated
@@ -266,7 +266,7 @@ def test_everything_that_is_drawn_says_that_a_run_was_killed(tmp_path, capsys):
         path = folder / quant_type / run_card_name(RUNS[quant_type])
         path.write_text(json.dumps(json.loads(path.read_text()) | {"status": status}))
     words = f"run {RUNS['mxfp8']} (mxfp8): {NO_END}"
-    figure_data = material_of(folder, formats=["mxfp8", "hifp8"])
+    figure_data = figure_data_of(folder, formats=["mxfp8", "hifp8"])
     for figure in (
         quantization_analysis.by_layer(figure_data),
         heatmaps.layer_by_tensor_value(figure_data, "rms", "rms", "rms"),
@@ -292,7 +292,7 @@ def test_a_finished_run_has_no_alarm(tmp_path):
     write_dump(tmp_path, run_id=RUNS["mxfp8"], layers=1)
     path = tmp_path / run_card_name(RUNS["mxfp8"])
     path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "finished"}))
-    figure_data = material_of(tmp_path, formats=["mxfp8"])
+    figure_data = figure_data_of(tmp_path, formats=["mxfp8"])
     assert figure_data.alarm == ""
     assert content(figure_data)["cautions"] == [
         caution for caution in content(figure_data)["cautions"] if caution["kind"] != "unfinished"
@@ -314,7 +314,7 @@ def test_the_color_bar_of_nvfp4_names_scales_by_their_values(figure_data):
     for bar in bars:
         labels = [label.get_text() for label in bar.get_yticklabels()]
         assert len(set(labels)) == len(labels)
-        for label in labels:  # E4M3 numbers: 16 significands in a binade
+        for label in labels:  # the values of E4M3 scales
             number = torch.tensor(float(label))
             assert torch.isclose(number.to(torch.float8_e4m3fn).float(), number, rtol=1e-2)
     assert scale_ticks(torch.tensor([float("nan")]).numpy()) == []

@@ -1,4 +1,4 @@
-"""The quick analysis as a function: what is in its picture and its text."""
+"""Tests of quick_analysis: the content of its picture and of its text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path):
 def test_every_value_is_in_the_histogram_or_said_to_be_outside(tmp_path):
     record, shape, _ = next(records(run_id="r", quant_type="mxfp8", layers=1))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    x[0, 0, 0] = 1e6  # one outlier must not squeeze the rest into a line
+    x[0, 0, 0] = 1e6  # one outlier must not squeeze the other values into one bin
     write_tensor(tmp_path, record, x)
     _, found = measured(tmp_path)
     data, note = histogram_data(found)
@@ -69,7 +69,7 @@ def test_octaves_leave_out_only_what_the_note_says(tmp_path):
     record, shape, _ = next(records(run_id="r", quant_type="mxfp8", layers=1))
     x = torch.ones(shape, dtype=torch.bfloat16)
     x[0, 0, :3] = torch.tensor([0.0, -0.0, 1e-30])
-    # one in 10,000 is too few to be left out of 8192 values: it is drawn
+    # of 8192 values, a share of 1/10,000 is less than one value, so that none is left out
     write_tensor(tmp_path, record, x)
     _, found = measured(tmp_path)
     data, note = magnitude_data(found)
@@ -144,7 +144,7 @@ def test_the_text_gives_nine_digits_and_a_line_a_tensor(tmp_path):
     assert (row["shape"], row["dtype"], row["format"]) == ("64x2x64", "bfloat16", "mxfp8")
     expected = result.measurements.table["mean"].iloc[0]
     assert row["mean"] == f"{expected:.9g}"
-    # the columns stand below each other
+    # the columns are aligned
     assert len({line.rstrip().rfind(line.split()[-1]) for line in tensors}) == 1
 
 
@@ -176,5 +176,5 @@ def test_nothing_readable_is_an_error_that_names_the_files(tmp_path):
 def test_memory_does_not_grow_with_a_group_of_tensors(tmp_path):
     write_dump(tmp_path, layers=4)
     _, found = measured(tmp_path)
-    # layer types x operations x operands or results, not tensors
+    # one per layer type, operation, and operand or result; not one per tensor
     assert len(found.histograms) == 8

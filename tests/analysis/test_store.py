@@ -1,4 +1,4 @@
-"""Finding, picking and reading the tensors of a dump, good ones among bad ones."""
+"""Tests of TensorStore: find, select and read the tensors of a dump with good and bad files."""
 
 from __future__ import annotations
 

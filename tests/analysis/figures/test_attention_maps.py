@@ -1,4 +1,4 @@
-"""attention_maps/: what is drawn of which layer, and what it costs."""
+"""Tests of attention_maps/: the layers that are drawn, their numbers, and the memory used."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write(folder, layer, probs=None, **changes):
 
 
 def drawn(folder):
-    """Names with figures, or with the reasons why there is none."""
+    """Return the figures by name, or the reason why there is none."""
     store = TensorStore(folder)
     found = {}
     for name, make in attention_maps.draw(FigureData(store, compute(store, FORMATS), FORMATS)):
@@ -53,7 +53,7 @@ def drawn(folder):
     return found
 
 
-#: Of a layer of which two ranks of four are there.
+#: Shape and ranks of a tensor of which the shards of two ranks out of four exist.
 PART = {"global_shape": [1, 4 * HEADS, TOKENS, TOKENS]}
 RANKS = [{"world": rank, "world_size": 4, "tp": rank, "tp_size": 4} for rank in (0, 1)]
 
@@ -94,7 +94,7 @@ def test_a_dump_that_knows_no_run_is_drawn(tmp_path):
 def test_it_is_the_last_iteration_of_the_newest_run(tmp_path):
     (tmp_path / "new").mkdir()
     (tmp_path / "old").mkdir()
-    # the older run has more layers and iterations: it stands last in the table
+    # the older run has more layers and iterations, so that it comes last in the table
     write(tmp_path / "new", 0, run_id="r2", iteration=1, timestamp="20250909_000000")
     write(tmp_path / "new", 0, run_id="r2", iteration=2, timestamp="20250909_000000", counter=3)
     for layer in (0, 1):
@@ -115,7 +115,7 @@ def test_one_layer_is_in_memory_at_a_time_and_few_are_drawn(tmp_path, monkeypatc
     names = []
     for name, _ in attention_maps.draw(figure_data):
         names.append((name, len(loaded)))
-    # each figure is there before the next layer is read
+    # each figure is drawn before the next layer is read
     assert names == [("probabilities_L0", 1), ("probabilities_L3", 4), ("head_error", 5)]
 
 
@@ -124,7 +124,7 @@ def test_one_layer_is_in_memory_at_a_time_and_few_are_drawn(tmp_path, monkeypatc
 )
 def test_the_error_in_chunks_is_that_of_the_whole_tensor(fmt, monkeypatch):
     probs = probabilities(0, heads=3, tokens=80, sequences=2).float()
-    probs[1, 2, 70, 3] = 1.5  # what the tensor's scale comes from stands in the last chunk
+    probs[1, 2, 70, 3] = 1.5  # the value that sets the tensor's scale is in the last chunk
     monkeypatch.setattr(attention_maps, "CHUNK", 16 * 80)
     sizes = []
 
@@ -134,7 +134,7 @@ def test_the_error_in_chunks_is_that_of_the_whole_tensor(fmt, monkeypatch):
 
     monkeypatch.setattr(attention_maps, "fake_quantize", spy)
     found = attention_maps.head_errors(probs, fmt)
-    assert len(sizes) > 6  # several a head and sequence
+    assert len(sizes) > 6  # several chunks per head and sequence
     assert max(sizes) <= 80
     whole = fake_quantize(probs, fmt, axis=-1).double()
     for head, sqnr in enumerate(found):
@@ -171,7 +171,7 @@ def test_the_largest_magnitude_is_found_in_chunks(largest, monkeypatch):
     assert largest_finite(x) == 7.0
     assert largest_finite(torch.tensor([math.nan])) == 0.0
     assert largest_finite(torch.zeros(0)) == 0.0
-    # under the scale that the largest value gives: rows that are not drawn count too
+    # the scale comes from the largest value, which may be in a row that is not drawn
     tall = torch.ones(400, 16)
     tall[-1] = 1000.0
     assert scale_map(tall, "nvfp4").iloc[0, 0] < scale_map(tall[:-1], "nvfp4").iloc[0, 0]

@@ -1,4 +1,4 @@
-"""The numbers that figures compute themselves, against naive ones."""
+"""Tests of the numbers that figures compute themselves, against naive computations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_scale_map_has_the_stored_scales(name):
 
 def test_a_scale_map_of_a_large_tensor_has_evenly_spaced_rows_with_the_whole_tensors_scale():
     x = torch.ones(100, 64)
-    x[99, 63] = 1000.0  # in no row that is taken
+    x[99, 63] = 1000.0  # in a row that is not sampled
     found = scale_map(x, "nvfp4", rows=30)
     assert found.index.tolist() == list(range(0, 100, 4))
     whole = quantize(x, "nvfp4", axis=-1).scales.blocks.view(torch.float8_e4m3fn).double().log2()
@@ -88,7 +88,7 @@ def test_quantiles_of_counted_patterns_are_those_of_the_values():
     assert found["largest"] == magnitudes[-1]
     shares = np.array([1e-6, 0.25, 0.5])
     standard = standard_quantiles(patterns, shares)
-    assert math.isnan(standard[0])  # less than one value
+    assert math.isnan(standard[0])  # the quantile of less than one value
     values = np.sort(x.double().numpy())
     expected = (values[[5000, 10000]] - values.mean()) / values.std()
     np.testing.assert_allclose(standard[1:], expected, rtol=1e-9)
@@ -97,7 +97,7 @@ def test_quantiles_of_counted_patterns_are_those_of_the_values():
 def test_heads_have_the_error_of_their_own_probabilities():
     probs = torch.rand(2, 3, 8, 64, generator=torch.Generator().manual_seed(0))
     found = head_errors(probs, "nvfp4")
-    whole = fake_quantize(probs, "nvfp4", axis=-1)  # under one scale of the tensor
+    whole = fake_quantize(probs, "nvfp4", axis=-1)  # with one scale for the tensor
     for head, sqnr in enumerate(found):
         x = probs[:, head]
         error = (whole[:, head].double() - x.double()).square().sum()

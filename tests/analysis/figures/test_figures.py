@@ -1,4 +1,4 @@
-"""The plots, by what they are made of."""
+"""Tests of the artists of the plots that several figures use."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def test_exponent_histogram_draws_shares_and_the_part_of_a_range_that_is_seen(ax
         if line.get_linewidth() == 7.0
     }
     assert bars[FORMAT_COLORS["mxfp4"]] == [-2, -0.5]
-    assert bars[FORMAT_COLORS["hifp8"]] == [-3, 0]  # cut to what is seen
+    assert bars[FORMAT_COLORS["hifp8"]] == [-3, 0]  # cut to the visible range
     assert {text.get_text() for text in ax.texts} == {"mxfp4", "hifp8"}
-    assert min(ax.get_yticks()) >= 0  # no shares below the histogram
+    assert min(ax.get_yticks()) >= 0  # no ticks below the histogram
 
 
 def test_heatmap_has_a_number_in_each_cell_and_marks_what_is_missing(ax):
@@ -141,7 +141,7 @@ def test_the_reach_of_hifloat4_has_its_two_bits_of_exponent():
     )
     [row] = format_ranges(["hifp4"], table).to_dict("records")
     assert 2.0 ** row["largest"] == pytest.approx(7.0)
-    # blocks of other scales reach farther, so that nothing seems to overflow
+    # blocks with other scales have a wider range, so that nothing seems to overflow
     assert 2.0 ** row["highest"] == pytest.approx(28.0)
     assert row["lowest"] == row["smallest"] - 3
 
@@ -245,7 +245,7 @@ def test_boxes_stand_at_the_logarithms_of_the_quantiles(ax):
     assert (box.get_x(), box.get_width()) == (-2, 2)
     *_, zeros = ax.get_lines()
     whiskers, median, largest = (line.get_xdata() for line in ax.get_lines()[:3])
-    assert list(whiskers) == [-3, 1]  # zero: half of the smallest that is drawn
+    assert list(whiskers) == [-3, 1]  # zero is drawn at half of the smallest value
     assert list(median) == [-1, -1]
     assert list(largest) == [2]
     assert (zeros.get_marker(), list(zeros.get_xdata())) == ("v", [-3])
@@ -305,7 +305,7 @@ def test_scales_have_a_line_over_the_range_and_a_dot_at_the_rms(ax):
     data = pd.DataFrame([{"name": "a", "group": "grad_input", "low": 0, "rms": 0.5, "high": 2.0}])
     plots.plot_scales(data, ax=ax)
     line, dot = ax.get_lines()
-    assert list(line.get_xdata()) == [-1, 1]  # low is zero: from the rms
+    assert list(line.get_xdata()) == [-1, 1]  # `low` is zero, so that the line begins at the rms
     assert list(dot.get_xdata()) == [-1]
     assert dot.get_markerfacecolor() == "white"
 

@@ -1,4 +1,4 @@
-"""plot_heatmap of data that is not as it should be."""
+"""Tests of plot_heatmap with empty, duplicate and infinite data."""
 
 from __future__ import annotations
 

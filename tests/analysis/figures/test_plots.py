@@ -1,4 +1,4 @@
-"""The figures, by what they are made of."""
+"""Tests of the artists of the plots of the first look, and of the shared style."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ax():
 
 
 def bars(ax):
-    """Name and share of each bar, without the grey track behind it."""
+    """Return the name and the share of each bar, without the gray track behind it."""
     rows = [text.get_text() for text in ax.get_yticklabels()]
     widths = [patch.get_width() for patch in ax.patches][1::2]
     return {row: widths[2 * i : 2 * i + 2] for i, row in enumerate(rows)}
@@ -51,8 +51,8 @@ def test_shares_are_drawn_in_order_with_both_quantities(ax):
 def test_each_format_has_its_colour_and_its_values_a_lighter_one(ax):
     plot_shares(SHARES, ax=ax)
     colors = [to_hex(patch.get_facecolor()) for patch in ax.patches][1::2]
-    blue, grey = FORMAT_COLORS["mxfp8"], FORMAT_COLORS["bf16"]
-    assert colors == [blue, lighter(blue, 0.5), grey, lighter(grey, 0.5)]
+    blue, gray = FORMAT_COLORS["mxfp8"], FORMAT_COLORS["bf16"]
+    assert colors == [blue, lighter(blue, 0.5), gray, lighter(gray, 0.5)]
 
 
 def test_many_parts_are_folded_into_one_and_none_is_lost(ax):

@@ -1,4 +1,4 @@
-"""What an earlier call of `draw` left: kept, replaced, removed or left as it is."""
+"""Tests of the outputs of an earlier `draw`: kept, replaced, removed or left unchanged."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def test_what_would_be_the_same_again_is_left(tmp_path, capsys):
-    """And what was changed, by hand, in the dump or by an option, is not."""
+    """Check that outputs are redrawn after a change of a file, of the dump or of an option."""
     logs, output = tmp_path / "logs", tmp_path / "draw"
     path = write_dump(logs, layers=1)[0]
     picture, text = output / "gradients" / "by_layer.png", output / "global_statistics"
 
     def drawn(*options: str) -> set[str]:
-        """The outputs that were made; nothing else changed."""
+        """Return the outputs that were drawn, and check that no other file changed."""
         some = ["--figures", "gradients", "global_statistics", "overflow_analysis"]
-        stamps = {each: each.stat().st_mtime_ns for each in output.rglob("[!.]*")}
+        stamps = {path: path.stat().st_mtime_ns for path in output.rglob("[!.]*")}
         assert main(["draw", str(logs), "--output-dir", str(output), *some, *options]) == 0
-        said = capsys.readouterr().out
-        made = {line.removeprefix("Wrote ") for line in said.splitlines() if "Wrote " in line}
+        printed = capsys.readouterr().out
+        made = {line.removeprefix("Wrote ") for line in printed.splitlines() if "Wrote " in line}
         assert all(
-            each.stat().st_mtime_ns == old
-            for each, old in stamps.items()
-            if each.is_file() and str(each) not in made
+            path.stat().st_mtime_ns == old
+            for path, old in stamps.items()
+            if path.is_file() and str(path) not in made
         )
-        assert "no overflow_analysis/special_values: every value is finite" in said
+        assert "no overflow_analysis/special_values: every value is finite" in printed
         left = sum(each.is_file() for each in output.rglob("[!.]*")) - len(made)
-        assert (f"{left} files would be the same again" in said) == (left > 0)
+        assert (f"{left} files would be the same again" in printed) == (left > 0)
         return {each.removeprefix(f"{output}/").partition("/")[0] for each in made}
 
     everything = {"gradients", "global_statistics", "overflow_analysis"}

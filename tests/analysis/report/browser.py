@@ -1,7 +1,7 @@
-"""A page in headless Chromium, driven over its debugging pipe: standard library only.
+"""Pages in headless Chromium, driven over its debugging pipe with the standard library only.
 
-`--remote-debugging-pipe` reads commands on descriptor 3 and answers on 4, JSON texts that end with
-a zero byte. No port is opened and nothing has to be downloaded.
+With `--remote-debugging-pipe`, Chromium reads commands from descriptor 3 and answers on 4. Both are
+JSON texts that end with a zero byte. No port is opened and nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ FLAGS = (
     "--window-size=1400,1000",
     "--remote-debugging-pipe",
 )
-PATIENCE = 120.0  #: seconds for one answer; the machine may be busy
+PATIENCE = 120.0  #: seconds to wait for an answer; the machine may be busy
 
 
 def find_browser() -> str | None:
-    """`CHROMIUM` names one; else what is on the PATH."""
+    """Return the browser in the variable CHROMIUM or else on the PATH, or None."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Page:
-    """One tab. `messages` has what it wrote to the console and its exceptions."""
+    """One tab; `messages` holds its console output and its exceptions."""
 
     def __init__(self, write: int, read: int):
         self._write, self._read = write, read
         self._count, self._rest, self._session = 0, b"", ""
         self.messages: list[str] = []
-        self.requests: list[str] = []  #: addresses asked for
+        self.requests: list[str] = []  #: addresses that the page requested
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command; returns its result."""
+        """Send one command and return its result."""
         self._count += 1
         command = {"id": self._count, "method": method, "params": params}
         if self._session:
@@ -62,7 +62,7 @@ class Page:
         raise TimeoutError(method)
 
     def start(self) -> None:
-        """Attach to a new tab and listen to it."""
+        """Attach to a new tab and subscribe to its events."""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         found = self.send("Target.attachToTarget", targetId=target, flatten=True)
         self._session = found["sessionId"]
@@ -70,12 +70,12 @@ class Page:
             self.send(f"{domain}.enable")
 
     def open(self, path: Path) -> None:
-        """A file, until the page says that it is ready."""
+        """Open a file and wait until the page is ready."""
         self.send("Page.navigate", url=path.resolve().as_uri())
         self.wait_for("document.body && document.body.dataset.ready === 'yes'")
 
     def evaluate(self, script: str) -> Any:
-        """The value of a JavaScript expression."""
+        """Return the value of a JavaScript expression."""
         found = self.send("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
@@ -88,16 +88,16 @@ class Page:
             time.sleep(0.1)
 
     def click(self, x: float, y: float) -> None:
-        """A real click, in pixels of the window."""
+        """Click at a position in pixels of the window, as a user does."""
         at = {"x": x, "y": y, "button": "left", "clickCount": 1}
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        time.sleep(0.3)  # plotly looks for what is hovered, not at every event
+        time.sleep(0.3)  # plotly updates the hovered point with a delay
         self.send("Input.dispatchMouseEvent", type="mousePressed", **at)
         self.send("Input.dispatchMouseEvent", type="mouseReleased", **at)
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
+        image = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(image["data"]))
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
@@ -115,8 +115,8 @@ class Page:
             thrown = details.get("exception", {}).get("description", details["text"])
             self.messages.append(f"exception: {thrown}")
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
-            said = [str(arg.get("value", arg.get("description"))) for arg in params["args"]]
-            self.messages.append(f"{params['type']}: {' '.join(said)}")
+            texts = [str(arg.get("value", arg.get("description"))) for arg in params["args"]]
+            self.messages.append(f"{params['type']}: {' '.join(texts)}")
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.messages.append(f"{params['entry']['level']}: {params['entry']['text']}")
         elif method == "Network.requestWillBeSent":
@@ -125,10 +125,10 @@ class Page:
 
 @contextmanager
 def browser(executable: str, profile: Path) -> Iterator[Page]:
-    """A tab of a new browser with its own profile, which ends with it."""
+    """Yield a tab of a new browser with a profile of its own, and stop the browser at the end."""
     to_browser, from_browser = os.pipe(), os.pipe()
 
-    def place() -> None:  # in the child: descriptors 3 and 4, whatever stood there
+    def place() -> None:  # in the child: make the pipes descriptors 3 and 4
         read, write = os.dup(to_browser[0]), os.dup(from_browser[1])
         high = [os.dup2(read, 100), os.dup2(write, 101)]
         os.dup2(high[0], 3)

@@ -1,4 +1,4 @@
-"""report.html: what it says, and that it works in a browser."""
+"""Tests of report.html: its content, and its behavior in a browser."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def page(dump, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tab(page, tmp_path_factory):
-    """The page in a browser."""
+    """Open the page in a browser."""
     executable = find_browser()
     if executable is None:
         pytest.skip("no Chromium on the PATH (nor in CHROMIUM): the page was NOT looked at")
@@ -110,7 +110,7 @@ def test_warnings_have_the_numbers_behind_them(figure_data):
     tensors.loc[4, "dead_channels"] = 2
     at = uses.index[uses["quantized_format"] == "hifp8"][0]
     uses.loc[at, ["saturated", "underflow"]] = [0.5, 0.25]
-    found = {caution.kind: caution for caution in find_diagnostics(uses, tensors)}
+    found = {diagnostic.kind: diagnostic for diagnostic in find_diagnostics(uses, tensors)}
     place = tensors.loc[3, "place"]
     assert str(found["nan"]) == (
         "1 of 114 tensors hold NaN or Inf; "
@@ -119,7 +119,7 @@ def test_warnings_have_the_numbers_behind_them(figure_data):
     assert found["dead_channels"].tensors == (4,)
     assert "hifp8 saturates more than 0.1 %: 1 of 114 tensors" in str(found["saturation"])
     assert "(50 %)" in str(found["saturation"])
-    kinds = [caution.kind for caution in find_diagnostics(uses, tensors)]
+    kinds = [diagnostic.kind for diagnostic in find_diagnostics(uses, tensors)]
     assert kinds.index("nan") < kinds.index("saturation") < kinds.index("dead_channels")
 
 
@@ -144,8 +144,8 @@ def test_the_page_opens_without_an_error_and_asks_for_nothing(tab, page):
     texts = tab.evaluate(
         "Array.from(document.querySelectorAll('#heatmap .heatmap-label'), (n) => n.textContent)"
     )
-    # one layer has attention_probs: the other's cell is empty
-    places = embedded(page)["results"].count(False)  # columns for operands only
+    # only one layer has attention_probs, so that the cell of the other is empty
+    places = embedded(page)["results"].count(False)  # the map has columns for operands only
     written = [text for text in texts if text]
     assert len(written) == 2 * places - 1
     assert all(re.fullmatch(r"\d+\.\d", text) for text in written)
@@ -224,14 +224,14 @@ AGREEMENT = """(() => { const tensor = Number($('detail').dataset.tensor);
 def test_map_and_detail_show_the_same_run_iteration_and_format(tab, page):
     data = embedded(page)
     tab.open(page)
-    assert tab.evaluate(AGREEMENT) == [True, True, True, 1]  # on loading
-    cautions = [(i, c) for i, c in enumerate(data["cautions"]) if c["format"] and c["tensors"]]
-    assert len({caution["format"] for _, caution in cautions}) > 1
-    for number, caution in cautions:
+    assert tab.evaluate(AGREEMENT) == [True, True, True, 1]  # after loading
+    warnings = [(i, w) for i, w in enumerate(data["cautions"]) if w["format"] and w["tensors"]]
+    assert len({warning["format"] for _, warning in warnings}) > 1
+    for number, warning in warnings:
         item = f"document.querySelectorAll('#cautions > li')[{number}]"
         tab.evaluate(f"Array.from({item}.querySelectorAll('button')).at(-1).click(), 1")
-        assert tab.evaluate("formatName()") == caution["format"]
-        assert tab.evaluate("$('detail').dataset.tensor") == str(caution["tensors"][-1])
+        assert tab.evaluate("formatName()") == warning["format"]
+        assert tab.evaluate("$('detail').dataset.tensor") == str(warning["tensors"][-1])
         assert tab.evaluate(AGREEMENT) == [True, True, True, 1]
     for row in (0, 5, 11):
         tab.evaluate(f"document.querySelectorAll('#worst-table tr.open')[{row}].click(), 1")

@@ -1,4 +1,4 @@
-"""report.html of dumps that are not as they should be: no error, NaN, parts, hostile names."""
+"""Tests of report.html with unusual dumps: no error, NaN, missing parts, hostile names."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ FORMATS = ("mxfp8", "hifp8")
 INPUT, WEIGHT = "qkv input", "qkv weight"
 
 
-def material_of(folder, formats=FORMATS):
+def figure_data_of(folder, formats=FORMATS):
     store = TensorStore(folder)
     return FigureData(store, compute(store, formats), tuple(formats))
 
 
 def linear(**changes):
-    """The records of a run's inputs and weights, as if of 128 x 128 values."""
+    """Yield the records of a run's inputs and weights, with a shape of 128 x 128."""
     for record, _, _ in records(run_id="r1", quant_type="bf16", layers=2, iterations=2):
         if record.layer_type == "linear" and record.tensor_name in ("input", "weight"):
             yield dataclasses.replace(
@@ -45,9 +45,7 @@ def normal(seed):
 
 
 def write_odd(folder):
-    """Weights without error; in the first of four inputs none either, in another a NaN, and tiny
-    values.
-    """
+    """Write weights and a first input without error, and inputs with a NaN and tiny values."""
     for record in linear():
         x = torch.ones(128, 128)
         if record.tensor_name == "input" and (record.layer_idx, record.iteration) != (0, 1):
@@ -61,7 +59,7 @@ def write_odd(folder):
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    return material_of(write_odd(tmp_path_factory.mktemp("odd")))
+    return figure_data_of(write_odd(tmp_path_factory.mktemp("odd")))
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +82,7 @@ def test_a_cell_without_error_says_so_and_shows_no_number(tab, odd):
         "Array.from(document.querySelectorAll('#heatmap .heatmap-label'), (n) => n.textContent)"
     )
     last = odd.uses[(odd.uses["quantized_format"] == "mxfp8") & (odd.uses["iteration"] == 2)]
-    shown = {
-        f"{value:.1f}" for value in last["sqnr_db"] if value != float("inf")
-    }  # of the two inputs
+    shown = {f"{value:.1f}" for value in last["sqnr_db"] if value != float("inf")}  # the two inputs
     assert sorted(texts) == sorted([*shown, "exact", "exact"])
     hover = tab.evaluate("$('heatmap').data[0].hovertext.flat()")
     assert sorted(hover) == sorted([*(f"{text} dB" for text in shown), "exact", "exact"])
@@ -103,11 +99,11 @@ def test_the_medians_over_layers_are_those_of_all_tensors(tab, odd):
             float(np.median(mine.loc[mine["layer_idx"] == layer, "sqnr_db"].dropna()))
             for layer in (0, 1)
         ]
-        # layer 0: 3 of 4 have no error; layer 1: 2 of 4, whose mean with a number is infinite
+        # 3 of 4 tensors in layer 0 and 2 of 4 in layer 1 have no error: both medians are infinite
         assert expected == [np.inf, np.inf]
         assert text == ["exact", "exact"]
         assert np.isfinite(y).all()
-    # only triangles in the one, numbers too in the other
+    # one figure has triangles only, the other also numbers
     ticks = "['by-layer', 'by-place'].map((id) => $(id)._fullLayout.yaxis.showticklabels)"
     assert tab.evaluate(ticks) == [False, True]
     marks = tab.evaluate("$('by-place').data.map((t) => [t.marker.symbol, t.y])")
@@ -150,9 +146,9 @@ EVIL = "<a href='https://evil.example'>x</a><img src=x onerror='document.title=1
 
 
 def write_hostile(folder):
-    """A run without quantization and one of a hostile type; names, ids and card facts are so too.
+    """Write a run without quantization and one with hostile type, names, id and card.
 
-    Returns the folder of the dump.
+    Return the folder of the dump.
     """
     folder = folder / EVIL.format("folder").replace("/", "")
     folder.mkdir()
@@ -177,7 +173,7 @@ def write_hostile(folder):
 
 
 def test_nothing_in_a_dump_becomes_markup_in_the_browser(opened_browser, tmp_path):
-    figure_data = material_of(write_hostile(tmp_path))
+    figure_data = figure_data_of(write_hostile(tmp_path))
     page = write_report(figure_data, tmp_path / "report.html")
     tab = opened_browser
     tab.requests.clear()
@@ -190,7 +186,7 @@ def test_nothing_in_a_dump_becomes_markup_in_the_browser(opened_browser, tmp_pat
         " (a) => a.getAttribute('href') ?? a.getAttribute('xlink:href') ?? '#')"
     )
     assert [link for link in links if not link.startswith("#")] == []
-    # they are there, letter by letter
+    # the texts are shown literally
     for plot, name in (("heatmap", "module"), ("by-place", "name"), ("by-type", "type")):
         texts = f"Array.from(document.querySelectorAll('#{plot} text'), (n) => n.textContent)"
         assert any(EVIL.format(name) in text for text in tab.evaluate(texts)), (plot, name)
@@ -224,15 +220,15 @@ def test_a_card_may_hold_anything(wrong):
 def test_a_page_opens_a_limited_number_of_tensors_and_says_so(
     odd, opened_browser, tmp_path, monkeypatch
 ):
-    # the function has its module's name
+    # the function and its module have the same name
     monkeypatch.setattr(sys.modules[content.__module__], "MOST_DETAILS", 5)
     data = content(odd)
     page = write_report(odd, tmp_path / "report.html")
     assert len(data["details"]) == 5
-    # the worst of each format and the first of each warning stand first
+    # the worst tensor of each format and the first of each warning come first
     for rows in data["worst"].values():
         assert str(rows[0][0]) in data["details"]
-    assert all(str(caution["tensors"][0]) in data["details"] for caution in data["cautions"][:2])
+    assert all(str(warning["tensors"][0]) in data["details"] for warning in data["cautions"][:2])
     opened_browser.open(page)
     assert opened_browser.evaluate("$('opened-note').textContent") == "5 of 8 tensors can be opened"
 
@@ -247,14 +243,14 @@ def test_what_the_statistics_note_of_tensors_is_among_the_warnings(opened_browse
             cut = {"of": [256, 128], "start": [0, 0], "step": [1, 1]}
             record = dataclasses.replace(record, slice=cut)
         write_tensor(tmp_path / "dump", record, normal(record.counter).bfloat16())
-    figure_data = material_of(tmp_path / "dump")
+    figure_data = figure_data_of(tmp_path / "dump")
     found = [
-        caution for caution in content(figure_data)["cautions"] if caution["kind"] == "partial"
+        warning for warning in content(figure_data)["cautions"] if warning["kind"] == "partial"
     ]
     notes = figure_data.tensors["note"]
     parts = "shards of tp 1 are missing"
     [cut] = {note for note in notes if note.startswith("a slice: ")}
-    assert [caution["text"] for caution in found] == [
+    assert [warning["text"] for warning in found] == [
         f"4 of 8 tensors: {parts}",
         f"2 of 8 tensors: {cut}",
     ]
@@ -268,7 +264,8 @@ def test_what_the_statistics_note_of_tensors_is_among_the_warnings(opened_browse
 
 def test_many_different_notes_are_counted(odd):
     tensors = odd.tensors.assign(note=[f"note {i}" for i in range(8)])
-    found = [each for each in find_diagnostics(odd.uses, tensors) if each.kind == "partial"]
+    diagnostics = find_diagnostics(odd.uses, tensors)
+    found = [diagnostic for diagnostic in diagnostics if diagnostic.kind == "partial"]
     assert len(found) == 7
     assert str(found[-1]) == "2 of 8 tensors: 2 other notes"
-    assert {tensor for caution in found for tensor in caution.tensors} == set(tensors.index)
+    assert {tensor for diagnostic in found for tensor in diagnostic.tensors} == set(tensors.index)
