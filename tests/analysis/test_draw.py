@@ -191,9 +191,8 @@ def test_an_operand_is_quantized_as_in_its_first_gemm(figure_data):
     assert axes["core value"].tolist() == ["column"]
     assert axes["core query"].tolist() == axes["qkv weight"].tolist() == ["row"]
     assert not mine["tensor"].duplicated().any()
-    assert (
-        list(dict.fromkeys(figure_data.uses["quantized_format"])) == FORMATS
-    )  # in the requested order
+    requested_order = list(dict.fromkeys(figure_data.uses["quantized_format"]))
+    assert requested_order == FORMATS
 
 
 def test_the_sums_are_those_of_the_tensors(figure_data):
