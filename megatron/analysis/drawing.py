@@ -33,10 +33,10 @@ from megatron.analysis.stats.executors import affordable
 from megatron.analysis.stats.result import REPEATED
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import get_format
+from megatron.fake_quant.quant_type import parse_type
 
 #: Formats that are compared by default, besides those of the dump.
 FORMATS = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
-_SCOPES = ("FA_linear_", "linear_", "FA_")  #: prefixes of a type that limit it to some matmuls
 
 
 @dataclass
@@ -181,20 +181,20 @@ def default_formats(store: TensorStore) -> list[str]:
     types = store.records["quant_type"].dropna().unique()
     formats = list(FORMATS)
     for name in map(str, types):
-        scope = next((scope for scope in _SCOPES if name.startswith(scope)), "")
         try:
-            fmt = get_format(name.removeprefix(scope))
+            assigned = parse_type(name)
         except ValueError:
-            continue  # `none`, or the name of a recipe
-        if fmt.name not in ("bf16", *formats):
-            formats.append(fmt.name)
+            continue  # the name of a recipe
+        for fmt in assigned.values():
+            if fmt is not None and fmt.name not in formats:
+                formats.append(fmt.name)
     return formats
 
 
 def _cache(folder: Path, output: Path) -> tuple[Path | None, list[str]]:
     """Return the folder of the cache, and a message per folder that was refused.
 
-    The first choice is the folder in the dump that the command `stats` uses, the second choice is
+    The first choice is the folder in the dump that the command `stats` uses, and the second one is
     a folder beside the figures. The result is None if neither can be used.
     """
     refused = []

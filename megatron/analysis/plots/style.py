@@ -14,6 +14,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from megatron.fake_quant.inspect.value_grids import COLOURS
+from megatron.fake_quant.names import ALIASES
 
 #: The color of each format in every figure.
 FORMAT_COLORS = {
@@ -42,7 +43,6 @@ TRACK = "#f1f2f3"  #: color of the background of a bar, which it fills at 100 %
 FILL = 0.12  #: opacity of the area below an outline
 ALARM = "#b3261e"  #: color of NaN, Inf and files that could not be read
 
-_ALIASES = {"mxfp8_e4m3": "mxfp8", "hif8": "hifp8", "hifloat8": "hifp8"}
 #: Shift toward white for a type that covers only some operations, from the color of its format.
 _SCOPES = {"FA_linear_": 0.2, "linear_": 0.4, "FA_": 0.6}
 #: Colors of unknown names, distinct from each other and from those of the formats.
@@ -89,8 +89,8 @@ def color_of(name: str) -> str:
     if variant and kind == "mx":  # `mx:e3m4:b16:rceil`: any hue, darker than the named formats
         hue = zlib.crc32(variant.encode()) % 360 / 360
         return str(to_hex(hls_to_rgb(hue, 0.36, 0.45)))
-    if name in _ALIASES:
-        return FORMAT_COLORS[_ALIASES[name]]
+    if name in ALIASES:
+        return FORMAT_COLORS[ALIASES[name]]
     for prefix, share in _SCOPES.items():
         if name.startswith(prefix):
             return lighter(color_of(name.removeprefix(prefix)), share)
