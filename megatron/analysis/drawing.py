@@ -99,13 +99,10 @@ def draw(
     store = store.only(run) if run is not None else store
     chosen = tuple(get_format(name).name for name in formats or default_formats(store))
     chosen = tuple(dict.fromkeys(chosen))
-    cache, refused = _cache(folder, output)
-    follows = fingerprint(folder, [folder / CACHE_FOLDER, output], chosen, image, run, judge)
-    try:
-        statistics = stats.compute(store, chosen, cache=cache, progress=progress, **computing)
-    except ForeignCacheError as error:  # another process created it after `_cache` looked
-        refused, cache = [*refused, str(error)], None
-        statistics = stats.compute(store, chosen, cache=cache, progress=progress, **computing)
+    caches = (folder / CACHE_FOLDER, output / CACHE_FOLDER)
+    follows = fingerprint(folder, [caches[0], output], chosen, image, run, judge)
+    computing["progress"] = progress
+    statistics, cache, refused = _compute(store, chosen, caches, **computing)
     if statistics.tensors.empty:
         raise ValueError(_nothing_readable(folder, statistics.problems))
     result = DrawResult(
@@ -191,14 +188,27 @@ def default_formats(store: TensorStore) -> list[str]:
     return formats
 
 
-def _cache(folder: Path, output: Path) -> tuple[Path | None, list[str]]:
-    """Return the folder of the cache, and a message per folder that was refused.
+def _compute(
+    store: TensorStore, formats: Sequence[str], caches: Sequence[Path], **computing: Any
+) -> tuple[stats.Statistics, Path | None, list[str]]:
+    """Return the statistics, the folder of their cache, and a message per folder that was refused.
 
-    The first choice is the folder in the dump that the command `stats` uses, and the second one is
-    a folder beside the figures. The result is None if neither can be used.
+    Args:
+        caches: folders by preference: the one in the dump that the command `stats` uses, and one
+            beside the figures. Nothing is cached if neither can be used.
     """
+    cache, refused = _choose(caches)
+    try:
+        return stats.compute(store, formats, cache=cache, **computing), cache, refused
+    except ForeignCacheError as error:  # another process created the folder after `_choose`
+        refused = [*refused, str(error)]
+    return stats.compute(store, formats, cache=None, **computing), None, refused
+
+
+def _choose(caches: Sequence[Path]) -> tuple[Path | None, list[str]]:
+    """Return the first usable folder or None, and a message per folder that was refused."""
     refused = []
-    for cache in (folder / CACHE_FOLDER, output / CACHE_FOLDER):
+    for cache in caches:
         try:
             check_place(cache)
         except ForeignCacheError as error:

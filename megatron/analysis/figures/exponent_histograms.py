@@ -82,8 +82,8 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
                 low, high = (uses["scale_min"] + own).min(), (uses["scale_max"] + own).max()
         if math.isnan(shift):
             continue
-        # the bits per 8 and per 4 values of HiFloat4 each double an element at most; the smallest
-        # numbers are those of groups with neither bit set
+        # In HiFloat4, the bit per 8 values and the bit per 4 values can each double an element. The
+        # smallest numbers are those of groups with neither bit set.
         doubled = 2 if isinstance(fmt.scaling, GroupScaling) else 0
         smallest = math.log2(float(format_properties.positive_values(fmt.element)[0]))
         rows.append(

@@ -84,11 +84,8 @@ class FigureData:
         along the last dimension if no GEMM reads it.
         """
         table = self.statistics.formats.copy()
-        for name in (
-            "quantized_format",
-            "axis",
-            "used_by",
-        ):  # not sorted as categories
+        # as categories, they would be sorted in the order of the categories
+        for name in ("quantized_format", "axis", "used_by"):
             table[name] = table[name].astype(object).fillna("").astype(str)
         if table.empty:
             return table.join(self.tensors.drop(columns=["tensor"]).head(0), on="tensor")

@@ -40,7 +40,7 @@ class Output:
 
 SUMS, DEVIATIONS = "sums", "deviations"
 QUICK, REPORT = "quick", "report"  #: the outputs that are files, not folders of figures
-#: By name. A folder of figures has the name of its output.
+#: The outputs by name, which is also the name of a folder of figures.
 OUTPUTS = {
     QUICK: Output("quick_analysis.png and tensor_stats.txt, the first look", "quick"),
     "distributions": Output(
