@@ -83,7 +83,7 @@ def scale_maps(figure_data: FigureData, fmt: str) -> Figure:
         plot_block_map(
             data,
             rows=across,
-            columns="first value of the block",
+            columns="index of the block's first value",
             title=title,
             ax=ax,
             powers=isinstance(get_format(fmt).scaling, BlockScaling),
@@ -108,14 +108,14 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
     figure, axes = sheet(14.0, 4.4, 1, 3)
     plot_counts(
         _headroom(totals),
-        xlabel="binades from the largest value up to the largest number",
+        xlabel="binades from the block's largest value to the format's",
         title="Headroom",
         ax=axes[0],
     )
     plot_counts(
         _by_number({name: total.block_range for name, total in totals.items()}, 0),
-        xlabel="binades between smallest and largest value",
-        title="Range in a block",
+        xlabel="binades between the smallest and the largest value",
+        title="Range",
         ax=axes[1],
     )
     e8m0 = {
@@ -141,7 +141,7 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
         f"{figure_data.judged_origin}; ranges and scales without 0.01 % at each end, blocks of "
         "zeros and NaN"
     )
-    figure_data.headline(figure, "Blocks: room, range and scales", note)
+    figure_data.headline(figure, "Blocks: headroom, range and scales", note)
     return figure
 
 

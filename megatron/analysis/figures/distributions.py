@@ -68,7 +68,7 @@ def exponents(figure_data: FigureData) -> Figure:
     legend(figure, axes)
     origin = figure_data.judged_origin if figure_data.formats else figure_data.origin
     note = f"{RANGE_NOTE}; zeros and the lowest 0.01 % are left out; {origin}"
-    figure_data.headline(figure, "Values by magnitude, and what the formats reach", note)
+    figure_data.headline(figure, "Values by magnitude, and the ranges of the formats", note)
     return figure
 
 

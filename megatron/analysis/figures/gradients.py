@@ -51,7 +51,7 @@ def exponents(figure_data: FigureData) -> Figure:
     plot_exponent_histogram(exponent_shares(figure_data, "gradient"), ranges, ax=axes[0])
     legend(figure, axes)
     note = f"{RANGE_NOTE}; {figure_data.judged_origin}"
-    figure_data.headline(figure, "Gradients by magnitude, and what the formats reach", note)
+    figure_data.headline(figure, "Gradients by magnitude, and the ranges of the formats", note)
     return figure
 
 

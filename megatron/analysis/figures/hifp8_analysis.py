@@ -106,7 +106,7 @@ def regions(figure_data: FigureData, fmt: str) -> Figure:
     colors = {name: color for name, (color, _) in REGIONS.items()}
     plot_stacked_shares(data, colors, xlabel="share of values that are not zero", ax=axes[0])
     legend(figure, axes, columns=4)
-    title = "HiFloat8: bits of mantissa that the values get"
+    title = "HiFloat8: mantissa bits of the values"
     figure_data.headline(figure, title, figure_data.judged_origin)
     return figure
 

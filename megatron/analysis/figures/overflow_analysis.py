@@ -66,7 +66,7 @@ def underflow_by_magnitude(figure_data: FigureData) -> Figure:
     for ax in axes[1:]:
         ax.set_ylabel("")
     legend(figure, axes)
-    figure_data.headline(figure, "Which magnitudes vanish", figure_data.judged_origin)
+    figure_data.headline(figure, "Underflow by magnitude", figure_data.judged_origin)
     return figure
 
 

@@ -266,7 +266,7 @@ function drawBlockMap(detail) {
     hovertemplate: "row %{y}, block from value %{x}: %{customdata}<extra></extra>",
   }], layout({
     height: 380, title: { text: `Scales of the blocks, ${plain(name)}`, font: { size: 13 }, x: 0.01 },
-    xaxis: axis("first value of the block", { tickvals: some(x) }), yaxis: axis("row", { autorange: "reversed" }),
+    xaxis: axis("index of the block's first value", { tickvals: some(x) }), yaxis: axis("row", { autorange: "reversed" }),
   }), CONFIG);
   $("block-note").textContent = (own ? "" : `${formatName()} has no scales of blocks; the map shows those of ${name}. `)
     + `Blocks along the last dimension; ${map.every === 1 ? "every row" : `one of ${map.every} rows`}, at most ${map.columns} blocks; empty: zeros only.`;
