@@ -185,7 +185,7 @@ def test_the_command_judges_results_on_request(dump, tmp_path):
 
 
 def recompute(folder):
-    """Write the attention inputs of a run a second time, as recomputation does."""
+    """Write the attention inputs of a run again, as recomputation does."""
     generator = torch.Generator().manual_seed(7)
     added = []
     for record, shape, scale in records(run_id=RUNS["mxfp8"], quant_type="mxfp8", layers=2):

@@ -55,7 +55,7 @@ class FormatSum:
 class Sums:
     """Histograms of groups of tensors."""
 
-    formats: dict[Key, FormatSum]  #: by layer, place and format
+    formats: dict[Key, FormatSum]  #: sums by layer, place and format
     binades: dict[Key, Counts]  #: [255] values by magnitude, by layer, place and quantization type
     patterns: dict[str, Counts]  #: [65536] values by bfloat16 pattern, by place
 
