@@ -146,7 +146,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_stops_the_run():
         ),
         (("--save-tensors", "--collect-start", "7"), "--collect-start 7 names none of the iterat"),
         (("--load", "nowhere/at/all"), "--load nowhere/at/all holds no checkpoint"),
-        (("--save", "/proc/checkpoints"), "--save /proc/checkpoints cannot be made"),
+        (("--save", "/proc/checkpoints"), "--save /proc/checkpoints cannot be created"),
     ],
     ids=["type", "unused", "iterations", "folder", "modules", "start", "load", "save"],
 )

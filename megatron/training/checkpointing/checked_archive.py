@@ -1,4 +1,4 @@
-"""Archives of `torch.save` from untrusted files: checked before torch opens them.
+"""Check archives of `torch.save` from untrusted files before torch opens them.
 
 torch's own `weights_only=True` runs no code, but it believes what a file claims: a compressed
 member, a storage or a bytearray of a terabyte is allocated, and a tensor of one stored number can
@@ -54,7 +54,7 @@ _ARRAY_DTYPE = re.compile(r"[iuf][1248]|b1")
 
 
 def load(content: bytes) -> Any:
-    """Return what `torch.save` wrote, with tensors on the CPU.
+    """Return the object that `torch.save` wrote, with tensors on the CPU.
 
     Raises:
         ValueError: if the content is not such an archive, is damaged, or holds more than plain
@@ -63,11 +63,11 @@ def load(content: bytes) -> Any:
     stream = io.BytesIO(content)
     check(stream)
     stream.seek(0)
-    makes_array = np.empty(0).__reduce__()[0]
-    makes_arrays = [(makes_array, name) for name in _ARRAY]
+    rebuild_array = np.empty(0).__reduce__()[0]
+    functions = [(rebuild_array, name) for name in _ARRAY]
     types = [np.ndarray, np.dtype, *_classes_of_dtypes()]
     try:
-        with torch.serialization.safe_globals([*makes_arrays, *types]):
+        with torch.serialization.safe_globals([*functions, *types]):
             return torch.load(stream, map_location="cpu", weights_only=True)
     except torch.OutOfMemoryError:
         raise
@@ -82,7 +82,7 @@ def check(stream: IO[bytes]) -> None:
     """Refuse an archive that torch must not open.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: if it is damaged or unsafe; the message gives the reason.
     """
     size = stream.seek(0, io.SEEK_END)
     try:
@@ -114,18 +114,18 @@ def _members(archive: zipfile.ZipFile, size: int) -> dict[str, int]:
     Raises:
         ValueError: if a member is compressed, or the sizes add up to more than the file.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for member in archive.infolist():
         if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
             raise ValueError("it has compressed or encrypted parts, which torch.save never writes")
-        if member.filename in found:
+        if member.filename in sizes:
             raise ValueError("two of its parts have the same name")
-        found[member.filename] = member.file_size
-    if sum(found.values()) > size:
+        sizes[member.filename] = member.file_size
+    if sum(sizes.values()) > size:
         raise ValueError("its parts claim to be larger than the file")
-    if sum(name.endswith("/data.pkl") and name.count("/") == 1 for name in found) != 1:
+    if sum(name.endswith("/data.pkl") and name.count("/") == 1 for name in sizes) != 1:
         raise ValueError("it has no pickle or more than one: torch.save did not write it")
-    return found
+    return sizes
 
 
 def _check_objects(root: Any, storages: dict[str, int]) -> None:

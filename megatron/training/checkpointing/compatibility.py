@@ -1,8 +1,8 @@
-"""What a checkpoint says of the run that wrote it, and what is refused of a run that goes on.
+"""Describe a run in its checkpoint, and refuse a checkpoint that does not fit the run loading it.
 
-Weights only fit a model of the same shapes, and only mean something in a model that computes the
-same. A run that goes on with other data or another format is not the run that was started: it is
-refused unless the user says that it is meant.
+Weights only fit a model of the same shapes, and are only valid in a model that computes the same
+function. A run that resumes with other data or another format is not the run that was started. It
+is refused unless the user requests the change explicitly.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from megatron.training.hf.flags import converts, differing, flag_of
 from megatron.training.hf.ranks import first_rank_does
 from megatron.training.printing import print_rank_0
 
-#: What a checkpoint's weights depend on: a run that differs in any of it cannot load them.
+#: Flags that the shapes of the weights depend on: a run that differs in any of them cannot load a
+#: checkpoint.
 ARCHITECTURE = (
     "num_layers",
     "hidden_size",
@@ -46,8 +47,9 @@ ARCHITECTURE = (
     "v_head_dim",
     "qk_layernorm",
 )
-#: What its weights mean something in. They load into a model that differs in these, and that model
-#: is another one; what --save-hf writes into a config.json is among them.
+#: Flags that change what the model computes with the same weights. A checkpoint loads into a model
+#: that differs in them, but the result is another model. --save-hf writes some of them to a
+#: config.json.
 COMPUTATION = (
     "swiglu",
     "quick_geglu",
@@ -87,8 +89,8 @@ COMPUTATION = (
     "moe_expert_capacity_factor",
 )
 LONGEST = "max_position_embeddings"  #: written by --save-hf; follows --seq-length in a resumed run
-OPTIMIZER = ("use_distributed_optimizer", "optimizer")  #: what the optimizer's state depends on
-#: Numbers of the optimizer that its state in a checkpoint holds; those of the schedule are its own.
+OPTIMIZER = ("use_distributed_optimizer", "optimizer")  #: flags that the optimizer's state needs
+#: Hyperparameters that the optimizer's state contains; the scheduler's state has its own.
 NUMBERS = (
     "adam_beta1",
     "adam_beta2",
@@ -97,7 +99,7 @@ NUMBERS = (
     "decoupled_lr",
     "decoupled_min_lr",
 )
-#: What the ranks' random states depend on.
+#: Flags that the ranks' random states depend on.
 LAYOUT = (
     "world_size",
     "tensor_model_parallel_size",
@@ -107,7 +109,9 @@ LAYOUT = (
     "expert_tensor_parallel_size",
     "use_tp_pp_dp_mapping",
 )
-#: What of a run is compared, and the flag that says it.
+#: The flags that a checkpoint records.
+RECORDED = (*ARCHITECTURE, *COMPUTATION, LONGEST, *LAYOUT, *OPTIMIZER, *NUMBERS)
+#: The properties of a run that are compared, and the flag that sets each.
 RUN = {
     "format": "--custom-quant-type and its like",
     "data": "--data-path",
@@ -116,21 +120,20 @@ RUN = {
     "sequence length": "--seq-length",
     "type": "--bf16, --fp16 or neither",
 }
-_HEAD = 2**16  #: bytes of each file of the data that are looked at
+_HEAD = 2**16  #: bytes that are hashed at the start of each data file
 
 
-def described(args: argparse.Namespace) -> dict[str, Any]:
-    """What a checkpoint says of the run that writes it: plain values only.
+def run_description(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the part of a checkpoint that describes its run, as plain values.
 
     Raises:
-        OSError: the data is no longer there.
+        OSError: if the data no longer exists.
     """
-    names = (*ARCHITECTURE, *COMPUTATION, LONGEST, *LAYOUT, *OPTIMIZER, *NUMBERS)
-    return {"args": {name: getattr(args, name) for name in names}, "run": _run(args)}
+    return {"args": {name: getattr(args, name) for name in RECORDED}, "run": _run(args)}
 
 
 def _run(args: argparse.Namespace) -> dict[str, str]:
-    """The values of RUN, as text."""
+    """Return the properties in RUN, as text."""
     return {
         "format": _format(),
         "data": _data(args),
@@ -146,16 +149,19 @@ def _type(args: argparse.Namespace) -> str:
 
 
 def _format() -> str:
-    """The effective formats; of a recipe also what it says, wherever its file lies."""
-    chosen = policy.current()
-    if chosen.recipe is None:
-        return chosen.quant_type
-    rules = [replace(rule, line=0) for rule in chosen.recipe.rules]
-    return f"{chosen.quant_type} ({_digest(repr(rules).encode())})"
+    """Return the effective quantization type, with a digest of the recipe's rules if there is one.
+
+    The digest does not depend on the path of the recipe's file.
+    """
+    formats = policy.current()
+    if formats.recipe is None:
+        return formats.quant_type
+    rules = [replace(rule, line=0) for rule in formats.recipe.rules]
+    return f"{formats.quant_type} ({_digest(repr(rules).encode())})"
 
 
 def _data(args: argparse.Namespace) -> str:
-    """The data sets by their names and contents, so that they may lie elsewhere."""
+    """Describe the data sets by their names and contents, independently of their folders."""
     parts = []
     for split in ("", "train", "valid", "test"):
         blend = getattr(args, f"{split}_data_path" if split else "data_path")
@@ -170,13 +176,13 @@ def _data(args: argparse.Namespace) -> str:
 
 @functools.cache
 def _contents(prefix: str) -> str:
-    """A few digits for the contents of a pair of files: their sizes and how they start."""
-    found = b""
+    """Return a short digest of a pair of files, computed from their sizes and first bytes."""
+    content = b""
     for suffix in (".idx", ".bin"):
         path = Path(prefix + suffix)
         with path.open("rb") as file:
-            found += path.stat().st_size.to_bytes(8, "little") + file.read(_HEAD)
-    return _digest(found)
+            content += path.stat().st_size.to_bytes(8, "little") + file.read(_HEAD)
+    return _digest(content)
 
 
 def _digest(data: bytes) -> str:
@@ -187,11 +193,16 @@ def check_model(args: argparse.Namespace, common: dict[str, Any], folder: Path) 
     """Refuse a checkpoint of another program or another model.
 
     Raises:
-        UserError: names what differs.
+        UserError: if the checkpoint does not fit; the message names each difference.
     """
     if "progress" not in common:
         raise UserError(
             f"{folder} was not written by this program; only its own checkpoints can be loaded"
+        )
+    if missing := [name for name in RECORDED if name not in common["args"]]:
+        raise UserError(
+            f"{folder} does not record {', '.join(missing)}; only complete checkpoints of this "
+            "program can be loaded"
         )
     names = ARCHITECTURE
     if args.position_embedding_type == "learned_absolute":
@@ -200,36 +211,26 @@ def check_model(args: argparse.Namespace, common: dict[str, Any], folder: Path) 
         names += COMPUTATION
     if converts(args):
         names += (LONGEST,)
-    there = {name: common["args"][name] for name in names if name in common["args"]}
-    found = [
+    there = {name: common["args"][name] for name in names}
+    differences = [
         f"{name} is {there[name]} there and {getattr(args, name)} here"
         for name in differing(there, args)
     ]
-    if found:
-        anew = not converts(args) and not set(differing(there, args)) - set(COMPUTATION)
+    if differences:
+        may_finetune = not converts(args) and set(differing(there, args)) <= set(COMPUTATION)
         raise UserError(
-            f"{folder} holds another model: {'; '.join(found)}; give the flags it was trained with"
-            + (", or --finetune to start a new run from its weights" if anew else "")
-        )
-    if not set(COMPUTATION) <= common["args"].keys():
-        print_rank_0(
-            f"> an earlier version wrote {folder}: whether its rotary positions, norms, "
-            "activations and routing are this model's is not known"
+            f"{folder} holds another model: {'; '.join(differences)}; give the flags it was "
+            "trained with"
+            + (", or --finetune to start a new run from its weights" if may_finetune else "")
         )
 
 
 def check_run(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Refuse to go on with other data, another format, seed, sequence length or type. Collective.
+    """Refuse to resume with other data, another format, seed, sequence length or type. Collective.
 
     Raises:
-        UserError: names both values, on all ranks alike.
+        UserError: on all ranks, if a property differs; the message has both values.
     """
-    if "run" not in common:
-        print_rank_0(
-            f"> an earlier version wrote {folder}: whether its {', '.join(RUN)} are this run's is "
-            "not known"
-        )
-        return
     first_rank_does(lambda: _compare_runs(args, common["run"], folder))
 
 
@@ -237,28 +238,28 @@ def _compare_runs(args: argparse.Namespace, there: dict[str, str], folder: Path)
     try:
         here = _run(args)
     except OSError as error:
-        raise RunError(f"the data cannot be read: {error}; mend that and start again") from error
-    found = [
-        f"{name} is {there[name]} there and {here[name]} here ({flag})"
+        raise RunError(f"the data cannot be read: {error}; fix that and start again") from error
+    differences = [
+        f"{name} is {there.get(name)} there and {here[name]} here ({flag})"
         for name, flag in RUN.items()
-        if name in there and there[name] != here[name]
+        if there.get(name) != here[name]
     ]
-    if not found:
+    if not differences:
         return
     if not args.allow_changed_run:
         raise UserError(
-            f"{folder} belongs to another run: {'; '.join(found)}; give what it was trained with, "
-            "--finetune to start a new run from its weights, or --allow-changed-run to go on "
-            "all the same"
+            f"{folder} belongs to another run: {'; '.join(differences)}; give the flags that it "
+            "was trained with, --finetune to start a new run from its weights, or "
+            "--allow-changed-run to resume anyway"
         )
-    print_rank_0(f"> --allow-changed-run: {'; '.join(found)}")
+    print_rank_0(f"> --allow-changed-run: {'; '.join(differences)}")
 
 
 def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Refuse an optimizer's state that does not fit this run's.
+    """Refuse an optimizer state that does not fit this run's optimizer.
 
     Raises:
-        UserError: names both.
+        UserError: if it does not fit; the message has both values.
     """
     if not common["has_optim"]:
         raise UserError(
@@ -271,54 +272,60 @@ def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Pa
                 f"{folder} was written with {flag_of(name)} {there}, this run has {here}; use the "
                 "same or give --no-load-optim"
             )
-    there, here = common.get("run", {}).get("type"), _type(args)
-    if there not in (None, here):
+    there, here = common["run"].get("type"), _type(args)
+    if there != here:
         raise UserError(
             f"{folder} has the optimizer of a run in {there}, whose state does not fit one in "
             f"{here}; give the same type or --no-load-optim"
         )
     there, here = common["args"]["expert_model_parallel_size"], args.expert_model_parallel_size
-    if args.num_moe_experts and (there > 1) != (here > 1):  # one optimizer, or experts apart
+    # Experts on several ranks have an optimizer of their own; otherwise there is only one.
+    if args.num_moe_experts and (there > 1) != (here > 1):
         raise UserError(
             f"{folder} was written with --expert-model-parallel-size {there}, this run has {here}: "
             "experts that are spread over ranks have an optimizer of their own, whose state cannot "
-            "be moved into the one for all; give --no-load-optim, or another size above 1"
+            "be merged into that of the other weights; give --no-load-optim, or another size "
+            "above 1"
         )
     _check_numbers(args, common, folder)
 
 
 def _check_numbers(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Of what would be replaced by the checkpoint's numbers, or replace them, something is said."""
-    found = [
+    """Refuse optimizer hyperparameters that differ, unless a flag says which ones to use.
+
+    Raises:
+        UserError: if hyperparameters differ and neither flag is set.
+    """
+    differences = [
         f"{flag_of(name)} is {common['args'][name]} there and {getattr(args, name)} here"
         for name in NUMBERS
-        if common["args"].get(name, getattr(args, name)) != getattr(args, name)
+        if common["args"][name] != getattr(args, name)
     ]
-    if not found:
+    if not differences:
         return
     if args.override_opt_param_scheduler:
-        print_rank_0(f"> overriding the optimizer's numbers: {'; '.join(found)}")
+        print_rank_0(f"> overriding the optimizer's numbers: {'; '.join(differences)}")
     elif args.use_checkpoint_opt_param_scheduler:
-        print_rank_0(f"> taking the checkpoint's numbers of the optimizer: {'; '.join(found)}")
+        print_rank_0(f"> using the checkpoint's numbers of the optimizer: {'; '.join(differences)}")
     else:
         raise UserError(
-            f"the optimizer of {folder} has other numbers: {'; '.join(found)}; give "
+            f"the optimizer of {folder} has other numbers: {'; '.join(differences)}; give "
             "--override-opt_param-scheduler to take the command line's or "
             "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
         )
 
 
 def random_states_fit(args: argparse.Namespace, common: dict[str, Any]) -> bool:
-    """Whether the random states are to be read.
+    """Return whether the checkpoint's random states are to be loaded.
 
     Raises:
-        UserError: they were asked for and are not there.
+        UserError: if they are requested, but the checkpoint has none.
     """
     if not args.load_rng or args.finetune:
         return False
     if not common["has_rng"]:
         raise UserError("the checkpoint was written with --no-save-rng; give --no-load-rng")
-    if all(common["args"].get(name, getattr(args, name)) == getattr(args, name) for name in LAYOUT):
+    if all(common["args"][name] == getattr(args, name) for name in LAYOUT):
         return True
-    print_rank_0("> the checkpoint has another parallel layout: random states start anew")
+    print_rank_0("> the checkpoint has another parallel layout: random states are initialized anew")
     return False

@@ -1,4 +1,4 @@
-"""The folders and names of checkpoints: finding the one to read, and putting a new one in place."""
+"""Name the folders of checkpoints, find the one to read, and put a new one in place."""
 
 import argparse
 import contextlib
@@ -10,7 +10,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.bounded_files import UnusableFileError, check_regular, printable, read_json, read_text
-from megatron.training.checkpointing.disk import folder_to_disk, to_disk
 from megatron.training.data.special_files import refuse_special_files
 from megatron.training.errors import UserError
 from megatron.training.hf.ranks import first_rank_does
@@ -19,7 +18,6 @@ from megatron.training.printing import print_rank_0
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"  #: the state that is the same on every rank
 INDEX = ".metadata"  #: the index: which file holds which part of which tensor
-#: Of a checkpoint that was being written, and of one that was being replaced.
 _ITERATION = re.compile(r"[0-9]{1,15}")
 _FOLDER = re.compile(r"iter_([0-9]{7,15})")
 _TRACKER_LIMIT = 1024  #: bytes
@@ -30,11 +28,28 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_LEFT = re.compile(r"iter_\d{7,}\.(partial|old)")
+#: Names of a checkpoint that was being written, and of one that was being replaced.
+_LEFTOVER = re.compile(r"iter_\d{7,}\.(partial|old)")
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or a folder's list of entries, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Wait until a folder and everything in it is on the disk."""
+    for path in folder.rglob("*"):
+        fsync(path)
+    fsync(folder)
 
 
 def checkpoint_folder(directory: str, iteration: int) -> Path:
-    """Where a checkpoint lies."""
+    """Return the folder of a checkpoint."""
     return Path(directory, f"iter_{iteration:07d}")
 
 
@@ -62,15 +77,15 @@ def iterations_in(directory: str) -> list[int]:
     """Return the iterations that have a checkpoint folder, in ascending order."""
     if not Path(directory).is_dir():
         return []
-    found = (_FOLDER.fullmatch(path.name) for path in Path(directory).iterdir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_FOLDER.fullmatch(path.name) for path in Path(directory).iterdir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def check_save_directory(args: argparse.Namespace) -> None:
-    """Find out before training whether checkpoints can be written. Collective.
+    """Refuse, before training, a `--save` that checkpoints cannot be written to. Collective.
 
     Raises:
-        UserError: no right to write, or another run's checkpoints are there.
+        UserError: if the folder cannot be written, or holds the checkpoints of another run.
     """
     if args.save is None:
         return
@@ -86,33 +101,33 @@ def _problem_with(args: argparse.Namespace) -> str | None:
     try:
         Path(args.save).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return f"--save {args.save} cannot be made: {error.strerror}; choose another folder"
+        return f"--save {args.save} cannot be created: {error.strerror}; choose another folder"
     if not os.access(args.save, os.W_OK):
         return f"--save {args.save} cannot be written; choose another folder"
-    if not resumes_in_place(args) and (found := latest_iteration(args.save)) is not None:
+    if not resumes_in_place(args) and (latest := latest_iteration(args.save)) is not None:
         if args.finetune:
             return (
-                f"--save {args.save} holds a checkpoint of iteration {found}, and --finetune "
+                f"--save {args.save} holds a checkpoint of iteration {latest}, and --finetune "
                 "starts at iteration 0 and would overwrite it; give another --save"
             )
         return (
-            f"--save {args.save} holds a checkpoint of iteration {found}, which this run would "
+            f"--save {args.save} holds a checkpoint of iteration {latest}, which this run would "
             "overwrite; give --load with the same folder to resume it, or another --save"
         )
     return None
 
 
 def resumes_in_place(args: argparse.Namespace) -> bool:
-    """Whether the run goes on with the checkpoints of its own folder."""
+    """Return whether the run resumes from the folder that it also saves to."""
     if args.load is None or args.save is None or args.finetune:
         return False
     return Path(args.load).resolve() == Path(args.save).resolve()
 
 
 def begin(final: Path) -> Path:
-    """Make the folder to write a checkpoint to, and remove what killed runs have left beside it."""
+    """Create the folder to write a checkpoint to, and remove leftovers of killed runs beside it."""
     for path in final.parent.iterdir():
-        if path.is_dir() and _LEFT.fullmatch(path.name):
+        if path.is_dir() and _LEFTOVER.fullmatch(path.name):
             replaced = path.with_suffix("").exists()
             if path.suffix == ".partial" or replaced:
                 shutil.rmtree(path)
@@ -122,35 +137,39 @@ def begin(final: Path) -> Path:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Rename the complete folder, once it is on the disk; one of the same iteration (from before a
-    rewind) is replaced.
+    """Rename the complete folder to its final name once it is on the disk.
+
+    An existing checkpoint of the same iteration, from before a rewind, is replaced.
     """
-    folder_to_disk(partial)
+    fsync_tree(partial)
     if final.exists():
         outdated = final.with_name(final.name + ".old")
         shutil.rmtree(outdated, ignore_errors=True)
         final.rename(outdated)
         partial.rename(final)
-        to_disk(final.parent)
+        fsync(final.parent)
         shutil.rmtree(outdated)
     else:
         partial.rename(final)
-        to_disk(final.parent)
+        fsync(final.parent)
 
 
 def write_tracker(directory: Path, iteration: int) -> None:
-    """Name the latest checkpoint, whose folder is on the disk."""
+    """Write the tracker file, which names the latest complete checkpoint."""
     partial = directory / f"{TRACKER}.partial"
-    partial.unlink(missing_ok=True)  # writing would follow a link, and block on a FIFO
+    # Writing to an existing path would follow a link, or block on a FIFO.
+    partial.unlink(missing_ok=True)
     partial.write_text(str(iteration), encoding="utf-8")
-    to_disk(partial)
+    fsync(partial)
     partial.replace(directory / TRACKER)
-    to_disk(directory)
+    fsync(directory)
 
 
-def bring_back(args: argparse.Namespace) -> None:
-    """Undo half a replacement: the run was killed after `put_in_place` had moved the outdated
-    checkpoint of an iteration away and before the new one had its name. Collective.
+def undo_replacement(args: argparse.Namespace) -> None:
+    """Undo a replacement that was interrupted. Collective.
+
+    A run can be killed after `put_in_place` has moved the outdated checkpoint of an iteration away
+    and before the new one has its name.
     """
     if args.load is None:
         return
@@ -158,23 +177,25 @@ def bring_back(args: argparse.Namespace) -> None:
         for outdated in Path(args.load).glob("iter_*.old"):
             final = outdated.with_suffix("")
             if not final.exists():
-                with contextlib.suppress(OSError):  # said to be missing then
+                with contextlib.suppress(OSError):  # `folder_to_load` reports it as missing
                     outdated.rename(final)
     dist.barrier()
 
 
 def resumes(args: argparse.Namespace) -> bool:
-    """Whether `--load` names a checkpoint, which then goes before `--load-hf`."""
+    """Return whether `--load` names a checkpoint, which then takes precedence over `--load-hf`."""
     if args.load is None:
         return False
     return args.ckpt_step is not None or latest_iteration(args.load) is not None
 
 
 def folder_to_load(args: argparse.Namespace) -> Path | None:
-    """The checkpoint to read; None to start anew, as an empty folder allows that is also `--save`.
+    """Return the checkpoint to read, or None to start a new run.
+
+    A new run starts if no `--load` is given, or if it is an empty folder that is also `--save`.
 
     Raises:
-        UserError: there is nothing to read in any other folder.
+        UserError: if any other folder has no complete checkpoint to read.
     """
     if args.load is None:
         return None
@@ -210,11 +231,12 @@ def _problem_in(folder: Path) -> str | None:
         refuse_special_files(folder)
         for name in (COMMON, INDEX):
             check_regular(folder / name)
-        found = read_json(folder / "metadata.json")
+        content = read_json(folder / "metadata.json")
     except OSError as error:
         return f"{printable(error.filename or folder, limit=1000)}: {error.strerror}"
     except UnusableFileError as error:
         return str(error)
-    if not isinstance(found, dict) or "sharded_backend" not in found or FORMAT | found != FORMAT:
+    is_object = isinstance(content, dict)
+    if not is_object or "sharded_backend" not in content or FORMAT | content != FORMAT:
         return f"{folder / 'metadata.json'} describes a different format"
     return None

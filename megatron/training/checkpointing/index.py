@@ -29,8 +29,8 @@ from megatron.training.checkpointing import plain_pickle
 from megatron.training.checkpointing.files import INDEX
 from megatron.training.checkpointing.plain_pickle import Global, Record
 
-INDEX_LIMIT = 1 << 30  #: bytes; 10,000 tensors on 1,000 ranks take a tenth of that
-DIMENSIONS = 64  #: the most dimensions of a tensor, as in torch
+INDEX_LIMIT = 1 << 30  #: bytes; 10,000 tensors on 1,000 ranks take a tenth of this
+DIMENSIONS = 64  #: largest number of dimensions, as in torch
 _LARGEST = (1 << 63) - 1
 _CLASSES = "torch.distributed.checkpoint."
 #: All names that an index may contain, including placeholders of older megatron-core versions.
@@ -59,8 +59,7 @@ def read_index(folder: Path) -> Metadata:
     path = folder / INDEX
     try:
         data = read_bytes(path, limit=INDEX_LIMIT)
-        found = plain_pickle.parse(data, known=lambda n: _KNOWN.fullmatch(n) is not None)
-        index = _index(found)
+        index = _index(plain_pickle.parse(data, known=lambda n: _KNOWN.fullmatch(n) is not None))
     except FileNotFoundError:
         raise DamagedError(f"{path} does not exist") from None
     except UnusableFileError as error:
@@ -71,8 +70,8 @@ def read_index(folder: Path) -> Metadata:
     return index
 
 
-def _index(found: Any) -> Metadata:
-    state = _state(found, "metadata.Metadata")
+def _index(content: Any) -> Metadata:
+    state = _state(content, "metadata.Metadata")
     tensors, stored = state.get("state_dict_metadata"), state.get("storage_data")
     if type(tensors) is not dict or type(stored) is not dict:
         raise ValueError("it has no list of tensors, or no list of where they are stored")

@@ -1,8 +1,8 @@
-"""The optimizer's state out of a checkpoint.
+"""Prepare the optimizer for its state in a checkpoint, and correct that state after loading.
 
-Three repairs of megatron-core's distributed optimizer where it runs on torch's own Adam (with
-Transformer Engine's or apex's none is needed; the wheel's code was written for those), and the
-command line's numbers in place of the checkpoint's.
+megatron-core's distributed optimizer was written for the Adam of Transformer Engine and apex. With
+torch's own Adam it needs the three corrections here. This module also restores hyperparameters from
+the command line that loading has replaced.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ def _parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
 
 
 def allocate(optimizer: MegatronOptimizer) -> None:
-    """Make the state that a checkpoint is to be read into.
+    """Allocate the state that a checkpoint is loaded into.
 
-    The wheel reads the step count off the existing state before it allocates any.
+    The wheel reads the step count from the existing state before it allocates any.
     """
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
@@ -30,9 +30,9 @@ def allocate(optimizer: MegatronOptimizer) -> None:
 
 
 def _keep_step(part: DistributedOptimizer) -> None:
-    """Let the wheel, which copies every entry of a parameter's state, find the step where it looks.
+    """Add the step to each parameter's loaded tensors: the wheel copies every entry of the state.
 
-    The checkpoint has the step once and not with each parameter; it is set from there afterwards.
+    The checkpoint stores the step once instead of per parameter, and it is set from there later.
     """
     assign = part._set_main_param_and_optimizer_states
 
@@ -47,8 +47,8 @@ def _keep_step(part: DistributedOptimizer) -> None:
 def separate_steps(optimizer: MegatronOptimizer) -> None:
     """Give each parameter a step count of its own after loading.
 
-    The wheel hands all of them one tensor, which torch's Adam would advance once a parameter
-    instead of once an iteration.
+    The wheel gives all of them the same tensor, which torch's Adam would advance once per parameter
+    instead of once per iteration.
     """
     for part in _parts(optimizer):
         for state in part.optimizer.state.values():
@@ -56,18 +56,18 @@ def separate_steps(optimizer: MegatronOptimizer) -> None:
                 state["step"] = state["step"].clone()
 
 
-#: What a group of parameters has from the command line; the learning rate and the weight decay of
-#: an iteration are the scheduler's.
+#: Settings of a parameter group that come from the command line. The scheduler sets the learning
+#: rate and the weight decay in each iteration.
 _NUMBERS = ("max_lr", "min_lr", "lr_mult", "wd_mult", "betas", "eps", "momentum")
 NUMERIC = (*_NUMBERS, "lr", "weight_decay")  #: all numeric settings of a parameter group
 
 
 def numbers(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """What the command line says for each group of parameters."""
+    """Return each parameter group's settings from the command line."""
     return [{k: group[k] for k in _NUMBERS if k in group} for group in optimizer.param_groups]
 
 
-def set_numbers(optimizer: MegatronOptimizer, found: list[dict[str, Any]]) -> None:
-    """Put back what loading has replaced by the checkpoint's: it keeps the order of the groups."""
-    for group, values in zip(optimizer.param_groups, found, strict=True):
+def set_numbers(optimizer: MegatronOptimizer, settings: list[dict[str, Any]]) -> None:
+    """Restore settings that loading has replaced; loading keeps the order of the groups."""
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)

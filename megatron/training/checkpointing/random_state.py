@@ -1,4 +1,4 @@
-"""The random states of a rank, as a checkpoint keeps them."""
+"""Collect and restore the random states of a rank for a checkpoint."""
 
 import random
 from typing import Any
@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 
 def current() -> dict[str, Any]:
+    """Return the states of all random number generators of this rank."""
     return {
         "random": random.getstate(),
         "numpy": np.random.get_state(),
@@ -22,7 +23,7 @@ def current() -> dict[str, Any]:
 
 
 def sharded(values: dict[str, Any] | None) -> ShardedObject:
-    """This rank's random states, one object a rank."""
+    """Wrap this rank's random states as one shard of the checkpoint's object, one per rank."""
     return ShardedObject("rng_state", values, (dist.get_world_size(),), (dist.get_rank(),))
 
 

@@ -1,8 +1,8 @@
 """Replace the parts of megatron-core's checkpoint reader that let a file run code.
 
-    .metadata       torch unpickles it                 read by `checkpoint_index`
+    .metadata       torch unpickles it                 read by `index`
     *.distcp        torch unpickles random states      checked and read by `checked_archive`
-    common.pt       torch unpickles it if an           read by `checked_archive`
+    common.pt       torch unpickles it if an           read by `common_state`
                     environment variable requests it
 
 The wheel's strategies look up their reader and planner in their module at each load. Both are
@@ -23,34 +23,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from megatron.bounded_files import MEBIBYTE, UnusableFileError, printable, read_bytes
+from megatron.bounded_files import printable
 from megatron.core.dist_checkpointing.strategies import torch as wheel
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
 )
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.training.checkpointing import checked_archive
-from megatron.training.checkpointing.files import COMMON
+from megatron.training.checkpointing.common_state import read_common
 from megatron.training.checkpointing.index import DamagedError, read_index
-
-COMMON_LIMIT = 256 * MEBIBYTE  #: settings and the scheduler's state take a few kilobytes
-
-
-def read_common(folder: str | Path) -> Any:
-    """Return the state that a checkpoint stores once for all ranks, with types still unchecked.
-
-    Raises:
-        DamagedError: if the file cannot be used; the message names it and the reason.
-    """
-    path = Path(folder, COMMON)
-    try:
-        return checked_archive.load(read_bytes(path, limit=COMMON_LIMIT))
-    except FileNotFoundError:
-        raise DamagedError(f"{path} does not exist") from None
-    except UnusableFileError as error:
-        raise DamagedError(str(error)) from None
-    except ValueError as error:
-        raise DamagedError(f"{path}: {printable(error, limit=300)}") from None
 
 
 class CommonStrategy(TorchCommonLoadStrategy):
@@ -94,7 +75,7 @@ class Window(io.RawIOBase):
 
 
 class Reader(CachedMetadataFileSystemReader):
-    """torch's file reader, which here checks each part before opening it."""
+    """Subclass of torch's file reader that checks each part before opening it."""
 
     def read_metadata(self) -> Metadata:
         """Return the index, which is read once and then cached."""
@@ -130,33 +111,33 @@ class Reader(CachedMetadataFileSystemReader):
 
 
 class Planner(wheel.MCoreLoadPlanner):
-    """The wheel's planner, which here checks every object before unpickling it."""
+    """Subclass of the wheel's planner that checks every object before unpickling it."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Store a loaded object in the state: a rank's random states or a layer's extra state."""
         name = read_item.dest_index.fqn
         try:
-            found = checked_archive.load(value.getvalue())
+            objects = checked_archive.load(value.getvalue())
         except ValueError as error:
             raise DamagedError(f"{name}: {printable(error, limit=300)}") from None
-        if not isinstance(found, list) or len(found) != 1:
+        if not isinstance(objects, list) or len(objects) != 1:
             raise DamagedError(
-                f"{name} has type {type(found).__name__}, not a list with one object"
+                f"{name} has type {type(objects).__name__}, not a list with one object"
             )
-        if "_extra_state" in name and _holds_bytes(found):
+        if "_extra_state" in name and _holds_bytes(objects):
             raise DamagedError(
                 f"{name} is the state of a Transformer Engine FP8 layer, which is a pickle that "
                 "can run code"
             )
         if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[name], found)
+            set_element(self.original_state_dict, self.mappings[name], objects)
         else:
-            self.state_dict[name] = found
+            self.state_dict[name] = objects
 
 
-def _holds_bytes(found: list[Any]) -> bool:
+def _holds_bytes(objects: list[Any]) -> bool:
     """Return whether Transformer Engine would unpickle anything; without FP8 it writes nothing."""
-    return any(not (i is None or (isinstance(i, torch.Tensor) and not i.numel())) for i in found)
+    return any(not (i is None or (isinstance(i, torch.Tensor) and not i.numel())) for i in objects)
 
 
 def _reader(folder: str | Path, cache_metadata: bool = False) -> Reader:

@@ -1,18 +1,18 @@
-"""Checkpoints: megatron-core's distributed format in Megatron-LM's folders.
+"""Save and load checkpoints in megatron-core's distributed format and Megatron-LM's folders.
 
     DIR/latest_checkpointed_iteration.txt      the iteration to resume from, written last
     DIR/iter_0000010/                          one checkpoint; iter_0000010.partial while written
 
 Tensors are stored by their global name and position, so that a checkpoint loads into another
-tensor, pipeline or data-parallel size. Random states belong to a rank: they are read only into the
-layout that wrote them, and then a resumed run repeats the losses of an uninterrupted one bit for
-bit.
+tensor, pipeline or data-parallel size. Random states belong to a rank and are loaded only into the
+layout that wrote them. In that layout a resumed run repeats the losses of an uninterrupted one bit
+for bit.
 """
 
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +29,25 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.utils import unwrap_model
 from megatron.training.arguments.validation import RunConfig
 from megatron.training.checkpointing import optimizer_state, random_state
+from megatron.training.checkpointing.common_state import check_common, check_groups, read_common
 from megatron.training.checkpointing.compatibility import (
     check_model,
     check_optimizer,
     check_run,
-    described,
     random_states_fit,
+    run_description,
 )
-from megatron.training.checkpointing.contents import check_common, check_groups
 from megatron.training.checkpointing.files import (
     COMMON,
     begin,
-    bring_back,
     checkpoint_folder,
     folder_to_load,
     put_in_place,
+    undo_replacement,
     write_tracker,
 )
 from megatron.training.checkpointing.index import read_index
-from megatron.training.checkpointing.safe_reading import CommonStrategy, read_common
+from megatron.training.checkpointing.safe_reading import CommonStrategy
 from megatron.training.errors import Interrupted, RunError, UserError
 from megatron.training.hf.flags import converts
 from megatron.training.hf.loading import load_weights
@@ -57,16 +57,16 @@ from megatron.training.printing import print_rank_0
 from megatron.training.train_step import TrainingState
 
 VERSION = 3.0  #: Megatron-LM's number of this layout
-#: In what torch.save says of a full disk.
+#: Words that mark torch.save's errors on a full disk.
 _TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream error")
-_LONGEST = 500  #: characters of a library's error message that are passed on
+_LONGEST = 500  #: characters of a library's error message that are shown
 
 
 def save_checkpoint(run: RunConfig, trained: TrainingState, progress: TrainingProgress) -> None:
     """Write a checkpoint; it becomes the latest once it is complete. Collective.
 
     Raises:
-        RunError: the disk refused; the earlier checkpoints are as they were.
+        RunError: if it cannot be written; earlier checkpoints stay intact.
     """
     args = run.args
     final = checkpoint_folder(args.save, progress.iteration)
@@ -74,16 +74,16 @@ def save_checkpoint(run: RunConfig, trained: TrainingState, progress: TrainingPr
     print_rank_0(f"saving checkpoint at iteration {progress.iteration:7d} to {args.save}")
 
     def make_room() -> None:
-        with _refusals(final):
+        with _write_errors(final):
             begin(final)
 
     def finish() -> None:
-        with _refusals(final):
+        with _write_errors(final):
             put_in_place(partial, final)
             write_tracker(Path(args.save), progress.iteration)
 
     first_rank_does(make_room)
-    with _refusals(final):
+    with _write_errors(final):
         state = _common(args, progress, has_optim=args.save_optim, has_rng=args.save_rng)
     state |= _model_state(trained)
     if args.save_optim:
@@ -97,15 +97,15 @@ def save_checkpoint(run: RunConfig, trained: TrainingState, progress: TrainingPr
         dist_checkpointing.serialization.get_default_save_sharded_strategy(args.ckpt_format),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    with _refusals(final):
+    with _write_errors(final):
         dist_checkpointing.save(state, str(partial), strategy)
     first_rank_does(finish)
     print_rank_0(f"successfully saved checkpoint at iteration {progress.iteration:7d}")
 
 
 @contextmanager
-def _refusals(final: Path) -> Iterator[None]:
-    """What the disk refuses, as an error of the run."""
+def _write_errors(final: Path) -> Iterator[None]:
+    """Report any error that writing a checkpoint raises as a `RunError`."""
     try:
         yield
     except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
@@ -118,7 +118,7 @@ def _refusals(final: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _damage(folder: Path) -> Iterator[None]:
+def _read_errors(folder: Path) -> Iterator[None]:
     """Report any error that reading a checkpoint raises as a `UserError`.
 
     A damaged file can raise almost any exception in the libraries that read it.
@@ -136,7 +136,7 @@ def _damage(folder: Path) -> Iterator[None]:
 
 
 def _pass_interruption(error: BaseException) -> None:
-    """Raise the interruption that torch collected from a rank and reports as a failure."""
+    """Raise the interruption of a rank that torch has collected as a failure."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
     for failure, _ in failures:
         if isinstance(failure, Interrupted):
@@ -144,13 +144,13 @@ def _pass_interruption(error: BaseException) -> None:
 
 
 def _read_index(folder: Path) -> None:
-    """Read the index before torch does: torch prints one traceback per rank if it is damaged."""
-    with _damage(folder):
+    """Read the index before torch does: torch prints one traceback per rank for a damaged index."""
+    with _read_errors(folder):
         read_index(folder)
 
 
 def _reason(error: BaseException) -> str:
-    """One line; torch collects what each rank has met, with their tracebacks."""
+    """Return an error's message as one line; torch collects each rank's errors with tracebacks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     text = " ".join(str(error).split())
@@ -160,13 +160,13 @@ def _reason(error: BaseException) -> str:
 
 
 def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
-    """Continue from `--load`, or start from `--load-hf`; returns where the run stands. Collective.
+    """Resume from `--load`, or start from `--load-hf`; return the run's progress. Collective.
 
     Raises:
-        UserError: there is no checkpoint, or it belongs to another model.
+        UserError: if there is no checkpoint, or it belongs to another model.
     """
     args = run.args
-    bring_back(args)
+    undo_replacement(args)
     folder = folder_to_load(args)
     if folder is None:
         if args.load_hf is not None:
@@ -178,7 +178,7 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
         print_rank_0(f"> resuming from --load {args.load}: the weights of --load-hf are not read")
     print_rank_0(f" loading checkpoint from {folder}")
     first_rank_does(lambda: _read_index(folder))
-    with _damage(folder):
+    with _read_errors(folder):
         common = _read_common(folder)
     check_model(args, common, folder)
     if not args.finetune and not converts(args):
@@ -194,32 +194,31 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
         )
     if with_rng:
         state["rng_state"] = random_state.sharded(None)
-    with _damage(folder):
+    with _read_errors(folder):
         state = dist_checkpointing.load(state, str(folder), common_strategy=CommonStrategy())
         for key, chunk in _chunks(trained).items():
             chunk.load_state_dict(state[key])
     if with_optim:
         numbers = optimizer_state.numbers(trained.optimizer)
-        with _damage(folder):
+        with _read_errors(folder):
             trained.optimizer.load_state_dict(state["optimizer"])
             optimizer_state.separate_steps(trained.optimizer)
             with _named(folder / COMMON):
                 check_groups(trained.optimizer.param_groups)
         if args.override_opt_param_scheduler:
             optimizer_state.set_numbers(trained.optimizer, numbers)
-        with _damage(folder):
+        with _read_errors(folder):
             _load_scheduler(trained, state["opt_param_scheduler"])
     elif trained.optimizer is not None:
         trained.optimizer.reload_model_params()
     if with_rng:
-        with _damage(folder):
+        with _read_errors(folder):
             random_state.restore(state["rng_state"])
     if args.finetune:
         print_rank_0("  weights loaded; starting at iteration 0 (--finetune)")
         return TrainingProgress()
-    known = {f.name for f in fields(TrainingProgress)}
-    progress = TrainingProgress(**{k: v for k, v in common["progress"].items() if k in known})
-    with _damage(folder):
+    progress = TrainingProgress(**common["progress"])
+    with _read_errors(folder):
         progress.levels = checked_levels(progress.levels)
     print_rank_0(f"  successfully loaded checkpoint at iteration {progress.iteration}")
     return progress
@@ -242,12 +241,12 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _common(args: argparse.Namespace, progress: TrainingProgress, **has: bool) -> dict[str, Any]:
-    """What is the same on every rank."""
+    """Return the state that is the same on every rank."""
     return {
         "checkpoint_version": VERSION,
         "iteration": progress.iteration,
         "progress": asdict(progress),
-        **described(args),
+        **run_description(args),
         **has,
     }
 
@@ -261,7 +260,8 @@ def _load_scheduler(trained: TrainingState, state: dict[str, Any]) -> None:
             "--override-opt_param-scheduler to take the command line's or "
             "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
         ) from error
-    trained.scheduler.step(0)  # the wheel has taken a step before it read the weight decay
+    # While loading, the wheel takes a step before it reads the weight decay.
+    trained.scheduler.step(0)
 
 
 def _chunks(trained: TrainingState) -> dict[str, torch.nn.Module]:
@@ -277,7 +277,7 @@ def _model_state(trained: TrainingState) -> dict[str, Any]:
 
 
 def _metadata() -> dict[str, Any]:
-    """How megatron-core lays out what it saves: everything by global position, to be resharded."""
+    """Return megatron-core's layout settings: all state by global position, so it can reshard."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,

@@ -1,1 +1,1 @@
-"""Data sets, tokenizers, and the batches that are made of them."""
+"""Data sets, tokenizers, and the batches that training reads from them."""

@@ -1,5 +1,4 @@
-"""From a micro-batch of the data set to what a pipeline stage is fed, and from its output to the
-loss.
+"""Feed micro-batches to the pipeline stages and compute the loss from their output.
 
 Shapes: b sequences of s tokens.
 """
@@ -20,24 +19,22 @@ FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def _share(batch: dict[str, torch.Tensor] | None, args: argparse.Namespace) -> dict:
-    """Give every tensor-parallel rank what the first one read: the four [b, s] fields in one
-    message.
-    """
-    where = device.current()
+    """Broadcast the first tensor-parallel rank's batch; its [b, s] fields go in one message."""
+    target = device.current()
     shape = (len(FIELDS), args.micro_batch_size, args.seq_length)
     if batch is not None:
-        # The loss mask holds zeros and ones only, so that it survives the trip as an integer.
-        packed = torch.stack([batch[name].to(torch.int64) for name in FIELDS]).to(where)
+        # The loss mask holds only zeros and ones, so sending it as integers loses nothing.
+        packed = torch.stack([batch[name].to(torch.int64) for name in FIELDS]).to(target)
     else:
         assert parallel_state.get_tensor_model_parallel_rank() > 0, "the first rank reads the data"
-        packed = torch.empty(shape, dtype=torch.int64, device=where)
+        packed = torch.empty(shape, dtype=torch.int64, device=target)
     mask = None
     if args.create_attention_mask_in_dataloader:
         b, s = shape[1:]
         mask = (
-            batch["attention_mask"].to(where)
+            batch["attention_mask"].to(target)
             if batch is not None
-            else torch.empty((b, 1, s, s), dtype=torch.bool, device=where)
+            else torch.empty((b, 1, s, s), dtype=torch.bool, device=target)
         )
     if args.tensor_model_parallel_size > 1:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -50,8 +47,9 @@ def _share(batch: dict[str, torch.Tensor] | None, args: argparse.Namespace) -> d
 
 
 def get_batch(batches: MicroBatches, args: argparse.Namespace) -> dict[str, torch.Tensor | None]:
-    """The next micro-batch of this stage, cut over the context-parallel ranks; all None where none
-    is needed.
+    """Return this context-parallel rank's part of the next micro-batch.
+
+    Every value is None on a pipeline stage that needs no data.
     """
     raise_if_received()
     sample_idx, batch = next(batches)
@@ -64,11 +62,10 @@ def get_batch(batches: MicroBatches, args: argparse.Namespace) -> dict[str, torc
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor, *, args: argparse.Namespace
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the token losses, number of tokens, and both again for the log, where ranks add them
-    up.
+    """Return the sum of the token losses, the number of tokens, and both as one tensor to log.
 
     Args:
-        loss_mask: 1 where a token counts, [b, s].
+        loss_mask: 1 for each token that contributes to the loss, otherwise 0, [b, s].
         output: the loss of every token, [b, s].
         args: the run's arguments.
     """
@@ -82,10 +79,11 @@ def loss_func(
 
 
 def _weight_over_context(tokens: torch.Tensor) -> torch.Tensor:
-    """This rank's tokens over the mean of its context-parallel group's: 1 without --eod-mask-loss.
+    """Return this rank's token count divided by the mean count of its context-parallel group.
 
-    megatron-core divides the sum by this rank's tokens and averages the gradients over the ranks;
-    a rank with few tokens that count would count as much as one with many.
+    megatron-core divides the sum by this rank's tokens and averages the gradients over the ranks.
+    Without this weight, a rank with few unmasked tokens would count as much as one with many.
+    The weight is 1 without --eod-mask-loss.
     """
     mean = tokens.to(torch.float32)
     group = parallel_state.get_context_parallel_group()
@@ -95,7 +93,7 @@ def _weight_over_context(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def forward_step(batches: MicroBatches, model: torch.nn.Module, *, args: argparse.Namespace):
-    """What megatron-core's schedules call once a micro-batch and stage."""
+    """Run the model on one micro-batch; megatron-core's schedules call this on each stage."""
     batch = get_batch(batches, args)
     extra = {"loss_mask": batch["loss_mask"]} if args.mtp_num_layers else {}
     output = model(
@@ -113,10 +111,10 @@ def _computes_loss(model: torch.nn.Module) -> bool:
 
 
 def average_losses(per_micro_batch: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Mean loss a token over all micro-batches and data-parallel ranks, known on every rank.
+    """Return the mean loss per token over all micro-batches and data-parallel ranks.
 
-    Only the last pipeline stage has it; it is handed to the others because all of them must act
-    alike on a loss that is not finite.
+    Only the last pipeline stage computes it. It is broadcast to the other stages, because all ranks
+    must react in the same way to a loss that is not finite.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     names = ["lm loss"]

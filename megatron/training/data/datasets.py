@@ -1,9 +1,9 @@
-"""Data sets and the micro-batches made of them.
+"""Build the data sets and iterate over their micro-batches.
 
 The data sets are megatron-core's: `.bin/.idx` pairs, blended and split, with their sample indices
 cached on disk. Only the ranks that feed a model read them: the first of each tensor-parallel group,
-on the first and last pipeline stages. Every rank still counts the samples, because a collected
-tensor carries the index of its micro-batch's first one.
+on the first and last pipeline stages. Every rank still counts the samples, because the record of a
+collected tensor holds the index of the first sample in its micro-batch.
 """
 
 import argparse
@@ -32,9 +32,9 @@ SPLITS = ("train", "valid", "test")
 
 
 def stage_needs_data(args: argparse.Namespace) -> bool:
-    """Whether this pipeline rank looks at tokens: the first embeds them, the last compares them.
+    """Return whether this pipeline rank uses tokens: the first embeds, the last computes the loss.
 
-    A mask that depends on the documents, and multi-token prediction, are needed everywhere.
+    A mask that depends on the documents, and multi-token prediction, need tokens on every stage.
     """
     return (
         parallel_state.is_pipeline_first_stage(ignore_virtual=True)
@@ -49,7 +49,7 @@ def _is_reader(args: argparse.Namespace) -> bool:
 
 
 def split_sizes(args: argparse.Namespace) -> dict[str, int]:
-    """How many samples the whole run takes from each split."""
+    """Return how many samples the whole run takes from each split."""
     per_evaluation = args.eval_iters * args.global_batch_size
     evaluations = args.train_iters // args.eval_interval + 1
     return {
@@ -60,7 +60,7 @@ def split_sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Check every index against its token file. One process per machine reads them. Collective.
+    """Check every index against its token file; one process per machine reads them. Collective.
 
     Raises:
         UserError: on all ranks, if an index is damaged.
@@ -69,11 +69,11 @@ def check_files(args: argparse.Namespace) -> None:
         all_succeed(_problem(check_index, prefix))
 
 
-def _problem(check: Callable[..., None], *what: object) -> str | None:
-    """Return the problem that a check finds on the first process of this machine; else None."""
+def _problem(check: Callable[..., None], *arguments: object) -> str | None:
+    """Run a check on the first process of this machine and return the problem it finds, or None."""
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         try:
-            check(*what)
+            check(*arguments)
         except UserError as error:
             return str(error)
     return None
@@ -86,15 +86,15 @@ def _prefixes(args: argparse.Namespace) -> list[str]:
 
 
 def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils.data.Dataset]:
-    """The splits this run uses; on ranks that read nothing their value is None. Collective.
+    """Return the splits that this run uses; each is None on a rank that reads no data. Collective.
 
     Raises:
-        UserError: the data is too small for its split, was made with another tokenizer, or cannot
-            be read.
+        UserError: if the data is too small for its split, was made with another tokenizer, or
+            cannot be read.
     """
     for prefix in _prefixes(args):
         check_fits(prefix, tokenizer)
-    if args.mock_data:  # or it warns that it keeps no indices, which are not worth keeping
+    if args.mock_data:  # suppresses the warning that its indices are not cached
         logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
     sizes = split_sizes(args)
     config = _dataset_config(args, tokenizer)
@@ -129,7 +129,7 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
 
 
 def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, float] | None]]:
-    """Each (index of a split, prefix, share of its documents or None where it has none)."""
+    """Yield (split index, prefix, range of its documents, or None for an empty range)."""
     if config.blend is not None:
         for prefix in config.blend[0]:
             yield from ((index, prefix, share) for index, share in enumerate(config.split_matrix))
@@ -138,10 +138,10 @@ def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, fl
 
 
 def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[bool]:
-    """Leave out the test part if it is empty, and refuse the others: the wheel would loop forever.
+    """Drop an empty test part and refuse any other empty part: megatron-core would loop forever.
 
     Raises:
-        UserError: a part that the run needs has no token.
+        UserError: if a part that the run needs has no tokens.
     """
     wanted = list(wanted)
     if config.blend_per_split is not None:
@@ -155,13 +155,13 @@ def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[b
         if lengths[first:last].any():
             continue
         name = SPLITS[index]
-        what = f"the {name} part of {prefix} ({len(lengths)} documents, --split {config.split})"
+        part = f"the {name} part of {prefix} ({len(lengths)} documents, --split {config.split})"
         if name != "test":
             raise UserError(
-                f"{what} has no tokens; give it a larger share, as in --split 90,5,5"
+                f"{part} has no tokens; give it a larger share, as in --split 90,5,5"
                 + (", or --eval-iters 0" if name == "valid" else "")
             )
-        print_rank_0(f"> {what} is empty: there will be no test at the end")
+        print_rank_0(f"> {part} is empty: there will be no test at the end")
         wanted[index] = False
     return wanted
 
@@ -188,8 +188,9 @@ def _dataset_config(args: argparse.Namespace, tokenizer) -> GPTDatasetConfig:
 
 
 def _cache(args: argparse.Namespace, blends: list[list[str] | None]) -> str:
-    """The folder of the sample indices of the data as they are now. All ranks read what the first
-    one writes, so there always is one, and the first one says where. Collective.
+    """Return the cache folder of the sample indices for the current state of the data. Collective.
+
+    The first rank chooses the folder and writes the indices, and all other ranks read them there.
     """
     prefixes = [prefix for blend in blends if blend for prefix in blend_prefixes(blend)]
     folder = args.data_cache_path or default_cache(prefixes)
@@ -199,14 +200,16 @@ def _cache(args: argparse.Namespace, blends: list[list[str] | None]) -> str:
             f"> the data folder cannot be written: sample indices go to {folder}; on several "
             "machines give --data-cache-path"
         )
-    agreed = [str(Path(folder, index_state(prefixes)))]
-    torch.distributed.broadcast_object_list(agreed, src=0)
-    return agreed[0]
+    message = [str(Path(folder, index_state(prefixes)))]
+    torch.distributed.broadcast_object_list(message, src=0)
+    return message[0]
 
 
 class MicroBatches:
-    """Endless micro-batches for one pipeline stage: `next` gives (index of the first sample, batch
-    or None).
+    """Iterator over the micro-batches of one pipeline stage.
+
+    Each item is the index of the micro-batch's first sample, and the batch, or None on a rank that
+    reads no data.
     """
 
     def __init__(self, dataset, sampler: SequentialSampler, args: argparse.Namespace):
@@ -220,7 +223,7 @@ class MicroBatches:
                     batch_sampler=sampler,
                     num_workers=args.num_workers,
                     pin_memory=torch.cuda.is_available(),
-                    generator=torch.Generator(),  # else it draws from the run's random state
+                    generator=torch.Generator(),  # the default draws from the run's random state
                 )
             )
 
@@ -237,7 +240,7 @@ class MicroBatches:
         return indices[0], None if self._batches is None else self._checked(next(self._batches))
 
     def _checked(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Refuse token ids that the embedding does not have: on a GPU they end in a device assert.
+        """Refuse token ids beyond the embedding: on a GPU they trigger a device-side assert.
 
         Raises:
             RankError: if the data was made with another tokenizer, or its ids are damaged.
@@ -261,15 +264,17 @@ class MicroBatches:
 def micro_batches(
     args: argparse.Namespace, dataset, *, total: int, consumed: int
 ) -> list[MicroBatches]:
-    """An independent iterator over the same samples for each pipeline stage on this rank.
+    """Return an independent iterator over the samples for each model chunk of this rank.
+
     Collective.
 
     Args:
-        dataset: None on ranks that read nothing; the first rank always reads.
-        total: samples that the whole run takes, `consumed` of them already taken.
+        dataset: None on ranks that read no data; the first rank always reads.
+        total: number of samples that the whole run takes.
+        consumed: number of samples that the run has already taken.
 
     Raises:
-        UserError: the data set is shorter than that, on all ranks alike.
+        UserError: on all ranks, if the data set has fewer than `total` samples.
     """
     length = [None if dataset is None else len(dataset)]
     torch.distributed.broadcast_object_list(length, src=0)

@@ -1,8 +1,8 @@
-"""Imports megatron-core's tokenizers without `transformers`, until one of them needs it.
+"""Import megatron-core's tokenizers without importing `transformers` before it is needed.
 
-The wheel imports `transformers` for any tokenizer, which takes two seconds; only Hugging Face's
-tokenizers and chat templates use it. While the wheel's package is imported, the two names that it
-takes stand for calls that import the library then.
+The wheel imports `transformers` for any tokenizer, which takes two seconds. Only Hugging Face's
+tokenizers and chat templates use it. While the wheel's package is imported, stand-ins replace the
+two names that it imports from `transformers`; they import the library when they are called.
 """
 
 import importlib
@@ -14,11 +14,11 @@ from importlib.util import module_from_spec
 from typing import Any
 
 _TEMPLATES = "transformers.utils.chat_template_utils"
-_WANTING = "megatron.core.tokenizers.text.libraries"
+_IMPORTER = "megatron.core.tokenizers.text.libraries"
 
 
 class _AutoTokenizer:
-    """Stands for `transformers.AutoTokenizer`, of which the wheel calls this alone."""
+    """Stand-in for `transformers.AutoTokenizer`; the wheel calls only this method."""
 
     @staticmethod
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
@@ -33,8 +33,11 @@ def _compile_jinja_template(template: str) -> Any:
 
 @contextmanager
 def transformers_when_needed() -> Iterator[None]:
-    """Within it, the wheel's tokenizers are imported; no `transformers` for others meanwhile."""
-    if "transformers" in sys.modules or _WANTING in sys.modules:
+    """Replace `transformers` by stand-ins while the wheel's tokenizers are imported.
+
+    Nothing else should import `transformers` within this context.
+    """
+    if "transformers" in sys.modules or _IMPORTER in sys.modules:
         yield
         return
     names = ("transformers", _TEMPLATES)

@@ -1,8 +1,8 @@
-"""What `PREFIX.json` beside a `.bin/.idx` pair says: which tokenizer made it, and what is in it.
+"""Read and write `PREFIX.json`, which records the tokenizer and the contents of a `.bin/.idx` pair.
 
-script/data/preprocess.py writes it and training reads it. Data without one, from elsewhere, train
-as well: then nothing is known of them but that their token ids must be in the vocabulary, which
-training checks in every batch.
+script/data/preprocess.py writes this manifest and training reads it. Training also accepts data
+without a manifest, made by other programs. It then cannot compare tokenizers, and only checks that
+the token ids of every batch are in the vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerRecord:
-    """A tokenizer, as far as data depend on it."""
+    """The properties of a tokenizer that tokenized data depends on."""
 
     type: str
     vocab_size: int
@@ -44,15 +44,15 @@ class TokenizerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The contents of `PREFIX.json`; the same input makes the same one, whoever made it when."""
+    """The contents of `PREFIX.json`; the same input always results in the same manifest."""
 
     schema_version: int = SCHEMA_VERSION
     tokenizer: TokenizerRecord
     dtype: str
     documents: int
     tokens: int
-    text_bytes: int  #: of the documents, in UTF-8
-    bad_lines: int  #: lines and rows of the input that were left out
+    text_bytes: int  #: size of the documents in UTF-8
+    bad_lines: int  #: lines and rows of the input that were skipped
     json_key: str
     append_eod: bool
     sources: tuple[tuple[str, int], ...]  #: name and bytes of each input file, in order
@@ -75,15 +75,17 @@ class Manifest:
                 f"{SCHEMA_VERSION}"
             )
         fields = _checked(content, _FIELDS, "the manifest")
-        tokenizer = TokenizerRecord(**_checked(fields.pop("tokenizer"), _OF_TOKENIZER, "tokenizer"))
+        tokenizer = _checked(fields.pop("tokenizer"), _TOKENIZER_FIELDS, "tokenizer")
         sources = fields.pop("sources")
         for pair in sources:
-            if not (isinstance(pair, list) and [type(each) for each in pair] == [str, int]):
+            if not (isinstance(pair, list) and [type(item) for item in pair] == [str, int]):
                 raise ValueError(f"sources holds {printable(repr(pair))}, not a name and a size")
-        return cls(tokenizer=tokenizer, sources=tuple(map(tuple, sources)), **fields)
+        return cls(
+            tokenizer=TokenizerRecord(**tokenizer), sources=tuple(map(tuple, sources)), **fields
+        )
 
 
-_OF_TOKENIZER: dict[str, tuple[type, ...]] = {
+_TOKENIZER_FIELDS: dict[str, tuple[type, ...]] = {
     "type": (str,),
     "vocab_size": (int,),
     "eod": (int, type(None)),
@@ -126,10 +128,10 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """None where the data have none.
+    """Return the manifest of the data at `prefix`, or None if there is no such file.
 
     Raises:
-        UserError: the file is there and is not a manifest.
+        UserError: if the file is not a manifest.
     """
     path = manifest_path(prefix)
     try:
@@ -145,34 +147,35 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
 
 
 def check_fits(prefix: str, tokenizer: MegatronTokenizerText) -> None:
-    """Refuse data that another tokenizer made.
+    """Refuse data that was made with another tokenizer.
 
-    The NullTokenizer stands for ids without a text: it fits wherever its vocabulary is large
-    enough.
+    The NullTokenizer accepts any data whose vocabulary is not larger than its own.
 
     Raises:
-        UserError: naming both vocabularies.
+        UserError: if the tokenizers differ; the message names both vocabularies.
     """
     manifest = read_manifest(prefix)
     if manifest is None:
         return
-    made, size = manifest.tokenizer, tokenizer.vocab_size
+    recorded, size = manifest.tokenizer, tokenizer.vocab_size
     if tokenizer.library == "null":
-        if size >= made.vocab_size:
+        if size >= recorded.vocab_size:
             return
         raise UserError(
-            f"the data {prefix} have a vocabulary of {made.vocab_size}, but --vocab-size "
+            f"the data {prefix} has a vocabulary of {recorded.vocab_size}, but --vocab-size "
             f"{size - 1} and the end-of-document token make {size}; give --vocab-size "
-            f"{made.vocab_size - 1}"
+            f"{recorded.vocab_size - 1}"
         )
-    here = f"the tokenizer {tokenizer.path} ({tokenizer.library}) has"
-    if size != made.vocab_size:
-        what = f"a vocabulary of {made.vocab_size} ({made.type}), but {here} {size}"
-    elif fingerprint(tokenizer) != made.fingerprint:
-        what = f"another tokenizer's ids ({made.type}): {here} as many tokens, but not the same"
+    given = f"the tokenizer {tokenizer.path} ({tokenizer.library}) has"
+    if size != recorded.vocab_size:
+        difference = f"a vocabulary of {recorded.vocab_size} ({recorded.type}), but {given} {size}"
+    elif fingerprint(tokenizer) != recorded.fingerprint:
+        difference = (
+            f"another tokenizer's ids ({recorded.type}): {given} as many tokens, but not the same"
+        )
     else:
         return
     raise UserError(
-        f"the data {prefix} have {what}; give the --tokenizer-model that made them, make them "
-        f"again with this one, or delete {manifest_path(prefix)} if only the ids matter"
+        f"the data {prefix} has {difference}; give the --tokenizer-model that it was made with, "
+        f"make it again with this one, or delete {manifest_path(prefix)} if only the ids matter"
     )

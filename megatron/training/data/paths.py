@@ -1,4 +1,4 @@
-"""Data set prefixes as the command line gives them, and the folder of the sample indices."""
+"""Parse and check data set prefixes, and choose the cache folder of their sample indices."""
 
 import hashlib
 import math
@@ -14,13 +14,13 @@ def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
     """Split `0.3 a 0.7 b` into prefixes and weights, or `a b` into prefixes and None.
 
     Raises:
-        UserError: weights and prefixes do not alternate.
+        UserError: if weights and prefixes do not alternate.
     """
     if len(values) == 1 and _exists(f"{values[0]}.idx"):
-        return list(values), None  # whatever its name looks like
+        return list(values), None  # an existing file, even if its name looks like a blend
     words = values[0].split()
     if len(values) == 1 and words and _is_number(words[0]):
-        values = words  # one quoted argument, as scripts often have it
+        values = words  # scripts often pass a blend as one quoted argument
     if not _is_number(values[0]):
         return list(values), None
     weights, prefixes = values[0::2], values[1::2]
@@ -46,7 +46,7 @@ def _is_number(text: str) -> bool:
 
 
 def blend_prefixes(values: list[str]) -> list[str]:
-    """The prefixes of a blend."""
+    """Return the prefixes of a blend."""
     return parse_blend(values)[0]
 
 
@@ -85,18 +85,16 @@ def check_prefix(prefix: str) -> None:
 
 
 def default_cache(prefixes: list[str]) -> str | None:
-    """Where the sample indices go by default: a hidden folder beside the data if it can be written,
-    else nowhere.
-    """
+    """Return the default folder of the sample indices, or None if the data folder is read-only."""
     folder = Path(prefixes[0]).resolve().parent
     return str(folder / ".index_cache") if os.access(folder, os.W_OK) else None
 
 
 def index_state(prefixes: list[str]) -> str:
-    """A name for the `.idx` files as they are now, which changes when one is made again.
+    """Return a name for the current state of the `.idx` files; it changes when one is rewritten.
 
-    megatron-core names its sample indices by the prefix alone: under that name it would go on with
-    those of the data that were there before.
+    megatron-core names its sample indices after the prefix alone. It would therefore reuse the
+    indices of earlier data that had the same prefix.
     """
     digest = hashlib.sha256()
     for prefix in prefixes:

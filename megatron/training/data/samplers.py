@@ -1,9 +1,8 @@
-"""The order of the samples: sequential over the data set, cut over the data-parallel ranks,
-resumable by a count.
+"""Sample a data set sequentially, split over the data-parallel ranks and resumable by a count.
 
-The data set shuffles its own index, so that reading it in order is random order; where a run stands
-is then one number, the samples consumed so far, which is the same for every data-parallel size that
-divides the batch.
+The data set shuffles its own index, so reading it in order yields a random order. The position of a
+run is therefore one number: the samples consumed so far. It is the same for every data-parallel
+size that divides the batch.
 """
 
 from collections.abc import Iterator
@@ -12,8 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SequentialSampler:
-    """Yields, for one data-parallel rank, the indices of each micro-batch; an incomplete last one
-    is left out.
+    """The sample indices of each micro-batch of one data-parallel rank.
+
+    An incomplete last micro-batch is dropped.
     """
 
     total_samples: int
@@ -23,7 +23,7 @@ class SequentialSampler:
     data_parallel_size: int
 
     def __len__(self) -> int:
-        """Micro-batches left for each rank."""
+        """Return the number of micro-batches left for each rank."""
         step = self.micro_batch_size * self.data_parallel_size
         return max(self.total_samples - self.consumed_samples, 0) // step
 

@@ -1,13 +1,13 @@
-"""Tokenizers in tiktoken's format: a file of `base64-of-the-bytes rank` lines.
+"""Read tokenizers in tiktoken's format: a text file with one `base64-of-the-bytes rank` per line.
 
-Llama 3's `tokenizer.model` and OpenAI's `*.tiktoken` files are such. The file holds the byte pairs
-alone; how text is split before they are merged, and which special tokens follow them, is
-convention. It is chosen by the number of ranks, and a file of another number is taken for one of
-Llama 3's kind. (The class of that name in the wheel reads another format, JSON with the special
+Llama 3's `tokenizer.model` and OpenAI's `*.tiktoken` files have this format. Such a file holds only
+the byte pairs. How text is split before they are merged, and which special tokens follow them, is
+convention. The number of ranks in the file selects a known convention; any other number selects
+Llama 3's. (The wheel's class of the same name reads a different format: JSON with the special
 tokens first.)
 
-Special tokens are never made from text: `<|end_of_text|>` in a document is taken apart like any
-other word, as Llama 3's own code does with what users write.
+Text never produces special tokens: `<|end_of_text|>` in a document is split like any other word, as
+Llama 3's own code does with user input.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron.core.tokenizers.text.libraries.abstract_tokenizer import MegatronT
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
 FILE_LIMIT = 256 * MEBIBYTE  #: the largest vocabularies take 4 MB
-LARGEST_RANK = 1 << 24  #: some 20 times as many as the largest vocabulary has
-LONGEST_PIECE = 400_000  # characters
-LONGEST_RUN = 25_000  # of characters that are all white space, or none of them
+LARGEST_RANK = 1 << 24  #: about 20 times the size of the largest vocabulary
+LONGEST_PIECE = 400_000  #: characters
+LONGEST_RUN = 25_000  #: characters, either all white space or none of them
 _LONG = rf"{{{LONGEST_RUN + 1},}}"
-_LONG_RUN = re.compile(rf"(?<!\S)\S{_LONG}|(?<!\s)\s{_LONG}")  # tried where a run begins only
+_LONG_RUN = re.compile(rf"(?<!\S)\S{_LONG}|(?<!\s)\s{_LONG}")  # matches only at the start of a run
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _CL100K = (
@@ -53,18 +53,18 @@ _O200K = (
 
 @dataclass(frozen=True)
 class Family:
-    """What a file of byte pairs does not say."""
+    """The conventions of a tokenizer that its file of byte pairs does not state."""
 
     name: str
-    pattern: str  #: splits text into the words within which bytes are merged
-    special_tokens: dict[str, int]  #: name: id
+    pattern: str  #: regular expression of the words within which bytes are merged
+    special_tokens: dict[str, int]  #: ids by name
     eod: str
     bos: str | None = None
     pad: str | None = None
 
 
 def _llama3(ranks: int) -> Family:
-    """256 special tokens behind the ranks, those that matter by Llama 3.2's names for them."""
+    """Return Llama 3's family: 256 special tokens follow the ranks, under Llama 3.2's names."""
     names = [f"<|reserved_special_token_{number}|>" for number in range(256)]
     known = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id"}
     known |= {6: "start_header_id", 7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}
@@ -112,10 +112,10 @@ def _rank(digits: bytes) -> int:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """The byte pairs of a tiktoken file.
+    """Return the ranks of the byte pairs in a tiktoken file.
 
     Raises:
-        ValueError: naming the line that is not `base64 rank`.
+        ValueError: if a line is not `base64 rank`, a byte has no rank, or a rank occurs twice.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_bytes(path, limit=FILE_LIMIT).split(b"\n"), start=1):
@@ -128,17 +128,18 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             raise ValueError(f"line {number} is not 'base64 rank'") from error
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise ValueError(f"the byte {missing[0]} has no rank, so that not every text has tokens")
+        raise ValueError(f"the byte {missing[0]} has no rank, so some texts have no tokens")
     if len(set(ranks.values())) != len(ranks):
         raise ValueError("two tokens have the same rank")
     return ranks
 
 
 def pieces(text: str) -> Iterator[str]:
-    """`text` in parts that the library can take: with a million blanks in a row its patterns run
-    out of stack, which ends in a panic.
+    """Split `text` into pieces that the library can process.
 
-    Llama 3's tokenizer has these limits, so its ids are these. Text within them is one part.
+    Its patterns overflow the stack on a million blanks in a row, and the library panics. The limits
+    are those of Llama 3's own tokenizer, so the ids are the same. Text within the limits is one
+    piece.
     """
     for start in range(0, len(text), LONGEST_PIECE):
         piece, done = text[start : start + LONGEST_PIECE], 0
@@ -150,7 +151,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 class TiktokenFile(MegatronTokenizerTextAbstract):
-    """What megatron-core asks of a tokenizer's library, of a file in tiktoken's format."""
+    """A file in tiktoken's format, with megatron-core's interface of a tokenizer library."""
 
     chat_template = None
     mask_id = cls_id = sep_id = unk_id = None
@@ -170,7 +171,7 @@ class TiktokenFile(MegatronTokenizerTextAbstract):
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Ids by token; a token's bytes stand as the characters of the same numbers."""
+        """Ids by token; each byte of a token is shown as the Latin-1 character of that value."""
         return {token: number for number, token in self.inv_vocab.items()}
 
     def text_to_ids(self, text: str) -> list[int]:
@@ -194,7 +195,7 @@ class TiktokenFile(MegatronTokenizerTextAbstract):
         return [self.inv_vocab[number] for number in ids]
 
     def add_special_tokens(self, special_tokens: list | dict) -> None:
-        raise NotImplementedError("a tiktoken file has the special tokens of its family alone")
+        raise NotImplementedError("a tiktoken file has only the special tokens of its family")
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
@@ -221,7 +222,7 @@ class TiktokenFile(MegatronTokenizerTextAbstract):
 
 
 class TiktokenTokenizer(MegatronTokenizerText):
-    """The tokenizer that training and datasets use, over a `TiktokenFile`."""
+    """The tokenizer that training and data sets use, backed by a `TiktokenFile`."""
 
     def _restore_model(self, **kwargs: object) -> TiktokenFile:
         return TiktokenFile(self.path)

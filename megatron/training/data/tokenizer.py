@@ -1,10 +1,10 @@
-"""Tokenizers by Megatron-LM's names, from the files on disk.
+"""Build tokenizers from files on disk, under Megatron-LM's names for their types.
 
-The classes are the wheel's (`megatron.core.tokenizers`). What is added here: the type can be read
-off the path, a path that is wrong is explained before a library trips over it, and a missing
-folder is never taken for the name of a model on the Hugging Face hub, so nothing is downloaded.
-Files in tiktoken's format are read by a class of ours; many texts are tokenized faster than one by
-one; and a fingerprint tells whether data were made with the tokenizer that training uses.
+The classes are the wheel's (`megatron.core.tokenizers`). This module adds the following. It guesses
+the type from the path, and explains a wrong path before a library fails on it. It never takes a
+missing folder for the name of a model on the Hugging Face hub, so nothing is downloaded. It reads
+tiktoken's format with `tiktoken_tokenizer`. It tokenizes texts in batches, which is faster than one
+at a time. Its fingerprint shows whether data was made with the tokenizer that training uses.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ TOKENIZER_TYPES = (
 )
 
 _SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".bpe", ".vocab")
-#: Small files that transformers reads in addition to `tokenizer.json`.
+#: Names of small files that transformers reads in addition to `tokenizer.json`.
 _CONFIGURATION = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "config.json",
 )
-#: Names of tokenizer classes. transformers accepts any of its classes by name, and some of them
-#: load others.
+#: Accepted names of tokenizer classes. transformers accepts any of its classes by name, and some of
+#: them load others.
 _TOKENIZER_CLASS = re.compile(r"(?!Rag|Auto)\w*Tokenizer\w*|\w+Backend")
-#: What AutoTokenizer needs to find in a folder.
+#: Names of the files of which AutoTokenizer needs at least one in a folder.
 HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def guess_tokenizer_type(path: str | Path) -> str:
-    """The type of the tokenizer at `path`: a `.model` file or a folder as models are shipped."""
+    """Return the type of the tokenizer at `path`, which is a file or the folder of a model."""
     path = Path(path)
     _refuse_special(path)
     if not path.exists():
@@ -57,8 +57,8 @@ def guess_tokenizer_type(path: str | Path) -> str:
         )
     if path.is_file():
         return "HuggingFaceTokenizer" if path.suffix == ".json" else _type_of_file(path)
-    # A Llama 2 folder has both, and its tokenizer.json says the same as its tokenizer.model; in a
-    # Llama 3 folder tokenizer.model is not a SentencePiece model. So Hugging Face's goes first.
+    # Hugging Face's files take precedence. A Llama 2 folder has an equivalent tokenizer.json and
+    # tokenizer.model; in a Llama 3 folder tokenizer.model is not a SentencePiece model.
     if any((path / name).is_file() for name in HUGGING_FACE_FILES):
         return "HuggingFaceTokenizer"
     if (file := _file_in(path)) is not None:
@@ -70,24 +70,24 @@ def guess_tokenizer_type(path: str | Path) -> str:
 
 
 def _file_in(folder: Path) -> Path | None:
-    """The tokenizer's file in a folder that has no Hugging Face tokenizer.
+    """Return the tokenizer's file in a folder that has no Hugging Face tokenizer.
 
     Raises:
-        UserError: there are several.
+        UserError: if there are several.
     """
     if (folder / "tokenizer.model").is_file():
         return folder / "tokenizer.model"
-    found = sorted(folder.glob("*.tiktoken"))
-    if len(found) > 1:
+    paths = sorted(folder.glob("*.tiktoken"))
+    if len(paths) > 1:
         raise UserError(
-            f"the folder {folder} holds {len(found)} .tiktoken files "
-            f"({', '.join(path.name for path in found)}); name one of them"
+            f"the folder {folder} holds {len(paths)} .tiktoken files "
+            f"({', '.join(path.name for path in paths)}); name one of them"
         )
-    return found[0] if found else None
+    return paths[0] if paths else None
 
 
 def _type_of_file(path: Path) -> str:
-    """Both kinds are called tokenizer.model; tiktoken's is text, SentencePiece's is not."""
+    """Return the type of a tokenizer.model by its content: tiktoken's format is text."""
     with path.open("rb") as file:
         first = file.readline(1000)
     tiktoken = re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", first)
@@ -99,11 +99,12 @@ def build_tokenizer(
     model_path: str | Path | None = None,
     vocab_size: int | None = None,
 ) -> MegatronTokenizerText:
-    """The tokenizer of `tokenizer_type` (None: whatever is at `model_path`).
+    """Return the tokenizer of `tokenizer_type`; None guesses the type from `model_path`.
 
     It has tokenize(text) -> list[int], detokenize(ids) -> str, vocab_size, eod (None if the
-    tokenizer has no such token) and what megatron-core's datasets ask for. `vocab_size` is for the
-    NullTokenizer, whose text is numbers: the ids 0 to vocab_size - 1, with eod = vocab_size.
+    tokenizer has no such token) and the rest of the interface that megatron-core's data sets use.
+    `vocab_size` is for the NullTokenizer, whose text consists of numbers: the ids from 0 to
+    vocab_size - 1, with eod = vocab_size.
     """
     if tokenizer_type is None and model_path is not None:
         tokenizer_type = guess_tokenizer_type(model_path)
@@ -134,15 +135,15 @@ def build_tokenizer(
     return make(Path(model_path))
 
 
-#: Text that tokenizers cut differently: spaces, digits, cases, scripts, code, an emoji.
+#: Text that different tokenizers split differently: spaces, digits, cases, scripts, code, an emoji.
 PROBE = "Hello  world's 12345.67\n\tdef f(x): return x**2  # naïve, 漢字かな 한국어 Привет 🙂\r\n"
 
 
 def fingerprint(tokenizer: MegatronTokenizerText) -> str:
-    """Equal for two tokenizers with the same tokens, ids and end-of-document id.
+    """Return a digest that is equal for tokenizers with the same tokens and end-of-document id.
 
-    It is made of what a tokenizer does and not of its files, which each release of a library
-    writes a little differently: the token of every id, and the ids of `PROBE`.
+    It covers a tokenizer's behavior (the token of every id, and the ids of `PROBE`) and not its
+    files, which each release of a library writes slightly differently.
     """
     digest = hashlib.sha256()
     digest.update(f"{tokenizer.vocab_size} {tokenizer.eod}\n".encode())
@@ -154,20 +155,22 @@ def fingerprint(tokenizer: MegatronTokenizerText) -> str:
 
 
 def batch_encoder(tokenizer: MegatronTokenizerText) -> Callable[[list[str]], list[list[int]]]:
-    """A function that gives the ids of each of many texts: those of `tokenizer.tokenize`, faster.
+    """Return a function that tokenizes many texts faster than one `tokenizer.tokenize` per text.
 
-    The wheel asks Hugging Face's tokenizers for the tokens as strings and then for the id of each.
+    The ids are the same. The wheel is slower because it asks Hugging Face's tokenizers for the
+    tokens as strings and then for the id of each.
     """
     inner = tokenizer._tokenizer
     if tokenizer.library == "huggingface" and getattr(inner.tokenizer, "is_fast", False):
         backend = inner.tokenizer.backend_tokenizer
 
         def encode(texts: list[str]) -> list[list[int]]:
-            backend.no_truncation()  # what the file may ask for, as the wheel's own calls do
+            # The file may request truncation and padding; the wheel's own calls disable both.
+            backend.no_truncation()
             backend.no_padding()
             backend.encode_special_tokens = inner.tokenizer.split_special_tokens
-            found = backend.encode_batch_fast(texts, add_special_tokens=False)
-            return [encoding.ids for encoding in found]
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
 
         return encode
     if tokenizer.library == "sentencepiece" and not inner.legacy and inner.ignore_extra_whitespaces:
@@ -197,7 +200,7 @@ def _sentencepiece(path: Path) -> MegatronTokenizerText:
         raise UserError(f"{file} does not exist; a SentencePieceTokenizer needs a .model file")
     try:
         return _from_wheel("sentencepiece", file)
-    except (RuntimeError, OSError) as error:  # sentencepiece raises either, by release
+    except (RuntimeError, OSError) as error:  # which one depends on sentencepiece's release
         raise UserError(
             f"{file} is not a SentencePiece model; if it belongs to Llama 3, give the type "
             "TikTokenizer, or the folder with its tokenizer.json and HuggingFaceTokenizer"
@@ -225,9 +228,9 @@ def _tiktoken(path: Path) -> MegatronTokenizerText:
 def _hugging_face(path: Path) -> MegatronTokenizerText:
     if path.is_file() and path.name not in HUGGING_FACE_FILES:
         raise UserError(
-            f"{path} would not be read: Hugging Face's library takes "
+            f"{path} would not be read: Hugging Face's library reads "
             f"{' and '.join(HUGGING_FACE_FILES)} of a folder; name the folder of the tokenizer, "
-            "and if this is its file, call it tokenizer.json"
+            "and if this is its file, rename it to tokenizer.json"
         )
     folder = path.parent if path.is_file() else path
     if not any((folder / name).is_file() for name in HUGGING_FACE_FILES):
@@ -243,7 +246,7 @@ def _hugging_face(path: Path) -> MegatronTokenizerText:
 
 
 def _check_configuration(folder: Path) -> None:
-    """Refuse configuration files of a tokenizer that do not hold settings of a tokenizer.
+    """Refuse configuration files that do not hold the settings of a tokenizer.
 
     Raises:
         UserError: if there is one; the message names it.
@@ -251,17 +254,17 @@ def _check_configuration(folder: Path) -> None:
     for name in _CONFIGURATION:
         path = folder / name
         try:
-            found = read_json(path)
+            settings = read_json(path)
         except FileNotFoundError:
             continue
         except UnusableFileError as error:
             raise UserError(f"{error}; save the tokenizer again with save_pretrained") from error
-        if not isinstance(found, dict):
+        if not isinstance(settings, dict):
             raise UserError(
-                f"{path} holds a value of type {type(found).__name__}, not an object of settings; "
-                "save the tokenizer again with save_pretrained"
+                f"{path} holds a value of type {type(settings).__name__}, not an object of "
+                "settings; save the tokenizer again with save_pretrained"
             )
-        kind = found.get("tokenizer_class") if name != "config.json" else None
+        kind = settings.get("tokenizer_class") if name != "config.json" else None
         if kind is not None and not (isinstance(kind, str) and _TOKENIZER_CLASS.fullmatch(kind)):
             raise UserError(
                 f"{path} names the class {printable(repr(kind), limit=60)}, which is not a "
@@ -283,7 +286,10 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 
 
 def _from_wheel(library: str, path: Path | None, **options: object) -> MegatronTokenizerText:
-    """Ask megatron-core, imported here: it takes seconds, and wrong paths should not."""
+    """Build the tokenizer with megatron-core.
+
+    The import takes seconds, so it is here: a wrong path is reported without it.
+    """
     with warnings.catch_warnings(), transformers_when_needed():
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
         import megatron.core.tokenizers.text.libraries  # noqa: F401

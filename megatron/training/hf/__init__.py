@@ -1,10 +1,13 @@
-"""Weights from and to the Hugging Face format (safetensors beside a config.json).
+"""Load and save weights in the Hugging Face format (safetensors beside a config.json).
 
-llama.py, deepseek_v2.py   an architecture: its flags, its config.json, its tensors in ours
-architectures.py           which of them a config.json or a command line means
-layouts.py                 how a tensor of ours is put together from theirs, rank by rank
-flags.py                   the command line, filled in and checked
-reading.py loading.py      from the files into the model: what a rank needs and no more
-writing.py folders.py      from the ranks into the files, whole or not at all
-convert.py                 from one to the other without training
+llama.py deepseek_v2.py    architectures: flags, config.json and the sources of each model tensor
+architectures.py           find the architecture of a config.json or a command line
+layouts.py                 assemble a model tensor from source tensors, rank by rank
+flags.py                   fill in and check the command line
+reading.py loading.py      read files into the model; each rank reads only what it needs
+writing.py folders.py      write the ranks' weights to files, either completely or not at all
+convert.py                 convert between the formats without training
+
+A model tensor is a parameter of megatron-core's model; a source tensor is one of a Hugging Face
+checkpoint.
 """

@@ -1,4 +1,4 @@
-"""Which architecture a config.json or a command line means."""
+"""Find the Hugging Face architecture that a config.json or a command line describes."""
 
 import argparse
 from collections.abc import Callable
@@ -18,9 +18,9 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model of transformers that the model here can be."""
+    """A model class of transformers that this program can also build."""
 
-    name: str  #: its class
+    name: str  #: name of the class in transformers
     model_type: str
     flags: Callable[[dict[str, Any]], dict[str, Any]]
     config: Callable[[argparse.Namespace], dict[str, Any]]
@@ -40,27 +40,27 @@ ARCHITECTURES = (LLAMA, DEEPSEEK_V2)
 
 @dataclass
 class Model:
-    """A model as transformers describes it."""
+    """A model described by its Hugging Face architecture and config.json."""
 
     architecture: Architecture
     config: dict[str, Any]
 
     @property
     def tensors(self) -> dict[str, Layout]:
-        """How each tensor of ours is put together, by its name in the whole model."""
+        """Layouts of all model tensors by their names in the whole model."""
         return self.architecture.tensors(self.config)
 
     @property
     def sources(self) -> dict[str, Source]:
-        """Every tensor of theirs by its name."""
+        """All source tensors by their names."""
         return {s.name: s for layout in self.tensors.values() for s in layout.sources}
 
 
 def read_model(folder: str) -> Model:
-    """What the config.json of a checkpoint says.
+    """Return the model that the config.json of a checkpoint describes.
 
     Raises:
-        UserError: there is none, or it is of a model that cannot be built here.
+        UserError: if there is no config.json, or it describes a model that cannot be built here.
     """
     path = Path(folder, CONFIG)
     try:
@@ -82,18 +82,19 @@ def read_model(folder: str) -> Model:
             except ValueError as error:
                 raise UserError(f"{path} has {error}; get the file again") from error
             return Model(architecture, config)
-    told = printable(" and ".join(map(str, names))) if names and isinstance(names, list) else None
+    shown = "no architecture"
+    if names and isinstance(names, list):
+        shown = printable(" and ".join(map(str, names)))
     raise UserError(
-        f"{path} names {told or 'no architecture'}; --load-hf takes "
-        f"{' or '.join(a.name for a in ARCHITECTURES)}"
+        f"{path} names {shown}; --load-hf takes {' or '.join(a.name for a in ARCHITECTURES)}"
     )
 
 
 def flags_of(model: Model, folder: str) -> dict[str, Any]:
-    """What the command line must say for a checkpoint.
+    """Return the flags that the command line must have for a checkpoint.
 
     Raises:
-        UserError: the config.json asks for what cannot be computed here, or lacks a number.
+        UserError: if the config.json requires something unsupported, or lacks a number.
     """
     where = Path(folder, CONFIG)
     try:
@@ -104,8 +105,8 @@ def flags_of(model: Model, folder: str) -> dict[str, Any]:
         raise UserError(f"{where} has {printable(error)}; give another checkpoint") from error
 
 
-def described(args: argparse.Namespace) -> Model:
-    """The model of a complete command line; `vocab_size` is still missing."""
+def model_of(args: argparse.Namespace) -> Model:
+    """Return the model that a complete command line describes; `vocab_size` is still missing."""
     architecture = DEEPSEEK_V2 if args.multi_latent_attention else LLAMA
     config = {"architectures": [architecture.name], "model_type": architecture.model_type}
     return Model(architecture, config | architecture.config(args) | {"hidden_act": "silu"})

@@ -46,7 +46,7 @@ _ROPE_FLAGS = ("truncate",)
 
 
 def check_types(config: dict[str, Any]) -> None:
-    """Refuse values that no model has. Most missing or null values have a default.
+    """Refuse values that no model has; most missing or null values have a default.
 
     Raises:
         ValueError: if a value is wrong; the message reads `NAME VALUE, which is ...`.

@@ -1,7 +1,7 @@
-"""`--save-hf` with `--train-iters 0`: weights from one format into the other.
+"""Convert weights from one format into the other: `--save-hf` with `--train-iters 0`.
 
-The model is built without an optimizer and without buffers for gradients, so that a conversion
-needs the memory of the weights and of one file.
+The model is built without an optimizer and without gradient buffers, so a conversion needs memory
+only for the weights and one file.
 """
 
 from megatron.training import model
@@ -13,10 +13,10 @@ from megatron.training.train_step import TrainingState
 
 
 def convert(run: RunConfig) -> None:
-    """Read `--load` or `--load-hf`, write `--save-hf`.
+    """Read the weights of `--load` or `--load-hf` and write them to `--save-hf`.
 
     Raises:
-        UserError: what the user can mend, on all ranks alike.
+        UserError: on all ranks, if the weights cannot be read.
     """
     print_rank_0("> converting weights: nothing is trained or evaluated (--train-iters 0)")
     chunks = model.build_chunks(run, run.args.padded_vocab_size)

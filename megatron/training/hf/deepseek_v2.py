@@ -1,11 +1,12 @@
-"""DeepSeek-V2-Lite: DeepseekV2ForCausalLM in ours.
+"""Map DeepSeek-V2-Lite (DeepseekV2ForCausalLM) to this program's flags and model tensors.
 
-Of the positional part of queries and keys transformers takes neighboring rows for a pair, as
-complex numbers; megatron-core's multi-latent attention first sorts the same rows into halves, for
-queries and keys alike, so that every product of the two is the same sum. No row changes its place.
+In the positional part of queries and keys, transformers rotates pairs of neighboring rows as
+complex numbers. megatron-core's multi-latent attention first sorts the same rows into halves, for
+queries and keys alike. Every product of a query and a key is therefore the same sum, and the
+conversion keeps the order of the rows.
 
-transformers gives the norm of the latent an epsilon of 1e-6, whatever `rms_norm_eps` is; here both
-are `--norm-epsilon`. In the published models they are equal.
+In transformers the latent's norm has an epsilon of 1e-6, independent of `rms_norm_eps`. Here both
+norms use `--norm-epsilon`. In the published models the two values are equal.
 """
 
 import argparse
@@ -19,10 +20,10 @@ LATENT_NORM_EPSILON = 1e-6  #: fixed in transformers
 
 
 def flags(config: dict[str, Any]) -> dict[str, Any]:
-    """What the command line must say for this config.json.
+    """Return the flags that the command line must have for this config.json.
 
     Raises:
-        Unsupported: what the model here cannot compute.
+        Unsupported: if the config.json requires something that this program cannot compute.
     """
     check_blocks(config)
     _check_attention(config)
@@ -71,20 +72,20 @@ def _check_attention(config: dict[str, Any]) -> None:
 
 
 def _check_routing(config: dict[str, Any]) -> None:
-    """What transformers 5 ignores of a published config.json is refused where it would matter."""
-    for name, value, why in (
+    """Refuse routing settings that would change the output, even if transformers 5 ignores them."""
+    for name, supported, why in (
         ("topk_method", "greedy", "megatron-core ranks groups of experts by another sum"),
         ("scoring_func", "softmax", "DeepSeek-V2 scores experts by a softmax"),
-        ("norm_topk_prob", False, "the weights of the chosen experts are left as they are"),
-        ("moe_layer_freq", 1, "every layer behind the dense ones has experts"),
+        ("norm_topk_prob", False, "the weights of the chosen experts are not normalized"),
+        ("moe_layer_freq", 1, "every layer after the dense ones has experts"),
     ):
-        found = config.get(name)
-        if found is not None and found != value:
-            raise Unsupported(f"{name} {found!r}; here it is {value!r}: {why}")
+        value = config.get(name)
+        if value is not None and value != supported:
+            raise Unsupported(f"{name} {value!r}; here it is {supported!r}: {why}")
     if not config.get("n_routed_experts") or not config.get("n_shared_experts"):
         raise Unsupported("no routed or no shared experts; DeepSeek-V2 has both")
     if config.get("first_k_dense_replace", 0) >= config["num_hidden_layers"]:
-        raise Unsupported("dense layers alone; DeepSeek-V2 has layers with experts")
+        raise Unsupported("only dense layers; DeepSeek-V2 has layers with experts")
 
 
 def _shared_size(config: dict[str, Any]) -> int:
@@ -92,15 +93,15 @@ def _shared_size(config: dict[str, Any]) -> int:
 
 
 def _scaling(factor: float | None) -> float | None:
-    """megatron-core takes no factor for a factor of 1."""
+    """Return the routing factor for megatron-core, which expresses a factor of 1 as None."""
     return None if factor in (None, 1) else float(factor)
 
 
 def config(args: argparse.Namespace) -> dict[str, Any]:
-    """The config.json of a model trained with these flags; `vocab_size` is the caller's."""
+    """Return the config.json of a model trained with these flags; the caller adds `vocab_size`."""
     inner, shared = args.moe_ffn_hidden_size, args.moe_shared_expert_intermediate_size
     pattern = layer_pattern(args.moe_layer_freq, args.num_layers)
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "num_hidden_layers": args.num_layers,
         "hidden_size": args.hidden_size,
         "intermediate_size": args.ffn_hidden_size,
@@ -127,7 +128,7 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
         "rope_theta": float(args.rotary_base),
     }
     if args.rope_type == "yarn":
-        found["rope_scaling"] = {
+        settings["rope_scaling"] = {
             "type": "yarn",
             "factor": args.rotary_scaling_factor,
             "original_max_position_embeddings": args.original_max_position_embeddings,
@@ -136,62 +137,62 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
             "mscale": args.mscale,
             "mscale_all_dim": args.mscale_all_dim,
         }
-    return found
+    return settings
 
 
 def layer_pattern(pattern: int | list[int], layers: int) -> list[int]:
-    """`--moe-layer-freq` layer by layer: 1 where there are experts."""
+    """Return `--moe-layer-freq` as one number per layer: 1 for a layer with experts."""
     if isinstance(pattern, int):
         return [int(index % pattern == 0) for index in range(layers)]
     return list(pattern)
 
 
 def tensors(config: dict[str, Any]) -> dict[str, Layout]:
-    """Every tensor of ours by its name in the whole model."""
-    found = outside_of_layers(config)
+    """Return the layouts of all model tensors by their names in the whole model."""
+    layouts = outside_of_layers(config)
     hidden = config["hidden_size"]
     for index in range(config["num_hidden_layers"]):
-        ours, theirs = f"decoder.layers.{index}.", f"model.layers.{index}."
-        found |= norms(ours, theirs, hidden)
-        found |= _attention(ours + "self_attention.", theirs + "self_attn.", config)
-        ours, theirs = ours + "mlp.", theirs + "mlp."
+        target, source = f"decoder.layers.{index}.", f"model.layers.{index}."
+        layouts |= norms(target, source, hidden)
+        layouts |= _attention(target + "self_attention.", source + "self_attn.", config)
+        target, source = target + "mlp.", source + "mlp."
         if index < config.get("first_k_dense_replace", 0):
-            found |= gated(ours, theirs, hidden, config["intermediate_size"])
+            layouts |= gated(target, source, hidden, config["intermediate_size"])
         else:
-            found |= _experts(ours, theirs, config)
-    return found
+            layouts |= _experts(target, source, config)
+    return layouts
 
 
-def _attention(ours: str, theirs: str, config: dict[str, Any]) -> dict[str, Layout]:
+def _attention(target: str, source: str, config: dict[str, Any]) -> dict[str, Layout]:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     latent, rank = config["kv_lora_rank"], config.get("q_lora_rank")
-    plain, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    queries, values = heads * (plain + turned), config["v_head_dim"]
+    plain, rotary = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    queries, values = heads * (plain + rotary), config["v_head_dim"]
 
-    def theirs_of(name: str, *shape: int) -> Source:
-        return Source(f"{theirs}{name}.weight", shape)
+    def source_of(name: str, *shape: int) -> Source:
+        return Source(f"{source}{name}.weight", shape)
 
-    found = {
-        "linear_kv_down_proj": rows(theirs_of("kv_a_proj_with_mqa", latent + turned, hidden)),
-        "kv_layernorm": whole(theirs_of("kv_a_layernorm", latent)),
-        "linear_kv_up_proj": rows(theirs_of("kv_b_proj", heads * (plain + values), latent)),
-        "linear_proj": columns(theirs_of("o_proj", hidden, heads * values)),
+    layouts = {
+        "linear_kv_down_proj": rows(source_of("kv_a_proj_with_mqa", latent + rotary, hidden)),
+        "kv_layernorm": whole(source_of("kv_a_layernorm", latent)),
+        "linear_kv_up_proj": rows(source_of("kv_b_proj", heads * (plain + values), latent)),
+        "linear_proj": columns(source_of("o_proj", hidden, heads * values)),
     }
     if rank is None:
-        found["linear_q_proj"] = rows(theirs_of("q_proj", queries, hidden))
+        layouts["linear_q_proj"] = rows(source_of("q_proj", queries, hidden))
     else:
-        found["linear_q_down_proj"] = rows(theirs_of("q_a_proj", rank, hidden))
-        found["q_layernorm"] = whole(theirs_of("q_a_layernorm", rank))
-        found["linear_q_up_proj"] = rows(theirs_of("q_b_proj", queries, rank))
-    return {f"{ours}{name}.weight": layout for name, layout in found.items()}
+        layouts["linear_q_down_proj"] = rows(source_of("q_a_proj", rank, hidden))
+        layouts["q_layernorm"] = whole(source_of("q_a_layernorm", rank))
+        layouts["linear_q_up_proj"] = rows(source_of("q_b_proj", queries, rank))
+    return {f"{target}{name}.weight": layout for name, layout in layouts.items()}
 
 
-def _experts(ours: str, theirs: str, config: dict[str, Any]) -> dict[str, Layout]:
+def _experts(target: str, source: str, config: dict[str, Any]) -> dict[str, Layout]:
     hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
     number = config["n_routed_experts"]
-    found = {f"{ours}router.weight": whole(Source(f"{theirs}gate.weight", (number, hidden)))}
+    layouts = {f"{target}router.weight": whole(Source(f"{source}gate.weight", (number, hidden)))}
     for expert in range(number):
-        names = f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}."
-        found |= gated(*names, hidden, inner)
-    names = f"{ours}shared_experts.", f"{theirs}shared_experts."
-    return found | gated(*names, hidden, _shared_size(config))
+        names = f"{target}experts.local_experts.{expert}.", f"{source}experts.{expert}."
+        layouts |= gated(*names, hidden, inner)
+    names = f"{target}shared_experts.", f"{source}shared_experts."
+    return layouts | gated(*names, hidden, _shared_size(config))

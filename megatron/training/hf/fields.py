@@ -33,7 +33,7 @@ EXPRESSED = _names("""
     untie_embeddings_and_output_weights
 """)
 
-#: Fields that change training, or where it starts, and not the logits in evaluation.
+#: Fields that change training or its initialization, but not the logits in evaluation.
 TRAINING = _names("""
     attention_dropout hidden_dropout calculate_per_token_loss mtp_loss_scaling_factor
     perform_initialization use_cpu_initialization init_method init_method_std
@@ -48,7 +48,7 @@ TRAINING = _names("""
     barrier_with_L1_time use_mcore_models
 """)
 
-#: Fields that choose types, kernels or an order of summation: the same numbers but for rounding.
+#: Fields that choose types, kernels or an order of summation: results differ only by rounding.
 NUMERICS = _names("""
     fp16 bf16 params_dtype pipeline_dtype enable_autocast autocast_dtype deterministic_mode
     batch_invariant_mode fp32_residual_connection attention_softmax_in_fp32
@@ -67,7 +67,7 @@ NUMERICS = _names("""
     disable_parameter_transpose_cache
 """)
 
-#: Fields that cut the model over ranks, order its work or spare memory.
+#: Fields that partition the model over ranks, schedule its work or save memory.
 LAYOUT = _names("""
     tensor_model_parallel_size pipeline_model_parallel_comm_backend pipeline_model_parallel_size
     virtual_pipeline_model_parallel_size sequence_parallel context_parallel_size

@@ -1,9 +1,8 @@
-"""The command line of `--load-hf` and `--save-hf`: filled in from a config.json, or checked
-against one.
+"""Fill in the command line of `--load-hf` from a config.json, and check it for `--save-hf`.
 
-With `--load-hf` a flag of the architecture need not be given: the checkpoint says it, and the log
-says what was filled in. One that was given and says otherwise is refused, not overruled. Precision,
-parallelism, batch and schedule stay the user's.
+With `--load-hf` the flags of the architecture need not be given: they are read from the checkpoint
+and logged. A given flag that contradicts the checkpoint is refused, not overridden. The user still
+chooses precision, parallelism, batch size and schedule.
 """
 
 import argparse
@@ -22,7 +21,7 @@ _FIELDS = {field.name: field for field in fields(MLATransformerConfig)}
 
 
 def given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
-    """The options that the command line names, as against those left at their default."""
+    """Return the options that the command line sets explicitly."""
     unset = object()
     seeded = argparse.Namespace(**{action.dest: unset for action in parser._actions})
     parser.parse_known_args(argv, seeded)
@@ -30,15 +29,15 @@ def given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
 
 
 def converts(args: argparse.Namespace) -> bool:
-    """Whether weights are only taken from one format into the other: nothing is trained."""
+    """Return whether the run only converts weights between formats, without training."""
     return args.save_hf is not None and args.train_iters == 0
 
 
 def prepare(args: argparse.Namespace, given: set[str]) -> tuple[Model | None, list[str]]:
-    """Fill in what `--load-hf` knows; returns its model and notes for the log.
+    """Fill in the flags that `--load-hf` determines; return its model and lines for the log.
 
     Raises:
-        UserError: a flag contradicts the checkpoint.
+        UserError: if a flag contradicts the checkpoint.
     """
     _check_together(args)
     model, notes = None, []
@@ -78,21 +77,21 @@ def _fill(args: argparse.Namespace, given: set[str], model: Model) -> list[str]:
     contradicting = [n for n in differing(expected, args) if n in given]
     if contradicting:
         raise UserError(
-            f"--load-hf {args.load_hf} holds another model than the flags say: "
+            f"--load-hf {args.load_hf} holds another model than the flags describe: "
             + "; ".join(
                 f"{flag_of(n)} is {_shown(getattr(args, n))} here and {_shown(expected[n])} there"
                 for n in contradicting
             )
-            + ". Leave these flags out, they are filled in, or give the checkpoint's values"
+            + ". Leave these flags out (they are filled in) or give the checkpoint's values"
         )
     training = {
         "max_position_embeddings": model.config.get("max_position_embeddings"),
         "hidden_dropout": 0.0,
         "attention_dropout": model.config.get("attention_dropout") or 0.0,
-        "perform_initialization": False,  # every weight is read, or the run stops
+        "perform_initialization": False,  # every weight is loaded; otherwise the run stops
     }
     if model.architecture is DEEPSEEK_V2:
-        training["moe_router_dtype"] = "fp32"  # as transformers computes it, also in bf16
+        training["moe_router_dtype"] = "fp32"  # transformers computes it so even in bf16
     filled = {
         name: value
         for name, value in (expected | training).items()
@@ -106,34 +105,34 @@ def _fill(args: argparse.Namespace, given: set[str], model: Model) -> list[str]:
     epsilon = expected["layernorm_epsilon"]
     if model.architecture is DEEPSEEK_V2 and epsilon != deepseek_v2.LATENT_NORM_EPSILON:
         notes.append(
-            f"the latent's norm has an epsilon of {epsilon} here, of "
+            f"the latent's norm has an epsilon of {epsilon} here and of "
             f"{deepseek_v2.LATENT_NORM_EPSILON} in transformers"
         )
     return notes
 
 
 def _default(args: argparse.Namespace, name: str) -> Any:
-    """What an option is without the checkpoint."""
-    here = getattr(args, name)
-    return default_of(_FIELDS[name]) if here is None and name in _FIELDS else here
+    """Return the value that an option has without the checkpoint."""
+    value = getattr(args, name)
+    return default_of(_FIELDS[name]) if value is None and name in _FIELDS else value
 
 
 def _spelled(name: str, value: Any) -> str:
-    """An option as it would be given."""
+    """Return an option as it is spelled on the command line, with its value."""
     if isinstance(value, bool):
         return flag_of(name if value else f"no_{name}")
     return f"{flag_of(name)} {_shown(value)}"
 
 
 def _fill_conversion(args: argparse.Namespace, model: Model | None) -> None:
-    """What a run must be told and a conversion does not use."""
+    """Set options that every run requires but a conversion does not use."""
     args.save_optim = args.load_optim = args.load_rng = False
     args.mock_data = args.data_path is None and args.train_data_path is None
     defaults: dict[str, Any] = {"lr": 0.0, "micro_batch_size": 1}
     if model is not None:
         defaults["seq_length"] = args.max_position_embeddings
         if args.tokenizer_type is None:
-            args.tokenizer_type = "NullTokenizer"  # of the ids 0 to vocab_size, the last included
+            args.tokenizer_type = "NullTokenizer"  # adds one id, for the end of a document
             args.vocab_size = model.config["vocab_size"] - 1
     for name, value in defaults.items():
         if getattr(args, name) is None:
@@ -141,29 +140,29 @@ def _fill_conversion(args: argparse.Namespace, model: Model | None) -> None:
 
 
 def describe(args: argparse.Namespace) -> Model:
-    """What `--save-hf` is to write of a complete command line, if transformers can hold it.
+    """Return the model that `--save-hf` writes for a complete command line.
 
     Raises:
-        UserError: names each flag that it cannot hold.
+        UserError: if transformers cannot express the model; the message names each wrong flag.
     """
-    model = architectures.described(args)
-    what = f"--save-hf writes a {model.architecture.name}, which cannot hold this model: "
+    model = architectures.model_of(args)
+    problem = f"--save-hf writes a {model.architecture.name}, which cannot express this model: "
     try:
         expected = model.architecture.flags(model.config)
     except ValueError as error:
-        raise UserError(f"{what}{error}; change the model or remove --save-hf") from error
+        raise UserError(f"{problem}{error}; change the model or remove --save-hf") from error
     wrong = differing(expected, args)
     if wrong:
         pairs = (
             f"{flag_of(n)} is {_shown(getattr(args, n))} and must be {_shown(expected[n])}"
             for n in wrong
         )
-        raise UserError(f"{what}{'; '.join(pairs)}. Change the flags or remove --save-hf")
+        raise UserError(f"{problem}{'; '.join(pairs)}. Change the flags or remove --save-hf")
     return model
 
 
 def differing(expected: dict[str, Any], args: argparse.Namespace) -> list[str]:
-    """The options that are not as expected."""
+    """Return the options whose values differ from the expected ones."""
     return [
         name
         for name, value in expected.items()
@@ -183,7 +182,7 @@ def _comparable(name: str, value: Any, args: argparse.Namespace) -> Any:
 
 
 def flag_of(name: str) -> str:
-    """How an option is spelled."""
+    """Return the command-line spelling of an option."""
     return "--" + name.replace("_", "-")
 
 
@@ -192,12 +191,13 @@ def _shown(value: Any) -> str:
 
 
 def check_vocabulary(args: argparse.Namespace, model: Model | None, tokens: int) -> int:
-    """The vocabulary of the model: the tokenizer's, or the larger one of the checkpoint.
+    """Return the vocabulary size of the model: the tokenizer's, or the checkpoint's larger one.
 
-    tokens: the tokenizer's size.
+    Args:
+        tokens: the tokenizer's vocabulary size.
 
     Raises:
-        UserError: the tokenizer has ids that the checkpoint has no rows for.
+        UserError: if the tokenizer has more ids than the checkpoint has rows.
     """
     if model is None:
         return tokens
@@ -214,23 +214,25 @@ def check_vocabulary(args: argparse.Namespace, model: Model | None, tokens: int)
 
 
 def name_special_tokens(args: argparse.Namespace, model: Model | None, tokenizer: Any) -> None:
-    """Let the config.json of a model trained from scratch say how its texts begin and end.
+    """Add the ids of the begin and end tokens to the config.json of a model trained from scratch.
 
-    Null where the tokenizer has no such token: left out, transformers would take Llama's own.
+    An id is null if the tokenizer has no such token: transformers would replace a missing entry by
+    Llama's own.
     """
     if model is None or args.load_hf is not None:
         return
     for name in ("bos", "eos"):
         try:
             number = getattr(tokenizer, f"{name}_id")
-        except (AttributeError, KeyError, TypeError, ValueError):  # as each library says it
+        except (AttributeError, KeyError, TypeError, ValueError):  # depends on the library
             number = None
         model.config[f"{name}_token_id"] = None if number is None or number < 0 else int(number)
 
 
 def tokenizer_file(args: argparse.Namespace) -> tuple[Path, str] | None:
-    """The one file of a SentencePiece or tiktoken tokenizer, and what it is called beside weights;
-    None for the other kinds.
+    """Return the file of a SentencePiece or tiktoken tokenizer, and its name beside the weights.
+
+    Other tokenizers have more than one file; the result is None.
     """
     if args.tokenizer_type not in ("SentencePieceTokenizer", "TikTokenizer"):
         return None
@@ -242,7 +244,7 @@ def tokenizer_file(args: argparse.Namespace) -> tuple[Path, str] | None:
 
 
 def tokenizer_folder(args: argparse.Namespace) -> Path | None:
-    """Where the tokenizer's files lie that belong beside exported weights."""
+    """Return the folder with the tokenizer's files to copy beside exported weights, if any."""
     if args.tokenizer_type == "HuggingFaceTokenizer":
         path = Path(args.tokenizer_model)
         return path.parent if path.is_file() else path

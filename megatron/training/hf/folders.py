@@ -1,9 +1,8 @@
-"""The folder that `--save-hf` writes: refused before training if it is taken, and put in place once
-it is whole.
+"""Manage the folder that `--save-hf` writes: check it before training and rename it when complete.
 
-    DIR.partial      while it is written, with a marker that it is ours to remove; config.json,
-                     without which no reader takes it, comes last
-    DIR              the whole of it
+DIR.partial      while it is written; a marker file shows that this program may remove it.
+                 config.json, which every reader needs, is written last
+DIR              the complete folder
 """
 
 import json
@@ -14,12 +13,12 @@ from typing import Any
 
 import torch
 
-from megatron.training.checkpointing.disk import folder_to_disk, to_disk
+from megatron.training.checkpointing.files import fsync, fsync_tree
 from megatron.training.errors import RunError, UserError
 from megatron.training.hf.architectures import CONFIG
 from megatron.training.hf.reading import INDEX
 
-#: What stands beside weights: a tokenizer, and how text is sampled.
+#: Files that accompany weights: a tokenizer, and the settings of text generation.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -31,15 +30,15 @@ COMPANIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
-MARKER = ".written-by-save-hf"  #: in a folder that is not whole yet
+MARKER = ".written-by-save-hf"  #: name of the file that marks an incomplete folder
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def check_target(folder: str) -> None:
-    """Refuse a folder that cannot be written or holds something.
+    """Refuse a folder that cannot be written or is not empty.
 
     Raises:
-        UserError: says why.
+        UserError: if so; the message gives the reason.
     """
     path = Path(folder)
     try:
@@ -47,7 +46,7 @@ def check_target(folder: str) -> None:
         taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
     except OSError as error:
         raise UserError(
-            f"--save-hf {folder} cannot be made: {error.strerror}; choose another folder"
+            f"--save-hf {folder} cannot be created: {error.strerror}; choose another folder"
         ) from error
     if taken:
         raise UserError(
@@ -66,15 +65,15 @@ def _partial(folder: str) -> Path:
 
 
 def _is_ours(partial: Path) -> bool:
-    """Whether this program began a folder of that name, or nothing is in it."""
+    """Return whether this program created the partial folder, or the folder is empty."""
     return partial.is_dir() and ((partial / MARKER).exists() or not any(partial.iterdir()))
 
 
 def begin(folder: str) -> Path:
-    """Make the folder to write to; one that an interrupted run has left is removed.
+    """Create the folder to write to, and remove one that an interrupted run has left.
 
     Raises:
-        RunError: something else has that name.
+        RunError: if something else has that name.
     """
     partial = _partial(folder)
     if partial.exists():
@@ -88,52 +87,54 @@ def begin(folder: str) -> Path:
 
 def _foreign(partial: Path) -> str:
     return (
-        f"{partial}, where --save-hf would be written until it is whole, was not begun by this "
+        f"{partial}, where --save-hf is written until it is complete, was not created by this "
         "program; move it away or choose another --save-hf"
     )
 
 
 def put_in_place(partial: Path, folder: str) -> None:
-    """Give the whole folder its name.
+    """Rename the complete folder to its final name.
 
     Raises:
-        RunError: the name was taken meanwhile.
+        RunError: if the name was taken in the meantime.
     """
     final = Path(folder)
-    folder_to_disk(partial)
+    fsync_tree(partial)
     try:
-        partial.rename(final)  # also onto an empty folder, never onto another
+        partial.rename(final)  # replaces an empty folder, but no other
     except OSError as error:
         raise RunError(
-            f"{final} was made by another while this run trained ({error.strerror}); the weights "
-            f"are whole in {partial}"
+            f"{final} was created by another program while this run trained ({error.strerror}); "
+            f"the complete weights are in {partial}"
         ) from error
-    to_disk(final.parent)
+    fsync(final.parent)
     (final / MARKER).unlink()
 
 
-def write_index(folder: Path, of_tensor: dict[str, str], total: int) -> None:
-    """Say which file holds which tensor."""
-    index = {"metadata": {"total_size": total}, "weight_map": of_tensor}
+def write_index(folder: Path, file_of: dict[str, str], total: int) -> None:
+    """Write the index, which maps each tensor to its file."""
+    index = {"metadata": {"total_size": total}, "weight_map": file_of}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Describe the model, in the type that it was written in."""
-    # Code that the original brought with it is not beside the new one.
-    kept = {name: value for name, value in config.items() if name != "auto_map"}
-    name = "dtype" if "dtype" in kept else "torch_dtype"
-    text = json.dumps(kept | {name: _NAMES[dtype]}, indent=2)
+    """Write the config.json of the model, with the dtype of the written weights."""
+    # `auto_map` names code beside the original config.json, which is not copied.
+    settings = {name: value for name, value in config.items() if name != "auto_map"}
+    name = "dtype" if "dtype" in settings else "torch_dtype"
+    text = json.dumps(settings | {name: _NAMES[dtype]}, indent=2)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def copy_companions(
     folder: Path, source: Path | None, file: tuple[Path, str] | None = None
 ) -> None:
-    """Put the tokenizer's files beside the weights.
+    """Copy the tokenizer's files beside the weights.
 
-    source: a folder with such files.
-    file: the tokenizer's only file, and its name there; it goes before one of `source`.
+    Args:
+        source: a folder with such files.
+        file: the tokenizer's only file, and its name beside the weights; it takes precedence over
+            a file of that name in `source`.
     """
     for name in COMPANIONS if source is not None else ():
         if (source / name).is_file():

@@ -1,9 +1,9 @@
-"""How a tensor of ours is put together from Hugging Face's tensors, for any number of ranks.
+"""Describe how model tensors are assembled from source tensors, for any number of ranks.
 
-A layout lists strips: runs of rows (or columns) of one or several tensors, in the order in which
-all tensor-parallel ranks together hold them. A rank holds the part of that list which falls into
-its own share. The same pieces say what a rank reads and, when a checkpoint is written, where what
-it holds belongs.
+A layout lists strips: ranges of rows (or columns) of one or several source tensors, in the order in
+which the tensor-parallel ranks hold them. Each rank holds the pieces of these strips that fall into
+its shard. The same pieces determine what a rank reads from a checkpoint, and where its weights go
+when a checkpoint is written.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Strip:
-    """Rows (or columns) of a tensor of theirs."""
+    """A range of rows (or columns) of a source tensor."""
 
     source: Source
     start: int
@@ -29,55 +29,61 @@ class Strip:
 
 @dataclass(frozen=True)
 class Piece:
-    """A strip's part that lies on one rank."""
+    """The part of a strip that one rank holds."""
 
     source: Source
     dim: int  #: 0: rows, 1: columns
-    start: int  #: in theirs
-    stop: int
-    at: int  #: where it starts in the rank's own tensor
+    start: int  #: in the source tensor
+    stop: int  #: in the source tensor
+    offset: int  #: start in the rank's shard
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor of ours."""
+    """The sources of a model tensor and their order."""
 
     sources: tuple[Source, ...]
-    strips: Callable[[int], list[Strip]]  #: by the number of ranks
-    dim: int = 0  #: along which the strips run
-    split: bool = True  #: each rank has its share; else every rank has all
-    padded: bool = False  #: the ranks may hold more than the strips fill, at the end
+    strips: Callable[[int], list[Strip]]  #: function from the number of ranks to the strips
+    dim: int = 0  #: dimension along which the strips are concatenated
+    split: bool = True  #: True: each rank has a shard; False: every rank has the whole tensor
+    padded: bool = False  #: whether the last ranks may hold padding after the strips
 
     def pieces(self, *, rank: int, ranks: int, length: int) -> list[Piece]:
-        """What one rank holds.
+        """Return the pieces that one rank holds.
 
-        length: the extent of its own tensor along `dim`.
+        Args:
+            rank: the rank's number among the ranks that share the tensor.
+            ranks: the number of those ranks.
+            length: size of the rank's shard along `dim`.
         """
         if not self.split:
             rank, ranks = 0, 1
         begin, end = rank * length, (rank + 1) * length
-        found, position = [], 0
+        pieces, position = [], 0
         for strip in self.strips(ranks):
             extent = strip.stop - strip.start
             first, last = max(begin, position), min(end, position + extent)
             if first < last:
                 shift = strip.start - position
                 piece = Piece(strip.source, self.dim, first + shift, last + shift, first - begin)
-                found.append(piece)
+                pieces.append(piece)
             position += extent
         assert position == length * ranks or (self.padded and position < length * ranks), (
-            f"{self.sources}: {position} in theirs, {length} x {ranks} in ours"
+            f"{self.sources}: {position} in the sources, {length} x {ranks} in the model"
         )
-        return found
+        return pieces
 
 
 def whole(source: Source) -> Layout:
-    """Every rank has all of it: norms and the router."""
+    """Return the layout of a tensor that every rank holds entirely: a norm or the router."""
     return Layout((source,), lambda _: [Strip(source, 0, source.shape[0])], split=False)
 
 
 def rows(*sources: Source) -> Layout:
-    """Each rank has an equal share of the rows of each: gate and up, one behind the other."""
+    """Return a layout that gives each rank an equal share of each source's rows, concatenated.
+
+    The gate and up projections of an MLP form one model tensor in this way.
+    """
 
     def strips(ranks: int) -> list[Strip]:
         return [
@@ -90,17 +96,20 @@ def rows(*sources: Source) -> Layout:
 
 
 def columns(source: Source) -> Layout:
-    """Each rank has an equal share of the columns: projections back to the hidden size."""
+    """Return a layout that gives each rank an equal share of the columns.
+
+    It belongs to projections back to the hidden size.
+    """
     return Layout((source,), lambda _: [Strip(source, 0, source.shape[1])], dim=1)
 
 
 def vocabulary(source: Source) -> Layout:
-    """Rows of tokens; the last ranks' padding has no counterpart."""
+    """Return the layout of one row per token; the source has no padding, the last ranks may."""
     return Layout((source,), lambda _: [Strip(source, 0, source.shape[0])], padded=True)
 
 
 def query_groups(*sources: Source, groups: int) -> Layout:
-    """Queries, keys and values, one behind the other in each query group."""
+    """Return a layout that concatenates queries, keys and values within each query group."""
 
     def strips(_: int) -> list[Strip]:
         return [

@@ -1,6 +1,7 @@
-"""Llama 2 and 3: LlamaForCausalLM in ours.
+"""Map Llama 2 and 3 (LlamaForCausalLM) to this program's flags and model tensors.
 
-Rotary dimensions are halves in both, so no row changes its place but by query group.
+Both programs rotate pairs of rows that are half a head apart, so rows need no reordering except by
+query group.
 """
 
 import argparse
@@ -10,8 +11,8 @@ from megatron.training.hf.layouts import Layout, Source, columns, query_groups, 
 from megatron.training.hf.layouts import whole as same
 from megatron.training.hf.rope import LLAMA3, Unsupported, llama3_flags
 
-#: What every model with Llama's blocks is: any other value changes the logits. hf/fields.py lists
-#: every field of the configuration, so that a new one is classified.
+#: Flags that every model with Llama's blocks shares; any other value changes the logits.
+#: hf/fields.py lists every field of the configuration, so that a new one is classified.
 BLOCKS: dict[str, Any] = {
     "normalization": "RMSNorm",
     "swiglu": True,
@@ -44,19 +45,19 @@ BLOCKS: dict[str, Any] = {
     "moe_input_jitter_eps": None,  # the wheel's router adds the noise in evaluation too
     "moe_latent_size": None,
     "moe_router_force_load_balancing": False,
-    "moe_router_load_balancing_type": "aux_loss",  # or any other that only adds to the loss
+    "moe_router_load_balancing_type": "aux_loss",  # or another one of LOSSES_ONLY
     "moe_router_topk_limited_devices": None,
 }
 
-#: Kinds of load balancing that leave the choice of experts alone.
+#: Kinds of load balancing that only add to the loss and do not affect the choice of experts.
 LOSSES_ONLY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 def flags(config: dict[str, Any]) -> dict[str, Any]:
-    """What the command line must say for this config.json.
+    """Return the flags that the command line must have for this config.json.
 
     Raises:
-        Unsupported: what the model here cannot compute.
+        Unsupported: if the config.json requires something that this program cannot compute.
     """
     check_blocks(config)
     heads = config["num_attention_heads"]
@@ -80,7 +81,7 @@ def flags(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_blocks(config: dict[str, Any]) -> None:
-    """Refuse what neither Llama's nor DeepSeek's blocks have here."""
+    """Refuse features that neither Llama's nor DeepSeek's blocks have here."""
     if config.get("hidden_act", "silu") != "silu":
         raise Unsupported(f"hidden_act {config['hidden_act']!r}; here it is silu")
     for name in ("attention_bias", "mlp_bias"):
@@ -91,8 +92,8 @@ def check_blocks(config: dict[str, Any]) -> None:
 
 
 def config(args: argparse.Namespace) -> dict[str, Any]:
-    """The config.json of a model trained with these flags; `vocab_size` is the caller's."""
-    found: dict[str, Any] = {
+    """Return the config.json of a model trained with these flags; the caller adds `vocab_size`."""
+    settings: dict[str, Any] = {
         "num_hidden_layers": args.num_layers,
         "hidden_size": args.hidden_size,
         "intermediate_size": args.ffn_hidden_size,
@@ -105,41 +106,42 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
         "max_position_embeddings": args.max_position_embeddings,
     }
     if args.use_rope_scaling:
-        found["rope_scaling"] = {
+        settings["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": args.rope_scaling_factor,
             **LLAMA3,
         }
-    return found
+    return settings
 
 
 def tensors(config: dict[str, Any]) -> dict[str, Layout]:
-    """Every tensor of ours by its name in the whole model."""
+    """Return the layouts of all model tensors by their names in the whole model."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     groups = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or hidden // heads
-    found = outside_of_layers(config)
+    layouts = outside_of_layers(config)
     for index in range(config["num_hidden_layers"]):
-        ours, theirs = f"decoder.layers.{index}.", f"model.layers.{index}."
+        target, source = f"decoder.layers.{index}.", f"model.layers.{index}."
         query, key, value = (
-            Source(f"{theirs}self_attn.{name}_proj.weight", (count * width, hidden))
+            Source(f"{source}self_attn.{name}_proj.weight", (count * width, hidden))
             for name, count in (("q", heads), ("k", groups), ("v", groups))
         )
-        output = Source(f"{theirs}self_attn.o_proj.weight", (hidden, heads * width))
-        found |= norms(ours, theirs, hidden)
-        found |= {
-            f"{ours}self_attention.linear_qkv.weight": query_groups(
+        output = Source(f"{source}self_attn.o_proj.weight", (hidden, heads * width))
+        layouts |= norms(target, source, hidden)
+        layouts |= {
+            f"{target}self_attention.linear_qkv.weight": query_groups(
                 query, key, value, groups=groups
             ),
-            f"{ours}self_attention.linear_proj.weight": columns(output),
+            f"{target}self_attention.linear_proj.weight": columns(output),
         }
-        found |= gated(ours + "mlp.", theirs + "mlp.", hidden, config["intermediate_size"])
-    return found
+        layouts |= gated(target + "mlp.", source + "mlp.", hidden, config["intermediate_size"])
+    return layouts
 
 
 def outside_of_layers(config: dict[str, Any]) -> dict[str, Layout]:
-    """Embedding, last norm and head; a tied head (which only a last pipeline stage has for itself)
-    is the embedding.
+    """Return the layouts of the embedding, the last norm and the output layer.
+
+    A tied output layer has the embedding as its source. Only the last pipeline stage has a copy.
     """
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     embedding = vocabulary(Source("model.embed_tokens.weight", (vocab, hidden)))
@@ -152,19 +154,22 @@ def outside_of_layers(config: dict[str, Any]) -> dict[str, Layout]:
     }
 
 
-def norms(ours: str, theirs: str, hidden: int) -> dict[str, Layout]:
-    """The norms in front of a layer's attention and in front of its MLP."""
+def norms(target: str, source: str, hidden: int) -> dict[str, Layout]:
+    """Return the layouts of the norms before a layer's attention and before its MLP."""
     return {
-        f"{ours}{a}.weight": same(Source(f"{theirs}{b}.weight", (hidden,)))
-        for a, b in (
+        f"{target}{ours}.weight": same(Source(f"{source}{theirs}.weight", (hidden,)))
+        for ours, theirs in (
             ("input_layernorm", "input_layernorm"),
             ("pre_mlp_layernorm", "post_attention_layernorm"),
         )
     }
 
 
-def gated(ours: str, theirs: str, hidden: int, inner: int) -> dict[str, Layout]:
-    """A gated MLP: gate and up are one matrix in ours, cut rank by rank."""
-    gate, up = (Source(f"{theirs}{name}_proj.weight", (inner, hidden)) for name in ("gate", "up"))
-    down = Source(f"{theirs}down_proj.weight", (hidden, inner))
-    return {f"{ours}linear_fc1.weight": rows(gate, up), f"{ours}linear_fc2.weight": columns(down)}
+def gated(target: str, source: str, hidden: int, inner: int) -> dict[str, Layout]:
+    """Return the layouts of a gated MLP, whose gate and up projections are one model tensor."""
+    gate, up = (Source(f"{source}{name}_proj.weight", (inner, hidden)) for name in ("gate", "up"))
+    down = Source(f"{source}down_proj.weight", (hidden, inner))
+    return {
+        f"{target}linear_fc1.weight": rows(gate, up),
+        f"{target}linear_fc2.weight": columns(down),
+    }

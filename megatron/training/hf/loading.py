@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face checkpoint into the model of this rank, whatever the layout."""
+"""Load the weights of a Hugging Face checkpoint into this rank's model, for any parallel layout."""
 
 from collections.abc import Iterator
 
@@ -22,9 +22,11 @@ from megatron.training.printing import print_rank_0
 def parts(
     chunks: list[torch.nn.Module], tensors: dict[str, Layout]
 ) -> Iterator[tuple[str, torch.nn.Parameter, Layout, list[Piece]]]:
-    """Each parameter of this rank, and what of theirs it is.
+    """Yield each parameter of this rank with its name, its layout and the pieces it consists of.
 
-    tensors: how each of ours is put together, by its name in the whole model.
+    Args:
+        chunks: this rank's model chunks.
+        tensors: layouts of all model tensors by their names in the whole model.
     """
     for chunk in unwrap_model(chunks):
         for name, parameter in global_parameters(chunk):
@@ -35,7 +37,7 @@ def parts(
 
 
 def _place(name: str) -> tuple[int, int]:
-    """This rank's number among those that share a tensor."""
+    """Return this rank's number among the ranks that share a tensor, and their count."""
     if ".local_experts." in name:
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
@@ -48,10 +50,10 @@ def _place(name: str) -> tuple[int, int]:
 
 
 def check_weights(run: RunConfig) -> None:
-    """Find out before the model is built whether its weights can be read. Collective.
+    """Check, before the model is built, that its weights can be read. Collective.
 
     Raises:
-        UserError: on all ranks alike.
+        UserError: on all ranks, if they cannot be read.
     """
     args = run.args
     if args.load_hf is None:
@@ -76,7 +78,7 @@ def load_weights(chunks: list[torch.nn.Module], model: Model, folder: str) -> No
     """Read this rank's share of every tensor. Collective.
 
     Raises:
-        UserError: a file cannot be read, on all ranks alike.
+        UserError: on all ranks, if a file cannot be read.
     """
     print_rank_0(f" loading weights from {folder}")
     problem = None
@@ -93,11 +95,13 @@ def load_weights(chunks: list[torch.nn.Module], model: Model, folder: str) -> No
 
 
 def _read(weights: Weights, chunks: list[torch.nn.Module], model: Model) -> None:
-    mine = list(parts(chunks, model.tensors))
-    bar = tqdm(mine, desc="loading", unit="tensor", disable=None if dist.get_rank() == 0 else True)
-    for _, parameter, layout, pieces in bar:
+    parameters = list(parts(chunks, model.tensors))
+    disable = None if dist.get_rank() == 0 else True
+    for _, parameter, layout, pieces in tqdm(
+        parameters, desc="loading", unit="tensor", disable=disable
+    ):
         if layout.padded:
-            parameter.zero_()  # the rows of padding
+            parameter.zero_()  # padding rows must not be left uninitialized
         for piece in pieces:
-            here = parameter.data.narrow(layout.dim, piece.at, piece.stop - piece.start)
-            here.copy_(weights.read(piece))
+            target = parameter.data.narrow(layout.dim, piece.offset, piece.stop - piece.start)
+            target.copy_(weights.read(piece))

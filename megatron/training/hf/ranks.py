@@ -1,4 +1,4 @@
-"""What one rank does for all, and fails for all."""
+"""Run a task on one rank for all ranks, and raise its error on all of them."""
 
 from collections.abc import Callable
 
@@ -7,16 +7,16 @@ import torch.distributed as dist
 from megatron.training.errors import UserError
 
 
-def first_rank_does(what: Callable[[], None]) -> None:
-    """Run something on the first rank; what it raises, all ranks raise. Collective.
+def first_rank_does(task: Callable[[], None]) -> None:
+    """Run a task on the first rank; all ranks raise the `UserError` that it raises. Collective.
 
     Raises:
-        UserError: the first rank's.
+        UserError: on all ranks, if the task raises it.
     """
     problem: list[UserError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            what()
+            task()
         except UserError as error:
             problem = [error]
     dist.broadcast_object_list(problem, src=0)
@@ -25,13 +25,13 @@ def first_rank_does(what: Callable[[], None]) -> None:
 
 
 def all_succeed(problem: str | None) -> None:
-    """Stop every rank if one has a problem. Collective.
+    """Raise an error on every rank if at least one rank has a problem. Collective.
 
     Raises:
-        UserError: the first one's problem, on all ranks alike.
+        UserError: on all ranks, with the problem of the lowest such rank.
     """
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, problem)
-    for text in found:
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for text in problems:
         if text is not None:
             raise UserError(text)

@@ -1,6 +1,7 @@
-"""A folder of safetensors files: what is in it, whether it is whole, and parts of its tensors.
+"""Check a folder of safetensors files and read parts of its tensors.
 
-A file is opened by its header; of a tensor only the rows or columns that are asked for are read.
+Opening a file reads only its header. Reading a piece of a tensor reads only the requested rows or
+columns.
 """
 
 from pathlib import Path
@@ -16,17 +17,17 @@ from megatron.training.hf.layouts import Piece, Source
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-#: What was read of an open file stays mapped, and counts as this process's memory.
+#: Largest number of open files; pages read from an open file stay mapped and count as memory.
 OPEN_FILES = 4
-#: Stored types that are numbers of their own, without scales beside them.
+#: Accepted dtypes: plain numbers that need no separate scales.
 PLAIN = ("F64", "F32", "F16", "BF16")
-#: Computed from the config.json; older checkpoints store it.
+#: Suffix of tensors that are computed from the config.json; older checkpoints store them.
 COMPUTED = ".rotary_emb.inv_freq"
-INDEX_LIMIT = 256 * MEBIBYTE  #: an index takes some 100 bytes per tensor
+INDEX_LIMIT = 256 * MEBIBYTE  #: an index takes about 100 bytes per tensor
 
 
 class Weights:
-    """The tensors of a checkpoint; open within `with`."""
+    """Reader of a checkpoint's tensors, to be used as a context manager."""
 
     def __init__(self, folder: str):
         self.folder = Path(folder)
@@ -34,7 +35,7 @@ class Weights:
         self._files: dict[str, Any] = {}
 
     def __enter__(self) -> "Weights":
-        self._of_tensor = self._index()
+        self._file_of = self._index()
         return self
 
     def __exit__(self, *reason) -> None:
@@ -43,10 +44,10 @@ class Weights:
         self._files.clear()
 
     def _index(self) -> dict[str, str]:
-        """The file of each tensor.
+        """Return the name of each tensor's file.
 
         Raises:
-            UserError: files are missing, or there are none.
+            UserError: if a file is missing, or the folder has no safetensors files.
         """
         index = self.folder / INDEX
         try:
@@ -54,20 +55,20 @@ class Weights:
         except UnusableFileError as error:
             raise UserError(f"{error}; get the file again") from error
         try:
-            found = read_json(index, limit=INDEX_LIMIT)
+            content = read_json(index, limit=INDEX_LIMIT)
         except FileNotFoundError:
             return self._names_in_single()
         except UnusableFileError as error:
             raise UserError(
                 f"{index} is not an index of tensors ({error.why}); get the file again"
             ) from error
-        of_tensor = found.get("weight_map") if isinstance(found, dict) else None
-        if not isinstance(of_tensor, dict) or not all(map(_is_text, of_tensor.values())):
+        file_of = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(file_of, dict) or not all(map(_is_text, file_of.values())):
             raise UserError(
                 f"{index} is not an index of tensors: it has no weight_map from names to files; "
                 "get the file again"
             )
-        names = sorted(set(of_tensor.values()))
+        names = sorted(set(file_of.values()))
         if any(Path(name).name != name for name in names):
             raise UserError(f"{index} names files outside of its folder; get the file again")
         missing = [name for name in names if not (self.folder / name).is_file()]
@@ -76,7 +77,7 @@ class Weights:
                 f"--load-hf {self.folder} lacks {len(missing)} of its {len(names)} files: "
                 f"{_some(missing)}; download them"
             )
-        return of_tensor
+        return file_of
 
     def _names_in_single(self) -> dict[str, str]:
         if (self.folder / SINGLE).is_file():
@@ -88,7 +89,7 @@ class Weights:
         )
 
     def _open(self, name: str):
-        """A file; of those opened before the last ones stay open."""
+        """Return an open file; the `OPEN_FILES` that were opened last stay open."""
         if name not in self._files:
             path = self.folder / name
             if len(self._files) == OPEN_FILES:
@@ -107,43 +108,44 @@ class Weights:
     def check_count(self, layers: int, experts: int) -> None:
         """Refuse a config.json that claims more layers than there are tensors.
 
-        This comes before the comparison by name, for which a list of all claimed tensors is made.
+        This check precedes the comparison by name, which lists all claimed tensors in memory.
 
         Raises:
             UserError: if there are too few tensors; the message gives both numbers.
         """
-        if len(self._of_tensor) < layers * max(1, experts):
+        if len(self._file_of) < layers * max(1, experts):
             claimed = f"{layers} layers" + (f" of {experts} experts" if experts else "")
             raise UserError(
-                f"--load-hf {self.folder} has {len(self._of_tensor)} tensors, but its config.json "
+                f"--load-hf {self.folder} has {len(self._file_of)} tensors, but its config.json "
                 f"claims {claimed}; get both again"
             )
 
     def check(self, expected: dict[str, Source], *, tied: bool) -> None:
-        """Open every file and compare what is there with what the model has.
+        """Open every file and compare its tensors with the model's.
 
         Raises:
-            UserError: names the first tensors that are missing, superfluous or of another shape.
+            UserError: if tensors are missing, superfluous or of another shape; the message names
+                the first ones.
         """
-        missing = [name for name in expected if name not in self._of_tensor]
+        missing = [name for name in expected if name not in self._file_of]
         if missing:
             raise UserError(f"--load-hf {self.folder} lacks {_some(missing)}; get its files again")
         ignored = {"lm_head.weight"} if tied else set()
         unknown = [
             name
-            for name in self._of_tensor
+            for name in self._file_of
             if name not in expected and name not in ignored and not name.endswith(COMPUTED)
         ]
         if unknown:
             raise UserError(
-                f"--load-hf {self.folder} has {_some(unknown)}, for which the model here has no "
-                "place; they would be lost: give a checkpoint of the plain architecture"
+                f"--load-hf {self.folder} has {_some(unknown)}, which the model here does not "
+                "have and would drop; give a checkpoint of the plain architecture"
             )
         for source in expected.values():
             self._check_tensor(source)
 
     def _check_tensor(self, source: Source) -> None:
-        file = self._of_tensor[source.name]
+        file = self._file_of[source.name]
         try:
             stored = self._open(file).get_slice(source.name)
         except SafetensorError as error:
@@ -164,14 +166,14 @@ class Weights:
             )
 
     def read(self, piece: Piece) -> torch.Tensor:
-        """A piece of a tensor, and no more of it.
+        """Return a piece of a tensor without reading the rest.
 
         Raises:
-            UserError: the file cannot be read.
+            UserError: if the file cannot be read.
         """
         name = piece.source.name
         try:
-            stored = self._open(self._of_tensor[name]).get_slice(name)
+            stored = self._open(self._file_of[name]).get_slice(name)
             part = slice(piece.start, piece.stop)
             tensor = stored[part] if piece.dim == 0 else stored[:, part]
         except (SafetensorError, OSError) as error:

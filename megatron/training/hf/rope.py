@@ -1,12 +1,12 @@
-"""Rotary positions as a config.json says them, in its older and its newer spelling.
+"""Translate the rotary position settings of a config.json, in their older and newer spelling.
 
 rope_theta, rope_scaling {"type" or "rope_type": ...}     before transformers 5, and as published
-rope_parameters {"rope_theta", "rope_type", ...}          from transformers 5 on
+rope_parameters {"rope_theta", "rope_type", ...}          since transformers 5
 """
 
 from typing import Any
 
-#: What the wheel's rotary embedding has fixed of Llama 3's scaling.
+#: Parameters of Llama 3's scaling that are constants in the wheel's rotary embedding.
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -15,22 +15,22 @@ LLAMA3 = {
 
 
 class Unsupported(ValueError):
-    """What a config.json asks for and the model here cannot compute."""
+    """A setting of a config.json that this program cannot compute."""
 
 
 def parameters(config: dict[str, Any]) -> tuple[str, float, dict[str, Any]]:
-    """Kind of scaling (`default`: none), base, and the scaling's own numbers."""
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    base = found.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    kinds = [found.pop(name, None) for name in ("rope_type", "type")]
-    return kinds[0] or kinds[1] or "default", float(base), found
+    """Return the kind of scaling (`default` if none), the base, and the scaling's parameters."""
+    numbers = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = numbers.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    kinds = [numbers.pop(name, None) for name in ("rope_type", "type")]
+    return kinds[0] or kinds[1] or "default", float(base), numbers
 
 
 def llama3_flags(config: dict[str, Any]) -> dict[str, Any]:
-    """The flags of Llama's rotary positions.
+    """Return the flags of Llama's rotary positions.
 
     Raises:
-        Unsupported: another scaling than Llama 3's, or other frequency bounds than the wheel's.
+        Unsupported: if the scaling is not Llama 3's, or its frequency bounds are not the wheel's.
     """
     kind, base, numbers = parameters(config)
     flags: dict[str, Any] = {"rotary_base": base, "use_rope_scaling": kind == "llama3"}
@@ -47,10 +47,10 @@ def llama3_flags(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def yarn_flags(config: dict[str, Any]) -> dict[str, Any]:
-    """The flags of multi-latent attention's rotary positions.
+    """Return the flags of the rotary positions of multi-latent attention.
 
     Raises:
-        Unsupported: another scaling than YaRN, or a variant that the wheel does not compute.
+        Unsupported: if the scaling is not YaRN, or a variant that the wheel does not compute.
     """
     kind, base, numbers = parameters(config)
     if kind == "default":
@@ -73,8 +73,8 @@ def yarn_flags(config: dict[str, Any]) -> dict[str, Any]:
         "original_max_position_embeddings": int(length),
         "beta_fast": float(numbers.get("beta_fast") or 32),
         "beta_slow": float(numbers.get("beta_slow") or 1),
-        # transformers heeds mscale only beside mscale_all_dim; the wheel always does, and 1 is
-        # what it means without.
+        # transformers uses mscale only together with mscale_all_dim. The wheel always uses it, and
+        # 1 has the same effect as no mscale.
         "mscale": float(mscale) if all_dim else 1.0,
         "mscale_all_dim": float(all_dim),
     }

@@ -1,9 +1,9 @@
-"""Weights from the ranks into a Hugging Face checkpoint.
+"""Write the weights of all ranks to a Hugging Face checkpoint.
 
-Each tensor of theirs is put together on the first rank from what the ranks hold of it, one after
-another, and written when a file is full: the first rank needs memory for one file and one tensor,
-the others for their share of one tensor. Files are numbered before they are written, from the
-shapes alone. What the disk refuses is told to all ranks behind each file.
+The first rank assembles one source tensor after another from the ranks' parts, and writes a file
+when it is full. It needs memory for one file and one tensor, the other ranks for their part of one
+tensor. Files are numbered from the shapes alone, before they are written. After each file all ranks
+learn whether writing it failed.
 """
 
 from collections.abc import Iterator
@@ -32,16 +32,16 @@ from megatron.training.hf.ranks import first_rank_does
 from megatron.training.hf.reading import SINGLE
 from megatron.training.printing import print_rank_0
 
-FILE_BYTES = 2 * 2**30  #: of a file, unless one tensor alone is larger
+FILE_BYTES = 2 * 2**30  #: largest size of a file, unless a single tensor is larger
 
-ShardRange = tuple[int, int, int]  #: dimension, start and stop in a tensor of theirs
+ShardRange = tuple[int, int, int]  #: dimension, start and stop in a source tensor
 
 
 def check_export(run: RunConfig) -> None:
-    """Find out before training whether `--save-hf` can be written. Collective.
+    """Check, before training, that `--save-hf` can be written. Collective.
 
     Raises:
-        UserError: on all ranks alike.
+        UserError: on all ranks, if it cannot be written.
     """
     if run.args.save_hf is not None:
         first_rank_does(lambda: folders.check_target(run.args.save_hf))
@@ -49,21 +49,21 @@ def check_export(run: RunConfig) -> None:
 
 @torch.no_grad()
 def save_weights(run: RunConfig, chunks: list[torch.nn.Module]) -> None:
-    """Write `--save-hf`. Collective.
+    """Write the weights to `--save-hf`. Collective.
 
     Raises:
-        RunError: the disk refused, on all ranks alike.
+        RunError: on all ranks, if a file cannot be written.
     """
     args, dtype = run.args, params_dtype(run.args)
     print_rank_0(f"saving weights to {args.save_hf}")
     partial: list[Path] = []
 
     def begin() -> None:
-        with _refusals(args.save_hf):
+        with _write_errors(args.save_hf):
             partial.append(folders.begin(args.save_hf))
 
     def finish() -> None:
-        with _refusals(args.save_hf):
+        with _write_errors(args.save_hf):
             folders.copy_companions(
                 partial[0], flags.tokenizer_folder(args), flags.tokenizer_file(args)
             )
@@ -76,7 +76,7 @@ def save_weights(run: RunConfig, chunks: list[torch.nn.Module]) -> None:
         tensors = {source.name: export.gather(source) for source in sources}
 
         def write(number=number, tensors=tensors) -> None:
-            with _refusals(args.save_hf):
+            with _write_errors(args.save_hf):
                 save_file(tensors, partial[0] / export.file_name(number), {"format": "pt"})
 
         first_rank_does(write)
@@ -87,8 +87,8 @@ def save_weights(run: RunConfig, chunks: list[torch.nn.Module]) -> None:
 
 
 @contextmanager
-def _refusals(folder: str) -> Iterator[None]:
-    """What the disk refuses, as an error of the run."""
+def _write_errors(folder: str) -> Iterator[None]:
+    """Report any error that writing the weights raises as a `RunError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -99,74 +99,74 @@ def _refusals(folder: str) -> Iterator[None]:
 
 
 @dataclass
-class _Held:
-    """What this rank has of a tensor of theirs."""
+class _LocalParts:
+    """The parts of a source tensor that this rank holds."""
 
     parts: list[tuple[torch.Tensor, Piece]] = field(default_factory=list)
 
     @property
-    def places(self) -> list[ShardRange]:
+    def ranges(self) -> list[ShardRange]:
         return [(p.dim, p.start, p.stop) for _, p in self.parts]
 
     def message(self) -> torch.Tensor:
-        """All parts, one behind the other."""
-        found = [t.narrow(p.dim, p.at, p.stop - p.start) for t, p in self.parts]
-        return torch.cat([part.reshape(-1) for part in found])
+        """Return all parts, flattened and concatenated."""
+        views = [t.narrow(p.dim, p.offset, p.stop - p.start) for t, p in self.parts]
+        return torch.cat([view.reshape(-1) for view in views])
 
 
 class _Export:
-    """The tensors of all ranks, in the order in which they are written."""
+    """The source tensors, gathered from all ranks in the order in which they are written."""
 
     def __init__(self, model: Model, chunks: list[torch.nn.Module], dtype: torch.dtype):
         self.dtype = dtype
         sources = sorted(model.sources.values(), key=lambda source: natural_order(source.name))
         self.files = _cut(sources, dtype.itemsize)
-        self._held = _held_here(model, chunks)
-        places = {name: held.places for name, held in self._held.items()}
-        self._of_ranks: list[dict[str, list[ShardRange]]] = [
+        self._local = _local_parts(model, chunks)
+        ranges = {name: local.ranges for name, local in self._local.items()}
+        self._ranges_of_ranks: list[dict[str, list[ShardRange]]] = [
             {} for _ in range(dist.get_world_size())
         ]
-        dist.all_gather_object(self._of_ranks, places)
+        dist.all_gather_object(self._ranges_of_ranks, ranges)
         self._bar = tqdm(
             total=len(sources), desc="saving", unit="tensor", disable=None if _is_first() else True
         )
 
     def gather(self, source: Source) -> torch.Tensor | None:
-        """The whole tensor on the first rank, None on the others."""
+        """Return the whole tensor on the first rank and None on the others. Collective."""
         whole = torch.empty(source.shape, dtype=self.dtype) if _is_first() else None
-        for rank, places in enumerate(self._of_ranks):
-            if source.name in places:
+        for rank, ranges in enumerate(self._ranges_of_ranks):
+            if source.name in ranges:
                 self._collect(source, rank, whole)
         self._bar.update()
         return whole
 
     def _collect(self, source: Source, rank: int, whole: torch.Tensor | None) -> None:
-        """Move what one rank has of a tensor into the whole."""
-        places = self._of_ranks[rank][source.name]
+        """Copy one rank's parts of a tensor into the whole tensor on the first rank."""
+        ranges = self._ranges_of_ranks[rank][source.name]
         here, message = dist.get_rank(), None
         if here == rank:
-            message = self._held[source.name].message()
+            message = self._local[source.name].message()
             assert message.dtype == self.dtype, f"{source.name} is {message.dtype}"
             if rank != 0:
                 dist.send(message.view(torch.uint8), dst=0)
         elif here == 0:
-            numbers = sum(prod(_shape(source, place)) for place in places)
-            message = torch.empty(numbers, dtype=self.dtype, device=device.current())
+            elements = sum(prod(_shape(source, span)) for span in ranges)
+            message = torch.empty(elements, dtype=self.dtype, device=device.current())
             dist.recv(message.view(torch.uint8), src=rank)
         if whole is not None:
-            _put(message.cpu(), whole, [(place, _shape(source, place)) for place in places])
+            _put(message.cpu(), whole, [(span, _shape(source, span)) for span in ranges])
 
     def file_name(self, number: int) -> str:
-        """What a file is called, counted from 0."""
+        """Return the name of a file; `number` counts from 0."""
         if len(self.files) == 1:
             return SINGLE
         return f"model-{number + 1:05d}-of-{len(self.files):05d}.safetensors"
 
     def write_index(self, partial: Path, folder: str) -> None:
-        """Say which file holds which tensor."""
+        """Write the index, which maps each tensor to its file."""
         names = {s.name: self.file_name(n) for n, file in enumerate(self.files) for s in file}
         total = sum(prod(s.shape) * self.dtype.itemsize for file in self.files for s in file)
-        with _refusals(folder):
+        with _write_errors(folder):
             folders.write_index(partial, names, total)
 
 
@@ -175,7 +175,7 @@ def _is_first() -> bool:
 
 
 def _cut(sources: list[Source], itemsize: int) -> list[list[Source]]:
-    """The tensors of each file."""
+    """Distribute the tensors over files of at most `FILE_BYTES`."""
     files: list[list[Source]] = [[]]
     room = FILE_BYTES
     for source in sources:
@@ -188,16 +188,17 @@ def _cut(sources: list[Source], itemsize: int) -> list[list[Source]]:
     return files
 
 
-def _held_here(model: Model, chunks: list[torch.nn.Module]) -> dict[str, _Held]:
-    """What this rank contributes: of equal copies, one rank's."""
+def _local_parts(model: Model, chunks: list[torch.nn.Module]) -> dict[str, _LocalParts]:
+    """Return the parts that this rank contributes; one rank contributes for all equal copies."""
     tied = bool(model.config.get("tie_word_embeddings"))
-    found: dict[str, _Held] = {}
+    local: dict[str, _LocalParts] = {}
     for name, parameter, layout, pieces in parts(chunks, model.tensors):
         copy_of_embedding = tied and name == "output_layer.weight"
         if not copy_of_embedding and _contributes(name, split=layout.split):
             for piece in pieces:
-                found.setdefault(piece.source.name, _Held()).parts.append((parameter.data, piece))
-    return found
+                entry = local.setdefault(piece.source.name, _LocalParts())
+                entry.parts.append((parameter.data, piece))
+    return local
 
 
 def _contributes(name: str, *, split: bool) -> bool:
@@ -208,16 +209,16 @@ def _contributes(name: str, *, split: bool) -> bool:
     return split or parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def _shape(source: Source, place: ShardRange) -> tuple[int, ...]:
-    """The shape of a part."""
-    dim, start, stop = place
+def _shape(source: Source, span: ShardRange) -> tuple[int, ...]:
+    """Return the shape of a part of a source tensor."""
+    dim, start, stop = span
     return tuple(stop - start if i == dim else size for i, size in enumerate(source.shape))
 
 
 def _put(
-    message: torch.Tensor, whole: torch.Tensor, places: list[tuple[ShardRange, tuple[int, ...]]]
+    message: torch.Tensor, whole: torch.Tensor, parts: list[tuple[ShardRange, tuple[int, ...]]]
 ) -> None:
-    """Lay the parts of a message where they belong."""
-    sizes = [prod(shape) for _, shape in places]
-    for part, ((dim, start, stop), shape) in zip(message.split(sizes), places, strict=True):
+    """Copy the parts of a message to their positions in the whole tensor."""
+    sizes = [prod(shape) for _, shape in parts]
+    for part, ((dim, start, stop), shape) in zip(message.split(sizes), parts, strict=True):
         whole.narrow(dim, start, stop - start).copy_(part.view(shape))

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron.core import dist_checkpointing
 from megatron.training.checkpointing import checked_archive, plain_pickle, save_load
-from megatron.training.checkpointing.contents import check_common, check_groups
+from megatron.training.checkpointing.common_state import check_common, check_groups, read_common
 from megatron.training.checkpointing.files import TRACKER, write_tracker
 from megatron.training.checkpointing.index import DamagedError, read_index
 from megatron.training.checkpointing.plain_pickle import Global, Record, UnsafePickleError
-from megatron.training.checkpointing.safe_reading import Window, read_common
+from megatron.training.checkpointing.safe_reading import Window
 from megatron.training.errors import Interrupted, UserError
 from tests.training.checkpointing.hostile_pickles import Touch, saved
 
@@ -128,12 +128,12 @@ def test_an_interrupted_load_is_no_damage(tmp_path):
     interruption = pickle.loads(pickle.dumps(Interrupted(signal.SIGTERM)))
     assert interruption.signal is signal.SIGTERM
     assert interruption.status == 143
-    with pytest.raises(Interrupted, match="SIGTERM"), save_load._damage(tmp_path):
+    with pytest.raises(Interrupted, match="SIGTERM"), save_load._read_errors(tmp_path):
         raise CheckpointException("loading", {1: (interruption, None)})
     failures = {0: (DamagedError("x.distcp: broken"), None)}
     with (
         pytest.raises(UserError, match=r"cannot be read: x\.distcp: broken; give --ckpt-step"),
-        save_load._damage(tmp_path),
+        save_load._read_errors(tmp_path),
     ):
         raise CheckpointException("loading", failures)
 

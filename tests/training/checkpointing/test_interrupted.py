@@ -87,7 +87,7 @@ def test_half_a_replacement_is_undone(tmp_path, monkeypatch):
     with pytest.raises(Killed):
         files.put_in_place(partial, outdated)
     assert not outdated.exists()
-    files.bring_back(Namespace(load=str(tmp_path)))
+    files.undo_replacement(Namespace(load=str(tmp_path)))
     assert (outdated / "content").read_text() == "old"
 
 

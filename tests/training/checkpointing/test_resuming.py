@@ -31,7 +31,7 @@ def test_another_run_is_refused_unless_it_is_meant(run_quickly, second, corpus, 
     line = refused(run_quickly(*second, *flags))
     assert "format is bf16 there and mxfp8 here" in line
     assert "seed is 1234 there and 5 here" in line
-    assert "or --allow-changed-run to go on all the same" in line
+    assert "or --allow-changed-run to resume anyway" in line
     allowed = succeeded(run_quickly(*second, *flags, "--allow-changed-run"))
     assert list(allowed.lines) == [3, 4]
     assert "> --allow-changed-run: format is bf16 there and mxfp8 here" in allowed.output
@@ -122,7 +122,7 @@ def test_what_the_weights_compute_is_theirs(run_quickly, corpus, tmp_path):
 
 
 def test_another_numbering_of_the_ranks_starts_the_random_states_anew(run_quickly, second):
-    said = "> the checkpoint has another parallel layout: random states start anew"
+    said = "> the checkpoint has another parallel layout: random states are initialized anew"
     assert said in succeeded(run_quickly(*second, "--use-tp-pp-dp-mapping")).output
     assert said not in succeeded(run_quickly(*second)).output
 

@@ -92,7 +92,7 @@ def test_training_refuses_what_does_not_fit(made, tmp_path):
     done = train(*options, made / "larger.model", model=MODEL)
     assert done.status == 2
     assert "Traceback" not in done.errors
-    assert f"the data {data} have a vocabulary of 400" in done.errors
+    assert f"the data {data} has a vocabulary of 400" in done.errors
 
     foreign = tmp_path / "foreign"
     for suffix in (".bin", ".idx"):

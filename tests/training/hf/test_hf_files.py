@@ -139,7 +139,7 @@ def test_a_piece_is_read_and_no_more(folder):
 
 
 def place(piece: Piece) -> tuple[str, int, int, int]:
-    return piece.source.name, piece.start, piece.stop, piece.at
+    return piece.source.name, piece.start, piece.stop, piece.offset
 
 
 def test_gate_and_up_are_cut_rank_by_rank():
@@ -191,7 +191,7 @@ def test_a_target_that_is_taken_or_cannot_be_made_is_refused(tmp_path):
         folders.check_target(str(empty))
     with pytest.raises(UserError, match="exists and is not empty"):
         folders.check_target(str(empty / "something"))
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot be created"):
         folders.check_target("/proc/weights/out")
 
 
@@ -207,7 +207,7 @@ def test_a_folder_has_its_name_once_it_is_whole(tmp_path):
     assert not partial.exists()
     assert [path.name for path in Path(name).iterdir()] == ["config.json"]
     assert json.loads(Path(name, "config.json").read_text()) == {"a": 1, "dtype": "bfloat16"}
-    with pytest.raises(RunError, match="was made by another while this run trained"):
+    with pytest.raises(RunError, match="was created by another program while this run trained"):
         folders.put_in_place(folders.begin(name), name)
 
 
@@ -215,9 +215,9 @@ def test_a_folder_of_somebody_else_is_not_removed(tmp_path):
     own = tmp_path / "out.partial"
     own.mkdir()
     (own / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="was not begun by this program; move it away or choose"):
+    with pytest.raises(UserError, match="was not created by this program; move it away or choose"):
         folders.check_target(str(tmp_path / "out"))
-    with pytest.raises(RunError, match="was not begun by this program"):
+    with pytest.raises(RunError, match="was not created by this program"):
         folders.begin(str(tmp_path / "out"))
     assert (own / "thesis.tex").read_text() == "years of work"
 

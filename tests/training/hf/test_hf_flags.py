@@ -184,7 +184,7 @@ def test_what_transformers_cannot_hold_is_refused_before_training():
     with pytest.raises(UserError) as refusal:
         parse_args([*MINIMAL, "--save-hf", "out"])
     text = str(refusal.value)
-    assert text.startswith("--save-hf writes a LlamaForCausalLM, which cannot hold this model: ")
+    assert text.startswith("--save-hf writes a LlamaForCausalLM, which cannot express this model: ")
     assert "--normalization is LayerNorm and must be RMSNorm" in text
     assert "--position-embedding-type is learned_absolute and must be rope" in text
     options = [*DEEPSEEK_FLAGS, "--save-hf", "out", "--mock-data", "--split", "1,1,1"]

@@ -1,23 +1,45 @@
-"""Check the types of the settings and counts in a checkpoint before anything uses them."""
+"""Read `common.pt`, the state that a checkpoint stores once for all ranks, and check its types."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from megatron.bounded_files import printable
+from megatron.bounded_files import MEBIBYTE, UnusableFileError, printable, read_bytes
+from megatron.training.checkpointing import checked_archive
+from megatron.training.checkpointing.files import COMMON
+from megatron.training.checkpointing.index import DamagedError
 from megatron.training.checkpointing.optimizer_state import NUMERIC
 
-_LARGEST = (1 << 53) - 1  #: largest accepted count: the last integer that a float64 counts to
+COMMON_LIMIT = 256 * MEBIBYTE  #: settings and the scheduler's state take a few kilobytes
+_LARGEST = (1 << 53) - 1  #: largest accepted count; above it float64 skips integers
 _COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_iterations")
 _DEPTH = 4  #: levels of nested lists in a setting
 
 
-def check_common(common: Any) -> dict[str, Any]:
-    """Return the content of `common.pt` once its parts have the types that training expects.
+def read_common(folder: str | Path) -> Any:
+    """Return the state that a checkpoint stores once for all ranks, with types still unchecked.
 
-    Content without `progress` comes from another program and is left to the caller.
+    Raises:
+        DamagedError: if the file cannot be used; the message names it and the reason.
+    """
+    path = Path(folder, COMMON)
+    try:
+        return checked_archive.load(read_bytes(path, limit=COMMON_LIMIT))
+    except FileNotFoundError:
+        raise DamagedError(f"{path} does not exist") from None
+    except UnusableFileError as error:
+        raise DamagedError(str(error)) from None
+    except ValueError as error:
+        raise DamagedError(f"{path}: {printable(error, limit=300)}") from None
+
+
+def check_common(common: Any) -> dict[str, Any]:
+    """Return the content of `common.pt` after checking the types of its parts.
+
+    Content without `progress` comes from another program; the caller refuses it.
 
     Raises:
         ValueError: if a part has another type; the message names the part and its value.
@@ -29,8 +51,7 @@ def check_common(common: Any) -> dict[str, Any]:
     _require(common.get("args"), "args", _is_plain, "a dictionary of flags")
     for name in ("has_optim", "has_rng"):
         _require(common.get(name), name, lambda value: type(value) is bool, "True or False")
-    if "run" in common:
-        _require(common["run"], "run", _is_texts, "a dictionary of texts")
+    _require(common.get("run"), "run", _is_texts, "a dictionary of texts")
     if common["has_optim"]:
         _require(
             common.get("opt_param_scheduler"),
@@ -77,7 +98,9 @@ def _is_texts(value: Any) -> bool:
 
 def _is_progress(value: Any) -> bool:
     """Return whether the counts are valid; `checked_levels` checks the levels of the losses."""
-    return _is_settings(value) and all(_is_count(value.get(name, 0)) for name in _COUNTS)
+    if not _is_settings(value) or value.keys() != {*_COUNTS, "levels"}:
+        return False
+    return all(_is_count(value[name]) for name in _COUNTS)
 
 
 def _is_count(value: Any) -> bool:
