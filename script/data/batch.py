@@ -1,4 +1,4 @@
-"""Some documents of a file, and where in the file they are."""
+"""Define a batch of a file's documents and its position in the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a file is read from: behind how many lines (rows, of Parquet) and bytes of text."""
+    """A position in a file: the number of lines (rows in Parquet) and bytes of text before it."""
 
     line: int = 0
     offset: int = 0
@@ -21,11 +21,11 @@ START = Position()
 
 @dataclass
 class Batch:
-    """Some documents, one after another, and where the file goes on.
+    """Consecutive documents of a file, and the position after them.
 
-    Of JSONL `block` holds whole lines, so that a worker cuts them and not the reader that all
-    workers wait for. Of other formats `documents` holds (first line or row from 1, content); of
-    Parquet the content is a cell for each key, None where there is no text.
+    For JSONL, `block` holds whole lines: a worker splits them, so the reader that all workers wait
+    for does not have to. For other formats, `documents` holds (first line or row from 1, content).
+    For Parquet, the content is one cell per key, None for a cell without text.
     """
 
     file: int
@@ -35,8 +35,8 @@ class Batch:
     end: Position = Position()
     block: bytes = b""
     documents: list[tuple[int, Any]] = field(default_factory=list)
-    bytes_read: int = 0  # of the file as it is on disk
-    last: bool = False  # of its file
+    bytes_read: int = 0  #: bytes read from the file as stored, before decompression
+    last: bool = False  #: whether it is the last batch of its file
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         if self.format != "jsonl":

@@ -1,8 +1,8 @@
-"""Whether a `.bin/.idx` pair is whole: what `preprocess.py --check PREFIX` says.
+"""Check that a `.bin/.idx` pair is complete, for `preprocess.py --check PREFIX`.
 
-The index is held against the tokens, both against the manifest, and every token id against the
-vocabulary: the manifest's, or that of the --tokenizer-model that is given (then it must also be the
-tokenizer that made the data). Everything is read in blocks.
+The index is compared with the tokens, both with the manifest, and every token id with the size of
+the vocabulary. That size comes from the manifest, or from --tokenizer-model if it is given; the
+tokenizer must then be the one that the data was made with. Everything is read in blocks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-BLOCK = 1 << 22  # elements at a time
+BLOCK = 1 << 22  #: token ids that are read at a time
 
 
 def check_and_report(options: argparse.Namespace) -> int:
-    """Print what was found; the exit status."""
+    """Print a summary of the data set or its problems, and return the exit status."""
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not")
     prefix = options.check.removesuffix(".bin").removesuffix(".idx")
     try:
@@ -61,28 +61,28 @@ def inspect(prefix: str, tokenizer: Any = None) -> tuple[str, list[str]]:
     index = read_header(prefix)
     problems += index.problems()
     tokens = index.tokens
-    largest = _largest(Path(f"{prefix}.bin"), index.dtype)
+    smallest, largest = _range(Path(f"{prefix}.bin"), index.dtype)
     vocabulary = tokenizer.vocab_size if tokenizer is not None else None
     if manifest is not None:
         vocabulary = vocabulary or manifest.tokenizer.vocab_size
-        found = {"documents": index.documents, "tokens": tokens, "dtype": index.dtype.name}
-        for name, value in found.items():
-            if (said := getattr(manifest, name)) != value:
-                problems.append(f"{name}: {value}, but {prefix}.json says {said}")
-    if vocabulary is not None and not 0 <= largest[0] <= largest[1] < vocabulary:
+        counts = {"documents": index.documents, "tokens": tokens, "dtype": index.dtype.name}
+        for name, value in counts.items():
+            if (recorded := getattr(manifest, name)) != value:
+                problems.append(f"{name}: {value}, but {prefix}.json says {recorded}")
+    if vocabulary is not None and not 0 <= smallest <= largest < vocabulary:
         problems.append(
-            f"token ids from {largest[0]} to {largest[1]}, but the vocabulary has {vocabulary}"
+            f"token ids from {smallest} to {largest}, but the vocabulary has {vocabulary}"
         )
     summary = (
-        f"{index.documents:,} documents, {tokens:,} tokens ({index.dtype.name}), ids {largest[0]} "
-        f"to {largest[1]} of "
+        f"{index.documents:,} documents, {tokens:,} tokens ({index.dtype.name}), ids {smallest} "
+        f"to {largest} of "
     )
     summary += f"{vocabulary:,}" if vocabulary else "an unknown vocabulary (no manifest)"
     return summary, problems
 
 
-def _largest(path: Path, dtype: Any) -> tuple[int, int]:
-    """The smallest and the largest token id."""
+def _range(path: Path, dtype: Any) -> tuple[int, int]:
+    """Return the smallest and the largest token id."""
     import numpy as np
 
     smallest, largest = np.iinfo(dtype).max, 0

@@ -1,4 +1,4 @@
-"""The options of preprocess.py, those that prepare.py has too among them."""
+"""Define the options of preprocess.py, including those that it shares with prepare.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.console import ArgumentParser
 
 
 def parse(argv: list[str] | None, description: str | None) -> Settings | argparse.Namespace:
-    """What to do; with --check that is to check, and nothing else."""
+    """Return the settings of a run, or the parsed options if --check requests only a check."""
     parser = ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -24,12 +24,17 @@ def parse(argv: list[str] | None, description: str | None) -> Settings | argpars
     add("--input", type=Path, nargs="+", help="files and folders")
     add("--output-prefix", type=Path, help="writes PREFIX_<key>_document.bin, .idx, .json")
     add("--json-keys", nargs="+", default=["text"], help="keys or columns of the text (text)")
-    add("--input-format", choices=FORMATS, help="default: by each file's name")
-    add("--document-separator", default="", metavar="LINE", help="of text (default: a blank line)")
+    add("--input-format", choices=FORMATS, help="default: guessed from each file's name")
+    add(
+        "--document-separator",
+        default="",
+        metavar="LINE",
+        help="line between the documents of a text file (default: a blank line)",
+    )
     add_tokenizer(parser)
     add("--append-eod", action="store_true", help="end each document with the eod token")
     add_running(parser)
-    add("--check", metavar="PREFIX", help="check PREFIX.bin, .idx and .json, and write nothing")
+    add("--check", metavar="PREFIX", help="only check PREFIX.bin, .idx and .json")
     options = vars(parser.parse_args(argv))
     if (prefix := options.pop("check")) is not None:
         return argparse.Namespace(check=prefix, **options)
@@ -42,17 +47,19 @@ def parse(argv: list[str] | None, description: str | None) -> Settings | argpars
 
 
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose the tokenizer."""
     add = parser.add_argument
-    add("--tokenizer-type", help="default: by what is at --tokenizer-model")
+    add("--tokenizer-type", help="default: guessed from --tokenizer-model")
     add("--tokenizer-model", type=Path, help="a .model or .tiktoken file, or a folder")
-    add("--vocab-size", type=int, help="of the NullTokenizer, whose text is numbers")
+    add("--vocab-size", type=int, help="vocabulary of the NullTokenizer, whose text is numbers")
 
 
 def add_running(parser: argparse.ArgumentParser) -> None:
+    """Add the options that control how a run proceeds."""
     add = parser.add_argument
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    add("--workers", type=int, default=cores or 1, help=f"processes (here {cores})")
-    add("--strict", action="store_true", help="stop at the first line that is no document")
+    add("--workers", type=int, default=cores or 1, help=f"processes (default here: {cores})")
+    add("--strict", action="store_true", help="stop at the first line that is not a document")
     add(
         "--overwrite",
         action="store_true",

@@ -1,17 +1,17 @@
-"""Make a small real corpus and its tokenizer from text that every Python brings along.
+"""Make a small corpus of real text and its tokenizer from documentation that ships with Python.
 
     python script/data/default_corpus.py
 
-writes, unless they are there already,
+writes these files, unless they exist already:
 
-    dataset/default/corpus.jsonl                    Python's documentation topics, one a document
+    dataset/default/corpus.jsonl                    Python's documentation topics, one per document
     dataset/default/corpus_text_document.bin, .idx  the same as token ids
     model/default/tokenizer.model                   a SentencePiece model trained on them
 
-so that training can be tried where there is no data and no network. The topics are the pages that
+With them, training can be tried without data and without a network. The topics are the pages that
 `help("FOR")` prints (`pydoc_data.topics`): 79 pages, half a million characters, about 140,000
-tokens; they differ a little from one release of Python to the next. The drivers call this when no
-data was named. Standard output stays empty, and a call that finds everything returns at once.
+tokens. They differ slightly between releases of Python. The drivers call this script if no data was
+named. It prints nothing to standard output, and returns at once if all files exist.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from megatron.console import ArgumentParser, run_main
 REPO = Path(__file__).resolve().parents[2]
 
 VOCABULARY = 2048
-# Llama's ids for the first three, and a padding id that is none of them.
+# The first three ids are Llama's; the padding id differs from all of them.
 SPECIAL_IDS = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": 3}
 
 
 def topics() -> dict[str, str]:
-    """The documentation topics by name, in the order of the names."""
+    """Return the documentation topics by name, sorted by name."""
     try:
         from pydoc_data.topics import topics as pages
     except ImportError as error:
         raise ValueError(
             f"{sys.executable} lacks its documentation topics (pydoc_data.topics), which some "
-            "distributions leave out; use another Python, or tokenize a text of yours with "
+            "distributions leave out; use another Python, or tokenize your own text with "
             "script/data/preprocess.py and name it in --data-path and --tokenizer-path"
         ) from error
     return {name: pages[name] for name in sorted(pages)}
 
 
 def train_tokenizer(documents: list[str]) -> bytes:
-    """A SentencePiece model that gives every text back exactly, the same on every call.
+    """Return a SentencePiece model that decodes every text exactly and is the same on every call.
 
-    Bytes stand in for what has no piece (line ends among them), and neither spaces nor Unicode
-    forms are normalized: half of the corpus is code, where indentation matters.
+    Text without a piece of its own, such as a line end, is encoded as bytes. Neither spaces nor
+    Unicode forms are normalized: half of the corpus is code, in which indentation matters.
     """
     import sentencepiece
 
@@ -77,14 +77,14 @@ def train_tokenizer(documents: list[str]) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write under another name first: a reader sees all of `path` or nothing."""
+    """Write a file under another name first, so a reader sees all of `path` or nothing."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_bytes(content)
     partial.replace(path)
 
 
 def build(text: Path, tokens: list[Path], tokenizer: Path) -> None:
-    """Make what is missing; token ids are made again with a new tokenizer, which they depend on."""
+    """Make the missing files; a new tokenizer also replaces the token ids, which depend on it."""
     pages = topics()
     if not tokenizer.exists():
         print(f"Training a tokenizer on Python's documentation: {tokenizer}", file=sys.stderr)
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
         for folder in (options.output_dir, options.model_dir):
             folder.mkdir(parents=True, exist_ok=True)
         with (options.model_dir / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file closes, however that happens
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, even by a crash
             if not all(path.exists() for path in wanted):
                 build(text, tokens, tokenizer)
     except ValueError as error:
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(
             f"[ERROR] cannot make the default corpus: {error}; make the folder writable, "
-            "or choose others with --output-dir and --model-dir",
+            "or choose other folders with --output-dir and --model-dir",
             file=sys.stderr,
         )
         return 1

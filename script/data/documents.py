@@ -1,6 +1,6 @@
-"""Documents -> token ids: what to read and how to tokenize it, and what a worker does with a batch.
+"""Define the settings of a preprocessing run, and tokenize batches of documents in workers.
 
-A document keeps the file and the line where it begins, so that what is said of it can name them.
+Each document is identified by its file and its first line, so that messages can name them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 from batch import Batch, Position
 from readers import guess_format
 
-KEYS_SHOWN = 10  #: keys that an error lists of a document without the requested key
+KEYS_SHOWN = 10  #: keys that an error lists for a document without the requested key
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to read and how to tokenize it; each field is the option of the same name."""
+    """The input of a run and how to tokenize it; each field is the option of the same name."""
 
-    input: tuple[Path, ...]  # files, in the order of their documents
+    input: tuple[Path, ...]  #: files, in the order of their documents
     output_prefix: Path
     json_keys: tuple[str, ...] = ("text",)
-    input_format: str | None = None  # None: by each file's name
+    input_format: str | None = None  #: None guesses the format from each file's name
     document_separator: str = ""
-    wikipedia: bool = False  # text has titles above its articles
+    wikipedia: bool = False  #: whether text files have titles above their articles
     tokenizer_type: str | None = None
     tokenizer_model: Path | None = None
     vocab_size: int | None = None
@@ -42,17 +42,18 @@ class Settings:
     overwrite: bool = False
 
     def prefix(self, key: str) -> str:
-        """Where the documents of `key` go, as --data-path takes it."""
+        """Return the prefix of the output files of `key`, as --data-path takes it."""
         return f"{self.output_prefix}_{key}_document"
 
     def format_of(self, path: Path) -> str:
+        """Return the format of an input file: the requested one, or a guess."""
         return self.input_format or guess_format(path, wikipedia=self.wikipedia)
 
     def check_free(self) -> None:
-        """Refuse to replace anything unasked.
+        """Refuse to replace existing output without --overwrite.
 
         Raises:
-            ValueError: there is output, and no --overwrite.
+            ValueError: if output exists and --overwrite is not set.
         """
         for key in () if self.overwrite else self.json_keys:
             for suffix in (".idx", ".bin", ".json"):
@@ -65,21 +66,23 @@ class Settings:
 
 @dataclass
 class Tokens:
-    """A tokenized batch: of each key the ids, one after another, and each document's length."""
+    """A tokenized batch: for each key, the concatenated ids and the length of each document."""
 
     file: int
     end: Position
     last: bool
     bytes_read: int
-    ids: dict[str, Any] = field(default_factory=dict)  # numpy arrays of the output's dtype
-    lengths: dict[str, Any] = field(default_factory=dict)  # int32
+    ids: dict[str, Any] = field(default_factory=dict)  #: numpy arrays of the output's dtype
+    lengths: dict[str, Any] = field(default_factory=dict)  #: numpy arrays of int32
     text_bytes: dict[str, int] = field(default_factory=dict)
-    read: int = 0  # documents without a fault, those without text among them
-    bad: list[tuple[int, str]] = field(default_factory=list)  # line, what is wrong with it
+    read: int = 0  #: number of valid documents, including those without text
+    bad: list[tuple[int, str]] = field(
+        default_factory=list
+    )  #: line and reason of each bad document
 
 
 class Encoder:
-    """Turns a batch into token ids. A worker inherits it from the parent, or makes it once."""
+    """A tokenizer of batches. A worker inherits it from the parent process, or creates it once."""
 
     shared: Encoder | None = None
 
@@ -104,8 +107,8 @@ class Encoder:
 
     @classmethod
     def start_worker(cls, settings: Settings) -> None:
-        """The initializer of a worker: a forked one has the parent's encoder already."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+        """Initialize a worker; a forked worker already has the parent's encoder."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent terminates its workers
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Thread(target=_end_with_parent, daemon=True).start()
         if cls.shared is None:
@@ -113,10 +116,16 @@ class Encoder:
 
     @classmethod
     def run(cls, batch: Batch) -> Tokens:
+        """Tokenize a batch with this process's encoder."""
         assert cls.shared is not None
         return cls.shared.encode(batch)
 
     def encode(self, batch: Batch) -> Tokens:
+        """Tokenize a batch.
+
+        Raises:
+            ValueError: with --strict, if a document is bad; the message names its file and line.
+        """
         tokens = Tokens(batch.file, batch.end, batch.last, batch.bytes_read)
         lines: list[int] = []
         columns: dict[str, list[str]] = {key: [] for key in self.settings.json_keys}
@@ -135,32 +144,32 @@ class Encoder:
             tokens.bad = sorted(tokens.bad + [(lines[i], why) for i, why in faulty.items()])
         tokens.read = len(lines) - len(faulty)
         for key, ids in encoded.items():
-            kept = [i for i, found in enumerate(ids) if found and i not in faulty]
-            self._collect(tokens, key, [ids[i] for i in kept])
-            tokens.text_bytes[key] = sum(len(columns[key][i].encode()) for i in kept)
+            valid = [i for i, text_ids in enumerate(ids) if text_ids and i not in faulty]
+            self._collect(tokens, key, [ids[i] for i in valid])
+            tokens.text_bytes[key] = sum(len(columns[key][i].encode()) for i in valid)
         if tokens.bad and self.settings.strict:
             line, why = tokens.bad[0]
             raise ValueError(f"{batch.path}:{line}: {why}")
         return tokens
 
     def _encode(self, texts: list[str], faulty: dict[int, str]) -> list[list[int]]:
-        """The ids of each text; of those that have none, `faulty` gets the reason."""
+        """Return the ids of each text, and add to `faulty` why a text cannot be tokenized."""
         try:
-            found = self.encode_texts(texts)
+            encoded = self.encode_texts(texts)
         except BaseException as error:
-            _why(error)
-            found = []
-            for i, text in enumerate(texts):  # find out which
+            _reason(error)
+            encoded = []
+            for i, text in enumerate(texts):  # finds the texts that fail
                 try:
-                    found += self.encode_texts([text]) if text else [[]]
+                    encoded += self.encode_texts([text]) if text else [[]]
                 except BaseException as error:
-                    faulty[i] = _why(error)
-                    found.append([])
-        if self.tokenizer.library == "null":  # the only one that gives ids it does not have
-            for i, ids in enumerate(found):
+                    faulty[i] = _reason(error)
+                    encoded.append([])
+        if self.tokenizer.library == "null":  # the only tokenizer that returns ids it does not have
+            for i, ids in enumerate(encoded):
                 if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                     faulty[i] = f"a token id is not within the vocabulary of {self.vocab_size}"
-        return found
+        return encoded
 
     def _collect(self, tokens: Tokens, key: str, documents: list[list[int]]) -> None:
         import numpy as np
@@ -174,7 +183,11 @@ class Encoder:
         tokens.ids[key] = np.fromiter(joined, dtype=self.dtype, count=count)
 
     def texts(self, batch: Batch, document: Any) -> dict[str, str]:
-        """The text of each key; ValueError says what is wrong with the document."""
+        """Return the text of each key.
+
+        Raises:
+            ValueError: if the document is bad; the message gives the reason.
+        """
         keys = self.settings.json_keys
         if batch.format == "parquet":
             if None in document:
@@ -192,12 +205,12 @@ class Encoder:
         except RecursionError as error:
             raise ValueError("not JSON that can be read (nested too deep)") from error
         if not isinstance(record, dict):
-            raise ValueError("not a JSON object; give one object a line")
+            raise ValueError("not a JSON object; give one object per line")
         for key in keys:
             if not isinstance(record.get(key), str):
-                there = _some(record) or "no keys"
+                present = _some(record) or "no keys"
                 raise ValueError(
-                    f"no text under the key {key!r} (there are {there}); name the key in "
+                    f"no text under the key {key!r} (there are {present}); name the key in "
                     "--json-keys"
                 )
             try:
@@ -213,23 +226,23 @@ def _some(keys: Iterable[str]) -> str:
     return ", ".join(shown[:KEYS_SHOWN]) + ", ..." * (len(shown) > KEYS_SHOWN)
 
 
-def _why(error: BaseException) -> str:
-    """What a tokenizer says of a text that it cannot take; anything else is raised again.
+def _reason(error: BaseException) -> str:
+    """Return a tokenizer's reason for rejecting a text; raise any other error again.
 
-    The NullTokenizer raises ValueError; the libraries whatever they like, and where they are in
-    Rust, a panic that is no Exception.
+    The NullTokenizer raises ValueError. The libraries raise any exception; those in Rust raise a
+    panic, which is not an `Exception`.
     """
     if isinstance(error, ValueError):
         return str(error)
-    ours = isinstance(error, Exception) and not isinstance(error, (MemoryError, OSError))
-    if not ours and type(error).__name__ != "PanicException":
+    by_text = isinstance(error, Exception) and not isinstance(error, (MemoryError, OSError))
+    if not by_text and type(error).__name__ != "PanicException":
         raise error
     first = (str(error).strip().splitlines() or ["no reason given"])[0]
     return f"the tokenizer fails on it ({type(error).__name__}: {first})"
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot end its workers, which would wait for ever."""
+    """End this worker with its parent: a killed parent cannot end workers, which wait forever."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)

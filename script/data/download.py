@@ -1,7 +1,7 @@
-"""Wikipedia and Dolma from the Hugging Face hub, by the `datasets` library, file by file.
+"""Download Wikipedia and Dolma from the Hugging Face hub, file by file, with `datasets`.
 
-Only the files are fetched: nothing is converted to Arrow, which would take their size on the disk
-once more. What is there already is not fetched again.
+The files are not converted to Arrow, which would need the same disk space again. A file that was
+downloaded before is not downloaded again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
-#: Of each corpus: the data set on the hub, and the part of it that is taken unless told otherwise.
+#: The data set of each corpus on the hub, and the default part of it.
 HUB = {
     "wikipedia": ("wikimedia/wikipedia", "20231101.en"),
     "dolma": ("allenai/dolma", "v1_6-sample"),
@@ -20,12 +20,12 @@ HUB = {
 def download(
     corpus: str, folder: Path, *, name: str, part: str, limit: int | None = None
 ) -> tuple[Path, ...]:
-    """The files of `part` of the data set `name`, the first `limit` of them.
+    """Download and return the first `limit` files of `part` of the data set `name`.
 
-    What the hub itself has goes to its cache (HF_HOME), what it points to elsewhere to `folder`.
+    Files on the hub itself go to its cache (HF_HOME), files on other servers to `folder`.
 
     Raises:
-        ValueError: they cannot be had; without a network, for example.
+        ValueError: if they cannot be downloaded, for example without a network.
     """
     from tqdm import tqdm
 
@@ -34,7 +34,7 @@ def download(
         urls = _wikipedia_urls(name, part) if corpus == "wikipedia" else _dolma_urls(name, part)
         urls = urls[:limit]
         return tuple(_fetch(url, folder) for url in tqdm(urls, unit="file", disable=None))
-    # The library passes on what four HTTP libraries raise, which have no error in common.
+    # The library passes on the exceptions of four HTTP libraries, which have no common base class.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
@@ -44,7 +44,7 @@ def download(
 
 
 def _wikipedia_urls(name: str, part: str) -> list[str]:
-    """Parquet files, which the library finds by the data set's description."""
+    """Return the addresses of the Parquet files that the data set's description lists."""
     import datasets
 
     builder = datasets.load_dataset_builder(name, part)
@@ -52,8 +52,10 @@ def _wikipedia_urls(name: str, part: str) -> list[str]:
 
 
 def _dolma_urls(name: str, part: str) -> list[str]:
-    """Compressed JSONL elsewhere, listed in a file of the data set: it has no other description
-    that a current release of the library would read.
+    """Return the addresses of the compressed JSONL files, which are on another server.
+
+    A text file of the data set lists them. Current releases of the library cannot read any other
+    description of this data set.
     """
     base = name if Path(name).is_dir() else f"hf://datasets/{name}"
     listed = _manager(None).download(f"{base}/urls/{part}.txt")
@@ -61,15 +63,15 @@ def _dolma_urls(name: str, part: str) -> list[str]:
 
 
 def _fetch(url: str, folder: Path) -> Path:
-    """The file at `url`; under its own name where the library would give it another."""
+    """Download the file at `url` and give it its own name, which the library would replace."""
     target = folder / urlparse(url).path.lstrip("/")
     if target.is_file():
         return target
-    found = Path(_manager(folder / ".cache").download(url))
-    if folder.resolve() not in found.resolve().parents:
-        return found
+    cached = Path(_manager(folder / ".cache").download(url))
+    if folder.resolve() not in cached.resolve().parents:
+        return cached
     target.parent.mkdir(parents=True, exist_ok=True)
-    return found.replace(target)
+    return cached.replace(target)
 
 
 def _manager(cache: Path | None):

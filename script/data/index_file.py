@@ -1,4 +1,4 @@
-"""The `.idx` file of megatron-core's indexed datasets, written in little memory."""
+"""Write the `.idx` file of megatron-core's indexed data sets in little memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 LENGTH_BYTES = 4
-INDEX_BLOCK = 1 << 20  # documents at a time
+INDEX_BLOCK = 1 << 20  #: documents that are processed at a time
 
 
 def write_index(path: Path, lengths: Path, *, documents: int, dtype: type) -> None:
-    """The index of megatron-core's indexed datasets, of documents that are a sequence each."""
+    """Write the index of documents that consist of one sequence each."""
     import numpy as np
 
     from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
@@ -28,7 +28,7 @@ def write_index(path: Path, lengths: Path, *, documents: int, dtype: type) -> No
         file.write(struct.pack("<QBQQ", 1, DType.code_from_dtype(dtype), documents, documents + 1))
         for block in blocks():
             block.tofile(file)
-        end = 0  # the byte where each document begins
+        end = 0  # byte at which the next document begins
         for block in blocks():
             ends = end + np.cumsum(block, dtype=np.int64) * DType.size(dtype)
             (ends - block.astype(np.int64) * DType.size(dtype)).tofile(file)

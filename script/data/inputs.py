@@ -1,4 +1,4 @@
-"""Which files are the input: those that are named, and the data in the folders that are."""
+"""Find the input files: the named files, and the data files in the named folders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from documents import Settings
 
-#: What a folder may hold besides data, as the `datasets` library writes it.
+#: Names of files besides the data that the `datasets` library writes to a folder.
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".txt", ".text", ".tokens")
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2")
@@ -16,12 +16,12 @@ NAMES_SHOWN = 5
 
 
 def expand(settings: Settings) -> tuple[Path, ...]:
-    """The files that are named, and those in the folders that are, in the order of their names.
+    """Return the named files, and the data files of the named folders in the order of their names.
 
-    What the run itself writes is none of them, and what is passed over is said.
+    The output of preprocessing runs is not included. Other files that are skipped are printed.
 
     Raises:
-        ValueError: a file or folder has no data.
+        ValueError: if a file or folder has no data.
     """
     files: list[Path] = []
     for path in settings.input:
@@ -40,25 +40,25 @@ def expand(settings: Settings) -> tuple[Path, ...]:
 
 
 def _data_in(folder: Path, settings: Settings) -> list[Path]:
-    found = sorted(file for file in folder.rglob("*") if _may_be_data(folder, file, settings))
-    data = [file for file in found if _is_named_like_data(file)]
+    files = sorted(file for file in folder.rglob("*") if _may_be_data(folder, file, settings))
+    data = [file for file in files if _is_named_like_data(file)]
     if not data:
         raise ValueError(
             f"the folder {folder} holds no data; give one with {', '.join(DATA_SUFFIXES)} "
             "files (.gz, .zst and .bz2 too), or wikiextractor's wiki_00 and so on"
         )
-    if others := [str(file.relative_to(folder)) for file in found if not _is_named_like_data(file)]:
+    if others := [str(file.relative_to(folder)) for file in files if not _is_named_like_data(file)]:
         names = ", ".join(others[:NAMES_SHOWN]) + ", ..." * (len(others) > NAMES_SHOWN)
         print(
-            f"Passed over in {folder}: {len(others):,} files that are not named like data "
-            f"({names}). Name them one by one in --input if they are.",
+            f"Skipped in {folder}: {len(others):,} files that are not named like data "
+            f"({names}). If they are data, name them one by one in --input.",
             file=sys.stderr,
         )
     return data
 
 
 def _may_be_data(folder: Path, file: Path, settings: Settings) -> bool:
-    """Neither hidden, nor a description of data, nor what a preprocessing run writes."""
+    """Return whether a file is neither hidden nor a description nor the output of a run."""
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
     if hidden or file.name in NOT_DATA or not file.is_file():
         return False
@@ -66,12 +66,12 @@ def _may_be_data(folder: Path, file: Path, settings: Settings) -> bool:
 
 
 def _is_unfinished(file: Path) -> bool:
-    """In the folder of a run that is not published, this one's or another's."""
-    return any(each.suffix == ".partial" and (each / "lock").is_file() for each in file.parents)
+    """Return whether a file lies in the partial output folder of this run or another one."""
+    return any(path.suffix == ".partial" and (path / "lock").is_file() for path in file.parents)
 
 
 def _is_output(file: Path, settings: Settings) -> bool:
-    """Of this run, or of another that is published or under way."""
+    """Return whether a file is output of this run, or of another run that has published it."""
     prefix = settings.output_prefix.resolve()
     own = (f"{prefix}_{key}_document.json" for key in settings.json_keys)
     if str(file) in (f"{prefix}_bad_lines.txt", *own):

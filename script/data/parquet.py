@@ -1,4 +1,4 @@
-"""Parquet files -> batches of rows, some 32 rows and a page of the file in memory."""
+"""Read Parquet files in batches of rows; memory holds a batch and one page of the file."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 
 from batch import Batch, Position
 
-ROWS = 32  # decoded at a time
-LARGEST_CELL = 256 << 20  # bytes; the same as of a document in a text file
+ROWS = 32  #: rows that are decoded at a time
+LARGEST_CELL = 256 << 20  #: bytes; also the limit of a document in a text file
 
 
 def read_parquet(
     path: Path, settings: Any, *, number: int, start: Position, batch_bytes: int
 ) -> Iterator[Batch]:
-    """The batches of a file from `start` on.
+    """Yield the batches of a file, beginning at `start`.
 
     Raises:
-        ValueError: the file is damaged, or has no text in the columns that are asked for.
+        ValueError: if the file is damaged, or has no text in the requested columns.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        # Pages, which have a MB as a rule, are read as they are needed: a row group of any size
-        # takes little memory.
+        # Pages, usually of 1 MB, are read when they are needed, so even a large row group takes
+        # little memory.
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             _check_columns(path, file.schema_arrow, settings.json_keys)
             size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)
             batch = Batch(number, path, "parquet", start)
             row = text = 0
             for group in range(file.num_row_groups):
-                behind = row + file.metadata.row_group(group).num_rows
-                if behind <= start.line:
-                    row = behind
+                group_end = row + file.metadata.row_group(group).num_rows
+                if group_end <= start.line:
+                    row = group_end
                     continue
                 for table in file.iter_batches(
                     ROWS, [group], list(settings.json_keys), use_threads=False
@@ -58,7 +58,7 @@ def read_parquet(
     except pa.ArrowException as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{path} is damaged, or no Parquet file ({reason}); get it again, or leave it out"
+            f"{path} is damaged, or not a Parquet file ({reason}); get it again, or leave it out"
         ) from error
 
 

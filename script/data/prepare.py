@@ -1,10 +1,10 @@
-"""Wikipedia or Dolma, downloaded or from a folder -> the `.bin/.idx` pair that the scripts use.
+"""Tokenize Wikipedia or Dolma, downloaded or from a folder, into the files that the scripts use.
 
     python script/data/prepare.py wikipedia --input dumps/ --tokenizer-model model/llama3.2-1b
     python script/data/prepare.py dolma --limit-files 4
 
-prepare_wikipedia.sh and prepare_dolma.sh call it. Everything is done by preprocess.py: an
-interrupted call goes on where it was, and the same input makes the same files.
+prepare_wikipedia.sh and prepare_dolma.sh call this script. preprocess.py does the work: an
+interrupted call is resumed by the same command, and the same input results in the same files.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from preprocess import REPO, attempt
 
 
 def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -39,10 +40,10 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def complete(options: argparse.Namespace, home: Path) -> Settings:
-    """Where the input lies, after downloading it if need be.
+    """Download the input unless --input names it, and return the settings of the run.
 
     Raises:
-        ValueError: it cannot be had, or there is no tokenizer.
+        ValueError: if the download fails, or there is no tokenizer.
     """
     corpus = options.corpus
     model, kind = _tokenizer(options, home), options.tokenizer_type
@@ -75,7 +76,7 @@ def complete(options: argparse.Namespace, home: Path) -> Settings:
 
 
 def _tokenizer(options: argparse.Namespace, home: Path) -> Path | None:
-    """Return the path of the tokenizer, after loading it: a download before may take hours.
+    """Return the path of the tokenizer; load it first if a download of hours would follow.
 
     Raises:
         ValueError: if there is no tokenizer.
@@ -83,12 +84,12 @@ def _tokenizer(options: argparse.Namespace, home: Path) -> Path | None:
     model, kind = options.tokenizer_model, options.tokenizer_type
     if kind == "NullTokenizer":
         return model
-    put = "put that of Llama 3.2 there, or give" if model is None else "give"
+    advice = "put the one of Llama 3.2 there, or give" if model is None else "give"
     model = model or home / "model" / "llama3.2-1b"
     if not model.exists():
         raise ValueError(
-            f"no tokenizer at {model}; {put} a Hugging Face folder, a SentencePiece .model file or "
-            "a .tiktoken file in --tokenizer-model"
+            f"no tokenizer at {model}; {advice} a Hugging Face folder, a SentencePiece .model file "
+            "or a .tiktoken file in --tokenizer-model"
         )
     if options.input is None:
         sys.path.insert(0, str(REPO))
@@ -107,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("[ERROR] interrupted; files that are complete are kept", file=sys.stderr)
+        print("[ERROR] interrupted; complete files are kept", file=sys.stderr)
         return 130
     return attempt(settings)
 

@@ -5,19 +5,19 @@
     python script/data/preprocess.py --input wikipedia/ --output-prefix dataset/wiki ...
     python script/data/preprocess.py --check dataset/wiki_text_document
 
-writes dataset/wiki_text_document.bin, .idx and .json, which remembers the tokenizer. The flags are
+writes dataset/wiki_text_document.bin, .idx and .json, which records the tokenizer. The flags are
 those of Megatron-LM's tools/preprocess_data.py. Input consists of files, or folders of files:
 
-    JSONL, Parquet   one document per line or row; each of --json-keys gets files of its own
+    JSONL, Parquet   one document per line or row; each of --json-keys has its own output files
     text             documents are separated by blank lines
     wikitext         articles begin with ` = Title = `
 
 All but Parquet may be compressed with gzip, bzip2 or zstandard.
 
 Documents are read in batches, which a pool of processes tokenizes. The parent process writes them
-in the order of the input, so the files are the same for any number of workers. Memory holds a few
-batches only. The files appear under their names when they are complete. A run that was interrupted
-or failed keeps its progress in PREFIX.partial, and the same command continues from there.
+in the order of the input, so the files are the same for any number of workers. Memory holds only a
+few batches. The files get their names when they are complete. A run that was interrupted or failed
+keeps its progress in PREFIX.partial, and the same command continues from there.
 
 Lines that are not documents are skipped, counted and listed in PREFIX_bad_lines.txt; with --strict
 the first one ends the run.
@@ -44,7 +44,7 @@ from command_line import parse
 from documents import Encoder, Settings, Tokens
 from inputs import expand
 from megatron.console import run_main
-from progress import DamagedStateError, PartialOutput
+from partial_output import DamagedStateError, PartialOutput
 from readers import read_file
 
 if TYPE_CHECKING:
@@ -54,18 +54,18 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def tokenize(settings: Settings, batches: Iterable[Batch]) -> Iterator[Tokens]:
-    """The tokens of `batches` in their order, with at most two batches a worker in memory."""
+    """Yield the tokens of `batches` in order, with at most two batches per worker in memory."""
     if settings.workers == 1:
         yield from map(Encoder.run, batches)
         return
-    # A forked worker has the tokenizer and the imports already; elsewhere it makes its own.
+    # A forked worker inherits the tokenizer and the imports; a spawned one creates its own.
     method = "fork" if sys.platform == "linux" else "spawn"
     pool = ProcessPoolExecutor(
         settings.workers, multiprocessing.get_context(method), Encoder.start_worker, (settings,)
     )
     waiting: deque[Future[Tokens]] = deque()
     try:
-        pool.submit(os.getpid).result()  # all are forked now, before a reader starts threads
+        pool.submit(os.getpid).result()  # forks all workers before a reader starts threads
         for batch in batches:
             waiting.append(pool.submit(Encoder.run, batch))
             if len(waiting) >= 2 * settings.workers:
@@ -76,20 +76,20 @@ def tokenize(settings: Settings, batches: Iterable[Batch]) -> Iterator[Tokens]:
         pool.shutdown(cancel_futures=True)
 
 
-def read_batches(settings: Settings, progress: PartialOutput) -> Iterator[Batch]:
-    """The input from where `progress` is."""
-    first, start = progress.mark.file, progress.mark.position
+def read_batches(settings: Settings, output: PartialOutput) -> Iterator[Batch]:
+    """Yield the batches of the input that `output` does not have yet."""
+    first, start = output.point.file, output.point.position
     for number in range(first, len(settings.input)):
         path = settings.input[number]
         if not path.exists():
             raise ValueError(f"{path} has disappeared; put it back")
-        progress.begin_file(number)
+        output.begin_file(number)
         yield from read_file(path, settings, number=number, start=start)
         start = Position()
 
 
 def check(settings: Settings) -> None:
-    """Refuse what cannot work before megatron-core is imported, which takes seconds."""
+    """Refuse wrong settings before megatron-core is imported, which takes seconds."""
     if settings.workers < 1:
         raise ValueError(f"--workers {settings.workers} is below 1; give the number of processes")
     for path in settings.input if len(settings.json_keys) > 1 else ():
@@ -103,7 +103,7 @@ def check(settings: Settings) -> None:
 
 
 def preprocess(settings: Settings) -> dict[str, Manifest]:
-    """Do it all, or the rest of it; the manifest of each pair of files by its prefix."""
+    """Start or resume a run, and return the manifest of each pair of files by its prefix."""
     from tqdm import tqdm
 
     settings = dataclasses.replace(settings, input=expand(settings))
@@ -113,66 +113,66 @@ def preprocess(settings: Settings) -> dict[str, Manifest]:
 
     record = TokenizerRecord.of(encoder.tokenizer)
     settings.output_prefix.parent.mkdir(parents=True, exist_ok=True)
-    tqdm.monitor_interval = 0  # its thread would be copied into the workers
-    with PartialOutput(settings, dataclasses.asdict(record), encoder.dtype) as progress:
-        if not progress.complete:
-            _write(settings, progress)
-        manifests = {key: _manifest(settings, progress, key, record) for key in settings.json_keys}
-        progress.publish({key: manifest.to_json() for key, manifest in manifests.items()})
+    tqdm.monitor_interval = 0  # forking would copy its thread into the workers
+    with PartialOutput(settings, dataclasses.asdict(record), encoder.dtype) as output:
+        if not output.complete:
+            _write(settings, output)
+        manifests = {key: _manifest(settings, output, key, record) for key in settings.json_keys}
+        output.publish({key: manifest.to_json() for key, manifest in manifests.items()})
     return {settings.prefix(key): manifest for key, manifest in manifests.items()}
 
 
-def _write(settings: Settings, progress: PartialOutput) -> None:
+def _write(settings: Settings, output: PartialOutput) -> None:
     from tqdm import tqdm
 
-    mark = progress.mark
-    if progress.resumed:
-        done = max(count.documents for count in mark.counts.values())
-        print(f"Going on after {done:,} documents of an interrupted run.", file=sys.stderr)
+    point = output.point
+    if output.resumed:
+        done = max(count.documents for count in point.counts.values())
+        print(f"Resuming after {done:,} documents of an interrupted run.", file=sys.stderr)
     sizes = [path.stat().st_size for path in settings.input]
     with tqdm(
-        total=sum(sizes), initial=sum(sizes[: mark.file]), unit="B", unit_scale=True, disable=None
+        total=sum(sizes), initial=sum(sizes[: point.file]), unit="B", unit_scale=True, disable=None
     ) as bar:
-        for tokens in tokenize(settings, read_batches(settings, progress)):
-            progress.add(tokens)
+        for tokens in tokenize(settings, read_batches(settings, output)):
+            output.add(tokens)
             bar.update(tokens.bytes_read)
-            documents = max(count.documents for count in progress.mark.counts.values())
+            documents = max(count.documents for count in output.point.counts.values())
             bar.set_postfix_str(f"{documents:,} documents", refresh=False)
-    for key, count in progress.mark.counts.items():
+    for key, count in output.point.counts.items():
         if not count.documents:
             raise ValueError(
                 f"no text under the key {key!r} in the {len(settings.input)} input files "
-                f"({settings.input[0]} first); give files that have text"
+                f"(the first is {settings.input[0]}); give files that have text"
             )
 
 
-def _manifest(settings: Settings, progress: PartialOutput, key: str, record: object) -> Manifest:
+def _manifest(settings: Settings, output: PartialOutput, key: str, record: object) -> Manifest:
     from megatron.training.data.manifest import Manifest
 
-    count = progress.mark.counts[key]
+    count = output.point.counts[key]
     return Manifest(
         tokenizer=record,
-        dtype=progress.dtype.name,
+        dtype=output.dtype.name,
         documents=count.documents,
         tokens=count.tokens,
         text_bytes=count.text_bytes,
-        bad_lines=progress.mark.bad_lines,
+        bad_lines=output.point.bad_lines,
         json_key=key,
         append_eod=settings.append_eod,
-        sources=tuple((name, size) for name, size, _ in progress.inputs),
+        sources=tuple((name, size) for name, size, _ in output.inputs),
     )
 
 
 def report(settings: Settings, manifests: dict[str, Manifest], seconds: float) -> None:
-    """Say what was written and what to do with it."""
-    for prefix, made in manifests.items():
+    """Print what was written and the command that trains on it."""
+    for prefix, manifest in manifests.items():
         print(
-            f"{prefix}.bin, .idx: {made.documents:,} documents, {made.tokens:,} tokens "
-            f"({made.dtype}), {made.text_bytes:,} bytes of text"
+            f"{prefix}.bin, .idx: {manifest.documents:,} documents, {manifest.tokens:,} tokens "
+            f"({manifest.dtype}), {manifest.text_bytes:,} bytes of text"
         )
-        if made.bad_lines:
+        if manifest.bad_lines:
             bad_lines = f"{settings.output_prefix}_bad_lines.txt"
-            print(f"left out {made.bad_lines:,} bad lines; they are in {bad_lines}")
+            print(f"skipped {manifest.bad_lines:,} bad lines; they are listed in {bad_lines}")
     print(f"{seconds:.1f} s.")
     if settings.tokenizer_model is not None:
         driver = REPO / "run_tensor_collection.sh"
@@ -183,8 +183,8 @@ def report(settings: Settings, manifests: dict[str, Manifest], seconds: float) -
 
 
 def attempt(settings: Settings) -> int:
-    """Preprocess and report; the exit status."""
-    # One thread a process, set before numpy and the tokenizers start theirs.
+    """Preprocess, report the result and return the exit status."""
+    # Each process uses one thread; numpy and the tokenizers read these variables when they start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -195,7 +195,7 @@ def attempt(settings: Settings) -> int:
         manifests = preprocess(settings)
     except DamagedStateError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
-        return status  # the same command does not go on
+        return status  # the same command cannot resume
     except ValueError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
     except OSError as error:
@@ -213,7 +213,7 @@ def attempt(settings: Settings) -> int:
         return 0
     partial = Path(f"{settings.output_prefix}.partial")
     if (partial / "progress.json").exists():
-        print(f"What is done is kept in {partial}: the same command goes on.", file=sys.stderr)
+        print(f"Progress is kept in {partial}: the same command resumes.", file=sys.stderr)
     return status
 
 

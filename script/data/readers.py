@@ -1,9 +1,9 @@
-"""Files on disk -> batches of raw documents, from any place in them on.
+"""Read batches of raw documents from files, beginning at any position.
 
-A file is JSONL, Parquet, plain text whose documents are parted by a line, or wikitext whose
-articles begin with a ` = Title = `; all but Parquet may be compressed (gzip, bzip2, zstandard),
-which their first bytes tell and not their names. Everything is streamed: what is in memory is a
-batch of about BATCH_BYTES, or one document where that is larger.
+A file is JSONL, Parquet, plain text with a separator line between documents, or wikitext whose
+articles begin with ` = Title = `. All but Parquet may be compressed with gzip, bzip2 or zstandard;
+the first bytes show this, not the name. Everything is streamed: memory holds a batch of about
+BATCH_BYTES, or one larger document.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from batch import START, Batch, Position
 from compressed import decompressed
 from parquet import read_parquet
 
-BATCH_BYTES = 1 << 18  # small enough that workers end at about the same time
-#: A document beyond this is no document: most likely the file has another format.
+BATCH_BYTES = 1 << 18  #: small enough that all workers finish at about the same time
+#: Largest size of a document in bytes; a larger one probably means that the format is wrong.
 LARGEST_DOCUMENT = 256 << 20
 FORMATS = ("text", "wikitext", "jsonl", "parquet")
 
-HEADING = re.compile(rb" ?= (?!=)[^\r\n]*(?<!=) = ?\r?\n?")  # of an article; its parts have ` = = `
+#: Title of an article; the headings of its sections begin with ` = = `.
+HEADING = re.compile(rb" ?= (?!=)[^\r\n]*(?<!=) = ?\r?\n?")
 
 
 def guess_format(path: Path, *, wikipedia: bool = False) -> str:
-    """By the file's name, or by its start where that says nothing, as of `wiki_00`.
+    """Guess the format of a file from its name, or from its start if the name is not conclusive.
 
-    Text of Wikipedia that begins with the title of an article has one above each.
+    With `wikipedia`, text that begins with a title is taken for wikitext.
     """
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in (".gz", ".zst", ".bz2"):
@@ -55,10 +56,10 @@ def guess_format(path: Path, *, wikipedia: bool = False) -> str:
 def read_file(
     path: Path, settings: Any, *, number: int = 0, start: Position = START
 ) -> Iterator[Batch]:
-    """The batches of one file from `start` on; the last one is marked, and may be empty.
+    """Yield the batches of one file, beginning at `start`; the last is marked and may be empty.
 
     Raises:
-        ValueError: the file is damaged, has gone, or is not what its format says.
+        ValueError: if the file is damaged, has disappeared, or has another format.
     """
     try:
         kind = settings.format_of(path)
@@ -69,9 +70,9 @@ def read_file(
             return
         with path.open("rb") as raw, decompressed(raw) as stream:
             _skip(raw, stream, start.offset)
-            make = _jsonl if kind == "jsonl" else _text
+            batches = _jsonl if kind == "jsonl" else _text
             position, last = raw.tell() if start.offset else 0, None
-            for batch in make(stream, settings, Batch(number, path, kind, start)):
+            for batch in batches(stream, settings, Batch(number, path, kind, start)):
                 batch.bytes_read, position = raw.tell() - position, raw.tell()
                 if last is not None:
                     yield last
@@ -103,7 +104,7 @@ def _skip(raw: BinaryIO, stream: BinaryIO, offset: int) -> None:
 def _too_long(path: Path, line: int) -> ValueError:
     return ValueError(
         f"{path}:{line}: a document of more than {LARGEST_DOCUMENT >> 20} MiB; give the file's "
-        f"format in --input-format ({', '.join(FORMATS)}), or one JSON object a line"
+        f"format in --input-format ({', '.join(FORMATS)}), or one JSON object per line"
     )
 
 
@@ -120,17 +121,17 @@ def _jsonl(stream: BinaryIO, settings: Any, batch: Batch) -> Iterator[Batch]:
 
 
 def _text(stream: BinaryIO, settings: Any, batch: Batch) -> Iterator[Batch]:
-    cut = _articles if batch.format == "wikitext" else _parted
-    here = batch.start
-    for line, document, end in cut(stream, settings, batch):
+    split = _articles if batch.format == "wikitext" else _separated
+    position = batch.start
+    for line, document, end in split(stream, settings, batch):
         if document.strip():
             batch.documents.append((line, document))
         if end.offset - batch.start.offset >= BATCH_BYTES:
             batch.end = end
             yield batch
             batch = Batch(batch.file, batch.path, batch.format, end)
-        here = end
-    batch.end = here
+        position = end
+    batch.end = position
     yield batch
 
 
@@ -140,8 +141,10 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
         yield line
 
 
-def _parted(stream: BinaryIO, settings: Any, batch: Batch) -> Iterator[tuple[int, bytes, Position]]:
-    """(first line, document, where the next begins), cut at the lines that are the separator."""
+def _separated(
+    stream: BinaryIO, settings: Any, batch: Batch
+) -> Iterator[tuple[int, bytes, Position]]:
+    """Split text at separator lines; yield (first line, document, start of the next document)."""
     separator = settings.document_separator.strip().encode()
     first, lines, size = batch.start.line + 1, list[bytes](), 0
     offset = batch.start.offset
@@ -162,7 +165,7 @@ def _parted(stream: BinaryIO, settings: Any, batch: Batch) -> Iterator[tuple[int
 def _articles(
     stream: BinaryIO, settings: Any, batch: Batch
 ) -> Iterator[tuple[int, bytes, Position]]:
-    """(first line, article, where the next begins), cut before the headings behind empty lines."""
+    """Split text before titles that follow an empty line; yield tuples as `_separated` does."""
     first, lines, size = batch.start.line + 1, list[bytes](), 0
     offset = batch.start.offset
     number, after_empty = batch.start.line, True

@@ -1,4 +1,4 @@
-"""How far a preprocessing run is, as progress.json keeps it."""
+"""Define the resume point of a preprocessing run, which progress.json stores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batch import Position
 
 @dataclass
 class Count:
-    """What went into one pair of files."""
+    """The contents of one pair of output files so far."""
 
     documents: int = 0
     tokens: int = 0
@@ -20,26 +20,28 @@ class Count:
 
 @dataclass
 class ResumePoint:
-    """How far a run is."""
+    """The position in the input up to which a run has written its output."""
 
-    file: int = 0  # index of the input that is read from next
+    file: int = 0  #: index of the input file that is read next
     position: Position = field(default_factory=Position)
     counts: dict[str, Count] = field(default_factory=dict)
     bad_lines: int = 0
-    bad_bytes: int = 0
-    file_read: int = 0  # documents of this file, and those of them that were left out
-    file_bad: int = 0
+    bad_bytes: int = 0  #: size of bad_lines.txt
+    file_read: int = 0  #: valid documents of the current file
+    file_bad: int = 0  #: skipped documents of the current file
 
     def copy(self) -> ResumePoint:
+        """Return an independent copy."""
         return replace(self, counts={key: replace(count) for key, count in self.counts.items()})
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> ResumePoint:
+        """Return the resume point of a parsed JSON object; `fields` is changed."""
         counts = {key: Count(**count) for key, count in fields.pop("counts").items()}
         return cls(position=Position(**fields.pop("position")), counts=counts, **fields)
 
 
 def identity(path: Path) -> list[Any]:
-    """What tells whether a file is the one that was read."""
+    """Return a file's name, size and modification time, which show whether it has changed."""
     status = path.stat()
     return [path.name, status.st_size, status.st_mtime_ns]

@@ -119,7 +119,7 @@ def test_damage_is_named(data, capsys, damage, said):
 def test_another_vocabulary(data, capsys):
     status, _, err = check(capsys, data, "--tokenizer-type", "NullTokenizer", "--vocab-size", "50")
     assert status == 1
-    said = "have a vocabulary of 100, but --vocab-size 50 and the end-of-document token make 51"
+    said = "has a vocabulary of 100, but --vocab-size 50 and the end-of-document token make 51"
     assert f"{said}; give --vocab-size 99" in err
     assert "token ids from 1 to 99, but the vocabulary has 51" in err
     assert check(capsys, data, "--tokenizer-type", "NullTokenizer", "--vocab-size", "99")[0] == 0

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.script.test_progress import NULL, make_inputs
+from tests.script.preprocess_runs import NULL, make_inputs
 from tests.subprocesses import REPO, run
 
 sys.path.insert(0, str(REPO / "script/data"))
@@ -29,7 +29,7 @@ def test_a_damaged_state_is_no_state_to_go_on_from(tmp_path, content):
     done = preprocess(tmp_path, *make_inputs(tmp_path))
     assert done.returncode == 1
     assert "delete the folder" in done.stderr
-    assert "goes on" not in done.stderr
+    assert "resumes" not in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.script.test_progress import call, make_inputs, result, stop_after
+from tests.script.preprocess_runs import call, make_inputs, result, stop_after
 from tests.subprocesses import REPO
 
 sys.path.insert(0, str(REPO / "script/data"))
 
+import partial_output
 import preprocess
-import progress
 import readers
 from documents import Settings
 from inputs import expand
@@ -29,7 +29,7 @@ def call_on_folder(folder: Path, *options: str) -> int:
 def test_the_output_may_lie_in_the_folder_of_the_input(tmp_path, monkeypatch, capsys):
     """Interrupted runs, and those that replace output, do not read what they wrote."""
     monkeypatch.setattr(readers, "BATCH_BYTES", 700)
-    monkeypatch.setattr(progress, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(partial_output, "COMMIT_SECONDS", 0.0)
     make_inputs(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     assert call(tmp_path, "elsewhere/whole") == 0
@@ -44,7 +44,7 @@ def test_the_output_may_lie_in_the_folder_of_the_input(tmp_path, monkeypatch, ca
     assert result(tmp_path, "out") == whole
     assert call_on_folder(tmp_path, "--overwrite") == 0
     assert result(tmp_path, "out") == whole
-    assert "Passed over" not in capsys.readouterr().err
+    assert "Skipped in" not in capsys.readouterr().err
 
 
 def test_output_is_known_by_any_path(tmp_path, monkeypatch):
@@ -76,7 +76,7 @@ def test_names_of_any_case_are_data_and_the_rest_is_said(tmp_path, capsys):
     assert len(expand(settings)) == 4
     said = capsys.readouterr().err
     assert "6 files that are not named like data (d0.jsonl.xz, d1.jsonl.xz, " in said
-    assert "d4.jsonl.xz, ...). Name them one by one" in said
+    assert "d4.jsonl.xz, ...). If they are data, name them" in said
     (tmp_path / "only").mkdir()
     (tmp_path / "only/x.xz").touch()
     with pytest.raises(ValueError, match=r"holds no data; give one with \.jsonl"):

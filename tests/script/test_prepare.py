@@ -114,7 +114,7 @@ def test_the_defaults_are_the_paths_of_the_training_scripts(tmp_path):
 
 def test_a_missing_tokenizer_is_explained(tmp_path):
     options = prepare.command_line().parse_args(["wikipedia", "--input", str(tmp_path)])
-    with pytest.raises(ValueError, match=r"no tokenizer at .*llama3.2-1b; put that of Llama"):
+    with pytest.raises(ValueError, match=r"no tokenizer at .*llama3.2-1b; put the one of Llama"):
         prepare.complete(options, tmp_path)
 
 

@@ -155,7 +155,7 @@ def test_bad_lines_are_counted_and_listed_or_stop_it(tmp_path, tokenizer):
     assert not (tmp_path / "o.partial").exists(), "nothing was done that could be kept"
     result = call(tmp_path, *options)
     assert result.returncode == 0, result.stderr
-    assert "left out 7 bad lines; they are in o_bad_lines.txt" in result.stdout
+    assert "skipped 7 bad lines; they are listed in o_bad_lines.txt" in result.stdout
     listed = (tmp_path / "o_bad_lines.txt").read_text().splitlines()
     assert len(listed) == len(REASONS)
     for line, reason in zip(listed, REASONS, strict=True):
@@ -255,7 +255,7 @@ def fails(tmp_path, capsys, *options: str) -> str:
         (b'{"id": 1}\n' * 3, ["NULL", *JSONL], "none of the first 3 documents of"),
         (b'{"text": ""}', ["NULL", *JSONL], "no text under the key 'text' in the 1 input files"),
         (b"<doc id=1>", ["NULL"], "in.txt has <doc> elements; run wikiextractor with --json"),
-        (b"PAR1 or not", ["NULL", "--input-format", "parquet"], "damaged, or no Parquet file"),
+        (b"PAR1 or not", ["NULL", "--input-format", "parquet"], "damaged, or not a Parquet file"),
         (b"\x1f\x8b\x08 not", ["NULL"], "in.txt is damaged or was cut short"),
     ],
 )

@@ -11,7 +11,7 @@ from tests import forks
 from tests.subprocesses import REPO, environment
 from tests.training.runs import MODEL, NO_DROPOUT, Training, train
 
-WORKER = Path(__file__).with_name("killed_worker.py")
+WORKER = REPO / "tests/training/killed_worker.py"
 SERIALIZATION = "megatron.core.dist_checkpointing.serialization"
 CHECKPOINTING = "megatron.training.checkpointing.save_load"
 TENSOR = ("--tensor-model-parallel-size", "2")

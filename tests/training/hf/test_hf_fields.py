@@ -94,7 +94,9 @@ def test_every_fixed_field_is_refused_by_name(tmp_path, name):
 def test_a_model_that_routes_in_another_way_is_not_saved(tmp_path, flag):
     shape = parse(folder_of(tmp_path, "deepseek2_lite")).args
     assert shape.moe_router_load_balancing_type == "aux_loss"
-    with pytest.raises(UserError, match=f"cannot express this model: .*{flag.split(' --')[-1][:20]}"):
+    with pytest.raises(
+        UserError, match=f"cannot express this model: .*{flag.split(' --')[-1][:20]}"
+    ):
         parse_args(
             [
                 *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),

@@ -167,7 +167,7 @@ def test_a_config_that_is_missing_or_broken_is_refused(tmp_path):
 
 def test_an_epsilon_that_transformers_would_ignore_is_said(tmp_path):
     run = parse(folder_of(tmp_path, "deepseek2_lite", rms_norm_eps=1e-5))
-    assert any("epsilon of 1e-05 here, of 1e-06 in transformers" in note for note in run.notes)
+    assert any("epsilon of 1e-05 here and of 1e-06 in transformers" in note for note in run.notes)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

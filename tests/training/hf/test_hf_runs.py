@@ -17,7 +17,7 @@ from tests.training.hf.hf_models import DEEPSEEK, LLAMA, YARN
 from tests.training.runs import DEEPSEEK as DEEPSEEK_FLAGS
 from tests.training.runs import ENTRY, MODEL, NO_DROPOUT, Training, train
 
-WORKER = Path(__file__).with_name("killed_worker.py")
+WORKER = REPO / "tests/training/killed_worker.py"
 #: 120 tokens, of which the corpus uses 97.
 BATCH = (
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "119", "--seq-length", "64"),

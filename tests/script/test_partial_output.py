@@ -11,70 +11,21 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.subprocesses import REPO, environment, run
+from tests.script.preprocess_runs import NULL, SCRIPTS, call, make_inputs, result, stop_after
+from tests.subprocesses import environment, run
 
-SCRIPTS = REPO / "script/data"
 sys.path.insert(0, str(SCRIPTS))
 
-import index_file  # noqa: E402
-import preprocess  # noqa: E402
-import progress  # noqa: E402
-import readers  # noqa: E402
-from documents import Encoder  # noqa: E402
-
-NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "60000", "--append-eod")
-ENDS = (".bin", ".idx", ".json")
-
-
-def numbers(seed: int) -> str:
-    return " ".join(str((seed * 7919 + k * 31) % 60000) for k in range(1 + seed % 60))
-
-
-def make_inputs(folder: Path, files: int = 4, documents: int = 150) -> list[Path]:
-    """JSONL with a bad line in each file, every other one compressed."""
-    paths = []
-    for number in range(files):
-        rows = [{"text": numbers(number * documents + i)} for i in range(documents)]
-        lines = [json.dumps(row) for row in rows]
-        lines.insert(documents // 2, "bad")
-        path = folder / f"part{number}.jsonl{'.gz' * (number % 2)}"
-        content = "\n".join(lines).encode()
-        path.write_bytes(gzip.compress(content, mtime=0) if number % 2 else content)
-        paths.append(path)
-    return paths
-
-
-def call(folder: Path, prefix: str, *options: str) -> int:
-    """Preprocess `folder`/part* in this process."""
-    inputs = sorted(map(str, folder.glob("part*")))
-    arguments = ["--input", *inputs, "--output-prefix", str(folder / prefix), "--workers", "1"]
-    return preprocess.main([*arguments, *NULL, *options])
-
-
-def result(folder: Path, prefix: str) -> list[bytes]:
-    """What a run made; its partial folder must be gone."""
-    assert not (folder / f"{prefix}.partial").exists()
-    names = [f"{prefix}_text_document{end}" for end in ENDS] + [f"{prefix}_bad_lines.txt"]
-    return [(folder / name).read_bytes() for name in names]
+import index_file
+import partial_output
+import readers
 
 
 @pytest.fixture
 def small_batches(monkeypatch):
     """A commit behind every batch of some 700 bytes."""
     monkeypatch.setattr(readers, "BATCH_BYTES", 700)
-    monkeypatch.setattr(progress, "COMMIT_SECONDS", 0.0)
-
-
-def stop_after(monkeypatch, batches: int, error: BaseException) -> None:
-    """Let the tokenizer fail behind so many batches, once."""
-    encode, count = Encoder.encode, iter(range(batches + 1))
-
-    def failing(self, batch):
-        if next(count, None) == batches:
-            raise error
-        return encode(self, batch)
-
-    monkeypatch.setattr(Encoder, "encode", failing)
+    monkeypatch.setattr(partial_output, "COMMIT_SECONDS", 0.0)
 
 
 def test_interrupted_runs_make_what_one_run_makes(tmp_path, monkeypatch, small_batches, capsys):
@@ -93,13 +44,13 @@ def test_interrupted_runs_make_what_one_run_makes(tmp_path, monkeypatch, small_b
             break
         stops += 1
         assert status == 130
-        assert "cut.partial: the same command goes on" in capsys.readouterr().err
+        assert "cut.partial: the same command resumes" in capsys.readouterr().err
         assert not list(tmp_path.glob("cut_*")), "nothing has a final name before it is complete"
     assert stops >= 5
     assert status == 0
     printed = capsys.readouterr()
     assert "documents of an interrupted run" in printed.err
-    assert "left out 4 bad lines" in printed.out
+    assert "skipped 4 bad lines" in printed.out
     assert result(tmp_path, "cut") == whole
 
 
@@ -130,8 +81,8 @@ def test_a_killed_run_is_continued_and_leaves_no_worker(tmp_path):
     inputs = make_inputs(tmp_path, files=3, documents=3000)
     assert call(tmp_path, "whole") == 0
     code = (
-        "import sys, progress, readers, preprocess\n"
-        "progress.COMMIT_SECONDS = 0.0; readers.BATCH_BYTES = 9000\n"
+        "import sys, partial_output, readers, preprocess\n"
+        "partial_output.COMMIT_SECONDS = 0.0; readers.BATCH_BYTES = 9000\n"
         "sys.exit(preprocess.main(sys.argv[1:]))"
     )
     arguments = ["--input", *map(str, inputs), "--output-prefix", str(tmp_path / "cut"), *NULL]
@@ -173,7 +124,7 @@ def test_a_damaged_file_that_is_mended_is_read_again(tmp_path, small_batches, ca
 def test_a_file_that_disappears_and_comes_back(tmp_path, monkeypatch, small_batches, capsys):
     paths = make_inputs(tmp_path)
     assert call(tmp_path, "whole") == 0
-    begin = progress.PartialOutput.begin_file
+    begin = partial_output.PartialOutput.begin_file
 
     def losing(self, number):
         if number == 1:
@@ -181,7 +132,7 @@ def test_a_file_that_disappears_and_comes_back(tmp_path, monkeypatch, small_batc
         begin(self, number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(progress.PartialOutput, "begin_file", losing)
+        patch.setattr(partial_output.PartialOutput, "begin_file", losing)
         assert call(tmp_path, "cut") == 1
     assert f"[ERROR] {paths[2]} has disappeared; put it back" in capsys.readouterr().err
     (tmp_path / "elsewhere").rename(paths[2])
@@ -224,8 +175,8 @@ def test_a_full_disk(tmp_path):
     make_inputs(tmp_path)
     assert call(tmp_path, "whole") == 0
     code = (
-        "import sys, resource, progress, readers, preprocess\n"
-        "progress.COMMIT_SECONDS = 0.0; readers.BATCH_BYTES = 3000\n"
+        "import sys, resource, partial_output, readers, preprocess\n"
+        "partial_output.COMMIT_SECONDS = 0.0; readers.BATCH_BYTES = 3000\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
         "sys.exit(preprocess.main(sys.argv[1:]))"
     )
@@ -235,7 +186,7 @@ def test_a_full_disk(tmp_path):
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "check the path and the space on the disk" in done.stderr
-    assert "cut.partial: the same command goes on" in done.stderr
+    assert "cut.partial: the same command resumes" in done.stderr
     assert not list(tmp_path.glob("cut_*"))
     assert call(tmp_path, "cut") == 0
     assert result(tmp_path, "cut") == result(tmp_path, "whole")

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.script.test_progress import call, make_inputs, result
+from tests.script.preprocess_runs import call, make_inputs, result
 from tests.subprocesses import REPO
 
 sys.path.insert(0, str(REPO / "script/data"))
 
+import partial_output
 import preprocess
-import progress
 
 
 def test_a_file_added_to_a_run_that_only_has_to_publish(tmp_path, monkeypatch, capsys):
     make_inputs(tmp_path, files=2)
 
-    commit = progress.PartialOutput.commit
+    commit = partial_output.PartialOutput.commit
 
     def then_interrupted(self):
         commit(self)
@@ -26,7 +26,7 @@ def test_a_file_added_to_a_run_that_only_has_to_publish(tmp_path, monkeypatch, c
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(progress.PartialOutput, "commit", then_interrupted)
+        patch.setattr(partial_output.PartialOutput, "commit", then_interrupted)
         assert call(tmp_path, "cut") == 130
     assert json.loads((tmp_path / "cut.partial/progress.json").read_text())["complete"]
     added = tmp_path / "part9.jsonl"
@@ -64,17 +64,17 @@ def test_output_that_appears_while_a_run_writes_is_not_replaced(tmp_path, monkey
     make_inputs(tmp_path)
     appeared = tmp_path / "o_text_document.bin"
     with monkeypatch.context() as patch:
-        begin = progress.PartialOutput.begin_file
+        begin = partial_output.PartialOutput.begin_file
 
         def and_appear(self, number):
             appeared.write_bytes(b"another's")
             begin(self, number)
 
-        patch.setattr(progress.PartialOutput, "begin_file", and_appear)
+        patch.setattr(partial_output.PartialOutput, "begin_file", and_appear)
         assert call(tmp_path, "o") == 1
     error = capsys.readouterr().err
     assert f"{appeared} exists; give --overwrite" in error
-    assert "What is done is kept" in error
+    assert "Progress is kept" in error
     assert appeared.read_bytes() == b"another's"
     assert call(tmp_path, "o") == 1, "nor by the same command"
     assert call(tmp_path, "o", "--overwrite") == 0

@@ -1,20 +1,20 @@
-"""The output of a preprocessing run while it is made, and how an interrupted run goes on.
+"""Write the output of a preprocessing run such that an interrupted run can be resumed.
 
-Beside the output there is a folder `<output-prefix>.partial`:
+Until the output is complete it lies in the folder `<output-prefix>.partial`:
 
-    <key>.bin         token ids, one document after another
-    <key>.lengths     tokens of each document (int32)
-    bad_lines.txt     what was left out: file:line: reason
-    progress.json     how long each of these was, and where the input was read from next
+    <key>.bin         token ids of all documents, concatenated
+    <key>.lengths     number of tokens of each document (int32)
+    bad_lines.txt     skipped documents: file:line: reason
+    progress.json     sizes of these files at the last commit, and the position in the input
     lock              held by the process that writes
 
 Twice a minute, and when a run stops for any reason, the files are flushed to the disk and then
-`progress.json` is replaced in one step. A run that starts cuts the files to the lengths there and
-reads on, so what it writes is what one run would have written. At the end the index is made and the
-files are moved to their names, the index last.
+`progress.json` is replaced atomically. A resumed run truncates the files to the sizes recorded
+there and continues reading, so its output equals that of an uninterrupted run. At the end it writes
+the index and moves the files to their final names, the index last.
 
-megatron-core's IndexedDatasetBuilder writes the same bytes, which a test holds; but it keeps a
-hundred bytes of every document in memory, and what it wrote cannot be continued.
+megatron-core's IndexedDatasetBuilder writes the same bytes, as a test shows. It is not used here,
+because it needs a hundred bytes of memory per document and cannot resume.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from index_file import LENGTH_BYTES, write_index
 from resume_point import Count, ResumePoint, identity
 
 COMMIT_SECONDS = 30.0
-STATE_LIMIT = 256 << 20  # largest progress.json in bytes; it lists every input file
-HOPELESS = 1000  # bad documents of a file that has not a single good one
+STATE_LIMIT = 256 << 20  #: largest progress.json in bytes; it lists every input file
+HOPELESS = 1000  #: bad documents after which a file without a single good one is refused
 
 
 def _is_at(file: TextIO, path: Path) -> bool:
@@ -44,18 +44,18 @@ def _is_at(file: TextIO, path: Path) -> bool:
 
 
 class DamagedStateError(ValueError):
-    """The state of an interrupted run that no run can go on from."""
+    """A saved state that no run can resume from."""
 
 
 class PartialOutput:
-    """The files of a run, written in the order of the input. Use it as a context manager."""
+    """The unfinished files of a run, written in the order of the input; a context manager."""
 
     def __init__(self, settings: Settings, tokenizer: dict[str, Any], dtype: type) -> None:
         import numpy as np
 
         self.settings, self.dtype = settings, np.dtype(dtype)
         self.folder = Path(f"{settings.output_prefix}.partial")
-        # What the output depends on beside the input.
+        # Everything besides the input that the output depends on.
         self.options = {
             "tokenizer": tokenizer,
             "json_keys": list(settings.json_keys),
@@ -65,25 +65,26 @@ class PartialOutput:
             "append_eod": settings.append_eod,
             "strict": settings.strict,
         }
-        # How far it is, and how far it was when it began the file that is read. They change in one
-        # assignment: an interrupt that comes within `add` must find both as they were.
-        self.marks = (ResumePoint(counts={key: Count() for key in settings.json_keys}),) * 2
+        # The current resume point, and the one at the start of the current file. One assignment
+        # changes both, so that an interrupt within `add` cannot find only one of them changed.
+        self.points = (ResumePoint(counts={key: Count() for key in settings.json_keys}),) * 2
         self.inputs: list[list[Any]] = []  # identities, up to the file that is read
         self.resumed = False
-        self.complete = False  # all is read; the files are being moved to their names
+        self.complete = False  # all input is read; the files are being moved to their final names
         self.files: dict[str, BinaryIO] = {}
 
     @property
-    def mark(self) -> ResumePoint:
-        """How far the run is. It is never changed, but replaced."""
-        return self.marks[0]
+    def point(self) -> ResumePoint:
+        """The current resume point, which is replaced and never modified."""
+        return self.points[0]
 
     def __enter__(self) -> PartialOutput:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = (self.folder / "lock").open("w")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_at(self.lock, self.folder / "lock"):  # it was published, folder and all
+            # A run that has published its output in the meantime has removed the folder.
+            if not _is_at(self.lock, self.folder / "lock"):
                 raise BlockingIOError
         except BlockingIOError as error:
             self.lock.close()
@@ -94,7 +95,7 @@ class PartialOutput:
         try:
             self._resume()
             if not self.complete:
-                self.settings.check_free()  # again: another run may have published since
+                self.settings.check_free()  # another run may have published since the first check
                 self._open()
         except BaseException:
             if not (self.folder / "progress.json").exists():
@@ -105,31 +106,31 @@ class PartialOutput:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """Keep what is there for a later run; nothing, where there is nothing."""
+        """Commit the output for a later run, or remove the folder if no document was written."""
         try:
             if self.complete:
                 return
-            if any(count.documents for count in self.mark.counts.values()):
+            if any(count.documents for count in self.point.counts.values()):
                 self.commit()
             else:
                 shutil.rmtree(self.folder, ignore_errors=True)
         except OSError:
             if kind is None:
-                raise  # else the reason for leaving counts: most likely the same full disk
+                raise  # otherwise the first error matters; it is probably the same full disk
         finally:
             self._close()
 
     def _open(self) -> None:
-        sizes = self._sizes(self.mark)
+        sizes = self._sizes(self.point)
         for name, size in sizes.items():
             file = self.files[name] = (self.folder / name).open("ab")
             if file.tell() < size:
                 raise DamagedStateError(
                     f"{self.folder / name} is shorter than progress.json says; delete the folder "
-                    f"{self.folder} to start anew"
+                    f"{self.folder} to start over"
                 )
         if self.resumed:
-            self.commit()  # before the cut, which may go back to the start of a file
+            self.commit()  # before truncating, which may go back to the start of a file
         for name, size in sizes.items():
             self.files[name].truncate(size)
 
@@ -137,13 +138,13 @@ class PartialOutput:
         for file in (*self.files.values(), self.lock):
             try:
                 file.close()
-            except OSError:  # a full disk: what was not committed is written again
+            except OSError:  # a full disk; a resumed run writes uncommitted data again
                 continue
         self.files = {}
 
-    def _sizes(self, mark: ResumePoint) -> dict[str, int]:
-        sizes = {"bad_lines.txt": mark.bad_bytes}
-        for key, count in mark.counts.items():
+    def _sizes(self, point: ResumePoint) -> dict[str, int]:
+        sizes = {"bad_lines.txt": point.bad_bytes}
+        for key, count in point.counts.items():
             sizes[f"{key}.bin"] = count.tokens * self.dtype.itemsize
             sizes[f"{key}.lengths"] = count.documents * LENGTH_BYTES
         return sizes
@@ -159,7 +160,7 @@ class PartialOutput:
         elif problem:
             raise ValueError(
                 f"{self.folder} holds an interrupted run, but {problem}; give --overwrite to start "
-                "anew"
+                "over"
             )
         else:
             now, start = (
@@ -167,11 +168,11 @@ class PartialOutput:
                 ResumePoint.from_json(state["file_start"]),
             )
             inputs, files = state["inputs"], self.settings.input
-            # A partly read file may have been repaired since; it is then read again from its start.
+            # A partly read file may have been repaired; it is then read again from its start.
             same = now.file >= len(inputs) or (
                 now.file < len(files) and identity(files[now.file]) == inputs[now.file]
             )
-            self.marks = (now if same else start), start
+            self.points = (now if same else start), start
             self.inputs = inputs[: now.file]
             self.resumed, self.complete = True, state["complete"]
 
@@ -179,7 +180,7 @@ class PartialOutput:
         """Return the content of progress.json.
 
         Raises:
-            ValueError: if a run would not write such content.
+            DamagedStateError: if no run writes such content.
         """
         from megatron.bounded_files import read_json
 
@@ -187,8 +188,8 @@ class PartialOutput:
             state = read_json(path, limit=STATE_LIMIT)
             for name in ("mark", "file_start"):
                 ResumePoint.from_json(copy.deepcopy(state[name]))
-            known = [[str(name), int(size), int(time)] for name, size, time in state["inputs"]]
-            if known != state["inputs"] or not self.options.keys() <= state["options"].keys():
+            inputs = [[str(name), int(size), int(time)] for name, size, time in state["inputs"]]
+            if inputs != state["inputs"] or not self.options.keys() <= state["options"].keys():
                 raise ValueError("unexpected fields or values")
             bool(state["complete"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -203,9 +204,9 @@ class PartialOutput:
             if state["options"][name] != value:
                 return f"with another {name.replace('_', ' ')}"
         done = state["inputs"][: state["mark"]["file"]]
-        for path, known in zip(self.settings.input, done, strict=False):
-            if identity(path) != known:
-                return f"the input {path} has changed since, or {known[0]} was read in its place"
+        for path, recorded in zip(self.settings.input, done, strict=False):
+            if identity(path) != recorded:
+                return f"the input {path} has changed since, or {recorded[0]} was read in its place"
         if state["complete"] and len(done) < len(self.settings.input):
             return f"it was complete without {self.settings.input[len(done)]}"
         if len(done) > len(self.settings.input):
@@ -213,7 +214,7 @@ class PartialOutput:
         return ""
 
     def begin_file(self, number: int) -> None:
-        """Note the file as it is when it is opened."""
+        """Record the identity of an input file at the time it is opened."""
         if len(self.inputs) <= number:
             self.inputs.append(identity(self.settings.input[number]))
 
@@ -221,58 +222,59 @@ class PartialOutput:
         """Write a batch.
 
         Raises:
-            ValueError: nothing in this file can be used.
+            ValueError: if no document of this file is valid.
         """
         path = self.settings.input[tokens.file]
-        mark, start = self.mark.copy(), self.marks[1]
-        for key in mark.counts:
+        point, start = self.point.copy(), self.points[1]
+        for key in point.counts:
             self.files[f"{key}.bin"].write(tokens.ids[key].data)
             self.files[f"{key}.lengths"].write(tokens.lengths[key].data)
         lines = "".join(f"{path}:{line}: {why}\n" for line, why in tokens.bad)
-        said = lines.encode(errors="backslashreplace")  # a file's name may be invalid UTF-8
-        self.files["bad_lines.txt"].write(said)
-        for key, count in mark.counts.items():
+        report = lines.encode(errors="backslashreplace")  # a file's name may be invalid UTF-8
+        self.files["bad_lines.txt"].write(report)
+        for key, count in point.counts.items():
             count.documents += len(tokens.lengths[key])
             count.tokens += len(tokens.ids[key])
             count.text_bytes += tokens.text_bytes[key]
-        mark.bad_lines += len(tokens.bad)
-        mark.bad_bytes += len(said)
-        mark.file_read += tokens.read
-        mark.file_bad += len(tokens.bad)
-        mark.position = tokens.end
-        self._check_use(path, mark, last=tokens.last)
+        point.bad_lines += len(tokens.bad)
+        point.bad_bytes += len(report)
+        point.file_read += tokens.read
+        point.file_bad += len(tokens.bad)
+        point.position = tokens.end
+        self._check_use(path, point, last=tokens.last)
         if tokens.last:
-            mark.file, mark.position = tokens.file + 1, Position()
-            mark.file_read = mark.file_bad = 0
-            start = mark
-        self.marks = mark, start
+            point.file, point.position = tokens.file + 1, Position()
+            point.file_read = point.file_bad = 0
+            start = point
+        self.points = point, start
         if time.monotonic() - self.committed >= COMMIT_SECONDS:
             self.commit()
 
-    def _check_use(self, path: Path, mark: ResumePoint, *, last: bool) -> None:
-        if mark.file_read or not (last or mark.file_bad >= HOPELESS):
+    def _check_use(self, path: Path, point: ResumePoint, *, last: bool) -> None:
+        """Refuse a file without a valid document, at its end or after `HOPELESS` bad ones."""
+        if point.file_read or not (last or point.file_bad >= HOPELESS):
             return
-        start = self.marks[1]
-        self.marks = start, start  # so that a repaired file is read from its start
-        if not mark.file_bad:
+        start = self.points[1]
+        self.points = start, start  # so that a repaired file is read from its start
+        if not point.file_bad:
             raise ValueError(f"{path} holds no document; leave it out, or get it again")
         with (self.folder / "bad_lines.txt").open("rb") as file:
             self.files["bad_lines.txt"].flush()
             file.seek(start.bad_bytes)
             first = file.readline().decode().strip()
         raise ValueError(
-            f"none of the first {mark.file_bad} documents of {path} can be used; {first}"
+            f"none of the first {point.file_bad} documents of {path} can be used; {first}"
         )
 
     def commit(self) -> None:
-        """Make what was added survive anything that happens from now on."""
+        """Flush the files and the resume point to the disk, so that they survive a crash."""
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
         state = {
             "options": self.options,
-            "mark": asdict(self.marks[0]),
-            "file_start": asdict(self.marks[1]),
+            "mark": asdict(self.points[0]),
+            "file_start": asdict(self.points[1]),
             "inputs": self.inputs,
             "complete": self.complete,
         }
@@ -286,9 +288,9 @@ class PartialOutput:
         self.committed = time.monotonic()
 
     def publish(self, manifests: dict[str, str]) -> None:
-        """Give the files their names, the index last, and forget the folder.
+        """Move the files to their final names, the index last, and remove the folder.
 
-        Interrupted at any point, the same command does the rest.
+        If this is interrupted at any point, the same command completes it.
         """
         if not self.complete:
             self.settings.check_free()
@@ -298,28 +300,29 @@ class PartialOutput:
                 write_index(
                     self.folder / f"{key}.idx",
                     self.folder / f"{key}.lengths",
-                    documents=self.mark.counts[key].documents,
+                    documents=self.point.counts[key].documents,
                     dtype=self.dtype.type,
                 )
                 (self.folder / f"{key}.json").write_text(manifest)
             self.complete = True
             self.commit()
-        for key in self.mark.counts:
+        for key in self.point.counts:
             prefix = self.settings.prefix(key)
             if (self.folder / f"{key}.idx").exists():
-                Path(f"{prefix}.idx").unlink(missing_ok=True)  # never an old one beside new tokens
+                # An old index must never lie beside new tokens.
+                Path(f"{prefix}.idx").unlink(missing_ok=True)
             for suffix in (".json", ".bin", ".idx"):
                 if (source := self.folder / f"{key}{suffix}").exists():
                     source.replace(f"{prefix}{suffix}")
         report, bad_lines = self.report, self.folder / "bad_lines.txt"
-        if self.mark.bad_lines and bad_lines.exists():
+        if self.point.bad_lines and bad_lines.exists():
             bad_lines.replace(report)
-        elif not self.mark.bad_lines:
-            report.unlink(missing_ok=True)  # of an earlier run
+        elif not self.point.bad_lines:
+            report.unlink(missing_ok=True)  # the report of an earlier run
         shutil.rmtree(self.folder)
         self._close()
 
     @property
     def report(self) -> Path:
-        """The lines that were left out, where there are any."""
+        """Path of the file that lists the skipped lines."""
         return Path(f"{self.settings.output_prefix}_bad_lines.txt")

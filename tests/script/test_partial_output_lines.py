@@ -1,15 +1,15 @@
-"""An interrupt at every line of script/data/progress.py that a run passes."""
+"""An interrupt at every line of script/data/partial_output.py that a run passes."""
 
 import sys
 
 import pytest
 
-from tests.script.test_progress import call, make_inputs, result
+from tests.script.preprocess_runs import call, make_inputs, result
 from tests.subprocesses import REPO
 
 sys.path.insert(0, str(REPO / "script/data"))
 
-import progress
+import partial_output
 import readers
 
 WATCHED = {"add", "_check_use", "commit", "publish", "write_index", "blocks", "copy"}
@@ -55,7 +55,7 @@ def inputs(tmp_path_factory):
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["commits", "no-commits"])
 def test_a_run_interrupted_at_any_line_goes_on(inputs, monkeypatch, seconds):
     monkeypatch.setattr(readers, "BATCH_BYTES", 700)
-    monkeypatch.setattr(progress, "COMMIT_SECONDS", seconds)
+    monkeypatch.setattr(partial_output, "COMMIT_SECONDS", seconds)
     whole, cut = f"whole{seconds}", f"cut{seconds}"
     assert call(inputs, whole) == 0  # imports what would be traced for long
     status, interrupter = traced(inputs, whole, None, "--overwrite")
