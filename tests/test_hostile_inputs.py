@@ -7,7 +7,7 @@ import pytest
 from tests import forks, hostile_inputs
 from tests.subprocesses import REPO, environment
 
-WORKER = REPO / "tests/training/checkpointing/hostile_worker.py"
+WORKER = REPO / "tests/hostile_worker.py"
 CASES = {case.name: case for case in hostile_inputs.cases()}
 
 

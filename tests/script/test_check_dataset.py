@@ -1,4 +1,4 @@
-"""preprocess.py --check: sound data pass, and every kind of damage is named."""
+"""preprocess.py --check accepts sound data and names every kind of damage."""
 
 import json
 import struct
@@ -19,7 +19,7 @@ NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "99", "--append-eod
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """The prefix of three documents with 9 tokens."""
+    """Return the prefix of a data set with three documents and 9 tokens."""
     (tmp_path / "in.txt").write_text("1 2 3\n\n4\n\n5 98")
     arguments = ["--input", str(tmp_path / "in.txt"), "--output-prefix", str(tmp_path / "o")]
     assert preprocess.main([*arguments, *NULL, "--workers", "1"]) == 0
@@ -79,7 +79,8 @@ def change_manifest(name: str, value: object):
     return change
 
 
-HEADER = 34  # bytes; then 3 lengths of 4, 3 places of 8, 4 bounds of 8
+#: Size of the header in bytes; 3 lengths of 4, 3 positions of 8 and 4 bounds of 8 bytes follow.
+HEADER = 34
 
 
 @pytest.mark.parametrize(

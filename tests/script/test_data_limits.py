@@ -1,4 +1,4 @@
-"""Limits of what preprocessing reads, and what it says of a state that it cannot go on from."""
+"""Preprocessing limits the size of its inputs and refuses a damaged state of an earlier run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""script/data/default_corpus.py, run as the drivers run it."""
+"""script/data/default_corpus.py works as the drivers call it."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """Made by two calls at the same time, as when two drivers start."""
+    """Make the corpus by two simultaneous calls, as when two drivers start."""
     folder = tmp_path_factory.mktemp("made")
     calls = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""script/data/inputs.py: which files of a folder are read."""
+"""script/data/inputs.py chooses the files of a folder that are read."""
 
 import gzip
 import sys
@@ -21,7 +21,7 @@ NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "60000", "--append-
 
 
 def call_on_folder(folder: Path, *options: str) -> int:
-    """With the output in the folder of the input."""
+    """Preprocess a folder and write the output to the same folder."""
     where = ["--input", str(folder), "--output-prefix", str(folder / "out"), "--workers", "1"]
     return preprocess.main([*where, *NULL, *options])
 
@@ -50,7 +50,8 @@ def test_the_output_may_lie_in_the_folder_of_the_input(tmp_path, monkeypatch, ca
 def test_output_is_known_by_any_path(tmp_path, monkeypatch):
     (tmp_path / "data/out.partial").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "data")
-    data = ("in.txt", "some_bad_lines.txt", "some_text_document.json")  # the latter by their looks
+    # The last two only look like output, because no other files of that output exist.
+    data = ("in.txt", "some_bad_lines.txt", "some_text_document.json")
     own = ("out.partial/lock", "out.partial/bad_lines.txt", "out_bad_lines.txt")
     others = (f"earlier_text_document{end}" for end in (".bin", ".idx", ".json"))
     for name in (*data, *own, "out_a_document.json", *others, "earlier_bad_lines.txt"):

@@ -1,4 +1,4 @@
-"""Interrupted, failing and repeated runs of script/data/preprocess.py: what they leave behind."""
+"""Interrupted and failed runs of script/data/preprocess.py can be resumed with the same output."""
 
 import gzip
 import json
@@ -23,13 +23,13 @@ import readers
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    """A commit behind every batch of some 700 bytes."""
+    """Commit after every batch of about 700 bytes."""
     monkeypatch.setattr(readers, "BATCH_BYTES", 700)
     monkeypatch.setattr(partial_output, "COMMIT_SECONDS", 0.0)
 
 
 def test_interrupted_runs_make_what_one_run_makes(tmp_path, monkeypatch, small_batches, capsys):
-    """Interrupted again and again, within files and at their ends."""
+    """A run is interrupted repeatedly, within files and at their ends."""
     make_inputs(tmp_path)
     assert call(tmp_path, "whole") == 0
     whole = result(tmp_path, "whole")
@@ -171,7 +171,7 @@ def test_two_runs_do_not_write_the_same_files(tmp_path, capsys):
 
 
 def test_a_full_disk(tmp_path):
-    """A limit on the size of files stands for it: writing fails in the middle of the tokens."""
+    """A limit on the size of files acts like a full disk: writing the tokens fails."""
     make_inputs(tmp_path)
     assert call(tmp_path, "whole") == 0
     code = (
@@ -207,7 +207,7 @@ def test_the_index_is_that_of_megatron_cores_builder(tmp_path, monkeypatch):
         assert (tmp_path / "o.idx").read_bytes() == (tmp_path / "b.idx").read_bytes()
 
 
-LONG = ("0" * 59 + "7 ") * 2000 + "7"  # much text and few tokens: those take time
+LONG = ("0" * 59 + "7 ") * 2000 + "7"  # much text but few tokens, which take time
 PEAKS = """
 import parquet, resource, sys, preprocess, readers
 readers.BATCH_BYTES, parquet.ROWS = 1 << 16, 4  # that the smaller input has many batches
@@ -220,7 +220,7 @@ print([peak(f"{size}.{kind}") for kind in ("jsonl.gz", "parquet") for size in ("
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path):
-    """Sixteen times the input, short documents and long ones; Parquet in a single row group."""
+    """The large input is 16 times the small one; the Parquet file is a single row group."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -229,7 +229,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
         with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt", compresslevel=1) as file:
             file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
         path = tmp_path / f"{name}.parquet"
-        pq.write_table(  # a page, which is decoded as a whole, has at least so many rows
+        pq.write_table(  # a page, decoded as a whole, has at least write_batch_size rows
             pa.table({"text": texts}), path, len(texts), use_dictionary=False, write_batch_size=8
         )
         assert pq.ParquetFile(path).num_row_groups == 1
@@ -237,6 +237,6 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
     done = run([sys.executable, "-c", PEAKS, *NULL], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     gz_small, gz_large, parquet_small, parquet_large = json.loads(done.stdout.splitlines()[-1])
-    # The text grows by 73 MB, and by 146 MB where it is held as str and as bytes.
+    # The text grows by 73 MB, or by 146 MB if it is held both as str and as bytes.
     assert gz_large - gz_small < 8_000, "KiB"
     assert parquet_large - parquet_small < 24_000, "KiB"

@@ -1,4 +1,4 @@
-"""An interrupt at every line of script/data/partial_output.py that a run passes."""
+"""A run interrupted at any executed line of script/data/partial_output.py can be resumed."""
 
 import sys
 
@@ -16,7 +16,7 @@ WATCHED = {"add", "_check_use", "commit", "publish", "write_index", "blocks", "c
 
 
 class Interrupter:
-    """A trace function that raises at the given line event, as a signal's handler would."""
+    """A trace function that raises at the given line event, like a signal handler."""
 
     def __init__(self, at: int | None) -> None:
         self.at, self.seen, self.where = at, 0, ""
@@ -46,7 +46,7 @@ def traced(folder, prefix: str, at: int | None, *options: str) -> tuple[int, Int
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Two files with a bad line each, of a few batches."""
+    """Write two input files of a few batches with one bad line each, and return their folder."""
     folder = tmp_path_factory.mktemp("inputs")
     make_inputs(folder, files=2, documents=10)
     return folder
@@ -57,7 +57,7 @@ def test_a_run_interrupted_at_any_line_goes_on(inputs, monkeypatch, seconds):
     monkeypatch.setattr(readers, "BATCH_BYTES", 700)
     monkeypatch.setattr(partial_output, "COMMIT_SECONDS", seconds)
     whole, cut = f"whole{seconds}", f"cut{seconds}"
-    assert call(inputs, whole) == 0  # imports what would be traced for long
+    assert call(inputs, whole) == 0  # imports modules now, because tracing their import is slow
     status, interrupter = traced(inputs, whole, None, "--overwrite")
     assert status == 0
     wanted = result(inputs, whole)
@@ -66,7 +66,7 @@ def test_a_run_interrupted_at_any_line_goes_on(inputs, monkeypatch, seconds):
         status, stopped = traced(inputs, cut, at)
         assert status == 130, stopped.where
         published = (inputs / f"{cut}_text_document.idx").exists()
-        if (inputs / f"{cut}.partial").exists() or not published:  # else it was the last line
+        if (inputs / f"{cut}.partial").exists() or not published:  # otherwise it had finished
             assert call(inputs, cut) == 0, stopped.where
         assert result(inputs, cut) == wanted, stopped.where
         for path in inputs.glob(f"{cut}_*"):

@@ -1,4 +1,4 @@
-"""What script/data/preprocess.py publishes: nothing that is stale, and nothing over another's."""
+"""script/data/preprocess.py publishes no stale output and replaces no output of another run."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def test_a_file_added_to_a_run_that_only_has_to_publish(tmp_path, monkeypatch, c
 
 
 def test_of_two_starts_the_later_replaces_nothing(tmp_path, monkeypatch, capsys):
-    """The first publishes between the second one's look at the output and its lock."""
+    """The first run publishes after the second has checked the output and before it locks."""
     make_inputs(tmp_path)
     check, first = preprocess.check, []
 
@@ -83,7 +83,7 @@ def test_output_that_appears_while_a_run_writes_is_not_replaced(tmp_path, monkey
 
 
 def test_a_lock_on_a_folder_that_was_published_does_not_count(tmp_path, monkeypatch, capsys):
-    """It was opened while the other run had it, and taken when that one had removed the folder."""
+    """The lock was opened before the other run removed the folder, and acquired afterwards."""
     import fcntl
 
     make_inputs(tmp_path)

@@ -1,4 +1,4 @@
-"""prepare_wikipedia.sh and prepare_dolma.sh: from folders as corpora are shipped, and downloads."""
+"""prepare_wikipedia.sh and prepare_dolma.sh tokenize corpora as published, and downloads."""
 
 import bz2
 import functools
@@ -25,7 +25,7 @@ WIKIPEDIA, DOLMA = (REPO / f"script/data/prepare_{name}.sh" for name in ("wikipe
 
 
 def read(prefix: Path) -> list[list[int]]:
-    """The documents without their end mark."""
+    """Return the token ids of the documents without their end mark."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(f"{prefix}_text_document")
@@ -60,7 +60,7 @@ def wikiextractor(folder: Path) -> None:
 
 
 def wikitext(folder: Path) -> None:
-    """As wikitext-2 has it, with numbers for words: there is a number for every token."""
+    """Write text of wikitext's form, with numbers in place of words for the NullTokenizer."""
     folder.mkdir()
     (folder / "test.txt").write_text("1\n\n2 3\n\n4\n")
 
@@ -145,7 +145,7 @@ def test_a_dry_run_prints_the_command_and_downloads_nothing(tmp_path):
 
 
 def test_wikipedia_by_the_datasets_library(tmp_path, capsys):
-    """A folder stands for the data set on the hub: the library finds its files in the same way."""
+    """A folder replaces the data set on the hub; the library finds its files in the same way."""
     hugging_face_wikipedia(tmp_path / "hub")
     (tmp_path / "hub/README.md").write_text(
         "---\nconfigs:\n- config_name: 20231101.en\n  data_files:\n  - split: train\n"
@@ -165,7 +165,7 @@ def test_wikipedia_by_the_datasets_library(tmp_path, capsys):
 
 @pytest.fixture
 def server(tmp_path):
-    """The address of tmp_path/served, over HTTP."""
+    """Serve tmp_path/served over HTTP and yield its address."""
     handler = functools.partial(
         http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "served")
     )
@@ -197,7 +197,7 @@ def test_dolma_is_fetched_from_where_its_list_says(tmp_path, server, capsys):
 
 @pytest.mark.parametrize("script", [WIKIPEDIA, DOLMA], ids=lambda path: path.stem)
 def test_the_scripts(tmp_path, script):
-    """Help, a wrong option, no network, and a folder."""
+    """The scripts print help, report a missing network, and tokenize a folder."""
     env = environment(LAB_PYTHON=sys.executable, HF_HUB_OFFLINE="1", HF_HOME=tmp_path / "hf")
     bash = functools.partial(run, cwd=tmp_path, env=env)
     shown = bash(["bash", script, "--help"])

@@ -1,4 +1,4 @@
-"""script/data/preprocess.py, run as a user runs it."""
+"""script/data/preprocess.py works as a user runs it."""
 
 import json
 import shlex
@@ -24,7 +24,7 @@ DOCUMENTS = [" = Heading = ", "First document,\ntwo lines.", "Second naïve docu
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Path:
-    """The default tokenizer, small and exact."""
+    """Return the path of a small tokenizer that decodes every text exactly."""
     import default_corpus
 
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
@@ -37,7 +37,7 @@ def call(tmp_path: Path, *options: str | Path) -> subprocess.CompletedProcess[st
 
 
 def read_documents(prefix: Path) -> list[list[int]]:
-    """The token ids of each document, read by megatron-core."""
+    """Return the token ids of each document, read by megatron-core."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(str(prefix))
@@ -89,7 +89,7 @@ def test_text_becomes_documents_that_end_with_eod(tmp_path, tokenizer):
 
 
 def test_a_path_with_a_blank(tmp_path, tokenizer, capsys):
-    """In all places, and in the line to copy."""
+    """Every path has a blank, and the printed command quotes them."""
     folder = tmp_path / "my files"
     folder.mkdir()
     model = folder / "the tokenizer.model"
@@ -106,7 +106,7 @@ def test_a_path_with_a_blank(tmp_path, tokenizer, capsys):
 
 
 def test_the_files_do_not_depend_on_the_number_of_workers(tmp_path, tokenizer):
-    """Several batches, so that the workers finish out of order."""
+    """The input has several batches, so the workers finish out of order."""
     with (tmp_path / "in.jsonl").open("w") as file:
         for number in range(6000):
             words = " ".join(str(number * k) for k in range(1 + number * 37 % 90))
@@ -165,12 +165,12 @@ def test_bad_lines_are_counted_and_listed_or_stop_it(tmp_path, tokenizer):
 
 
 class PanicException(BaseException):
-    """As libraries in Rust raise it: no Exception."""
+    """A panic like those of libraries in Rust, which are not subclasses of `Exception`."""
 
 
 @pytest.mark.parametrize("failure", [PanicException, RuntimeError, TypeError, KeyError])
 def test_a_tokenizer_that_fails_on_a_text(tmp_path, monkeypatch, capsys, failure):
-    """That text is a bad line; if it fails on all of them, that is said."""
+    """A text on which the tokenizer fails is a bad line; if all texts fail, the run fails."""
     (tmp_path / "in.txt").write_text("1 2\n\n13\n\n3")
     encode = documents.Encoder.__init__
     failing = [lambda text: "13" in text]
@@ -222,11 +222,11 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
 JSONL = ["--input-format", "jsonl"]
 
 
-# --- errors, in this process: each takes seconds in another ---------------------------------------
+# Errors are tested in this process, because each would take seconds in another one.
 
 
 def fails(tmp_path, capsys, *options: str) -> str:
-    """Run it on in.txt; the line that it prints, having written nothing."""
+    """Run on in.txt, assert that nothing is written, and return the printed error."""
     arguments = ["--input", str(tmp_path / "in.txt"), "--output-prefix", str(tmp_path / "o")]
     assert preprocess.main([*arguments, "--workers", "1", *options]) == 1
     assert leftovers(tmp_path) == []

@@ -1,4 +1,4 @@
-"""script/data/readers.py: the same documents from every format, from any place in a file on."""
+"""script/data/readers.py reads the same documents from every format and from any position."""
 
 import bz2
 import gzip
@@ -28,7 +28,7 @@ DOCUMENTS = [" ".join(random.choices(WORDS, k=1 + i % 40)) for i in range(400)]
 
 
 def zstd_frames(content: bytes) -> bytes:
-    """Two frames and an empty one, as parallel compressors write them."""
+    """Compress to two frames with an empty one between, as parallel compressors do."""
     half = len(content) // 2
     return b"".join(zstandard.compress(part) for part in (content[:half], b"", content[half:]))
 
@@ -41,7 +41,7 @@ COMPRESS = {"": bytes, ".gz": gzip_members, ".bz2": bz2.compress, ".zst": zstd_f
 
 
 def write(folder: Path, kind: str, compression: str = "") -> Path:
-    """DOCUMENTS as a file of `kind`."""
+    """Write DOCUMENTS to a file of `kind`."""
     if kind == "parquet":
         path = folder / "in.parquet"
         table = pa.table({"id": range(len(DOCUMENTS)), "text": DOCUMENTS})
@@ -66,7 +66,7 @@ def settings(path: Path, **options: object) -> Settings:
 
 
 def content(batch: Batch) -> list[str]:
-    """The texts of a batch."""
+    """Return the texts of a batch."""
     if batch.format == "jsonl":
         return [json.loads(line)["text"] for _, line in batch]
     if batch.format == "parquet":

@@ -1,6 +1,6 @@
-"""`pretrain_gpt.py` that dies as a machine does, without a chance to tidy up.
+"""Run `pretrain_gpt.py` and kill it at a chosen call, as if the machine had crashed.
 
-$KILL_AT is `module:function:n`: the process kills itself (SIGKILL) where it would call the function
+$KILL_AT is `module:function:n`: the process sends itself SIGKILL instead of calling the function
 for the n-th time.
 """
 
@@ -23,7 +23,7 @@ def arm() -> None:
         nonlocal calls
         calls += 1
         if calls == int(number):
-            for child in multiprocessing.active_children():  # a machine takes them along
+            for child in multiprocessing.active_children():  # a crash would end them too
                 child.kill()
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*args, **kwargs)

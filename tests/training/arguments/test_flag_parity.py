@@ -17,8 +17,8 @@ from megatron.training.hf.fields import LAYOUT, NUMERICS, TRAINING
 from tests import forks
 from tests.subprocesses import REPO, environment
 from tests.training.hf import hf_models
+from tests.training.hf.command_lines import FIELDS, another_value
 from tests.training.hf.hf_models import DEEPSEEK, LLAMA, VOCABULARY, YARN
-from tests.training.hf.test_hf_fields import FIELDS, another_value
 from tests.training.runs import ENTRY
 
 WORKER = Path(__file__).with_name("flag_parity_worker.py")

@@ -1,5 +1,5 @@
-"""Checkpoints that run a command, claim too much, hang a reader or are damaged: changes to a copy
-of a good one.
+"""Change copies of a good checkpoint so that they run a command, claim false sizes, block a reader
+or are damaged.
 """
 
 import json
@@ -21,7 +21,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 @dataclass(frozen=True)
 class Case:
-    """A folder, and the file that the refusal must name."""
+    """A folder to open, and the file that the refusal must name."""
 
     name: str
     kind: str
@@ -51,7 +51,7 @@ class Checkpoint:
         torch.save(common, self.common)
 
     def replace(self, part: str, data: bytes) -> None:
-        """Put other bytes in the place of the first object whose name starts with `part`."""
+        """Replace the first object whose name starts with `part` by other bytes."""
         file = self.path / "__0_0.distcp"
         offset = file.stat().st_size
         with file.open("ab") as end:
@@ -66,7 +66,7 @@ class Checkpoint:
 
 
 def special(path: Path, kind: str) -> None:
-    """Replace a file by one that blocks a reader, or that it never finishes."""
+    """Replace a file by one that blocks a reader or has no end."""
     path.unlink(missing_ok=True)
     if kind == "fifo":
         os.mkfifo(path)
@@ -77,7 +77,7 @@ def special(path: Path, kind: str) -> None:
 
 
 def checkpoints(good: Path, root: Path, canary: Path) -> Iterator[Case]:
-    """Make every checkpoint."""
+    """Write every changed checkpoint to a folder of its own and yield its case."""
 
     def case(name: str, change: Callable[[Checkpoint], None], names: str) -> Case:
         folder = root / f"{len(list(root.iterdir())):03d}"

@@ -1,10 +1,10 @@
-"""Opens hostile files in one process, through the functions that training opens them with.
+"""Open hostile files in one process with the functions that training uses.
 
     hostile_checkpoints_worker.py CASES.json RESULTS.json CANARY OPTIONS...
 
-CASES is a list of {"name", "kind", "folder"}; the options are those of pretrain_gpt.py. The process
-may take 3 GiB more than it has before the first case, and 100 seconds of CPU time. RESULTS has for
-each case the error's text, its type, the seconds that it took, and whether the canary was touched.
+CASES is a list of {"name", "kind", "folder"}; the options are those of pretrain_gpt.py. From the
+first case on, the process may use 3 GiB more memory and 100 seconds of CPU time. RESULTS has the
+error's message and type, the time in seconds, and whether the canary was touched, for each case.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CPU_SECONDS = 100
 
 
 class Worker:
-    """Build the model of a run, up to the point at which a file would be opened."""
+    """A training run that is initialized up to the point at which it opens files."""
 
     def __init__(self, options: list[str]):
         self.options = options
@@ -67,14 +67,14 @@ class Worker:
         fingerprint(build_tokenizer(None, path))
 
     def cache(self, folder: str) -> None:
-        """Build the data sets with the indices that are cached."""
+        """Build the data sets with the cached sample indices."""
         args = argparse.Namespace(**vars(self.run.args))
         args.data_cache_path = folder
         datasets.build_datasets(args, self.tokenizer)
 
 
 def measured(work: Worker, case: dict[str, str], canary: Path) -> dict[str, Any]:
-    """Open one case."""
+    """Open one case and return its error, its time and the state of the canary."""
     opened = {
         "checkpoint": work.checkpoint,
         "weights": work.weights,
@@ -84,10 +84,10 @@ def measured(work: Worker, case: dict[str, str], canary: Path) -> dict[str, Any]
     start, error = time.monotonic(), None
     try:
         opened(case["folder"])
-    except UserError as found:
-        error = found
-    except BaseException as found:  # whatever it is, the test is to see it
-        error = found
+    except UserError as refusal:
+        error = refusal
+    except BaseException as failure:  # the test reports any other exception
+        error = failure
     return {
         "name": case["name"],
         "type": None if error is None else type(error).__name__,
@@ -112,9 +112,9 @@ def main() -> None:
     work = Worker(sys.argv[4:])
     limit()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = [measured(work, case, canary) for case in json.loads(cases.read_text())]
+    measurements = [measured(work, case, canary) for case in json.loads(cases.read_text())]
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
-    results.write_text(json.dumps({"cases": found, "memory": grown}))
+    results.write_text(json.dumps({"cases": measurements, "memory": grown}))
 
 
 if __name__ == "__main__":

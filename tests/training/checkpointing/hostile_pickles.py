@@ -1,4 +1,4 @@
-"""Pickles and archives that run a command, claim too much or are damaged."""
+"""Make pickles and archives that run a command, claim false sizes or are damaged."""
 
 import io
 import os
@@ -52,8 +52,8 @@ def programs(canary: Path) -> dict[str, bytes]:
 
 
 def bombs() -> dict[str, bytes]:
-    """Return pickles of a few bytes that take gigabytes, or forever, in an unpickler."""
-    again = b"".join(b"q%ch%c\x86" % (i, i) for i in range(80))  # a pair of twice the last
+    """Return pickles of a few bytes for which an unpickler needs gigabytes or endless time."""
+    again = b"".join(b"q%ch%c\x86" % (i, i) for i in range(80))  # each pair holds the last twice
     return {
         "memo": b"\x80\x02]r\xff\xff\xff\x7f.",
         "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",
@@ -68,7 +68,7 @@ def bombs() -> dict[str, bytes]:
 
 
 def damaged() -> dict[str, bytes]:
-    """Return files that are not a pickle, or a pickle of something else."""
+    """Return files that are not pickles, or pickles of other objects."""
     return {
         "empty": b"",
         "random": bytes(range(256)) * 16,
@@ -100,7 +100,7 @@ def saved(value: Any) -> bytes:
 
 
 def claims() -> dict[str, bytes]:
-    """Return archives that claim more than they hold, or are cut off."""
+    """Return archives that claim more data than they hold, or are truncated."""
     tensor = saved({"a": torch.ones(1).expand(1 << 20, 1 << 20)})
     missing = archive(
         b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((" + text("storage") + b"ctorch\nFloatStorage"

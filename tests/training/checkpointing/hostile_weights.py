@@ -1,4 +1,4 @@
-"""Hugging Face folders that run code, claim too much, hang a reader or are damaged."""
+"""Make Hugging Face folders that run code, claim false sizes, block a reader or are damaged."""
 
 import json
 import pickle
@@ -53,7 +53,7 @@ def header(fields: Any, *, length: int | None = None, data: bytes = b"") -> byte
 
 
 def folders(root: Path, canary: Path) -> Iterator[Case]:
-    """Make every folder."""
+    """Write every hostile folder and yield its case."""
     changes = _configs(canary) | _indices() | _files(canary)
     for number, (name, (change, names)) in enumerate(changes.items()):
         folder = make(root / f"{number:03d}")

@@ -1,4 +1,4 @@
-"""A good checkpoint is read as torch reads it, and a pickle is read as data."""
+"""The safe readers return what torch's reader returns, and read pickles only as data."""
 
 import io
 import pickle
@@ -51,7 +51,7 @@ def test_random_states_are_what_torch_reads():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32])
 def test_a_part_of_a_tensor_passes(dtype):
-    """A view of a larger storage, as tensor parallelism creates them, is read."""
+    """A view of a larger storage, as tensor parallelism creates it, can be read."""
     tensor = torch.arange(24).to(dtype).reshape(4, 6)[1:3, ::2]
     assert torch.equal(checked_archive.load(saved({"a": tensor}))["a"], tensor)
 
@@ -124,7 +124,7 @@ def test_numbers_of_the_optimizer_are_numbers():
 
 
 def test_an_interrupted_load_is_no_damage(tmp_path):
-    """torch collects what each rank raises, an interruption too, and sends it to the others."""
+    """torch collects the exceptions of all ranks, even interruptions, and sends them to all."""
     interruption = pickle.loads(pickle.dumps(Interrupted(signal.SIGTERM)))
     assert interruption.signal is signal.SIGTERM
     assert interruption.status == 143

@@ -1,4 +1,4 @@
-"""Checkpoints that the disk does not take or does not give back: one line, and nothing is lost."""
+"""A checkpoint that cannot be written or read ends the run with one line, and nothing is lost."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoints(
     tmp_path,
     file_bytes,
 ):
-    """No file may be larger than that, as if the disk were full then."""
+    """A limit on the size of a file acts like a full disk."""
     copy = Path(shutil.copytree(checkpoints, tmp_path / "copy"))
     options = ("--load", copy, "--save", copy, "--ckpt-step", "2", "--exit-interval", "3")
     training = run_quickly(*options, file_bytes=file_bytes)
@@ -74,7 +74,7 @@ def test_a_name_that_is_taken_ends_the_run(run_quickly, checkpoints, tmp_path):
 
 
 def test_what_killed_runs_have_left_is_removed(tmp_path):
-    """Whatever their iterations were; and nothing else."""
+    """Leftovers of any iteration are removed, and no other files."""
     names = ["iter_0000002", "iter_0000004.partial", "iter_0000002.old", "iter_0000003.old"]
     for name in (*names, "my.partial", "iter_0000001.partial.kept"):
         (tmp_path / name).mkdir()
@@ -83,7 +83,7 @@ def test_what_killed_runs_have_left_is_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "iter_0000001.partial.kept",
         "iter_0000002",
-        "iter_0000003.old",  # all that is left of that one
+        "iter_0000003.old",  # the only copy of that checkpoint
         "iter_0000007.partial",
         "my.partial",
     ]
@@ -91,7 +91,7 @@ def test_what_killed_runs_have_left_is_removed(tmp_path):
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Every file and folder is synchronized before a rename makes it count, and each rename."""
+    """Files and folders are flushed to the disk before a rename publishes them, then the rename."""
     happened = []
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
@@ -130,7 +130,7 @@ def test_a_tracker_that_cannot_be_read_is_one_line(run_quickly, tmp_path):
 
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
 def test_a_mistake_on_another_machine_is_said_there(run_quickly, local_rank, lines):
-    """Before the ranks know each other: data that only this machine lacks."""
+    """Data that is missing on one machine is reported there, before the ranks are connected."""
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": local_rank}
     training = run_quickly("--data-path", "nowhere", **variables)
     assert training.status == 2

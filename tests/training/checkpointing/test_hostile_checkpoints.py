@@ -1,4 +1,4 @@
-"""Nothing in an untrusted checkpoint is executed, and each damage ends in one clear error."""
+"""Nothing in an untrusted checkpoint is executed, and any damage results in one clear error."""
 
 import io
 import json
@@ -22,19 +22,19 @@ MEMORY = 1 << 30  #: bytes that all cases together may add to the process
 
 
 def opened(cases: list[Case], corpus: Path, root: Path, canary: Path) -> list[dict]:
-    """Open every case in one process."""
+    """Open every case in one process and return the results."""
     plan, results = root / "cases.json", root / "results.json"
     plan.write_text(json.dumps([vars(c) | {"folder": str(c.folder)} for c in cases]))
     options = (*MODEL, *NO_DROPOUT, *SIZE, "--train-iters", "4", "--data-path", corpus)
     done = forks.run(*(WORKER, plan, results, canary, *options), env=environment(PYTHONPATH=REPO))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    found = json.loads(results.read_text())
-    assert found["memory"] < MEMORY
-    return found["cases"]
+    report = json.loads(results.read_text())
+    assert report["memory"] < MEMORY
+    return report["cases"]
 
 
 def problems(cases: list[Case], results: list[dict]) -> list[str]:
-    """Return what is wrong with the refusals."""
+    """Return a description of every refusal that is missing or wrong."""
     found = []
     for case, result in zip(cases, results, strict=True):
         said = f"{case.name}: {result['type']} {result['message'][:300]!r}"
@@ -52,7 +52,7 @@ def problems(cases: list[Case], results: list[dict]) -> list[str]:
 
 
 def linked(folder: Path) -> None:
-    """Replace every file by a link to it elsewhere, as caches and clusters have them."""
+    """Move every file elsewhere and link to it, as caches and clusters do."""
     blobs = folder.with_name(f"{folder.name} blobs")
     blobs.mkdir()
     for number, path in enumerate(p for p in folder.rglob("*") if p.is_file()):
@@ -60,7 +60,7 @@ def linked(folder: Path) -> None:
 
 
 def test_good_files_are_read_also_through_links(checkpoints, corpus, tmp_path):
-    """The unchanged checkpoint loads, so other tests fail because of their change alone."""
+    """The unchanged files load, so the refusals in other tests are due to the changes alone."""
     cases = []
     for links in (False, True):
         root = tmp_path / f"links {links}"
@@ -98,7 +98,7 @@ def test_nothing_runs_in_the_whole_program(run_quickly, checkpoints, tmp_path):
 
 
 def test_hostile_caches_of_a_data_set_are_refused(run_quickly, corpus, tmp_path):
-    """The wheel unpickles a cached index that is no array."""
+    """The wheel unpickles a cached index that is not an array."""
     canary, good = tmp_path / "canary", tmp_path / "good"
     succeeded(run_quickly("--data-cache-path", good))
     array = io.BytesIO()

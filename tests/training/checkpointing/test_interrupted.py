@@ -1,4 +1,4 @@
-"""A checkpoint that was interrupted while it was written never becomes the latest."""
+"""A checkpoint whose writing was interrupted never becomes the latest."""
 
 import signal
 from argparse import Namespace
@@ -18,7 +18,7 @@ TENSOR = ("--tensor-model-parallel-size", "2")
 
 
 def killed(at: str, *options, ranks: int = 1) -> None:
-    """A run that kills itself at `module:function:n`."""
+    """Start a run that kills itself at `module:function:n`."""
     env = environment(PYTHONPATH=REPO, KILL_AT=at)
     done = forks.run(WORKER, *MODEL, *options, ranks=ranks if ranks > 1 else None, env=env)
     if ranks == 1:
@@ -37,7 +37,7 @@ def latest(folder: Path) -> str:
 def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
     corpus, tmp_path, layout, ranks
 ):
-    """Killed three times, each time a little later in the checkpoint of iteration 4."""
+    """The run is killed three times, each time later while it writes the second checkpoint."""
     folder = tmp_path / "ck"
     common = ("--data-path", corpus, *layout, "--save-interval", "2")
     steps = tmp_path / "steps.json"
@@ -46,9 +46,9 @@ def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
 
     restart = (*common, "--save", folder, "--load", folder)
     stages = [
-        (f"{SERIALIZATION}:save_config:2", "iter_0000004.partial"),  # tensors, no metadata
-        (f"{CHECKPOINTING}:put_in_place:1", "iter_0000004.partial"),  # whole, without its name
-        (f"{CHECKPOINTING}:write_tracker:1", "iter_0000004"),  # named, and not the latest
+        (f"{SERIALIZATION}:save_config:2", "iter_0000004.partial"),  # tensors without metadata
+        (f"{CHECKPOINTING}:put_in_place:1", "iter_0000004.partial"),  # complete but not renamed
+        (f"{CHECKPOINTING}:write_tracker:1", "iter_0000004"),  # renamed but not the latest
     ]
     for at, left in stages:
         killed(at, *restart, ranks=ranks)
@@ -93,7 +93,7 @@ def test_half_a_replacement_is_undone(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def halves(corpus, tmp_path_factory):
-    """Six iterations over two tensor-parallel ranks, with a checkpoint after the second."""
+    """Train on two tensor-parallel ranks, with a checkpoint every two of six iterations."""
     folder = tmp_path_factory.mktemp("halves")
     options = ("--data-path", corpus, *NO_DROPOUT, "--save", folder, "--save-interval", "2")
     whole = train(*options, *TENSOR, "--sequence-parallel", ranks=2)

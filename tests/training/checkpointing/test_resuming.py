@@ -1,4 +1,4 @@
-"""What a run may go on from, what it takes from there, and what it says where it does not."""
+"""A run resumes only from a checkpoint that fits it, and reports every difference."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from tests.training.runs import refused, succeeded
 
 @pytest.fixture(scope="module")
 def second(checkpoints):
-    """Resumes from iteration 2."""
+    """Return the options that resume from iteration 2."""
     return ("--load", checkpoints, "--ckpt-step", "2")
 
 
@@ -71,7 +71,7 @@ def test_the_type_of_the_weights_may_change_without_the_optimizer(run_quickly, s
 
 
 def test_a_finished_run_says_that_nothing_is_left(run_quickly, checkpoints, tmp_path):
-    """Into another folder its checkpoint is written all the same, into its own it is there."""
+    """Its checkpoint is still written to another folder; its own folder already has it."""
     other = tmp_path / "other"
     for save in (checkpoints, other):
         done = succeeded(run_quickly("--load", checkpoints, "--save", save))
@@ -91,7 +91,7 @@ def test_a_new_run_does_not_overwrite_the_checkpoints_it_starts_from(
 
 
 def test_what_the_weights_compute_is_theirs(run_quickly, corpus, tmp_path):
-    """Of a run with numbers that are not the defaults; all of them stand in --save-hf's files."""
+    """Settings that differ from the defaults are compared, and are written by --save-hf."""
     ck, out = tmp_path / "ck", tmp_path / "out"
     special = ("--rotary-base", "500000", "--norm-epsilon", "1e-6", "--use-rope-scaling")
     longer = ("--max-position-embeddings", "128")
@@ -128,7 +128,7 @@ def test_another_numbering_of_the_ranks_starts_the_random_states_anew(run_quickl
 
 
 def test_an_address_without_a_port(run_quickly, second):
-    """Left over in the shell it means nothing; of several ranks it is half of what they need."""
+    """A leftover MASTER_ADDR is ignored by one rank; several ranks need a port as well."""
     assert list(succeeded(run_quickly(*second, MASTER_ADDR="127.0.0.1")).lines) == [3, 4]
     line = refused(run_quickly(*second, MASTER_ADDR="127.0.0.1", WORLD_SIZE="1"))
     assert "MASTER_PORT is not" in line
@@ -140,7 +140,7 @@ KEEP = "--use-checkpoint-opt_param-scheduler"
 
 
 def test_the_learning_rate_of_the_command_line_or_of_the_checkpoint(run_quickly, second):
-    """The checkpoint's is 3e-3, decaying linearly to 0 in iteration 4."""
+    """The checkpoint's learning rate is 3e-3 and decays linearly to 0 in iteration 4."""
     other = (*second, "--lr", "1e-3")
     assert "checkpointvalue 0.003 for learning rate" in refused(run_quickly(*other))
     kept = succeeded(run_quickly(*other, KEEP))
@@ -153,7 +153,7 @@ def test_the_learning_rate_of_the_command_line_or_of_the_checkpoint(run_quickly,
 
 @pytest.mark.parametrize("layout", [(), ("--use-distributed-optimizer",)], ids=["whole", "shared"])
 def test_the_optimizer_s_numbers_are_refused_or_taken(run_quickly, checkpoints, tmp_path, layout):
-    """Of the first step after resuming they change the weights that the second one has."""
+    """These settings change the first step after resuming, and so the loss of the second one."""
     ck = checkpoints
     if layout:
         ck = tmp_path / "ck"

@@ -1,4 +1,4 @@
-"""Tokenizers that run code, claim too much, hang a reader or are damaged."""
+"""Make tokenizers that run code, claim false sizes, block a reader or are damaged."""
 
 import base64
 import json
@@ -28,7 +28,7 @@ BYTES = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)
 
 
 def tokenizers(root: Path, canary: Path) -> Iterator[Case]:
-    """Make every tokenizer."""
+    """Write every tokenizer to a folder of its own and yield its case."""
     for name, files in (_settings(canary) | _vocabularies() | _models(canary)).items():
         folder = root / f"tokenizer {len(list(root.iterdir()))}"
         folder.mkdir()

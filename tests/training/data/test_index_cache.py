@@ -1,4 +1,4 @@
-"""The sample indices that are kept on disk belong to the data they were made of."""
+"""Cached sample indices are used only with the data that they were made from."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--append-eo
 
 
 def make(folder: Path, documents: int) -> Path:
-    """Data of so many documents, at the same prefix each time."""
+    """Write a data set with this number of documents, always at the same prefix."""
     rows = (" ".join(str((i + k) % 97) for k in range(20 + i % 50)) for i in range(documents))
     (folder / "in.txt").write_text("\n\n".join(rows))
     where = ["--input", str(folder / "in.txt"), "--output-prefix", str(folder / "o")]
@@ -26,7 +26,7 @@ def make(folder: Path, documents: int) -> Path:
 
 
 def test_data_that_are_made_again_get_new_indices(tmp_path):
-    """Else the run reads documents that are not there, or the wrong ones."""
+    """With outdated indices the run would read missing or wrong documents."""
     data = make(tmp_path, documents=300)
     assert train("--data-path", data, model=SHORT).status == 0
     make(tmp_path, documents=100)
@@ -38,7 +38,7 @@ def test_data_that_are_made_again_get_new_indices(tmp_path):
 
 
 def test_the_state_of_an_index(tmp_path):
-    """Its path, size and time; those of every part of a blend, in order."""
+    """The state covers path, size and time of every index in a blend, and their order."""
     for name in "ab":
         (tmp_path / f"{name}.idx").write_bytes(b"1234")
         os.utime(tmp_path / f"{name}.idx", ns=(10**18, 10**18))

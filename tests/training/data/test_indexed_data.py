@@ -1,4 +1,4 @@
-"""Damaged data end a run before it trains: one line that names the file, on every rank alike."""
+"""Damaged data ends a run before training with one line that names the file, on every rank."""
 
 import shutil
 import struct
@@ -101,19 +101,19 @@ def test_a_negative_token_id_is_refused(run_quickly, tmp_path):
     assert "the data holds token id -5, but ids begin at 0" in line
 
 
-# The sample indices on disk.
+# The following tests concern the sample indices on disk.
 
 
 @pytest.fixture(scope="module")
 def cached(run_quickly, tmp_path_factory) -> Path:
-    """The folder of a run's sample indices."""
+    """Return the folder of a run's sample indices."""
     folder = tmp_path_factory.mktemp("indices")
     succeeded(run_quickly("--data-cache-path", folder))
     return folder
 
 
 def test_a_damaged_sample_index_ends_the_run(run_quickly, cached, tmp_path):
-    """A file that is no array would be unpickled by megatron-core, which executes it."""
+    """megatron-core would unpickle a file that is not an array, and so execute it."""
     folder = Path(shutil.copytree(cached, tmp_path / "cache"))
     assert succeeded(run_quickly("--data-cache-path", folder)), "whole ones are taken"
     (index,) = folder.glob("*/*-train-document_index.npy")
@@ -134,7 +134,7 @@ def test_a_damaged_sample_index_ends_the_run(run_quickly, cached, tmp_path):
 
 @pytest.fixture
 def samples(corpus):
-    """A data set of megatron-core with sample indices in memory; 1.5 epochs."""
+    """Return a data set of megatron-core with 1.5 epochs of sample indices in memory."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
@@ -154,7 +154,7 @@ def samples(corpus):
         mid_level_dataset_surplus=0.005,
     )
     indexed = IndexedDataset(str(corpus))
-    config.mock = True  # keeps the indices in memory only
+    config.mock = True  # keeps the indices only in memory
     tokens = int(indexed.sequence_lengths.sum())
     split = np.arange(DOCUMENTS, dtype=np.int32)
     return GPTDataset(indexed, str(corpus), split, 3 * tokens // 128, Split.train, config)
@@ -176,7 +176,7 @@ def samples(corpus):
 def test_sample_indices_are_held_against_the_data(samples, name, place, value, why):
     check_samples(samples, "here")
     index = getattr(samples, name).copy()
-    if value is None:  # one that is within bounds
+    if value is None:  # stands for a wrong value within bounds
         other = (4, *place[1:]) if isinstance(place, tuple) else 4
         value = index[other] if index[other] != index[place] else index[place] + 1
     index[place] = value

@@ -1,4 +1,4 @@
-"""Data remember their tokenizer: training refuses another, and takes data that remember none."""
+"""Data records its tokenizer: training refuses another one, and accepts data without a record."""
 
 import json
 import sys
@@ -17,14 +17,14 @@ sys.path.insert(0, str(REPO / "script/data"))
 import default_corpus
 import preprocess
 
-#: Without the NullTokenizer of COMMON.
+#: Position of the NullTokenizer's options in COMMON, which MODEL omits.
 AT = COMMON.index("--tokenizer-type")
 MODEL = (*COMMON[:AT], *COMMON[AT + 4 :], "--train-iters", "1", "--global-batch-size", "2")
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """Two tokenizers with as many tokens, a larger one, and data of the first."""
+    """Make two tokenizers of equal size, a larger one, and data tokenized with the first."""
     folder = tmp_path_factory.mktemp("data")
     pages = list(default_corpus.topics().values())
     for name, texts, size in (
@@ -82,8 +82,9 @@ def test_a_file_that_is_no_manifest(tmp_path):
 
 
 def test_training_refuses_what_does_not_fit(made, tmp_path):
-    """With the data's tokenizer it trains; ids beyond the vocabulary are refused without a
-    manifest too.
+    """Training accepts only the data's tokenizer, and ids within the vocabulary.
+
+    The latter also holds for data without a manifest.
     """
     data, cache = made / "o_text_document", ("--data-cache-path", tmp_path)
     options = ("--data-path", data, *cache, "--tokenizer-model")

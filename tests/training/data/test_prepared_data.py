@@ -1,4 +1,4 @@
-"""Wikipedia and Dolma in small, as they are shipped, train and are collected from."""
+"""Small corpora in the formats of Wikipedia and Dolma can be trained on and collected from."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ COLLECT = ("--custom-quant-type", "mxfp8", "--save-tensors", "--control-iter", "
 
 
 def own_tokenizer(model: tuple[str, ...]) -> tuple[str, ...]:
-    """Without the NullTokenizer of the tests' common options."""
+    """Return the model's options without the NullTokenizer of the tests' common options."""
     at = COMMON.index("--tokenizer-type")
     assert model[at : at + 4] == COMMON[at : at + 4]
     return (*model[:at], *model[at + 4 :], "--train-iters", "2")
@@ -27,7 +27,7 @@ def own_tokenizer(model: tuple[str, ...]) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Both corpora, made of Python's documentation, and their tokenizer."""
+    """Make both corpora from Python's documentation, and a tokenizer for them."""
     folder = tmp_path_factory.mktemp("prepared")
     pages = default_corpus.topics()
     (folder / "tokenizer.model").write_bytes(default_corpus.train_tokenizer(list(pages.values())))

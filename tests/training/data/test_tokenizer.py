@@ -1,4 +1,4 @@
-"""megatron/training/data/tokenizer.py: the wheel's tokenizers, from files made here."""
+"""megatron/training/data/tokenizer.py builds the wheel's tokenizers from files of every kind."""
 
 import base64
 import shutil
@@ -25,7 +25,7 @@ TEXT = "def f(x):\n    return {x!r}  # naïve, 漢字 🙂\n"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A folder with each kind of tokenizer, and one that has both, as Llama 2's has."""
+    """Make a folder for each kind of tokenizer, and one with two kinds, like that of Llama 2."""
     root = tmp_path_factory.mktemp("tokenizers")
     train = (
         "import sys; sys.path.insert(0, 'script/data'); import default_corpus, pathlib;"
@@ -60,7 +60,7 @@ def folders(tmp_path_factory):
 
 
 def write_tiktoken(path, merges: int) -> None:
-    """Bytes in the order of their numbers, then words of TEXT and their beginnings."""
+    """Write a tiktoken file of all bytes in order, then words of TEXT and their prefixes."""
     tokens = [bytes([number]) for number in range(256)]
     for word in TEXT.replace("(", " ").encode().split() * 9:
         for end in range(2, len(word) + 1):
@@ -73,7 +73,7 @@ def write_tiktoken(path, merges: int) -> None:
 
 
 def test_transformers_waits_for_a_tokenizer_of_its_own(folders):
-    """Its import takes two seconds of every start of training."""
+    """Importing transformers would delay every start of training by two seconds."""
     code = (
         "import sys\n"
         "from megatron.training.data.tokenizer import build_tokenizer\n"
@@ -140,7 +140,7 @@ def test_the_null_tokenizer_reads_numbers():
 
 
 def test_megatron_core_can_identify_them(folders):
-    """GPTDataset names its cached index by unique_identifiers: two tokenizers must differ."""
+    """GPTDataset names its cached index after unique_identifiers, so two tokenizers must differ."""
     first = build_tokenizer(None, folders["sentencepiece"]).unique_identifiers
     second = build_tokenizer(None, folders["hugging_face"]).unique_identifiers
     assert first != second
@@ -156,7 +156,7 @@ def test_many_texts_get_the_ids_that_each_gets(folders, name):
 
 
 def test_many_texts_get_the_ids_that_each_gets_where_the_file_says_otherwise(folders, tmp_path):
-    """Truncation and padding in tokenizer.json, and special tokens that text may not make."""
+    """The file requests truncation and padding, and that text never becomes special tokens."""
     tokenizer = Tokenizer.from_file(str(folders["hugging_face"] / "tokenizer.json"))
     tokenizer.enable_truncation(5)
     tokenizer.enable_padding(length=9)
@@ -171,7 +171,7 @@ def test_many_texts_get_the_ids_that_each_gets_where_the_file_says_otherwise(fol
 
 
 def test_a_tiktoken_file_gives_the_ids_of_its_hugging_face_conversion(folders, tmp_path):
-    """transformers' own converter is the reference, with Llama 3's pattern."""
+    """The reference is the converter of transformers with Llama 3's pattern."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     from megatron.training.data.tiktoken_tokenizer import _LLAMA3
@@ -194,16 +194,16 @@ def test_a_tiktoken_file_gives_the_ids_of_its_hugging_face_conversion(folders, t
 
 
 def runs(text: str) -> list[str]:
-    """A second way to cut, character by character."""
-    found, length, last = [""], 0, None
+    """Split long runs by a second method, character by character."""
+    parts, length, last = [""], 0, None
     for character in text:
         length = length + 1 if character.isspace() == last else 1
         last = character.isspace()
         if length > LONGEST_RUN:
-            found.append("")
+            parts.append("")
             length = 1
-        found[-1] += character
-    return found
+        parts[-1] += character
+    return parts
 
 
 @pytest.mark.parametrize(
@@ -222,14 +222,14 @@ def test_long_runs_are_cut(text):
 
 
 def test_long_text_is_cut_first():
-    """A run that goes on behind a cut is counted from the cut."""
+    """After a cut, the length of a run is counted from the cut."""
     text = "y " * 199_990 + "z" * 20_020 + " end"
     assert list(pieces(text)) == [text[:LONGEST_PIECE], text[LONGEST_PIECE:]]
     assert list(pieces("")) == []
 
 
 def test_a_million_blanks(folders):
-    """As a whole they are a panic of the library; the tokens are those of the text all the same."""
+    """The library panics on the whole text, so it is split; the tokens still decode to the text."""
     tokenizer = build_tokenizer(None, folders["tiktoken"])
     for text in (" " * 1_000_000, "\n" * 100_001, "q" * 100_001):
         ids = tokenizer.tokenize("a" + text + "b")
@@ -239,7 +239,7 @@ def test_a_million_blanks(folders):
 
 
 def test_the_families_are_those_of_the_tiktoken_package(monkeypatch):
-    """Its constructors would download the ranks; everything else they say is compared."""
+    """The package's constructors would download ranks; all their other settings are compared."""
     from tiktoken_ext import openai_public
 
     from megatron.training.data.tiktoken_tokenizer import FAMILIES

@@ -1,7 +1,7 @@
-"""Small checkpoints with random weights, written by transformers itself, and its logits of them.
+"""Write small checkpoints with random weights by transformers, and compute its logits of them.
 
-Weights are larger than a new model's, so that no softmax is flat, and norms are not all ones: a
-tensor in the wrong place shows.
+The weights are larger than usual initial weights, so no softmax is flat, and the norms are not all
+ones. A tensor in the wrong place therefore changes the logits.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-TOKENS = 96  #: of the sequences that logits are compared on
+TOKENS = 96  #: length of the sequences whose logits are compared
 VOCABULARY = 120
 
 LLAMA: dict[str, Any] = {
@@ -25,7 +25,7 @@ LLAMA: dict[str, Any] = {
     "initializer_range": 0.15,
     "tie_word_embeddings": False,
 }
-#: Llama 3.2's scaling; with this base some wavelengths lie on each side of both bounds.
+#: Llama 3.2's scaling; with this base, wavelengths lie on each side of both bounds.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 50000.0,
@@ -55,7 +55,7 @@ DEEPSEEK: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.15,
 }
-#: DeepSeek-V2-Lite's, of a shorter original, so that a short sequence shows it.
+#: DeepSeek-V2-Lite's scaling with a shorter original length, which affects even short sequences.
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -69,9 +69,12 @@ YARN = {
 
 
 def write(folder: Path, **changes: Any) -> Path:
-    """A checkpoint; `kv_lora_rank` in `changes` or not says which architecture.
+    """Write a checkpoint of DeepSeek if `changes` has `kv_lora_rank`, otherwise of Llama.
 
-    file_size: largest file, as save_pretrained has it.
+    Args:
+        folder: the folder to write.
+        changes: fields of the configuration, `dtype`, and `file_size`: the largest size of a file
+            in the notation of save_pretrained.
     """
     from transformers import (
         DeepseekV2Config,
@@ -97,7 +100,7 @@ def write(folder: Path, **changes: Any) -> Path:
 
 
 def read(folder: Path, **changes: Any) -> torch.nn.Module:
-    """transformers' model of a checkpoint, in its own type."""
+    """Load a checkpoint with transformers in the checkpoint's own dtype."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -107,7 +110,7 @@ def read(folder: Path, **changes: Any) -> torch.nn.Module:
 
 
 def sample() -> torch.Tensor:
-    """Two sequences of tokens."""
+    """Return two fixed sequences of tokens."""
     return torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(3))
 
 

@@ -1,12 +1,11 @@
-"""Loads Hugging Face checkpoints into our model in one or several layouts, writes the logits of
-`hf_models.sample()`, and writes the weights back.
+"""Load Hugging Face checkpoints in one or several layouts, save logits, and write weights back.
 
     hf_worker.py CASES.json     a list of {"options": [...], "folder": DIR}
 
-DIR gets logits.pt, and reads_<rank>.json: how many numbers of each tensor the rank read from the
-files. Files of the weights written back hold 100 kB.
+Each DIR receives logits.pt with the logits of `hf_models.sample()`, and reads_<rank>.json with the
+number of elements that the rank read of each tensor. Weights are written back in files of 100 kB.
 
-The options are those of pretrain_gpt.py; a layout has all of torchrun's ranks.
+The options are those of pretrain_gpt.py. Every layout uses all of torchrun's ranks.
 """
 
 import json
@@ -46,7 +45,7 @@ def forward_step(_, chunk):
 
 
 def logits_of(run, chunks) -> torch.Tensor | None:
-    """All of them, from one rank of the last stage."""
+    """Return the whole logits on one rank of the last pipeline stage, None on the others."""
     stages = run.args.virtual_pipeline_model_parallel_size
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -66,7 +65,7 @@ def logits_of(run, chunks) -> torch.Tensor | None:
 
 
 class Counted:
-    """An open safetensors file that counts what is taken out of it."""
+    """An open safetensors file that counts the elements read from it."""
 
     def __init__(self, path, reads, **options):
         self._opened, self._reads = safe_open(path, **options), reads
@@ -86,7 +85,7 @@ class Counted:
 
 
 class CountedSlice:
-    """A tensor in such a file."""
+    """A tensor in a `Counted` file."""
 
     def __init__(self, stored, name, reads):
         self._stored, self._name, self._reads = stored, name, reads
@@ -114,7 +113,7 @@ def loaded(options: list[str]) -> tuple[RunConfig, list[torch.nn.Module]]:
 
 
 def leave() -> None:
-    """Take megatron-core's groups down, with the threads that gloo has for each."""
+    """Destroy megatron-core's process groups, including gloo's threads for each."""
     parallel_state.destroy_model_parallel()
     unset_num_microbatches_calculator()
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -123,7 +122,7 @@ def leave() -> None:
 
 
 def start_once() -> None:
-    """Let later command lines use the processes that the first one starts."""
+    """Let later command lines reuse the process group that the first one initializes."""
     start = initialize._start_processes
 
     def start_processes(args):

@@ -1,6 +1,4 @@
-"""Every field of the configuration is classified by what it means to a Hugging Face checkpoint,
-what is fixed is refused.
-"""
+"""Every field of the configuration is in one class of hf/fields.py; fixed fields are refused."""
 
 import itertools
 from dataclasses import fields
@@ -8,16 +6,13 @@ from dataclasses import fields
 import pytest
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron.training.arguments.config_flags import default_of, flag_options, flagged_fields
 from megatron.training.arguments.options import ModelOptions
 from megatron.training.arguments.parse_args import parse_args
 from megatron.training.errors import UserError
 from megatron.training.hf import architectures, llama
 from megatron.training.hf.fields import CLASSES, EXPRESSED, FIXED
 from tests.published import PUBLISHED
-from tests.training.hf.test_hf_flags import folder_of, parse
-
-FIELDS = flagged_fields(MLATransformerConfig) | {f.name: f for f in fields(ModelOptions)}
+from tests.training.hf.command_lines import another_value, folder_of, parse
 
 
 def test_every_field_is_in_exactly_one_class():
@@ -39,30 +34,8 @@ def test_what_is_fixed_or_expressed_is_what_is_compared():
     assert compared | by_hand == FIXED | EXPRESSED
 
 
-def another_value(name: str) -> str:
-    """A flag with a value that is not its default."""
-    field, flag = FIELDS[name], "--" + name.replace("_", "-")
-    if name in {f.name for f in fields(ModelOptions)}:
-        how = {"type": field.metadata["argparse"].get("type")} | dict(field.metadata["argparse"])
-        default = field.default
-    else:
-        how, default = flag_options(field.type), default_of(field)
-    if name == "moe_router_load_balancing_type":
-        return f"{flag} sinkhorn"
-    if field.type is bool:
-        return f"--no-{name.replace('_', '-')}" if default else flag
-    if "choices" in how:
-        return f"{flag} {[c for c in how['choices'] if c != default][-1]}"
-    if how.get("metavar") in ("N|LIST", "N,N"):
-        return f"{flag} {'[1,0,1,1]' if how['metavar'] == 'N|LIST' else '8,0'}"
-    if str(how.get("metavar", "")).startswith("{"):
-        return f"{flag} {how['metavar'].strip('{}').split(',')[-1]}"
-    words = {int: "3", float: "0.5", str: "word", None: ""}
-    return f"{flag} {words[how.get('type')]}".strip()
-
-
 WITHOUT_A_FLAG = {"activation_func", "gated_linear_unit"}
-#: The flags above that make the published value: others are needed to contradict it.
+#: Flags that contradict the published value where the default of `another_value` would equal it.
 CONTRARY = {
     "swiglu": "--quick-geglu",
     "position_embedding_type": "--position-embedding-type learned_absolute",

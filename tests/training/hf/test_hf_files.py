@@ -1,5 +1,5 @@
-"""Files of a checkpoint that are missing, cut off or another model's; a folder is written whole or
-not at all.
+"""Missing, truncated or foreign files of a checkpoint are refused; folders are written completely
+or not at all.
 """
 
 import json
@@ -26,7 +26,7 @@ def original(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(original, tmp_path) -> Path:
-    """A copy to be damaged."""
+    """Return a copy of the checkpoint for a test to damage."""
     return Path(shutil.copytree(original, tmp_path / "copy"))
 
 
@@ -36,14 +36,14 @@ def check(folder: Path) -> None:
 
 
 def change(folder: Path, edit) -> None:
-    """Edit the tensors of the first file; the index follows."""
+    """Edit the tensors of the first file, and update the index."""
     file = sorted(folder.glob("*.safetensors"))[0]
     tensors = load_file(file)
     edit(tensors)
     save_file(tensors, file)
     index = json.loads((folder / INDEX).read_text())
-    kept = {k: v for k, v in index["weight_map"].items() if v != file.name}
-    index["weight_map"] = kept | dict.fromkeys(tensors, file.name)
+    others = {k: v for k, v in index["weight_map"].items() if v != file.name}
+    index["weight_map"] = others | dict.fromkeys(tensors, file.name)
     (folder / INDEX).write_text(json.dumps(index))
 
 
@@ -153,7 +153,7 @@ def test_gate_and_up_are_cut_rank_by_rank():
 
 
 def test_queries_keys_and_values_alternate_by_group():
-    """Two groups of two heads of width 3; with more ranks than groups a rank has half a group."""
+    """There are two groups of two heads of width 3; with four ranks, each holds half a group."""
     sources = (Source("q", (12, 4)), Source("k", (6, 4)), Source("v", (6, 4)))
     layout = query_groups(*sources, groups=2)
     assert [place(p) for p in layout.pieces(rank=0, ranks=1, length=24)] == [
@@ -201,7 +201,7 @@ def test_a_folder_has_its_name_once_it_is_whole(tmp_path):
     name = str(tmp_path / "out")
     partial = folders.begin(name)
     (partial / "left over").touch()
-    partial = folders.begin(name)  # the run before was killed here
+    partial = folders.begin(name)  # as if an earlier run had been killed here
     assert [path.name for path in partial.iterdir()] == [folders.MARKER]
     assert not Path(name).exists()
     folders.write_config(partial, {"a": 1, "auto_map": {}, "dtype": "float32"}, torch.bfloat16)

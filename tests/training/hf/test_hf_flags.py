@@ -1,10 +1,7 @@
-"""What `--load-hf` and `--save-hf` make of a command line, and what they refuse before anything is
-built.
-"""
+"""`--load-hf` fills in a command line; flags that contradict it or `--save-hf` are refused."""
 
 import json
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,28 +12,16 @@ from megatron.training.arguments.parse_args import build_parser, parse_args
 from megatron.training.errors import UserError
 from megatron.training.hf import architectures, flags, rope
 from tests.published import PARAMETERS, PUBLISHED
+from tests.training.hf.command_lines import folder_of, parse
 from tests.training.hf.hf_models import LLAMA3_ROPE, YARN
 from tests.training.runs import DEEPSEEK as DEEPSEEK_FLAGS
 from tests.training.runs import MINIMAL
-
-BATCH = ("--seq-length", "64", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3")
-DATA = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
 
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-
-
-def folder_of(tmp_path: Path, name: str, **changes) -> str:
-    """A folder with a config.json and nothing else."""
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name] | changes))
-    return str(tmp_path)
-
-
-def parse(folder: str, *options: str):
-    return parse_args(["--load-hf", folder, *BATCH, *DATA, *options])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -172,12 +157,12 @@ def test_an_epsilon_that_transformers_would_ignore_is_said(tmp_path):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_command_line_is_described_as_the_config_it_came_from(tmp_path, name):
-    """What `--save-hf` writes of a model that was not loaded, read again, gives the same flags."""
+    """The config.json that `--save-hf` writes for a command line results in the same flags."""
     run = parse(folder_of(tmp_path, name))
-    described = flags.describe(run.args)
-    again = architectures.flags_of(described, "described")
+    model = flags.describe(run.args)
+    again = architectures.flags_of(model, "described")
     assert again == architectures.flags_of(run.hf, "published")
-    assert described.config["architectures"] == PUBLISHED[name]["architectures"]
+    assert model.config["architectures"] == PUBLISHED[name]["architectures"]
 
 
 def test_what_transformers_cannot_hold_is_refused_before_training():

@@ -1,5 +1,5 @@
-"""Our model of a checkpoint that transformers wrote has transformers' logits in every layout, and
-what we write back is, bit for bit, what transformers wrote.
+"""A loaded checkpoint has the logits of transformers in every layout, and is written back bit for
+bit.
 """
 
 import json
@@ -16,7 +16,7 @@ from tests.training.hf import hf_models
 from tests.training.hf.hf_models import DEEPSEEK, LLAMA, LLAMA3_ROPE, YARN
 
 WORKER = Path(__file__).with_name("hf_worker.py")
-TOLERANCE = 1e-4  #: of the largest difference to the largest logit
+TOLERANCE = 1e-4  #: largest difference, relative to the largest logit
 
 CHECKPOINTS = {
     "llama": LLAMA,
@@ -30,7 +30,7 @@ SEQUENCE = (*TENSOR, "--sequence-parallel")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 INTERLEAVED = (*PIPELINE, "--num-layers-per-virtual-pipeline-stage", "1")
 EXPERTS = ("--expert-model-parallel-size", "2")
-#: (checkpoint, layout) by the number of ranks
+#: Lists of (checkpoint, layout) by the number of ranks.
 CASES = {
     1: [(name, ()) for name in CHECKPOINTS],
     2: [
@@ -73,7 +73,7 @@ def name_of(case) -> str:
 
 
 def worked(ranks: int, checkpoints: dict[str, Path], folder: Path) -> dict[str, Path]:
-    """Every case of so many ranks, in one start of the processes; where each left its results."""
+    """Run all cases of a number of ranks in one set of processes; return the folder of each."""
     results, cases = {}, []
     for case in CASES[ranks]:
         checkpoint, layout = case
@@ -137,7 +137,7 @@ def reads_of(folder: Path, ranks: int) -> list[dict[str, int]]:
 
 
 def sizes_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor, from the headers of the files alone."""
+    """Return the shape of each tensor from the headers of the files."""
     shapes = {}
     for path in folder.glob("*.safetensors"):
         raw = path.read_bytes()
@@ -147,7 +147,7 @@ def sizes_of(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def expected_reads(case, rank: int, name: str, shape: tuple[int, ...]) -> int:
-    """How many numbers of a tensor one of two ranks needs, by the rules of each layout."""
+    """Return how many elements of a tensor one of two ranks needs by the rules of its layout."""
     checkpoint, layout = case
     count = math.prod(shape)
     layer = re.search(r"layers\.(\d+)", name)
@@ -161,7 +161,7 @@ def expected_reads(case, rank: int, name: str, shape: tuple[int, ...]) -> int:
     if EXPERTS[0] in layout and expert:
         return count if int(expert[1]) // 2 == rank else 0
     if TENSOR[0] in layout and shape[0] == hf_models.VOCABULARY:
-        return (64, 56)[rank] * shape[1]  # 128 rows over two ranks, the last 8 of padding
+        return (64, 56)[rank] * shape[1]  # 128 rows on two ranks; the last 8 are padding
     if TENSOR[0] in layout and len(shape) == 2 and "mlp.gate.weight" not in name:
         return count // 2
     return count
@@ -211,7 +211,7 @@ def test_weights_are_written_to_numbered_files_of_bounded_size(two_ranks, checkp
     ],
 )
 def test_the_comparison_would_notice(checkpoints, theirs, name, changes):
-    """Each number that is easy to lose changes the logits by far more than the tolerance."""
+    """Losing any of these settings would change the logits by far more than the tolerance."""
     other = hf_models.logits(hf_models.read(checkpoints[name], **changes))
     difference = (other - theirs[name]).abs().max()
     assert difference > 20 * TOLERANCE * theirs[name].abs().max()

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py --load-hf --save-hf` as a user starts it."""
+"""`pretrain_gpt.py` with `--load-hf` and `--save-hf` works as a user starts it."""
 
 import shutil
 import signal
@@ -18,7 +18,7 @@ from tests.training.runs import DEEPSEEK as DEEPSEEK_FLAGS
 from tests.training.runs import ENTRY, MODEL, NO_DROPOUT, Training, train
 
 WORKER = REPO / "tests/training/killed_worker.py"
-#: 120 tokens, of which the corpus uses 97.
+#: Options of a run with a vocabulary of 120 tokens, of which the corpus uses 97.
 BATCH = (
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "119", "--seq-length", "64"),
     *("--make-vocab-size-divisible-by", "8"),
@@ -62,7 +62,7 @@ def equal(a: Path, b: Path) -> bool:
 
 
 def test_the_optimizer_trains_the_weights_that_were_read(corpus, llama, tmp_path):
-    """Its own copies in fp32 are theirs: with a learning rate of 0 they come back bit for bit."""
+    """The optimizer's fp32 copies equal the weights: with a learning rate of 0 nothing changes."""
     out = tmp_path / "out"
     options = ("--data-path", corpus, "--load-hf", llama, "--bf16", *DISTRIBUTED)
     done = finished(*options, *STILL, "--save-hf", out, "--exit-interval", "2", ranks=2)
@@ -77,8 +77,10 @@ def test_the_optimizer_trains_the_weights_that_were_read(corpus, llama, tmp_path
 def test_a_restarted_run_resumes_and_exports_what_an_uninterrupted_one_does(
     corpus, deepseek, tmp_path
 ):
-    """The same command three times: stopped half way, killed while it wrote the weights back, and
-    with nothing left to do but that.
+    """The same command runs three times.
+
+    It is first stopped halfway, then killed while it exports the weights, and at last only has to
+    export them.
     """
     common = ("--data-path", corpus, "--load-hf", deepseek, *MOVING)
     whole = finished(*common, "--save-hf", tmp_path / "whole")
@@ -112,8 +114,9 @@ def test_a_restarted_run_resumes_and_exports_what_an_uninterrupted_one_does(
 
 
 def test_a_checkpoint_of_ours_is_exported_and_converted_alike(corpus, tmp_path):
-    """Written over two ranks when training ends; the checkpoint converted on one gives the same,
-    and transformers has the loss that we have.
+    """Two ranks export when training ends; converting their checkpoint on one rank gives the same.
+
+    transformers computes the same loss as this program.
     """
     options = ("--data-path", corpus, "--save", tmp_path / "ck", "--save-hf", tmp_path / "out")
     shape = (*NO_DROPOUT, "--train-iters", "2")
@@ -127,7 +130,7 @@ def test_a_checkpoint_of_ours_is_exported_and_converted_alike(corpus, tmp_path):
 
 
 def periodic(folder: Path) -> Path:
-    """Documents of one sequence each, all alike: every sample, however shuffled, is the same."""
+    """Write a data set of equal documents, so that every sample is the same in any order."""
     prefix = folder / "periodic"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for _ in range(100):
@@ -139,7 +142,7 @@ def periodic(folder: Path) -> Path:
 
 @torch.no_grad()
 def assert_same_loss(folder: Path, corpus: Path) -> None:
-    """Training starts with the loss that transformers has."""
+    """Assert that training starts with the loss that transformers computes."""
     model = hf_models.read(folder)
     assert model.config.vocab_size == 128, "no padding takes a share of the softmax"
     labels = PERIOD.roll(-1)
@@ -164,7 +167,7 @@ def one_line(done: Training) -> str:
 
 
 def test_mistakes_are_one_line_on_one_rank(corpus, llama, tmp_path):
-    """test_hf_flags.py and test_hf_files.py have all others."""
+    """Other mistakes are tested in test_hf_flags.py and test_hf_files.py."""
     options = ("--data-path", corpus, "--load-hf", llama, *MOVING)
     done = train(*options, "--vocab-size", "200", model=BATCH)
     assert "the tokenizer has 201 ids, but the vocabulary of --load-hf" in one_line(done)
@@ -187,7 +190,7 @@ def test_two_ranks_stop_alike(corpus, llama, tmp_path):
 
 
 def test_what_the_disk_refuses_ends_both_ranks_with_one_line(deepseek, tmp_path):
-    """No file may be larger than 100 KiB, as if the disk were full then."""
+    """A limit of 100 KiB per file acts like a full disk."""
     out = tmp_path / "out"
     options = ("--load-hf", deepseek, "--save-hf", out, "--train-iters", "0", *TENSOR)
     command = (ENTRY, *options, "--make-vocab-size-divisible-by", "8")

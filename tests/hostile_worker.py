@@ -1,7 +1,8 @@
-"""Open each case of `tests/hostile_inputs.py` with the code that users run, in bounded time and
-memory, and print one JSON line per case with its error and its time.
+"""Open each case of `tests/hostile_inputs.py` as users do, in bounded time and memory.
 
-    python tests/training/checkpointing/hostile_worker.py FOLDER
+For each case, one JSON line with its error and its time is printed.
+
+    python tests/hostile_worker.py FOLDER
 """
 
 import contextlib
@@ -28,12 +29,12 @@ from megatron.training.data.manifest import check_fits
 from megatron.training.data.paths import check_prefix
 from megatron.training.data.tokenizer import build_tokenizer
 
-SECONDS = 20  #: for one case, on a machine that does other things as well
+SECONDS = 20  #: limit per case, also on a busy machine
 MEMORY = 3 << 29  #: bytes of address space beyond what the imports take
 
 
 def train(path: Path) -> None:
-    """Check a prefix as training does: its header with the command line, later the whole index."""
+    """Check a prefix as training does: first its header, later the whole index."""
     check_prefix(str(path))
     check_index(str(path))
 
@@ -43,7 +44,7 @@ def manifest(path: Path) -> None:
 
 
 def command(main, *words: str | Path) -> None:
-    """Run a command in this process, and raise what it printed as its error."""
+    """Run a command in this process, and raise the error that it printed."""
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
         status = main([str(word) for word in words])
@@ -69,14 +70,14 @@ ENTRIES = {
 
 
 def outcome(entry: str, path: Path) -> dict[str, object]:
-    """Return the error and its class; `error` is empty where the input was taken."""
+    """Return the error and its class; `error` is empty if the input was accepted."""
     started = time.monotonic()
     try:
         ENTRIES[entry](path)
         kind, error = "", ""
     except ValueError as problem:  # UserError is one
         kind, error = "ValueError", str(problem)
-    except BaseException as problem:  # a traceback, for the user
+    except BaseException as problem:  # the user would see a traceback
         kind, error = type(problem).__name__, str(problem)
     return {"kind": kind, "error": error, "seconds": time.monotonic() - started}
 
@@ -92,10 +93,10 @@ def main() -> None:
         os.chdir(place)
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.alarm(SECONDS)
-        found = outcome(case.entry, path)
+        result = outcome(case.entry, path)
         signal.alarm(0)
         executed = (place / "executed").exists()
-        print(json.dumps({"name": case.name, "executed": executed, **found}), flush=True)
+        print(json.dumps({"name": case.name, "executed": executed, **result}), flush=True)
 
 
 main()
