@@ -36,7 +36,7 @@ class Batch:
     block: bytes = b""
     documents: list[tuple[int, Any]] = field(default_factory=list)
     bytes_read: int = 0  #: bytes read from the file as stored, before decompression
-    last: bool = False  #: whether it is the last batch of its file
+    last: bool = False  #: True for the last batch of its file
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         if self.format != "jsonl":

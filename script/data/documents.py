@@ -32,7 +32,7 @@ class Settings:
     json_keys: tuple[str, ...] = ("text",)
     input_format: str | None = None  #: None guesses the format from each file's name
     document_separator: str = ""
-    wikipedia: bool = False  #: whether text files have titles above their articles
+    wikipedia: bool = False  #: True if text files have titles above their articles
     tokenizer_type: str | None = None
     tokenizer_model: Path | None = None
     vocab_size: int | None = None

@@ -46,7 +46,7 @@ class Layout:
     strips: Callable[[int], list[Strip]]  #: function from the number of ranks to the strips
     dim: int = 0  #: dimension along which the strips are concatenated
     split: bool = True  #: True: each rank has a shard; False: every rank has the whole tensor
-    padded: bool = False  #: whether the last ranks may hold padding after the strips
+    padded: bool = False  #: True if the last ranks may hold padding after the strips
 
     def pieces(self, *, rank: int, ranks: int, length: int) -> list[Piece]:
         """Return the pieces that one rank holds.

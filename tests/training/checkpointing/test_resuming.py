@@ -71,7 +71,7 @@ def test_the_type_of_the_weights_may_change_without_the_optimizer(run_quickly, s
 
 
 def test_a_finished_run_says_that_nothing_is_left(run_quickly, checkpoints, tmp_path):
-    """Its checkpoint is still written to another folder; its own folder already has it."""
+    """Its checkpoint is still written to another folder; nothing is written to its own folder."""
     other = tmp_path / "other"
     for save in (checkpoints, other):
         done = succeeded(run_quickly("--load", checkpoints, "--save", save))

@@ -26,7 +26,7 @@ def make(folder: Path, documents: int) -> Path:
 
 
 def test_data_that_are_made_again_get_new_indices(tmp_path):
-    """With outdated indices the run would read missing or wrong documents."""
+    """A run with outdated indices would read missing or wrong documents."""
     data = make(tmp_path, documents=300)
     assert train("--data-path", data, model=SHORT).status == 0
     make(tmp_path, documents=100)
