@@ -113,6 +113,29 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         raise
 
 
+def refuse_special_files(folder: Path, *, concerns: Callable[[str], bool] = bool) -> None:
+    """Refuse a folder with an entry that is neither a regular file nor a folder.
+
+    A library that reads the whole folder would open such an entry.
+
+    Args:
+        folder: the folder to check; a missing one is left to the caller.
+        concerns: returns whether an entry of this name would be read.
+
+    Raises:
+        UnusableFileError: if there is such an entry; the message names it.
+    """
+    try:
+        paths = sorted(path for path in folder.iterdir() if concerns(path.name))
+        for path in paths:
+            if path.exists() and not path.is_dir():
+                check_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise UnusableFileError(error.filename or folder, _reason(error)) from error
+
+
 def walk(
     folder: str | os.PathLike[str], unreadable: Callable[[OSError], object]
 ) -> Iterator[tuple[str, list[str], list[str]]]:

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.bounded_files import UnusableFileError, check_regular, printable, read_json, read_text
-from megatron.training.data.special_files import refuse_special_files
+from megatron.bounded_files import (
+    UnusableFileError,
+    check_regular,
+    printable,
+    read_json,
+    read_text,
+    refuse_special_files,
+)
 from megatron.training.errors import UserError
 from megatron.training.hf.ranks import first_rank_does
 from megatron.training.printing import print_rank_0

@@ -30,7 +30,7 @@ def allocate(optimizer: MegatronOptimizer) -> None:
 
 
 def _keep_step(part: DistributedOptimizer) -> None:
-    """Add the step to each parameter's loaded tensors: the wheel copies every entry of the state.
+    """Add the step to each parameter's loaded tensors: the wheel expects every entry of the state.
 
     The checkpoint stores the step once instead of per parameter, and it is set from there later.
     """

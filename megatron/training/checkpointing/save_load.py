@@ -56,7 +56,7 @@ from megatron.training.logging import TrainingProgress
 from megatron.training.printing import print_rank_0
 from megatron.training.train_step import TrainingState
 
-VERSION = 3.0  #: Megatron-LM's number of this layout
+VERSION = 3.0  #: Megatron-LM's version number of this layout
 #: Words that mark torch.save's errors on a full disk.
 _TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream error")
 _LONGEST = 500  #: characters of a library's error message that are shown

@@ -149,7 +149,8 @@ def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[b
     for index, prefix, share in _parts(config):
         if not wanted[index]:
             continue
-        indexed = IndexedDataset(prefix, mmap=config.mmap_bin_files)  # owns the lengths' memory
+        # `indexed` keeps the memory of `lengths` alive.
+        indexed = IndexedDataset(prefix, mmap=config.mmap_bin_files)
         lengths = indexed.sequence_lengths
         first, last = (round(bound * len(lengths)) for bound in share or (0, 0))
         if lengths[first:last].any():

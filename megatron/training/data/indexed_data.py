@@ -57,12 +57,12 @@ class Index:
         `allow_empty` accepts sequences without tokens and documents without sequences. They do not
         harm training, but script/data/preprocess.py never writes them.
         """
-        found = self._size_problems()
-        if not found:
+        problems = self._size_problems()
+        if not problems:
             least = 0 if allow_empty else 1
-            found += self._sequence_problems(least)
-            found += self._bound_problems(least)
-        return found
+            problems += self._sequence_problems(least)
+            problems += self._bound_problems(least)
+        return problems
 
     def _size_problems(self) -> list[str]:
         needed = HEADER.size + (LENGTH.itemsize + PLACE.itemsize) * self.sequences

@@ -16,9 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.bounded_files import UnusableFileError, check_regular, printable, read_json
+from megatron.bounded_files import (
+    UnusableFileError,
+    check_regular,
+    printable,
+    read_json,
+    refuse_special_files,
+)
 from megatron.training.data.deferred_import import transformers_when_needed
-from megatron.training.data.special_files import refuse_special_files
 from megatron.training.errors import UserError
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.bounded_files import UnusableFileError, printable, read_json
-from megatron.training.data.special_files import refuse_special_files
+from megatron.bounded_files import UnusableFileError, printable, read_json, refuse_special_files
 from megatron.training.errors import UserError
 from megatron.training.hf import deepseek_v2, llama
 from megatron.training.hf.config_types import check_types

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron.bounded_files import MEBIBYTE, UnusableFileError, printable, read_json
-from megatron.training.data.special_files import refuse_special_files
+from megatron.bounded_files import (
+    MEBIBYTE,
+    UnusableFileError,
+    printable,
+    read_json,
+    refuse_special_files,
+)
 from megatron.training.errors import UserError
 from megatron.training.hf.layouts import Piece, Source
 
