@@ -14,13 +14,13 @@ from megatron.training.collection import (
     print_plan,
     report_collection,
 )
+from megatron.training.collective_errors import all_succeed
 from megatron.training.data import datasets as data
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.errors import RunError, UserError
 from megatron.training.hf.convert import convert
 from megatron.training.hf.flags import check_vocabulary, converts, name_special_tokens
 from megatron.training.hf.loading import check_weights
-from megatron.training.hf.ranks import all_succeed
 from megatron.training.hf.writing import check_export
 from megatron.training.initialize import initialize
 from megatron.training.logging import TensorBoard, event_folder_problem

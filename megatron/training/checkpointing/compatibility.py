@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fake_quant import policy
+from megatron.training.collective_errors import first_rank_does
 from megatron.training.data.paths import parse_blend
 from megatron.training.errors import RunError, UserError
 from megatron.training.hf.flags import converts, differing, flag_of
-from megatron.training.hf.ranks import first_rank_does
 from megatron.training.printing import print_rank_0
 
 #: Flags that the shapes of the weights depend on: a run that differs in any of them cannot load a

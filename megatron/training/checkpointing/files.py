@@ -17,8 +17,8 @@ from megatron.bounded_files import (
     read_text,
     refuse_special_files,
 )
+from megatron.training.collective_errors import first_rank_does
 from megatron.training.errors import UserError
-from megatron.training.hf.ranks import first_rank_does
 from megatron.training.printing import print_rank_0
 
 TRACKER = "latest_checkpointed_iteration.txt"

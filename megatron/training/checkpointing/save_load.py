@@ -48,10 +48,10 @@ from megatron.training.checkpointing.files import (
 )
 from megatron.training.checkpointing.index import read_index
 from megatron.training.checkpointing.safe_reading import CommonStrategy
+from megatron.training.collective_errors import first_rank_does
 from megatron.training.errors import Interrupted, RunError, UserError
 from megatron.training.hf.flags import converts
 from megatron.training.hf.loading import load_weights
-from megatron.training.hf.ranks import first_rank_does
 from megatron.training.logging import TrainingProgress
 from megatron.training.printing import print_rank_0
 from megatron.training.train_step import TrainingState

@@ -19,13 +19,13 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.training.collective_errors import all_succeed
 from megatron.training.data.index_cache import check_cached_files, check_samples
 from megatron.training.data.indexed_data import check_index
 from megatron.training.data.manifest import check_fits
 from megatron.training.data.paths import blend_prefixes, default_cache, index_state, parse_blend
 from megatron.training.data.samplers import SequentialSampler
 from megatron.training.errors import RankError, RunError, UserError
-from megatron.training.hf.ranks import all_succeed
 from megatron.training.printing import print_rank_0
 
 SPLITS = ("train", "valid", "test")

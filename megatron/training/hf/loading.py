@@ -11,10 +11,10 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from megatron.training.arguments.validation import RunConfig
 from megatron.training.checkpointing.files import resumes
+from megatron.training.collective_errors import all_succeed, first_rank_does
 from megatron.training.errors import UserError
 from megatron.training.hf.architectures import Model
 from megatron.training.hf.layouts import Layout, Piece
-from megatron.training.hf.ranks import all_succeed, first_rank_does
 from megatron.training.hf.reading import Weights
 from megatron.training.printing import print_rank_0
 

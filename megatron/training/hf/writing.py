@@ -23,12 +23,12 @@ from megatron.core import parallel_state
 from megatron.training import device
 from megatron.training.arguments.configs import params_dtype
 from megatron.training.arguments.validation import RunConfig
+from megatron.training.collective_errors import first_rank_does
 from megatron.training.errors import RunError
 from megatron.training.hf import flags, folders
 from megatron.training.hf.architectures import Model
 from megatron.training.hf.layouts import Piece, Source
 from megatron.training.hf.loading import parts
-from megatron.training.hf.ranks import first_rank_does
 from megatron.training.hf.reading import SINGLE
 from megatron.training.printing import print_rank_0
 
