@@ -141,7 +141,8 @@ def tensors(config: dict[str, Any]) -> dict[str, Layout]:
 def outside_of_layers(config: dict[str, Any]) -> dict[str, Layout]:
     """Return the layouts of the embedding, the last norm and the output layer.
 
-    A tied output layer has the embedding as its source. Only the last pipeline stage has a copy.
+    A tied output layer has the embedding as its source; only a separate last pipeline stage holds a
+    copy of it.
     """
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     embedding = vocabulary(Source("model.embed_tokens.weight", (vocab, hidden)))

@@ -166,7 +166,10 @@ def _commons(canary: Path) -> Changes:
         "iteration is huge": lambda c: c["progress"].update(iteration=10**30),
         "args are a number": lambda c: c.update(args=3),
         "an arg is a tensor": lambda c: c["args"].update(num_layers=torch.ones(3)),
+        "progress is short": lambda c: c["progress"].pop("levels"),
+        "a flag is missing": lambda c: c["args"].pop("rotary_base"),
         "run is a list": lambda c: c.update(run=["a"]),
+        "no run": lambda c: c.pop("run"),
         "has_optim is text": lambda c: c.update(has_optim="yes"),
         "no has_rng": lambda c: c.pop("has_rng"),
         "schedule is a list": lambda c: c.update(opt_param_scheduler=[1]),
@@ -177,8 +180,13 @@ def _commons(canary: Path) -> Changes:
         "rate is text": lambda c: c["optimizer"]["param_groups"][0].update(lr="fast"),
         "rate is NaN": lambda c: c["optimizer"]["param_groups"][0].update(eps=float("nan")),
     }
+    special_names = {
+        "schedule is short": "iter_0000004",
+        "no groups": "iter_0000004",
+        "a flag is missing": "iter_0000004 does not record rotary_base; only complete checkpoints",
+    }
     for name, edit in edits.items():
-        names = "iter_0000004" if name in ("schedule is short", "no groups") else "common.pt"
+        names = special_names.get(name, "common.pt")
         found[name] = (lambda c, edit=edit: c.edit_common(edit), names)
     for kind in ("fifo", "device"):
         found[kind] = (lambda c, kind=kind: special(c.common, kind), "common.pt")
