@@ -6,7 +6,7 @@
     python script/data/preprocess.py --check dataset/wiki_text_document
 
 writes dataset/wiki_text_document.bin, .idx and .json, which records the tokenizer. The flags are
-those of Megatron-LM's preprocess_data.py. Input consists of files, or folders of files:
+those of Megatron-LM's tools/preprocess_data.py. Input consists of files, or folders of files:
 
     JSONL, Parquet   one document per line or row; each of --json-keys has its own output files
     text             documents are separated by blank lines
