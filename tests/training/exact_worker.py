@@ -1,5 +1,7 @@
-"""`pretrain_gpt.py` that also writes every digit of each iteration's loss and gradient norm, which
-its log rounds: one JSON object to the file named by $STEPS_FILE, from the first rank.
+"""A worker that runs `pretrain_gpt.py` and records the unrounded loss and gradient norm of each
+iteration.
+
+The first rank writes them as JSON to the file that $STEPS_FILE names; the log rounds them.
 """
 
 import json
@@ -10,24 +12,25 @@ from pathlib import Path
 from megatron.training.main import main
 
 
-def recording() -> None:
+def record_steps() -> None:
+    """Make the training loop record the result of every step."""
     from megatron.training import loop
 
-    step, steps = loop.train_step, []
+    train_step, steps = loop.train_step, []
 
-    def recorded(*args):
-        done = step(*args)
-        steps.append({"loss": done.losses["lm loss"], "norm": done.grad_norm})
+    def recorded_step(*args):
+        result = train_step(*args)
+        steps.append({"loss": result.losses["lm loss"], "norm": result.grad_norm})
         if os.environ.get("RANK", "0") == "0":
             Path(os.environ["STEPS_FILE"]).write_text(json.dumps(steps))
-        return done
+        return result
 
-    loop.train_step = recorded
+    loop.train_step = recorded_step
 
 
 if __name__ == "__main__":
     from megatron.training import device
 
     device.prepare()
-    recording()
+    record_steps()
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Starts `pretrain_gpt.py` with a collection that meets trouble, and reads what came of it."""
+"""Helpers that start `pretrain_gpt.py` with injected faults and read the result of the run."""
 
 import json
 import subprocess
@@ -13,41 +13,44 @@ WORKER = Path(__file__).with_name("faulty_worker.py")
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 LAYOUTS = {"one": (1, ()), "tensor": (2, TENSOR), "pipeline": (2, PIPELINE)}
-TENSORS = 4 * (4 * (4 * 6 + 8 - 4) + 4)  #: of an iteration: 4 layers, 4 micro-batches
+TENSORS = 4 * (4 * (4 * 6 + 8 - 4) + 4)  #: tensors per iteration of 4 layers and 4 micro-batches
 STOPPED = "collection stopped after "
 
 
 @dataclass
 class Ended:
-    """A run that is over."""
+    """The result of a run that has ended."""
 
-    statuses: list[int]  #: of each rank
+    statuses: list[int]  #: exit status of each rank
     output: str
     errors: str
-    steps: list[dict[str, float]]  #: loss and gradient norm of each iteration, every digit
-    cards: list[dict] = field(default_factory=list)  #: of the folder, if it is there
-    memory: dict[str, int] = field(default_factory=dict)  #: of the first rank: limit, peak
+    steps: list[dict[str, float]]  #: loss and gradient norm per iteration, unrounded
+    cards: list[dict] = field(default_factory=list)  #: run cards in the dump
+    memory: dict[str, int] = field(default_factory=dict)  #: bytes on the first rank: limit, peak
 
-    def said(self, what: str) -> int:
-        """Lines of the log with these words; errors at the end not counted."""
+    def said(self, words: str) -> int:
+        """Return the number of lines on stderr that contain the words, without final errors."""
         lines = self.errors.splitlines()
-        return sum(what in line and "[ERROR]" not in line for line in lines)
+        return sum(words in line and "[ERROR]" not in line for line in lines)
 
-    def reported(self, what: str) -> int:
-        """Errors with these words that ended the run."""
-        return sum(what in line and "[ERROR]" in line for line in self.errors.splitlines())
+    def reported(self, words: str) -> int:
+        """Return the number of final errors that contain the words."""
+        return sum(words in line and "[ERROR]" in line for line in self.errors.splitlines())
 
 
 @dataclass
 class Started:
-    """Ranks that run, each a process of ours: torchrun would end the others when one fails."""
+    """The processes of a running training, one per rank.
+
+    They are started without torchrun, which would end the other ranks when one fails.
+    """
 
     processes: list[forks.Program]
     scratch: Path
     dump: Path
 
     def end(self) -> Ended:
-        """Wait until all are done."""
+        """Wait until all ranks have ended, and return the result of the run."""
         outputs = [process.communicate() for process in self.processes]
         steps, memory = self.scratch / "steps.json", self.scratch / "memory.json"
         cards = sorted(self.dump.glob("run_*.json"))
@@ -69,13 +72,13 @@ def start(
     collect: bool = True,
     **faults: str | float | Path,
 ) -> Started:
-    """Start a run of six iterations that collects everything, unless `options` say otherwise.
+    """Start a run of six iterations that collects everything, unless `options` limit it.
 
     Args:
-        scratch: an empty folder of the run.
+        scratch: an empty folder for the files of the run.
         layout: one of LAYOUTS.
-        dump: for the tensors.
-        faults: see the worker.
+        dump: folder of the tensors.
+        faults: faults to inject, see faulty_worker.py.
     """
     dump = scratch / "dump" if dump is None else dump
     ranks, flags = LAYOUTS[layout]
@@ -107,11 +110,11 @@ def start(
 
 
 def losses(ended: Ended) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each iteration."""
+    """Return the loss and gradient norm of each iteration."""
     return [(step["loss"], step["norm"]) for step in ended.steps]
 
 
 def verify(folder: Path, run_id: str) -> subprocess.CompletedProcess[str]:
-    """`python -m megatron.analysis verify` on one run of a folder."""
+    """Run `python -m megatron.analysis verify` on one run of a folder."""
     command = ("-m", "megatron.analysis", "verify", folder, "--run", run_id)
     return forks.run(*command, env=environment(PYTHONPATH=REPO))

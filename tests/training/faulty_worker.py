@@ -1,9 +1,11 @@
-"""`exact_worker.py` with trouble for the collection, as $FAULTS says, a JSON object:
+"""A worker like exact_worker.py that injects faults into the collection.
 
-at, command    a shell command, which the first rank runs before iteration `at`
-slow           seconds that every write takes longer
-hang_after     writes after which a rank's file system takes nothing any more
-patience       seconds without a write after which a disk counts as dead
+$FAULTS is a JSON object with these keys:
+
+at, command    a shell command that the first rank runs before iteration `at`
+slow           seconds by which every write is delayed
+hang_after     number of writes after which every further write of a rank hangs
+patience       seconds without a completed write after which a disk counts as dead
 """
 
 import json
@@ -16,67 +18,69 @@ import time
 from pathlib import Path
 
 from tests.collection import pieces
-from tests.training.exact_worker import recording
+from tests.training.exact_worker import record_steps
 
 
-def commanding(at: int, command: str) -> None:
+def run_command_before(iteration: int, command: str) -> None:
+    """Make the first rank run a shell command before an iteration, while the others wait."""
     import torch
 
     from megatron.training import loop
 
-    step, iterations = loop.train_step, iter(range(1, 1000))
+    train_step, iterations = loop.train_step, iter(range(1, 1000))
 
-    def after_the_command(*args):
-        if next(iterations) == at:
+    def step_after_command(*args):
+        if next(iterations) == iteration:
             if os.environ["RANK"] == "0":
                 subprocess.run(command, shell=True, check=True)
             torch.distributed.barrier()
-        return step(*args)
+        return train_step(*args)
 
-    loop.train_step = after_the_command
+    loop.train_step = step_after_command
 
 
-def writing(slow: float, hang_after: int | None) -> None:
-    """Writes that take longer, or for ever: nobody opens the other end of a pipe."""
+def delay_writes(seconds: float, hang_after: int | None) -> None:
+    """Delay every write, and let later ones hang by opening a pipe that nobody reads."""
     from megatron.collection.record_writer import RecordWriter
 
-    write, begun, lock = RecordWriter.write, [0], threading.Lock()
+    write, writes_begun, lock = RecordWriter.write, [0], threading.Lock()
 
-    def troubled(self, *args):
+    def delayed_write(self, *args):
         with lock:
-            begun[0] += 1
-        if hang_after is not None and begun[0] > hang_after:
+            writes_begun[0] += 1
+        if hang_after is not None and writes_begun[0] > hang_after:
             pipe = Path(tempfile.mkdtemp(), "pipe")
             os.mkfifo(pipe)
             pipe.open("wb")
-        time.sleep(slow)
+        time.sleep(seconds)
         write(self, *args)
 
-    RecordWriter.write = troubled
+    RecordWriter.write = delayed_write
 
 
-def impatient(patience: float) -> None:
+def set_patience(patience: float) -> None:
+    """Set the seconds without a completed write after which a disk counts as dead."""
     from megatron.collection.background_writer import BackgroundWriter
 
     BackgroundWriter.__init__.__kwdefaults__["patience"] = patience
 
 
-def remembering() -> None:
-    """How much host memory the first rank took."""
+def record_memory() -> None:
+    """Record how much host memory the collection of the first rank used."""
     from megatron.core import tensor_saver
 
     close = tensor_saver.close
 
-    def remembered(*args, **kwargs):
+    def recorded_close(*args, **kwargs):
         saver = tensor_saver.current()
         failure = close(*args, **kwargs)
         if saver is not None and os.environ["RANK"] == "0":
             memory = saver._writer.memory
-            found = {"limit": memory.limit, "peak": memory.peak}
-            Path(os.environ["MEMORY_FILE"]).write_text(json.dumps(found))
+            usage = {"limit": memory.limit, "peak": memory.peak}
+            Path(os.environ["MEMORY_FILE"]).write_text(json.dumps(usage))
         return failure
 
-    tensor_saver.close = remembered
+    tensor_saver.close = recorded_close
 
 
 def main() -> int:
@@ -85,16 +89,16 @@ def main() -> int:
 
     device.prepare()
     faults = json.loads(os.environ["FAULTS"])
-    recording()
+    record_steps()
     pieces.small(4)
     if "command" in faults:
-        commanding(int(faults["at"]), faults["command"])
+        run_command_before(int(faults["at"]), faults["command"])
     if "slow" in faults or "hang_after" in faults:
         hang_after = faults.get("hang_after")
-        writing(float(faults.get("slow", 0)), None if hang_after is None else int(hang_after))
+        delay_writes(float(faults.get("slow", 0)), None if hang_after is None else int(hang_after))
     if "patience" in faults:
-        impatient(float(faults["patience"]))
-    remembering()
+        set_patience(float(faults["patience"]))
+    record_memory()
     return train()
 
 

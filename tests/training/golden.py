@@ -1,5 +1,7 @@
-"""The runs of test_golden.py, and the file of their numbers: `python -m tests.training.golden DIR`
-trains in the empty folder DIR and writes tests/data/golden_losses.txt anew.
+"""The runs of test_golden.py, and the program that records their losses.
+
+`python -m tests.training.golden DIR` trains in the empty folder DIR and rewrites
+tests/data/golden_losses.txt.
 """
 
 import functools
@@ -30,15 +32,14 @@ STOCHASTIC = ("mxfp4:sr",)
 EXPERTS = ("mxfp4-experts",)
 MODELS = (*DENSE, *STOCHASTIC, *EXPERTS)
 SEQUENCES = ("--seq-length", "128")  # two chunks of 32 tokens for each context-parallel rank
-#: Small steps: a flipped rounding is then rare, and what it does to the weights stays small.
+#: small steps, so that a rounding rarely flips and a flipped one hardly changes the weights
 TRAINING = (*SEQUENCES, "--train-iters", "10", "--lr", "1e-5", "--lr-decay-style", "constant")
 MIXTURE = (
     *(*COMMON, "--num-query-groups", "2"),
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
     *("--moe-token-dispatcher-type", "alltoall"),
 )
-#: Forward pass and dgrad; wgrad sums over tokens, and which of them a rank's expert gets is the
-#: layout's.
+#: a recipe without wgrad, which sums over the tokens of an expert; those depend on the layout
 RECIPE = """
 configs:
   no_tokens:
@@ -52,7 +53,7 @@ matchers:
 
 
 def layouts_of(name: str) -> list[str]:
-    """Those in which a model's numbers are to be one rank's."""
+    """Return the layouts in which a model must give the losses of one rank."""
     if name in EXPERTS:
         return ["experts", "data-of-experts"]
     if name in STOCHASTIC:
@@ -60,20 +61,20 @@ def layouts_of(name: str) -> list[str]:
     return [layout for layout in LAYOUTS if "experts" not in layout]
 
 
-Numbers = list[dict[str, float]]
+Steps = list[dict[str, float]]  #: loss and gradient norm of each iteration
 
 
-class Steps:
-    """Trains ten iterations from a checkpoint of one rank; each run is done once."""
+class GoldenRuns:
+    """Runs of ten iterations from a checkpoint of one rank; each is trained only once."""
 
     def __init__(self, corpus: Path, folder: Path):
         self.corpus, self.folder = corpus, folder
         self.recipe = folder / "no_tokens.yaml"
         self.recipe.write_text(RECIPE)
 
-    @functools.cache  # noqa: B019  lives as long as the tests
+    @functools.cache  # noqa: B019  the object lives as long as the tests
     def weights(self, model: tuple[str, ...]) -> Path:
-        """After two iterations, with larger steps."""
+        """Return a checkpoint after two iterations with larger steps."""
         folder = self.folder / f"weights-{len(model)}"
         where = ("--data-path", self.corpus, "--save", folder)
         done = train(*where, *NO_DROPOUT, *SEQUENCES, "--exit-interval", "2", model=model)
@@ -81,36 +82,36 @@ class Steps:
         return folder
 
     @functools.cache  # noqa: B019
-    def __call__(self, name: str, layout: str | None = None) -> Numbers:
-        """Loss and gradient norm of each iteration; without a layout those of one rank."""
+    def __call__(self, name: str, layout: str | None = None) -> Steps:
+        """Return the loss and gradient norm of each iteration in a layout, or on one rank."""
         model = MIXTURE if name in EXPERTS else MODEL
-        kind: tuple[str | Path, ...] = ("--custom-quant-type", name)
+        formats: tuple[str | Path, ...] = ("--custom-quant-type", name)
         if name in EXPERTS:
-            kind = ("--quant-recipe", self.recipe)
+            formats = ("--quant-recipe", self.recipe)
         out = self.folder / f"{name}-{layout}.json"
         start = ("--data-path", self.corpus, "--load", self.weights(model), "--finetune")
         flags = () if layout is None else LAYOUTS[layout]
         ranks = 1 if layout is None else 2
-        return exact_steps(out, *start, *TRAINING, *kind, *flags, ranks=ranks, model=model)
+        return exact_steps(out, *start, *TRAINING, *formats, *flags, ranks=ranks, model=model)
 
 
-def read_golden() -> dict[str, Numbers]:
-    """The file's numbers, by name."""
-    found: dict[str, Numbers] = {}
+def read_golden() -> dict[str, Steps]:
+    """Return the recorded losses and gradient norms, by the name of the model."""
+    golden: dict[str, Steps] = {}
     for line in FILE.read_text().splitlines():
         if not line.startswith("#"):
             name, iteration, loss, norm = line.split()
-            found.setdefault(name, []).append({"loss": float(loss), "norm": float(norm)})
-            assert len(found[name]) == int(iteration), line
-    return found
+            golden.setdefault(name, []).append({"loss": float(loss), "norm": float(norm)})
+            assert len(golden[name]) == int(iteration), line
+    return golden
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    steps = Steps(make_corpus(folder), folder)
+    runs = GoldenRuns(make_corpus(folder), folder)
     lines = ["# type, iteration, loss, gradient norm; see tests/training/golden.py"]
     for name in MODELS:
-        for iteration, step in enumerate(steps(name), start=1):
+        for iteration, step in enumerate(runs(name), start=1):
             lines.append(f"{name} {iteration} {step['loss']:.9g} {step['norm']:.9g}")
     FILE.write_text("\n".join(lines) + "\n")
 

@@ -1,4 +1,4 @@
-"""A plan says what a run then writes, to the byte: both are run, in several layouts."""
+"""Tests that a collection plan predicts what the run writes, to the byte, in several layouts."""
 
 import re
 from collections import Counter
@@ -20,14 +20,14 @@ MOE = (
 
 
 def tables(output: str) -> dict[str, dict[str, tuple[int, int]]]:
-    """The rows of each table of a plan, as (tensors, bytes)."""
-    found: dict[str, dict[str, tuple[int, int]]] = {}
+    """Return the rows of each table of a plan, as (tensors, bytes)."""
+    rows_by_table: dict[str, dict[str, tuple[int, int]]] = {}
     for line in output.splitlines():
         if title := re.fullmatch(r"  (layer|tensor|iteration|rank) +tensors +bytes", line):
-            rows = found.setdefault(title[1], {})
+            rows = rows_by_table.setdefault(title[1], {})
         elif row := ROW.fullmatch(line):
             rows[row["name"]] = (int(row["tensors"]), int(row["bytes"]))
-    return found
+    return rows_by_table
 
 
 def measured(records: list[dict], key) -> dict[str, tuple[int, int]]:
@@ -41,7 +41,7 @@ def measured(records: list[dict], key) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        # numbers beyond 255 in the metadata; a window that skips
+        # numbers above 255 in the metadata, and a window that skips iterations
         (1, "--control-iter 0 --collect-iterations 2-6:2 --collect-micro-batches 9 --bf16"),
         (
             2,

@@ -1,5 +1,7 @@
-"""Real runs whose collection meets trouble: training goes on as if it had collected nothing, says
-once a rank what happened, and ends with a status that is not zero.
+"""Tests of real runs whose collection fails: the disk is full, hangs or disappears.
+
+Training continues with unchanged results, each rank logs the failure once, and the exit status is
+not zero.
 """
 
 import functools
@@ -20,22 +22,22 @@ LAYOUT = pytest.mark.parametrize("layout", ["one", pytest.param("tensor", marks=
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Losses of a layout without a collection; each is trained once."""
+    """A function that returns the losses of a layout without a collection, trained only once."""
 
     @functools.cache
-    def of(layout: str) -> list[tuple[float, float]]:
+    def losses_of(layout: str) -> list[tuple[float, float]]:
         ended = start(tmp_path_factory.mktemp("plain"), layout=layout, collect=False).end()
         assert set(ended.statuses) == {0}, ended.errors[-3000:]
-        found = losses(ended)
-        assert len(set(found)) == 6
-        return found
+        numbers = losses(ended)
+        assert len(set(numbers)) == 6
+        return numbers
 
-    return of
+    return losses_of
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """A file system of 24 MiB: an iteration takes more than half of it."""
+    """A file system of 24 MiB; one iteration fills more than half of it."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount_or_skip(folder, "size=24m")
@@ -44,11 +46,11 @@ def disk(tmp_path):
 
 
 def assert_stopped(ended: Ended, ranks: int, expected: list[tuple[float, float]]) -> None:
-    """Every rank has stopped collecting and trained on."""
+    """Assert that every rank stopped collecting and continued to train."""
     assert losses(ended) == expected, "training is the same to the last digit"
     assert set(ended.statuses) == {1}, ended.errors[-3000:]
-    assert ended.said(STOPPED) == ranks, "once a rank"
-    assert ended.reported(STOPPED) == 1, "and why the run has failed"
+    assert ended.said(STOPPED) == ranks, "each rank says so once"
+    assert ended.reported(STOPPED) == 1, "the run ends with the reason"
     assert "Traceback" not in ended.errors
 
 
@@ -68,7 +70,7 @@ def test_a_full_disk(plain, disk, tmp_path, layout):
         assert event["event"] == "failed"
 
 
-#: a folder in which a file is being written is busy: tried until it is not
+#: command that retries while the folder is busy, because a file is being written to it
 READ_ONLY = (
     "mount --bind {0} {0} && for i in $(seq 200); do "
     "mount -o remount,bind,ro {0} 2>/dev/null && exit 0; sleep 0.01; done; exit 32"
@@ -78,7 +80,7 @@ READ_ONLY = (
 @pytest.mark.parametrize(
     "command",
     [
-        # new files are refused, and the index, which is open, is not
+        # new files fail, but the index is already open
         pytest.param(READ_ONLY, id="read-only"),
         pytest.param("mv {0} {0}-elsewhere", id="vanishes", marks=SLOW),
         pytest.param("until rm -r {0} 2>/dev/null; do :; done", id="deleted"),
@@ -86,7 +88,7 @@ READ_ONLY = (
 )
 @LAYOUT
 def test_a_folder_that_is_lost_during_the_run(plain, disk, tmp_path, layout, command):
-    """A slow disk, so that the queue is never empty; `disk` shows that it may mount."""
+    """The disk is slow, so that the queue is never empty. `disk` skips the test without mount."""
     dump, elsewhere = tmp_path / "t", tmp_path / "t-elsewhere"
     faults = {"at": 2, "command": command.format(dump), "slow": 0.003}
     options = ("--collect-max-host-gib", "0.002")
@@ -95,8 +97,8 @@ def test_a_folder_that_is_lost_during_the_run(plain, disk, tmp_path, layout, com
         subprocess.run(["umount", str(dump)], check=True)
     assert_stopped(ended, LAYOUTS[layout][0], plain(layout))
     left = next((path for path in (elsewhere, dump) if path.exists()), None)
-    assert (left is None) == command.startswith("until"), "what was deleted stays so"
-    waiting = 50  # at most, in two MiB
+    assert (left is None) == command.startswith("until"), "a deleted folder is not recreated"
+    waiting = 50  # most tensors that two MiB of memory can hold
     assert left is None or len(assert_sound(left)) >= TENSORS - waiting
 
 
@@ -118,10 +120,10 @@ def test_a_read_only_folder_is_refused_before_training(tmp_path):
 def test_two_runs_at_a_time_in_one_folder(plain, tmp_path, layout):
     dump, ranks = tmp_path / "dump", LAYOUTS[layout][0]
     options = ("--collect-iterations", "1-2", "--collect-layers", "first,last")
-    both = [
+    both_runs = [
         start(tmp_path / name, *options, layout=layout, dump=dump) for name in ("first", "second")
     ]
-    for started in both:
+    for started in both_runs:
         ended = started.end()
         assert set(ended.statuses) == {0}, ended.errors[-3000:]
         assert losses(ended) == plain(layout)[: len(losses(ended))]
@@ -134,17 +136,17 @@ def test_two_runs_at_a_time_in_one_folder(plain, tmp_path, layout):
         indexes = sorted(dump.glob(f"index_{run}_*.jsonl"))
         assert len(indexes) == ranks
         numbers = [[line["counter"] for line in index_lines(path)] for path in indexes]
-        assert all(sorted(each) == list(range(1, len(each) + 1)) for each in numbers)
+        assert all(sorted(rank) == list(range(1, len(rank) + 1)) for rank in numbers)
         counts.add(tuple(map(len, numbers)))
         verified = verify(dump, run)
         assert verified.returncode == 0, verified.stdout[-3000:] + verified.stderr
-    assert len(counts) == 1, "both have the same tensors"
-    assert sum(sum(each) for each in counts) * 2 == len(files)
+    assert len(counts) == 1, "both runs have the same tensors"
+    assert sum(sum(run) for run in counts) * 2 == len(files)
 
 
 @LAYOUT
 def test_a_disk_that_hangs_does_not_hang_training(plain, tmp_path, layout):
-    """The writers of every rank wait for ever, in the kernel."""
+    """The writers of every rank wait forever in the kernel."""
     options = ("--collect-max-host-gib", "0.002")
     ended = start(tmp_path / "run", *options, layout=layout, hang_after=50, patience=2).end()
     assert_stopped(ended, LAYOUTS[layout][0], plain(layout))
@@ -155,7 +157,7 @@ def test_a_disk_that_hangs_does_not_hang_training(plain, tmp_path, layout):
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW)])
 @LAYOUT
 def test_a_signal_while_tensors_wait(tmp_path, layout, number):
-    """Every rank gets it, as from torchrun."""
+    """Every rank receives the signal, as torchrun sends it."""
     ranks = LAYOUTS[layout][0]
     started = start(tmp_path / "run", "--train-iters", "1000", layout=layout, slow=0.02)
     end = time.monotonic() + 120
@@ -164,7 +166,7 @@ def test_a_signal_while_tensors_wait(tmp_path, layout, number):
         time.sleep(0.05)
     for process in started.processes:
         process.send_signal(number)
-    sent, there = time.monotonic(), len(list(started.dump.glob("*.pt")))
+    sent, written = time.monotonic(), len(list(started.dump.glob("*.pt")))
     ended = started.end()
     assert ended.statuses == [128 + number] * ranks, ended.errors[-3000:]
     assert time.monotonic() - sent < 100
@@ -172,7 +174,7 @@ def test_a_signal_while_tensors_wait(tmp_path, layout, number):
     (card,) = ended.cards
     assert (card["status"], card["reason"]) == ("aborted", number.name)
     assert partial_files(started.dump) == []
-    assert len(assert_sound(started.dump)) > there + 20, "what waited is written"
+    assert len(assert_sound(started.dump)) > written + 20, "queued tensors are written"
     for index in started.dump.glob("index_*.jsonl"):
         counters = sorted(record["counter"] for record in read_index(index))
         assert counters == list(range(1, len(counters) + 1))
@@ -192,14 +194,15 @@ def test_an_error_in_training_keeps_the_ring_of_every_rank(tmp_path, layout):
     assert "; lower --lr" in card["reason"]
     assert_sound(dump)
     last = len(ended.steps)
-    kept = {}
+    kept_iterations = {}
     for index in dump.glob("index_*.jsonl"):
         (event,) = read_events(index)
         assert event["event"] == "kept"
-        kept[index.name[-8:-6]] = event["iterations"]
+        kept_iterations[index.name[-8:-6]] = event["iterations"]
         assert {record["iteration"] for record in read_index(index)} == set(event["iterations"])
     iterations = [number for number in (last - 1, last) if number > 0]
-    assert kept == {f"{rank:02d}": iterations for rank in range(LAYOUTS[layout][0])}
+    ranks = range(LAYOUTS[layout][0])
+    assert kept_iterations == {f"{rank:02d}": iterations for rank in ranks}
 
 
 def test_little_host_memory_only_costs_time(plain, tmp_path):
@@ -215,7 +218,7 @@ def test_little_host_memory_only_costs_time(plain, tmp_path):
 
 @SLOW
 def test_kills_of_two_ranks_leave_a_sound_folder(tmp_path):
-    """Three runs in one folder, killed at instants of the second half of their lives."""
+    """Three runs write to one folder, and each is killed while it collects."""
     dump, known = tmp_path / "dump", {}
     for number, tensors in enumerate((1, 300, 900)):
         before = len(known)

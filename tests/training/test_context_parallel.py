@@ -1,10 +1,10 @@
-"""Training over context-parallel ranks is training on one: every digit of loss and gradient norm
-that float32 sums in another order leave.
+"""Tests that context-parallel ranks give the loss and gradient norm of one rank, up to the order of
+float32 sums.
 
-Chunks of 32 tokens, so that blocks of 32 along tokens and queries are those of one rank. MXFP4 is
-the format because sums of its products are exact in float32. Still, what is summed in another order
-elsewhere ends a bit off, and now and then rounds to another code, as it does
-under tensor parallelism; a quantized run goes on from there, close by.
+Chunks have 32 tokens, so that blocks of 32 along tokens and queries are the same as on one rank.
+The format is MXFP4, because sums of its products are exact in float32. Other sums still run in
+another order and differ in the last bit. Occasionally a value then rounds to another code, as it
+does under tensor parallelism, and the quantized runs differ slightly from there on.
 """
 
 import functools
@@ -18,7 +18,7 @@ from tests import forks
 from tests.subprocesses import REPO
 from tests.training.runs import MODEL, exact_steps
 
-EOD = 127  #: the NullTokenizer's
+EOD = 127  #: end-of-document token of the NullTokenizer
 SIZE = ("--num-layers", "2", "--seq-length", "128", "--global-batch-size", "4")
 CONTEXT = ("--context-parallel-size", "2")
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -33,7 +33,7 @@ LATENT = (
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory) -> Path:
-    """Short documents, so that ranks have different numbers of ends and of tokens before them."""
+    """A data set of short documents, so that every rank has another number of document ends."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix = tmp_path_factory.mktemp("documents") / "short"
@@ -51,7 +51,7 @@ def documents(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def steps(documents, tmp_path_factory):
-    """Train ten iterations; the loss and gradient norm of each. A run is done once."""
+    """A function that returns the loss and gradient norm of ten iterations, trained only once."""
     folder = tmp_path_factory.mktemp("steps")
 
     @functools.cache
@@ -91,19 +91,19 @@ def steps(documents, tmp_path_factory):
     ],
 )
 def test_loss_and_gradient_norm_are_those_of_one_context_rank(steps, options, layout, ranks):
-    """`options` are the reference's too; of pipeline ranks each draws weights of its own."""
+    """The reference run has the same options; each pipeline rank draws its own initial weights."""
     expected = steps(options, 2 if options == PIPELINE else 1)
-    found = steps((*options, *CONTEXT, *layout), ranks)
-    assert len(found) == 10
+    actual = steps((*options, *CONTEXT, *layout), ranks)
+    assert len(actual) == 10
     for step in range(10):
-        close_by = "mxfp4" in options and step >= 3
+        roundings_flip = "mxfp4" in options and step >= 3
         for number, bound in (("loss", 1e-3), ("norm", 3e-2)):
-            bound = bound if close_by else 1e-5
-            assert found[step][number] == pytest.approx(expected[step][number], rel=bound), step
+            bound = bound if roundings_flip else 1e-5
+            assert actual[step][number] == pytest.approx(expected[step][number], rel=bound), step
 
 
 def test_the_reference_is_not_exact_by_accident(steps):
-    """The runs that are compared differ from each other by far more than they may."""
+    """Runs with different options differ from each other by far more than the bounds allow."""
     plain, masked = steps((), 1), steps(("--eod-mask-loss",), 1)
     quantized = steps(("--custom-quant-type", "mxfp4"), 1)
     for other in (masked, quantized):

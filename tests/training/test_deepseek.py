@@ -1,11 +1,11 @@
-"""A tiny DeepSeek-V2-Lite trains through `pretrain_gpt.py`: MLA with YaRN, a dense first layer,
-then routed and shared experts.
+"""Tests that a tiny DeepSeek-V2-Lite trains with `pretrain_gpt.py`.
 
-Sizes are multiples of MX blocks on each of two ranks, so that tensor parallelism forms the blocks
-that one rank forms. Quantized runs part all the same, by and by: sums in another order differ in
-the last bit, here and there a value then rounds the other way, and the next weights differ more.
-With expert parallelism an expert gets the tokens of several ranks at once, which makes other blocks
-along tokens, in its weight gradient, from the first iteration on.
+The model has MLA with YaRN, a dense first layer, and routed and shared experts in the others. Sizes
+are multiples of MX blocks on each of two ranks, so that tensor parallelism forms the same blocks as
+one rank. Quantized runs still diverge slowly: sums in another order differ in the last bit, a value
+occasionally rounds to another code, and the next weights differ more. With expert parallelism an
+expert gets the tokens of several ranks at once. Its weight gradient then has other blocks along
+tokens from the first iteration on.
 """
 
 import pytest
@@ -29,14 +29,14 @@ def finished(*options, ranks=1, model=DEEPSEEK):
 def folder(corpus, tmp_path_factory):
     """A checkpoint of one rank after two iterations."""
     folder = tmp_path_factory.mktemp("deepseek") / "ck"
-    # The schedule of the learning rate is that of six iterations; --exit-interval stops earlier.
+    # The learning rate follows the schedule of six iterations, and --exit-interval stops earlier.
     finished("--data-path", corpus, "--save", folder, "--exit-interval", "2")
     return folder
 
 
 @pytest.fixture(scope="module")
 def go_on(corpus, folder):
-    """Train the checkpoint's weights, with a new optimizer."""
+    """A function that continues to train the checkpoint's weights, with a new optimizer."""
 
     def start(*options, ranks=1):
         where = ("--data-path", corpus, "--load", folder, "--no-load-optim", "--allow-changed-run")
@@ -87,13 +87,13 @@ def test_every_layout_has_the_losses_of_one_rank(single, go_on, layout, ranks):
     assert list(moved.losses) == [3, 4, 5, 6]
     for iteration, loss in moved.losses.items():
         assert loss == pytest.approx(single.losses[iteration], rel=2e-6)
-        ours, theirs = (each.lines[iteration] for each in (moved, single))
-        assert float(ours["norm"]) == pytest.approx(float(theirs["norm"]), abs=2e-3)
-        assert float(ours["balance"]) == pytest.approx(float(theirs["balance"]), rel=1e-4)
+        actual, expected = moved.lines[iteration], single.lines[iteration]
+        assert float(actual["norm"]) == pytest.approx(float(expected["norm"]), abs=2e-3)
+        assert float(actual["balance"]) == pytest.approx(float(expected["balance"]), rel=1e-4)
 
 
 def test_mla_under_tensor_parallelism_alone(corpus, tmp_path):
-    """The gradient of the position that all heads share is a sum over the ranks' heads."""
+    """The gradient of the positional key, which all heads share, is a sum over all ranks' heads."""
     save = ("--save", tmp_path, "--save-interval", "2")
     whole = finished("--data-path", corpus, *save, model=MLA)
     load = ("--load", tmp_path, "--ckpt-step", "2")

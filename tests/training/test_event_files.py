@@ -1,4 +1,4 @@
-"""A TensorBoard folder that cannot be written does not end training, and the run says so."""
+"""Tests that training continues if the TensorBoard folder cannot be written, and reports it."""
 
 import subprocess
 
@@ -14,7 +14,7 @@ INCOMPLETE = "training is complete, but TensorBoard's event files are not: "
 
 @pytest.fixture
 def disk(tmp_path):
-    """Mount a file system of 64 KiB."""
+    """A file system of 64 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount_or_skip(folder, "size=64k")

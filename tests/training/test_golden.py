@@ -1,19 +1,21 @@
-"""Ten iterations in low precision, from the same weights, are the same in every parallel layout,
-and those of a text file.
+"""Tests that ten low-precision iterations from the same weights give the same losses in every
+parallel layout, and the recorded ones.
 
-All layouts start from one checkpoint, since pipeline ranks draw weights of their own. What may
-differ: fp32 sums in another order (a tensor-parallel sum of partial products, gradients of
-data-parallel ranks) end a bit off, and now and then an operand rounds to another code, by 12 % of
-it in MXFP8 and by up to half in MXFP4. With steps this small the sum over tensor-parallel ranks
-alone comes to that: in MXFP8 in the second iteration, in MXFP4, the sums of whose products are
-exact in fp32, in the ninth. Blocks along tokens are the same in all layouts: chunks of 32 under
-context parallelism, the same micro-batches under data parallelism. Experts spread over ranks get
-the tokens of both in one matrix, other blocks than each rank's own: their wgrad, which sums over
-tokens, is left out. Stochastic rounding draws from a layer's name and place in its rank's data:
-pipeline ranks round as one rank does, others round other values.
+All layouts start from one checkpoint, because every pipeline rank draws its own initial weights.
+Layouts differ in the order of fp32 sums: tensor parallelism sums partial products, and data
+parallelism sums gradients. The last bit of a sum then differs, and occasionally an operand rounds
+to another code. That changes it by 12 % in MXFP8 and by up to half in MXFP4. With steps this small,
+only the sum over tensor-parallel ranks has this effect. In MXFP8 it appears in the second
+iteration. In MXFP4, whose sums of products are exact in fp32, it appears in the ninth.
 
-The text file is of one kind of CPU; elsewhere libraries sum in another order and take another
-exponential function. `python -m tests.training.golden DIR` writes it anew.
+Blocks along tokens are the same in all layouts: context parallelism has chunks of 32 tokens, and
+data parallelism has the same micro-batches. Expert parallelism joins the tokens of both ranks in
+one matrix, which forms other blocks. The wgrad of experts sums over tokens and is left out.
+Stochastic rounding draws its random bits from a layer's name and the place in its rank's data.
+Pipeline ranks therefore round as one rank does, and the ranks of other layouts do not.
+
+The recorded losses belong to one kind of CPU. On others, libraries sum in another order and
+use another exponential function. `python -m tests.training.golden DIR` records them again.
 """
 
 import pytest
@@ -23,16 +25,16 @@ from tests.training.golden import (
     EXPERTS,
     MODELS,
     STOCHASTIC,
-    Steps,
+    GoldenRuns,
     layouts_of,
     read_golden,
 )
 
 EXACT = {"loss": 1e-5, "norm": 1e-5}
-#: Where roundings may flip, see above.
+#: bounds for layouts in which roundings may flip, see above
 CLOSE = {"loss": 2e-4, "norm": 5e-3}
-#: HiFloat8 has no scale, so that its rounding depends on a gradient's magnitude; and here a rank's
-#: loss is divided by other powers of two before the backward pass, and its gradients after it.
+#: layouts that divide the loss by another power of two before the backward pass, and the gradients
+#: after it; HiFloat8 has no scale, so its rounding depends on the magnitude of a gradient
 RESCALED = ("context", "data", "distributed-optimizer")
 OTHER_BINADE = {"loss": 2e-4, "norm": 2e-2}
 ELSEWHERE = {"loss": 5e-4, "norm": 2e-2}
@@ -40,17 +42,18 @@ ELSEWHERE = {"loss": 5e-4, "norm": 2e-2}
 
 @pytest.fixture(scope="module")
 def steps(corpus, tmp_path_factory):
-    return Steps(corpus, tmp_path_factory.mktemp("golden"))
+    return GoldenRuns(corpus, tmp_path_factory.mktemp("golden"))
 
 
-def assert_close(found, expected, bounds):
-    assert len(found) == len(expected) == 10
+def assert_close(actual, expected, bounds):
+    assert len(actual) == len(expected) == 10
     for number, bound in bounds.items():
-        ours, theirs = ([step[number] for step in each] for each in (found, expected))
-        assert ours == pytest.approx(theirs, rel=bound), number
+        actual_numbers = [step[number] for step in actual]
+        expected_numbers = [step[number] for step in expected]
+        assert actual_numbers == pytest.approx(expected_numbers, rel=bound), number
 
 
-#: One of each kind of rank.
+#: one layout per kind of parallelism
 FAST = ("tensor-sequence", "pipeline", "context", "data", "experts")
 
 
@@ -63,13 +66,13 @@ def cases():
 
 @pytest.mark.parametrize(("name", "layout"), cases())
 def test_every_layout_gives_the_losses_of_one_rank(steps, name, layout):
-    found, expected = steps(name, layout), steps(name)
+    actual, expected = steps(name, layout), steps(name)
     if name == "hifp8" and layout in RESCALED:
         bounds = OTHER_BINADE
     else:
         bounds = CLOSE if layout.startswith("tensor") else EXACT
-    assert_close(found, expected, bounds)
-    assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-6)
+    assert_close(actual, expected, bounds)
+    assert actual[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -78,7 +81,7 @@ def test_one_rank_gives_the_losses_of_the_file(steps, name):
 
 
 def test_the_runs_differ_by_far_more_than_they_may(steps):
-    """Ten iterations change the loss, and so does each format."""
+    """The losses change over ten iterations and between formats."""
     first = {name: steps(name)[0] for name in DENSE}
     for name in DENSE:
         losses = [step["loss"] for step in steps(name)]

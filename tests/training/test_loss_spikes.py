@@ -1,4 +1,4 @@
-"""A run that diverges keeps the iterations around its jump, also right after it was resumed."""
+"""Tests that a diverging run keeps the iterations around its loss spike, even after a resume."""
 
 import json
 
@@ -13,7 +13,7 @@ TOO_FAST = ("--lr", "3", "--lr-decay-style", "constant", "--clip-grad", "0")
 
 
 def kept(folder) -> list[int]:
-    """Return the iterations that the first event of a ring wrote."""
+    """Return the iterations that the ring wrote at its first event."""
     (index,) = folder.glob("index_*.jsonl")
     event = next(event for event in read_events(index) if event["event"] == "kept")
     return event["iterations"]

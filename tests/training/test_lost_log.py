@@ -1,4 +1,4 @@
-"""A log that cannot be written does not end training."""
+"""Tests that training continues if its log cannot be written."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ DATA_FREE = [word for word in (*MODEL, "--mock-data") if word not in ("--split",
 
 
 def trained_to(where: str, folder: Path):
-    """Train two iterations with the standard output sent to `where`, and save a checkpoint."""
+    """Train two iterations with stdout redirected to `where`, and save a checkpoint."""
     words = [sys.executable, str(ENTRY), *DATA_FREE, "--train-iters", "2", "--save", str(folder)]
     script = f"{shlex.join(words)} {where}; exit ${{PIPESTATUS[0]}}"
     done = run(["bash", "-c", script])
@@ -42,7 +42,7 @@ def test_a_full_disk_is_said_at_once_and_at_the_end(tmp_path):
 
 
 def test_what_other_packages_print_does_not_end_training_either(monkeypatch, capfd):
-    """megatron-core calls `print`, which raises where the pipe's reader has left."""
+    """megatron-core calls `print`, which raises an error once the pipe has no reader."""
     read, write = os.pipe()
     os.close(read)
     monkeypatch.setattr(printing, "_write_errors", [])

@@ -1,4 +1,4 @@
-"""What would bypass a format or the collection is refused before anything is built."""
+"""Tests that flags that bypass a format or the collection are refused before anything is built."""
 
 import argparse
 
@@ -89,7 +89,7 @@ def test_a_wrong_type_is_a_users_mistake():
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_mistake_keeps_its_exit_status_also_with_process_groups(grouped):
-    """gloo may abort a process that takes its groups down while peers are gone."""
+    """gloo may abort a process that destroys its groups after its peers are gone."""
     code = (
         "import atexit, os, torch\n"
         "from megatron.training import main\n"
@@ -109,7 +109,7 @@ def test_a_mistake_keeps_its_exit_status_also_with_process_groups(grouped):
 
 
 def test_an_interrupted_run_leaves_no_child_behind():
-    """A checkpoint is written by processes of its own, which `os._exit` would leave running."""
+    """Child processes write a checkpoint, and `os._exit` alone would leave them running."""
     code = (
         "import multiprocessing, time\n"
         "from megatron.training import main\n"

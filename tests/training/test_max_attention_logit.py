@@ -1,4 +1,4 @@
-"""`--log-max-attention-logit`: the largest logit that a query sees, over layers, heads, ranks."""
+"""Tests of `--log-max-attention-logit`, the maximum logit over all layers, heads and ranks."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
 
 
 def logged(*options, ranks: int = 1, model=SHORT_MODEL) -> dict[int, str]:
-    """Return the maximum as the log line has it, by iteration."""
+    """Return the maximum that the log line shows, by iteration."""
     done = succeeded(train(*SHORT, FLAG, *options, ranks=ranks, model=model))
     return {iteration: line["logit"] for iteration, line in done.lines.items()}
 
@@ -51,8 +51,8 @@ def test_it_is_the_maximum_of_the_collected_scores(tmp_path, model, options, ran
     model = tuple(word for word in model if word not in ("--split", "80,10,10"))
     where = ("--save-tensors", "--tensor-save-dir", tmp_path, "--control-iter", "1")
     what = ("--collect-tensors", "attention_scores", "--collect-micro-batches", "4")
-    found = logged(*where, *what, *options, model=model, ranks=ranks)
-    assert found[1] == f"{visible_maximum(tmp_path, 1):.3f}"
+    logits = logged(*where, *what, *options, model=model, ranks=ranks)
+    assert logits[1] == f"{visible_maximum(tmp_path, 1):.3f}"
 
 
 def test_tensorboard_has_it_under_the_same_name(single, tmp_path_factory):
@@ -77,8 +77,8 @@ def test_tensorboard_has_it_under_the_same_name(single, tmp_path_factory):
     ids=["recompute", "layer-scaling", "tensor", "context", "data"],
 )
 def test_it_is_the_same_in_every_layout(options, ranks, single):
-    found = logged(*options, ranks=ranks)
-    assert float(found[1]) == pytest.approx(float(single[1]), abs=2e-3)
+    logits = logged(*options, ranks=ranks)
+    assert float(logits[1]) == pytest.approx(float(single[1]), abs=2e-3)
 
 
 def test_training_is_bit_for_bit_the_same(tmp_path):

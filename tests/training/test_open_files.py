@@ -1,4 +1,4 @@
-"""A limit of open files that is too low is named, and one that may be raised is raised."""
+"""Tests that a low soft limit of open files is raised, and that a low hard limit is an error."""
 
 import shlex
 import sys

@@ -1,4 +1,4 @@
-"""Each ready recipe trains; the audit tells what is quantized; a rule for nothing is refused."""
+"""Tests of the example recipes, of the audit, and of errors for rules that match nothing."""
 
 import re
 
@@ -8,22 +8,23 @@ from tests.subprocesses import REPO
 from tests.training.runs import NO_DROPOUT, train
 
 RECIPES = sorted((REPO / "examples" / "recipes").glob("*.yaml"))
-#: Of the FLOPs of all matmuls of the test's model, by hand. Per token and layer: linear_qkv
-#: 64 x 128, linear_proj 64 x 64, linear_fc1 64 x 512 (gated: twice 256), linear_fc2 256 x 64, QK^T
-#: and PV 64 x 64 each (64 keys, 4 heads of 16); the LM head 64 x 128.
+#: multiplications of the test's model, counted by hand. Per token and layer: linear_qkv 64 x 128,
+#: linear_proj 64 x 64, linear_fc1 64 x 512 (gated: twice 256), linear_fc2 256 x 64, QK^T and PV
+#: 64 x 64 each (64 keys, 4 heads of 16). The LM head has 64 x 128.
 LINEAR, QK, PV = 64 * 128 + 64 * 64 + 64 * 512 + 256 * 64, 64 * 64, 64 * 64
 TOTAL = 4 * (LINEAR + QK + PV) + 64 * 128
+#: quantized share of all matmul FLOPs, by recipe
 SHARES = {
     "ocp_mxfp8": (TOTAL - 64 * 128) / TOTAL,
     "nvidia_mxfp8": 4 * LINEAR / TOTAL,
     "nvfp4_pretraining": 3 * LINEAR / TOTAL,
-    "mxfp4_stochastic": 2 / 3 * 4 * LINEAR / TOTAL,  # dgrad and wgrad
+    "mxfp4_stochastic": 2 / 3 * 4 * LINEAR / TOTAL,  # only dgrad and wgrad
     "mxfp4_linear_stochastic": 4 * LINEAR / TOTAL,
     "hif8": 4 * LINEAR / TOTAL,
     "hif8_per_tensor": 4 * LINEAR / TOTAL,
     "fa_only": 4 * (QK + PV) / TOTAL,
     "linear_only": 4 * LINEAR / TOTAL,
-    "precision_schedule": 0.0,  # at first
+    "precision_schedule": 0.0,  # at the first iteration
 }
 
 
@@ -58,7 +59,7 @@ def test_a_schedule_switches_at_its_iteration(plain, tmp_path):
 def test_the_audit_lists_and_stops(tmp_path):
     done = train("--mock-data", "--quant-audit", "--custom-quant-type", "FA_linear_mxfp8:rceil")
     assert done.status == 0, done.errors
-    assert not done.lines, "it trained"
+    assert not done.lines, "it must not train"
     lines = [line.removeprefix(">").split() for line in done.output.splitlines()]
     table = {(line[0], line[1]): line[2:] for line in lines if "--custom-quant-type" in line}
     source = ["flag", "--custom-quant-type"]
@@ -193,8 +194,8 @@ def test_a_rule_for_nothing_is_refused(tmp_path, matchers, message, ranks):
     done = train("--mock-data", "--quant-recipe", path, *layout, ranks=ranks)
     assert done.status != 0
     assert re.search(rf"\[ERROR\] recipe {path}: {message}", done.errors), done.errors
-    ours = f'File "{REPO}/megatron'
-    assert ours not in done.errors, "a traceback of ours; torchrun has its own"
+    # torchrun prints a traceback of its own
+    assert f'File "{REPO}/megatron' not in done.errors, "the error must not be a traceback"
 
 
 def test_a_recipe_that_is_not_there_is_an_error_of_one_line(tmp_path):

@@ -1,4 +1,4 @@
-"""Single-rank runs of `pretrain_gpt.py`: what it prints, writes, and says when it cannot go on."""
+"""Tests of single-rank runs of `pretrain_gpt.py`: its log, its files and its errors."""
 
 import signal
 import subprocess
@@ -15,7 +15,7 @@ SHORT = [word for word in DATA_FREE if word not in ("--split", "80,10,10")]
 
 @pytest.fixture(scope="module")
 def whole(corpus, tmp_path_factory):
-    """Six iterations with everything on, and a checkpoint after the third."""
+    """A run of six iterations with every kind of output, and the folder of its checkpoints."""
     folder = tmp_path_factory.mktemp("whole")
     training = train(
         *("--data-path", corpus, "--bf16", "--save", folder / "ck", "--save-interval", "3"),
@@ -173,7 +173,7 @@ def test_data_of_another_tokenizer_is_refused(corpus):
 
 
 def test_a_data_set_for_each_split(corpus):
-    """Without a test set there is no test at the end."""
+    """Without a test set, no test loss is printed at the end."""
     training = train(
         *("--train-data-path", "0.4", corpus, "0.6", corpus, "--valid-data-path", corpus),
         *("--eval-iters", "1"),
@@ -209,7 +209,7 @@ def test_a_signal_ends_the_run_without_a_traceback(number):
 
 
 def test_the_overlay_must_be_in_place(tmp_path):
-    """Another `megatron` in front would train without formats; it is refused, not used."""
+    """A `megatron` package earlier on the path would train without formats, so it is refused."""
     code = (
         "import sys; sys.path.append(sys.argv[1]); import megatron.core; import megatron.training"
     )

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: when they end what, in this process."""
+"""Tests of Ctrl-C and SIGTERM within this process."""
 
 import os
 import signal
@@ -18,11 +18,11 @@ def test_a_signal_raises_and_is_remembered(number):
     with pytest.raises(Interrupted):
         signals.raise_if_received()
     with signals.interruptible():
-        signals.raise_if_received()  # of an earlier block
+        signals.raise_if_received()  # a signal of an earlier block is forgotten
 
 
 def interrupted(block) -> None:
-    """What a run does, until `block` is over and the signal is raised."""
+    """Run `block` as a training does, and assert that the signal is raised at its end."""
     with pytest.raises(Interrupted), signals.interruptible():
         block()
 
@@ -41,7 +41,7 @@ def test_what_a_collection_is_at_is_done_first():
     interrupted(collecting)
     assert done == ["inner", "outer"]
     with signals_deferred:
-        pass  # it is raised once
+        pass  # the signal is raised only once
 
 
 def test_an_error_in_the_block_does_not_hide_the_signal():

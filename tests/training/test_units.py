@@ -1,4 +1,4 @@
-"""Parts of training that need no process of their own."""
+"""Tests of parts of training that need no process of their own."""
 
 import argparse
 import math
@@ -37,7 +37,7 @@ def test_a_resumed_run_goes_on_where_it_stopped():
 
 
 def test_data_parallel_ranks_share_the_samples_of_one():
-    """Micro-batch i of all ranks together is what one rank of that many micro-batches reads."""
+    """The i-th micro-batches of all ranks, joined in order, are the samples that one rank reads."""
     ranks = [list(sampler(data_parallel_rank=r, data_parallel_size=2)) for r in range(2)]
     together = [batch for pair in zip(*ranks, strict=True) for batch in pair]
     assert together == list(sampler())

@@ -1,10 +1,10 @@
-"""Loads a Hugging Face checkpoint with one command line after another and keeps the logits of each.
+"""A worker that loads a Hugging Face checkpoint with several command lines and saves the logits.
 
     flag_parity_worker.py CASES.json RESULTS
 
-CASES.json maps names to {"options": [...], "unchecked": bool}; an unchecked command line may say
-what the checkpoint contradicts. RESULTS_<rank>.pt maps the names to the logits of
-`hf_models.sample()`, to the message of a refusal or a crash, or to None on a rank without logits.
+CASES.json maps names to {"options": [...], "unchecked": bool}. An unchecked command line may
+contradict the checkpoint. RESULTS_<rank>.pt maps the names to the logits of `hf_models.sample()`,
+to the message of an error or a crash, or to None on a rank without logits.
 """
 
 import json
@@ -36,7 +36,7 @@ def forward_step(_, chunk):
 
 
 def whole_sequence(logits: torch.Tensor | None) -> torch.Tensor | None:
-    """Put the context-parallel ranks' chunks together: rank r has chunks r and 2 n - 1 - r."""
+    """Join the chunks of all n context-parallel ranks; rank r holds chunks r and 2 n - 1 - r."""
     ranks = parallel_state.get_context_parallel_world_size()
     if ranks == 1:
         return logits
@@ -49,7 +49,7 @@ def whole_sequence(logits: torch.Tensor | None) -> torch.Tensor | None:
 def outcome(options: list[str], *, unchecked: bool) -> torch.Tensor | str | None:
     """Return the logits of a command line, or why it is refused."""
     for name in [name for name in os.environ if name.startswith("NVTE_")]:
-        del os.environ[name]  # the wheel sets them, and refuses another backend later
+        del os.environ[name]  # the wheel sets them, and would later refuse another backend
     flags.differing = (lambda expected, args: []) if unchecked else differing
     try:
         run, chunks = hf_worker.loaded(options)
@@ -57,7 +57,7 @@ def outcome(options: list[str], *, unchecked: bool) -> torch.Tensor | str | None
             return hf_worker.logits_of(run, chunks)
     except UserError as error:
         return str(error)
-    except Exception as error:  # of the wheel; the test names the flag
+    except Exception as error:  # an error of the wheel; the test names the flag
         return f"CRASHED with {type(error).__name__}: {error}"
     finally:
         if parallel_state.is_initialized():
@@ -69,9 +69,8 @@ def main(cases: Path, results: str) -> None:
     hf_worker.forward_step = forward_step
     gathered = hf_worker.gather_from_tensor_model_parallel_region
     hf_worker.gather_from_tensor_model_parallel_region = lambda x: whole_sequence(gathered(x))
-    found = {name: outcome(**case) for name, case in json.loads(cases.read_text()).items()}
-    rank = dist.get_rank()
-    torch.save(found, f"{results}_{rank}.pt")
+    outcomes = {name: outcome(**case) for name, case in json.loads(cases.read_text()).items()}
+    torch.save(outcomes, f"{results}_{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 

@@ -1,8 +1,8 @@
-"""The classes of hf/fields.py hold in numbers: TRAINING, NUMERICS and LAYOUT leave the logits of a
-Hugging Face checkpoint alone, and FIXED flags change them.
+"""Tests that the classes of flags in hf/fields.py are correct, by comparing logits.
 
-The flags are derived from the classes. One that is refused on a CPU without Transformer Engine
-must be in a table of this program's own refusals, or below with a part of the message.
+Flags in TRAINING, NUMERICS and LAYOUT do not change the logits of a Hugging Face checkpoint, and
+FIXED flags do. The tested flags are derived from the classes. A flag that is refused on a CPU
+without Transformer Engine must be in a table of refused flags, or below with a part of the message.
 """
 
 import json
@@ -22,9 +22,9 @@ from tests.training.hf.hf_models import DEEPSEEK, LLAMA, VOCABULARY, YARN
 from tests.training.runs import ENTRY
 
 WORKER = Path(__file__).with_name("flag_parity_worker.py")
-TOLERANCE = 1e-5  #: relative root mean square, in float32
-LOW_PRECISION = 0.1  #: the same in bfloat16 and float16
-DIFFERENT = 1e-3  #: of a flag that changes the model, at least
+TOLERANCE = 1e-5  #: largest relative RMS difference in float32
+LOW_PRECISION = 0.1  #: largest relative RMS difference in bfloat16 and float16
+DIFFERENT = 1e-3  #: smallest relative RMS difference that a FIXED flag causes
 
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
@@ -32,7 +32,7 @@ PIPELINE = "--pipeline-model-parallel-size 2"
 STAGES = f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 EXPERTS = "--expert-model-parallel-size 2"
-#: How a flag is given where a value that is not its default would not do.
+#: command lines for flags that need a particular value or other flags
 GIVEN = {
     "activation_func_fp8_input_store": "--bias-activation-fusion --activation-func-fp8-input-store",
     "attention_backend": "--attention-backend unfused",
@@ -48,7 +48,7 @@ GIVEN = {
     "recompute_num_layers": f"{FULL} uniform",
     "recompute_modules": "--recompute-granularity selective --recompute-modules core_attn",
 }
-#: Flags that act with two ranks only, and how they are given there.
+#: command lines for flags that have an effect only with two ranks
 TWO_RANKS = {
     "account_for_embedding_in_pipeline_split": f"{PIPELINE} --num-layers-in-first-pipeline-stage 2",
     "batch_p2p_comm": f"{PIPELINE} --no-overlap-p2p-communication",
@@ -66,12 +66,12 @@ TWO_RANKS = {
     "sequence_parallel": TENSOR,
     "tensor_model_parallel_size": "--tensor-model-parallel-size 2",
 }
-#: Experts need sequence parallelism beside tensor parallelism.
+#: cases without experts, which need sequence parallelism beside tensor parallelism
 NO_EXPERTS = [
     ("deepseek", "tensor_model_parallel_size"),
     ("deepseek", "distribute_saved_activations"),
 ]
-#: Flags that are refused on a CPU by other checks than the tables, and a part of the message.
+#: flags that other checks than the tables refuse on a CPU, with a part of the message
 REFUSED = {
     **dict.fromkeys(
         (
@@ -103,7 +103,7 @@ REFUSED = {
     "transformer_impl": "knows the names of the local layers only",
     "variable_seq_lengths": "allgather does not support variable sequence length",
 }
-#: Flags that change the model and leave its weights in their places.
+#: flags that change the model's function but not the shapes of its weights
 CHANGING = {
     "llama": [
         "--rotary-percent 0.5",
@@ -156,7 +156,7 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
 
 
 def written(folder: Path) -> dict[str, Path]:
-    """Write the checkpoints; every expert has weights of its own."""
+    """Write the checkpoints, in which every expert has its own weights."""
     hf_models.write(folder / "llama", **LLAMA)
     hf_models.write(folder / "deepseek", **DEEPSEEK, rope_parameters=YARN)
     for path in (folder / "deepseek").glob("*.safetensors"):
@@ -169,9 +169,9 @@ def written(folder: Path) -> dict[str, Path]:
 
 
 def run(folder: Path, checkpoints, cases: dict[str, tuple[str, str, bool]], ranks: int) -> dict:
-    """Return each case's logits, from the rank that has them, or why there are none.
+    """Return the logits of each case from the rank that has them, or why there are none.
 
-    cases: checkpoint, flags and whether contradictions are let through, by name.
+    cases: checkpoint, flags and whether contradictions are accepted, by name.
     """
     base = [
         *("--seq-length", str(hf_models.TOKENS), "--micro-batch-size", "2", "--lr", "0"),
@@ -189,15 +189,15 @@ def run(folder: Path, checkpoints, cases: dict[str, tuple[str, str, bool]], rank
     env = environment(PYTHONPATH=REPO)
     done = forks.run(*words, ranks=ranks if ranks > 1 else None, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict = {}
+    results: dict = {}
     for rank in range(ranks):
-        mine = torch.load(folder / f"results_{rank}.pt")
-        found |= {name: value for name, value in mine.items() if value is not None}
-    return found
+        rank_results = torch.load(folder / f"results_{rank}.pt")
+        results |= {name: value for name, value in rank_results.items() if value is not None}
+    return results
 
 
 def cases_of_one_rank() -> dict[str, tuple[str, str, bool]]:
-    """The unmodified load comes first and last."""
+    """Return the cases, with an unmodified load first and last."""
     cases = {}
     for checkpoint in CHANGING:
         cases[f"{checkpoint} first"] = (checkpoint, "", False)
@@ -227,10 +227,10 @@ def two_ranks(checkpoints, tmp_path_factory) -> dict:
     return run(tmp_path_factory.mktemp("two_ranks"), checkpoints, cases_of_two_ranks(), 2)
 
 
-def difference(found: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative root mean square over the checkpoint's vocabulary."""
-    ours = found[..., :VOCABULARY].float()
-    return float((ours - reference).norm() / reference.norm())
+def difference(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the relative RMS difference over the checkpoint's vocabulary."""
+    unpadded = logits[..., :VOCABULARY].float()
+    return float((unpadded - reference).norm() / reference.norm())
 
 
 def allowed(name: str) -> float:
@@ -239,39 +239,37 @@ def allowed(name: str) -> float:
 
 @pytest.mark.parametrize(("checkpoint", "name"), CASES, ids=lambda word: word)
 def test_a_harmless_flag_leaves_the_logits_alone(alone, checkpoint, name):
-    found = alone[f"{checkpoint} {name}"]
-    if isinstance(found, str):
+    result = alone[f"{checkpoint} {name}"]
+    if isinstance(result, str):
         flag = "--" + name.replace("_", "-")
         if name in set(UNREAD) | CUDA_ONLY:
-            assert f"{flag} " in found
+            assert f"{flag} " in result
         else:
-            assert name in REFUSED, found
-            assert REFUSED[name] in found
+            assert name in REFUSED, result
+            assert REFUSED[name] in result
         return
-    assert difference(found, alone[f"{checkpoint} first"]) < allowed(name)
+    assert difference(result, alone[f"{checkpoint} first"]) < allowed(name)
 
 
 def test_only_what_is_refused_is_listed_so(alone):
-    refused = {case.split()[1] for case, found in alone.items() if isinstance(found, str)}
+    refused = {case.split()[1] for case, result in alone.items() if isinstance(result, str)}
     assert set(REFUSED) <= refused
 
 
 @pytest.mark.parametrize("checkpoint", ["llama", "deepseek"])
 def test_no_case_changes_those_after_it(alone, checkpoint, checkpoints):
-    theirs = hf_models.logits(hf_models.read(checkpoints[checkpoint]))
+    expected = hf_models.logits(hf_models.read(checkpoints[checkpoint]))
     for place in ("first", "last"):
-        assert difference(alone[f"{checkpoint} {place}"], theirs) < TOLERANCE
+        assert difference(alone[f"{checkpoint} {place}"], expected) < TOLERANCE
 
 
 def test_flags_of_two_ranks_leave_the_logits_alone(alone, two_ranks):
-    wrong = {
-        name: found
-        if isinstance(found, str)
-        else difference(found, alone[f"{name.split()[0]} first"])
-        for name, found in two_ranks.items()
-        if isinstance(found, str)
-        or difference(found, alone[f"{name.split()[0]} first"]) > TOLERANCE
-    }
+    wrong = {}
+    for name, result in two_ranks.items():
+        if isinstance(result, str):
+            wrong[name] = result
+        elif (error := difference(result, alone[f"{name.split()[0]} first"])) > TOLERANCE:
+            wrong[name] = error
     assert not wrong
 
 
@@ -280,13 +278,13 @@ def test_flags_of_two_ranks_leave_the_logits_alone(alone, two_ranks):
     [(checkpoint, flags) for checkpoint, lists in CHANGING.items() for flags in lists],
 )
 def test_a_fixed_flag_changes_the_logits(alone, checkpoint, flags):
-    found = alone[f"{checkpoint} {flags}"]
-    assert not isinstance(found, str), found
-    assert difference(found, alone[f"{checkpoint} first"]) > DIFFERENT
+    logits = alone[f"{checkpoint} {flags}"]
+    assert not isinstance(logits, str), logits
+    assert difference(logits, alone[f"{checkpoint} first"]) > DIFFERENT
 
 
 def test_probabilities_on_the_input_change_the_logits(alone):
-    """Compare with one expert per token, which megatron-core demands of this flag."""
+    """The reference has one expert per token, which megatron-core requires for this flag."""
     assert difference(alone["deepseek probs"], alone["deepseek --moe-router-topk 1"]) > DIFFERENT
 
 

@@ -1,4 +1,4 @@
-"""What MLA and mixtures of experts refuse, and what they count and default to."""
+"""Tests of the flags of MLA and mixtures of experts: errors, defaults and FLOPs."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -9,13 +9,9 @@ from megatron.training.arguments.parse_args import parse_args
 from megatron.training.checkpointing.compatibility import check_optimizer
 from megatron.training.errors import UserError
 from megatron.training.logging import flops_per_token
+from tests.training.runs import MINIMAL
 
-MLA = (
-    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
-    *("--seq-length", "64", "--micro-batch-size", "2", "--lr", "1e-3", "--train-iters", "10"),
-    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
-    *("--multi-latent-attention", "--disable-bias-linear", "--swiglu"),
-)
+MLA = (*MINIMAL, "--multi-latent-attention", "--disable-bias-linear", "--swiglu")
 EXPERTS = (*MLA, "--num-experts", "4", "--moe-ffn-hidden-size", "32")
 TENSOR = ("--tensor-model-parallel-size", "2")
 
@@ -78,7 +74,7 @@ def test_mla_alone_needs_no_sequence_parallelism():
 
 
 def test_queries_are_compressed_only_if_the_flag_says_so():
-    """As in Megatron-LM and in DeepSeek-V2-Lite; the wheel's dataclass has 512."""
+    """Megatron-LM and DeepSeek-V2-Lite have no compression; the wheel's dataclass has rank 512."""
     run = parse_args([*MLA])
     assert run.transformer.q_lora_rank is None
     assert run.args.q_lora_rank is None
@@ -86,17 +82,17 @@ def test_queries_are_compressed_only_if_the_flag_says_so():
 
 
 def test_a_single_optimizer_cannot_be_loaded_where_experts_are_spread():
-    there = vars(parse_args([*MLA]).args) | {"expert_model_parallel_size": 1}
-    common = {"has_optim": True, "args": there}
-    here = Namespace(**there | {"expert_model_parallel_size": 2, "num_moe_experts": 4})
+    saved = vars(parse_args([*MLA]).args) | {"expert_model_parallel_size": 1}
+    common = {"has_optim": True, "args": saved}
+    args = Namespace(**saved | {"expert_model_parallel_size": 2, "num_moe_experts": 4})
     with pytest.raises(UserError, match="--expert-model-parallel-size 1, this run has 2"):
-        check_optimizer(here, common, Path("folder"))
-    there["expert_model_parallel_size"] = 4
-    check_optimizer(here, common, Path("folder"))
+        check_optimizer(args, common, Path("folder"))
+    saved["expert_model_parallel_size"] = 4
+    check_optimizer(args, common, Path("folder"))
 
 
 def flops(**changes):
-    """Of DeepSeek-V2-Lite."""
+    """Return the FLOPs per token of DeepSeek-V2-Lite, with changes."""
     args = Namespace(
         num_layers=27,
         hidden_size=2048,
@@ -130,7 +126,7 @@ def test_operations_are_six_a_parameter_that_a_token_meets():
     parameters = 27 * attention + 3 * 2048 * 10944 + 26 * experts + 2048 * 102400
     assert flops() == 6 * parameters
     assert 2.4e9 < parameters < 2.5e9
-    # Scores over 192 features and values of 128, for the half of the square that is not masked.
+    # Scores have 192 features and values 128, over the unmasked half of the square.
     assert flops(seq_length=4096) - flops() == 6 * 27 * 16 * (192 + 128) * 2048
 
 
