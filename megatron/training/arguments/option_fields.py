@@ -6,15 +6,32 @@ None by default has `--no-x` as well as `--x`.
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import field, fields
 from typing import Any
 
 
-def option(default: Any, help: str, *, flags: tuple[str, ...] = (), **argparse_options: Any) -> Any:
-    """Return a dataclass field that carries its flag's help, spellings and argparse options."""
-    return field(
-        default=default, metadata={"help": help, "flags": flags, "argparse": argparse_options}
-    )
+def option(
+    default: Any,
+    help: str,
+    *,
+    flags: tuple[str, ...] = (),
+    minimum: float | None = None,
+    **argparse_options: Any,
+) -> Any:
+    """Return a dataclass field with the help, spellings, bound and argparse options of a flag."""
+    metadata = {"help": help, "flags": flags, "minimum": minimum, "argparse": argparse_options}
+    return field(default=default, metadata=metadata)
+
+
+def minimums(groups: Sequence[type]) -> dict[str, float]:
+    """Return the smallest accepted value of each flag that has one, by the field's name."""
+    return {
+        f.name: f.metadata["minimum"]
+        for group in groups
+        for f in fields(group)
+        if f.metadata["minimum"] is not None
+    }
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:

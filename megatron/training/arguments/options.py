@@ -40,7 +40,7 @@ class ModelOptions:
     )
     rope_scaling_factor: float = option(8.0, "scaling factor of --use-rope-scaling", type=float)
     max_position_embeddings: int | None = option(
-        None, "longest sequence that the model accepts (default: --seq-length)", type=int
+        None, "longest sequence that the model accepts (default: --seq-length)", type=int, minimum=1
     )
     untie_embeddings_and_output_weights: bool = option(
         False, "give the output layer its own weights instead of the embedding's"
@@ -49,6 +49,7 @@ class ModelOptions:
         128,
         "pad the vocabulary to a multiple of this number times the tensor-parallel size",
         type=int,
+        minimum=1,
     )
     fp16_lm_cross_entropy: bool = option(False, "compute the loss from 16-bit logits")
     init_method_xavier_uniform: bool = option(
@@ -67,7 +68,7 @@ class ParallelOptions:
         None, "layers per stage of the interleaved pipeline schedule", type=int
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, "stages per rank of the interleaved pipeline schedule", type=int
+        None, "stages per rank of the interleaved pipeline schedule", type=int, minimum=1
     )
     use_tp_pp_dp_mapping: bool = option(
         False, "order the ranks by tensor, pipeline, data instead of tensor, data, pipeline"
@@ -78,7 +79,7 @@ class ParallelOptions:
         choices=("nccl", "gloo"),
     )
     distributed_timeout_minutes: int = option(
-        10, "timeout of a collective operation, in minutes", type=int
+        10, "timeout of a collective operation, in minutes", type=int, minimum=1
     )
     disable_gloo_process_groups: bool = option(
         False, "create no gloo process groups beside those of the backend"
@@ -89,9 +90,14 @@ class ParallelOptions:
 class TrainingOptions:
     """Training"""
 
-    micro_batch_size: int | None = option(None, "sequences per micro-batch (required)", type=int)
+    micro_batch_size: int | None = option(
+        None, "sequences per micro-batch (required)", type=int, minimum=1
+    )
     global_batch_size: int | None = option(
-        None, "sequences per iteration (default: micro-batch size x data-parallel size)", type=int
+        None,
+        "sequences per iteration (default: micro-batch size x data-parallel size)",
+        type=int,
+        minimum=1,
     )
     rampup_batch_size: list[int] | None = option(
         None,
@@ -102,19 +108,25 @@ class TrainingOptions:
         metavar="N",
     )
     train_iters: int | None = option(
-        None, "iterations to train; give this or --train-samples", type=int
+        None, "iterations to train; give this or --train-samples", type=int, minimum=0
     )
-    train_samples: int | None = option(None, "sequences to train on", type=int)
+    train_samples: int | None = option(None, "sequences to train on", type=int, minimum=1)
     exit_interval: int | None = option(
         None,
         "stop after the first iteration that is divisible by this; saves a checkpoint if --save "
         "is given",
         type=int,
+        minimum=1,
     )
     exit_duration_in_mins: int | None = option(
-        None, "stop after this many minutes; saves a checkpoint if --save is given", type=int
+        None,
+        "stop after this many minutes; saves a checkpoint if --save is given",
+        type=int,
+        minimum=1,
     )
-    seed: int = option(1234, "seed of Python, NumPy, PyTorch and the order of the data", type=int)
+    seed: int = option(
+        1234, "seed of Python, NumPy, PyTorch and the order of the data", type=int, minimum=0
+    )
     check_for_nan_in_loss_and_grad: bool = option(
         True, "stop if a loss or the gradient norm is not finite; the log always shows it"
     )
@@ -135,10 +147,10 @@ class SchedulerOptions:
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
     lr_decay_iters: int | None = option(
-        None, "iteration at which the decay ends (default: --train-iters)", type=int
+        None, "iteration at which the decay ends (default: --train-iters)", type=int, minimum=1
     )
     lr_decay_samples: int | None = option(
-        None, "sample at which the decay ends (default: --train-samples)", type=int
+        None, "sample at which the decay ends (default: --train-samples)", type=int, minimum=1
     )
     lr_wsd_decay_iters: int | None = option(
         None, "iterations of the final decay with --lr-decay-style WSD", type=int
@@ -146,12 +158,14 @@ class SchedulerOptions:
     lr_wsd_decay_samples: int | None = option(
         None, "samples of the final decay with --lr-decay-style WSD", type=int
     )
-    lr_warmup_iters: int = option(0, "iterations of linear warm-up", type=int)
-    lr_warmup_samples: int = option(0, "samples of linear warm-up", type=int)
+    lr_warmup_iters: int = option(0, "iterations of linear warm-up", type=int, minimum=0)
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", type=int, minimum=0)
     lr_warmup_fraction: float | None = option(
         None, "length of the warm-up as a fraction of the decay's length", type=float
     )
-    lr_warmup_init: float = option(0.0, "learning rate at which the warm-up starts", type=float)
+    lr_warmup_init: float = option(
+        0.0, "learning rate at which the warm-up starts", type=float, minimum=0
+    )
     start_weight_decay: float | None = option(
         None, "weight decay at the beginning (default: --weight-decay)", type=float
     )
@@ -207,9 +221,12 @@ class DataOptions:
         metavar="DIR",
     )
     mmap_bin_files: bool = option(True, "memory-map the .bin files instead of reading them")
-    seq_length: int | None = option(None, "tokens per sequence (required)", type=int)
+    seq_length: int | None = option(None, "tokens per sequence (required)", type=int, minimum=1)
     num_workers: int | None = option(
-        None, "data loading processes per rank (default: 2 with CUDA, otherwise 0)", type=int
+        None,
+        "data loading processes per rank (default: 2 with CUDA, otherwise 0)",
+        type=int,
+        minimum=0,
     )
     reset_position_ids: bool = option(False, "restart the positions at each document")
     reset_attention_mask: bool = option(False, "restrict attention to tokens of one document")
@@ -228,10 +245,12 @@ class DataOptions:
         None, "a .model, .tiktoken or tokenizer.json file, or a folder with one", metavar="PATH"
     )
     vocab_size: int | None = option(
-        None, "vocabulary size before padding; required by NullTokenizer", type=int
+        None, "vocabulary size before padding; required by NullTokenizer", type=int, minimum=1
     )
-    eval_interval: int = option(1000, "iterations between validations", type=int)
-    eval_iters: int = option(100, "iterations per validation; 0: no validation", type=int)
+    eval_interval: int = option(1000, "iterations between validations", type=int, minimum=1)
+    eval_iters: int = option(
+        100, "iterations per validation; 0: no validation", type=int, minimum=0
+    )
 
 
 @dataclass(kw_only=True)
@@ -244,9 +263,10 @@ class CheckpointOptions:
         None,
         "iterations between checkpoints (default: only one, when training ends)",
         type=int,
+        minimum=1,
     )
     ckpt_step: int | None = option(
-        None, "iteration of the checkpoint to load (default: the latest)", type=int
+        None, "iteration of the checkpoint to load (default: the latest)", type=int, minimum=0
     )
     save_optim: bool = option(True, "write the optimizer's state")
     save_rng: bool = option(True, "write the random states")
@@ -279,7 +299,7 @@ class LoggingOptions:
     """Logging"""
 
     log_interval: int = option(
-        1, "iterations between log lines (Megatron-LM's default is 100)", type=int
+        1, "iterations between log lines (Megatron-LM's default is 100)", type=int, minimum=1
     )
     log_throughput: bool = option(False, "add TFLOP/s per device to the log line")
     log_params_norm: bool = option(False, "add the L2 norm of the parameters to the log line")
@@ -287,7 +307,7 @@ class LoggingOptions:
         None, "folder to write TensorBoard event files to", metavar="DIR"
     )
     tensorboard_log_interval: int = option(
-        1, "iterations between values in the TensorBoard event files", type=int
+        1, "iterations between values in the TensorBoard event files", type=int, minimum=1
     )
     timing_log_level: int = option(
         0,

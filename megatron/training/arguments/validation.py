@@ -12,6 +12,8 @@ from megatron.training.arguments import configs
 from megatron.training.arguments.config_flags import fill_defaults, flagged_fields
 from megatron.training.arguments.defaults import derive, installed
 from megatron.training.arguments.moe_mla_checks import check_experts, check_mla
+from megatron.training.arguments.option_fields import minimums
+from megatron.training.arguments.options import GROUPS
 from megatron.training.arguments.parallel_layout import check_layout
 from megatron.training.data.paths import blend_prefixes, check_prefix
 from megatron.training.data.tokenizer import guess_tokenizer_type
@@ -73,63 +75,33 @@ def _check_required(args: argparse.Namespace) -> None:
         raise UserError(f"{given} of --train-iters and --train-samples was given; give one")
 
 
+#: smallest accepted values of generated flags and of the collection's; options.py holds the others
+_MINIMUMS = {
+    **dict.fromkeys(
+        (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "ffn_hidden_size",
+            "kv_channels",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        ("lr", "min_lr", "clip_grad", "weight_decay", "control_iter", "collect_micro_batches"), 0
+    ),
+}
+
+
 def _check_numbers(args: argparse.Namespace) -> None:
     """Refuse numbers that are not finite or below their minimum."""
-    minimums = {
-        **dict.fromkeys(
-            (
-                "num_layers",
-                "hidden_size",
-                "num_attention_heads",
-                "seq_length",
-                "num_query_groups",
-                "ffn_hidden_size",
-                "kv_channels",
-                "micro_batch_size",
-                "global_batch_size",
-                "train_samples",
-                "log_interval",
-                "tensorboard_log_interval",
-                "eval_interval",
-                "save_interval",
-                "exit_interval",
-                "exit_duration_in_mins",
-                "vocab_size",
-                "make_vocab_size_divisible_by",
-                "distributed_timeout_minutes",
-                "max_position_embeddings",
-                "tensor_model_parallel_size",
-                "lr_decay_iters",
-                "pipeline_model_parallel_size",
-                "context_parallel_size",
-                "lr_decay_samples",
-                "expert_model_parallel_size",
-                "num_virtual_stages_per_pipeline_rank",
-                "expert_tensor_parallel_size",
-            ),
-            1,
-        ),
-        **dict.fromkeys(
-            (
-                "train_iters",
-                "eval_iters",
-                "control_iter",
-                "collect_micro_batches",
-                "num_workers",
-                "lr_warmup_iters",
-                "lr_warmup_samples",
-                "lr",
-                "min_lr",
-                "clip_grad",
-                "weight_decay",
-                "seed",
-                "ckpt_step",
-                "lr_warmup_init",
-            ),
-            0,
-        ),
-    }
-    for name, minimum in minimums.items():
+    for name, minimum in (_MINIMUMS | minimums(GROUPS)).items():
         value = getattr(args, name)
         if value is not None and not (value >= minimum and math.isfinite(value)):
             raise UserError(
