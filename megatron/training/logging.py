@@ -177,8 +177,8 @@ class TensorBoard:
             yield
         except OSError as error:
             self._writer = None
-            why = error.strerror or str(error)
-            self.failure = f"cannot write event files to {self._folder} at {where} ({why})"
+            reason = error.strerror or str(error)
+            self.failure = f"cannot write event files to {self._folder} at {where} ({reason})"
             sys.stderr.write(f"[WARNING] {self.failure}: training continues without TensorBoard\n")
             sys.stderr.flush()
 

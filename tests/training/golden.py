@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.subprocesses import REPO
 from tests.training.corpus import make_corpus
-from tests.training.runs import COMMON, MODEL, NO_DROPOUT, exact_steps, train
+from tests.training.runs import COMMON, MODEL, NO_DROPOUT, exact_steps, succeeded, train
 
 FILE = REPO / "tests" / "data" / "golden_losses.txt"
 TENSOR = ("--tensor-model-parallel-size", "2")
@@ -76,9 +76,8 @@ class GoldenRuns:
     def weights(self, model: tuple[str, ...]) -> Path:
         """Return a checkpoint after two iterations with larger steps."""
         folder = self.folder / f"weights-{len(model)}"
-        where = ("--data-path", self.corpus, "--save", folder)
-        done = train(*where, *NO_DROPOUT, *SEQUENCES, "--exit-interval", "2", model=model)
-        assert done.status == 0, done.errors[-3000:]
+        flags = ("--data-path", self.corpus, "--save", folder, "--exit-interval", "2")
+        succeeded(train(*flags, *NO_DROPOUT, *SEQUENCES, model=model))
         return folder
 
     @functools.cache  # noqa: B019

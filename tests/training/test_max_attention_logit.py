@@ -49,9 +49,11 @@ def single(tmp_path_factory) -> dict[int, str]:
 )
 def test_it_is_the_maximum_of_the_collected_scores(tmp_path, model, options, ranks):
     model = tuple(word for word in model if word not in ("--split", "80,10,10"))
-    where = ("--save-tensors", "--tensor-save-dir", tmp_path, "--control-iter", "1")
-    what = ("--collect-tensors", "attention_scores", "--collect-micro-batches", "4")
-    logits = logged(*where, *what, *options, model=model, ranks=ranks)
+    collection = (
+        *("--save-tensors", "--tensor-save-dir", tmp_path, "--control-iter", "1"),
+        *("--collect-tensors", "attention_scores", "--collect-micro-batches", "4"),
+    )
+    logits = logged(*collection, *options, model=model, ranks=ranks)
     assert logits[1] == f"{visible_maximum(tmp_path, 1):.3f}"
 
 

@@ -126,7 +126,7 @@ def test_the_audit_is_the_same_from_every_pipeline_stage():
 
 
 @pytest.mark.parametrize(
-    ("tensor_ranks", "config", "said"),
+    ("tensor_ranks", "config", "message"),
     [
         (
             1,
@@ -150,7 +150,7 @@ def test_the_audit_is_the_same_from_every_pipeline_stage():
     ],
 )
 def test_a_transform_that_does_not_fit_is_refused_before_training(
-    tmp_path, tensor_ranks, config, said
+    tmp_path, tensor_ranks, config, message
 ):
     pattern = "*.linear_qkv" if tensor_ranks > 1 else "*"
     path = tmp_path / "mine.yaml"
@@ -163,7 +163,7 @@ def test_a_transform_that_does_not_fit_is_refused_before_training(
     done = train("--mock-data", "--quant-recipe", path, *layout, ranks=tensor_ranks)
     assert done.status != 0
     assert f"[ERROR] recipe {path.name[:-5]}" in done.errors, done.errors
-    assert said in done.errors
+    assert message in done.errors
 
 
 @pytest.mark.parametrize(

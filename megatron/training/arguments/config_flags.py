@@ -65,8 +65,8 @@ HISTORICAL = (
     Spelling("--use-torch-optimizer-for-cpu-offload", "use_torch_optimizer_for_cpu_offload", True),
     Spelling("--no-initialization", "perform_initialization", False),
 )
-#: Megatron-LM's defaults that differ from the dataclass's; with its q_lora_rank of 512, queries
-#: would always be compressed
+#: defaults of Megatron-LM that differ from the dataclass's; its q_lora_rank of 512 would always
+#: compress the queries
 HISTORICAL_DEFAULTS = {"q_lora_rank": None}
 #: text that follows the wheel's own sentence in the help of a field
 ADDED_HELP = {"cp_comm_type": "; the local layers support only all_gather, of keys and values"}

@@ -298,9 +298,9 @@ def test_probabilities_on_the_input_change_the_logits(alone):
     ],
 )
 def test_the_real_command_refuses_another_routing(checkpoints, tmp_path, flags):
-    where = ("--load-hf", checkpoints["deepseek"], "--save-hf", tmp_path / "saved")
-    rest = ("--train-iters", "0", "--seq-length", "96", *flags.split())
-    done = forks.run(ENTRY, *where, *rest)
+    folders = ("--load-hf", checkpoints["deepseek"], "--save-hf", tmp_path / "saved")
+    options = ("--train-iters", "0", "--seq-length", "96", *flags.split())
+    done = forks.run(ENTRY, *folders, *options)
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]
     assert line.startswith(f"[ERROR] --load-hf {checkpoints['deepseek']} holds another model")
