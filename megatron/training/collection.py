@@ -65,7 +65,7 @@ def configure_collection(
     progress: TrainingProgress,
     quantization: list[dict[str, Any]],
 ) -> None:
-    """Configure the collection on every rank, once the process groups exist. Collective.
+    """Configure the collection, once the process groups exist. All ranks must call it.
 
     Args:
         args: the run's arguments.
@@ -109,7 +109,7 @@ def print_plan(
     progress: TrainingProgress,
     dataset: torch.utils.data.Dataset,
 ) -> None:
-    """Print what the run would collect. Collective.
+    """Print what the run would collect. All ranks must call it.
 
     One iteration runs forward and backward on the data that training would see next. No weight is
     updated and nothing is written.
@@ -155,9 +155,10 @@ def _reservations(args: argparse.Namespace) -> Iterator[str]:
 
 
 def report_anomaly(step: StepResult) -> None:
-    """Pass an iteration's loss to the collection, and print whether it writes its ring. Collective.
+    """Pass an iteration's loss to the collection, and print whether it writes its ring.
 
-    The gradient norm of a skipped iteration is left out: it reflects the loss scale.
+    All ranks must call it. The gradient norm of a skipped iteration reflects the loss scale and is
+    left out.
     """
     grad_norm = None if step.skipped else step.grad_norm
     if message := tensor_saver.observe(step.losses["lm loss"], grad_norm):
@@ -165,7 +166,7 @@ def report_anomaly(step: StepResult) -> None:
 
 
 def report_collection() -> None:
-    """Print at the end of training what was collected and where it is incomplete. Collective."""
+    """Print what was collected and what is incomplete. All ranks must call it at the end."""
     limits = tensor_saver.settle()
     if (saver := tensor_saver.current()) is None:
         return

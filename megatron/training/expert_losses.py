@@ -37,7 +37,7 @@ _Z_LOSS = _Loss("z_loss", sums=False)
 def expert_losses(config: TransformerConfig) -> dict[str, float]:
     """Return the mean of each loss over layers and micro-batches, without its coefficient.
 
-    The call is collective, once per iteration, and returns the same on every rank.
+    All ranks must call it once per iteration. It returns the same on every rank.
     """
     losses = _in_use(config)
     if not losses:

@@ -215,7 +215,7 @@ def scalars(progress: TrainingProgress, step: StepResult, numbers: LogValues) ->
 
 
 def params_norm(model: list[torch.nn.Module]) -> float:
-    """Return the L2 norm of all parameters of all ranks, each counted once. Collective."""
+    """Return the L2 norm of all parameters, each counted once. All ranks must call it."""
     dense = torch.zeros(1, dtype=torch.float64, device=device.current())
     experts = torch.zeros_like(dense)
     for chunk in model:

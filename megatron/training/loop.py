@@ -198,7 +198,7 @@ class TrainingLoop:
             self.progress.consumed_valid_samples += (
                 self.args.eval_iters * get_current_global_batch_size()
             )
-            if self.plotted_at != self.progress.iteration:  # the last one may be evaluated twice
+            if self.plotted_at != self.progress.iteration:  # it may be evaluated twice
                 self.tensorboard.write_evaluation(self.progress.iteration, losses)
             self.plotted_at = self.progress.iteration
         print_evaluation(losses, where)

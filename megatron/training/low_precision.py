@@ -67,7 +67,7 @@ def configure_formats(args: argparse.Namespace) -> None:
 def audit_model(
     args: argparse.Namespace, chunks: Sequence[torch.nn.Module], iteration: int
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the formats of every matmul of the model, from the next iteration on. Collective.
+    """Return the formats of every matmul from the next iteration on. All ranks must call it.
 
     Returns:
         The audit as lines of text, and as plain values for the run card, with one entry for each

@@ -41,7 +41,7 @@ def _leave_now(status: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    for child in multiprocessing.active_children():  # writers of checkpoints would outlive this one
+    for child in multiprocessing.active_children():  # a checkpoint's writers would outlive us
         child.kill()
         child.join(timeout=5)
     os._exit(status)

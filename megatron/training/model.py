@@ -82,7 +82,7 @@ def _layer_spec(run: RunConfig, vp_stage: int | None):
 
 
 def _checked_stage(run: RunConfig, vocab_size: int, vp_stage: int | None) -> GPTModel:
-    """Build a stage, and report what megatron-core's layers refuse as an error of the user.
+    """Build a stage. If megatron-core refuses it, the user must change a flag.
 
     Raises:
         UserError: with megatron-core's own message, which names the configuration's fields.

@@ -80,7 +80,7 @@ def finish_log() -> None:
 
 
 def print_rank_0(message: str) -> None:
-    """Print from the first rank."""
+    """Print a line on the first rank only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         _write(message)
 
@@ -91,7 +91,7 @@ def is_last_rank() -> bool:
 
 
 def print_rank_last(message: str) -> None:
-    """Print from the last rank, which is in the last pipeline stage."""
+    """Print a line on the last rank only, which is in the last pipeline stage."""
     if is_last_rank():
         _write(message)
 

@@ -89,7 +89,7 @@ def pretrain(run: RunConfig) -> None:
 
 
 def _check_event_files(tensorboard: TensorBoard) -> None:
-    """Fail at the end of a run if its TensorBoard event files are incomplete. Collective.
+    """Fail at the end of a run if TensorBoard's event files are incomplete. All ranks must call it.
 
     Raises:
         RunError: on every rank, if event files are incomplete.

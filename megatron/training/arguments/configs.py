@@ -20,7 +20,7 @@ def params_dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 def _checked(config: type, kwargs: dict):
-    """Build a configuration, and report what megatron-core refuses as an error of the user.
+    """Build a configuration. If megatron-core refuses it, the user must change a flag.
 
     Raises:
         UserError: with megatron-core's own message. It names fields: `hidden_size` is

@@ -156,7 +156,7 @@ def _derive_precision(args: argparse.Namespace) -> None:
 
 
 def _derive_fusions(args: argparse.Namespace) -> None:
-    """Enable the fused functions of the device; on a CPU compiling them only costs time."""
+    """Enable fused functions on CUDA devices; on a CPU, compiling them only costs time."""
     cuda = torch.cuda.is_available()
     _default(args, "bias_dropout_fusion", cuda)
     biased_gelu = not (args.squared_relu or args.quick_geglu) and args.add_bias_linear is not False

@@ -74,7 +74,7 @@ def test_every_generated_flag_reaches_its_configuration(config):
     parser = build_parser()
     owners = {name: f for c in reversed(CONFIGS) for name, f in flagged_fields(c).items()}
     for name in flagged_fields(config):
-        words, value = _spelled(owners[name])  # the first class that has the field makes the flag
+        words, value = _spelled(owners[name])  # the first class with the field defines the flag
         args = parser.parse_args(["--" + name.replace("_", "-"), *words])
         assert config_kwargs(args, config) == {name: value}, name
 
