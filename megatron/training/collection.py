@@ -154,7 +154,7 @@ def _reservations(args: argparse.Namespace) -> Iterator[str]:
         yield "the batch grows (--rampup-batch-size): later iterations have more micro-batches"
 
 
-def report_anomaly(step: StepResult) -> None:
+def observe_step(step: StepResult) -> None:
     """Pass an iteration's loss to the collection, and print whether it writes its ring.
 
     All ranks must call it. The gradient norm of a skipped iteration reflects the loss scale and is

@@ -59,7 +59,7 @@ def is_first_rank() -> bool:
     return torch.distributed.get_rank() == 0
 
 
-def report(message: str, *, every_rank: bool = False) -> None:
+def print_error(message: str, *, every_rank: bool = False) -> None:
     """Write `[ERROR] message` to stderr, from the first rank only or from every rank.
 
     Control characters are escaped, because a message may quote a file that forges log lines.

@@ -18,7 +18,7 @@ from megatron.core.timers import Timers
 from megatron.training.arguments.validation import RunConfig
 from megatron.training.checkpointing.files import resumes_in_place
 from megatron.training.checkpointing.save_load import save_checkpoint
-from megatron.training.collection import report_anomaly
+from megatron.training.collection import observe_step
 from megatron.training.data import datasets as data
 from megatron.training.data.batch import forward_step
 from megatron.training.errors import RunError
@@ -124,7 +124,7 @@ class TrainingLoop:
         grad_norm = None if step.skipped else step.grad_norm
         self.loss_spikes.look(self.progress.iteration, step.losses["lm loss"], grad_norm)
         self.progress.levels = self.loss_spikes.levels
-        report_anomaly(step)
+        observe_step(step)
 
     def _log(self, step: StepResult, seconds: float) -> None:
         args, progress, interval = self.args, self.progress, self.interval

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from megatron.training.errors import Interrupted, RankError, UserError, is_first_rank, report
+from megatron.training.errors import Interrupted, RankError, UserError, is_first_rank, print_error
 from megatron.training.signals import interruptible
 
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with interruptible():
             return _run(argv)
     except UserError as error:
-        report(str(error), every_rank=isinstance(error, RankError))
+        print_error(str(error), every_rank=isinstance(error, RankError))
         torch = sys.modules.get("torch")
         if torch is not None and torch.distributed.is_initialized():
             _leave_now(error.status)
