@@ -1,16 +1,16 @@
-"""Let megatron-core 0.16.1 run where there is no CUDA device: CPU tensors, gloo, no other change.
+"""Run megatron-core 0.16.1 without a CUDA device: with CPU tensors and gloo, and no other change.
 
-megatron-core names `torch.cuda` everywhere: as its device, for streams and random states, and in
-`device="cuda"`. `activate()` gives each of those names a meaning on the CPU, the way an out-of-tree
-accelerator does: the current device is the CPU, its one stream is the program's own order, its
-random generator is torch's default one. `NAMES` lists every name that is replaced, with the reason;
-what works without CUDA as it is (memory figures, `empty_cache`) is left alone, and so is everything
-where CUDA is available.
+megatron-core uses `torch.cuda` everywhere: as its device, for streams and random states, and in
+`device="cuda"`. `activate()` gives each of these names a meaning on the CPU, as an out-of-tree
+accelerator does. The current device is the CPU, its only stream is the order of the program, and
+its random generator is torch's default one. `NAMES` lists every replaced name with the reason.
+Functions that work without CUDA (memory statistics, `empty_cache`) are not replaced, and nothing is
+replaced if CUDA is available.
 
-What it gives up. The names stay replaced until the process ends, so a program that wants to ask "is
-there a GPU?" must ask `torch.cuda.is_available()`. `Tensor.type()` of a CPU tensor says
-`torch.cuda.FloatTensor`, because the wheel's optimizers accept nothing else. Times between events
-are 0.0: nothing here measures a device.
+What it gives up: the names stay replaced until the process ends, so a program that needs to know
+whether there is a GPU must call `torch.cuda.is_available()`. `Tensor.type()` of a CPU tensor
+returns `torch.cuda.FloatTensor`, because the wheel's optimizers accept nothing else. Times between
+events are 0.0.
 """
 
 import contextlib
@@ -27,16 +27,18 @@ import torch.cuda.random
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-DYNAMO = "TORCHDYNAMO_DISABLE"  #: the wheel's fused functions go through torch.compile, which
-#: takes longer to start on a CPU than a small model takes to train; set it to 0 to compile anyway
-SEED_TRACKER = "megatron.core.tensor_parallel.random"  #: warns whenever a seeded region draws from
-#: the CPU's generator; here that generator is the device's, so that it would warn once a layer
+#: Switches off torch.compile, which the wheel uses for its fused functions. On a CPU, compiling
+#: takes longer than training a small model; set the variable to 0 to compile anyway.
+DYNAMO = "TORCHDYNAMO_DISABLE"
+#: Module that warns whenever a seeded region draws from the CPU's generator. Here that generator is
+#: the device's, so it would warn once per layer.
+SEED_TRACKER = "megatron.core.tensor_parallel.random"
 _tensor_type = torch.Tensor.type
 _active = False
 
 
 class _Stream:
-    """The only stream of a CPU: work is done when the call returns, so that waiting is a no-op."""
+    """The only stream of a CPU, where every call completes its work and waiting does nothing."""
 
     cuda_stream = 0
 
@@ -55,7 +57,7 @@ class _Stream:
 
 
 class _Event:
-    """A point in that stream: always reached."""
+    """A point in that stream, which is always reached."""
 
     def __init__(self, *args, **kwargs): ...
     def record(self, *args): ...
@@ -69,16 +71,14 @@ class _Event:
 
 
 class _Generators:
-    """Stands for the tuple of a generator a device; asked for with whatever `current_device`
-    returned.
-    """
+    """Stand-in for the tuple with one generator per device; any index is accepted."""
 
     def __getitem__(self, index):
         return torch.default_generator
 
 
 def _returning(value: Any) -> Callable:
-    """A new function at each call: torch._dynamo refuses one object under two torch names."""
+    """Return a new function, because torch._dynamo refuses one object under two torch names."""
     return lambda *args, **kwargs: value
 
 
@@ -94,7 +94,7 @@ def _on_cpu(factory: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = CPU
-        kwargs.pop("pin_memory", None)  # for faster copies to a device that is not there
+        kwargs.pop("pin_memory", None)  # pinned memory only speeds up copies to a device
         return factory(*args, **kwargs)
 
     return wrapped
@@ -102,7 +102,7 @@ def _on_cpu(factory: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Name:
-    """One name under `torch` that is replaced, by what, and why megatron-core needs it."""
+    """A replaced name under `torch`, its new value, and why megatron-core needs it."""
 
     path: str
     value: Any
@@ -166,14 +166,13 @@ def _is_no_shared_generator_warning(record: logging.LogRecord) -> bool:
 
 
 def activate() -> bool:
-    """Point the torch names that megatron-core uses at the CPU. True if this call did it.
+    """Replace the torch names that megatron-core uses; return whether this call did it.
 
-    Call it before anything of megatron-core is imported: its fused functions are compiled (or not)
-    at import.
+    Call it before importing megatron-core, whose fused functions are compiled, or not, at import.
 
     Raises:
-        RuntimeError: megatron-core was imported before and holds torch's own names; or CUDA is
-            available, and a process that mixed both would silently compute on the wrong device.
+        RuntimeError: if megatron-core was imported before and holds torch's own names, or if CUDA
+            is available, because a process that mixes both would compute on the wrong device.
     """
     global _active
     if _active:
@@ -197,7 +196,7 @@ def activate() -> bool:
         setattr(owner, leaf, name.value)
     logging.getLogger(SEED_TRACKER).addFilter(_is_no_shared_generator_warning)
     os.environ.setdefault(DYNAMO, "1")
-    if "torch._dynamo" in sys.modules:  # too late for the variable
+    if "torch._dynamo" in sys.modules:  # it has read the variable already
         sys.modules["torch._dynamo"].config.disable = os.environ[DYNAMO] == "1"
     _active = True
     logger.info("no CUDA device: megatron-core runs on the CPU (%d torch names)", len(NAMES))
@@ -205,5 +204,5 @@ def activate() -> bool:
 
 
 def is_active() -> bool:
-    """Whether `activate` has replaced the names in this process."""
+    """Return whether `activate` has replaced the names in this process."""
     return _active

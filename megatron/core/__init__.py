@@ -1,4 +1,4 @@
-"""megatron-core with this tree's files laid over it; see `_overlay.py`."""
+"""megatron-core with the overlaid files of this tree; see `_overlay.py`."""
 
 from megatron.core._overlay import check_version, extend
 

@@ -12,6 +12,9 @@ finds our file first wherever we have one. `shadowed` loads the wheel's file und
 
 What it gives up: the `__module__` of a class that we do not replace is the alias, so the plain
 wheel cannot read a pickle of such a class. megatron-core's checkpoints hold no such references.
+
+To move to another megatron-core, change `SUPPORTED`, check `UPSTREAM` against the new wheel with
+tests/core/test_overlay.py, and review every overlaid file.
 """
 
 import os
@@ -22,11 +25,75 @@ from pathlib import Path
 from pkgutil import extend_path
 from types import ModuleType
 
-SUPPORTED = "0.16.1"  #: the overlaid files subclass and replace parts of this version only
+SUPPORTED = "0.16.1"  #: the version that the overlaid files are written for
+
+#: All names of megatron-core that this tree subclasses, rebinds or calls, by module.
+UPSTREAM = {
+    # subclassed or rebound by an overlaid file; a dot leads to the method that is the seam
+    "megatron.core.models.gpt.gpt_model": "GPTModel",
+    "megatron.core.pipeline_parallel.schedules": "backward_step forward_step "
+    "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
+    "forward_backward_pipelining_without_interleaving",
+    "megatron.core.tensor_parallel.layers": "ColumnParallelLinear._forward_impl "
+    "RowParallelLinear._forward_impl",
+    "megatron.core.tensor_parallel.mappings": "_gather_along_first_dim _reduce "
+    "copy_to_tensor_model_parallel_region gather_from_sequence_parallel_region "
+    "gather_from_tensor_model_parallel_region scatter_to_sequence_parallel_region",
+    "megatron.core.transformer.dot_product_attention": "DotProductAttention.forward",
+    "megatron.core.transformer.moe.moe_utils": "get_moe_layer_wise_logging_tracker "
+    "maybe_move_tensor_to_cpu track_moe_metrics",
+    "megatron.core.transformer.multi_latent_attention": "HAVE_TE MLASelfAttention",
+    "megatron.core.transformer.torch_norm": "WrappedTorchNorm",
+    # called by the overlaid files
+    "megatron.core": "dist_checkpointing parallel_state",
+    "megatron.core.extensions": "transformer_engine",
+    "megatron.core.fusions.fused_softmax": "FusedScaleMaskSoftmax get_default_causal_mask "
+    "get_sliding_window_causal_mask",
+    "megatron.core.transformer.enums": "AttnMaskType",
+    # called by megatron.training
+    "megatron.core.activations": "squared_relu",
+    "megatron.core.datasets.blended_dataset": "BlendedDataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder": "BlendedMegatronDatasetBuilder",
+    "megatron.core.datasets.gpt_dataset": "GPTDataset GPTDatasetConfig MockGPTDataset",
+    "megatron.core.datasets.indexed_dataset": "IndexedDataset",
+    "megatron.core.dist_checkpointing.core": "CheckpointingException",
+    "megatron.core.dist_checkpointing.mapping": "ShardedObject",
+    "megatron.core.dist_checkpointing.strategies": "torch",
+    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader": ""
+    "CachedMetadataFileSystemReader",
+    "megatron.core.dist_checkpointing.strategies.common": "TorchCommonLoadStrategy",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel": ""
+    "FullyParallelSaveStrategyWrapper",
+    "megatron.core.distributed": "DistributedDataParallel DistributedDataParallelConfig "
+    "finalize_model_grads",
+    "megatron.core.fusions.fused_bias_geglu": "quick_gelu",
+    "megatron.core.models.gpt": "GPTModel",
+    "megatron.core.models.gpt.gpt_layer_specs": "get_gpt_decoder_block_spec "
+    "get_gpt_layer_local_spec get_gpt_layer_with_transformer_engine_spec get_gpt_mtp_block_spec",
+    "megatron.core.num_microbatches_calculator": "get_current_global_batch_size "
+    "get_num_microbatches init_num_microbatches_calculator update_num_microbatches",
+    "megatron.core.optimizer": "OptimizerConfig get_megatron_optimizer "
+    "get_standard_config_overrides",
+    "megatron.core.optimizer.distrib_optimizer": "DistributedOptimizer",
+    "megatron.core.optimizer.optimizer": "MegatronOptimizer",
+    "megatron.core.optimizer_param_scheduler": "OptimizerParamScheduler "
+    "get_canonical_lr_for_logging",
+    "megatron.core.pipeline_parallel": "get_forward_backward_func",
+    "megatron.core.tensor_parallel": "param_is_not_tensor_parallel_duplicate",
+    "megatron.core.timers": "Timers",
+    "megatron.core.tokenizers": "MegatronTokenizer",
+    "megatron.core.tokenizers.text.libraries.abstract_tokenizer": "MegatronTokenizerTextAbstract",
+    "megatron.core.tokenizers.text.text_tokenizer": "MegatronTokenizerText",
+    "megatron.core.transformer.module": "Float16Module param_is_not_shared",
+    "megatron.core.transformer.transformer_config": "MLATransformerConfig TransformerConfig",
+    "megatron.core.utils": "get_attr_wrapped_model get_batch_on_this_cp_rank unwrap_model",
+}
+#: Names that an overlaid file binds because the wheel has them with Transformer Engine only.
+ADDED = {"megatron.core.transformer.moe.moe_utils": "te_general_gemm"}
 
 
 def _installed(package: str, filename: str) -> Path:
-    """The wheel's file behind ours; the first entry of the path is this tree."""
+    """Return the wheel's file that is behind ours; the first entry of the path is this tree."""
     for directory in sys.modules[package].__path__[1:]:
         if (path := Path(directory, filename)).is_file():
             return path
@@ -40,7 +107,7 @@ def check_version() -> None:
     """Refuse a megatron-core that the overlaid files were not written for; call it after `extend`.
 
     Raises:
-        ImportError: the version behind this tree is not `SUPPORTED`.
+        ImportError: if the version behind this tree is not `SUPPORTED`.
     """
     package = sys.modules["megatron.core"]
     if package.__version__ != SUPPORTED:
@@ -54,7 +121,7 @@ def check_version() -> None:
 def extend(package: str) -> None:
     """Search the wheel after this tree, then run the wheel's own `__init__.py` in `package`."""
     module = sys.modules[package]
-    # A tree that Python finds twice, by another spelling or a link, would overlay itself for ever.
+    # A tree that Python finds twice, by another spelling or a link, would overlay itself forever.
     once: dict[str, str] = {}
     for folder in extend_path(module.__path__, package):
         once.setdefault(os.path.realpath(folder), str(Path(folder).absolute()))

@@ -1,4 +1,4 @@
-"""The interface of the tensor collection for layers, schedules and trainers on megatron-core.
+"""Interface of the tensor collection for layers, schedules and trainers on megatron-core.
 
 Collection works under any trainer built on megatron-core, because our layers and our schedule call
 these functions. A trainer of ours calls `configure` with its flags and `close` at the end. Under
@@ -82,7 +82,7 @@ def coordinates() -> dict[str, int]:
 def configure(
     args: dict[str, Any] | None = None, *, model: Sequence[torch.nn.Module] = (), **options: Any
 ) -> None:
-    """Fix what this run collects; collective over all ranks once the process groups exist.
+    """Set what this run collects; collective over all ranks once the process groups exist.
 
     Args:
         args: arguments of the run, for the run card; `num_layers` bounds `collect_layers`, and
@@ -92,7 +92,7 @@ def configure(
         options: the further arguments of `megatron.collection.session.configure`.
 
     Raises:
-        ValueError: a mistake of the user, raised on all ranks whichever rank found it.
+        ValueError: for a mistake of the user, on all ranks if any rank finds one.
     """
     modules = _modules(model) if model else None
     session.configure(args, modules=modules, coordinates=coordinates(), **options)
@@ -106,7 +106,7 @@ def begin_iteration() -> None:
 
 
 def check_reached(model: Sequence[torch.nn.Module]) -> None:
-    """Refuse a selection that names what the model does not have.
+    """Refuse a selection that names a module or tensor that the model does not have.
 
     The check is collective over all ranks if the run collects.
 
@@ -114,7 +114,7 @@ def check_reached(model: Sequence[torch.nn.Module]) -> None:
         model: the pipeline stages of this rank.
 
     Raises:
-        ValueError: on all ranks alike.
+        ValueError: if the selection names something else; on all ranks alike.
     """
     session.check_reached(_modules(model))
 

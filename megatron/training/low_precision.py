@@ -12,26 +12,9 @@ import torch
 
 from megatron.core import tensor_saver
 from megatron.core.low_precision import matmul_audit, recipe_check
+from megatron.core.low_precision.coverage_check import BYPASSES
 from megatron.fake_quant import policy
 from megatron.training.errors import UserError
-
-#: Flags (and the values at which they are harmless) whose code computes matmuls elsewhere.
-_BYPASSES = {
-    "transformer_impl": (("local",), "its layers are not ours; give --transformer-impl local"),
-    "gradient_accumulation_fusion": (
-        (False, None),
-        "it computes weight gradients in a kernel of its own; give "
-        "--no-gradient-accumulation-fusion",
-    ),
-    "moe_grouped_gemm": ((False, None), "it multiplies the experts in one kernel; remove it"),
-    "overlap_moe_expert_parallel_comm": (
-        (False, None),
-        "its schedule does not run micro-batch by micro-batch; remove it",
-    ),
-    "cuda_graph_impl": (("none", None), "a replayed graph runs no Python; give none"),
-    "enable_cuda_graph": ((False, None), "a replayed graph runs no Python; remove it"),
-    "external_cuda_graph": ((False, None), "a replayed graph runs no Python; remove it"),
-}
 
 
 def configure_formats(args: argparse.Namespace) -> None:
@@ -56,12 +39,12 @@ def configure_formats(args: argparse.Namespace) -> None:
         bypassed = f"the format {formats.quant_type}"
     if bypassed is None:
         return
-    for name, (harmless, why) in _BYPASSES.items():
+    for name, bypass in BYPASSES.items():
         value = getattr(args, name, None)
-        if value not in harmless:
+        if value not in bypass.harmless:
             flag = f"--{name.replace('_', '-')}"
             given = flag if value is True else f"{flag} {value}"
-            raise UserError(f"{bypassed} does not reach {given}: {why}")
+            raise UserError(f"{bypassed} does not reach {given}: {bypass.advice}")
 
 
 def audit_model(

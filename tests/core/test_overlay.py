@@ -1,11 +1,17 @@
-"""Which file is loaded, however Python was started; and where the overlay cannot work."""
+"""The overlay loads the right file however Python was started, and refuses what it cannot overlay.
 
+The names of megatron-core that this tree uses are all in `_overlay.UPSTREAM`, and the wheel has
+them.
+"""
+
+import ast
 import json
 import os
 import shutil
 import sys
 from pathlib import Path
 
+from megatron.core._overlay import ADDED, UPSTREAM
 from tests import forks
 from tests.subprocesses import REPO, environment, run, torchrun
 
@@ -109,3 +115,55 @@ def test_another_megatron_core_is_refused(tmp_path):
     assert result.returncode != 0
     assert f"megatron-core 0.17.0 is behind this tree, in {other}" in result.stderr
     assert "pip install megatron-core==0.16.1" in result.stderr
+
+
+def used_upstream_names() -> set[str]:
+    """Return `module.name` for each name of the wheel that an overlaid file or training uses."""
+    names = set()
+    for path in sorted((REPO / "megatron").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "megatron.core" not in text or path.stem == "_overlay":
+            continue
+        module = path.relative_to(REPO).with_suffix("").as_posix().replace("/", ".")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.core"):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "_upstream":
+                names.add(f"{module}.{node.attr}")
+    return {name for name in names if not is_ours(name)}
+
+
+def is_ours(name: str) -> bool:
+    """Return whether a name stands for a module of this tree, or for what such a module adds."""
+    path = REPO / name.replace(".", "/")
+    if path.is_dir() or path.with_suffix(".py").exists():
+        return True
+    module, _, leaf = name.rpartition(".")
+    file = (REPO / module.replace(".", "/")).with_suffix(".py")
+    if not file.exists() or leaf in UPSTREAM.get(module, "").replace(".", " ").split():
+        return False
+    return leaf in ADDED.get(module, "").split() or f" {leaf}" in file.read_text(encoding="utf-8")
+
+
+def test_every_name_of_the_wheel_that_is_used_is_listed():
+    listed = {
+        f"{module}.{name.partition('.')[0]}"
+        for module, names in UPSTREAM.items()
+        for name in names.split()
+    }
+    assert used_upstream_names() == listed
+
+
+def test_the_wheel_has_every_listed_name():
+    code = (
+        "import importlib, operator\n"
+        "from megatron.core._overlay import UPSTREAM\n"
+        "for path, names in UPSTREAM.items():\n"
+        "    module = importlib.import_module(path)\n"
+        "    for name in names.split():\n"
+        "        if not hasattr(module, name.partition('.')[0]):\n"
+        "            importlib.import_module(f'{path}.{name}')\n"
+        "        operator.attrgetter(name)(module)\n"
+    )
+    result = forks.run("-c", code, env=environment(PYTHONPATH=REPO))
+    assert result.returncode == 0, result.stderr

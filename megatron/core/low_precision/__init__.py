@@ -1,1 +1,1 @@
-"""Quantized layers of the overlay, and the checks of what a format or a recipe reaches."""
+"""Quantize the overlay's layers, and check which matmuls a format or a recipe reaches."""

@@ -1,24 +1,49 @@
-"""Refuses a model whose matmuls a format or a collection would not reach.
+"""Refuse a model with matmuls that the requested format or collection does not reach.
 
-Our layers take the place of the local implementation's. A model built from other layers
-(Transformer Engine's, grouped experts, a specification that names the wheel's own classes) would
-train in full precision, with a loss that looks fine, while the run claims a format.
+Our layers replace those of the local implementation. A model built from other layers (Transformer
+Engine's, grouped experts, a specification that names the wheel's own classes) would train in full
+precision, with a loss that looks right, while the run claims a format.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.collection.module_identity import Identified, transformer_layers
 from megatron.fake_quant import policy
 
-#: Modules within a transformer layer whose matmul stays in high precision by intent.
+#: Modules within a transformer layer whose matmuls stay in high precision on purpose.
 HIGH_PRECISION = ("router", "shared_experts")
 CORE_ATTENTION = "core_attention"
-#: Of a configuration, and the values at which they are harmless.
-_BYPASSES = {
-    "cuda_graph_impl": ("none", None),
-    "enable_cuda_graph": (False, None),
-    "external_cuda_graph": (False, None),
-    "overlap_moe_expert_parallel_comm": (False, None),
+
+
+class Bypass(NamedTuple):
+    """A flag whose code computes matmuls past the formats and the collection."""
+
+    harmless: tuple[Any, ...]  #: values at which it does not
+    advice: str  #: why it does, and what to do
+    in_model: bool = False  #: whether a model's configuration tells that it is on
+
+
+#: Bypasses by flag. Those outside the model's configuration show in the classes of its layers.
+BYPASSES = {
+    "transformer_impl": Bypass(
+        ("local",), "its layers are not ours; give --transformer-impl local"
+    ),
+    "gradient_accumulation_fusion": Bypass(
+        (False, None),
+        "it computes weight gradients in a kernel of its own; give "
+        "--no-gradient-accumulation-fusion",
+    ),
+    "moe_grouped_gemm": Bypass((False, None), "it multiplies the experts in one kernel; remove it"),
+    "overlap_moe_expert_parallel_comm": Bypass(
+        (False, None), "its schedule does not run micro-batch by micro-batch; remove it", True
+    ),
+    "cuda_graph_impl": Bypass(("none", None), "a replayed graph runs no Python; give none", True),
+    "enable_cuda_graph": Bypass((False, None), "a replayed graph runs no Python; remove it", True),
+    "external_cuda_graph": Bypass(
+        (False, None), "a replayed graph runs no Python; remove it", True
+    ),
 }
 
 
@@ -26,35 +51,35 @@ def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
     """Refuse a model with a matmul that the requested format or collection does not reach.
 
     Args:
-        model: as it was built on this rank.
+        model: the model of this rank.
         collecting: whether this run collects tensors.
 
     Raises:
-        ValueError: names the first module that is not reached.
+        ValueError: naming the first module that is not reached.
     """
     quant_type = policy.current().quant_type
     if quant_type == policy.DEFAULT_TYPE and not collecting:
         return
-    asked = "tensor collection" if quant_type == policy.DEFAULT_TYPE else f"format {quant_type}"
+    request = "tensor collection" if quant_type == policy.DEFAULT_TYPE else f"format {quant_type}"
     recipe = model.config.quant_recipe
     if recipe is not None:
         raise ValueError(
-            f"{asked} is set and so is the configuration's quant_recipe ({recipe!r}), which our "
+            f"{request} is set and so is the configuration's quant_recipe ({recipe!r}), which our "
             "layers do not read; give the file to --quant-recipe or QUANT_RECIPE, and set none in "
             "the configuration"
         )
-    for name, harmless in _BYPASSES.items():
+    for name, (harmless, _, in_model) in BYPASSES.items():
         value = getattr(model.config, name, None)
-        if value not in harmless:
+        if in_model and value not in harmless:
             raise ValueError(
-                f"{asked} does not reach a model with {name}={value!r}: a replayed graph runs no "
+                f"{request} does not reach a model with {name}={value!r}: a replayed graph runs no "
                 f"Python, nor is an overlapped schedule seen; choose {harmless[0]!r}"
             )
     for layer_name, layer in transformer_layers(model):
         for name, module in layer.named_modules(prefix=layer_name):
             if _is_matmul(name, module) and not isinstance(module, Identified):
                 raise ValueError(
-                    f"{asked} does not reach {name}, a {type(module).__qualname__} of "
+                    f"{request} does not reach {name}, a {type(module).__qualname__} of "
                     f"{type(module).__module__}; build the model from the local implementation "
                     "(--transformer-impl local, without --moe-grouped-gemm), or switch the format "
                     "and the collection off"
@@ -62,7 +87,7 @@ def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
 
 
 def _is_matmul(name: str, module: torch.nn.Module) -> bool:
-    """Whether a module multiplies matrices itself: attention's core, or an owner of a matrix."""
+    """Return whether a module multiplies matrices itself: core attention, or it owns a matrix."""
     leaf = name.rpartition(".")[2]
     if leaf == CORE_ATTENTION:
         return True

@@ -1,11 +1,12 @@
-"""What is quantized, matmul by matmul, read off the model that was built.
+"""Audit the model that was built: which matmuls are quantized, in which formats, and where each
+format was set.
 
-A recipe says what should be; this says what is: every module that multiplies matrices, what the
-operands of its three GEMMs go through and who said so, and which share of the floating-point
-operations of all matmuls that is. A GEMM counts as quantized when both of its operands are.
+A recipe is a request, and the audit is the result. It covers every module that multiplies matrices,
+with the formats of the operands of its three GEMMs, and the share of the floating-point operations
+of all matmuls that is quantized. A GEMM counts as quantized if both of its operands are.
 
-Operations are those that are carried out for one token: attention multiplies whole matrices, causal
-or not, and each expert gets its share of the tokens. Embedding, norms and softmax have no matmul.
+Operations are counted for one token. Attention multiplies whole matrices, causal or not, and each
+expert gets its share of the tokens. Embedding, norms and softmax have no matmul.
 """
 
 import itertools
@@ -26,18 +27,18 @@ _LAYER = re.compile(r"(?<=layers\.)\d+")
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """What one attention layer does between its two matmuls."""
+    """The operations of one attention layer between its two matmuls."""
 
-    scale: float  #: that QK^T is multiplied by
-    coefficient: float | None  #: that the scores are multiplied by again, before the mask
-    window: tuple[int, int] | None  #: keys before and after a query that it sees; None: causal
+    scale: float  #: factor of QK^T
+    coefficient: float | None  #: further factor of the scores, before the mask; None for 1
+    window: tuple[int, int] | None  #: visible keys before and after a query; None: causal mask
     dropout: float
     kind: str  #: vanilla, off-by-one or learnable
     in_fp32: bool
 
     @classmethod
     def of(cls, attention: torch.nn.Module) -> "Softmax":
-        """That of a `DotProductAttention`."""
+        """Return the description of a `DotProductAttention`."""
         softmax, context = attention.scale_mask_softmax, attention.context
         window = softmax.window_size if context is None else context.window_size
         return cls(
@@ -56,20 +57,20 @@ class Matmul:
 
     module: str  #: name in the whole model
     operation: str  #: linear, qk or pv
-    flops: float  #: of one of its three GEMMs, per token
-    gemms: tuple[str, ...]  #: what the operands of each go through
-    quantized: int  #: how many of the three have both operands quantized
-    source: str
-    slots: tuple[str, ...]  #: what each of SLOTS really goes through
-    marks: tuple[str, ...] = ()  #: of a way to multiply that the operands do not tell
-    softmax: Softmax | None = None  #: of QK^T, what its scores go through
+    flops: float  #: FLOPs of one of its three GEMMs, per token
+    gemms: tuple[str, ...]  #: formats of the operands of each GEMM
+    quantized: int  #: number of GEMMs with both operands quantized
+    source: str  #: where the formats were set
+    slots: tuple[str, ...]  #: effective format of each of SLOTS
+    marks: tuple[str, ...] = ()  #: deviations of the matmul that the formats do not show
+    softmax: Softmax | None = None  #: softmax after QK^T; None for other operations
 
     @property
     def summary(self) -> str:
-        """The three GEMMs in one line, or what they share."""
+        """Return the three GEMMs in one line, or the one format that they share."""
         if len(set(self.gemms)) == 1 and len(set(self.gemms[0].split(" x "))) == 1:
-            alike = self.gemms[0].split(" x ")[0]
-            summary = "high precision" if alike == str(AS_IT_IS) else alike
+            shared = self.gemms[0].split(" x ")[0]
+            summary = "high precision" if shared == str(AS_IT_IS) else shared
         else:
             named = zip(GEMMS[self.operation], self.gemms, strict=True)
             summary = ", ".join(f"{gemm} {operands}" for gemm, operands in named)
@@ -77,14 +78,14 @@ class Matmul:
 
 
 def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) -> list[Matmul]:
-    """Those of this rank's stages, in an iteration (from 1)."""
-    found = []
+    """Return the matmuls of this rank's stages, in an iteration that counts from 1."""
+    results = []
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, Quantized) and module.identity is not None:
                 for operation in module.operations:
                     plan = module.plan_of(operation)
-                    found.append(
+                    results.append(
                         _matmul(
                             module.identity.name,
                             operation,
@@ -100,8 +101,8 @@ def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) 
                 if path.endswith(".router"):
                     flops = 2.0 * module.weight.numel()
                     why = "routers stay in high precision"
-                    found.append(_matmul(unwrapped(path), "linear", flops, None, why))
-    return found
+                    results.append(_matmul(unwrapped(path), "linear", flops, None, why))
+    return results
 
 
 def _matmul(
@@ -124,16 +125,16 @@ def _matmul(
         operation,
         flops,
         gemms=tuple(" x ".join(map(str, pair)) for pair in pairs),
-        quantized=sum(all(each.format is not None for each in pair) for pair in pairs),
+        quantized=sum(all(operand.format is not None for operand in pair) for pair in pairs),
         source=source,
         slots=tuple(map(str, operands)),
         softmax=softmax,
-        marks=tuple(mark for mark, there in marks.items() if there),
+        marks=tuple(mark for mark, applies in marks.items() if applies),
     )
 
 
 def _flops(module: Quantized, operation: str, seq_length: int) -> float:
-    """Of one GEMM for one token of the whole model."""
+    """Return the FLOPs of one GEMM for one token of the whole model."""
     config = module.config
     if operation == "linear":
         flops = 2.0 * module.input_size * module.output_size
@@ -142,35 +143,38 @@ def _flops(module: Quantized, operation: str, seq_length: int) -> float:
         return flops
     head_dim = config.kv_channels
     if getattr(config, "multi_latent_attention", False):
-        of_scores = config.qk_head_dim + config.qk_pos_emb_head_dim
-        head_dim = of_scores if operation == "qk" else config.v_head_dim
+        qk_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
+        head_dim = qk_dim if operation == "qk" else config.v_head_dim
     return 2.0 * seq_length * head_dim * config.num_attention_heads
 
 
 def of_whole_model(
     chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int = 1
 ) -> list[Matmul]:
-    """The matmuls of all ranks, each once, by name; to be called on all of them."""
+    """Return the matmuls of all ranks, without duplicates, in order of their names. Collective."""
     own = matmuls(chunks, seq_length, iteration)
     parts = [own]
     if torch.distributed.is_initialized():
         parts = [[] for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather_object(parts, own)
-    whole = {(each.module, each.operation): each for part in parts for each in part}
-    return sorted(whole.values(), key=lambda each: natural_order(each.module))
+    whole = {(matmul.module, matmul.operation): matmul for part in parts for matmul in part}
+    return sorted(whole.values(), key=lambda matmul: natural_order(matmul.module))
 
 
-def share(found: Iterable[Matmul]) -> float:
-    """The share of the FLOPs of all matmuls, forward and backward, that low precision has."""
-    found = list(found)
-    total = sum(3 * each.flops for each in found)
-    return sum(each.quantized * each.flops for each in found) / total if total else 0.0
+def share(results: Iterable[Matmul]) -> float:
+    """Return the share of low precision in the FLOPs of all matmuls, forward and backward."""
+    results = list(results)
+    total = sum(3 * matmul.flops for matmul in results)
+    quantized = sum(matmul.quantized * matmul.flops for matmul in results)
+    return quantized / total if total else 0.0
 
 
-def table(found: Sequence[Matmul]) -> list[str]:
-    """A line for each group of consecutive layers whose matmul of that name is treated alike."""
-    groups = _layers_alike(found, lambda each: (each.summary, each.source))
-    rows = [(modules, one.operation, one.summary, one.source) for modules, one in groups]
+def table(results: Sequence[Matmul]) -> list[str]:
+    """Return one line per matmul of a layer, with equal consecutive layers in one line."""
+    groups = _equal_layers(results, lambda matmul: (matmul.summary, matmul.source))
+    rows = [
+        (modules, matmul.operation, matmul.summary, matmul.source) for modules, matmul in groups
+    ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1, 2)]
     return [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
@@ -178,44 +182,47 @@ def table(found: Sequence[Matmul]) -> list[str]:
     ]
 
 
-def for_card(found: Sequence[Matmul]) -> list[dict[str, Any]]:
-    """The same for programs, as plain values: what recomputes a matmul must know of it.
+def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
+    """Return the audit as plain values, with all that is needed to recompute a matmul.
 
-    `modules` names one, or with `layers.0-2,5` several; `slots` says what each operand really goes
-    through, in a straight-through backward pass too. A reader that does not know one of the `marks`
-    cannot recompute the matmul.
+    `modules` names one module, or several as in `layers.0-2,5`. `slots` holds the effective format
+    of each operand, also in a straight-through backward pass. A reader that does not know one of
+    the `marks` cannot recompute the matmul.
     """
-    groups = _layers_alike(found, lambda each: (each.slots, each.marks, each.softmax, each.source))
+    groups = _equal_layers(
+        results, lambda matmul: (matmul.slots, matmul.marks, matmul.softmax, matmul.source)
+    )
     return [
         {
             "modules": modules,
-            "operation": one.operation,
-            "slots": dict(zip(SLOTS, one.slots, strict=True)),
-            "marks": list(one.marks),
-            "softmax": None if one.softmax is None else asdict(one.softmax),
-            "source": one.source,
+            "operation": matmul.operation,
+            "slots": dict(zip(SLOTS, matmul.slots, strict=True)),
+            "marks": list(matmul.marks),
+            "softmax": None if matmul.softmax is None else asdict(matmul.softmax),
+            "source": matmul.source,
         }
-        for modules, one in groups
+        for modules, matmul in groups
     ]
 
 
-def _layers_alike(
-    found: Iterable[Matmul], key: Callable[[Matmul], Hashable]
+def _equal_layers(
+    results: Iterable[Matmul], key: Callable[[Matmul], Hashable]
 ) -> list[tuple[str, Matmul]]:
-    """One matmul of each group of layers that have the same key, and the modules of all of them."""
+    """Group the matmuls of layers with the same key; return each group's modules and one matmul."""
     groups: dict[Hashable, tuple[list[str], Matmul]] = {}
-    for each in found:
-        name = _LAYER.sub("*", each.module, count=1)
-        layers, _ = groups.setdefault((name, each.operation, key(each)), ([], each))
-        layer = _LAYER.search(each.module)
+    for matmul in results:
+        name = _LAYER.sub("*", matmul.module, count=1)
+        layers, _ = groups.setdefault((name, matmul.operation, key(matmul)), ([], matmul))
+        layer = _LAYER.search(matmul.module)
         layers.append(layer[0] if layer else "")
     return [
-        (_LAYER.sub(_ranges(layers), one.module, count=1), one) for layers, one in groups.values()
+        (_LAYER.sub(_ranges(layers), matmul.module, count=1), matmul)
+        for layers, matmul in groups.values()
     ]
 
 
 def _ranges(layers: Sequence[str]) -> str:
-    """0,1,2,5 as 0-2,5."""
+    """Return numbers as ranges: 0,1,2,5 becomes 0-2,5."""
     numbers = sorted({int(layer) for layer in layers if layer})
     runs = []
     for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):

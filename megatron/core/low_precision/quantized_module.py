@@ -1,7 +1,7 @@
-"""A layer whose matmuls can be quantized: what they go through now, and with which random numbers.
+"""Give a layer the formats and the random numbers with which its matmuls are quantized.
 
-Which formats are in force depends on the layer's name, on its number and, under a recipe with a
-schedule, on the iteration. The answer is looked up once a layer and then read off a plan.
+The formats depend on the layer's name and number and, under a recipe with a schedule, on the
+iteration. Each layer looks them up once and then reads them from a plan.
 """
 
 import torch
@@ -17,30 +17,31 @@ from megatron.tensor_record import CODES, TENSOR_NAMES
 
 
 class Quantized(Identified):
-    """A module with matmuls of ours."""
+    """A module whose matmuls can be quantized and collected."""
 
-    operations: tuple[str, ...] = ()  #: of `quant_type.OPERATIONS`, those of this module
-    layer_type: str  #: as records have it
+    operations: tuple[str, ...] = ()  #: this module's part of `quant_type.OPERATIONS`
+    layer_type: str  #: layer type in the records
     _plans: dict[str, OperationPolicy] | None = None
 
     def plan_of(self, operation: str) -> OperationPolicy:
-        """What an operation goes through over the run. A module outside of a named model is taken
-        for one outside of the layers.
+        """Return the formats of an operation over the whole run.
+
+        A module outside a named model is treated like one outside the transformer layers.
         """
         if self._plans is None:
-            custom_quant_type = policy.current()
+            current = policy.current()
             name = "" if self.identity is None else self.identity.name
             layer = -1 if self.identity is None else self.identity.layer_idx
             head = self.identity is not None and self.identity.is_lm_head
             layers = self.config.num_layers
             self._plans = {
-                each: custom_quant_type.plan(each, name, layer, layers, is_lm_head=head)
-                for each in self.operations
+                name_of: current.plan(name_of, name, layer, layers, is_lm_head=head)
+                for name_of in self.operations
             }
         return self._plans[operation]
 
     def tensor_names(self) -> set[str]:
-        """The tensors that it can show: codes only of operands that are quantized at some time."""
+        """Return the names of its tensors, with codes only for operands that are ever quantized."""
         names = set(TENSOR_NAMES[self.layer_type])
         for operation in self.operations:
             times = [formats for formats, _ in self.plan_of(operation).of_all_times()]
@@ -52,18 +53,18 @@ class Quantized(Identified):
         return names
 
     def formats_of(self, operation: str) -> GemmFormats | None:
-        """What an operation goes through in this iteration; None: the wheel's own path."""
+        """Return the formats of an operation in this iteration; None runs the wheel's own code."""
         return self.plan_of(operation).at(max(clock.iteration, 1))
 
     def rounding_seed(self, formats: GemmFormats, operation: str = "linear") -> int | None:
-        """The seed of a matmul's stochastic rounding, None where nothing is rounded so.
+        """Return the seed of a matmul's stochastic rounding; None if nothing is rounded so.
 
-        It follows from the run's seed, the layer, the iteration and the micro-batch, so that a
-        recomputed forward pass, a resumed run and other pipeline stages round as the first one did.
-        Ranks with other data have other seeds. Tensor-parallel ranks have the same, since some of
-        their operands are replicas of one tensor; of their shards, values at the same place of two
-        ranks get the same random bits. A forward pass alone (evaluation) takes the iteration's, and
-        leaves torch's generators as they were.
+        The seed follows from the run's seed, the layer, the iteration and the micro-batch. A
+        recomputed forward pass, a resumed run and another pipeline layout therefore round in the
+        same way. Ranks with different data have different seeds. Tensor-parallel ranks share one,
+        because some of their operands are replicas of one tensor. Values at the same position in
+        two shards thus get the same random bits. Evaluation uses the iteration alone. torch's
+        generators do not change.
         """
         if not formats.stochastic:
             return None
@@ -77,7 +78,7 @@ class Quantized(Identified):
 
 
 def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:
-    """Where this rank stands among those that see other data."""
+    """Return the coordinates of this rank among the ranks with different data."""
     if not parallel_state.model_parallel_is_initialized():
         return ()
     if is_expert:
@@ -86,7 +87,7 @@ def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:
 
 
 def operand_names(formats: GemmFormats | None, *slots: str) -> str | None:
-    """What a tensor goes through in the slots in which it is an operand, as a record has it."""
+    """Return the formats of a tensor in the slots that use it, as the record spells them."""
     if formats is None:
         return None
     return " | ".join(dict.fromkeys(str(formats.effective(slot)) for slot in slots))

@@ -1,35 +1,47 @@
-"""Refuses a recipe of which something would not come true in this model.
+"""Refuse a recipe that this model cannot follow in full.
 
-The run would train in high precision, or in another format, where the user believes that it does
-not: a rule that reaches no module, one behind others that decide already, formats for operations
-that the modules do not have, a Hadamard transform that does not divide what it runs along.
+Otherwise the run would train in high precision, or in another format, without the user's knowledge.
+The check finds rules that match no module, rules that come after others which already decide,
+formats for operations that the modules do not have, and Hadamard transforms that do not fit.
+
+A transform of size d applies to whole groups of d values along the reduction axis of a GEMM. The
+reduction axis of a weight gradient is the tokens, whose number depends on the data, so it is padded
+with zeros (see `gemm.py`). All other axes belong to the model, and a transform whose size does not
+divide them is refused before training. Blocks of a format need no check, because the last block may
+be shorter.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from megatron.collection.module_identity import natural_order
-from megatron.core.low_precision import transform_sizes
 from megatron.core.low_precision.quantized_module import Quantized
 from megatron.fake_quant import policy
 from megatron.fake_quant.recipe import Recipe, Rule
 
+#: The reduction axes of fprop and dgrad, by operation.
+AXES = {
+    "linear": ("input features", "output features"),
+    "qk": ("channels of a head", "keys"),
+    "pv": ("keys", "channels of a head"),
+}
+
 
 class Matmul(NamedTuple):
-    """A module with matmuls of ours, in the whole model."""
+    """A module of the whole model whose matmuls can be quantized."""
 
     name: str
-    layer: int  #: number from 0; -1 outside of the layers
+    layer: int  #: layer number from 0; -1 outside the layers
     operations: tuple[str, ...]
 
 
 def check(chunks: Sequence[torch.nn.Module], seq_length: int) -> None:
-    """Check the recipe in force, if there is one; to be called on all ranks.
+    """Check the current recipe, if there is one. Collective.
 
     Raises:
-        ValueError: on all ranks alike; names the first mistake.
+        ValueError: on all ranks alike, naming the first mistake.
     """
     in_force = policy.current()
     if in_force.recipe is None:
@@ -41,15 +53,15 @@ def check(chunks: Sequence[torch.nn.Module], seq_length: int) -> None:
                 identity = module.identity
                 places.append(Matmul(identity.name, identity.layer_idx, module.operations))
                 num_layers = module.config.num_layers
-                unfit = unfit or next(transform_sizes.mistakes(module, seq_length), None)
+                unfit = unfit or next(_misfits(module, seq_length), None)
     parts = [(places, num_layers, unfit)]
     if torch.distributed.is_initialized():
         parts = [([], 0, None)] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(parts, (places, num_layers, unfit))
     whole = sorted({place for part in parts for place in part[0]}, key=_by_name)
     check_rules(in_force.recipe, in_force.by_recipe, whole, max(part[1] for part in parts))
-    if found := [part[2] for part in parts if part[2] is not None]:
-        raise ValueError(found[0])
+    if misfits := [part[2] for part in parts if part[2] is not None]:
+        raise ValueError(misfits[0])
 
 
 def _by_name(place: Matmul) -> list[tuple[int, str]]:
@@ -59,16 +71,16 @@ def _by_name(place: Matmul) -> list[tuple[int, str]]:
 def check_rules(
     recipe: Recipe, by_recipe: Collection[str], places: Sequence[Matmul], num_layers: int
 ) -> None:
-    """Refuse a rule that is never in force, or for nothing that it speaks of.
+    """Refuse a rule that never applies, or that applies to no operation that it configures.
 
     Args:
-        recipe: what was read.
-        by_recipe: the operations that no flag decides.
-        places: every module of the whole model with matmuls of ours.
-        num_layers: of the whole model.
+        recipe: the recipe.
+        by_recipe: the operations whose formats no flag sets.
+        places: every module of the whole model whose matmuls can be quantized.
+        num_layers: number of layers of the whole model.
 
     Raises:
-        ValueError: names the first such rule.
+        ValueError: naming the first such rule.
     """
     counting = {p: recipe.rules_for(p.name, p.layer, num_layers) for p in places}
     for rule in recipe.rules:
@@ -117,3 +129,44 @@ def _complaint(
             f"{counted[0].name}; change the pattern or the config"
         )
     return None
+
+
+def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
+    """Yield a message for each Hadamard transform that does not fit a module during the run.
+
+    Args:
+        module: a named module of this rank, which holds a shard of the features.
+        seq_length: tokens of the whole sequence, also under context parallelism.
+    """
+    assert module.identity is not None
+    for operation in module.operations:
+        sizes = dict(zip(("fprop", "dgrad"), _sizes(module, operation, seq_length), strict=True))
+        axes = dict(zip(sizes, AXES[operation], strict=True))
+        for formats, source in module.plan_of(operation).of_all_times():
+            for gemm, slot in (("fprop", "fprop_b"), ("dgrad", "dgrad_b")):
+                transform = getattr(formats, slot).hadamard
+                if transform is not None and sizes[gemm] % transform.size:
+                    yield (
+                        f"{source}: {module.identity.name}: {gemm} of {operation} has a Hadamard "
+                        f"transform of size {transform.size}, which does not divide its "
+                        f"{sizes[gemm]} {axes[gemm]}{_shard_note(module, operation)}; choose a "
+                        "size that does, or leave this module out"
+                    )
+
+
+def _sizes(module: Quantized, operation: str, seq_length: int) -> tuple[int, int]:
+    """Return the lengths of the reduction axes of fprop and dgrad on this rank."""
+    if operation == "linear":
+        inputs = getattr(module, "input_size_per_partition", module.input_size)
+        return inputs, getattr(module, "output_size_per_partition", module.output_size)
+    config = module.config
+    channels = config.kv_channels
+    if getattr(config, "multi_latent_attention", False):
+        qk_channels = config.qk_head_dim + config.qk_pos_emb_head_dim
+        channels = qk_channels if operation == "qk" else config.v_head_dim
+    return (channels, seq_length) if operation == "qk" else (seq_length, channels)
+
+
+def _shard_note(module: Quantized, operation: str) -> str:
+    sharded = operation == "linear" and module.config.tensor_model_parallel_size > 1
+    return " (of a tensor-parallel rank)" if sharded else ""

@@ -1,12 +1,13 @@
-"""Moves the clock of the collection: iteration, micro-batch and recomputation.
+"""Update the clock of the collection: iteration, micro-batch and recomputation.
 
 Overlaid because only the schedule knows which micro-batch runs. Seams: each of the three pipeline
-schedules is called once a training iteration, `forward_step` and `backward_step` once a
-micro-batch; the schedules reach these, and `get_forward_backward_func` reaches the schedules,
-through their module's globals.
+schedules is called once per training iteration, and `forward_step` and `backward_step` once per
+micro-batch. The schedules find these two functions, and `get_forward_backward_func` finds the
+schedules, in the globals of their module.
 
-Under 1F1B a backward step belongs to an earlier micro-batch than the last forward step, so the
-micro-batch travels on the output tensor, which the schedule hands to `backward_step`.
+Under 1F1B a backward step belongs to an earlier micro-batch than the last forward step. The
+micro-batch is therefore an attribute of the output tensor, which the schedule passes to
+`backward_step`.
 """
 
 import functools
@@ -24,9 +25,9 @@ _upstream_forward_step = _upstream.forward_step
 _upstream_backward_step = _upstream.backward_step
 
 
-_training = False  #: inside of a forward-backward pass, not of a forward-only one
-_checked = False  #: whether each rule of the recipe was found to apply
-_steps = 0  #: forward steps of the training iteration under way
+_training = False  #: whether a forward-backward pass runs, not a forward-only one
+_checked = False  #: whether the recipe has been checked against the model
+_steps = 0  #: forward steps of the current training iteration
 
 
 def _first(tensors):
@@ -35,9 +36,7 @@ def _first(tensors):
 
 @functools.wraps(_upstream_forward_step)
 def forward_step(*args, current_microbatch=None, **kwargs):
-    """The wheel's forward step, with the micro-batch noted; a forward-only pass (evaluation) is not
-    collected.
-    """
+    """Run the wheel's forward step, and set the clock's micro-batch unless this is evaluation."""
     global _steps
     if not _training:
         return _upstream_forward_step(*args, current_microbatch=current_microbatch, **kwargs)
@@ -53,7 +52,7 @@ def forward_step(*args, current_microbatch=None, **kwargs):
 
 @functools.wraps(_upstream_backward_step)
 def backward_step(input_tensor, output_tensor, *args, **kwargs):
-    """The wheel's backward step; a forward pass inside of it is a recomputation."""
+    """Run the wheel's backward step; a forward pass inside it is a recomputation."""
     before = clock.micro_batch
     clock.micro_batch = getattr(_first(output_tensor), "_collected_micro_batch", before)
     clock.recomputing = True
@@ -64,7 +63,7 @@ def backward_step(input_tensor, output_tensor, *args, **kwargs):
 
 
 def _counted(schedule):
-    """The wheel's schedule, which moves the clock on where it trains."""
+    """Return the wheel's schedule with the clock updated in training."""
 
     @functools.wraps(schedule)
     def counted(*args, forward_only=False, **kwargs):
@@ -90,7 +89,7 @@ def _check_schedule_of_recipe():
 
 
 def _seed_of_the_run():
-    """The seed that ranks began with; Megatron adds something to it on later pipeline stages."""
+    """Return the run's seed: the lowest one, because later pipeline stages add an offset."""
     seeds = [torch.initial_seed()]
     if torch.distributed.is_initialized():
         seeds *= torch.distributed.get_world_size()

@@ -4,10 +4,10 @@ Overlaid because the local layer specification, MLA, MoE and the output layer na
 directly. Seam: `_forward_impl`, which the wheel calls with the operands and the communication flags
 of one matmul.
 
-With no format and nothing to collect that call goes to the wheel unchanged. Otherwise communication
-and matmul are taken apart: gather (sequence parallel) or copy (tensor parallel) first, so that
-blocks along the token axis are formed from, and the collected operands are, what the GEMM sees. An
-unquantized matmul that is collected is still the wheel's own.
+With no format and nothing to collect, that call goes to the wheel unchanged. Otherwise the
+communication, a gather (sequence parallel) or a copy (tensor parallel), runs before the matmul.
+Blocks along the token axis are then formed from the operands that the GEMM multiplies, and these
+operands are collected. A matmul that is collected but not quantized still runs the wheel's code.
 
 What it costs: under sequence parallelism the gathered input is kept for the backward pass, where
 the wheel keeps this rank's slice and gathers it again.
@@ -28,7 +28,7 @@ _upstream = shadowed(__name__)
 
 
 class _QuantizedLinear(Quantized):
-    """What column- and row-parallel linear layers share."""
+    """The common part of column- and row-parallel linear layers."""
 
     operations = ("linear",)
     layer_type = "linear"
@@ -36,11 +36,12 @@ class _QuantizedLinear(Quantized):
     dims: tuple[str, str, str, str]
 
     def _forward_impl(self, input, weight, *args, **kwargs):
-        custom_quant_type = self.formats_of("linear")
+        # Compiled from CUSTOM_QUANT_TYPE and the recipe by `megatron.fake_quant.policy`.
+        formats = self.formats_of("linear")
         capture = tensor_saver.capture(self.identity, self.layer_type)
-        if custom_quant_type is None and capture is None:
+        if formats is None and capture is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
-        return self._observed_matmul(input, weight, custom_quant_type, capture, *args, **kwargs)
+        return self._observed_matmul(input, weight, formats, capture, *args, **kwargs)
 
     def _observed_matmul(
         self,
@@ -56,7 +57,7 @@ class _QuantizedLinear(Quantized):
         wgrad_deferral_limit=None,
         tp_group=None,
     ):
-        """Communicate, then multiply the local shards, showing `capture` what enters and leaves."""
+        """Communicate, then multiply the local shards and pass all tensors to `capture`."""
         if gradient_accumulation_fusion or grad_output_buffer is not None:
             raise ValueError(
                 "gradient-accumulation fusion and deferred embedding weight gradients compute the "
@@ -87,14 +88,14 @@ class _QuantizedLinear(Quantized):
 
     @staticmethod
     def _add_bias(output_sbo, bias_O):
-        """After the output was collected, which so is the matmul's own with and without a bias.
+        """Add the bias after the output was collected, which is thus the matmul's own result.
 
-        On flat tokens: the gradient is then summed over one axis, in the wheel's order.
+        The tokens are one axis, so that the gradient is summed over it in the wheel's order.
         """
         return (output_sbo.flatten(0, -2) + bias_O).view(output_sbo.shape)
 
     def _quantized_matmul(self, input_sbh, weight_OH, formats, capture):
-        """Tokens are one axis, [s, b, h] -> [s * b, h], before blocks along it are formed."""
+        """Flatten the tokens to one axis, [s, b, h] -> [s * b, h], and multiply."""
         input_TH = input_sbh.reshape(-1, input_sbh.shape[-1])
         seed = self.rounding_seed(formats)
         observe = None if capture is None else capture.codes("linear")
@@ -115,8 +116,10 @@ class _QuantizedLinear(Quantized):
         )
 
     def _over_tokens(self, of_weight):
-        """Dims of a weight's gradient: a sum over tokens, of which context-parallel ranks have a
-        part each. (An expert's are those that were sent to this rank, whatever rank had them.)
+        """Return the dims of a weight's gradient.
+
+        The gradient is a sum over tokens, and each context-parallel rank has a part of it. An
+        expert's gradient covers the tokens that were sent to this rank.
         """
         if self.is_expert or self.config.context_parallel_size == 1:
             return of_weight
@@ -125,17 +128,19 @@ class _QuantizedLinear(Quantized):
     def _watch_output(self, capture, output, formats):
         of_output = self._dims_of(output)[2]
         capture.save("output", output, dims=of_output, phase="post")
-        of_grad = of_output.partition(" |")[0]  # of a partial sum it is whole on every rank
+        of_grad = of_output.partition(" |")[
+            0
+        ]  # the gradient of a partial sum is whole on every rank
         format_names = operand_names(formats, "dgrad_c", "wgrad_c")
         capture.watch_result(output, "grad_output", dims=of_grad, format=format_names)
 
     def _dims_of(self, activation):
-        """`dims`; an expert has [tokens, h] activations and a tensor-parallel group of its own."""
+        """Return `dims`; experts have [tokens, h] activations and a tensor-parallel group each."""
         dims = self.dims
         if activation.dim() == 2:
-            dims = [of.replace("s b ", "t ") for of in dims]
+            dims = [part.replace("s b ", "t ") for part in dims]
         if self.is_expert:
-            dims = [of.replace("[tp]", "[etp]") for of in dims]
+            dims = [part.replace("[tp]", "[etp]") for part in dims]
         return dims
 
 

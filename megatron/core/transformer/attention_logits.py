@@ -1,7 +1,7 @@
-"""The largest attention logit of an iteration, for `--log-max-attention-logit`.
+"""Track the largest attention logit of an iteration, for `--log-max-attention-logit`.
 
-A logit is an element of the scaled product QK^T that its query may see. Each attention keeps the
-maximum per head in `current_max_attn_logits`, as Transformer Engine's attention does.
+A logit is an element of the scaled product QK^T whose key the mask leaves visible. Each attention
+keeps the maximum per head in `current_max_attn_logits`, as Transformer Engine's attention does.
 """
 
 import math
@@ -30,9 +30,9 @@ def visible_mask(softmax: FusedScaleMaskSoftmax, scores, attention_mask):
 
 
 def watch_logits(attention: torch.nn.Module) -> None:
-    """Keep the maximum of what enters the softmax of an attention while it trains.
+    """Track the maximum input of an attention's softmax during training.
 
-    A forward pass that recomputation repeats has the same maximum, and counts once.
+    A recomputed forward pass has the same maximum and so changes nothing.
     """
     setattr(attention, NAME, None)
     attention.scale_mask_softmax.register_forward_pre_hook(
@@ -45,8 +45,8 @@ def _note(attention, softmax, scores, attention_mask) -> None:
     if not attention.training:
         return
     mask = visible_mask(softmax, scores, attention_mask)
-    seen = scores if mask is None else scores.masked_fill(mask, -math.inf)
-    largest = seen.amax(dim=(0, 2, 3)).float()  # before the scale, which is positive
+    visible = scores if mask is None else scores.masked_fill(mask, -math.inf)
+    largest = visible.amax(dim=(0, 2, 3)).float()  # before the scale, which is positive
     if softmax.scale is not None:
         largest = largest * softmax.scale
     before = getattr(attention, NAME)
@@ -60,14 +60,14 @@ def take_max_attention_logit(model: list[torch.nn.Module]) -> float:
     It is NaN if any logit was NaN, and minus infinity if there was no logit.
     """
     largest = torch.full((2,), -math.inf, device=torch.cuda.current_device())
-    for module in (each for chunk in model for each in chunk.modules()):
-        found = getattr(module, NAME, None)
-        if found is not None:
+    for module in (module for chunk in model for module in chunk.modules()):
+        per_head = getattr(module, NAME, None)
+        if per_head is not None:
             setattr(module, NAME, None)
             largest[0] = torch.maximum(
-                largest[0], found.float().nan_to_num(-math.inf, math.inf, -math.inf).max()
+                largest[0], per_head.float().nan_to_num(-math.inf, math.inf, -math.inf).max()
             )
-            largest[1] = torch.maximum(largest[1], found.isnan().any().float())
+            largest[1] = torch.maximum(largest[1], per_head.isnan().any().float())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     value, has_nan = largest.tolist()
     return math.nan if has_nan > 0 else value

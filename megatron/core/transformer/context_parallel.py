@@ -1,29 +1,29 @@
-"""Context parallelism of the local attention: every rank gathers all keys and values.
+"""Context parallelism for the local attention: every rank gathers all keys and values.
 
-The ranks of a context-parallel group share each sequence. Everything but attention looks at one
-token at a time; attention needs the keys and values of all of them, and in the wheel only
-Transformer Engine's has a way to get them: the local one refuses to be built. Ours gathers K and V
-over the group before the matmuls, the `all_gather` of the wheel's `cp_comm_type`. Each matmul is
-then one GEMM over whole rows of keys, so that blocks along the keys are those of a single rank; the
-ring and all-to-all variants cut those rows, or need Transformer Engine, and are refused.
+The ranks of a context-parallel group share each sequence. Only attention combines tokens, and it
+needs the keys and values of all of them. In the wheel, only Transformer Engine's attention can get
+them; the local attention refuses to be built. Ours gathers K and V over the group before the
+matmuls, which is `all_gather` of the wheel's `cp_comm_type`. Each matmul is then one GEMM over
+whole rows of keys, so blocks along the keys equal those of a single rank. The ring and all-to-all
+variants cut these rows, or need Transformer Engine, and are refused.
 
-The backward pass sums the gradients of K and V over the ranks, each of which has the share of its
-own queries, and leaves to each its own part (a reduce-scatter, in the dtype of K and V).
+The backward pass sums the gradients of K and V over the ranks, each of which contributes the share
+of its own queries. Each rank keeps its own part (a reduce-scatter, in the dtype of K and V).
 
-With a causal mask later tokens have more keys to look at. For an equal load Megatron cuts a
-sequence into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r (a zigzag): see
+Under a causal mask, later tokens attend to more keys. To balance the load, Megatron cuts a sequence
+into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r (a zigzag): see
 `get_batch_on_this_cp_rank` and, for the rotary embedding, `get_pos_emb_on_this_cp_rank`. Gathered
-keys and values are put back into the order of the sequence, and a mask goes by the positions that
-the queries have there.
+keys and values are put back into the order of the sequence, and a mask uses the positions of the
+queries in it.
 
-Of a format whose scale spans a tensor (NVFP4, FP8), the scale of a rank's queries is that of its
-own; blocks along queries and, in linear layers, along tokens are formed of this rank's tokens. Both
-differ from one rank's, the latter unless a block divides a chunk. Stochastic rounding draws on each
-rank for itself, also for the keys and values that all of them have.
+If a format has one scale per tensor (NVFP4, FP8), each rank computes the scale of its own queries.
+Blocks along queries and, in linear layers, along tokens are formed from this rank's tokens. Both
+differ from a run on one rank, except that blocks agree if their size divides a chunk. Stochastic
+rounding draws separate random bits on each rank, also for the gathered keys and values.
 
-What it costs: all keys and values, and a row of scores over all keys for each query of this rank,
-where a ring keeps a part; with selective recomputation (`core_attn`) both live only while they are
-used, and are gathered again. No work is saved on what the mask hides, as in the wheel's attention.
+What it costs: memory for all keys and values, and for scores of this rank's queries over all keys,
+where a ring keeps only a part. With selective recomputation (`core_attn`) both exist only while
+they are used, and are gathered again. Masked scores are computed, as in the wheel's attention.
 """
 
 import copy
@@ -35,19 +35,19 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 
-COMM_TYPE = "all_gather"  #: of the wheel's `cp_comm_type`, the one that is done here
+COMM_TYPE = "all_gather"  #: the only value of the wheel's `cp_comm_type` that is supported here
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:
-    """The two chunks, of 2 * size, of each sequence that a context-parallel rank has."""
+    """Return the two chunks of each sequence, out of 2 * size, that a rank holds."""
     return rank, 2 * size - 1 - rank
 
 
 def check_comm_type(cp_comm_type: str | None) -> None:
-    """Refuse a way of communication that was asked for and is not this one.
+    """Refuse a way of communication other than `COMM_TYPE` or None.
 
     Raises:
-        ValueError: see above; None is accepted.
+        ValueError: if another one is requested.
     """
     if cp_comm_type not in (None, COMM_TYPE):
         raise ValueError(
@@ -58,7 +58,7 @@ def check_comm_type(cp_comm_type: str | None) -> None:
 
 
 def as_one_rank(config):
-    """`config` for the wheel's constructor, which does nothing with the size but refuse it."""
+    """Return `config` with size 1 for the wheel's constructor, which only checks the size."""
     if config.context_parallel_size == 1:
         return config
     alone = copy.copy(config)
@@ -68,18 +68,19 @@ def as_one_rank(config):
 
 @dataclass(frozen=True)
 class ContextParallelism:
-    """What one attention layer needs to know of its context-parallel group."""
+    """The context-parallel group of one attention layer, and the layer's mask."""
 
     group: torch.distributed.ProcessGroup
-    causal: bool  #: hide later keys where no mask is given
-    window_size: tuple[int, int] | None  #: keys before and after a query that it sees; else all
+    causal: bool  #: whether later keys are hidden if no mask is given
+    window_size: tuple[int, int] | None  #: visible keys before and after a query; None for all
 
     @classmethod
     def of(cls, attention, cp_comm_type: str | None) -> "ContextParallelism | None":
-        """That of a `DotProductAttention` that is otherwise built; None without such parallelism.
+        """Return the context parallelism of a built `DotProductAttention`; None if its size is 1.
 
         Raises:
-            ValueError: another way of communication, or a group that is not the configured one.
+            ValueError: if another way of communication is requested, or the group has not the
+                configured size.
         """
         group = getattr(attention.pg_collection, "cp", None)
         if group is None:
@@ -99,7 +100,7 @@ class ContextParallelism:
         return cls(group, causal=causal, window_size=softmax.window_size)
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Where this rank's `length` tokens stand in the sequence."""
+        """Return the positions of this rank's `length` tokens in the sequence."""
         size = self.group.size()
         if length % 2:
             raise ValueError(
@@ -113,8 +114,9 @@ class ContextParallelism:
         return chunks_of(self.group.rank(), self.group.size())
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """[s / cp, ...] of each rank to [s, ...] in order of the sequence; the gradients of all
-        ranks are summed.
+        """Gather [s / cp, ...] of each rank to [s, ...] in the order of the sequence.
+
+        The backward pass sums the gradients of all ranks.
         """
         size = self.group.size()
         by_rank = gather_from_sequence_parallel_region(part, group=self.group).chunk(2 * size)
@@ -124,13 +126,14 @@ class ContextParallelism:
     def mask(
         self, queries: int, attention_mask: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
-        """True where a query of this rank must not see a key, with the keys in sequence order.
+        """Return a mask that is True where a query of this rank must not see a key.
 
-        A mask that is given has a row for each query of this rank, as `get_batch_on_this_cp_rank`
-        cuts it. Against a sliding window it does not count, as in the wheel.
+        The keys are in the order of the sequence. A given mask has one row per query of this rank,
+        as `get_batch_on_this_cp_rank` cuts it. A sliding window takes precedence over it, as in the
+        wheel.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: if the given mask has another shape.
         """
         position, keys = self.positions(queries, device), queries * self.group.size()
         ahead = torch.arange(keys, device=device) - position[:, None]
@@ -148,10 +151,11 @@ class ContextParallelism:
         return attention_mask
 
     def whole(self, query, key, value, attention_mask):
-        """Key, value and mask for this rank's `query`, [s / cp, b, heads, d].
+        """Return key, value and mask for this rank's `query` [s / cp, b, heads, d].
 
         Raises:
-            ValueError: keys for other tokens than the queries', or see `mask` and `positions`.
+            ValueError: if keys and queries have different numbers of tokens, or as in `mask` and
+                `positions`.
         """
         if not query.shape[0] == key.shape[0] == value.shape[0]:
             raise ValueError(

@@ -1,16 +1,16 @@
-"""Attention whose two matmuls, QK^T and PV, can be fake-quantized, forward and backward, and
-collected.
+"""Attention whose two matmuls, QK^T and PV, can be fake-quantized and collected, forward and
+backward.
 
-Overlaid because `DotProductAttention.forward` has no seam between its matmuls. Without a format the
-wheel's own `forward` runs, also when tensors are collected; with one, ours, which a test holds to
-the wheel's bit for bit when the formats are taken out. Ours also runs under context parallelism,
-which the wheel's refuses: see `context_parallel`.
+Overlaid because `DotProductAttention.forward` has no seam between its matmuls. Seam: `forward`.
+Without a format the wheel's own `forward` runs, also when tensors are collected. With a format ours
+runs, and a test compares it with the wheel's bit for bit after removing the formats. Ours also runs
+under context parallelism, which the wheel's refuses: see `context_parallel`.
 
-Collected are the tensors that enter and leave the whole operation: keys and values before they are
-repeated for grouped-query attention, and before they are gathered over context-parallel ranks, and
-their gradients after these were summed over the query group and over the ranks. On request also
-the scores, scaled and not yet masked, and the probabilities that V is multiplied by, after dropout;
-for these our `forward` runs without a format as well.
+The collected tensors are those that enter and leave the whole operation. Keys and values are taken
+before they are repeated for grouped-query attention and before they are gathered over
+context-parallel ranks. Their gradients are taken after the sum over the query group and the ranks.
+On request, the collection also holds the scores, scaled and not yet masked, and the probabilities
+that multiply V, after dropout. For these, our `forward` runs even without a format.
 
 Shape suffixes: B batch times heads, M queries, N keys, D head dimension. Letters of the recorded
 dims: s sequence, k keys, b batch, a attention heads, g query groups, d head dimension, h all heads'
@@ -35,27 +35,28 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
 
     operations = ("qk", "pv")
     layer_type = "attention"
-    group_copies = 1  #: tensor-parallel ranks that have the same query group, one after another
+    group_copies = 1  #: consecutive tensor-parallel ranks with the same query group
 
     def __init__(self, config, *args, k_channels=None, v_channels=None, **kwargs):
         super().__init__(as_one_rank(config), *args, **kwargs)
         self.config = config
         self.context = ContextParallelism.of(self, kwargs.get("cp_comm_type"))
-        if self.context is not None:  # its masks go by position: the softmax must make none
+        if self.context is not None:  # it builds the masks, so the softmax must build none
             self.scale_mask_softmax.window_size = None
-        if v_channels is not None:  # by which the wheel's `forward` shapes the context
+        if v_channels is not None:  # the wheel's `forward` shapes the context by it
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         if config.log_max_attention_logit:
             watch_logits(self)
 
     def forward(self, query, key, value, attention_mask, *args, **kwargs):
-        """Query [sq, b, np, hn], key and value [sk, b, ng, hn] to context [sq, b, np * hn]."""
-        custom_quant_type = (self.formats_of("qk"), self.formats_of("pv"))
+        """Map query [sq, b, np, hn], key and value [sk, b, ng, hn] to context [sq, b, np * hn]."""
+        # Compiled from CUSTOM_QUANT_TYPE and the recipe by `megatron.fake_quant.policy`.
+        formats = (self.formats_of("qk"), self.formats_of("pv"))
         capture = tensor_saver.capture(self.identity, self.layer_type)
         if capture is not None:
-            query, key, value = self._watch_operands(capture, query, key, value, *custom_quant_type)
-        inside = capture is not None and capture.wants(*PAIRWISE)
-        if custom_quant_type == (None, None) and self.context is None and not inside:
+            query, key, value = self._watch_operands(capture, query, key, value, *formats)
+        pairwise = capture is not None and capture.wants(*PAIRWISE)
+        if formats == (None, None) and self.context is None and not pairwise:
             context = super().forward(query, key, value, attention_mask, *args, **kwargs)
         else:
             context = self._quantized_forward(
@@ -64,13 +65,13 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
                 value,
                 attention_mask,
                 *args,
-                formats=custom_quant_type,
+                formats=formats,
                 capture=capture,
                 **kwargs,
             )
         if capture is not None:
             capture.save("output", context, dims="s b h[tp]", phase="post")
-            format_names = operand_names(custom_quant_type[1], "dgrad_c", "wgrad_c")
+            format_names = operand_names(formats[1], "dgrad_c", "wgrad_c")
             capture.watch_result(context, "grad_output", dims="s b h[tp]", format=format_names)
         return context
 
@@ -104,7 +105,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         formats,
         capture=None,
     ):
-        """Attention by our own matmuls; one whose format is None is as the wheel does it."""
+        """Compute attention with our own matmuls; without a format a matmul is the wheel's."""
         self._check_plain(attention_bias, packed_seq_params)
         if self.context is not None:
             key, value, attention_mask = self.context.whole(query, key, value, attention_mask)
@@ -113,7 +114,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         query_BMD, key_BND, value_BND = (self._by_head(x, heads) for x in (query, key, value))
         scores_BMN = self._matmul(query_BMD, key_BND, "qk", qk, capture, alpha=self.softmax_scale)
         scores = scores_BMN.view(batch, heads, *scores_BMN.shape[1:])
-        if capture is not None:  # now: a mask may be applied in place
+        if capture is not None:  # before a mask changes them in place
             capture.save("attention_scores", scores, dims="b a[tp] s k", phase="post")
         probs_BMN = self._softmax(scores, attention_mask).view(scores_BMN.shape)
         if capture is not None:
@@ -143,13 +144,13 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
 
     @staticmethod
     def _by_head(x, heads):
-        """[s, b, groups, d] -> [b * heads, s, d], a group repeated for the heads that share it."""
+        """Reshape [s, b, groups, d] to [b * heads, s, d], and repeat a group for its heads."""
         if x.shape[2] != heads:
             x = x.repeat_interleave(heads // x.shape[2], dim=2)
         return x.reshape(x.shape[0], -1, x.shape[3]).transpose(0, 1)
 
     def _matmul(self, a_BMK, b_BNK, operation, formats, capture, alpha=1.0, unnormalized=None):
-        """A B^T with quantized operands, or as the wheel does it."""
+        """Return A B^T with quantized operands, or computed as in the wheel."""
         if formats is not None:
             return quantized_matmul(
                 a_BMK,
@@ -168,8 +169,9 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
 
     @torch.no_grad()
     def _unnormalized(self, scores, attention_mask):
-        """e = exp(s - rowmax) and its row sums (fp32), [b * np, sq, sk] and [b * np, sq, 1]: what a
-        flash-attention kernel multiplies V by, and what it divides by afterwards.
+        """Return e = exp(s - rowmax) [b * np, sq, sk] and its row sums in fp32 [b * np, sq, 1].
+
+        A flash-attention kernel multiplies V by e and divides by the sums afterwards.
         """
         softmax = self.scale_mask_softmax
         if self.softmax_offset is not None or (self.training and self.attention_dropout.p > 0):
@@ -185,8 +187,9 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         return e.to(scores.dtype), e.sum(-1, keepdim=True)
 
     def _softmax(self, scores, attention_mask):
-        """Scale, mask, softmax and dropout, [b, np, sq, sk]; with the wheel's choice of random
-        state.
+        """Scale and mask scores [b, np, sq, sk], then apply softmax and dropout.
+
+        The random state is the one that the wheel uses.
         """
         if self.scale_mask_softmax.is_kernel_available(attention_mask, *scores.shape):
             raise ValueError(

@@ -1,16 +1,15 @@
 """Multi-latent attention from the local layers, without Transformer Engine.
 
-Overlaid for two reasons. The wheel takes Transformer Engine for installed wherever its wrapper of
-it can be imported, which is always, and then asks whether a layer is a `TELinear`, which is a mock.
-Seam: the name `HAVE_TE`.
+Overlaid for two reasons. First, the wheel assumes that Transformer Engine is installed if its
+wrapper can be imported, which is always the case, and then checks whether a layer is a `TELinear`,
+which is a mock. Seam: the name `HAVE_TE`.
 
-And under tensor parallelism the wheel's local layers compute a wrong gradient, without a word. The
-positional part of the key has one head, which every rank repeats for its own heads: its gradient is
-a sum over all ranks' heads, but what gathered it from the ranks only cuts the gradient again, so
-that each rank's columns learn from its own heads alone. (Transformer Engine's layer is not cut over
-ranks, and there the wheel sums.) Seam: the output of `linear_kv_down_proj`, which we gather, so
-that the wheel does not, with the sum in the backward pass. Without tensor parallelism nothing
-changes.
+Second, under tensor parallelism the wheel's local layers silently compute a wrong gradient. The
+positional part of the key has one head, which every rank repeats for its own heads, so its gradient
+is a sum over the heads of all ranks. The wheel's gather only cuts the gradient in its backward
+pass, and each rank's columns learn from its own heads alone. (Transformer Engine's layer is not
+sharded, and there the wheel sums.) Seam: the output of `linear_kv_down_proj`. We gather it before
+the wheel would, with the sum in the backward pass. Without tensor parallelism nothing changes.
 """
 
 import torch
@@ -38,7 +37,7 @@ class MLASelfAttention(_upstream.MLASelfAttention):
             layer.register_forward_hook(self._gathered)
 
     def _gathered(self, layer, inputs, output):
-        """All columns of `[s, b, latent + position]`; its slice of s under sequence parallelism."""
+        """Gather all columns of `[s, b, latent + position]`, and keep this rank's slice of s."""
         combined, bias = output
         combined = gather_from_tensor_model_parallel_region(combined, group=self.tp_group)
         if self.config.sequence_parallel:  # the wheel gathers the position, and sums its gradient

@@ -1,11 +1,11 @@
-"""Norms of the local (non Transformer Engine) implementation that also work under sequence
+"""Norms of the local implementation (without Transformer Engine) that also work under sequence
 parallelism.
 
-Overlaid because the wheel's `WrappedTorchNorm` refuses sequence parallelism. The refusal is about
-gradients, not about the norm: each rank sees its own slice of the sequence, so the gradient of the
-norm's weight is a partial sum, and `finalize_model_grads` all-reduces it over the tensor-parallel
-group for every parameter that carries `sequence_parallel = True`. Setting the attribute is all that
-was missing.
+Overlaid because the wheel's `WrappedTorchNorm` refuses sequence parallelism. Seam: `__new__`. The
+refusal is about gradients, not about the norm: each rank sees its own slice of the sequence, so the
+gradient of the norm's weight is a partial sum. `finalize_model_grads` all-reduces it over the
+tensor-parallel group for every parameter with `sequence_parallel = True`, so it is enough to set
+this attribute.
 """
 
 from megatron.core._overlay import shadowed
@@ -28,7 +28,7 @@ class WrappedTorchNorm(_upstream.WrappedTorchNorm):
 class _WithoutSequenceParallel:
     """A view of a configuration with sequence parallelism off.
 
-    Not `dataclasses.replace`: that would run the configuration's `__post_init__` a second time.
+    `dataclasses.replace` would run the configuration's `__post_init__` a second time.
     """
 
     sequence_parallel = False

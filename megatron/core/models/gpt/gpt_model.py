@@ -1,8 +1,8 @@
-"""GPTModel that tells its layers what they are called, and refuses layers that are not ours.
+"""GPTModel that gives its layers their names, and refuses layers that are not ours.
 
-Overlaid because a linear layer knows neither its name nor its layer's number, and both decide what
-is quantized and how a collected tensor is recorded. Seam: the end of `__init__`, where the wheel
-too walks over all named modules.
+Overlaid because a linear layer knows neither its name nor its layer's number. Both decide whether
+it is quantized and how its tensors are recorded. Seam: the end of `__init__`, where the wheel too
+iterates over all named modules.
 """
 
 from megatron.collection.module_identity import assign_identities

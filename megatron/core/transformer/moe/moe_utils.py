@@ -1,8 +1,8 @@
-"""What the router and the token dispatchers share, also without Transformer Engine and on a CPU.
+"""Make the functions of router and token dispatchers work without Transformer Engine and on a CPU.
 
-Overlaid because the router asks whether `te_general_gemm` is None, a name that the wheel defines
-only where Transformer Engine is installed; and because the all-to-all dispatcher takes the sizes of
-what it exchanges from `maybe_move_tensor_to_cpu`, which makes them the numbers that torch demands
+Overlaid because the router checks whether `te_general_gemm` is None, but the wheel defines this
+name only if Transformer Engine is installed. The all-to-all dispatcher also takes the sizes of its
+messages from `maybe_move_tensor_to_cpu`, which converts them to the numbers that torch requires
 only if they come from a GPU. Seam: these two names.
 """
 
@@ -17,6 +17,6 @@ if not hasattr(_upstream, "te_general_gemm"):
 
 
 def maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
-    """See the wheel's; `as_numpy` also holds for a tensor that is on the CPU already."""
+    """Move a tensor as the wheel does, but apply `as_numpy` also to a tensor on the CPU."""
     moved = _upstream.maybe_move_tensor_to_cpu(tensor, as_numpy, record_stream)
     return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
