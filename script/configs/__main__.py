@@ -45,11 +45,13 @@ def build_parser() -> ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=ANSWERS)
-    parser.add_argument("--tokenizer", help="as named by the user")
-    parser.add_argument("--data", help="as named by the user")
-    parser.add_argument("--tokenizer-name", default="--tokenizer-path", help="for the messages")
-    parser.add_argument("--data-name", default="--data-path", help="for the messages")
+    parser.add_argument("query", choices=ANSWERS)
+    parser.add_argument("--tokenizer", help="tokenizer that the user gives")
+    parser.add_argument("--data", help="prefix of the data that the user gives")
+    parser.add_argument(
+        "--tokenizer-name", default="--tokenizer-path", help="name of its option, for messages"
+    )
+    parser.add_argument("--data-name", default="--data-path", help="the same for the data")
     parser.add_argument("--preset", default="tiny", help="tiny may train on the default corpus")
     parser.add_argument("--type", help="quantization type as given by the user")
     parser.add_argument("--command", default="", help="training command as a dry run prints it")
@@ -128,7 +130,7 @@ ANSWERS = {
 def main() -> int:
     options = build_parser().parse_args()
     try:
-        for line in ANSWERS[options.what](options):
+        for line in ANSWERS[options.query](options):
             print(line)
     except ConfigError as error:
         print(f"[ERROR] {error}", file=sys.stderr)

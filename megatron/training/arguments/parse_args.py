@@ -68,13 +68,6 @@ examples:
 """
 
 
-class _Parser(ArgumentParser):
-    """A parser that raises its errors, so that a single rank reports them."""
-
-    def error(self, message: str) -> None:
-        raise UserError(f"{message}; `python pretrain_gpt.py --help` lists every option")
-
-
 def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
     """Return the parser with every flag.
 
@@ -82,7 +75,7 @@ def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
         documents: whether to read the help texts of generated flags from megatron-core's source,
             which takes a tenth of a second.
     """
-    parser = _Parser(
+    parser = ArgumentParser(
         prog="pretrain_gpt.py",
         usage="[torchrun --nproc-per-node N | python] pretrain_gpt.py [options]",
         description="Pretrain a GPT model on megatron-core, with simulated low-precision matmuls "
@@ -90,6 +83,8 @@ def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        advice="`python pretrain_gpt.py --help` lists every option",
+        error_type=UserError,  # so that a single rank reports the error
     )
     before, after = options.GROUPS[:1], options.GROUPS[1:]
     for group in before:
