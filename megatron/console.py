@@ -23,9 +23,9 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
     Hyphens, underscores and case do not count as differences.
     """
-    folded = {_folded(each): each for each in known}
+    folded = {_folded(option): option for option in known}
     close = difflib.get_close_matches(_folded(name), folded, n=SHOWN, cutoff=0.6)
-    return [folded[each] for each in close]
+    return [folded[option] for option in close]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -96,12 +96,12 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def all_options(self) -> list[str]:
         """Return the options of this parser and of its subcommands."""
-        found = dict.fromkeys(self._option_string_actions)
+        options = dict.fromkeys(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for parser in action.choices.values():
-                    found |= dict.fromkeys(parser._option_string_actions)
-        return list(found)
+                    options |= dict.fromkeys(parser._option_string_actions)
+        return list(options)
 
     def _respelled(self, words: Sequence[str]) -> list[str]:
         """Return the words with the options before `--` in the spelling of this parser.
@@ -110,16 +110,16 @@ class ArgumentParser(argparse.ArgumentParser):
         underscores.
         """
         known = self._option_string_actions
-        spelled = {hyphenated(each): each for each in known}
-        found: list[str] = []
-        for place, word in enumerate(words):
+        spelled = {hyphenated(option): option for option in known}
+        respelled: list[str] = []
+        for position, word in enumerate(words):
             if word == "--":
-                return [*found, *words[place:]]
+                return [*respelled, *words[position:]]
             name, equals, value = word.partition("=")
             if name not in known:
                 name = spelled.get(hyphenated(name), name)
-            found.append(name + equals + value)
-        return found
+            respelled.append(name + equals + value)
+        return respelled
 
 
 def about_unknown(words: Sequence[str], options: Iterable[str]) -> str:

@@ -1,11 +1,11 @@
-"""The on-disk contract: what a collected tensor is called and what stands beside it. Standard
-library only.
+"""Define the on-disk format of a collection: file names, metadata and indexes. Standard library
+only.
 
-One `.pt` file a tensor, `{"tensor": Tensor, "metadata": {...}}`, readable by stock torch with
-`weights_only=True`; beside the tensors a run card `run_<run_id>.json` and one append-only index a
-rank, `index_<run_id>_rank<NN>.jsonl`, a line a record, and lines with an `event` where a rank did
-not write everything. Writer (`megatron.core.tensor_saver`) and
-readers (`megatron.analysis`) both import this file and nothing of each other.
+Each tensor has one `.pt` file, `{"tensor": Tensor, "metadata": {...}}`, for stock torch with
+`weights_only=True`. The folder also holds a run card, `run_<run_id>.json`, and one append-only
+index per rank, `index_<run_id>_rank<NN>.jsonl`. An index has one line per record, and lines with an
+`event` if a rank did not write everything. The writer (`megatron.collection`) and the readers
+(`megatron.analysis`) both import this file, and neither imports the other.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from megatron.bounded_files import UnusableFileError, open_regular, printable
 
 SCHEMA_VERSION = 1
 
-#: What each matmul of an operation multiplied, as codes and scales: GEMM and operand, in the order
-#: of `megatron.fake_quant.gemm.SLOTS`.
+#: Names of the operands of an operation's matmuls as codes and scales: GEMM and operand, in the
+#: order of `megatron.fake_quant.gemm.SLOTS`.
 CODES: dict[str, tuple[str, ...]] = {
     "linear": (
         "fprop_input_codes",
@@ -50,7 +50,7 @@ CODES: dict[str, tuple[str, ...]] = {
         "pv_grad_value_probs_codes",
     ),
 }
-#: Written on request only: a value for each pair of a query and a key.
+#: Tensors with one value per pair of a query and a key; written only on request.
 PAIRWISE = ("attention_scores", "attention_probs")
 ON_REQUEST = (*PAIRWISE, *(name for names in CODES.values() for name in names))
 #: Tensor names by layer type.
@@ -78,14 +78,14 @@ TENSOR_NAMES: dict[str, tuple[str, ...]] = {
         *CODES["linear"],
     ),
 }
-#: Stored with the first micro-batch of an iteration only, because they are the same in all of them;
-#: codes where nothing is rounded stochastically.
+#: Tensors stored only with the first micro-batch of an iteration, because they are the same in all
+#: of them; codes only if rounding is not stochastic.
 OF_ITERATION = ("weight", "fprop_weight_codes", "dgrad_weight_codes")
 COMPONENTS = {"attention": "FA", "linear": "linear"}  #: file-name component of each layer type
-TIMESTAMP = "%Y%m%d_%H%M%S"  #: of file names
-PARTIAL_SUFFIX = ".partial"  #: ends the name of a file that is still being written; readers skip it
+TIMESTAMP = "%Y%m%d_%H%M%S"  #: format of the time in file names
+PARTIAL_SUFFIX = ".partial"  #: suffix of a file that is still being written; readers skip it
 
-LINE_LIMIT = 1 << 18  #: longest line of an index in bytes; a record takes some 900
+LINE_LIMIT = 1 << 18  #: longest line of an index in bytes; a record takes about 900
 LINES_LIMIT = 1_000_000  #: most lines of an index, which belongs to one rank of one run
 INDEX_LIMIT = 4 << 30  #: largest index in bytes
 
@@ -93,7 +93,7 @@ _BATCH = 1 << 20  #: bytes of an index that are read at a time
 
 
 def operation_of(tensor_name: str) -> str:
-    """The pass in which a tensor of that name arises: forward or backward."""
+    """Return the pass that computes a tensor of that name: forward or backward."""
     if tensor_name.endswith("_codes"):
         return "forward" if "fprop_" in tensor_name else "backward"
     return "backward" if tensor_name.startswith("grad_") else "forward"
@@ -109,58 +109,59 @@ _FILENAME = re.compile(
 
 
 def safe_name(quant_type: str) -> str:
-    """A quantization type as it stands in file and folder names: `mx:e3m4:b16:rceil` has colons."""
+    """Return a quantization type for file and folder names; `mx:e3m4:b16:rceil` has colons."""
     return re.sub(r"[^\w.+-]", "-", quant_type)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRecord:
-    """What is known of one collected tensor. MUST: every field is present; those typed `| None` MAY
-    be null. `slice` and `codes` came later and may be missing, which means null.
+    """The metadata of one collected tensor.
+
+    Every field MUST be present, and those typed `| None` MAY be null. `slice` and `codes` may also
+    be missing, as in older files, which means null.
     """
 
     run_id: str
-    iteration: int  #: as the log prints it: the first is 1
-    micro_batch: int  #: of the forward pass, also for a backward tensor; the first is 0
-    sample_idx: (
-        int | None
-    )  #: position in the run's sample order of the micro-batch's first sequence
-    counter: int  #: of this rank in this run; the first is 1
-    timestamp: str  #: local time of collecting, YYYYmmdd_HHMMSS; later if that name was taken
+    iteration: int  #: number as in the log; the first is 1
+    micro_batch: int  #: number of the forward pass, also for a backward tensor; the first is 0
+    #: position of the micro-batch's first sequence in the run's sample order
+    sample_idx: int | None
+    counter: int  #: number among the tensors of this rank and run; the first is 1
+    timestamp: str  #: local time, YYYYmmdd_HHMMSS; later if that file name was already used
     layer_type: str  #: attention | linear
-    layer_idx: (
-        int  #: global over pipeline stages, the first is 0; -1 outside of a transformer layer
-    )
+    layer_idx: int  #: global over pipeline stages, from 0; -1 outside a transformer layer
     module: str  #: dotted name in the model, with the global layer number
     operation: str  #: forward | backward
     phase: str  #: pre (enters the matmul) | post (leaves it)
     component: str  #: FA | linear
     tensor_name: str  #: see TENSOR_NAMES
-    quant_type: str  #: of the run, e.g. FA_linear_mxfp8
-    format: str | None  #: the number format this operand is quantized to; null if it is not
-    shape: list[int]  #: of this file's tensor
-    dtype: str  #: e.g. "bfloat16"
-    #: a letter a dimension and the group that shards it, e.g. "s b h[tp]". "s[cp:zigzag]": of the
-    #: 2 * cp_size chunks of the sequence this file has those numbered cp and 2 * cp_size - 1 - cp.
-    #: "g[tp:2]": two ranks, one after the other, have the same, or with "| partial[tp:2]" parts of
-    #: its sum
+    quant_type: str  #: quantization type of the run, e.g. FA_linear_mxfp8
+    format: (
+        str | None
+    )  #: number format that this operand is quantized to; null without quantization
+    shape: list[int]  #: shape of this file's tensor
+    dtype: str  #: torch's name of the type, e.g. "bfloat16"
+    #: one letter per dimension and the group that shards it, e.g. "s b h[tp]". "s[cp:zigzag]" means
+    #: the chunks cp and 2 * cp_size - 1 - cp out of 2 * cp_size chunks of the sequence. "g[tp:2]"
+    #: means that two consecutive ranks hold the same values, or with "| partial[tp:2]" parts of
+    #: their sum
     dims: str
-    global_shape: list[int]  #: of the logical tensor over all shards, also where this is a slice
-    rank: dict[str, int]  #: world, tp, pp, dp, cp, ep, etp and their sizes (tp_size, ...)
-    recomputed: bool  #: from a forward pass that activation recomputation ran again
+    global_shape: list[int]  #: shape over all shards, also for a slice
+    rank: dict[str, int]  #: ranks in world, tp, pp, dp, cp, ep and etp, and sizes (tp_size, ...)
+    recomputed: bool  #: whether it comes from a recomputed forward pass
     wall_time: float  #: seconds since the epoch
-    #: null: the file has all of this rank's tensor; else it is a part of one of shape `of`, from
-    #: the indices `start`, every `step`-th, a number a dimension each
+    #: null if the file holds this rank's whole tensor; otherwise the tensor's shape `of`, and the
+    #: first index `start` and the `step` of the part, with one number per dimension
     slice: dict[str, list[int]] | None = None
-    #: of a `..._codes` tensor: the `shape`, `dtype` and `axis` of the operand that it stands for,
-    #: as the matmul had it (tokens are one axis, a Hadamard transform is done), and its `rounding`.
-    #: The file then has `scales` beside `tensor`; see `megatron.fake_quant.packing`
+    #: for a `..._codes` tensor: `shape`, `dtype` and `axis` of the matmul's operand (with tokens as
+    #: one axis, after a Hadamard transform), and its `rounding`. The file then holds `scales` in
+    #: addition to `tensor`; see `megatron.fake_quant.packing`
     codes: dict[str, Any] | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
     def filename(self) -> str:
-        """The file's name; the rank stands in it only where there is more than one."""
+        """Return the file's name, with the rank only if there is more than one rank."""
         rank = f"rank{self.rank['world']:02d}_" if self.rank["world_size"] > 1 else ""
         return (
             f"{self.timestamp}_{self.counter:04d}_{self.layer_type}_L{self.layer_idx}"
@@ -169,23 +170,20 @@ class TensorRecord:
         )
 
     def to_metadata(self) -> dict[str, Any]:
-        """The `metadata` of the `.pt` file: plain values only, so that `weights_only=True` reads
-        it.
-        """
+        """Return the `metadata` of the `.pt` file, as plain values for `weights_only=True`."""
         return asdict(self)
 
     @classmethod
     def from_metadata(cls, metadata: dict[str, Any]) -> "TensorRecord":
-        """Read the metadata of a file or an index line; keys that this version does not know are
-        left out.
+        """Build a record from the metadata of a file or an index line; ignore unknown keys.
 
         Raises:
-            ValueError: another schema version, or a field is missing.
+            ValueError: if the schema version differs, or a field is missing.
         """
-        found = metadata.get("schema_version")
-        if found != SCHEMA_VERSION:
+        version = metadata.get("schema_version")
+        if version != SCHEMA_VERSION:
             raise ValueError(
-                f"schema version {found!r}, but this reader understands {SCHEMA_VERSION}"
+                f"schema version {version!r}, but this reader understands {SCHEMA_VERSION}"
             )
         names = {field.name for field in fields(cls)}
         if missing := sorted(names - metadata.keys() - {"slice", "codes"}):
@@ -194,55 +192,56 @@ class TensorRecord:
 
 
 def parse_filename(name: str) -> dict[str, Any] | None:
-    """What a tensor file's name says, for files without metadata; None if it is no such name.
+    """Return the fields in a tensor file's name; None if the name has another form.
 
-    `layer_idx` and `counter` are ints; `rank` is an int, 0 where the name has none.
+    `layer_idx`, `counter` and `rank` are ints; `rank` is 0 if the name has none.
     """
     match = _FILENAME.fullmatch(name)
     if match is None:
         return None
-    found: dict[str, Any] = match.groupdict()
+    parsed: dict[str, Any] = match.groupdict()
     for key in ("layer_idx", "counter", "rank"):
-        found[key] = int(found[key] or 0)
-    return found
+        parsed[key] = int(parsed[key] or 0)
+    return parsed
 
 
 def run_card_name(run_id: str) -> str:
-    """File name of the run card: arguments, versions, git, topology, seeds."""
+    """Return the file name of a run card, which holds arguments, versions, topology and seeds."""
     return f"run_{run_id}.json"
 
 
 def index_name(run_id: str, rank: int) -> str:
-    """File name of one rank's index: one writer a file, so that lines never interleave."""
+    """Return the file name of one rank's index; it has one writer, so lines never interleave."""
     return f"index_{run_id}_rank{rank:02d}.jsonl"
 
 
 def read_index(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of one index; a last line cut short by a crash is skipped, any other bad line is
-    an error.
+    """Yield the records of one index; skip a last line that a crash has cut off.
 
     Raises:
-        ValueError: a line that is no JSON object although more lines follow it.
+        ValueError: if any other line is not a JSON object.
     """
     return (line for line in chain.from_iterable(read_lines(path)) if "event" not in line)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """What one index says besides its records: `{"event": "limited" | "failed" | "dropped" | ...,
-    "why": ...}`. Readers pass over events that they do not know.
+    """Return the events of one index, such as `{"event": "limited", "why": ...}`.
+
+    Other events are `failed` and `dropped`. Readers ignore unknown events.
 
     Raises:
-        ValueError: as of `read_index`.
+        ValueError: as in `read_index`.
     """
     return [line for line in chain.from_iterable(read_lines(path)) if "event" in line]
 
 
 def read_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """Every line of one index, record or event, in batches: one call of the JSON decoder for many
-    lines takes two thirds of the time of one each.
+    """Yield all lines of one index, records and events, in batches.
+
+    One call of the JSON decoder for many lines takes two thirds of the time of one call per line.
 
     Raises:
-        ValueError: as of `read_index`.
+        ValueError: as in `read_index`.
     """
     _check_size(path)
     first = 1
@@ -284,33 +283,40 @@ def _line(path: Path, number: int) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         twin = next(name for at, name in enumerate(names) if name in names[:at])
         raise ValueError(f"the key {twin[:80]!a} occurs twice")
-    return found
+    return content
 
 
 def _parsed(path: Path, lines: list[bytes], first: int, *, last: bool) -> list[dict[str, Any]]:
-    """The objects of some lines; `first` is the number of the first, `last`: no more follow."""
+    """Parse some lines of an index.
+
+    Args:
+        path: path of the index, for messages.
+        lines: the lines.
+        first: number of the first line.
+        last: whether no more lines follow.
+    """
     with contextlib.suppress(ValueError, RecursionError):
         together: list[dict[str, Any]] = json.loads(
             b"[%b]" % b",".join(lines), object_pairs_hook=_unique
         )
         if len(together) == len(lines) and set(map(type, together)) == {dict}:
             return together
-    found: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=first):
         try:
-            each = json.loads(line, object_pairs_hook=_unique)
-            if not isinstance(each, dict):
-                raise ValueError(f"a JSON {type(each).__name__}")
+            value = json.loads(line, object_pairs_hook=_unique)
+            if not isinstance(value, dict):
+                raise ValueError(f"a JSON {type(value).__name__}")
         except RecursionError:
             raise ValueError(f"{_line(path, number)}: nested too deeply to be read") from None
         except ValueError as error:
             if last and number == first + len(lines) - 1:
                 break
             raise ValueError(f"{_line(path, number)}: not a JSON object ({error})") from None
-        found.append(each)
-    return found
+        objects.append(value)
+    return objects
