@@ -5,11 +5,14 @@ import json
 from tests.subprocesses import REPO
 
 PUBLISHED = {
-    name: json.loads((REPO / "tests/data/published_models" / f"{name}.json").read_text())
-    for name in ("llama31-8b", "llama32-1b", "deepseek2_lite")
+    path.stem: json.loads(path.read_text())
+    for path in sorted((REPO / "tests/data/published_models").glob("*.json"))
 }
 
-#: Parameters by the model cards and papers.
+#: Sizes of the published tokenizers; DeepSeek's is smaller than the model's embedding.
+TOKENS = {"llama31-8b": 128256, "llama32-1b": 128256, "deepseek2_lite": 100002}
+
+#: Numbers of parameters according to the model cards and papers.
 PARAMETERS = {
     "llama31-8b": 8_030_261_248,
     "llama32-1b": 1_235_814_400,

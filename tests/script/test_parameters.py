@@ -11,7 +11,7 @@ import pytest
 
 import train_config
 from configs.models import MODELS
-from tests.published import PARAMETERS, PUBLISHED, flags_of
+from tests.published import PARAMETERS, PUBLISHED, TOKENS, flags_of
 from tests.subprocesses import REPO, environment
 
 
@@ -47,21 +47,17 @@ def test_parameters_by_arithmetic(model):
     assert MODELS[model].full.architecture.parameters() == PARAMETERS[model]
 
 
-#: Sizes of the published tokenizers; DeepSeek's is smaller than the model's embedding.
-TOKENS = {"llama31-8b": 128256, "llama32-1b": 128256, "deepseek2_lite": 100002}
-
-
 def test_parameters_of_the_models_that_megatron_builds(files, capsys):
-    asked = {}
+    request = {}
     for model, tokens in TOKENS.items():
-        one = ["--nproc-per-node", "1", "--tp", "1", "--ep", "1", "--preset", "full", "--dry-run"]
+        rank = ["--nproc-per-node", "1", "--tp", "1", "--ep", "1", "--preset", "full", "--dry-run"]
         cell = ["--model", model, "--dataset", "dolma", "--quantization", "bf16"]
-        assert train_config.main([*cell, *one, *files, "--", "--no-initialization"]) == 0
+        assert train_config.main([*cell, *rank, *files, "--", "--no-initialization"]) == 0
         words = shlex.split(capsys.readouterr().out)
-        asked[model] = {"vocabulary": tokens, "flags": flags_of(words)}
+        request[model] = {"vocabulary": tokens, "flags": flags_of(words)}
     done = subprocess.run(
         [sys.executable, REPO / "tests/script/parameters_worker.py"],
-        input=json.dumps(asked),
+        input=json.dumps(request),
         env=environment(PYTHONPATH=REPO),
         capture_output=True,
         text=True,
