@@ -15,42 +15,9 @@ from megatron.collection import session, settings
 from megatron.collection.background_writer import BackgroundWriter
 from megatron.collection.host_buffers import HostBuffers
 from megatron.collection.record_writer import RecordWriter
-from megatron.collection.run_card import rank_coordinates
 from megatron.collection.training_clock import MicroBatch, clock
-from megatron.tensor_record import TensorRecord, read_events, read_index
-from tests.collection.test_session import save
-
-TENSOR = torch.arange(256.0)
-SIZE = TENSOR.nbytes
-
-
-def record(counter: int) -> TensorRecord:
-    return TensorRecord(
-        **{
-            "run_id": "run",
-            "iteration": 1,
-            "micro_batch": 0,
-            "sample_idx": None,
-            "counter": counter,
-            "timestamp": "20260101_000000",
-            "layer_type": "linear",
-            "layer_idx": 0,
-            "module": "m",
-            "operation": "forward",
-            "phase": "pre",
-            "component": "linear",
-            "tensor_name": "input",
-            "quant_type": "bf16",
-            "format": None,
-            "shape": [256],
-            "dtype": "float32",
-            "dims": "h",
-            "global_shape": [256],
-            "rank": rank_coordinates(),
-            "recomputed": False,
-            "wall_time": 0.0,
-        }
-    )
+from megatron.tensor_record import read_events, read_index
+from tests.collection.samples import SIZE, TENSOR, nothing, record, save
 
 
 class Gate(RecordWriter):
@@ -73,10 +40,6 @@ def disk(tmp_path):
     gate = Gate(tmp_path)
     yield gate
     gate.open.set()  # no thread is left waiting
-
-
-def nothing() -> bool:
-    return False
 
 
 def fill(writer: BackgroundWriter, tensors: int) -> None:

@@ -19,8 +19,8 @@ from megatron.collection.background_writer import BackgroundWriter
 from megatron.collection.direct_io import DirectFile
 from megatron.collection.host_buffers import HostBuffers
 from megatron.collection.record_writer import RecordWriter
-from tests.collection import pieces
-from tests.collection.test_background_writer import record
+from tests.collection.samples import record
+from tests.collection.small_direct_writes import use_small_pieces
 from tests.file_systems import mount_or_skip
 
 PAGE = mmap.PAGESIZE
@@ -58,7 +58,7 @@ class Disk:
 def small_pieces(monkeypatch):
     for name in ("PIECE", "_buffers"):  # so that both are put back
         monkeypatch.setattr(direct_io, name, getattr(direct_io, name))
-    pieces.small(PAGES)
+    use_small_pieces(PAGES)
 
 
 def content(size: int, seed: int = 0) -> bytes:

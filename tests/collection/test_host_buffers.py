@@ -7,7 +7,7 @@ import torch
 
 from megatron.collection.host_buffers import HostBuffers
 from megatron.collection.plan import CountingWriter
-from tests.collection.test_background_writer import SIZE, TENSOR, nothing
+from tests.collection.samples import SIZE, TENSOR, nothing
 
 
 @pytest.mark.parametrize(

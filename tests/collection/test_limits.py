@@ -21,7 +21,7 @@ from megatron.collection.selection import Selection
 from megatron.collection.settings import Settings, read_settings
 from megatron.collection.training_clock import MicroBatch, clock
 from megatron.tensor_record import read_events, read_index
-from tests.collection.test_session import save
+from tests.collection.samples import save
 
 pytestmark = pytest.mark.usefixtures("fresh_saver")
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from megatron.collection.record_writer import RecordWriter
-from tests.collection.test_background_writer import TENSOR, record
+from tests.collection.samples import TENSOR, record
 
 
 class HalfFull:

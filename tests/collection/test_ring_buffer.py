@@ -13,7 +13,7 @@ from megatron.collection.limits import GIB
 from megatron.collection.loss_spikes import ENOUGH, WINDOW, Jumps, LossSpikeDetector
 from megatron.collection.training_clock import MicroBatch, clock
 from megatron.tensor_record import read_events
-from tests.collection.test_session import records, save
+from tests.collection.samples import records, save
 
 pytestmark = pytest.mark.usefixtures("fresh_saver")
 

@@ -12,17 +12,10 @@ from megatron.collection.capture import global_shape
 from megatron.collection.module_identity import ModuleIdentity
 from megatron.collection.training_clock import MicroBatch, clock
 from megatron.fake_quant import policy
-from megatron.tensor_record import parse_filename, read_events, read_index
-
-LAYER = ModuleIdentity("decoder.layers.0.mlp.linear_fc1", 0)
-
+from megatron.tensor_record import parse_filename
+from tests.collection.samples import LAYER, events, records, save
 
 pytestmark = pytest.mark.usefixtures("fresh_saver")
-
-
-def save(tensor=None, identity=LAYER, name="input") -> None:
-    if (capture := session.capture(identity, "linear")) is not None:
-        capture.save(name, torch.ones(2, 3, 4) if tensor is None else tensor, dims="s b h")
 
 
 def step(*micro_batches: int) -> None:
@@ -32,16 +25,6 @@ def step(*micro_batches: int) -> None:
         clock.micro_batch = MicroBatch(clock.iteration, index)
         save()
     session.end_iteration()
-
-
-def records(folder):
-    session.flush()
-    found = [r for path in sorted(folder.glob("index_*.jsonl")) for r in read_index(path)]
-    return sorted(found, key=lambda r: (r["run_id"], r["counter"]))  # threads write side by side
-
-
-def events(folder):
-    return [e for path in folder.glob("index_*.jsonl") for e in read_events(path)]
 
 
 def test_nothing_is_written_unless_asked(tmp_path, monkeypatch):
@@ -125,6 +108,25 @@ def test_the_sample_is_recorded_where_the_trainer_tells_it(tmp_path):
     session.set_sample_idx(96)
     save()
     assert records(tmp_path)[0]["sample_idx"] == 96
+
+
+def test_code_outside_our_layers_saves_a_tensor_of_its_own(tmp_path):
+    session.save_tensor(torch.ones(2), "input", layer_type="linear", dims="h")  # not configured
+    session.configure(save_tensors=True, save_dir=str(tmp_path), collect_tensors=["input"])
+    session.begin_iteration()
+    clock.micro_batch = MicroBatch(clock.iteration, 0)
+    tensor = torch.arange(24.0).view(2, 3, 4)
+    for name in ("input", "output"):
+        session.save_tensor(
+            tensor, name, layer_type="linear", dims="s b h", identity=LAYER, format="mxfp8"
+        )
+    session.end_iteration()
+    session.save_tensor(tensor, "input", layer_type="linear", dims="s b h")  # between iterations
+    (record,) = records(tmp_path)
+    assert (record["tensor_name"], record["module"]) == ("input", LAYER.name)
+    assert (record["format"], record["dims"], record["iteration"]) == ("mxfp8", "s b h", 1)
+    saved = torch.load(tmp_path / record["file"], weights_only=True)["tensor"]
+    assert torch.equal(saved, tensor)
 
 
 def test_a_backward_tensor_keeps_the_micro_batch_of_its_forward(tmp_path):

@@ -29,7 +29,7 @@ from megatron.collection.training_clock import MicroBatch, clock  # noqa: E402
 from megatron.core import tensor_saver  # noqa: E402  needs the backend
 from megatron.training.errors import Interrupted  # noqa: E402
 from megatron.training.signals import interruptible  # noqa: E402
-from tests.collection import pieces  # noqa: E402
+from tests.collection.small_direct_writes import use_small_pieces  # noqa: E402
 
 ITERATIONS, MICRO_BATCHES, LAYERS = 4, 2, 8
 TENSORS = ITERATIONS * MICRO_BATCHES * LAYERS
@@ -107,7 +107,7 @@ def raise_one(folder: str, since: str, seconds: float, numbers: list[int]) -> di
 
 
 def main() -> None:
-    pieces.small()
+    use_small_pieces()
     torch.full((8, 2, 64), 1.0)  # what torch makes at first use is there before the first fork
     assert threading.active_count() == 1, "a fork has no threads"
     signal.pthread_sigmask(signal.SIG_BLOCK, ANSWERED)  # until a child can answer them

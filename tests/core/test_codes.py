@@ -16,7 +16,7 @@ from megatron.fake_quant.gemm import SLOTS
 from megatron.fake_quant.recipe_operands import GEMMS
 from megatron.tensor_record import CODES, ON_REQUEST, TENSOR_NAMES
 from tests.analysis.verification.verifying import count, verify
-from tests.core.test_collection import collect, pick
+from tests.core.gpt_runs import collect, pick
 
 RECIPE = """
 configs:

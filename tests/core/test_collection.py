@@ -4,7 +4,6 @@ GPT.
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,73 +19,18 @@ from megatron.tensor_record import (
     read_index,
 )
 from tests import forks
+from tests.core.gpt_runs import (
+    PER_LAYER,
+    WEIGHTS,
+    WORKER,
+    collect,
+    expected,
+    one,
+    pick,
+)
 from tests.subprocesses import REPO, environment
 
-WORKER = Path(__file__).with_name("gpt_worker.py")
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-PER_LAYER = 4 * 6 + 8  #: four linear layers of six tensors, attention's eight
-WEIGHTS = 4  #: of these, stored once an iteration
-
-
-def collect(
-    dump: Path, *options: str, ranks: int = 1, flags: dict | None = None, **variables: str
-) -> list[dict]:
-    """Run the worker with collection on; the index lines of all ranks, each with its tensor.
-
-    flags: further arguments of `configure`.
-    """
-    script = dump.parent / "collect_all.py"
-    script.write_text(COLLECT_ALL.format(worker=str(WORKER), flags=flags or {}))
-    env = environment(PYTHONPATH=REPO, TENSOR_SAVE_DIR=dump, **variables)
-    result = forks.run(script, *options, ranks=ranks, cwd=dump.parent, env=env)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return loaded(dump)
-
-
-def loaded(dump: Path) -> list[dict]:
-    records = [r for path in sorted(dump.glob("index_*.jsonl")) for r in read_index(path)]
-    for record in records:
-        payload = torch.load(dump / record["file"], weights_only=True, mmap=True)
-        parts = {"tensor", "metadata", "scales"} if record["codes"] else {"tensor", "metadata"}
-        assert payload.keys() == parts
-        assert record == payload["metadata"] | {"file": record["file"], "bytes": record["bytes"]}
-        record["tensor"] = payload["tensor"]
-    return records
-
-
-#: The worker under a trainer that configures collection: all iterations and micro-batches.
-COLLECT_ALL = """
-import runpy, sys
-import torch
-if not torch.cuda.is_available():
-    import megatron.cpu_backend
-    megatron.cpu_backend.activate()
-from megatron.core import parallel_state, tensor_saver
-initialize = parallel_state.initialize_model_parallel
-def then_configure(*args, **kwargs):
-    initialize(*args, **kwargs)
-    everything = dict(save_tensors=True, control_iter=0, collect_micro_batches=0)
-    tensor_saver.configure({{}}, **(everything | {flags!r}))
-parallel_state.initialize_model_parallel = then_configure
-sys.argv[0] = {worker!r}
-runpy.run_path({worker!r}, run_name="__main__")
-tensor_saver.close()
-"""
-
-
-def expected(layers: int, micro_batches: int, iterations: int = 1) -> int:
-    """How many tensors so many layers give."""
-    of_layer = (PER_LAYER - WEIGHTS) * micro_batches + WEIGHTS
-    return layers * of_layer * iterations
-
-
-def pick(records, **wanted):
-    return [r for r in records if all(r[key] == value for key, value in wanted.items())]
-
-
-def one(records, **wanted) -> torch.Tensor:
-    (found,) = pick(records, **wanted)
-    return found["tensor"]
 
 
 def by_module(records):

@@ -9,7 +9,7 @@ import torch
 
 from megatron.collection.capture import global_shape, over_context
 from tests import forks
-from tests.core.test_collection import PER_LAYER, collect, pick
+from tests.core.gpt_runs import PER_LAYER, collect, pick
 from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")

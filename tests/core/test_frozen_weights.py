@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.core.test_off_means_off import reports
+from tests.core.gpt_runs import reports
 from tests.subprocesses import REPO, environment
 
 FROZEN = ("layers.0.mlp.linear_fc1.weight", "layers.1.self_attention.linear_proj.weight")

@@ -2,25 +2,12 @@
 plain wheel.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests import forks
+from tests.core.gpt_runs import reports
 from tests.subprocesses import REPO, environment
-
-WORKER = Path(__file__).with_name("gpt_worker.py")
-
-
-def reports(folder: Path, env: dict[str, str], ranks: int, *options: str) -> list[dict]:
-    folder.mkdir(parents=True)
-    result = forks.run(
-        WORKER, *options, ranks=ranks, cwd=folder, env=env | {"REPORT_DIR": str(folder)}
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
-
 
 CASES = [
     pytest.param("fp32", 1, (), id="fp32"),

@@ -5,18 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests import forks
+from tests.core.gpt_runs import BUILD, PRELUDE
 from tests.subprocesses import REPO, environment
 
-#: One process with a small GPT's options; the code of each test comes after it.
-PRELUDE = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import torch, gpt_worker
-options = gpt_worker.parse([])
-gpt_worker.start(options)
-from megatron.core import tensor_saver
-from megatron.core.models.gpt import gpt_layer_specs
-"""
 WHEEL_LINEAR = """
 from megatron.core.tensor_parallel import _upstream_layers as wheel
 make = gpt_layer_specs.get_gpt_layer_local_spec
@@ -35,7 +26,6 @@ def spec(**options):
     return found
 gpt_layer_specs.get_gpt_layer_local_spec = spec
 """
-BUILD = "model = gpt_worker.build(options)[0]\n"
 RECIPE = """
 from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.models.gpt import GPTModel

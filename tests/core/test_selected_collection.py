@@ -10,7 +10,7 @@ import torch
 
 from megatron.tensor_record import read_events
 from tests import forks
-from tests.core.test_collection import (
+from tests.core.gpt_runs import (
     COLLECT_ALL,
     WORKER,
     collect,

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 from tests import forks
-from tests.core.test_off_means_off import reports
-from tests.core.test_refusals import BUILD, PRELUDE
+from tests.core.gpt_runs import BUILD, PRELUDE, reports
 from tests.subprocesses import REPO, environment
 
 SEEDS = """

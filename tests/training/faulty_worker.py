@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.collection import pieces
+from tests.collection.small_direct_writes import use_small_pieces
 from tests.training.exact_worker import record_steps
 
 
@@ -90,7 +90,7 @@ def main() -> int:
     device.prepare()
     faults = json.loads(os.environ["FAULTS"])
     record_steps()
-    pieces.small(4)
+    use_small_pieces(4)
     if "command" in faults:
         run_command_before(int(faults["at"]), faults["command"])
     if "slow" in faults or "hang_after" in faults:

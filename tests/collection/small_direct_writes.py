@@ -1,0 +1,11 @@
+"""Make tensors as small as those of tests bypass the page cache, as large ones do."""
+
+import mmap
+
+from megatron.collection import direct_io
+
+
+def use_small_pieces(pages: int = 1) -> None:
+    """Make this process write files in pieces of some pages."""
+    direct_io.PIECE = pages * mmap.PAGESIZE
+    direct_io._buffers = direct_io._Buffers()
