@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests import forks
 from tests.subprocesses import REPO, environment, free_port
-from tests.training.runs import MODEL, NO_DROPOUT
+from tests.training.runs import MOCK_DATA, NO_DROPOUT
 
 WORKER = Path(__file__).with_name("faulty_worker.py")
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -82,8 +82,7 @@ def start(
     """
     dump = scratch / "dump" if dump is None else dump
     ranks, flags = LAYOUTS[layout]
-    words: list[str | Path] = [*MODEL, *NO_DROPOUT, "--mock-data", *flags]
-    words = [word for word in words if word not in ("--split", "80,10,10")]
+    words: list[str | Path] = [*MOCK_DATA, *NO_DROPOUT, *flags]
     if collect:
         words += ["--save-tensors", "--tensor-save-dir", dump, "--collect-micro-batches", "0"]
         words += ["--collect-keep-free-gib", "0"]

@@ -4,6 +4,7 @@ that tests share.
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,15 @@ DEEPSEEK = (
     *("--moe-token-dispatcher-type", "alltoall"),
 )
 MXFP8 = ("--custom-quant-type", "mxfp8")
+
+
+def without_split(flags: Iterable[str | Path]) -> tuple[str | Path, ...]:
+    """Return the flags without `--split` and its value in COMMON."""
+    return tuple(flag for flag in flags if flag not in ("--split", "80,10,10"))
+
+
+#: the tiny Llama with generated data
+MOCK_DATA = (*without_split(MODEL), "--mock-data")
 
 _NUMBER = r"[-+0-9.E]+|NAN|INF"
 LINE = re.compile(

@@ -10,14 +10,12 @@ import pytest
 
 from megatron.training import printing
 from tests.subprocesses import run
-from tests.training.runs import ENTRY, MODEL
-
-DATA_FREE = [word for word in (*MODEL, "--mock-data") if word not in ("--split", "80,10,10")]
+from tests.training.runs import ENTRY, MOCK_DATA
 
 
 def trained_to(where: str, folder: Path):
     """Train two iterations with stdout redirected to `where`, and save a checkpoint."""
-    words = [sys.executable, str(ENTRY), *DATA_FREE, "--train-iters", "2", "--save", str(folder)]
+    words = [sys.executable, str(ENTRY), *MOCK_DATA, "--train-iters", "2", "--save", str(folder)]
     script = f"{shlex.join(words)} {where}; exit ${{PIPESTATUS[0]}}"
     done = run(["bash", "-c", script])
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"

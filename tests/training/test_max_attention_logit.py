@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.runs import DEEPSEEK, MODEL, MXFP8, NO_DROPOUT, succeeded, train
+from tests.training.runs import DEEPSEEK, MODEL, MXFP8, NO_DROPOUT, succeeded, train, without_split
 
 FLAG = "--log-max-attention-logit"
 SHORT = (*NO_DROPOUT, "--mock-data", "--train-iters", "2")
-SHORT_MODEL = tuple(word for word in MODEL if word not in ("--split", "80,10,10"))
+SHORT_MODEL = without_split(MODEL)
 TENSOR = ("--tensor-model-parallel-size", "2")
 INTERLEAVED = (
     *("--pipeline-model-parallel-size", "2"),
@@ -48,7 +48,7 @@ def single(tmp_path_factory) -> dict[int, str]:
     ids=["llama", "pipeline", "mla-mxfp8"],
 )
 def test_it_is_the_maximum_of_the_collected_scores(tmp_path, model, options, ranks):
-    model = tuple(word for word in model if word not in ("--split", "80,10,10"))
+    model = without_split(model)
     collection = (
         *("--save-tensors", "--tensor-save-dir", tmp_path, "--control-iter", "1"),
         *("--collect-tensors", "attention_scores", "--collect-micro-batches", "4"),

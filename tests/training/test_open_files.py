@@ -6,14 +6,12 @@ import sys
 import pytest
 
 from tests.subprocesses import run
-from tests.training.runs import ENTRY, MODEL
-
-DATA_FREE = [word for word in (*MODEL, "--mock-data") if word not in ("--split", "80,10,10")]
+from tests.training.runs import ENTRY, MOCK_DATA
 
 
 def limited(limit: str, *options: str):
     """Run `pretrain_gpt.py` after `ulimit`."""
-    command = shlex.join([sys.executable, str(ENTRY), *DATA_FREE, *options])
+    command = shlex.join([sys.executable, str(ENTRY), *MOCK_DATA, *options])
     return run(["bash", "-c", f"ulimit {limit} && exec {command}"])
 
 

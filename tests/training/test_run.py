@@ -7,10 +7,7 @@ import sys
 import pytest
 
 from tests.subprocesses import REPO, environment, run
-from tests.training.runs import ENTRY, LINE, MODEL, NO_DROPOUT, train
-
-DATA_FREE = (*MODEL, "--mock-data")
-SHORT = [word for word in DATA_FREE if word not in ("--split", "80,10,10")]
+from tests.training.runs import ENTRY, LINE, MOCK_DATA, MODEL, NO_DROPOUT, train, without_split
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +98,7 @@ def test_collection_stops_training_after_control_iter(tmp_path):
     training = train(
         *("--custom-quant-type", "mxfp8", "--save-tensors", "--tensor-save-dir", tmp_path / "t"),
         *("--control-iter", "2", "--collect-layers", "first"),
-        model=(*SHORT, "--num-layers", "2"),
+        model=(*MOCK_DATA, "--num-layers", "2"),
     )
     assert training.status == 0, training.errors
     assert list(training.lines) == [1, 2]
@@ -114,7 +111,7 @@ def test_a_limit_ends_the_collection_and_training_goes_on(tmp_path):
     training = train(
         *("--save-tensors", "--tensor-save-dir", folder, "--collect-max-files", "10"),
         *("--control-iter", "2"),
-        model=(*SHORT, "--num-layers", "1"),
+        model=(*MOCK_DATA, "--num-layers", "1"),
     )
     assert training.status == 0, training.errors
     assert list(training.lines) == [1, 2]
@@ -124,7 +121,7 @@ def test_a_limit_ends_the_collection_and_training_goes_on(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_is_shown_and_stops_the_run():
-    training = train("--lr", "1e30", "--clip-grad", "0", model=(*SHORT, *NO_DROPOUT))
+    training = train("--lr", "1e30", "--clip-grad", "0", model=(*MOCK_DATA, *NO_DROPOUT))
     assert training.status == 1
     assert "[ERROR] " in training.errors
     assert "at iteration" in training.errors
@@ -151,7 +148,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_stops_the_run():
     ids=["type", "unused", "iterations", "folder", "modules", "start", "load", "save"],
 )
 def test_mistakes_found_later_are_one_line(options, message):
-    training = train(*options, model=(*SHORT, "--num-layers", "1"))
+    training = train(*options, model=(*MOCK_DATA, "--num-layers", "1"))
     assert training.status == 2
     (line,) = [line for line in training.errors.splitlines() if line.strip()]
     assert line.startswith("[ERROR] ")
@@ -177,7 +174,7 @@ def test_a_data_set_for_each_split(corpus):
     training = train(
         *("--train-data-path", "0.4", corpus, "0.6", corpus, "--valid-data-path", corpus),
         *("--eval-iters", "1"),
-        model=tuple(word for word in MODEL if word not in ("--split", "80,10,10")),
+        model=without_split(MODEL),
     )
     assert training.status == 0, training.errors
     assert "iteration 6 on validation set" in training.output
@@ -186,7 +183,7 @@ def test_a_data_set_for_each_split(corpus):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_signal_ends_the_run_without_a_traceback(number):
-    command = [sys.executable, ENTRY, *SHORT, "--num-layers", "1", "--train-iters", "1000000"]
+    command = [sys.executable, ENTRY, *MOCK_DATA, "--num-layers", "1", "--train-iters", "1000000"]
     with subprocess.Popen(
         [str(word) for word in command],
         cwd=REPO,
