@@ -35,7 +35,7 @@ class TrainingProgress:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     skipped_iterations: int = 0  #: since iteration 0, as in Megatron-LM's checkpoints
-    #: recent normal losses and gradient norms, the reference that a loss spike is compared with
+    #: recent usual losses and gradient norms, the reference that a loss spike is compared with
     levels: Levels = field(default_factory=dict)
 
 

@@ -119,7 +119,7 @@ class TrainingLoop:
             self._save()
 
     def _watch(self, step: StepResult) -> None:
-        """Update the normal loss and gradient norm, and write the collection's ring at a spike."""
+        """Update the usual loss and gradient norm, and write the collection's ring at a spike."""
         # The norm of fp16 gradients that overflowed under loss scaling is not a spike.
         grad_norm = None if step.skipped else step.grad_norm
         self.loss_spikes.look(self.progress.iteration, step.losses["lm loss"], grad_norm)
