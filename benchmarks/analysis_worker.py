@@ -91,7 +91,7 @@ def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float
                 view, dim = views[axis]
                 checksum += errors(view, dim, name, results)
             if len(results) == 2:
-                a, b = (each.reshape(-1) for each in results)
+                a, b = (result.reshape(-1) for result in results)
                 (a != b).float().mean()
                 (a - b).square().sum()
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu

@@ -67,9 +67,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--hidden-size", type=int, default=1024, metavar="N")
-    add("--layers", type=int, default=4, metavar="N")
-    add("--seq-length", type=int, default=256, metavar="N")
+    for name, default in (("hidden-size", 1024), ("layers", 4), ("seq-length", 256)):
+        add(f"--{name}", type=int, default=default, metavar="N")
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
     add(
         "--every",
@@ -97,7 +96,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--folder",
         type=Path,
-        default=None,
         metavar="DIR",
         help="folder on the disk to measure (default: the folder for temporary files)",
     )
@@ -113,7 +111,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--output",
         type=Path,
-        default=None,
         metavar="FILE",
         help="report (default: docs/results/collection.md; none with --quick)",
     )
@@ -259,11 +256,11 @@ def row(worker: Worker, plain: Worker, size: int) -> tuple[str, ...]:
 
 def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace) -> list[str]:
     """Return the results that the table does not show, one per line."""
-    of_all = workers["everything"].steps
-    ratios = [step["blocked"] / step["copies"] for step in of_all]
+    steps = workers["everything"].steps
+    ratios = [step["blocked"] / step["copies"] for step in steps]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    blocked = statistics.median(step["blocked"] for step in of_all)
-    host = max(step["host"] for step in of_all)
+    blocked = statistics.median(step["blocked"] for step in steps)
+    host = max(step["host"] for step in steps)
     return [
         f"- Everything collected: the training thread is blocked {blocked * 1e3:.4g} ms per step, "
         f"{middle:.3g} times what plain copies of the same tensors to the host take (quartiles "

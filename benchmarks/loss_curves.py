@@ -229,8 +229,8 @@ def main() -> int:
     print(text)
     command = quoting.quoted("loss_curves.py")
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
-    made = f"Made by `{command}` with {versions}."
-    (options.output_dir / "loss_curves.md").write_text(f"{text}\n\n{made}\n")
+    source = f"Made by `{command}` with {versions}."
+    (options.output_dir / "loss_curves.md").write_text(f"{text}\n\n{source}\n")
     errors = complaints(losses)
     for error in errors:
         print(f"[ERROR] {error}", file=sys.stderr)

@@ -97,7 +97,7 @@ class Model:
         ):
             sizes = {"h": h if column else h // self.tp, "o": o // self.tp if column else o}
             shapes = {"input": "sbh", "weight": "oh", "output": "sbo"}
-            yield from self._of(module, shapes, sizes)
+            yield from self._pairs(module, shapes, sizes)
         sizes = {
             "a": max(1, self.heads // self.tp),
             "g": max(1, self.groups // self.tp),
@@ -106,19 +106,20 @@ class Model:
             "k": self.sequence * self.cp,
         }
         shapes = {"query": "sbad", "key": "sbgd", "value": "sbgd", "output": "sbh"}
-        yield from self._of("self_attention.core_attention", shapes, sizes)
+        yield from self._pairs("self_attention.core_attention", shapes, sizes)
         for name in ("attention_scores", "attention_probs"):
             yield self._saved("self_attention.core_attention", name, "bask", sizes)
 
-    def _of(self, module: str, shapes: dict[str, str], sizes: dict[str, int]) -> Iterator[Saved]:
+    def _pairs(self, module: str, shapes: dict[str, str], sizes: dict[str, int]) -> Iterator[Saved]:
         """Yield tensors and their gradients, which have the same shapes."""
         for name, letters in shapes.items():
             yield self._saved(module, name, letters, sizes)
             yield self._saved(module, f"grad_{name}", letters, sizes)
 
     def _saved(self, module: str, name: str, letters: str, sizes: dict[str, int]) -> Saved:
-        every = {"s": self.sequence, "b": self.batch} | sizes
-        return Saved(module=module, name=name, dims=tuple((each, every[each]) for each in letters))
+        by_letter = {"s": self.sequence, "b": self.batch} | sizes
+        dims = tuple((letter, by_letter[letter]) for letter in letters)
+        return Saved(module=module, name=name, dims=dims)
 
     def runs(self, saved: Saved) -> int:
         """Return how often a tensor is saved: twice if recomputation runs its pass again."""
@@ -150,7 +151,7 @@ def collection_size(words: Sequence[str]) -> Size | None:
         raise ConfigError(str(error)) from None
     if any(flag in words or last_value(flag, words) is not None for flag in UNKNOWN):
         return None
-    files, size = _of_iteration(model, selection)
+    files, size = _iteration_size(model, selection)
     ring = _whole("--collect-ring", words)
     count = _iterations(words, selection, ring)
     times = math.inf if count is None else count
@@ -170,7 +171,7 @@ def collection_size(words: Sequence[str]) -> Size | None:
     )
 
 
-def _of_iteration(model: Model, selection: Selection) -> tuple[float, float]:
+def _iteration_size(model: Model, selection: Selection) -> tuple[float, float]:
     """Return the number of files and bytes that all ranks write per iteration."""
     files = size = 0
     micro_batches = min(selection.micro_batches or model.micro_batches, model.micro_batches)
@@ -182,7 +183,7 @@ def _of_iteration(model: Model, selection: Selection) -> tuple[float, float]:
             module = f"decoder.layers.{layer}.{saved.module}"
             if saved.name not in names or not _included(module, selection.modules):
                 continue
-            values = math.prod(_kept(selection.slices.by_letter, saved))
+            values = math.prod(_sliced_sizes(selection.slices.by_letter, saved))
             times = (1 if saved.name == "weight" else micro_batches) * model.runs(saved)
             if values:
                 files += times
@@ -196,13 +197,13 @@ def _included(module: str, globs: Sequence[str]) -> bool:
     return not globs or any(matches(module, glob) for glob in globs)
 
 
-def _kept(slices: dict[str, range], saved: Saved) -> list[int]:
+def _sliced_sizes(slices: dict[str, range], saved: Saved) -> list[int]:
     """Return the size of each dimension that the slice keeps."""
-    kept = []
+    sizes = []
     for letter, size in saved.dims:
         part = slices.get(letter)
-        kept.append(size if part is None else len(range(size)[part.start : part.stop : part.step]))
-    return kept
+        sizes.append(size if part is None else len(range(size)[part.start : part.stop : part.step]))
+    return sizes
 
 
 def _iterations(words: Sequence[str], selection: Selection, ring: int | None) -> int | None:

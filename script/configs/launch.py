@@ -183,7 +183,7 @@ def experiment(
     resume = (Path(checkpoint) / "latest_checkpointed_iteration.txt").is_file()
     if resume and checkpoint != NOTHING:
         say(f"Resuming from the checkpoint in {checkpoint}.")
-    sizes = {each.name: getattr(options, each.name) for each in dataclasses.fields(Sizes)}
+    sizes = {field.name: getattr(options, field.name) for field in dataclasses.fields(Sizes)}
     return Experiment(
         preset=selection.model.preset(selection.preset),
         schedule=TRAININGS[options.training_config].preset(selection.preset),

@@ -35,15 +35,15 @@ def pick(kind: str, name: str, table: Mapping[str, Entry], more: str = "") -> En
     """
     if name in table:
         return table[name]
-    folded = {each.lower(): each for each in table}
-    near = [folded[each] for each in difflib.get_close_matches(name.lower(), folded, n=3)]
+    folded = {entry.lower(): entry for entry in table}
+    near = [folded[match] for match in difflib.get_close_matches(name.lower(), folded, n=3)]
     meant = f", did you mean {' or '.join(near)}?" if near else ";"
     raise ConfigError(f"unknown {kind} {name!r}{meant} choose one of {', '.join(table)}{more}")
 
 
 def spelled(name: str, table: Iterable[str]) -> str:
     """Return the entry that equals `name` when case is ignored, or `name` if there is none."""
-    return {each.lower(): each for each in table}.get(name.lower(), name)
+    return {entry.lower(): entry for entry in table}.get(name.lower(), name)
 
 
 def number(value: float) -> str:
