@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from megatron.analysis.stats import QUANTILES, compute  # noqa: E402
-from megatron.analysis.stats.matrix_view import layout_of  # noqa: E402
+from megatron.analysis.stats.matrix_view import matrix_view_of  # noqa: E402
 from megatron.analysis.store import TensorStore  # noqa: E402
 from megatron.fake_quant import fake_quantize, get_format, quantize  # noqa: E402
 from megatron.fake_quant.code_points import unpack_nibbles  # noqa: E402
@@ -75,7 +75,7 @@ def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float
     checksum, start, cpu = 0.0, time.perf_counter(), time.process_time()
     for row in chosen.itertuples():
         x = torch.load(row.path, weights_only=True)["tensor"]
-        layout = layout_of(
+        layout = matrix_view_of(
             tuple(x.shape), layer_type=row.layer_type, tensor_name=row.tensor_name, head_dim=None
         )
         wide = x.float()

@@ -37,21 +37,21 @@ from megatron.bounded_files import printable
 NAME = "statistics.sqlite"
 PATIENCE = 30.0  #: seconds to wait for another process that writes
 APPLICATION_ID = 0x4D654761  #: marks the header of a cache file
-_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: earlier versions wrote an id of 0
-_LAYOUT = 1  #: version of the tables
+_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: 0 while another process creates the file
+_SCHEMA = 1  #: version of the tables
 _TABLES = {
     "results": "CREATE TABLE results (key TEXT, name TEXT, content BLOB, PRIMARY KEY (key, name))"
     " WITHOUT ROWID",
     "parts": "CREATE TABLE parts (key TEXT PRIMARY KEY, version TEXT, dump TEXT, files TEXT)"
     " WITHOUT ROWID",
 }
-_BESIDE = ("-wal", "-shm")  #: files that SQLite keeps beside the database
+_BESIDE = ("-wal", "-shm")  #: suffixes of the files that SQLite keeps beside the database
 _JOURNAL_PATIENCE = 2.0  #: seconds to wait for another process to end its first transaction
 
 
 @functools.cache
 def code_version() -> str:
-    """Of all that a result follows from besides the data."""
+    """Return a hash of the source code that results depend on."""
     folders = (Path(__file__).parent, Path(str(fake_quant.__file__)).parent)
     sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
@@ -59,27 +59,27 @@ def code_version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a part's results are kept under."""
+    """The identity of a part's results in the cache."""
 
     key: str
-    files: str  #: as JSON: path, size and time of change of each
+    files: str  #: path, size and modification time of each file, as JSON
 
 
 class Cache:
-    """Results of a dump by part and name, in a folder.
+    """A folder with the results of a dump by part and name.
 
     Raises:
-        OSError, ValueError: the folder cannot be written, or the file in it is none of ours.
+        OSError, ValueError: the folder cannot be written, or the file in it is of another program.
     """
 
     def __init__(self, folder: Path, dump: Path):
         check_place(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._folder = folder / NAME, dump
-        #: the dump's place, unless the results lie in it and move with it
+        #: the dump's path; empty for a cache inside the dump, which can be moved with it
         self._dump = "" if folder.resolve().is_relative_to(dump.resolve()) else str(dump.resolve())
-        self.remark = ""  #: what became of results that could not be kept or read
-        self._used: set[str] = set()
+        self.remark = ""  #: a message on results that could not be read or stored
+        self._used: set[str] = set()  #: keys that this process has asked for
         try:
             self._base: sqlite3.Connection | None = self._open()
         except sqlite3.Error as error:
@@ -108,45 +108,47 @@ class Cache:
             ForeignCacheError: if another program wrote the file.
         """
         ids = self._ids(base)
-        if ids[0] == APPLICATION_ID and ids[1] != _LAYOUT and _tables(base).keys() <= {*_TABLES}:
+        if ids[0] == APPLICATION_ID and ids[1] != _SCHEMA and _tables(base).keys() <= {*_TABLES}:
             drop = "".join(f"DROP TABLE IF EXISTS {name}; " for name in _TABLES)  # of our own
             reset = "PRAGMA application_id=0; PRAGMA user_version=0; COMMIT"
             base.executescript(f"BEGIN IMMEDIATE; {drop}{reset}")
         if not _tables(base):
-            self._refuse_foreign(base, made=False)
-            base.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file
+            self._refuse_foreign(base, created=False)
+            base.execute("PRAGMA auto_vacuum=INCREMENTAL")  # possible only for a new file
             base.execute("PRAGMA journal_mode=WAL")
             base.execute("BEGIN IMMEDIATE")
             if not _tables(base):  # another process may have created them meanwhile
                 for statement in _TABLES.values():
                     base.execute(statement)
                 base.execute(f"PRAGMA application_id={APPLICATION_ID}")
-                base.execute(f"PRAGMA user_version={_LAYOUT}")
+                base.execute(f"PRAGMA user_version={_SCHEMA}")
             base.execute("COMMIT")
-        self._refuse_foreign(base, made=True)
+        self._refuse_foreign(base, created=True)
         base.execute("PRAGMA synchronous=NORMAL")  # a power failure may lose the last results
 
     def _ids(self, base: sqlite3.Connection) -> list[int]:
-        """Return the application id and the layout version from the file's header."""
+        """Return the application id and the version of the tables from the file's header."""
         names = ("application_id", "user_version")
         return [base.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
 
-    def _refuse_foreign(self, base: sqlite3.Connection, *, made: bool) -> None:
+    def _refuse_foreign(self, base: sqlite3.Connection, *, created: bool) -> None:
+        """Refuse a database that is not ours, before or after its tables were created."""
         ids = self._ids(base)
-        # an earlier version of this program wrote the same tables without an application id
-        accepted = [[APPLICATION_ID, _LAYOUT], [0, _LAYOUT]] if made else [[0, 0]]
-        if ids not in accepted or (made and _tables(base) != _normalized(_TABLES)):
+        expected = [APPLICATION_ID, _SCHEMA] if created else [0, 0]
+        if ids != expected or (created and _tables(base) != _normalized(_TABLES)):
             raise ForeignCacheError(
                 f"{printable(self.path, limit=4096)} cannot be used as a cache: it is a database "
                 "of another program; name another folder, or remove the file"
             )
 
     def entry(self, part: Part) -> Entry:
-        """What a part's results are kept under. Its replicas belong to it: what is kept was
-        measured when all of them could be read.
+        """Return the cache entry of a part.
+
+        The replicas are part of the key, because results are stored only if all replicas could be
+        read.
 
         Raises:
-            OSError: a file is not there.
+            OSError: a file is missing.
         """
         files = []
         for path in chain(part.paths, *part.replicas):
@@ -154,47 +156,49 @@ class Cache:
             within = os.path.relpath(path, self._folder)
             files.append((within, stat.st_size, stat.st_mtime_ns))
         text = json.dumps(files)
-        follows = json.dumps([code_version(), self._dump, text, astuple(part.layout), part.blocks])
-        entry = Entry(hashlib.sha256(follows.encode()).hexdigest()[:32], text)
+        causes = json.dumps([code_version(), self._dump, text, astuple(part.matrix), part.blocks])
+        entry = Entry(hashlib.sha256(causes.encode()).hexdigest()[:32], text)
         self._used.add(entry.key)
         return entry
 
     def names(self, entry: Entry) -> set[str]:
-        """Which results of a part there are."""
+        """Return the names of the results that the cache has of a part."""
         return {name for (name,) in self._run("SELECT name FROM results WHERE key = ?", entry.key)}
 
     def get(self, entry: Entry) -> dict[str, bytes]:
-        """All results of a part, by name; without those that are damaged."""
+        """Return all undamaged results of a part, by name."""
         rows = self._run("SELECT name, content FROM results WHERE key = ?", entry.key)
         return {name: content[4:] for name, content in rows if _is_whole(content)}
 
     def put(self, entry: Entry, contents: Mapping[str, bytes]) -> None:
-        """Add results; those that are there are replaced."""
+        """Add results, and replace those of the same name."""
         part = (entry.key, code_version(), self._dump, entry.files)
-        rows = [(entry.key, name, _summed(content)) for name, content in contents.items()]
+        rows = [(entry.key, name, _with_checksum(content)) for name, content in contents.items()]
         self._write(
             ("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?)", [part]),
             ("INSERT OR REPLACE INTO results VALUES (?, ?, ?)", rows),
         )
 
     def prune(self) -> None:
-        """Let go of what no call can take again: results of other versions of the program, and of
-        files of this dump that changed or are gone.
+        """Delete results that no call can use again.
+
+        These are results of other versions of the program, and of files of this dump that were
+        changed or deleted.
         """
         query = "SELECT key, version != ?, dump = ? FROM parts"
-        gone = [
+        stale = [
             (key,)
-            for key, old, mine in self._run(query, code_version(), self._dump)
-            if old or (mine and key not in self._used and not self._is_there(key))
+            for key, is_old, is_ours in self._run(query, code_version(), self._dump)
+            if is_old or (is_ours and key not in self._used and not self._is_unchanged(key))
         ]
-        if gone:
+        if stale:
             self._write(
-                ("DELETE FROM results WHERE key = ?", gone),
-                ("DELETE FROM parts WHERE key = ?", gone),
+                ("DELETE FROM results WHERE key = ?", stale),
+                ("DELETE FROM parts WHERE key = ?", stale),
             )
             self._run("PRAGMA incremental_vacuum")
 
-    def _is_there(self, key: str) -> bool:
+    def _is_unchanged(self, key: str) -> bool:
         try:
             for (files,) in self._run("SELECT files FROM parts WHERE key = ?", key):
                 for within, size, changed in json.loads(files):
@@ -211,11 +215,11 @@ class Cache:
         try:
             return self._base.execute(statement, values).fetchall()
         except sqlite3.Error as error:
-            self._answer(error)
+            self._recover(error)
             return []
 
     def _write(self, *statements: tuple[str, Iterable[tuple[Any, ...]]]) -> None:
-        """All of it or nothing."""
+        """Execute the statements in one transaction."""
         if self._base is None:
             return
         try:
@@ -224,23 +228,23 @@ class Cache:
                 self._base.executemany(statement, rows)
             self._base.execute("COMMIT")
         except sqlite3.Error as error:
-            self._answer(error)
+            self._recover(error)
 
-    def _answer(self, error: sqlite3.Error) -> None:
-        """A damaged file is begun anew; with one that cannot be written nothing more is kept."""
+    def _recover(self, error: sqlite3.Error) -> None:
+        """Replace a damaged file by a new one; stop caching if the file cannot be used."""
         assert self._base is not None
         self._base.close()
         self._base = None
         if isinstance(error, sqlite3.OperationalError):  # locked, full, read-only
-            self.remark = f"{self.path} cannot be used ({error}): results are not kept any more"
+            self.remark = f"{self.path} cannot be used ({error}): no more results are stored"
             return
-        self.remark = f"{self.path} was damaged ({error}): what it had is computed again"
+        self.remark = f"{self.path} was damaged ({error}): its results are computed again"
         try:
-            for ending in ("", *_BESIDE):
-                Path(f"{self.path}{ending}").unlink(missing_ok=True)
+            for suffix in ("", *_BESIDE):
+                Path(f"{self.path}{suffix}").unlink(missing_ok=True)
             self._base = self._open()
         except (OSError, ValueError, sqlite3.Error) as again:
-            self.remark += f", and not kept ({again})"
+            self.remark += f", and not stored ({again})"
 
     def close(self) -> None:
         """Close the database."""
@@ -249,11 +253,11 @@ class Cache:
 
 
 class ForeignCacheError(ValueError):
-    """A foreign file or folder in the place of the cache; the message names it."""
+    """Raised for a foreign file or folder in the place of the cache; the message names it."""
 
 
 def check_place(folder: Path) -> None:
-    """Refuse a cache folder that is a link, holds special files, or a foreign database.
+    """Refuse a cache folder that is a link, or holds special files or a foreign database.
 
     Raises:
         ForeignCacheError: if it is refused; the message names the file.
@@ -278,8 +282,8 @@ def _check_names(folder: Path) -> None:
     """
     deadline = time.monotonic() + _JOURNAL_PATIENCE
     _refuse_but(folder, stat.S_ISDIR, "a folder")
-    for ending in ("", *_BESIDE):
-        _refuse_but(folder / f"{NAME}{ending}", stat.S_ISREG, "a regular file")
+    for suffix in ("", *_BESIDE):
+        _refuse_but(folder / f"{NAME}{suffix}", stat.S_ISREG, "a regular file")
     journal = folder / f"{NAME}-journal"
     # SQLite replays a journal when it opens the database; a forged one may delete other files
     while os.path.lexists(journal):
@@ -298,11 +302,11 @@ def _refuse_but(path: Path, wanted: Callable[[int], bool], what: str) -> None:
     except FileNotFoundError:
         return
     if not wanted(mode):
-        found = "a symbolic link" if stat.S_ISLNK(mode) else "a special file"
-        found = "a folder" if stat.S_ISDIR(mode) else found
-        found = "a file" if stat.S_ISREG(mode) else found
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else "a special file"
+        kind = "a folder" if stat.S_ISDIR(mode) else kind
+        kind = "a file" if stat.S_ISREG(mode) else kind
         raise ForeignCacheError(
-            f"{printable(path, limit=4096)} cannot be used as a cache: it is {found}, not {what}; "
+            f"{printable(path, limit=4096)} cannot be used as a cache: it is {kind}, not {what}; "
             "name another folder, or remove it"
         )
 
@@ -317,15 +321,18 @@ def _normalized(tables: Mapping[str, str]) -> dict[str, str]:
     return {name: " ".join(sql.split()) for name, sql in tables.items()}
 
 
-def opened(folder: Path | None, dump: Path) -> AbstractContextManager[Cache | None]:
-    """The cache of a dump in this folder, closed when the block ends; none without a folder."""
+def open_cache(folder: Path | None, dump: Path) -> AbstractContextManager[Cache | None]:
+    """Open the cache of a dump in a folder, and close it at the end of the block.
+
+    The result is None without a folder.
+    """
     return nullcontext() if folder is None else closing(Cache(folder, dump))
 
 
-def _summed(content: bytes) -> bytes:
-    """With a checksum before it: SQLite has none."""
+def _with_checksum(content: bytes) -> bytes:
+    """Return the content preceded by a checksum, because SQLite stores none."""
     return zlib.crc32(content).to_bytes(4, "little") + content
 
 
 def _is_whole(content: Any) -> bool:
-    return isinstance(content, bytes) and content[:4] == _summed(content[4:])[:4]
+    return isinstance(content, bytes) and content[:4] == _with_checksum(content[4:])[:4]

@@ -1,4 +1,4 @@
-"""A tensor piece by piece, so that memory does not grow with it."""
+"""Read a tensor in pieces, so that the memory needed does not grow with its size."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-PIECE = 1 << 22  #: values at a time, or the fewest rows that hold whole blocks
-LARGE = 1 << 26  #: bytes from which on a mapped tensor's pages are given back piece by piece
+PIECE = 1 << 22  #: values per piece; a piece has more if one row of blocks has more
+LARGE = 1 << 26  #: size in bytes from which a memory-mapped tensor's pages are released in pieces
 _MADV_DONTNEED = 4
 
 
 def pieces(values: NDArray[Any], multiple: int) -> Iterator[NDArray[Any]]:
-    """Parts of `[outer, rows, columns]` that begin with blocks of `multiple` rows."""
+    """Yield pieces of `[outer, rows, columns]`, each starting at a multiple of so many rows.
+
+    multiple: rows per block, so that no block lies in two pieces.
+    """
     outer, rows, columns = values.shape
     in_one = rows * columns
     if in_one <= PIECE:
@@ -30,7 +33,7 @@ def pieces(values: NDArray[Any], multiple: int) -> Iterator[NDArray[Any]]:
 
 
 def give_back(values: NDArray[Any], *, mapped: bool) -> None:
-    """Let go of the memory of a contiguous piece of a mapped file: a later look reads it again."""
+    """Release the memory of a contiguous piece of a mapped file; a later access reads it again."""
     if not mapped or not values.size:
         return
     start = values.ctypes.data
@@ -43,9 +46,9 @@ def give_back(values: NDArray[Any], *, mapped: bool) -> None:
 
 
 def is_mapped(address: int) -> bool:
-    """Whether memory at `address` belongs to a file (Linux: elsewhere the answer is no).
+    """Return whether memory at `address` is mapped from a `.pt` file; always False without Linux.
 
-    Giving back memory that belongs to no file would lose what is in it.
+    Memory that is not mapped from a file must not be released, because its content would be lost.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -55,6 +58,6 @@ def is_mapped(address: int) -> bool:
         fields = line.split(maxsplit=5)
         low, _, high = fields[0].partition("-")
         if int(low, 16) <= address < int(high, 16):
-            # private and never written: w would not tell, torch maps for writing
+            # the permissions do not help: torch maps private and writable, but never writes
             return len(fields) == 6 and fields[4] != "0" and fields[5].endswith(".pt")
     return False

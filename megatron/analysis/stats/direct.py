@@ -1,8 +1,8 @@
-"""Formats whose result does not follow from a value and the scale of its block: stochastic and
-hybrid rounding, and HiFloat4 with its three levels of scales. The code that trains computes them,
-and values and results are compared pair by pair: slower, by ten times or more.
+"""Measure formats whose result does not follow from a value and the scale of its block.
 
-The random numbers of stochastic rounding come from one seed, so that a second call gives the same.
+These are stochastic and hybrid rounding, and HiFloat4 with its three levels of scales. The values
+are quantized by `fake_quant.reference`, and each is compared with its result. This is ten times or
+more slower than counting values. Stochastic rounding uses a fixed seed, so that results repeat.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.analysis.stats.errors import Errors, headroom_bins
+from megatron.analysis.stats.errors import Errors, FormatErrors, headroom_bins
 from megatron.analysis.stats.format_groups import axes_of
-from megatron.analysis.stats.kernels.error_sums import account_pairs, disagree_pairs
+from megatron.analysis.stats.kernels.error_sums import account_pairs, compare_pairs
 from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.fake_quant import dequantize, reference
 from megatron.fake_quant.block_layout import BlockLayout
@@ -37,55 +37,57 @@ from megatron.fake_quant.inspect.format_properties import positive_values
 from megatron.fake_quant.packing import QuantizedTensor
 
 SEED = 20240916  #: of stochastic rounding
-PIECE = 1 << 20  #: values at a time; the reference needs some fifty bytes for each
-_NIBBLE = 4
+PIECE = 1 << 20  #: values per piece; the reference needs some fifty bytes for each
+_NIBBLE = 4  #: bits
 
 
 def measure_sampled(
-    tensor: Tensor, layout: MatrixView, fmt: Format, found: dict[tuple[str, str], Errors]
+    tensor: Tensor, matrix: MatrixView, fmt: Format, all_errors: FormatErrors
 ) -> None:
-    """Add what a format does to a tensor that is not empty."""
+    """Add the errors of a format in a tensor that is not empty."""
     axes = axes_of(fmt)
-    for piece in _pieces(tensor, layout, fmt):
+    for piece in _pieces(tensor, matrix, fmt):
         results = {}
         for axis in axes:
-            view, dim = _view(piece, layout, axis, square=fmt.square)
-            packed, clipped = _quantized(view, fmt, dim)
+            operand, dim = _operand(piece, matrix, axis, square=fmt.square)
+            packed, clipped = _quantized(operand, fmt, dim)
             result = dequantize(packed)
-            _add_values(found[fmt.name, axis], view, result, packed, clipped)
+            _add_values(all_errors[fmt.name, axis], operand, result, packed, clipped)
             if fmt.block_size is not None:
-                _add_blocks(found[fmt.name, axis], view, packed)
+                _add_blocks(all_errors[fmt.name, axis], operand, packed)
             results[axis] = _bits(result)
         if len(axes) > 1:
-            errors = found[fmt.name, "row"]
+            errors = all_errors[fmt.name, "row"]
             counts, totals = errors.disagreement, errors.disagreement_sum
-            disagree_pairs(results["row"], results["column"], _bits(piece), counts, totals)
+            compare_pairs(results["row"], results["column"], _bits(piece), counts, totals)
     for axis in axes if len(axes) > 1 else ():
-        errors, row = found[fmt.name, axis], found[fmt.name, "row"]
+        errors, row = all_errors[fmt.name, axis], all_errors[fmt.name, "row"]
         errors.disagreement[:] = row.disagreement[0], errors.counts.sum()
         errors.disagreement_sum[:] = row.disagreement_sum
 
 
-def _pieces(tensor: Tensor, layout: MatrixView, fmt: Format) -> Iterator[Tensor]:
-    """[outer, rows, columns], whole where a scale belongs to the whole tensor."""
-    whole = tensor.reshape(layout.outer, layout.rows, layout.columns)
+def _pieces(tensor: Tensor, matrix: MatrixView, fmt: Format) -> Iterator[Tensor]:
+    """Yield pieces [outer, rows, columns]; a format with a scale per tensor gets one piece."""
+    whole = tensor.reshape(matrix.outer, matrix.rows, matrix.columns)
     if isinstance(fmt.scaling, (TensorScaling, TwoLevelScaling)) or whole.numel() <= PIECE:
         yield whole
         return
     size = fmt.block_size or 1
-    step = max(PIECE // layout.columns // size, 1) * size
-    for outer in range(layout.outer):
-        for first in range(0, layout.rows, step):
+    step = max(PIECE // matrix.columns // size, 1) * size
+    for outer in range(matrix.outer):
+        for first in range(0, matrix.rows, step):
             yield whole[outer : outer + 1, first : first + step]
 
 
-def _view(piece: Tensor, layout: MatrixView, axis: str, *, square: bool) -> tuple[Tensor, int]:
-    """The piece as the format shall see it, and the axis of its blocks. Each run of a row is on its
-    own; for square blocks it is a matrix with the other rows.
+def _operand(piece: Tensor, matrix: MatrixView, axis: str, *, square: bool) -> tuple[Tensor, int]:
+    """Return the piece in the shape in which it is quantized, and the dimension of its blocks.
+
+    Along rows, each run is a last dimension of its own. For square blocks, the same run of all rows
+    makes a matrix.
     """
     if axis == "column":
         return piece, 1
-    runs = piece.reshape(piece.shape[0], piece.shape[1], -1, layout.run)
+    runs = piece.reshape(piece.shape[0], piece.shape[1], -1, matrix.run)
     return (runs.transpose(1, 2) if square else runs), -1
 
 
@@ -95,15 +97,15 @@ def _bits(x: Tensor) -> NDArray[np.int32]:
 
 
 def _add_values(
-    errors: Errors, view: Tensor, result: Tensor, packed: QuantizedTensor, clipped: Tensor
+    errors: Errors, operand: Tensor, result: Tensor, packed: QuantizedTensor, clipped: Tensor
 ) -> None:
-    """Values, what they became, with which codes, and whether they were clipped."""
+    """Add the errors of values, their codes, and whether they were clipped."""
     codes = packed.codes
     if packed.format.element.bits <= _NIBBLE:
         codes = unpack_nibbles(codes, packed.shape[packed.axis])
     codes = BlockLayout.of(packed.shape, packed.format, packed.axis).from_rows(codes)
     account_pairs(
-        _bits(view),
+        _bits(operand),
         _bits(result),
         clipped.reshape(-1).numpy(),
         errors.sums,
@@ -112,15 +114,15 @@ def _add_values(
     )
 
 
-def _quantized(view: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor, Tensor]:
+def _quantized(operand: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor, Tensor]:
     """Return the result of `quantize`, and which values are clipped: those that would round to a
     number above the format's largest if one existed.
 
     Values are rounded once, to an element type that has larger numbers, and are then clipped to the
     largest number. The same random numbers therefore decide about both results.
     """
-    layout, element = BlockLayout.of(tuple(view.shape), fmt, dim), fmt.element
-    blocks, scales = reference.scale_down(view, fmt, layout)
+    layout, element = BlockLayout.of(tuple(operand.shape), fmt, dim), fmt.element
+    blocks, scales = reference.scale_down(operand, fmt, layout)
     if isinstance(element, HiFloat8):
         largest, wider = math.ldexp(1, LARGEST_EXPONENT), replace(element, overflow="inf")
         bound = largest if element.overflow == "saturate" else math.inf
@@ -129,16 +131,16 @@ def _quantized(view: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor, Te
         largest, wider = element.max, replace(element, max=2 * element.max)  # type: ignore[assignment]
         bound = largest
     seed = SEED if fmt.rounding == "stochastic" else None
-    rounded = reference.round_blocks(blocks, view, replace(fmt, element=wider), layout, seed)
+    rounded = reference.round_blocks(blocks, operand, replace(fmt, element=wider), layout, seed)
     clipped = rounded.abs() > largest
     codes = encode(layout.from_blocks(rounded.clamp_(-bound, bound)), element)
     codes = pack_nibbles(codes) if element.bits <= _NIBBLE else codes
-    packed = QuantizedTensor(codes, scales, fmt, layout.shape, layout.axis, view.dtype)
+    packed = QuantizedTensor(codes, scales, fmt, layout.shape, layout.axis, operand.dtype)
     return packed, layout.from_rows(layout.from_blocks(clipped))
 
 
 def _limits(packed: QuantizedTensor) -> Tensor:
-    """The largest number of the format at the place of each value, by its code and the scales."""
+    """Return the largest number that the format can represent under each value's scales."""
     element = packed.format.element
     assert not isinstance(element, Cast)
     code = encode(positive_values(element)[-1:], element)
@@ -148,14 +150,14 @@ def _limits(packed: QuantizedTensor) -> Tensor:
     return dequantize(replace(packed, codes=code.expand(shape), dtype=torch.float32))
 
 
-def _add_blocks(errors: Errors, view: Tensor, packed: QuantizedTensor) -> None:
-    """Scales, and the magnitudes of each block."""
+def _add_blocks(errors: Errors, operand: Tensor, packed: QuantizedTensor) -> None:
+    """Add the blocks: their scales, ranges and headroom."""
     layout = BlockLayout.of(packed.shape, packed.format, packed.axis)
     stored = packed.scales.block()
     if isinstance(packed.format.scaling, GroupScaling):
         stored = stored[..., 0]
     errors.scales += np.bincount(stored.reshape(-1).numpy(), minlength=256)
-    blocks = layout.to_blocks(view.float()).abs().double()
+    blocks = layout.to_blocks(operand.float()).abs().double()
     amax = blocks.amax(-1)
     smallest = blocks.masked_fill(blocks == 0, torch.inf).amin(-1)
     limit = layout.to_blocks(_limits(packed)).amax(-1).double()

@@ -1,4 +1,4 @@
-"""`compute`: from records to tables."""
+"""The engine of the statistics: `compute` turns the records of a dump into tables."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pandas as pd
 from tqdm import tqdm
 
 from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError
-from megatron.analysis.stats.cache import Cache, opened
+from megatron.analysis.stats.cache import Cache, open_cache
+from megatron.analysis.stats.errors import FormatErrors
 from megatron.analysis.stats.executors import affordable, on_cluster, on_threads
-from megatron.analysis.stats.format_groups import make_plan
+from megatron.analysis.stats.format_groups import group_formats
 from megatron.analysis.stats.jobs import Failure, measure_job
 from megatron.analysis.stats.logical_tensors import (
     NOTE_SEPARATOR,
-    FormatErrors,
     LogicalTensor,
     first_passes,
     logical_tensors,
@@ -26,7 +26,7 @@ from megatron.analysis.stats.result_columns import ResultColumns, arrays_of
 from megatron.analysis.store import TensorStore
 
 _STRICT = "remove the file, or leave --strict out"
-_NO_FORMATS_OF = "no format is computed of {dtype} values"
+_NO_FORMATS_OF = "no format is computed of {dtype} values"  # the note of such a tensor
 
 
 def compute(
@@ -41,34 +41,34 @@ def compute(
     strict: bool = False,
     progress: bool = False,
 ) -> Statistics:
-    """Statistics of the tensors of a dump, each file read once.
+    """Compute the statistics of a dump's tensors; each file is read once.
 
     Args:
-        formats: names of `megatron.fake_quant`; none: of the values only.
-        select: a part of `store.records`, as `store.select` gives it; all if None.
-        workers: threads; as many as there are processors if None.
-        max_memory: bytes that this process may use; fewer threads if need be.
-        scheduler: address of a Dask scheduler, whose workers see the dump under the same path and
-            have been told their threads and memory: `workers` and `max_memory` are not theirs.
-        cache: a folder for results, from which a second call takes them; None: nothing is kept.
+        formats: names of `megatron.fake_quant`; if empty, only the values are described.
+        select: a part of `store.records`, as returned by `store.select`; all records if None.
+        workers: number of threads; one per processor if None.
+        max_memory: bytes that this process may use; the number of threads is reduced to fit.
+        scheduler: address of a Dask scheduler. Its workers must see the dump under the same path.
+            They have their own limits: `workers` and `max_memory` do not apply to them.
+        cache: folder in which results are stored for later calls; None disables the cache.
         strict: raise for the first file that cannot be read, instead of listing it in `problems`.
-        progress: show a bar on a terminal.
+        progress: show a progress bar if there is a terminal.
 
     Raises:
         ValueError: an unknown format, or too little memory.
         UnreadableTensorError: under `strict`, a file that cannot be read.
     """
-    names = make_plan(formats).names
+    names = group_formats(formats).names
     workers = affordable(workers, max_memory)
     records = store.records if select is None else select
-    everything = list(logical_tensors(records, dump=store.records))
-    tensors = first_passes(everything)
+    all_tensors = list(logical_tensors(records, dump=store.records))
+    tensors = first_passes(all_tensors)
     problems = list(store.problems)
     if strict and problems:
         first = problems[0]
         raise UnreadableTensorError(first.path, f"{first.why}; {_STRICT}")
-    frames, done, failures = ResultColumns(), set(), []
-    # a terminal gets a bar; a log gets nothing
+    columns, done, failures = ResultColumns(), set(), []
+    # tqdm: None shows the bar on a terminal only, so that no log file contains it
     bar = tqdm(
         total=len(tensors),
         desc="Measuring",
@@ -76,11 +76,11 @@ def compute(
         leave=False,
         disable=None if progress else True,
     )
-    with bar, opened(cache, store.folder) as kept:
-        work = ResultMerger(tensors, names, kept)
-        jobs = work.jobs()
-        outcomes = on_cluster(jobs, scheduler) if scheduler else on_threads(jobs, workers)
-        for number, result in work.results(outcomes):
+    with bar, open_cache(cache, store.folder) as results_cache:
+        merger = ResultMerger(tensors, names, results_cache)
+        jobs = merger.jobs()
+        job_results = on_cluster(jobs, scheduler) if scheduler else on_threads(jobs, workers)
+        for number, result in merger.results(job_results):
             done.add(number)
             bar.update(len(done) - bar.n)
             if isinstance(result, Failure):
@@ -88,34 +88,36 @@ def compute(
                     raise UnreadableTensorError(Path(result.path), f"{result.why}; {_STRICT}")
                 failures.append((number, result.path, result.why))
                 continue
-            frames.add(number, tensors[number], *result, _note(tensors[number], names, result[1]))
-        if kept is not None:
-            kept.prune()
+            columns.add(number, tensors[number], *result, _note(tensors[number], names, result[1]))
+        if results_cache is not None:
+            results_cache.prune()
     problems += [Problem(Path(path), why) for _, path, why in sorted(failures)]
-    table, of_formats, numbers = frames.tables()
+    tensor_table, format_table, numbers = columns.tables()
 
     def load_arrays(tensor: int) -> TensorArrays:
-        with opened(cache, store.folder) as kept:
-            return _arrays(tensors[numbers[tensor]], names, kept)
+        with open_cache(cache, store.folder) as results_cache:
+            return _arrays(tensors[numbers[tensor]], names, results_cache)
 
-    remarks = [kept.remark] if kept is not None and kept.remark else []
-    repeats = len(everything) - len(tensors)
-    return Statistics(table, of_formats, problems, load_arrays, remarks, repeats)
+    remarks = [results_cache.remark] if results_cache is not None and results_cache.remark else []
+    repeats = len(all_tensors) - len(tensors)
+    return Statistics(tensor_table, format_table, problems, load_arrays, remarks, repeats)
 
 
-def _note(tensor: LogicalTensor, formats: Sequence[str], found: FormatErrors) -> str:
+def _note(tensor: LogicalTensor, formats: Sequence[str], errors: FormatErrors) -> str:
     notes = [tensor.note] if tensor.note else []
-    if formats and not found and tensor.row.slice is None:
+    if formats and not errors and tensor.row.slice is None:
         notes.append(_NO_FORMATS_OF.format(dtype=tensor.row.dtype))
     return NOTE_SEPARATOR.join(notes)
 
 
-def _arrays(tensor: LogicalTensor, formats: Sequence[str], kept: Cache | None) -> TensorArrays:
-    """From the cache, else computed."""
-    work = ResultMerger([tensor], formats, kept)
-    outcomes = ((job.number, measure_job(job)) for job in work.jobs())
+def _arrays(
+    tensor: LogicalTensor, formats: Sequence[str], results_cache: Cache | None
+) -> TensorArrays:
+    """Return the histograms of a tensor from the cache, or compute them."""
+    merger = ResultMerger([tensor], formats, results_cache)
+    job_results = ((job.number, measure_job(job)) for job in merger.jobs())
     failure = None
-    for _, result in work.results(outcomes):
+    for _, result in merger.results(job_results):
         if not isinstance(result, Failure):
             return arrays_of(*result)
         failure = result

@@ -1,7 +1,7 @@
-"""What a format does to a tensor, as mergeable counts and sums, and the numbers that follow.
+"""The errors that a format causes in a tensor, as mergeable counts and sums.
 
-Counts of a whole are the sums of those of its parts, exactly; sums are float64 and agree to 1e-10
-whatever the partition.
+The counts of a tensor are exactly the sums of the counts of its parts. The sums are float64 and
+agree to 1e-10 for every partition. The numbers of the result's table follow from both.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from megatron.analysis.stats.kernels.error_sums import (
     YY,
 )
 
-RANGES = 278  #: exponents of float32 from 2^-149 to 2^127, and the differences between them
-HEADROOM_STEPS, HEADROOM_FROM = 8, -1.0  #: bins in a binade, and where they begin
+RANGES = 278  #: possible differences between two float32 exponents, which span -149 to 127
+HEADROOM_STEPS, HEADROOM_FROM = 8, -1.0  #: bins per binade, and the lower edge of the first bin
 HEADROOM_BINS = 25
 
 
 class Errors:
-    """Of one format along one axis; see `account` for the places.
+    """Counts and sums of the errors of one format along one axis.
 
-    All counts lie in one array and all sums in another, of which the attributes are parts.
+    All counts are in one array and all sums in another; the attributes are views of these two.
+    `kernels.error_sums` names the positions in `counts`, `totals` and the arrays by binade.
     """
 
     def __init__(
@@ -67,18 +68,21 @@ class Errors:
         return self
 
     def copy(self) -> Errors:
-        """With arrays of its own."""
+        """Return a copy that shares no array with this object."""
         return Errors(len(self.codes), self.ints.copy(), self.floats.copy())
 
     @property
     def sums(
         self,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
-        """As the kernels take them."""
+        """Return the four arrays to which the kernels add values."""
         return self.counts, self.totals, self.binade_counts, self.binade_sums
 
     def numbers(self) -> dict[str, float]:
-        """The columns of the table that follow from the errors, see `result.FORMAT_COLUMNS`."""
+        """Return the columns of the table that follow from the errors of the values.
+
+        `result.FORMAT_COLUMNS` defines them.
+        """
         n, by_binade = int(self.counts[COMPARED]), self.binade_counts
         xx, yy, xy, bias, largest = (
             float(self.totals[i]) for i in (XX, YY, XY, BIAS, LARGEST_ERROR)
@@ -124,17 +128,20 @@ class Errors:
         }
 
     def block_numbers(self, exponents: NDArray[np.float64]) -> dict[str, float]:
-        """Those of the blocks; `exponents` of the scales by byte."""
+        """Return the columns of the table that follow from the blocks.
+
+        exponents: [256] base-2 logarithm of the scale that each byte stands for; NaN if it has none
+        """
         names = ("blocks", "zero_blocks", "nan_blocks")
-        found: dict[str, float] = dict(zip(names, self.blocks.tolist(), strict=True))
+        numbers: dict[str, float] = dict(zip(names, self.blocks.tolist(), strict=True))
         scales = self.scales.copy()
-        scales[0] -= found["zero_blocks"]
+        scales[0] -= numbers["zero_blocks"]
         scales[~np.isfinite(exponents)] = 0
         used = np.flatnonzero(scales)
         ranges, usual = np.flatnonzero(self.block_range), int(self.block_range.sum())
         median = np.searchsorted(np.cumsum(scales[used]), scales.sum() / 2) if len(used) else 0
         total = float(self.block_range @ np.arange(RANGES))
-        return found | {
+        return numbers | {
             "scale_min": float(exponents[used[0]]) if len(used) else math.nan,
             "scale_max": float(exponents[used[-1]]) if len(used) else math.nan,
             "scale_median": float(exponents[used[median]]) if len(used) else math.nan,
@@ -146,16 +153,22 @@ class Errors:
 
 
 def headroom_bins(errors: Errors, room: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
-    """Add blocks by log2(largest number * scale / largest magnitude)."""
-    room = np.maximum(room, -RANGES)  # of a scale that underflowed to zero it is -inf
-    # a scale that is no power of two is rounded: what should be 0 may come out a little less
+    """Add the headroom of blocks to its histogram and its sum.
+
+    Args:
+        room: log2(largest number * scale / largest magnitude) of each block.
+        counts: number of blocks with that headroom.
+    """
+    room = np.maximum(room, -RANGES)  # -inf if the scale underflowed to zero
+    # A scale that is no power of two is rounded, so a headroom of 0 may be computed as slightly
+    # negative.
     bins = np.clip((np.round(room, 5) - HEADROOM_FROM) * HEADROOM_STEPS, 0, HEADROOM_BINS - 1)
     np.add.at(errors.headroom, bins.astype(np.int64), counts)
     errors.headroom_sum += (counts * room).sum()
 
 
 def decibels(signal: float, noise: float) -> float:
-    """10 log10 of their ratio; inf without noise."""
+    """Return 10 log10(signal / noise); inf without noise."""
     if not noise:
         return math.inf
     return 10 * (math.log10(signal) - math.log10(noise)) if signal else -math.inf
@@ -163,3 +176,7 @@ def decibels(signal: float, noise: float) -> float:
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
+
+
+#: Errors by format name and axis ("row", "column" or "all").
+FormatErrors = dict[tuple[str, str], Errors]

@@ -1,8 +1,7 @@
-"""Runs jobs on threads of this process, or on a Dask cluster, and hands out what they give as it
-comes.
+"""Run jobs on threads of this process or on a Dask cluster, and yield each result when it is ready.
 
-Threads, not processes: the time goes into compiled loops, which release the interpreter's lock, and
-nothing is loaded or compiled twice.
+Threads suffice, because most of the time is spent in compiled loops, which release the
+interpreter's lock. With processes, every one would have to load and compile these loops.
 """
 
 from __future__ import annotations
@@ -21,25 +20,28 @@ import torch
 from megatron.analysis.stats.jobs import Job, JobResult, measure_jobs
 from megatron.analysis.stats.kernels.class_tables import TABLE_BYTES
 
-PATIENCE = "20s"  #: for a scheduler to answer
-BATCH_BYTES, BATCH_JOBS = 1 << 23, 64  #: small tensors are sent together
-#: Bytes that a process needs before it works, and that each of its threads may take: three tables
-#: of counts, a large tensor's mapped pages, and the arrays for a piece of it.
+PATIENCE = "20s"  #: timeout for the answer of a scheduler
+BATCH_BYTES, BATCH_JOBS = (
+    1 << 23,
+    64,
+)  #: limits of a batch, in which small tensors are sent together
+#: Memory in bytes that a process needs in any case, and that each of its threads may use: three
+#: tables of counts, a large tensor's mapped pages, and the arrays for a piece of it.
 BASE, PER_WORKER = 420 << 20, 3 * TABLE_BYTES + (96 << 20)
 
 
 def processors() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def affordable(workers: int | None, max_memory: int | None) -> int:
-    """How many threads there can be.
+    """Return how many threads fit into the memory limit, at most as many as requested.
 
     Raises:
-        ValueError: too little memory for one.
+        ValueError: the memory is too little for one thread.
     """
     wanted = workers or processors()
     if max_memory is None:
@@ -54,7 +56,10 @@ def affordable(workers: int | None, max_memory: int | None) -> int:
 
 
 def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    """The largest tensors first, so that no worker is left alone with one at the end."""
+    """Yield batches of jobs, the largest tensors first.
+
+    Otherwise one worker might be left with a large tensor at the end while the others are idle.
+    """
     batch: list[Job] = []
     size = 0
     for job in sorted(jobs, key=lambda job: -job.part.nbytes):
@@ -68,7 +73,7 @@ def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
 
 
 def on_threads(jobs: Sequence[Job], workers: int) -> Iterator[tuple[int, JobResult]]:
-    """Outcomes by the jobs' numbers, in any order; few are in memory at a time."""
+    """Yield job numbers and results in any order; only a few results are in memory at a time."""
     waiting = batches(jobs)
     with one_torch_thread(), ThreadPoolExecutor(workers, "statistics") as threads:
         running: set[Future[list[tuple[int, JobResult]]]] = set()
@@ -81,7 +86,7 @@ def on_threads(jobs: Sequence[Job], workers: int) -> Iterator[tuple[int, JobResu
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     yield from future.result()
-        finally:  # an interrupt, or --strict: do not measure the rest first
+        finally:  # after an interrupt, or an error under --strict: cancel the remaining jobs
             threads.shutdown(cancel_futures=True)
 
 
@@ -113,8 +118,9 @@ def check_scheduler(address: str) -> None:
 
 
 def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, JobResult]]:
-    """As `on_threads`, on the workers of a Dask scheduler. They read the dump under the same path
-    and import this package.
+    """Yield job numbers and results like `on_threads`, computed by the workers of a Dask scheduler.
+
+    The workers must see the dump under the same path, and be able to import this package.
 
     Raises:
         ValueError: Dask is not installed, no scheduler answers, or its workers die.
@@ -133,13 +139,13 @@ def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, JobResu
         raise ValueError(f"no Dask scheduler answers at {address!r} ({error})") from None
     with client:
         waiting = batches(jobs)
-        room = 3 * max(sum(client.nthreads().values()), 1)
-        first = [client.submit(measure_jobs, batch, pure=False) for batch in islice(waiting, room)]
-        found = distributed.as_completed(first, loop=client.loop, with_results=True)
+        most = 3 * max(sum(client.nthreads().values()), 1)  # submitted at a time
+        first = [client.submit(measure_jobs, batch, pure=False) for batch in islice(waiting, most)]
+        completed = distributed.as_completed(first, loop=client.loop, with_results=True)
         running = len(first)
         while running:
             try:
-                _, outcomes = next(found)
+                _, results = next(completed)
             except ImportError as error:
                 raise ValueError(
                     f"a worker of {address} has no module {error.name!r}; start the workers with "
@@ -149,19 +155,21 @@ def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, JobResu
                 raise ValueError(
                     f"workers of {address} ended again and again while they measured ({error}); "
                     "give them more memory (dask worker --memory-limit, fewer --nthreads) and look "
-                    "into their logs; what came back is kept, and the next call goes on from there"
+                    "into their logs; the results so far are cached, and the next call continues "
+                    "from there"
                 ) from None
             running -= 1
             if (batch := next(waiting, None)) is not None:
-                found.add(client.submit(measure_jobs, batch, pure=False))
+                completed.add(client.submit(measure_jobs, batch, pure=False))
                 running += 1
-            yield from outcomes
+            yield from results
 
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """The pool is the parallelism: a team of torch's own threads in each worker would only be in
-    the way.
+    """Limit torch to one thread within the block.
+
+    The thread pool already uses all processors; torch's own threads would compete with it.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

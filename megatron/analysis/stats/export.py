@@ -1,4 +1,4 @@
-"""The result as text: a summary for a person, and all of it as CSV, JSON or aligned columns."""
+"""Write statistics as text: a summary for a reader, or everything as CSV, JSON or columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.analysis.stats.matrix_view import is_operand
 from megatron.analysis.stats.result import Statistics, words_of_repeats
 from megatron.analysis.text_table import align, csv_cell, shown
 
-WORST = 5  #: tensors that the summary names
+WORST = 5  #: number of tensors with the lowest SQNR that the summary names
 _TENSOR = (
     "iteration",
     "micro_batch",
@@ -30,50 +30,50 @@ _TENSOR = (
 )
 
 
-def summary(found: Statistics) -> str:
-    """What was measured, a line a format and axis, the tensors that suffer most, and notes."""
-    tensors = found.tensors
+def summary(statistics: Statistics) -> str:
+    """Return the summary: counts, one line per format and axis, the worst tensors, and notes."""
+    tensors = statistics.tensors
     count = int(tensors["count"].sum())
     lines = [f"{len(tensors)} tensors, {count} values"]
     for kind in ("nan", "inf"):
-        with_them = tensors[tensors[kind] > 0]
-        if len(with_them):
-            name = shown(Path(with_them["path"].iloc[0]).name)
-            total = int(with_them[kind].sum())
-            lines.append(f"  {total} {kind} in {len(with_them)} tensors; the first is {name}")
-    if found.repeats:
-        lines.append(f"  {words_of_repeats(found.repeats)}")
-    if len(found.formats):
-        lines += [*_by_use(found), "", *_worst(found)]
-    if notes := found.notes():
+        affected = tensors[tensors[kind] > 0]
+        if len(affected):
+            name = shown(Path(affected["path"].iloc[0]).name)
+            total = int(affected[kind].sum())
+            lines.append(f"  {total} {kind} in {len(affected)} tensors; the first is {name}")
+    if statistics.repeats:
+        lines.append(f"  {words_of_repeats(statistics.repeats)}")
+    if len(statistics.formats):
+        lines += [*_by_use(statistics), "", *_worst(statistics)]
+    if notes := statistics.notes():
         lines += ["", "Notes", *note_lines(notes)]
     return "\n".join(lines)
 
 
 def note_lines(notes: Mapping[str, int]) -> list[str]:
-    """A line a note: how many tensors have it."""
+    """Return one line per note with the number of its tensors."""
     return [f"  {count} tensor{'s' if count > 1 else ''}: {note}" for note, count in notes.items()]
 
 
-def _by_use(found: Statistics) -> list[str]:
+def _by_use(statistics: Statistics) -> list[str]:
     """Return one table of the formats' effect on operands, and one of their effect on results."""
-    formats = found.formats
-    tensors = found.tensors
-    operand = [*map(is_operand, tensors["layer_type"], tensors["tensor_name"])]
-    of_operands = np.array(operand, bool)[formats["tensor"]]
+    formats = statistics.formats
+    tensors = statistics.tensors
+    operands = [*map(is_operand, tensors["layer_type"], tensors["tensor_name"])]
+    of_operands = np.array(operands, bool)[formats["tensor"]]
     lines: list[str] = []
     for title, part in (
         ("Operands of matmuls", formats[of_operands]),
         ("Results of matmuls, which are never quantized", formats[~of_operands]),
     ):
         if len(part):
-            lines += ["", title, *_by_format(found, part)]
+            lines += ["", title, *_by_format(statistics, part)]
     return lines
 
 
-def _by_format(found: Statistics, formats: pd.DataFrame) -> list[str]:
-    # what the shares are of: as many as there are, not a tensor a vote
-    finite = found.tensors["finite"].to_numpy()[formats["tensor"]]
+def _by_format(statistics: Statistics, formats: pd.DataFrame) -> list[str]:
+    # the weights of the shares: a large tensor counts more than a small one
+    finite = statistics.tensors["finite"].to_numpy()[formats["tensor"]]
     formats = formats.assign(whole=finite - formats["poisoned"])
     header = ("format", "axis", "tensors", "median SQNR dB", "lowest", "underflow", "saturated")
     rows: list[tuple[object, ...]] = [header]
@@ -95,16 +95,16 @@ def _by_format(found: Statistics, formats: pd.DataFrame) -> list[str]:
 
 
 def _joint(shares: pd.Series[float], of: pd.Series[int]) -> float:
-    """The share of all tensors together; NaN of nothing."""
+    """Return the share over all tensors together, weighted by their counts; NaN without values."""
     total = int(of.sum())
     return float((shares * of).sum()) / total if total else math.nan
 
 
-def _worst(found: Statistics) -> list[str]:
-    known = found.joined().dropna(subset=["sqnr_db"])
-    operands = known[[*map(is_operand, known["layer_type"], known["tensor_name"])]]
-    judged = operands if len(operands) else known
-    lowest = judged.sort_values("sqnr_db").drop_duplicates("tensor").head(WORST)
+def _worst(statistics: Statistics) -> list[str]:
+    with_sqnr = statistics.joined().dropna(subset=["sqnr_db"])
+    operands = with_sqnr[[*map(is_operand, with_sqnr["layer_type"], with_sqnr["tensor_name"])]]
+    candidates = operands if len(operands) else with_sqnr
+    lowest = candidates.sort_values("sqnr_db").drop_duplicates("tensor").head(WORST)
     rows: list[tuple[object, ...]] = [("lowest SQNR dB", "format", "axis", "file")]
     for row in lowest.to_dict("records"):
         name = (row["quantized_format"], row["axis"], shown(Path(row["path"]).name))
@@ -120,9 +120,13 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def as_csv(found: Statistics) -> str:
-    """A row a tensor, format and axis with all columns; a row a tensor where there is no format."""
-    frame = found.joined().drop(columns="tensor") if len(found.formats) else found.tensors
+def as_csv(statistics: Statistics) -> str:
+    """Return all columns as CSV: one row per tensor, format and axis.
+
+    Without formats there is one row per tensor.
+    """
+    with_formats = len(statistics.formats) > 0
+    frame = statistics.joined().drop(columns="tensor") if with_formats else statistics.tensors
     frame = frame.assign(shape=[_shape(shape) for shape in frame["shape"]])
     text: str = with_safe_texts(frame).to_csv(index=False)
     return text
@@ -130,22 +134,26 @@ def as_csv(found: Statistics) -> str:
 
 def with_safe_texts(frame: pd.DataFrame) -> pd.DataFrame:
     """Return a table that is safe as CSV: no text is a formula or has a line break."""
-    found = frame.copy()
+    safe = frame.copy()
     for name in frame.columns:
         if frame[name].dtype.kind in "biufc":
             continue
         cells = [csv_cell(value) if isinstance(value, str) else value for value in frame[name]]
         # dtype object, because pandas would turn a column of integers and None into floats
-        found[name] = pd.Series(cells, frame.index, object)
-    return found
+        safe[name] = pd.Series(cells, frame.index, object)
+    return safe
 
 
-def as_json(found: Statistics) -> str:
-    """Lists of tensors and of formats. JSON has no NaN and no inf: null and "inf"."""
+def as_json(statistics: Statistics) -> str:
+    """Return tensors, formats and problems as JSON lists.
+
+    JSON has neither NaN nor inf: NaN becomes null, and inf the text "inf".
+    """
+    problems = [{"path": str(problem.path), "why": problem.why} for problem in statistics.problems]
     content = {
-        "tensors": [_plain(row) for row in found.tensors.to_dict("records")],
-        "formats": [_plain(row) for row in found.formats.to_dict("records")],
-        "problems": [{"path": str(each.path), "why": each.why} for each in found.problems],
+        "tensors": [_plain(row) for row in statistics.tensors.to_dict("records")],
+        "formats": [_plain(row) for row in statistics.formats.to_dict("records")],
+        "problems": problems,
     }
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
@@ -166,25 +174,27 @@ def _value(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def as_text(found: Statistics) -> str:
-    """Columns below each other, nine significant digits."""
-    tensors = found.tensors
+def as_text(statistics: Statistics) -> str:
+    """Return the summary and all tables in aligned columns, with nine significant digits."""
+    tensors = statistics.tensors
     columns = [name for name in tensors.columns if name not in ("run_id", "path", "note", "dims")]
     named = [name for name in columns if name in _TENSOR]
     numbers = [name for name in columns if tensors[name].dtype.kind in "if" and name not in named]
-    lines = [summary(found), "", "Tensors"]
+    lines = [summary(statistics), "", "Tensors"]
     rows = [("tensor", *named, *numbers, "file")]
-    for place, row in enumerate(tensors.to_dict("records")):
-        of_row = [_cell(row[name]) for name in (*named, *numbers)]
-        rows.append((str(place), *of_row, shown(Path(row["path"]).name)))
+    for number, row in enumerate(tensors.to_dict("records")):
+        cells = [_cell(row[name]) for name in (*named, *numbers)]
+        rows.append((str(number), *cells, shown(Path(row["path"]).name)))
     lines += align(rows, text=0)
-    if len(found.formats):
-        header = tuple(found.formats.columns)
+    if len(statistics.formats):
+        header = tuple(statistics.formats.columns)
         body = [
-            tuple(_cell(value) for value in row) for row in found.formats.itertuples(index=False)
+            tuple(_cell(value) for value in row)
+            for row in statistics.formats.itertuples(index=False)
         ]
         lines += ["", "Formats", *align([header, *body], text=0)]
-    lines += ["", "Left out", *(f"  {each}" for each in found.problems)] if found.problems else []
+    if statistics.problems:
+        lines += ["", "Left out", *(f"  {problem}" for problem in statistics.problems)]
     return "\n".join(lines) + "\n"
 
 
@@ -200,7 +210,7 @@ def _shape(shape: Any) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-#: By the ending of a file's name.
+#: Functions that return the text of a file, by the suffix of its name.
 WRITERS: dict[str, Callable[[Statistics], str]] = {
     ".csv": as_csv,
     ".json": as_json,

@@ -1,7 +1,8 @@
-"""The formats that were asked for, arranged by what has to be counted for them.
+"""Group the requested formats, so that one count of the values serves a whole group.
 
-Formats whose blocks are of one size and get the same scale share one count: all of OCP's formats
-with blocks of 32 and the rule `floor` do. Formats without blocks are found from the patterns alone.
+Formats share a count if their blocks have the same size and get the same scale. All OCP formats
+with blocks of 32 and the rule `floor` are such a group. For formats without blocks, the number of
+occurrences of each bit pattern suffices.
 """
 
 from __future__ import annotations
@@ -24,56 +25,60 @@ AXES = ("row", "column")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Formats that give every block the same class."""
+    """Formats that assign the same class to every block; `kernels.scalar_quantizer` defines it."""
 
-    size: int
+    size: int  #: values per block along its axis
     square: bool
     formats: tuple[Format, ...]
 
     @property
     def first(self) -> Format:
-        """Any of them, to find a block's class by."""
+        """Return one format of the group, from which the class of a block is computed."""
         return self.formats[0]
 
     @property
     def emax(self) -> int:
-        """Classes of E8M0 scales are the bytes of an element whose largest number has this
-        exponent; the byte of a format is lower by as much as its element's is higher. (From 1 on
-        the bytes that are cut off at zero are the same ones.)
+        """Return the exponent of the largest element for which the classes are computed.
+
+        The class of a block with an E8M0 scale is the scale's byte for an element of this exponent.
+        A format whose element reaches n binades higher stores a byte that is lower by n. (From an
+        exponent of 1 on, the bytes that are cut off at zero are the same ones.)
         """
         element = self.first.element
         return min(element.emax, 1) if isinstance(element, ElementFormat) else 0
 
     @property
     def by_pairs(self) -> bool:
-        """Whether the classes along row and column are counted together. E8M0 scales are few; an
-        E4M3 scale takes one of 127 values, and their pairs would be too many.
+        """Return whether values are counted by pairs of a row's class and a column's class.
+
+        A tensor has few different E8M0 scales. E4M3 scales take 127 values, which have too many
+        pairs.
         """
         return not self.square and isinstance(self.first.scaling, BlockScaling)
 
 
 @dataclass(frozen=True, slots=True)
 class FormatGroups:
-    """Formats by the way that they are computed."""
+    """Formats, arranged by the way in which they are computed."""
 
-    plain: tuple[Format, ...]  #: without blocks
-    groups: tuple[Group, ...]  #: with block scales
-    sampled: tuple[Format, ...]  #: whose result does not follow from a value and its class
+    plain: tuple[Format, ...]  #: formats without blocks
+    groups: tuple[Group, ...]  #: formats with block scales
+    sampled: tuple[Format, ...]  #: formats whose result does not follow from a value and its class
 
     @property
     def names(self) -> list[str]:
-        """Of all formats."""
+        """Return the names of all formats."""
         grouped = [fmt for group in self.groups for fmt in group.formats]
         return [fmt.name for fmt in (*self.plain, *grouped, *self.sampled)]
 
 
 def axes_of(fmt: Format) -> tuple[str, ...]:
-    """Along what a format is computed."""
+    """Return the axes along which a format is computed."""
     return ("all",) if fmt.block_size is None or fmt.square else AXES
 
 
-def make_plan(names: Sequence[str]) -> FormatGroups:
-    """The plan for formats by name; a format named twice, by whatever name, counts once.
+def group_formats(names: Sequence[str]) -> FormatGroups:
+    """Return the formats of these names in groups; a format named twice counts once.
 
     Raises:
         ValueError: an unknown format.
@@ -88,12 +93,15 @@ def make_plan(names: Sequence[str]) -> FormatGroups:
             plain.append(fmt)
         else:
             groups.setdefault((fmt.block_size, fmt.square, *_scale_key(fmt)), []).append(fmt)
-    made = [Group(int(str(key[0])), bool(key[1]), tuple(of)) for key, of in groups.items()]
-    return FormatGroups(tuple(plain), tuple(made), tuple(sampled))
+    blocked = [Group(int(str(key[0])), bool(key[1]), tuple(of)) for key, of in groups.items()]
+    return FormatGroups(tuple(plain), tuple(blocked), tuple(sampled))
 
 
 def _scale_key(fmt: Format) -> tuple[object, ...]:
-    """What decides on the class of a block, besides its largest magnitude; see `Group.emax`."""
+    """Return what the class of a block depends on besides its largest magnitude.
+
+    `Group.emax` explains the second number.
+    """
     if isinstance(fmt.scaling, TwoLevelScaling):
         return ("two-level",)
     assert isinstance(fmt.scaling, BlockScaling)

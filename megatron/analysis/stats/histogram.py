@@ -1,10 +1,10 @@
 """Histograms of values whose bins are the 65,536 bfloat16 bit patterns.
 
-A value falls into the bin of its float32 pattern's upper half, that is, of itself rounded toward
-zero to 8 significant bits. bfloat16 data are thus counted value by value, and since every bin edge
-is a multiple of a power of two, the bins can be gathered afterwards into an evenly spaced histogram
-whose counts are exact (`Histogram.rebin`). The range to draw need not be known before the values
-are read. What it gives up: detail below 2^-7 of a value's magnitude.
+A value belongs to the bin given by the upper half of its float32 pattern, which is the value
+rounded toward zero to 8 significant bits. bfloat16 data are therefore counted exactly. Every bin
+edge is a multiple of a power of two, so the bins can later be merged into evenly spaced ones with
+exact counts (`Histogram.rebin`). The range of a figure need not be known before the values are
+read. Detail below 2^-7 of a value's magnitude is lost.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 BINS = 1 << 16  #: bfloat16 patterns
-_INFINITY = 0x7F80  #: pattern of +inf; the ones above it are NaN
+_INFINITY = 0x7F80  #: pattern of +inf; larger ones without a sign are NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How often each bfloat16 pattern occurs, finite values only."""
+    """Number of finite values with each bfloat16 pattern."""
 
-    counts: NDArray[np.int64]  #: [BINS], by pattern: 0x0000 up are positive, 0x8000 up negative
+    counts: NDArray[np.int64]  #: [BINS] by pattern; positive from 0x0000 on, negative from 0x8000
 
     @classmethod
     def empty(cls) -> Histogram:
-        """Of no values."""
+        """Return the histogram of no values."""
         return cls(np.zeros(BINS, dtype=np.int64))
 
     def __add__(self, other: Histogram) -> Histogram:
@@ -37,27 +37,28 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """How many finite values there are."""
+        """Return the number of finite values."""
         return int(self.counts.sum())
 
     def magnitudes(self) -> NDArray[np.int64]:
-        """[32640] counts by magnitude: element p belongs to pattern p, whatever the sign."""
+        """Return [32640] counts by magnitude: element p counts pattern p with either sign."""
         half = self.counts.reshape(2, BINS // 2)[:, :_INFINITY]
         summed: NDArray[np.int64] = half.sum(axis=0)
         return summed
 
     def quantile(self, share: float) -> float:
-        """See `quantiles`."""
+        """Return one quantile; see `quantiles`."""
         return self.quantiles([share])[0]
 
     def magnitude_quantile(self, share: float) -> float:
-        """See `magnitude_quantiles`."""
+        """Return one quantile of the magnitudes; see `magnitude_quantiles`."""
         return self.magnitude_quantiles([share])[0]
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
-        """The values that these shares of all values do not exceed: of bfloat16 data order
-        statistics, exact; of others the bin's edge toward zero, less than 2^-7 of the value away
-        (as long as it is no subnormal float32). NaN without values.
+        """Return the values that these shares of all values do not exceed; NaN without values.
+
+        For bfloat16 data these are exact order statistics. For other data each is the edge of its
+        bin toward zero, which is less than 2^-7 of the value away (except for subnormal float32).
         """
         present = np.flatnonzero(self.counts)
         below_zero = np.searchsorted(present, BINS // 2)
@@ -65,7 +66,7 @@ class Histogram:
         return _quantiles(self.counts[ascending], _signed_edges()[ascending], shares)
 
     def magnitude_quantiles(self, shares: Sequence[float]) -> list[float]:
-        """The same of the magnitudes."""
+        """Return the magnitudes that these shares of all magnitudes do not exceed."""
         present = np.flatnonzero(self.counts)
         magnitudes = present & (BINS // 2 - 1)
         order = np.argsort(magnitudes, kind="stable")
@@ -73,11 +74,9 @@ class Histogram:
         return _quantiles(self.counts[present[order]], edges, shares)
 
     def octaves(self) -> NDArray[np.int64]:
-        """[255] counts by power of two: element e + 127 has the magnitudes from 2**e up to below
-        2**(e+1).
+        """Return [255] counts by binade: element e + 127 counts magnitudes in [2**e, 2**(e+1)).
 
-        Element 0 has what is smaller, but not zero: float32's subnormal numbers and what underflows
-        to them.
+        Element 0 counts all smaller magnitudes except zero: those that are subnormal in float32.
         """
         counts = self.magnitudes()
         counts[0] = 0
@@ -85,10 +84,11 @@ class Histogram:
         return summed
 
     def rebin(self, grid: Grid) -> NDArray[np.int64]:
-        """[2 n] counts of the evenly spaced bins of `grid`, exact for dtypes up to float32.
+        """Return [2 n] counts of the evenly spaced bins of `grid`, exact for dtypes up to float32.
 
-        A positive value is counted where a <= x < b, a negative one mirrored, zeros of either sign
-        in the first bin right of zero. Values outside of the grid are in no bin.
+        A positive value x is in the bin with a <= x < b, a negative value in the mirrored bin.
+        Zeros of either sign are in the first bin right of zero. Values outside the grid are not
+        counted.
         """
         positive, negative = self.counts.reshape(2, BINS // 2)[:, :_INFINITY].copy()
         positive[0] += negative[0]
@@ -104,14 +104,14 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Even bins, symmetric to zero, whose edges are edges of a `Histogram` too."""
+    """Evenly spaced bins, symmetric about zero, whose edges are also edges of a `Histogram`."""
 
-    width: float  #: a power of two
-    bins_a_side: int
+    width: float  #: of each bin; a power of two
+    bins_a_side: int  #: number of bins on each side of zero
 
     @classmethod
     def reaching(cls, magnitude: float) -> Grid:
-        """40 to 64 bins a side: the smallest such grid with `magnitude` inside."""
+        """Return the smallest grid with 40 to 64 bins per side that contains `magnitude`."""
         if not (math.isfinite(magnitude) and magnitude > 0.0):
             magnitude = 0.75
         # magnitude < 2**exponent, where bfloat16 has a step of 2**(exponent - 8) at most
@@ -121,18 +121,18 @@ class Grid:
 
     @property
     def limit(self) -> float:
-        """The bins reach from -limit to limit."""
+        """Return the largest edge; the bins span -limit to limit."""
         return self.width * self.bins_a_side
 
     def edges(self) -> NDArray[np.float64]:
-        """[2 n + 1] of the n bins a side."""
+        """Return the [2 n + 1] edges of n bins per side."""
         steps = np.arange(-self.bins_a_side, self.bins_a_side + 1, dtype=np.float64)
         return np.multiply(steps, self.width, dtype=np.float64)
 
 
 @functools.cache
 def _lower_edges() -> NDArray[np.float64]:
-    """[32640] magnitude of each non-negative finite bfloat16 pattern."""
+    """Return [32640] the value of each non-negative finite bfloat16 pattern."""
     patterns = np.arange(_INFINITY, dtype=np.uint32) << np.uint32(16)
     edges: NDArray[np.float64] = patterns.view(np.float32).astype(np.float64)
     return edges
@@ -140,7 +140,7 @@ def _lower_edges() -> NDArray[np.float64]:
 
 @functools.cache
 def _signed_edges() -> NDArray[np.float64]:
-    """[BINS] bin edge toward zero of each bfloat16 pattern; NaN for those of Inf and NaN."""
+    """Return [BINS] the bin edge toward zero of each bfloat16 pattern; NaN for Inf and NaN."""
     edges = np.full((2, BINS // 2), math.nan)
     edges[0, :_INFINITY] = _lower_edges()
     edges[1, :_INFINITY] = -_lower_edges()
@@ -150,10 +150,10 @@ def _signed_edges() -> NDArray[np.float64]:
 def _quantiles(
     counts: NDArray[np.int64], edges: NDArray[np.float64], shares: Sequence[float]
 ) -> list[float]:
-    """Of bins in ascending order, none of them empty."""
+    """Return quantiles of bins that are in ascending order and not empty."""
     if not len(counts):
         return [math.nan] * len(shares)
     below = np.cumsum(counts)
     ranks = [max(math.ceil(share * int(below[-1])), 1) for share in shares]
-    found: list[float] = edges[np.searchsorted(below, ranks)].tolist()
-    return found
+    quantiles: list[float] = edges[np.searchsorted(below, ranks)].tolist()
+    return quantiles

@@ -1,5 +1,7 @@
-"""The work on one part of a tensor: a file is read, measured, and let go. Runs in any thread, and
-in the processes of a Dask cluster.
+"""Jobs: each reads and measures one part of a tensor.
+
+A job runs in any thread, or in a process of a Dask cluster. Its result consists of bytes, so that
+it can be sent and cached.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron.analysis.dump.tensor_files import UnreadableTensorError, read_tensor
-from megatron.analysis.stats.format_groups import FormatGroups, axes_of, make_plan
+from megatron.analysis.stats.errors import FormatErrors
+from megatron.analysis.stats.format_groups import FormatGroups, axes_of, group_formats
 from megatron.analysis.stats.kernels.pattern_counts import Workspace
 from megatron.analysis.stats.kernels.scalar_quantizer import number_of_codes
-from megatron.analysis.stats.logical_tensors import FormatErrors, Part
+from megatron.analysis.stats.logical_tensors import Part
 from megatron.analysis.stats.serialization import (
     VALUES,
     pack_errors,
@@ -35,9 +38,9 @@ _IMPOSSIBLE = (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is still to be computed of a part."""
+    """Results to be computed of one part: those of its values and of these formats."""
 
-    number: int  #: told back with the outcome
+    number: int  #: identifies the job in the list of results
     part: Part
     formats: tuple[str, ...]
 
@@ -52,64 +55,61 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What came of a job."""
+    """The result of a job."""
 
-    contents: dict[str, bytes]  #: by name: `VALUES`, and each format; empty: could not be measured
-    failures: tuple[Failure, ...]  #: also of replicas that were not needed
+    contents: dict[str, bytes]  #: by `VALUES` and format name; empty if the part was not measured
+    failures: tuple[Failure, ...]  #: unreadable files, including replicas that were not needed
 
 
 def measure_job(job: Job) -> JobResult:
-    """Read and measure."""
+    """Read and measure one part."""
     tensor, failures = _load(job.part)
     if tensor is None:
         return JobResult({}, failures)
     try:
-        values, found = measure(tensor, job.part.layout, _plan(job), _workspace())
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-        ArithmeticError,
-        LookupError,
-        MemoryError,
-    ) as error:
+        values, all_errors = measure(tensor, job.part.matrix, _format_groups(job), _workspace())
+    except _IMPOSSIBLE as error:
         why = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
         return JobResult({}, (*failures, Failure(job.part.paths[0], f"cannot be measured ({why})")))
     contents = {VALUES: pack_values(values)}
     for name in job.formats:
-        of_format = {axis: errors for (fmt, axis), errors in found.items() if fmt == name}
-        contents[name] = pack_errors(of_format) if of_format else b""
+        by_axis = {axis: errors for (fmt, axis), errors in all_errors.items() if fmt == name}
+        contents[name] = pack_errors(by_axis) if by_axis else b""
     return JobResult(contents, failures)
 
 
 def measure_jobs(jobs: Sequence[Job]) -> list[tuple[int, JobResult]]:
-    """Several, one after the other, on one thread."""
+    """Measure several parts one after the other on one thread."""
     return [(job.number, measure_job(job)) for job in jobs]
 
 
-def read_outcome(contents: dict[str, bytes], formats: Sequence[str]) -> tuple[Values, FormatErrors]:
-    """The statistics of a part from its results."""
-    found: FormatErrors = {}
+def unpack_result(
+    contents: dict[str, bytes], formats: Sequence[str]
+) -> tuple[Values, FormatErrors]:
+    """Return the statistics of a part from the contents of its `JobResult`."""
+    errors_of_formats: FormatErrors = {}
     for name in formats:
-        if not contents[name]:  # of a dtype that no format takes, or of a slice
+        if not contents[name]:  # no format applies to the dtype, or no block scales to a slice
             continue
         fmt = get_format(name)
         codes = number_of_codes(fmt.element)
         for axis, errors in unpack_errors(contents[name], codes, axes_of(fmt)).items():
-            found[name, axis] = errors
-    return unpack_values(contents[VALUES]), found
+            errors_of_formats[name, axis] = errors
+    return unpack_values(contents[VALUES]), errors_of_formats
 
 
 def _load(part: Part) -> tuple[Tensor | None, tuple[Failure, ...]]:
-    """The tensor of a file, memory-mapped; or the sum of several, rounded once. Every replica is
-    opened, which touches none of its values, and the first good one is taken.
+    """Return the memory-mapped tensor of a file, or the sum of several files, rounded once.
+
+    All replicas are opened, so that unreadable ones are reported; that reads none of their values.
+    The first readable one is used.
     """
     tensors: list[Tensor] = []
     failures: list[Failure] = []
     for path, replicas in zip(part.paths, part.replicas, strict=True):
-        read = [_read(each, part.layout.shape) for each in (path, *replicas)]
-        failures += [each for each in read if isinstance(each, Failure)]
-        tensors += [each for each in read if isinstance(each, Tensor)][:1]
+        copies = [_read(copy, part.matrix.shape) for copy in (path, *replicas)]
+        failures += [copy for copy in copies if isinstance(copy, Failure)]
+        tensors += [copy for copy in copies if isinstance(copy, Tensor)][:1]
     if len(tensors) < len(part.paths):
         return None, tuple(failures)
     if len(tensors) == 1:
@@ -134,16 +134,17 @@ def _read(path: str, shape: tuple[int, ...]) -> Tensor | Failure:
     return tensor
 
 
-def _plan(job: Job) -> FormatGroups:
-    plan = make_plan(job.formats)
+def _format_groups(job: Job) -> FormatGroups:
+    """Return the formats that apply to a job's part, arranged by how they are computed."""
+    formats = group_formats(job.formats)
     if job.part.blocks:
-        return plan
-    sampled = tuple(fmt for fmt in plan.sampled if fmt.block_size is None)
-    return FormatGroups(plan.plain, (), sampled)
+        return formats
+    sampled = tuple(fmt for fmt in formats.sampled if fmt.block_size is None)
+    return FormatGroups(formats.plain, (), sampled)
 
 
 def _workspace() -> Workspace:
-    """Of this thread."""
+    """Return the workspace of this thread."""
     if not hasattr(_local, "workspace"):
         _local.workspace = Workspace()
     workspace: Workspace = _local.workspace

@@ -1,8 +1,8 @@
-"""From the records of a dump to logical tensors: which files make up each, and how.
+"""Group the records of a dump into logical tensors, and merge the statistics of their parts.
 
-A shard is quantized by itself, as its rank did. Replicas count once: the first that can be read;
-that they are the same is for `verify` to say. Of partial sums the sum is
-what matters: their files are added first.
+Each shard is a part of its own, because its rank quantized it separately. Replicas count once: the
+first readable one is measured, and `verify` checks that the others are the same. Partial sums are
+added before they are measured.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import pandas as pd
 
 from megatron.analysis.dump.reassembly import Cut, data_ranks, parse_dims
 from megatron.analysis.dump.tensor_files import UnreadableTensorError, read_tensor
-from megatron.analysis.stats.errors import Errors
-from megatron.analysis.stats.matrix_view import MatrixView, layout_of
+from megatron.analysis.stats.errors import FormatErrors
+from megatron.analysis.stats.matrix_view import MatrixView, matrix_view_of
 from megatron.analysis.stats.values import Values, join
 
+#: Columns that tell one logical tensor from another.
 KEYS = (
     "run_id",
     "iteration",
@@ -39,69 +40,70 @@ KEYS = (
 )
 
 NOTE_SEPARATOR = "; "
-MOST_MISSING = 16  #: parts that a note names
+MOST_MISSING = 16  #: missing parts that a note names
 
+#: Index of a shard within its logical tensor: one number per cut.
 ShardIndex = tuple[int, ...]
-FormatErrors = dict[tuple[str, str], Errors]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is measured at once: a file, or several whose tensors are added."""
+    """A unit of measurement: one file, or several whose tensors are added."""
 
     paths: tuple[str, ...]
-    replicas: tuple[tuple[str, ...], ...]  #: of each path, files that should hold the same
-    layout: MatrixView
-    blocks: bool  #: whether formats with block scales make sense: not of a slice
-    nbytes: int  #: about, of one tensor
+    replicas: tuple[tuple[str, ...], ...]  #: for each path, other files that should hold the same
+    matrix: MatrixView
+    blocks: bool  #: whether formats with block scales apply; they do not to a slice
+    nbytes: int  #: approximate size of the tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """A tensor that is put together from parts."""
+    """A tensor of a run, with the parts of which it consists."""
 
     row: Any  #: the record of its first file, a named tuple
     data_rank: int
-    cuts: tuple[Cut, ...]  #: without those of sums
-    parts: dict[ShardIndex, Part]  #: by the ranks in the groups of the cuts
-    files: int  #: all of them, replicas too
+    cuts: tuple[Cut, ...]  #: cuts into shards, without those into addends of a sum
+    parts: dict[ShardIndex, Part]
+    files: int  #: number of files, replicas included
     note: str
 
     @property
     def shape(self) -> list[int]:
-        """Of all parts together; of what there is if some are missing."""
+        """Return the shape of all parts together; missing parts do not count."""
         shape = list(self.row.shape)
         for number, cut in enumerate(self.cuts):
             if cut.axis is not None:
-                shape[cut.axis] *= len({place[number] for place in self.parts})
+                shape[cut.axis] *= len({index[number] for index in self.parts})
         return shape
 
 
 def logical_tensors(
     records: pd.DataFrame, *, dump: pd.DataFrame | None = None
 ) -> Iterator[LogicalTensor]:
-    """The logical tensors of these records, in the order of their first files. Codes are no values
-    and are left out.
+    """Yield the logical tensors of these records, in the order of their first files.
+
+    Records of codes are left out, because codes are not values.
 
     Args:
-        dump: all records of the dump that these are from, if they are not: what one tensor tells of
-            another (the width of a head) must not depend on what is chosen.
+        dump: all records of the dump if `records` is a selection. The width of a head is read from
+            the records of other tensors, and must not depend on the selection.
     """
-    # as arrays: `map` of an empty column gives no booleans, and would select columns
+    # arrays, because `map` of an empty column is not boolean and would select columns
     keep = np.array([not isinstance(codes, dict) for codes in records["codes"]], dtype=bool)
     records = _with_shapes(records[keep])
     records = records.assign(data_rank=data_ranks(records))
     head_dims = _head_dims(records if dump is None else dump)
     unknown = np.array([_cuts(dims) is None for dims in records["dims"]], dtype=bool)
-    alone = records["run_id"].isna().to_numpy(dtype=bool) | unknown
+    separate = records["run_id"].isna().to_numpy(dtype=bool) | unknown
     groups: dict[tuple[Any, ...], list[Any]] = {}
     keys = records[list(KEYS)].astype(object).where(records[list(KEYS)].notna(), None)
-    for row, key, single in zip(
-        records.itertuples(), keys.itertuples(index=False, name=None), alone, strict=True
+    for row, key, is_separate in zip(
+        records.itertuples(), keys.itertuples(index=False, name=None), separate, strict=True
     ):
-        groups.setdefault((row.path,) if single else key, []).append(row)
+        groups.setdefault((row.path,) if is_separate else key, []).append(row)
     for rows in groups.values():
-        yield _logical(rows, head_dims)
+        yield _logical_tensor(rows, head_dims)
 
 
 def first_passes(tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
@@ -128,23 +130,27 @@ def _pass(tensor: LogicalTensor) -> tuple[Any, ...]:
 
 
 def _with_shapes(records: pd.DataFrame) -> pd.DataFrame:
-    """A shape that no record tells is the file's. (What cannot be read is said when it is
-    measured.)
+    """Return the records with unknown shapes read from the files.
+
+    An unreadable file gets an empty shape here, and is reported when it is measured.
     """
-    unknown = [place for place, shape in enumerate(records["shape"]) if shape is None]
+    unknown = [position for position, shape in enumerate(records["shape"]) if shape is None]
     if not unknown:
         return records
     shapes = list(records["shape"])
-    for place in unknown:
-        shapes[place] = []
+    for position in unknown:
+        shapes[position] = []
         with contextlib.suppress(UnreadableTensorError):
-            shapes[place] = list(read_tensor(Path(records["path"].iloc[place]))[0].shape)
+            shapes[position] = list(read_tensor(Path(records["path"].iloc[position]))[0].shape)
     column = np.fromiter(shapes, dtype=object, count=len(shapes))
     return records.assign(shape=pd.Series(column, index=records.index, dtype=object))
 
 
 def _head_dims(records: pd.DataFrame) -> dict[tuple[Any, ...], int]:
-    """Width of a head by layer, from the values, for tensors in which the heads are one."""
+    """Return the width of a head by layer, read from the shapes of attention's values.
+
+    It is needed for tensors whose last dimension holds all heads.
+    """
     values = records[records["tensor_name"] == "value"]
     return {
         (row.run_id, row.layer_idx, row.layer_type): int(row.shape[-1])
@@ -153,7 +159,8 @@ def _head_dims(records: pd.DataFrame) -> dict[tuple[Any, ...], int]:
     }
 
 
-def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> LogicalTensor:
+def _logical_tensor(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> LogicalTensor:
+    """Return the logical tensor of these records, which agree in all KEYS."""
     first, notes = rows[0], []
     cuts = _cuts(first.dims) or []
     if any(cut.axis is not None and cut.axis >= len(first.shape) for cut in cuts):
@@ -164,28 +171,28 @@ def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> Logi
     joined = [cut for cut in known if cut.axis is not None]
     summed = [cut for cut in known if cut.axis is None or cut.summed]
     head_dim = head_dims.get((first.run_id, first.layer_idx, first.layer_type))
-    places: dict[ShardIndex, dict[ShardIndex, list[Any]]] = {}
+    shards: dict[ShardIndex, dict[ShardIndex, list[Any]]] = {}
     for row in rows:
-        place = tuple(_rank(row, cut) // cut.copies for cut in joined)
-        of_sum = tuple(
+        index = tuple(_rank(row, cut) // cut.copies for cut in joined)
+        addend = tuple(
             _rank(row, c) if c.axis is None else _rank(row, c) % c.copies for c in summed
         )
-        places.setdefault(place, {}).setdefault(of_sum, []).append(row)
-    notes += _missing(first, joined, set(places), "shards")
+        shards.setdefault(index, {}).setdefault(addend, []).append(row)
+    notes += _missing(first, joined, set(shards), "shards")
     parts: dict[ShardIndex, Part] = {}
-    for place, addends in sorted(places.items()):
+    for index, addends in sorted(shards.items()):
         notes += _missing(first, summed, set(addends), "addends")
-        row = addends[min(addends)][0]  # of replicas the first counts
-        layout = layout_of(
+        row = addends[min(addends)][0]  # the first replica of the first addend
+        matrix = matrix_view_of(
             tuple(row.shape),
             layer_type=row.layer_type,
             tensor_name=row.tensor_name,
             head_dim=head_dim,
         )
-        files = [tuple(copy.path for copy in addends[of_sum]) for of_sum in sorted(addends)]
+        files = [tuple(copy.path for copy in addends[addend]) for addend in sorted(addends)]
         paths, replicas = tuple(each[0] for each in files), tuple(each[1:] for each in files)
         size = int(row.bytes) if not pd.isna(row.bytes) else 0
-        parts[place] = Part(paths, replicas, layout, row.slice is None, size)
+        parts[index] = Part(paths, replicas, matrix, row.slice is None, size)
     if first.slice is not None:
         notes.append("a slice: without formats that have block scales")
     return LogicalTensor(
@@ -199,7 +206,7 @@ def _logical(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> Logi
 
 
 def _cuts(dims: Any) -> list[Cut] | None:
-    """How a tensor is cut; None if that is not said."""
+    """Return how a tensor is cut; None if its `dims` are missing or not understood."""
     try:
         return parse_dims(dims) if isinstance(dims, str) else None
     except ValueError:
@@ -207,13 +214,15 @@ def _cuts(dims: Any) -> list[Cut] | None:
 
 
 def _rank(row: Any, cut: Cut) -> int:
-    """The record's place in the group of a cut."""
+    """Return the record's rank in the group of a cut."""
     return int(getattr(row, cut.group))
 
 
-def _missing(row: Any, cuts: Sequence[Cut], found: set[ShardIndex], what: str) -> list[str]:
-    """Which parts' files are not there: they are numbered as the ranks are, or, where several
-    ranks have one part, as the parts.
+def _missing(row: Any, cuts: Sequence[Cut], present: set[ShardIndex], what: str) -> list[str]:
+    """Return a note per cut on the parts whose files are missing.
+
+    Parts are numbered like the ranks of the group. Where several ranks share a part, they are
+    numbered by themselves.
     """
     notes = []
     for number, cut in enumerate(cuts):
@@ -222,34 +231,34 @@ def _missing(row: Any, cuts: Sequence[Cut], found: set[ShardIndex], what: str) -
             continue
         shards = what == "shards"
         parts = int(size) // cut.copies if shards else cut.copies if cut.summed else int(size)
-        there = {place[number] for place in found}
-        # not all of them: a record may say anything of the size
-        gone = list(islice((part for part in range(parts) if part not in there), MOST_MISSING + 1))
-        if gone:
-            named = ", ".join(map(str, gone[:MOST_MISSING]))
-            more = " and more" if len(gone) > MOST_MISSING else ""
+        there = {index[number] for index in present}
+        # a damaged record may claim any size, so the search stops after a few missing parts
+        gaps = list(islice((part for part in range(parts) if part not in there), MOST_MISSING + 1))
+        if gaps:
+            named = ", ".join(map(str, gaps[:MOST_MISSING]))
+            more = " and more" if len(gaps) > MOST_MISSING else ""
             notes.append(f"{what} of {cut.group} {named}{more} are missing")
     return notes
 
 
-def put_together(
-    logical: LogicalTensor, measured: dict[ShardIndex, tuple[Values, FormatErrors]]
+def merge_parts(
+    tensor: LogicalTensor, measured: dict[ShardIndex, tuple[Values, FormatErrors]]
 ) -> tuple[Values, FormatErrors]:
-    """The statistics of a tensor from those of its parts."""
-    values = {place: of_values for place, (of_values, _) in measured.items()}
-    for cut in reversed(logical.cuts):
+    """Return the statistics of a tensor from those of all its parts."""
+    values = {index: values_of_part for index, (values_of_part, _) in measured.items()}
+    for cut in reversed(tensor.cuts):
         groups: dict[ShardIndex, list[Values]] = {}
-        for place in sorted(values):
-            groups.setdefault(place[:-1], []).append(values[place])
+        for index in sorted(values):
+            groups.setdefault(index[:-1], []).append(values[index])
         values = {
-            place: join(parts, cut.axis, zigzag=cut.zigzag) if len(parts) > 1 else parts[0]
-            for place, parts in groups.items()
+            index: join(parts, cut.axis, zigzag=cut.zigzag) if len(parts) > 1 else parts[0]
+            for index, parts in groups.items()
         }
-    found: FormatErrors = {}
-    for _, of_formats in measured.values():
-        for key, errors in of_formats.items():
-            if key in found:
-                found[key] += errors
+    merged: FormatErrors = {}
+    for _, errors_of_part in measured.values():
+        for key, errors in errors_of_part.items():
+            if key in merged:
+                merged[key] += errors
             else:
-                found[key] = errors.copy() if len(measured) > 1 else errors
-    return values[()], found
+                merged[key] = errors.copy() if len(measured) > 1 else errors
+    return values[()], merged

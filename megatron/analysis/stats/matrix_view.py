@@ -1,14 +1,15 @@
-"""Where the tokens and the channels of a collected tensor are, and along what its blocks run.
+"""View a collected tensor as matrices, to find its tokens, its channels, and its blocks.
 
-A tensor is seen as `[outer, rows, columns]`, contiguous. Blocks along a row begin anew after every
-`run` values (the last dimension: two heads never share a block), blocks along a column with every
-`outer`. So both are those of the matmul's operand:
+The view is contiguous, of shape `[outer, rows, columns]`. A new block along a row begins after
+every `run` values, which is the last dimension: two heads never share a block. A new block along a
+column begins with every `outer`. The blocks are therefore those of the matmul's operand:
 
-    linear       s b h     [1, s * b, h]      columns run along tokens, s and b flattened
-    weight       o h       [1, o, h]          along output units
-    attention    s b n d   [1, s, b * n * d]  along queries or keys, for each sequence and head
-    its output   s b h     [1, s, b * h]      h is heads times head_dim: `run` is head_dim
-    probabilities  b a s k  [b * a, s, k]     along queries
+    tensor         dims      view               columns run along
+    linear         s b h     [1, s * b, h]      tokens, s and b flattened
+    weight         o h       [1, o, h]          output units
+    attention      s b n d   [1, s, b * n * d]  queries or keys, for each sequence and head
+    its output     s b h     [1, s, b * h]      queries; h is heads times head_dim, the `run`
+    probabilities  b a s k   [b * a, s, k]      queries
 """
 
 from __future__ import annotations
@@ -24,37 +25,37 @@ PAIRWISE = ("attention_probs", "attention_scores")
 
 @dataclass(frozen=True, slots=True)
 class MatrixView:
-    """How a tensor of this shape is read."""
+    """The sizes of a tensor of this shape as a stack of matrices."""
 
     shape: tuple[int, ...]
     outer: int
     rows: int
     columns: int
-    run: int  #: values along a row that blocks do not leave; divides `columns`
-    token_dims: int  #: so many dimensions count tokens, those after them channels
+    run: int  #: values along a row after which a new block begins; divides `columns`
+    token_dims: int  #: number of leading dimensions that count tokens; the others count channels
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Shape of the dimensions that count tokens."""
+        """Return the sizes of the dimensions that count tokens."""
         return self.shape[: self.token_dims]
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Shape of those that count channels: hidden units; heads and head_dim; keys."""
+        """Return the sizes of the other dimensions: hidden units; heads and head_dim; keys."""
         return self.shape[self.token_dims :]
 
 
-def layout_of(
+def matrix_view_of(
     shape: tuple[int, ...],
     *,
     layer_type: str | None,
     tensor_name: str | None,
     head_dim: int | None = None,
 ) -> MatrixView:
-    """The layout of a record's tensor.
+    """Return the view of a record's tensor.
 
     Args:
-        head_dim: of attention, where the last dimension has all heads.
+        head_dim: width of a head, for attention tensors whose last dimension holds all heads.
     """
     dims = len(shape)
     last = shape[-1] if dims else 1
@@ -69,7 +70,7 @@ def layout_of(
     return MatrixView(shape, 1, rows, last, last, max(dims - 1, 0))
 
 
-#: GEMM that quantizes an operand along its rows and along its columns; see `fake_quant.gemm`.
+#: GEMMs that quantize an operand along its rows and along its columns; see `fake_quant.gemm`.
 _USES: dict[tuple[str, str], tuple[str, str]] = {
     ("linear", "input"): ("fprop", "wgrad"),
     ("linear", "weight"): ("fprop", "dgrad"),
@@ -83,7 +84,7 @@ _USES: dict[tuple[str, str], tuple[str, str]] = {
 
 
 def is_operand(layer_type: Any, tensor_name: Any) -> bool:
-    """Return whether a matmul reads the tensor; False only for a known result.
+    """Return whether a tensor is an operand of a matmul and not only a result.
 
     A tensor of an unknown kind, as in a foreign dump, counts as an operand.
     """
@@ -92,7 +93,7 @@ def is_operand(layer_type: Any, tensor_name: Any) -> bool:
 
 
 def used_by(layer_type: Any, tensor_name: Any, axis: str) -> str:
-    """The GEMMs that quantize this operand along `axis`; empty for the result of a matmul."""
+    """Return the GEMMs that quantize this operand along `axis`; empty for a matmul's result."""
     uses = _USES.get((layer_type, tensor_name))
     if uses is None:
         return ""

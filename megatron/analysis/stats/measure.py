@@ -1,7 +1,7 @@
-"""What the quick look needs: moments tensor by tensor and histograms by group, in one reading.
+"""Measure a dump for the quick look: moments of every tensor and histograms of groups of tensors.
 
-Histograms are kept by group, not by tensor (half a megabyte each), so memory does not grow with the
-dump.
+Every file is read once. A histogram takes half a megabyte, so there is one per group and not one
+per tensor; memory does not grow with the dump.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from megatron.analysis.dump.tensor_files import Problem
 from megatron.analysis.outputs.registry import OPERANDS, RESULTS
-from megatron.analysis.stats.cache import opened
+from megatron.analysis.stats.cache import open_cache
 from megatron.analysis.stats.executors import on_threads, processors
 from megatron.analysis.stats.histogram import Histogram
 from megatron.analysis.stats.jobs import Failure
@@ -26,10 +26,10 @@ from megatron.analysis.stats.moments import Moments, merge
 from megatron.analysis.stats.result import notes_by_text
 from megatron.analysis.store import TensorStore
 
-#: Histograms are kept apart by these columns.
+#: Columns whose values define the groups; there is one histogram per group.
 GROUPING = ("quant_type", "layer_type", "operation", "use")
-#: Columns of the table that come from the records: `data_rank` is the data-parallel rank whose data
-#: it is, `shards` the number of files, `shape` that of the logical tensor.
+#: Columns of the table that come from the records. `data_rank` is the data-parallel rank whose data
+#: the tensor holds, `shards` the number of files, `shape` that of the logical tensor.
 RECORD_COLUMNS = (
     "run_id",
     "iteration",
@@ -55,38 +55,40 @@ STATISTICS = ("count", "min", "max", "mean", "std", "rms", "amax", "zeros", "nan
 
 @dataclass
 class Measurements:
-    """What was computed of a dump."""
+    """The measured moments and histograms of a dump."""
 
-    table: pd.DataFrame  #: a row a tensor: RECORD_COLUMNS, STATISTICS, summary, path, note
+    #: one row per tensor: RECORD_COLUMNS, STATISTICS, summary (`Moments`), path, note
+    table: pd.DataFrame
     histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)  #: by GROUPING
     problems: list[Problem] = field(default_factory=list)  #: files that could not be read
     repeats: int = 0  #: tensors of recomputed forward passes that were skipped
 
     def summary(self) -> Moments:
-        """Of all values."""
+        """Return the moments of all values."""
         return merge(self.table["summary"])
 
     def notes(self) -> dict[str, int]:
-        """As `Statistics.notes`."""
+        """Return how many tensors have each note, like `Statistics.notes`."""
         return notes_by_text(self.table["note"])
 
     def by(self, column: str) -> dict[str, tuple[int, Moments]]:
-        """Number of tensors and their joint summary for each value of a column; most tensors first,
-        then in the order in which they were written.
+        """Return the number of tensors and their joint moments for each value of a column.
+
+        The value with the most tensors is first; equal ones are in the order of their files.
         """
         groups = self.table.groupby(column, sort=False)["summary"]
-        found = {str(name): (len(group), merge(group)) for name, group in groups}
-        return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+        by_value = {str(name): (len(group), merge(group)) for name, group in groups}
+        return dict(sorted(by_value.items(), key=lambda item: -item[1][0]))
 
     def only(self, use: str) -> Measurements:
         """Return the measurements of operands alone, or of results alone."""
         at = GROUPING.index("use")
-        histograms = {key: found for key, found in self.histograms.items() if key[at] == use}
+        histograms = {key: counts for key, counts in self.histograms.items() if key[at] == use}
         table = self.table[self.table["use"] == use]
         return Measurements(table, histograms, self.problems, self.repeats)
 
     def histograms_by(self, column: str) -> dict[str, Histogram]:
-        """Joint histogram for each value of one of the GROUPING columns."""
+        """Return the joint histogram for each value of one of the GROUPING columns."""
         position = GROUPING.index(column)
         joined: dict[str, Histogram] = {}
         for key, histogram in self.histograms.items():
@@ -94,7 +96,7 @@ class Measurements:
         return joined
 
     def histogram(self) -> Histogram:
-        """Of all values."""
+        """Return the histogram of all values."""
         return sum(self.histograms.values(), start=Histogram.empty())
 
 
@@ -105,27 +107,28 @@ def measure_dump(
     workers: int | None = None,
     progress: bool = False,
 ) -> Measurements:
-    """Measure every logical tensor of a dump: shards are put together, replicas count once, codes
-    are no values. A file that cannot be read is a problem in the result, and all the others are
-    measured.
+    """Measure every logical tensor of a dump.
+
+    Shards are merged, replicas count once, and codes are left out. An unreadable file is listed
+    among the problems of the result, and all others are measured.
 
     Args:
-        cache: folder with the results of `stats.compute`, which are taken from there and added to;
-            None: everything is read.
-        workers: threads; as many as there are processors if None.
-        progress: show a bar on a terminal.
+        cache: folder with the results of `stats.compute`, which are used and completed; None
+            disables the cache.
+        workers: number of threads; one per processor if None.
+        progress: show a progress bar if there is a terminal.
     """
-    everything = list(logical_tensors(store.records))
-    tensors = first_passes(everything)
+    all_tensors = list(logical_tensors(store.records))
+    tensors = first_passes(all_tensors)
     rows: dict[int, dict[str, Any]] = {}
     problems: list[tuple[int, str, str]] = []
     histograms: dict[tuple[str, ...], Histogram] = {}
     hidden = None if progress else True  # None: hidden where there is no terminal
     bar = tqdm(total=len(tensors), desc="Reading", unit="tensor", disable=hidden, leave=False)
-    with bar, opened(cache, store.folder) as kept:
-        assembly = ResultMerger(tensors, (), kept)
-        outcomes = on_threads(assembly.jobs(), workers or processors())
-        for number, result in assembly.results(outcomes):
+    with bar, open_cache(cache, store.folder) as results_cache:
+        merger = ResultMerger(tensors, (), results_cache)
+        job_results = on_threads(merger.jobs(), workers or processors())
+        for number, result in merger.results(job_results):
             if isinstance(result, Failure):
                 problems.append((number, result.path, result.why))
                 continue
@@ -141,19 +144,19 @@ def measure_dump(
                 histograms[key] = histogram
     columns = [*RECORD_COLUMNS, *STATISTICS, "summary", "path", "note"]
     table = pd.DataFrame([rows[number] for number in sorted(rows)], columns=columns)
-    found = [Problem(Path(path), why) for _, path, why in sorted(problems)]
-    return Measurements(table, histograms, found, len(everything) - len(tensors))
+    unreadable = [Problem(Path(path), why) for _, path, why in sorted(problems)]
+    return Measurements(table, histograms, unreadable, len(all_tensors) - len(tensors))
 
 
 def use_of(layer_type: Any, tensor_name: Any) -> str:
-    """Return whether a tensor is one of the operands or of the results of matmuls."""
+    """Return the group of a tensor: operands or results of matmuls."""
     return OPERANDS if is_operand(layer_type, tensor_name) else RESULTS
 
 
 def _row(tensor: LogicalTensor) -> dict[str, Any]:
-    """The record's part of a row; what groups tensors is never null."""
-    known = {name: getattr(tensor.row, name, None) for name in RECORD_COLUMNS}
-    row = {name: None if value is pd.NA else value for name, value in known.items()}
+    """Return the columns of a row that come from the record; those in GROUPING are never null."""
+    fields = {name: getattr(tensor.row, name, None) for name in RECORD_COLUMNS}
+    row = {name: None if value is pd.NA else value for name, value in fields.items()}
     row["use"] = use_of(row["layer_type"], row["tensor_name"])
     row |= {name: str(row[name] or "unknown") for name in GROUPING}
     row |= {"data_rank": tensor.data_rank, "shards": tensor.files, "shape": tensor.shape}

@@ -1,7 +1,7 @@
-"""From the results of jobs to those of tensors: the engine's book-keeping.
+"""The engine's bookkeeping: cached and computed results of parts become results of tensors.
 
-assembly = ResultMerger(tensors, formats, cache)
-for number, result in assembly.results(on_threads(assembly.jobs(), workers)):
+merger = ResultMerger(tensors, formats, cache)
+for number, result in merger.results(on_threads(merger.jobs(), workers)):
     ...
 """
 
@@ -11,108 +11,109 @@ import struct
 from collections.abc import Iterator, Sequence
 
 from megatron.analysis.stats.cache import Cache, Entry
-from megatron.analysis.stats.jobs import Failure, Job, JobResult, measure_job, read_outcome
-from megatron.analysis.stats.logical_tensors import (
-    FormatErrors,
-    LogicalTensor,
-    Part,
-    ShardIndex,
-    put_together,
-)
+from megatron.analysis.stats.errors import FormatErrors
+from megatron.analysis.stats.jobs import Failure, Job, JobResult, measure_job, unpack_result
+from megatron.analysis.stats.logical_tensors import LogicalTensor, Part, ShardIndex, merge_parts
 from megatron.analysis.stats.serialization import VALUES
 from megatron.analysis.stats.values import Values
 
-Where = tuple[int, ShardIndex, Entry | None]  #: tensor, part, and what it is kept under
-PartResult = tuple[int, tuple[Values, FormatErrors] | Failure]
+#: A part of a tensor: the tensor's number, the part's index, and its entry in the cache.
+PartKey = tuple[int, ShardIndex, Entry | None]
+#: A tensor's number and its statistics, or a file of the tensor that could not be measured.
+TensorResult = tuple[int, tuple[Values, FormatErrors] | Failure]
 
 
 class ResultMerger:
-    """Which results are there, which are to be computed, and to which tensor each belongs."""
+    """Results of the parts of tensors: what the cache has, and what jobs must compute.
+
+    As soon as all parts of a tensor are known, their results are merged.
+    """
 
     def __init__(
         self, tensors: Sequence[LogicalTensor], formats: Sequence[str], cache: Cache | None
     ):
         self.tensors, self.formats, self.cache = tensors, formats, cache
         self._wanted = {VALUES, *formats}
-        self._jobs: list[Where] = []  # by the job's number
-        self._kept: list[Where] = []  # all there: read when their turn comes
+        self._jobs: list[PartKey] = []  # by the job's number
+        self._cached: list[PartKey] = []  # complete in the cache; read one by one in `results`
         self._measured: dict[int, dict[ShardIndex, tuple[Values, FormatErrors]]] = {}
         self._failed: set[int] = set()
 
     def jobs(self) -> list[Job]:
-        """What is not in the cache."""
+        """Return one job per part that has results missing in the cache."""
         jobs = []
         for number, tensor in enumerate(self.tensors):
-            for place, part in tensor.parts.items():
+            for index, part in tensor.parts.items():
                 entry = self._entry(part)
-                there = self.cache.names(entry) if self.cache and entry else set()
-                if self._wanted <= there:
-                    self._kept.append((number, place, entry))
+                cached = self.cache.names(entry) if self.cache and entry else set()
+                if self._wanted <= cached:
+                    self._cached.append((number, index, entry))
                     continue
-                missing = tuple(name for name in self.formats if name not in there)
+                missing = tuple(name for name in self.formats if name not in cached)
                 jobs.append(Job(len(self._jobs), part, missing))
-                self._jobs.append((number, place, entry))
+                self._jobs.append((number, index, entry))
         return jobs
 
-    def _read(
-        self, contents: dict[str, bytes], *, kept: bool
+    def _unpack(
+        self, contents: dict[str, bytes], *, from_cache: bool
     ) -> tuple[Values, FormatErrors] | None:
         """Return the statistics that the bytes hold; None if a cached entry is damaged."""
         try:
-            return read_outcome(contents, self.formats)
+            return unpack_result(contents, self.formats)
         except (ValueError, TypeError, IndexError, StopIteration, MemoryError, struct.error):
-            if not kept:  # just computed, so this is a bug of this program
+            if not from_cache:  # just computed, so this is a bug of this program
                 raise
             return None
 
     def _entry(self, part: Part) -> Entry | None:
         try:
             return self.cache.entry(part) if self.cache is not None else None
-        except OSError:  # a file that is gone: the job says so
+        except OSError:  # the file is missing; its job reports that
             return None
 
-    def results(self, outcomes: Iterator[tuple[int, JobResult]]) -> Iterator[PartResult]:
-        """Tensors by number as they are complete, one time each; and each file that could not be
-        read, with the number of its tensor, which may be complete without.
-        """
-        for where in self._kept:
-            yield from self._add(where, JobResult({}, ()))
-        for job, outcome in outcomes:
-            yield from self._add(self._jobs[job], outcome)
+    def results(self, job_results: Iterator[tuple[int, JobResult]]) -> Iterator[TensorResult]:
+        """Yield each tensor once, as soon as all its parts are known, and each unreadable file.
 
-    def _add(self, where: Where, outcome: JobResult) -> Iterator[PartResult]:
-        number, place, entry = where
-        yield from ((number, failure) for failure in outcome.failures)
-        if outcome.failures and not outcome.contents:
+        A tensor with an unreadable file may still be complete, because a replica replaces the file.
+        """
+        for key in self._cached:
+            yield from self._add(key, JobResult({}, ()))
+        for job, result in job_results:
+            yield from self._add(self._jobs[job], result)
+
+    def _add(self, key: PartKey, result: JobResult) -> Iterator[TensorResult]:
+        number, index, entry = key
+        yield from ((number, failure) for failure in result.failures)
+        if result.failures and not result.contents:
             self._failed.add(number)
             return
-        contents = outcome.contents
+        contents = result.contents
         if self.cache is not None and entry is not None:
-            # a file that cannot be read is said by every call: nothing is kept that would hide it
-            if contents and not outcome.failures:
+            # a result with failures is not cached, so that every call reports the unreadable file
+            if contents and not result.failures:
                 self.cache.put(entry, contents)
             if not self._wanted <= contents.keys():
                 contents = self.cache.get(entry) | contents
-        tensor, read = self.tensors[number], None
+        tensor, statistics = self.tensors[number], None
         if self._wanted <= contents.keys():
-            read = self._read(contents, kept=entry is not None)
-            contents = contents if read is not None else {}
+            statistics = self._unpack(contents, from_cache=entry is not None)
+            contents = contents if statistics is not None else {}
         if missing := self._wanted - contents.keys():
-            # it was there, and is damaged, or another process threw it away
+            # the cached entry is damaged, or another process deleted it
             formats = tuple(name for name in self.formats if name in missing)
-            again = measure_job(Job(0, tensor.parts[place], formats))
-            whole = contents | again.contents if again.contents else {}
-            yield from self._add(where, JobResult(whole, again.failures))
+            again = measure_job(Job(0, tensor.parts[index], formats))
+            complete = contents | again.contents if again.contents else {}
+            yield from self._add(key, JobResult(complete, again.failures))
             return
         if number in self._failed:
             return
         measured = self._measured.setdefault(number, {})
-        assert read is not None
-        measured[place] = read
+        assert statistics is not None
+        measured[index] = statistics
         if len(measured) < len(tensor.parts):
             return
         try:
-            yield number, put_together(tensor, self._measured.pop(number))
-        except ValueError as error:  # files of several tensors under one record
+            yield number, merge_parts(tensor, self._measured.pop(number))
+        except ValueError as error:  # the records of one tensor name files of several
             path = tensor.row.path
             yield number, Failure(path, f"its shards do not fit together ({error})")

@@ -1,10 +1,10 @@
-"""Counts and moments of values, that can be merged: those of a whole equal the merged ones of its
-parts. Counts and extremes are exact, moments are sums in float64.
+"""Mergeable counts and moments of values.
 
-Moments are kept about the mean (as sums of powers of the distance to it), and merged by the update
-of Chan, Golub and LeVeque and its extension to higher powers (Pébay, SAND2008-6212): sums of plain
-powers would lose everything where the spread is small beside the mean. Whatever the partition,
-mean, std and rms agree to 1e-12, skewness and kurtosis to 1e-9 of their scale.
+Counts and extremes are exact; moments are sums in float64. Each moment is a sum of powers of the
+distance to the mean, because sums of plain powers lose all precision if the spread is small
+compared with the mean. Two sets are merged by the update of Chan, Golub and LeVeque and its
+extension to higher powers (Pébay, SAND2008-6212). For every partition, mean, std and rms agree to
+1e-12, skewness and kurtosis to 1e-9 of their scale.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ from megatron.analysis.stats.kernels.compiled import kernel
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Counts and moments of a set of values; NaN and Inf are counted and else left out."""
+    """Counts and moments of a set of values; NaN and Inf are counted and otherwise left out."""
 
     count: int = 0  #: all values, NaN and Inf included
     nan: int = 0
     inf: int = 0
     zeros: int = 0  #: of either sign
     negative_zeros: int = 0
-    min: float = math.nan  #: NaN where there is no finite value, as all below
+    min: float = math.nan  #: NaN if no value is finite, like max, smallest and mean
     max: float = math.nan
-    smallest: float = math.nan  #: magnitude that is not zero; NaN if all are
+    smallest: float = math.nan  #: smallest magnitude above zero; NaN if all values are zero
     mean: float = math.nan
     squares: float = 0.0  #: sum of the squared distances to the mean
-    cubes: float = 0.0  #: and of their third
-    fourths: float = 0.0  #: and fourth powers
+    cubes: float = 0.0  #: sum of the third powers of the distances
+    fourths: float = 0.0  #: sum of the fourth powers of the distances
     l1: float = 0.0  #: sum of the magnitudes
 
     @property
     def finite(self) -> int:
-        """How many values the moments describe."""
+        """Return the number of finite values, which the moments describe."""
         return self.count - self.nan - self.inf
 
     @property
     def std(self) -> float:
-        """Standard deviation of the population (divided by n)."""
+        """Return the standard deviation of the population (divided by n)."""
         return math.sqrt(self.squares / self.finite) if self.finite else math.nan
 
     @property
     def rms(self) -> float:
-        """Root of the mean square."""
+        """Return the root of the mean square."""
         return math.hypot(self.mean, self.std) if self.finite else math.nan
 
     @property
     def amax(self) -> float:
-        """Largest magnitude."""
+        """Return the largest magnitude."""
         return max(abs(self.min), abs(self.max)) if self.finite else math.nan
 
     @property
     def skewness(self) -> float:
-        """Third standardized moment; NaN for a constant, and beyond what float64 holds."""
+        """Return the third standardized moment; NaN for a constant, or if float64 overflows."""
         return self._standardized(self.cubes, 3)
 
     @property
     def kurtosis(self) -> float:
-        """Fourth standardized moment, 3 for a normal distribution; NaN where `skewness` is."""
+        """Return the fourth standardized moment, 3 for a normal distribution; NaN like skewness."""
         return self._standardized(self.fourths, 4)
 
     def _standardized(self, powers: float, degree: int) -> float:
@@ -75,7 +75,7 @@ class Moments:
         return powers / self.finite / scale
 
     def __add__(self, other: Moments) -> Moments:
-        """The moments of both sets together."""
+        """Return the moments of both sets together."""
         counts = (
             self.count + other.count,
             self.nan + other.nan,
@@ -98,8 +98,8 @@ class Moments:
             )
         a, b = self.finite, other.finite
         n, step = a + b, other.mean - self.mean
-        p, q = a / n, b / n  # of all values; ints may be too large for exact products of floats
-        # products, not powers: a float's power raises an error where it is too large
+        p, q = a / n, b / n  # shares of the values; products of large ints would not be exact
+        # products, because the power of a float raises an exception on overflow
         second = step * step
         third, fourth = second * step, second * second
         squares = self.squares + other.squares + second * (a * q)
@@ -122,7 +122,7 @@ class Moments:
 
 
 def merge(parts: Iterable[Moments]) -> Moments:
-    """The moments of all the sets together."""
+    """Return the moments of all sets together."""
     return sum(parts, start=Moments())
 
 
@@ -131,7 +131,10 @@ def _least(one: float, other: float) -> float:
 
 
 def of_counted(values: NDArray[np.float64], counts: NDArray[np.int64]) -> Moments:
-    """Of values that each occur so often: exact but for the rounding of a few thousand terms."""
+    """Return the moments of values that each occur `counts` times.
+
+    The only error is the rounding of a sum with one term per value, which are a few thousand.
+    """
     nan, inf = np.isnan(values), np.isinf(values)
     keep = (counts > 0) & ~nan & ~inf
     v, n = values[keep], counts[keep]
@@ -163,7 +166,7 @@ def of_counted(values: NDArray[np.float64], counts: NDArray[np.int64]) -> Moment
 
 
 def of_values(values: NDArray[Any]) -> Moments:
-    """Of flat float32 or float64 values."""
+    """Return the moments of float32 or float64 values in one dimension."""
     counts, numbers = np.zeros(5, np.int64), np.zeros(7)
     _moments(values, counts, numbers)
     known = dict(zip(("nan", "inf", "zeros", "negative_zeros"), counts[1:].tolist(), strict=True))
@@ -188,7 +191,7 @@ def of_values(values: NDArray[Any]) -> Moments:
 
 @kernel
 def _l1(values: Any) -> Any:
-    """Sum of the finite magnitudes."""
+    """Return the sum of the finite magnitudes."""
     total = 0.0
     for i in range(len(values)):
         x = abs(np.float64(values[i]))
@@ -198,8 +201,11 @@ def _l1(values: Any) -> Any:
 
 @kernel
 def _moments(values: Any, counts: Any, numbers: Any) -> None:
-    """counts: all, nan, inf, zeros, negative zeros; numbers: min, max, smallest, mean, and sums of
-    the squares, cubes and fourth powers of the distance to it.
+    """Write the counts and the moments of values to two arrays.
+
+    counts: all, nan, inf, zeros, negative zeros
+    numbers: min, max, smallest, mean, and the sums of the squares, cubes and fourth powers of the
+        distance to the mean
     """
     low, high, smallest, total = np.inf, -np.inf, np.inf, 0.0
     for i in range(len(values)):

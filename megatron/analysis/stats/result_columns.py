@@ -1,4 +1,7 @@
-"""The two tables of the result, column by column: a row takes a few hundred bytes, not objects."""
+"""Build the two tables of the result column by column.
+
+Numbers are stored in arrays, so that a row takes a few hundred bytes instead of many objects.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from megatron.analysis.stats.errors import Errors
+from megatron.analysis.stats.errors import Errors, FormatErrors
 from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E8M0
-from megatron.analysis.stats.logical_tensors import FormatErrors, LogicalTensor
+from megatron.analysis.stats.logical_tensors import LogicalTensor
 from megatron.analysis.stats.matrix_view import used_by
 from megatron.analysis.stats.result import (
     FORMAT_COLUMNS,
@@ -66,36 +69,44 @@ _MOMENTS = (
 
 
 class ResultColumns:
-    """Rows as they come, tables at the end."""
+    """Columns of the two tables, to which tensors are added in any order."""
 
     def __init__(self) -> None:
         self._identities: list[tuple[Any, ...]] = []
         self._values = array("d")
         self._numbers = array("d")
         self._names: list[tuple[str, str, str]] = []
-        self._of: list[int] = []  # the logical tensor of each row of formats
-        self._order: list[int] = []  # and of each row of values
+        self._tensor_of_format: list[int] = []  # number of the tensor of each row of `formats`
+        self._order: list[int] = []  # number of the tensor of each row of `tensors`
 
     def add(
-        self, number: int, logical: LogicalTensor, values: Values, found: FormatErrors, note: str
+        self,
+        number: int,
+        tensor: LogicalTensor,
+        values: Values,
+        all_errors: FormatErrors,
+        note: str,
     ) -> None:
-        """A logical tensor; `number` is its place among all."""
+        """Add a tensor; `number` is its position among all logical tensors."""
         self._order.append(number)
-        self._identities.append(_identity(logical, note))
+        self._identities.append(_identity(tensor, note))
         numbers = value_numbers(values)
         self._values.extend(numbers[name] for name in VALUE_COLUMNS)
-        for (name, axis), errors in found.items():
-            use = used_by(logical.row.layer_type, logical.row.tensor_name, axis)
-            self._of.append(number)
+        for (name, axis), errors in all_errors.items():
+            use = used_by(tensor.row.layer_type, tensor.row.tensor_name, axis)
+            self._tensor_of_format.append(number)
             self._names.append((name, axis, use))
-            of_format = format_numbers(get_format(name), errors)
-            self._numbers.extend(of_format[column] for column in _NUMBERS)
+            row = format_numbers(get_format(name), errors)
+            self._numbers.extend(row[column] for column in _NUMBERS)
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame, list[int]]:
-        """Tensors and formats in the order of the logical tensors, and the number of each row."""
+        """Return `tensors` and `formats`, and the number of the tensor in each row of `tensors`.
+
+        Both are in the order of the logical tensors.
+        """
         order = np.argsort(np.array(self._order, np.int64), kind="stable")
-        numbers = [self._order[place] for place in order]
-        identities = [self._identities[place] for place in order]
+        numbers = [self._order[row] for row in order]
+        identities = [self._identities[row] for row in order]
         tensors = pd.DataFrame(identities, columns=list(IDENTITY_COLUMNS), dtype=object)
         values = np.frombuffer(self._values).reshape(-1, len(VALUE_COLUMNS))[order]
         for index, name in enumerate(VALUE_COLUMNS):
@@ -108,43 +119,40 @@ class ResultColumns:
         return tensors, self._formats(numbers), numbers
 
     def _formats(self, numbers: list[int]) -> pd.DataFrame:
-        place = {number: row for row, number in enumerate(numbers)}
-        of = np.array([place[number] for number in self._of], np.int64)
-        order = np.argsort(of, kind="stable")
-        found = np.frombuffer(self._numbers).reshape(-1, len(_NUMBERS))[order]
-        columns: dict[str, Any] = {"tensor": of[order]}
+        row_of = {number: row for row, number in enumerate(numbers)}
+        rows = np.array([row_of[number] for number in self._tensor_of_format], np.int64)
+        order = np.argsort(rows, kind="stable")
+        statistics = np.frombuffer(self._numbers).reshape(-1, len(_NUMBERS))[order]
+        columns: dict[str, Any] = {"tensor": rows[order]}
         for index, name in enumerate(_NAMES):
             columns[name] = pd.Categorical([self._names[row][index] for row in order])
         for index, name in enumerate(_NUMBERS):
-            column = found[:, index]
+            column = statistics[:, index]
             columns[name] = column.astype(np.int64) if name in _WHOLE_NUMBERS else column
         return pd.DataFrame({name: columns[name] for name in FORMAT_COLUMNS})
 
 
-def _identity(logical: LogicalTensor, note: str) -> tuple[Any, ...]:
-    row = logical.row
-    known = {name: getattr(row, name, None) for name in IDENTITY_COLUMNS}
-    known = {
+def _identity(tensor: LogicalTensor, note: str) -> tuple[Any, ...]:
+    row = tensor.row
+    fields = {name: getattr(row, name, None) for name in IDENTITY_COLUMNS}
+    fields = {
         name: None if not isinstance(value, list) and pd.isna(value) else value
-        for name, value in known.items()
+        for name, value in fields.items()
     }
-    known |= {"data_rank": logical.data_rank, "shape": tuple(logical.shape), "path": row.path}
-    known |= {"shards": logical.files, "note": note}
-    return tuple(known[name] for name in IDENTITY_COLUMNS)
+    fields |= {"data_rank": tensor.data_rank, "shape": tuple(tensor.shape), "path": row.path}
+    fields |= {"shards": tensor.files, "note": note}
+    return tuple(fields[name] for name in IDENTITY_COLUMNS)
 
 
 def value_numbers(values: Values) -> dict[str, float]:
-    """The columns of `tensors` that are computed."""
-    found: dict[str, float] = {name: getattr(values.moments, name) for name in _MOMENTS}
-    found |= dict(
-        zip(
-            (f"q{share}" for share in QUANTILES), values.histogram.quantiles(QUANTILES), strict=True
-        )
-    )
+    """Return the computed columns of `tensors` for one tensor."""
+    numbers: dict[str, float] = {name: getattr(values.moments, name) for name in _MOMENTS}
+    quantiles = values.histogram.quantiles(QUANTILES)
+    numbers |= dict(zip((f"q{share}" for share in QUANTILES), quantiles, strict=True))
     magnitudes = values.histogram.magnitude_quantiles(QUANTILES)
-    found |= dict(zip((f"m{share}" for share in QUANTILES), magnitudes, strict=True))
+    numbers |= dict(zip((f"m{share}" for share in QUANTILES), magnitudes, strict=True))
     channels = values.channel_amax.ravel()
-    return found | {
+    return numbers | {
         "channels": len(channels),
         "outlier_channels": len(values.outliers),
         "dead_channels": values.dead_channels,
@@ -159,30 +167,30 @@ def _over_median(amax: NDArray[np.float64]) -> float:
 
 
 def format_numbers(fmt: Format, errors: Errors) -> dict[str, float]:
-    """The columns of `formats` that are computed."""
-    found = errors.numbers()
+    """Return the computed columns of `formats` for one tensor, format and axis."""
+    numbers = errors.numbers()
     if fmt.block_size is None:
-        return found | dict.fromkeys(_BLOCK_NUMBERS, math.nan)
-    return found | errors.block_numbers(scale_exponents(fmt))
+        return numbers | dict.fromkeys(_BLOCK_NUMBERS, math.nan)
+    return numbers | errors.block_numbers(scale_exponents(fmt))
 
 
 @functools.cache
 def scale_exponents(fmt: Format) -> NDArray[np.float64]:
-    """The base-2 logarithm of what each scale byte stands for, NaN where that is no number."""
+    """Return the base-2 logarithm of the scale that each byte stands for; NaN if it has none."""
     if isinstance(fmt.scaling, BlockScaling):
         exponents = np.arange(256, dtype=np.float64) - 127
         exponents[NAN_E8M0] = math.nan
         return exponents
     assert fmt.scaling is not None
     scales = stored_scales(fmt.scaling)[:256].double()  # type: ignore[arg-type]
-    found: NDArray[np.float64] = scales.where(scales > 0, math.nan).log2().numpy()
-    return found
+    logarithms: NDArray[np.float64] = scales.where(scales > 0, math.nan).log2().numpy()
+    return logarithms
 
 
-def arrays_of(values: Values, found: FormatErrors) -> TensorArrays:
-    """The histograms of a tensor."""
+def arrays_of(values: Values, all_errors: FormatErrors) -> TensorArrays:
+    """Return the histograms of a tensor."""
     halves = values.histogram.counts.reshape(2, -1)[:, : 255 * 128].copy()
-    halves[:, 0] = 0  # zeros
+    halves[:, 0] = 0  # zeros belong to no binade
     positive, negative = halves.reshape(2, 255, 128).sum(2)
     return TensorArrays(
         exponents=np.arange(-127, 128),
@@ -191,7 +199,7 @@ def arrays_of(values: Values, found: FormatErrors) -> TensorArrays:
         patterns=values.histogram.counts,
         channel_amax=values.channel_amax.ravel(),
         token_amax=values.token_amax.ravel(),
-        formats={key: _format_arrays(*key, errors) for key, errors in found.items()},
+        formats={key: _format_arrays(*key, errors) for key, errors in all_errors.items()},
     )
 
 

@@ -1,4 +1,7 @@
-"""Results as bytes, to keep or send: arrays of numbers only; nothing that is read can run code."""
+"""Serialize results, to cache them or to send them between processes.
+
+The bytes hold arrays of numbers only, so that reading them cannot run code.
+"""
 
 from __future__ import annotations
 
@@ -15,53 +18,53 @@ from megatron.analysis.stats.histogram import Histogram
 from megatron.analysis.stats.moments import Moments
 from megatron.analysis.stats.values import Values
 
-MOST = 1 << 32  #: largest number of elements of one array
+MOST = 1 << 32  #: largest number of elements in one array
 VALUES = "values"  #: name of a part's `Values` among its results; the others are formats
 
 
 def pack(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> bytes:
-    """Arrays as bytes: only their numbers other than zero, where that takes less."""
+    """Return arrays as bytes; an array of mostly zeros is stored by its other elements."""
     parts = [struct.pack("<I", len(arrays))]
     for array in arrays:
         flat = np.ascontiguousarray(array).ravel()
-        places = np.flatnonzero(flat)
-        sparse = 12 * len(places) < flat.nbytes
+        nonzero = np.flatnonzero(flat)
+        sparse = 12 * len(nonzero) < flat.nbytes
         shape = struct.pack(f"<B{array.ndim}q", array.ndim, *array.shape)
         kind = b"i" if flat.dtype == np.int64 else b"f"
-        held = flat[places] if sparse else flat
-        head = struct.pack("<Bq", sparse, len(held))
-        parts += [kind, shape, head, places.astype("<u4").tobytes() if sparse else b""]
-        parts.append(held.tobytes())
+        stored = flat[nonzero] if sparse else flat
+        head = struct.pack("<Bq", sparse, len(stored))
+        parts += [kind, shape, head, nonzero.astype("<u4").tobytes() if sparse else b""]
+        parts.append(stored.tobytes())
     return b"".join(parts)
 
 
 def unpack(content: bytes) -> list[NDArray[np.int64] | NDArray[np.float64]]:
     """Undo `pack`."""
     (number,) = struct.unpack_from("<I", content)
-    place, arrays = 4, []
+    offset, arrays = 4, []
     for _ in range(number):
-        dtype = np.dtype(np.int64 if content[place : place + 1] == b"i" else np.float64)
-        dims = content[place + 1]
-        shape = struct.unpack_from(f"<{dims}q", content, place + 2)
-        place += 2 + 8 * dims
-        sparse, held = struct.unpack_from("<Bq", content, place)
-        place += 9
+        dtype = np.dtype(np.int64 if content[offset : offset + 1] == b"i" else np.float64)
+        dims = content[offset + 1]
+        shape = struct.unpack_from(f"<{dims}q", content, offset + 2)
+        offset += 2 + 8 * dims
+        sparse, stored = struct.unpack_from("<Bq", content, offset)
+        offset += 9
         count = math.prod(shape)
-        if min(shape, default=0) < 0 or not 0 <= held <= count <= MOST:
-            raise ValueError(f"{held} numbers in an array of shape {shape}")
+        if min(shape, default=0) < 0 or not 0 <= stored <= count <= MOST:
+            raise ValueError(f"{stored} numbers in an array of shape {shape}")
         array = np.zeros(count, dtype)
         index: slice | NDArray[np.uint32] = slice(None)
         if sparse:
-            index = np.frombuffer(content, "<u4", held, place)
-            place += 4 * held
-        array[index] = np.frombuffer(content, dtype, held, place)
-        place += dtype.itemsize * held
+            index = np.frombuffer(content, "<u4", stored, offset)
+            offset += 4 * stored
+        array[index] = np.frombuffer(content, dtype, stored, offset)
+        offset += dtype.itemsize * stored
         arrays.append(array.reshape(shape))
     return arrays
 
 
 def pack_values(values: Values) -> bytes:
-    """The statistics of a part's values as bytes."""
+    """Return the statistics of a part's values as bytes."""
     numbers = np.array(astuple(values.moments), np.float64)
     counts = np.array(astuple(values.moments)[:5], np.int64)
     amax = values.token_amax, values.channel_amax
@@ -77,9 +80,9 @@ def unpack_values(content: bytes) -> Values:
     return Values(moments, Histogram(histogram), tokens, *of_channels)  # type: ignore[arg-type]
 
 
-def pack_errors(found: dict[str, Errors]) -> bytes:
-    """Those of one format by axis, in the order of `plan.axes_of`."""
-    return pack(*(array for errors in found.values() for array in (errors.ints, errors.floats)))
+def pack_errors(by_axis: dict[str, Errors]) -> bytes:
+    """Return the errors of one format as bytes; axes in the order of `format_groups.axes_of`."""
+    return pack(*(array for errors in by_axis.values() for array in (errors.ints, errors.floats)))
 
 
 def unpack_errors(content: bytes, codes: int, axes: Iterable[str]) -> dict[str, Errors]:

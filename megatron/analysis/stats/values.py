@@ -1,4 +1,4 @@
-"""What is known of the values of a tensor, mergeable, before any format comes in."""
+"""Mergeable statistics of the values of a tensor, which do not depend on any format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatron.analysis.stats.histogram import Histogram
 from megatron.analysis.stats.moments import Moments, merge
 
-OUTLIER = 6.0  #: times the median channel's largest magnitude, beyond which one stands out
+OUTLIER = 6.0  #: a channel is an outlier if its amax exceeds so many times the median channel's
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,42 +21,45 @@ class Values:
 
     moments: Moments
     histogram: Histogram
-    token_amax: NDArray[np.float64]  #: of the shape of the dimensions that count tokens
-    channel_amax: NDArray[np.float64]  #: of the shape of those that count channels
-    channel_zero: NDArray[np.bool_]  #: of the same shape: no value other than zeros, no NaN either
+    token_amax: NDArray[np.float64]  #: shaped like the dimensions that count tokens
+    channel_amax: NDArray[np.float64]  #: shaped like the dimensions that count channels
+    channel_zero: NDArray[np.bool_]  #: of the same shape: whether a channel holds zeros only
 
     @property
     def outliers(self) -> NDArray[np.int64]:
-        """Channels whose largest magnitude is far beyond that of the median channel."""
+        """Return the channels whose largest magnitude is far above that of the median channel."""
         amax = self.channel_amax.ravel()
         return np.flatnonzero(amax > OUTLIER * live_median(amax))
 
     @property
     def dead_channels(self) -> int:
-        """How many have values, and nothing but zeros."""
+        """Return the number of channels that hold zeros only."""
         return int(self.channel_zero.sum()) if self.moments.count else 0
 
 
 def live_median(amax: NDArray[np.float64]) -> float:
-    """The median of those that are not zero, and zero if all are: beside a median of zero, as of a
-    tensor that is mostly padding, everything would stand out.
+    """Return the median of the magnitudes that are not zero; zero if all are.
+
+    In a tensor that is mostly padding the plain median is zero, and every channel would exceed it.
     """
     live = amax[amax > 0]
     return float(np.median(live)) if len(live) else 0.0
 
 
 def join(parts: Sequence[Values], axis: int | None, *, zigzag: bool = False) -> Values:
-    """Of a tensor, from the values of its shards along `axis` in the order of their ranks.
+    """Return the statistics of a tensor from those of its shards, in the order of their ranks.
 
-    None: they are sets of values for the same places, whose largest magnitudes are wanted.
-    zigzag: of the 2n chunks along the axis, shard r has those numbered r and 2n - 1 - r.
+    Args:
+        axis: dimension along which the tensor is sharded. None if all shards have the same tokens
+            and channels; the larger magnitude then counts.
+        zigzag: of the 2n chunks along the axis, shard r holds those numbered r and 2n - 1 - r.
     """
     first = parts[0]
-    of_token = first.token_amax.ndim
+    token_dims = first.token_amax.ndim
     tokens, channels = [p.token_amax for p in parts], [p.channel_amax for p in parts]
     zero = [part.channel_zero for part in parts]
-    by_token = axis is not None and axis < of_token
-    by_channel = None if axis is None or by_token else axis - of_token
+    by_token = axis is not None and axis < token_dims
+    by_channel = None if axis is None or by_token else axis - token_dims
     return Values(
         merge(part.moments for part in parts),
         Histogram(np.sum([part.histogram.counts for part in parts], axis=0)),

@@ -27,7 +27,7 @@ _UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, 
 #: A pass of a linear layer is one rank's; of attention, of the ranks that share its sequences.
 _LINEAR_PASS = ["iteration", "micro_batch", "module", "rank"]
 _ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
-CheckedMatmul = tuple[
+CheckedResult = tuple[
     str, Any, "Recomputation | NotCheckedError"
 ]  #: kind of layer, record, how it stands
 
@@ -41,7 +41,7 @@ class Results:
     card: Mapping[str, Any]
     slack: float
 
-    def check(self, progress: Callable[[], object]) -> Iterator[CheckedMatmul]:
+    def check(self, progress: Callable[[], object]) -> Iterator[CheckedResult]:
         """Every result, with how it stands to the recomputed one."""
         of_attention = self.records["layer_type"] == "attention"
         once = self._of_iteration()

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.analysis.stats import chunks, tensor
-from megatron.analysis.stats.format_groups import AXES, make_plan
+from megatron.analysis.stats.format_groups import AXES, group_formats
 from megatron.analysis.stats.kernels import class_tables
-from megatron.analysis.stats.matrix_view import layout_of
+from megatron.analysis.stats.matrix_view import matrix_view_of
 from megatron.analysis.stats.result_columns import arrays_of, format_numbers
 from megatron.fake_quant import fake_quantize, get_format, quantize
 from tests.analysis.stats import naive
@@ -55,11 +55,11 @@ def heavy(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 
 def linear(x: torch.Tensor):
-    return layout_of(tuple(x.shape), layer_type="linear", tensor_name="input")
+    return matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="input")
 
 
 def check(x: torch.Tensor, layout, names) -> None:
-    _, found = tensor.measure(x, layout, make_plan(names))
+    _, found = tensor.measure(x, layout, group_formats(names))
     assert {name for name, _ in found} == set(names)
     for (name, axis), errors in found.items():
         numbers = format_numbers(get_format(name), errors)
@@ -115,9 +115,9 @@ def test_nan_and_inf_poison_their_blocks_and_are_left_out_of_the_sums(dtype):
 )
 def test_tensors_with_hardly_a_number(values, dtype):
     x = torch.tensor(values).to(dtype)
-    layout = layout_of(tuple(x.shape), layer_type="linear", tensor_name="weight")
+    layout = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="weight")
     names = ["hifp8", "fp8_e5m2", "mxfp8", "mxfp4", "nvfp4", "mxint8"]
-    _, found = tensor.measure(x, layout, make_plan(names))
+    _, found = tensor.measure(x, layout, group_formats(names))
     for (name, axis), errors in found.items():
         numbers = format_numbers(get_format(name), errors)
         for column, expected in naive.errors(x, layout, name, axis).items():
@@ -128,7 +128,7 @@ def test_tensors_with_hardly_a_number(values, dtype):
 @pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 3, 8)])
 def test_an_empty_tensor_has_counts_of_zero_and_no_numbers(shape):
     x = torch.zeros(shape, dtype=torch.bfloat16)
-    values, found = tensor.measure(x, linear(x), make_plan(["mxfp8", "hifp8"]))
+    values, found = tensor.measure(x, linear(x), group_formats(["mxfp8", "hifp8"]))
     assert values.moments.count == 0
     assert len(found) == 3
     for (name, _), errors in found.items():
@@ -140,12 +140,12 @@ def test_an_empty_tensor_has_counts_of_zero_and_no_numbers(shape):
 
 def test_heads_of_attention_share_no_block_and_columns_run_along_queries():
     x = heavy((40, 2, 3, 24), torch.bfloat16)
-    layout = layout_of(tuple(x.shape), layer_type="attention", tensor_name="query")
+    layout = matrix_view_of(tuple(x.shape), layer_type="attention", tensor_name="query")
     assert (layout.rows, layout.columns, layout.run) == (40, 144, 24)
     check(x, layout, ["mxfp8", "nvfp4"])
     # what the matmul does: along head_dim, and for each sequence and head along the queries
     queries = x.permute(1, 2, 0, 3).contiguous()
-    _, found = tensor.measure(x, layout, make_plan(["mxfp4"]))
+    _, found = tensor.measure(x, layout, group_formats(["mxfp4"]))
     for axis, dim in (("row", -1), ("column", -2)):
         error = fake_quantize(queries, "mxfp4", dim).double() - queries.double()
         assert found["mxfp4", axis].numbers()["mse"] == pytest.approx(
@@ -154,10 +154,10 @@ def test_heads_of_attention_share_no_block_and_columns_run_along_queries():
 
 
 def test_attention_output_has_blocks_within_a_head_and_probabilities_along_keys():
-    layout = layout_of((40, 2, 72), layer_type="attention", tensor_name="output", head_dim=24)
+    layout = matrix_view_of((40, 2, 72), layer_type="attention", tensor_name="output", head_dim=24)
     assert (layout.rows, layout.columns, layout.run) == (40, 144, 24)
     probabilities = torch.softmax(heavy((2, 3, 33, 40), torch.float32), -1).bfloat16()
-    layout = layout_of((2, 3, 33, 40), layer_type="attention", tensor_name="attention_probs")
+    layout = matrix_view_of((2, 3, 33, 40), layer_type="attention", tensor_name="attention_probs")
     check(probabilities, layout, ["mxfp8", "nvfp4"])
 
 
@@ -165,12 +165,12 @@ def test_saturation_counts_values_beyond_the_rounding_edge_of_the_largest_number
     # OCP's rule takes the largest power of two to the element's, so E2M1 has 6 at a scale of 1: 6.5
     # rounds to 6, but 7 would go to 8
     x = torch.tensor([[7.5, 7.0, 6.5, 6.0] + [0.0] * 28], dtype=torch.bfloat16)
-    _, found = tensor.measure(x, linear(x), make_plan(["mxfp4", "hifp8"]))
+    _, found = tensor.measure(x, linear(x), group_formats(["mxfp4", "hifp8"]))
     numbers = found["mxfp4", "row"].numbers()
     assert numbers["saturated"] == 2 / 32
     assert found["hifp8", "all"].numbers()["saturated"] == 0
     large = torch.tensor([32768.0, 40960.0, -1e30, 1.0])
-    _, found = tensor.measure(large, linear(large), make_plan(["hifp8", "hifp8:inf", "fp16"]))
+    _, found = tensor.measure(large, linear(large), group_formats(["hifp8", "hifp8:inf", "fp16"]))
     assert found["hifp8", "all"].numbers()["saturated"] == 2 / 4
     assert found["hifp8:inf", "all"].numbers()["saturated"] == 2 / 4
     assert found["fp16", "all"].numbers()["saturated"] == 1 / 4
@@ -180,7 +180,7 @@ def test_saturation_counts_values_beyond_the_rounding_edge_of_the_largest_number
 def test_a_tensor_scale_lets_nothing_saturate():
     for seed in range(20):
         x = heavy((9, 11), torch.float32, seed)
-        _, found = tensor.measure(x, linear(x), make_plan(["fp8_e4m3", "fp8_e5m2"]))
+        _, found = tensor.measure(x, linear(x), group_formats(["fp8_e4m3", "fp8_e5m2"]))
         assert all(errors.numbers()["saturated"] == 0 for errors in found.values())
 
 
@@ -188,7 +188,7 @@ def test_a_tensor_scale_lets_nothing_saturate():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_square_blocks_are_one_axis_and_each_counts_once(name, dtype):
     x = heavy((70, 100), dtype)
-    _, found = tensor.measure(x, linear(x), make_plan([name]))
+    _, found = tensor.measure(x, linear(x), group_formats([name]))
     assert list(found) == [(name, "all")]
     numbers = format_numbers(get_format(name), found[name, "all"])
     error = fake_quantize(x, name).double() - x.double()
@@ -204,8 +204,8 @@ def test_square_blocks_are_one_axis_and_each_counts_once(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_formats_that_are_computed_pair_by_pair(name, dtype):
     x = heavy((33, 70), dtype)
-    _, found = tensor.measure(x, linear(x), make_plan([name]))
-    again = tensor.measure(x, linear(x), make_plan([name]))[1]
+    _, found = tensor.measure(x, linear(x), group_formats([name]))
+    again = tensor.measure(x, linear(x), group_formats([name]))[1]
     for key, errors in found.items():
         numbers = errors.numbers()
         np.testing.assert_array_equal(errors.ints, again[key].ints)
@@ -218,7 +218,7 @@ def test_formats_that_are_computed_pair_by_pair(name, dtype):
             np.testing.assert_array_equal(errors.codes, naive.codes(x, linear(x), *key))
         else:
             nearest = name.replace(":sr", "")
-            one = tensor.measure(x, linear(x), make_plan([nearest]))[1][nearest, key[1]]
+            one = tensor.measure(x, linear(x), group_formats([nearest]))[1][nearest, key[1]]
             assert numbers["mse"] > one.numbers()["mse"]
             np.testing.assert_array_equal(errors.scales, one.scales)
             np.testing.assert_array_equal(errors.block_range, one.block_range)
@@ -233,8 +233,8 @@ def test_formats_that_are_computed_pair_by_pair(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pieces_give_what_the_whole_gives(dtype, monkeypatch):
     x = heavy((3, 70, 40), dtype)
-    layout = layout_of(tuple(x.shape), layer_type="attention", tensor_name="attention_probs")
-    plan = make_plan(["mxfp8", "mx:e2m1:b16:even", "nvfp4", "hifp8", "fp8_e4m3", "hifp4"])
+    layout = matrix_view_of(tuple(x.shape), layer_type="attention", tensor_name="attention_probs")
+    plan = group_formats(["mxfp8", "mx:e2m1:b16:even", "nvfp4", "hifp8", "fp8_e4m3", "hifp4"])
     whole_values, whole = tensor.measure(x, layout, plan)
     monkeypatch.setattr(chunks, "PIECE", 1000)
     values, found = tensor.measure(x, layout, plan)
@@ -250,7 +250,7 @@ def test_pieces_give_what_the_whole_gives(dtype, monkeypatch):
 def test_a_full_table_loses_nothing(planes):
     x = heavy((64, 96), torch.bfloat16)
     x *= torch.exp2(torch.arange(64.0) % 50)[:, None].bfloat16()  # many pairs of scales
-    plan = make_plan(["mxfp8", "mxfp4"])
+    plan = group_formats(["mxfp8", "mxfp4"])
     roomy, small = tensor.Workspace(), tensor.Workspace()
     small.pairs = class_tables.PairTable(planes)
     _, whole = tensor.measure(x, linear(x), plan, roomy)
@@ -263,7 +263,7 @@ def test_a_full_table_loses_nothing(planes):
 
 def test_histograms_add_up_to_the_numbers():
     x = heavy((64, 96), torch.bfloat16)
-    values, found = tensor.measure(x, linear(x), make_plan(["mxfp4", "hifp8"]))
+    values, found = tensor.measure(x, linear(x), group_formats(["mxfp4", "hifp8"]))
     arrays = arrays_of(values, found)
     a = x.double().abs().flatten().numpy()
     exponents = np.frexp(a[a > 0])[1] - 1
@@ -291,17 +291,19 @@ def row_zero_blocks(x: torch.Tensor) -> int:
 
 def test_other_dtypes_have_values_only_and_complex_ones_are_refused():
     x = torch.arange(12, dtype=torch.int64).reshape(3, 4)
-    values, found = tensor.measure(x, linear(x), make_plan(["mxfp8"]))
+    values, found = tensor.measure(x, linear(x), group_formats(["mxfp8"]))
     assert found == {}
     assert (values.moments.max, values.moments.zeros) == (11, 1)
     np.testing.assert_array_equal(values.channel_amax, [8, 9, 10, 11])
     with pytest.raises(TypeError, match="complex64"):
-        tensor.measure(torch.zeros(2, dtype=torch.complex64), linear(torch.zeros(2)), make_plan([]))
+        tensor.measure(
+            torch.zeros(2, dtype=torch.complex64), linear(torch.zeros(2)), group_formats([])
+        )
 
 
 def test_outlier_and_dead_channels():
     x = torch.ones(8, 10)
     x[:, 3], x[0, 7] = 0.0, 6.5
-    values, _ = tensor.measure(x, linear(x), make_plan([]))
+    values, _ = tensor.measure(x, linear(x), group_formats([]))
     assert values.outliers.tolist() == [7]
     assert (values.channel_amax == 0).sum() == 1

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from megatron.analysis.stats import chunks, tensor
-from megatron.analysis.stats.format_groups import make_plan
-from megatron.analysis.stats.matrix_view import layout_of
+from megatron.analysis.stats.format_groups import group_formats
+from megatron.analysis.stats.matrix_view import matrix_view_of
 from tests.subprocesses import REPO, environment, run
 
 
 def peak(x: torch.Tensor, names: list[str]) -> int:
     """Bytes that numpy takes at most while `x` is measured."""
-    layout = layout_of(tuple(x.shape), layer_type="linear", tensor_name="input")
-    tensor.measure(x, layout, make_plan(names))  # compiles
+    layout = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="input")
+    tensor.measure(x, layout, group_formats(names))  # compiles
     tracemalloc.start()
     try:
-        tensor.measure(x, layout, make_plan(names))
+        tensor.measure(x, layout, group_formats(names))
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -39,12 +39,12 @@ def test_blocks_are_not_kept_until_the_end(monkeypatch, dtype):
 WORKER = """
 import sys
 from pathlib import Path
-from megatron.analysis.stats.matrix_view import layout_of
+from megatron.analysis.stats.matrix_view import matrix_view_of
 from megatron.analysis.stats.logical_tensors import Part
 from megatron.analysis.stats.jobs import Job, measure_job
 
 path, rows = sys.argv[1], int(sys.argv[2])
-layout = layout_of((rows, 1024), layer_type="linear", tensor_name="input")
+layout = matrix_view_of((rows, 1024), layer_type="linear", tensor_name="input")
 outcome = measure_job(Job(0, Part((path,), ((),), layout, True, 0), ("mxfp8",)))
 assert outcome.contents and not outcome.failures, outcome.failures
 # not ru_maxrss: what it says of a process begins with what the one that started it had

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from megatron.analysis.stats import chunks, tensor
-from megatron.analysis.stats.format_groups import make_plan
+from megatron.analysis.stats.format_groups import group_formats
 from megatron.analysis.stats.histogram import BINS, Grid, Histogram
-from megatron.analysis.stats.matrix_view import layout_of
+from megatron.analysis.stats.matrix_view import matrix_view_of
 from megatron.analysis.stats.moments import Moments, merge
 
 NAN, INF = math.nan, math.inf
 
 
 def measure(x: torch.Tensor) -> tuple[Moments, Histogram]:
-    layout = layout_of(tuple(x.shape), layer_type="linear", tensor_name="input")
-    values, found = tensor.measure(x, layout, make_plan(()))
+    layout = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="input")
+    values, found = tensor.measure(x, layout, group_formats(()))
     assert found == {}
     return values.moments, values.histogram
 

@@ -1,4 +1,8 @@
-"""The blocks of a tensor: their largest and smallest magnitudes, and what follows for a format."""
+"""Find the largest and the smallest magnitude of each block, and what follows for the formats.
+
+The largest magnitude determines the class of the block (`scalar_quantizer`) and its headroom; both
+magnitudes together give its range.
+"""
 
 from __future__ import annotations
 
@@ -19,38 +23,43 @@ from megatron.analysis.stats.kernels.scalar_quantizer import ScalarQuantizer, cl
 from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.fake_quant.fused.numba_bits import INFINITY, MAGNITUDE
 
-Bits = NDArray[np.int32]  #: of float32
+Bits = NDArray[np.int32]  #: bits of float32 numbers
 
 
 @dataclass
 class Extremes:
-    """Largest magnitude of each block, NaN and Inf included, and the smallest above zero.
+    """Largest magnitude of each block, including NaN and Inf, and the smallest one above zero.
 
-    Of 16-bit values patterns (the smallest one too low, see `scan`), else float32 bits.
+    16-bit magnitudes are bit patterns, and the pattern of the smallest one is reduced by one, see
+    `value_scan.block_extremes16`. Other magnitudes are float32 bits.
     """
 
     largest: NDArray[Any]
     smallest: NDArray[Any]
-    half: torch.dtype | None  #: of the values, if of 16 bits
+    half: torch.dtype | None  #: dtype of 16-bit values; None for float32
 
     def bits(self) -> Bits:
-        """Of the largest."""
+        """Return the largest magnitudes as float32 bits."""
         if self.half == torch.bfloat16:
             return self.largest.astype(np.int32) << 16
         return self.largest if self.half is None else widened(self.half)[self.largest]
 
 
 def block_extremes(
-    piece: NDArray[Any], layout: MatrixView, size: int, axis: str, half: torch.dtype | None
+    piece: NDArray[Any], matrix: MatrixView, size: int, axis: str, half: torch.dtype | None
 ) -> Extremes:
-    """Of the blocks along rows [outer, rows, blocks], along columns [outer, blocks, columns], or
-    of square ones (axis "all"): as along rows, `size` rows of which are the same then.
+    """Return the extremes of the blocks of a piece along one axis.
+
+    Their shape is [outer, rows, blocks] for axis "row", and [outer, blocks, columns] for "column".
+    For square blocks (axis "all") it is that of "row", and all rows of a block are equal.
+
+    size: values per block
     """
     outer, rows, columns = piece.shape
     if axis == "column":
         shape = (outer, -(-rows // size), columns)
     else:
-        shape = (outer, rows, columns // layout.run * -(-layout.run // size))
+        shape = (outer, rows, columns // matrix.run * -(-matrix.run // size))
     largest, smallest = np.empty(shape, piece.dtype), np.empty(shape, piece.dtype)
     if axis == "column":
         (value_scan.column_extremes16 if half else value_scan.column_extremes32)(
@@ -58,40 +67,42 @@ def block_extremes(
         )
     else:
         of_rows = value_scan.block_extremes16 if half else value_scan.block_extremes32
-        of_rows(piece, size, layout.run, largest, smallest)
+        of_rows(piece, size, matrix.run, largest, smallest)
         if axis == "all":
             value_scan.square_extremes(largest, smallest, size)
     return Extremes(largest, smallest, half)
 
 
-def classes_of(extremes: Extremes, group: Group, coder: ScalarQuantizer) -> NDArray[np.uint8]:
-    """The class of each block."""
-    return _classes(extremes.bits(), group, coder)
+def classes_of(extremes: Extremes, group: Group, quantizer: ScalarQuantizer) -> NDArray[np.uint8]:
+    """Return the class of each block."""
+    return _classes(extremes.bits(), group, quantizer)
 
 
-def _classes(amax: Bits, group: Group, coder: ScalarQuantizer) -> NDArray[np.uint8]:
-    found = np.empty(amax.shape, np.uint8)
-    element = coder.element._replace(emax=np.int32(group.emax))
-    classify(amax.ravel(), element, coder.rule, found.ravel())
-    return found
+def _classes(amax: Bits, group: Group, quantizer: ScalarQuantizer) -> NDArray[np.uint8]:
+    classes = np.empty(amax.shape, np.uint8)
+    element = quantizer.element._replace(emax=np.int32(group.emax))
+    classify(amax.ravel(), element, quantizer.rule, classes.ravel())
+    return classes
 
 
 class BlockCounts:
-    """What the blocks along one axis say of formats that give every block the same class.
+    """Statistics of the blocks along one axis, for one group of formats.
 
-    16-bit magnitudes are counted by pattern; those of float32 are too many to keep, and are
-    evaluated piece by piece.
+    The largest magnitudes of 16-bit blocks are counted by pattern and evaluated at the end. Those
+    of float32 blocks are evaluated piece by piece, because there are too many to store.
     """
 
     def __init__(
         self, group: Group, of: Sequence[tuple[Errors, ScalarQuantizer]], half: torch.dtype | None
     ):
         self._group, self._of, self._half = group, of, half
-        self._ranges = np.zeros(RANGES, np.int64)  # blocks by difference of the exponents
+        self._ranges = np.zeros(
+            RANGES, np.int64
+        )  # blocks by exponent(largest) - exponent(smallest)
         self._patterns = np.zeros(1 << 16 if half is not None else 0, np.int64)
 
     def add(self, extremes: Extremes) -> None:
-        """The blocks of a piece; of a square one, the rows of which are the same, one row."""
+        """Add the blocks of a piece; of a square block's equal rows, only the first is added."""
         largest, smallest = extremes.largest, extremes.smallest
         if self._group.square:
             every = slice(None, None, self._group.size)
@@ -102,25 +113,29 @@ class BlockCounts:
             self._evaluate(largest, np.ones(len(largest), np.int64))
         else:
             _count_ranges16(largest, smallest, exponents(self._half), self._ranges)
-            found, counts = value_scan.counted(largest)
-            self._patterns[found] += counts
+            patterns, counts = value_scan.counted(largest)
+            self._patterns[patterns] += counts
 
     def finish(self) -> None:
-        """After the last piece."""
+        """Complete the statistics after the last piece."""
         if self._half is not None:
-            found = np.flatnonzero(self._patterns)
-            self._evaluate(widened(self._half)[found], self._patterns[found])
+            patterns = np.flatnonzero(self._patterns)
+            self._evaluate(widened(self._half)[patterns], self._patterns[patterns])
         for errors, _ in self._of:
             errors.block_range += self._ranges
 
     def _evaluate(self, bits: Bits, counts: NDArray[np.int64]) -> None:
-        for errors, coder in self._of:
-            add_blocks(errors, bits, counts, _classes(bits, self._group, coder), coder)
+        for errors, quantizer in self._of:
+            add_blocks(errors, bits, counts, _classes(bits, self._group, quantizer), quantizer)
 
 
 @kernel
 def _count_ranges16(largest: Any, smallest: Any, exponents: Any, ranges: Any) -> None:
-    """Blocks by exponent(largest) - exponent(smallest above zero); without zero and NaN ones."""
+    """Count 16-bit blocks by exponent(largest) - exponent(smallest).
+
+    Blocks of zeros and blocks with NaN or Inf are left out. `smallest` holds patterns reduced by
+    one.
+    """
     for i in range(len(largest)):
         high = exponents[largest[i]]
         if high != UNUSUAL:
@@ -129,7 +144,7 @@ def _count_ranges16(largest: Any, smallest: Any, exponents: Any, ranges: Any) ->
 
 @kernel
 def _count_ranges32(largest: Any, smallest: Any, ranges: Any) -> None:
-    """As `_count_ranges16`, of float32 bits."""
+    """Count float32 blocks by exponent(largest) - exponent(smallest), like `_count_ranges16`."""
     for i in range(len(largest)):
         high, low = largest[i], smallest[i]
         if 0 < high < INFINITY:
@@ -138,7 +153,7 @@ def _count_ranges32(largest: Any, smallest: Any, ranges: Any) -> None:
 
 @kernel
 def _exponent(bits: Any) -> Any:
-    """Of a positive number, plus 127."""
+    """Return the exponent of a positive number plus 127; it is below 1 for subnormal numbers."""
     exponent = bits >> 23
     if exponent == 0:
         exponent = 1
@@ -153,16 +168,22 @@ def add_blocks(
     bits: Bits,
     counts: NDArray[np.int64],
     classes: NDArray[np.uint8],
-    coder: ScalarQuantizer,
+    quantizer: ScalarQuantizer,
 ) -> None:
-    """What so many blocks with these largest magnitudes (float32 bits) say of one format."""
-    np.add.at(errors.scales, coder.bytes[classes], counts)
+    """Add the scales and the headroom of blocks under one format.
+
+    Args:
+        bits: largest magnitude of a block, as float32 bits.
+        counts: number of blocks with that magnitude.
+        classes: class of these blocks.
+    """
+    np.add.at(errors.scales, quantizer.bytes[classes], counts)
     zero, unusual = bits == 0, (bits & MAGNITUDE) >= INFINITY
     errors.blocks += (counts.sum(), counts[zero].sum(), counts[unusual].sum())
     usual = ~zero & ~unusual
     amax = bits[usual].view(np.float32).astype(np.float64)
-    top = float(np.int32(coder.element.top).view(np.float32)) * float(coder.rule.decode)
-    scale = coder.up[classes[usual]].astype(np.float64)
-    with np.errstate(divide="ignore"):  # a scale that underflows to zero
+    top = float(np.int32(quantizer.element.top).view(np.float32)) * float(quantizer.rule.decode)
+    scale = quantizer.up[classes[usual]].astype(np.float64)
+    with np.errstate(divide="ignore"):  # a scale may underflow to zero
         room = np.log2(top * scale / amax)
     headroom_bins(errors, room, counts[usual])

@@ -1,10 +1,12 @@
-"""Counts 16-bit values by the classes of their blocks and their pattern, in bounded memory.
+"""Count 16-bit values by bit pattern and by the classes of their blocks, in bounded memory.
 
-A table has planes of 65,536 counts. In a `ClassTable` there is one for each class of the blocks
-along rows, or along columns. In a `PairTable` there is one for each pair of classes (of the block
-along the row and the one along the column that a value is in) that occurs: they are handed out as
-pairs turn up, and when too few are left, counting stops; the caller takes what is there and goes
-on.
+A table consists of planes, each with one count per bit pattern. A `ClassTable` has one plane per
+class of the blocks along one axis. Each value also belongs to two blocks, one along its row and one
+along its column. A `PairTable` has one plane per pair of their classes that occurs. Planes are
+assigned when a pair first occurs. When there are too few, counting stops; the caller takes the
+counts, which empties the table, and continues.
+
+`kernels.scalar_quantizer` defines the class of a block.
 """
 
 from __future__ import annotations
@@ -18,23 +20,23 @@ from megatron.analysis.stats.kernels.compiled import kernel
 from megatron.analysis.stats.kernels.scalar_quantizer import CLASSES
 
 PATTERNS = 1 << 16
-PLANES = 256  #: of a table; memory is taken when a plane is first used, 256 KiB each
+PLANES = 256  #: per table; a plane of 256 KiB takes memory only when it is first used
 TABLE_BYTES = PLANES * PATTERNS * 4
 
-Cells = NDArray[np.float64]  #: counts [classes or pairs, patterns]: exact to 2^53
+Cells = NDArray[np.float64]  #: counts [classes or pairs, patterns]; exact up to 2^53
 
 
 class ClassTable:
-    """Counts by the class of the block along one axis."""
+    """Counts by pattern and by the class of the block along one axis."""
 
     def __init__(self) -> None:
         self.counts = np.zeros((CLASSES, PATTERNS), np.uint32)
         self.occurs = np.zeros(CLASSES, np.bool_)
 
     def take(self, patterns: NDArray[np.uint16]) -> tuple[NDArray[np.int32], Cells]:
-        """Classes, and their counts; the table is empty then.
+        """Return the classes that occur and their counts, and empty the table.
 
-        patterns: all that were counted, and maybe more.
+        patterns: the patterns to return; all that were counted must be among them
         """
         classes = np.flatnonzero(self.occurs).astype(np.int32)
         cells = np.empty((len(classes), len(patterns)))
@@ -44,7 +46,7 @@ class ClassTable:
 
 
 class PairTable:
-    """Counts by the classes along both axes."""
+    """Counts by pattern and by the classes of the blocks along both axes."""
 
     def __init__(self, planes: int = PLANES) -> None:
         self.counts = np.zeros((planes, PATTERNS), np.uint32)
@@ -53,7 +55,7 @@ class PairTable:
         self.used = 0
 
     def take(self, patterns: NDArray[np.uint16]) -> tuple[NDArray[np.int32], Cells]:
-        """Pairs [n, 2], and their counts; the table is empty then."""
+        """Return the pairs of classes [n, 2] and their counts, and empty the table."""
         pairs = self.pairs[: self.used].copy()
         cells = np.empty((self.used, len(patterns)))
         _take(self.counts, np.arange(self.used, dtype=np.int32), patterns, cells)
@@ -74,8 +76,14 @@ def _take(counts: Any, planes: Any, patterns: Any, cells: Any) -> None:
 
 @kernel
 def count_rows(piece: Any, classes: Any, size: Any, run: Any, counts: Any, occurs: Any) -> None:
-    """Count the values of `piece` [outer, rows, columns] by the classes of the blocks along rows,
-    [outer, rows, blocks].
+    """Count the values of a piece by the classes of the blocks along rows.
+
+    Args:
+        piece: [outer, rows, columns] bit patterns.
+        classes: [outer, rows, blocks] classes of the blocks.
+        size: values per block.
+        run: values along a row after which a new block begins.
+        counts, occurs: the table, see `ClassTable`.
     """
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -93,7 +101,10 @@ def count_rows(piece: Any, classes: Any, size: Any, run: Any, counts: Any, occur
 
 @kernel
 def count_columns(piece: Any, classes: Any, size: Any, counts: Any, occurs: Any) -> None:
-    """As `count_rows`, by the classes of the blocks along columns: [outer, blocks, columns]."""
+    """Count the values of a piece by the classes of the blocks along columns.
+
+    classes: [outer, blocks, columns]; the other arguments are those of `count_rows`
+    """
     flat, base = counts.ravel(), np.empty(piece.shape[2], np.uint32)
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -107,8 +118,9 @@ def count_columns(piece: Any, classes: Any, size: Any, counts: Any, occurs: Any)
 
 @kernel
 def _count(values: Any, base: Any, flat: Any) -> None:
-    """A row of values, each into its plane. One long loop: entering many short ones costs more than
-    what is done in them.
+    """Count a row of values, each in the plane that begins at its `base`.
+
+    One loop covers the whole row, because entering many short loops would cost more than counting.
     """
     for j in range(len(values)):
         flat[np.uintp(base[j] | np.uint32(values[j]))] += np.uint32(1)
@@ -127,20 +139,29 @@ def count_pairs(
     used: Any,
     start: Any,
 ) -> Any:
-    """As `count_rows`, by the classes of both blocks that a value is in, from tile `start` on. A
-    tile is a block high and a block wide; `size` rows of tiles are gone through in the order of
-    memory, after planes were found for all their pairs.
+    """Count the values of a piece by the classes of both their blocks, from tile `start` on.
 
-    Returns the planes in use, and the tile for which there were too few: the number of tiles where
-    all were counted.
+    A tile is as high as a block along a column, and as wide as a block along a row. A strip is a
+    row of tiles. First, planes are assigned to all pairs of classes in a strip; then its values are
+    counted in the order of memory.
+
+    Args:
+        piece: [outer, rows, columns] bit patterns.
+        rows: [outer, rows, blocks] classes of the blocks along rows.
+        columns: [outer, blocks, columns] classes of the blocks along columns.
+        counts, plane_of, pairs, used: the table, see `PairTable`.
+
+    Returns:
+        The number of planes in use, and the first tile that was not counted for lack of planes. If
+        all tiles were counted, it is their number.
     """
     outer, height, width = piece.shape
     down, edges = (height + size - 1) // size, _edges(width, size, run)
     across = len(edges)
     flat = counts.ravel()
-    # for each class of a row: where the planes of its pairs with a strip's columns begin, and of
-    # which strip that is known
+    # for each class of a row and each column: where the plane of the two classes begins
     bases = np.empty((CLASSES, width), np.uint32)
+    # for each class of a row and each block of columns: the strip for which `bases` holds
     known = np.full((CLASSES, across), -1, np.int64)
     tile = start
     while tile < outer * down * across:
@@ -174,20 +195,23 @@ def count_pairs(
 
 @kernel
 def _edges(width: Any, size: Any, run: Any) -> Any:
-    """Where the blocks of a row begin and end: [blocks, 2]."""
-    found = np.empty((width // run * ((run + size - 1) // size), 2), np.uint32)
+    """Return the columns at which the blocks of a row begin and end: [blocks, 2]."""
+    edges = np.empty((width // run * ((run + size - 1) // size), 2), np.uint32)
     block = 0
     for first in range(0, width, run):
         for left in range(first, first + run, size):
-            found[block, 0], found[block, 1] = left, min(left + size, first + run)
+            edges[block, 0], edges[block, 1] = left, min(left + size, first + run)
             block += 1
-    return found
+    return edges
 
 
 @kernel
 def _find_planes(class_: Any, columns: Any, plane_of: Any, pairs: Any, used: Any, base: Any) -> Any:
-    """Give a plane to each pair of a row's class with these classes of columns, and put where it
-    begins into `base`; whether there were enough.
+    """Assign a plane to each pair of a row's class and these classes of columns.
+
+    base: written: where the plane of each column begins
+
+    Returns the number of planes in use, and whether there were enough.
     """
     planes = plane_of[class_]
     for j in range(len(columns)):
@@ -202,7 +226,7 @@ def _find_planes(class_: Any, columns: Any, plane_of: Any, pairs: Any, used: Any
 
 
 def tile_of(shape: tuple[int, ...], size: int, run: int, tile: int) -> tuple[slice, slice, slice]:
-    """Where in a piece of this shape tile number `tile` lies."""
+    """Return the position of a tile, given by its number, in a piece of this shape."""
     blocks_in_run = -(-run // size)
     across, down = shape[2] // run * blocks_in_run, -(-shape[1] // size)
     outer, rest = divmod(tile, down * across)

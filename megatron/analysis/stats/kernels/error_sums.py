@@ -1,8 +1,16 @@
-"""Adds up what a format does to values: counts by binade and code, and sums in float64.
+"""Add up the errors that a format causes: counts by binade and code, and sums in float64.
 
-`account` takes a value, what it becomes and how often the pair occurs. The loops around it go over
-counted patterns (16-bit tensors), over single values (float32), or over pairs that were quantized
-elsewhere (stochastic rounding and HiFloat4).
+`account` adds a value, its quantized result, and how often this pair occurs. The other functions
+call it for counted patterns (16-bit tensors), for single values (float32), or for pairs of values
+and results that were computed elsewhere (stochastic rounding and HiFloat4). The functions named
+`compare_*` add up the differences between the results along a tensor's two axes.
+
+Values and results are float32 bits. `sums` is the tuple `Errors.sums` of four arrays:
+
+    counts          [COUNTS] values by what became of them: COMPARED, POISONED or LOST
+    totals          [SUMS] sums over all compared values: XX, YY, ...
+    binade_counts   [3, BINADES] rows VALUES, UNDERFLOW and SATURATED, by binade of the value
+    binade_sums     [3, BINADES] rows SQUARED, MAGNITUDE_ERROR and RELATIVE
 """
 
 from __future__ import annotations
@@ -16,18 +24,22 @@ from megatron.analysis.stats.kernels.scalar_quantizer import quantized
 from megatron.fake_quant.fused.numba_bits import INFINITY, MAGNITUDE, as_float
 
 BINADES = 255
-#: Rows of the counts by binade, of the sums by binade, and places in the other counts and sums.
+#: Rows of the counts by binade: all values that are not zero, those that become zero, those that
+#: are clipped.
 VALUES, UNDERFLOW, SATURATED = 0, 1, 2
+#: Rows of the sums by binade: (y - x)^2, |y| - |x|, and |y - x| / |x|.
 SQUARED, MAGNITUDE_ERROR, RELATIVE = 0, 1, 2
+#: Finite values whose result is finite, NaN, or Inf; COUNTS is the number of these counts.
 COMPARED, POISONED, LOST, COUNTS = 0, 1, 2, 3
+#: Sums of x^2, y^2, x y, y - x and |x|, and the largest |y - x|; SUMS is the number of these sums.
 XX, YY, XY, BIAS, L1, LARGEST_ERROR, SUMS = 0, 1, 2, 3, 4, 5, 6
 
 
 @kernel
-def account(bits: Any, result: Any, beyond: Any, n: Any, sums: Any) -> Any:
-    """`n` values with these float32 bits become `result`; True if both are numbers.
+def account(bits: Any, result: Any, clipped: Any, n: Any, sums: Any) -> Any:
+    """Add `n` equal values and their result, and return whether both are finite.
 
-    sums: counts [COUNTS], totals [SUMS], counts by binade [3, BINADES], sums by binade.
+    clipped: whether the value lies beyond the rounding edge of the format's largest number
     """
     counts, totals, binade_counts, binade_sums = sums
     compared = False
@@ -37,7 +49,7 @@ def account(bits: Any, result: Any, beyond: Any, n: Any, sums: Any) -> Any:
         if became > INFINITY:
             counts[POISONED] += n
         else:
-            if beyond and became > 0:  # under a scale of zero it is not clipped, it underflows
+            if clipped and became > 0:  # under a scale of zero a value underflows instead
                 binade_counts[SATURATED, binade] += n
             if became == INFINITY:
                 counts[LOST] += n
@@ -64,17 +76,21 @@ def account(bits: Any, result: Any, beyond: Any, n: Any, sums: Any) -> Any:
 
 @kernel
 def code_of(rounded: Any, bits: Any, codes: Any) -> Any:
-    """The code of an element's magnitude with the sign of `bits`."""
+    """Return the code of an element's magnitude with the sign of `bits`."""
     return codes[(rounded >> 16) | (np.int32(0x8000) if bits < 0 else np.int32(0))]
 
 
 @kernel
-def account_cells(
-    patterns: Any, classes: Any, cells: Any, coder: Any, sums: Any, code_counts: Any
+def account_counted(
+    patterns: Any, classes: Any, cells: Any, quantizer: Any, sums: Any, code_counts: Any
 ) -> None:
-    """Values counted by class and pattern.
+    """Add values that were counted by class and pattern.
 
-    patterns: float32 bits; classes: of the rows of `cells` [classes, patterns], which count.
+    Args:
+        patterns: [patterns] values, as float32 bits.
+        classes: [classes] class of the blocks whose values a row of `cells` counts.
+        cells: [classes, patterns] number of values.
+        code_counts: number of values by code, added to; empty if codes are not counted.
     """
     for row in range(len(classes)):
         class_ = classes[row]
@@ -82,25 +98,31 @@ def account_cells(
             n = np.int64(cells[row, k])
             if n > 0:
                 bits = patterns[k]
-                result, rounded, beyond = quantized(bits, np.int64(class_), coder)
-                if account(bits, result, beyond, np.int64(n), sums) and len(code_counts) > 0:
-                    code_counts[code_of(rounded, bits, coder.codes)] += n
+                result, rounded, clipped = quantized(bits, np.int64(class_), quantizer)
+                if account(bits, result, clipped, np.int64(n), sums) and len(code_counts) > 0:
+                    code_counts[code_of(rounded, bits, quantizer.codes)] += n
 
 
 @kernel
-def account_disagreement(
+def compare_counted(
     patterns: Any,
     row_classes: Any,
     column_classes: Any,
     cells: Any,
-    coder: Any,
+    quantizer: Any,
     counts: Any,
     totals: Any,
 ) -> None:
-    """Values that become one number with the class of their row and another with that of their
-    column: their number (counts[0]) and the sum of the squared differences (totals[0]).
+    """Add values that are quantized differently along rows and along columns.
 
-    Of values that become NaN along one axis only, the number.
+    A value that becomes NaN or Inf along one axis only is counted, but adds nothing to the sum.
+
+    Args:
+        patterns: [patterns] values, as float32 bits.
+        row_classes, column_classes: [pairs] classes of the two blocks to which a value belongs.
+        cells: [pairs, patterns] number of values.
+        counts: counts[0] is the number of values with different results, added to.
+        totals: totals[0] is the sum of the squared differences, added to.
     """
     for pair in range(len(row_classes)):
         first, second = row_classes[pair], column_classes[pair]
@@ -108,26 +130,26 @@ def account_disagreement(
             for k in range(len(patterns)):
                 n = np.int64(cells[pair, k])
                 if n > 0:
-                    disagree(patterns[k], first, second, n, coder, counts, totals)
+                    compare_value(patterns[k], first, second, n, quantizer, counts, totals)
 
 
 @kernel
-def disagree(
-    bits: Any, first: Any, second: Any, n: Any, coder: Any, counts: Any, totals: Any
+def compare_value(
+    bits: Any, first: Any, second: Any, n: Any, quantizer: Any, counts: Any, totals: Any
 ) -> None:
-    """One value with two classes."""
+    """Quantize a value under two classes and add the difference of the results, if there is one."""
     if np.int32(bits & MAGNITUDE) < INFINITY:
-        one = quantized(bits, np.int64(first), coder)[0]
-        other = quantized(bits, np.int64(second), coder)[0]
-        differ(one, other, np.int64(n), counts, totals)
+        along_row = quantized(bits, np.int64(first), quantizer)[0]
+        along_column = quantized(bits, np.int64(second), quantizer)[0]
+        compare_results(along_row, along_column, np.int64(n), counts, totals)
 
 
 @kernel
-def differ(one: Any, other: Any, n: Any, counts: Any, totals: Any) -> None:
-    """What one value became along both axes, in bits."""
-    a, b = np.int32(one & MAGNITUDE), np.int32(other & MAGNITUDE)
+def compare_results(along_row: Any, along_column: Any, n: Any, counts: Any, totals: Any) -> None:
+    """Add the difference of a finite value's results along both axes; see `compare_counted`."""
+    a, b = np.int32(along_row & MAGNITUDE), np.int32(along_column & MAGNITUDE)
     if a < INFINITY and b < INFINITY:
-        if a != b:  # the sign is that of the value
+        if a != b:  # both results have the sign of the value
             counts[0] += n
             difference = np.float64(as_float(a)) - np.float64(as_float(b))
             totals[0] += n * (difference * difference)
@@ -142,11 +164,18 @@ def account_values(
     size: Any,
     run: Any,
     along_rows: Any,
-    coder: Any,
+    quantizer: Any,
     sums: Any,
     code_counts: Any,
 ) -> None:
-    """Single values: float32 bits [outer, rows, columns], and the classes of their blocks."""
+    """Add the values of a piece one by one.
+
+    Args:
+        piece: [outer, rows, columns] values, as float32 bits.
+        classes: classes of the blocks, along rows or along columns.
+        size: values per block.
+        run: values along a row after which a new block begins.
+    """
     blocks_in_run = (run + size - 1) // size
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -157,23 +186,23 @@ def account_values(
                     class_ = classes[o, i, j // run * blocks_in_run + j % run // size]
                 else:
                     class_ = classes[o, i // size, j]
-                result, rounded, beyond = quantized(bits, np.int64(class_), coder)
-                if account(bits, result, beyond, np.int64(1), sums) and len(code_counts) > 0:
-                    code_counts[code_of(rounded, bits, coder.codes)] += 1
+                result, rounded, clipped = quantized(bits, np.int64(class_), quantizer)
+                if account(bits, result, clipped, np.int64(1), sums) and len(code_counts) > 0:
+                    code_counts[code_of(rounded, bits, quantizer.codes)] += 1
 
 
 @kernel
-def disagree_values(
+def compare_values(
     piece: Any,
     row_classes: Any,
     column_classes: Any,
     size: Any,
     run: Any,
-    coder: Any,
+    quantizer: Any,
     counts: Any,
     totals: Any,
 ) -> None:
-    """Single values with the classes of both their blocks, as `account_disagreement`."""
+    """Add what `compare_counted` adds, for the values of a piece one by one."""
     blocks_in_run = (run + size - 1) // size
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -182,22 +211,22 @@ def disagree_values(
                 first = row_classes[o, i, j // run * blocks_in_run + j % run // size]
                 second = column_classes[o, i // size, j]
                 if first != second:
-                    disagree(values[j], first, second, 1, coder, counts, totals)
+                    compare_value(values[j], first, second, 1, quantizer, counts, totals)
 
 
 @kernel
 def account_pairs(
-    values: Any, results: Any, beyond: Any, sums: Any, codes: Any, code_counts: Any
+    values: Any, results: Any, clipped: Any, sums: Any, codes: Any, code_counts: Any
 ) -> None:
-    """Values and what they became, as flat float32 bits; `codes` are counted."""
+    """Add values and their results, and count the codes of the results; all in one dimension."""
     for i in range(len(values)):
-        if account(values[i], results[i], beyond[i], np.int64(1), sums) and len(code_counts) > 0:
+        if account(values[i], results[i], clipped[i], np.int64(1), sums) and len(code_counts) > 0:
             code_counts[codes[i]] += 1
 
 
 @kernel
-def disagree_pairs(rows: Any, columns: Any, values: Any, counts: Any, totals: Any) -> None:
-    """What values became along both axes, as flat float32 bits."""
+def compare_pairs(rows: Any, columns: Any, values: Any, counts: Any, totals: Any) -> None:
+    """Add what `compare_counted` adds, for results along both axes that are already known."""
     for i in range(len(values)):
         if np.int32(values[i] & MAGNITUDE) < INFINITY:
-            differ(rows[i], columns[i], np.int64(1), counts, totals)
+            compare_results(rows[i], columns[i], np.int64(1), counts, totals)

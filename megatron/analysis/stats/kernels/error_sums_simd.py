@@ -1,8 +1,9 @@
-"""What block formats do to counted bfloat16 values, eight patterns at a time.
+"""Add up the errors of block formats in counted bfloat16 values, eight patterns at a time.
 
-The same as `account_cells` and `account_disagreement`, several times faster: sums are kept for each
-pattern, so that none waits for the one before it, and go to their binades at the end. Counts are
-float64 here, exact to 2^53. Stretches of patterns that a class does not have are passed over.
+The results are those of `account_counted` and `compare_counted`, several times faster. Each pattern
+has sums of its own, so that no addition waits for the previous one; at the end these sums are added
+to their binades. Counts are float64 here, which is exact up to 2^53. Tiles of patterns that do not
+occur with a class are skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron.analysis.stats.kernels.error_sums import (
     XX,
     XY,
     YY,
-    disagree,
+    compare_value,
 )
 from megatron.analysis.stats.kernels.scalar_quantizer import to_bfloat16
 from megatron.fake_quant.fused.numba_bits import (
@@ -40,33 +41,39 @@ from megatron.fake_quant.fused.numba_bits import (
     nearest_even,
 )
 
-TILE = 128
-#: Sums by pattern.
-_FINITE, _ZERO, _BEYOND, _LOST, _ERROR, _DISTANCE, _SQUARE, _BECAME, _BECAME_SQUARE = range(9)
-_PLACES = 9
+TILE = 128  #: patterns per loop
+#: Rows of the sums by pattern: counts of values that stay finite, become zero, are clipped, or
+#: become Inf; sums of the error, its magnitude and its square, and of the result and its square.
+_FINITE, _ZERO, _CLIPPED, _LOST, _ERROR, _DISTANCE, _SQUARE, _BECAME, _BECAME_SQUARE = range(9)
+_ROWS = 9
 
 
 @inlined
 def block_value(magnitude: Any, down: Any, up: Any, element: Any, decode: Any) -> Any:
-    """What a bfloat16 magnitude becomes, in bits: `coder.result_bits` without branches."""
+    """Return the float32 bits of a quantized bfloat16 magnitude.
+
+    This is `scalar_quantizer.result_bits` without branches.
+
+    down, up: scale of the block before and after rounding
+    """
     scaled = as_bits(as_float(magnitude) * down)
     rounded = nearest_even(min(scaled, element.top), element)
     return to_bfloat16(as_bits(np.float32(as_float(rounded) * up) * decode))
 
 
 @kernel
-def account_blocks(
-    patterns: Any, classes: Any, cells: Any, coder: Any, sums: Any, code_counts: Any
+def account_counted_simd(
+    patterns: Any, classes: Any, cells: Any, quantizer: Any, sums: Any, code_counts: Any
 ) -> None:
-    """As `account_cells`, of an element format with block scales and bfloat16 values."""
-    by_pattern = np.zeros((_PLACES, len(patterns)))
+    """Add what `account_counted` adds, for block-scaled element formats and bfloat16 values."""
+    by_pattern = np.zeros((_ROWS, len(patterns)))
     largest, magnitudes = np.zeros(len(patterns)), np.empty(len(patterns), np.int32)
     for k in range(len(patterns)):
         magnitudes[k] = patterns[k] & MAGNITUDE
-    upper, kept = np.empty(TILE, np.int32), np.empty(TILE)
+    upper, finite_counts = np.empty(TILE, np.int32), np.empty(TILE)
     became = np.empty(TILE, np.int32)
     for row in range(len(classes)):
-        down, up = coder.down[classes[row]], coder.up[classes[row]]
+        down, up = quantizer.down[classes[row]], quantizer.up[classes[row]]
         for first in range(0, len(patterns), TILE):
             n, tile = cells[row, first : first + TILE], magnitudes[first : first + TILE]
             total = 0.0
@@ -80,11 +87,20 @@ def account_blocks(
                 continue
             part = by_pattern[:, first : first + TILE]
             _tile(
-                tile, n, down, up, coder, part, largest[first : first + TILE], upper, kept, became
+                tile,
+                n,
+                down,
+                up,
+                quantizer,
+                part,
+                largest[first : first + TILE],
+                upper,
+                finite_counts,
+                became,
             )
             for k in range(len(n)):
                 index = upper[k] | (np.int32(0x8000) if patterns[first + k] < 0 else np.int32(0))
-                code_counts[coder.codes[np.uint32(index)]] += np.int64(kept[k])
+                code_counts[quantizer.codes[np.uint32(index)]] += np.int64(finite_counts[k])
     _to_binades(patterns, by_pattern, largest, sums)
 
 
@@ -94,59 +110,72 @@ def _tile(
     n: Any,
     down: Any,
     up: Any,
-    coder: Any,
+    quantizer: Any,
     part: Any,
     largest: Any,
     upper: Any,
-    kept: Any,
+    finite_counts: Any,
     became: Any,
 ) -> None:
-    """Neighboring patterns with one class. Written: the upper halves of the elements' bits, how
-    many values are finite before and after, and what they become. Loops write one array each: with
-    more, the compiler cannot rule out that they overlap, and gives up on vectors.
+    """Add up to TILE neighboring patterns whose blocks have one class to the sums by pattern.
+
+    Each loop writes only one array. With several, the compiler cannot rule out that they overlap,
+    and does not vectorize the loop.
+
+    Args:
+        magnitudes: float32 bits of the patterns.
+        n: number of values with each pattern.
+        part: sums by pattern, added to.
+        largest: largest error of each pattern, raised.
+        upper: written: the upper halves of the element magnitudes' float32 bits.
+        finite_counts: written: `n` where the value and its result are finite, otherwise 0.
+        became: written: float32 bits of the results, 0 for those that are not finite.
     """
-    element, decode = coder.element, coder.rule.decode
-    limit = coder.limit if up > 0 else INFINITY  # under a scale of zero no value is clipped
+    element, decode = quantizer.element, quantizer.rule.decode
+    limit = quantizer.limit if up > 0 else INFINITY  # under a scale of zero no value is clipped
     for k in range(len(n)):
         scaled = min(as_bits(as_float(magnitudes[k]) * down), element.top)
         upper[k] = np.int32(nearest_even(scaled, element) >> 16)
     for k in range(len(n)):
         became[k] = block_value(magnitudes[k], down, up, element, decode)
     for k in range(len(n)):
-        kept[k] = n[k] if magnitudes[k] < INFINITY and became[k] < INFINITY else 0.0
-    beyond, zero, finite, lost = part[_BEYOND], part[_ZERO], part[_FINITE], part[_LOST]
+        finite_counts[k] = n[k] if magnitudes[k] < INFINITY and became[k] < INFINITY else 0.0
+    clipped, zero, finite, lost = part[_CLIPPED], part[_ZERO], part[_FINITE], part[_LOST]
     for k in range(len(n)):
         scaled = as_bits(as_float(magnitudes[k]) * down)
-        beyond[k] += n[k] if scaled > limit and magnitudes[k] < INFINITY else 0.0
+        clipped[k] += n[k] if scaled > limit and magnitudes[k] < INFINITY else 0.0
     for k in range(len(n)):
         lost[k] += n[k] if magnitudes[k] < INFINITY and became[k] >= INFINITY else 0.0
         became[k] = became[k] if became[k] < INFINITY else 0
     for k in range(len(n)):
-        zero[k] += kept[k] if became[k] == 0 else 0.0
+        zero[k] += finite_counts[k] if became[k] == 0 else 0.0
     for k in range(len(n)):
-        finite[k] += kept[k]
+        finite[k] += finite_counts[k]
     errors, distances, squares = part[_ERROR], part[_DISTANCE], part[_SQUARE]
     for k in range(len(n)):
-        errors[k] += kept[k] * _error(magnitudes[k], became[k])
+        errors[k] += finite_counts[k] * _error(magnitudes[k], became[k])
     for k in range(len(n)):
-        distances[k] += kept[k] * abs(_error(magnitudes[k], became[k]))
+        distances[k] += finite_counts[k] * abs(_error(magnitudes[k], became[k]))
     for k in range(len(n)):
         error = _error(magnitudes[k], became[k])
-        squares[k] += kept[k] * (error * error)
+        squares[k] += finite_counts[k] * (error * error)
     for k in range(len(n)):
         error = abs(_error(magnitudes[k], became[k]))
-        largest[k] = max(largest[k], error if kept[k] > 0 else 0.0)
+        largest[k] = max(largest[k], error if finite_counts[k] > 0 else 0.0)
     results, result_squares = part[_BECAME], part[_BECAME_SQUARE]
     for k in range(len(n)):
-        results[k] += kept[k] * np.float64(as_float(became[k]))
+        results[k] += finite_counts[k] * np.float64(as_float(became[k]))
     for k in range(len(n)):
         y = np.float64(as_float(became[k]))
-        result_squares[k] += kept[k] * (y * y)
+        result_squares[k] += finite_counts[k] * (y * y)
 
 
 @inlined
 def _error(magnitude: Any, became: Any) -> Any:
-    """Of finite numbers; what is not finite counts as zero, and has no weight."""
+    """Return the error of a result in magnitude.
+
+    A magnitude that is not finite counts as zero; the caller weights its error by zero.
+    """
     x = np.float64(as_float(magnitude if magnitude < INFINITY else np.int32(0)))
     return np.float64(as_float(became)) - x
 
@@ -167,7 +196,7 @@ def _to_binades(patterns: Any, by_pattern: Any, largest: Any, sums: Any) -> None
         x, binade = np.float64(as_float(magnitude)), magnitude >> 23
         binade_counts[VALUES, binade] += np.int64(n)
         binade_counts[UNDERFLOW, binade] += np.int64(by_pattern[_ZERO, k])
-        binade_counts[SATURATED, binade] += np.int64(by_pattern[_BEYOND, k])
+        binade_counts[SATURATED, binade] += np.int64(by_pattern[_CLIPPED, k])
         binade_sums[SQUARED, binade] += by_pattern[_SQUARE, k]
         binade_sums[MAGNITUDE_ERROR, binade] += error
         binade_sums[RELATIVE, binade] += by_pattern[_DISTANCE, k] / x
@@ -180,31 +209,34 @@ def _to_binades(patterns: Any, by_pattern: Any, largest: Any, sums: Any) -> None
 
 
 @kernel
-def disagree_blocks(
+def compare_counted_simd(
     patterns: Any,
     row_classes: Any,
     column_classes: Any,
     cells: Any,
-    coder: Any,
+    quantizer: Any,
     counts: Any,
     totals: Any,
 ) -> None:
-    """As `account_disagreement`, of an element format with block scales and bfloat16 values."""
+    """Add what `compare_counted` adds, for block-scaled element formats and bfloat16 values."""
     magnitudes = np.empty(len(patterns), np.int32)
     for k in range(len(patterns)):
         magnitudes[k] = patterns[k] & MAGNITUDE
     differ, squares = np.zeros(len(patterns)), np.zeros(len(patterns))
-    one, other = np.empty(TILE, np.int32), np.empty(TILE, np.int32)
+    row_bits, column_bits = np.empty(TILE, np.int32), np.empty(TILE, np.int32)
     for pair in range(len(row_classes)):
         first, second = row_classes[pair], column_classes[pair]
-        if coder.bytes[first] == coder.bytes[second]:
+        if quantizer.bytes[first] == quantizer.bytes[second]:
             continue
-        downs, ups = (coder.down[first], coder.down[second]), (coder.up[first], coder.up[second])
+        downs, ups = (
+            (quantizer.down[first], quantizer.down[second]),
+            (quantizer.up[first], quantizer.up[second]),
+        )
         if np.isnan(ups[0]) or np.isnan(ups[1]):
             for k in range(len(patterns)):
                 if cells[pair, k] > 0:
                     n = np.int64(cells[pair, k])
-                    disagree(patterns[k], first, second, n, coder, counts, totals)
+                    compare_value(patterns[k], first, second, n, quantizer, counts, totals)
             continue
         for left in range(0, len(patterns), TILE):
             n, tile = cells[pair, left : left + TILE], magnitudes[left : left + TILE]
@@ -213,7 +245,7 @@ def disagree_blocks(
                 total = max(total, n[k])
             if total > 0:
                 counted, summed = differ[left : left + TILE], squares[left : left + TILE]
-                _compare(tile, n, downs, ups, coder, one, other, counted, summed)
+                _compare(tile, n, downs, ups, quantizer, row_bits, column_bits, counted, summed)
     for k in range(len(patterns)):
         counts[0] += np.int64(differ[k])
         totals[0] += squares[k]
@@ -225,23 +257,34 @@ def _compare(
     n: Any,
     downs: Any,
     ups: Any,
-    coder: Any,
-    one: Any,
-    other: Any,
+    quantizer: Any,
+    row_bits: Any,
+    column_bits: Any,
     differ: Any,
     squares: Any,
 ) -> None:
-    """Neighboring patterns with one pair of classes; loops as in `_tile`."""
-    element, decode = coder.element, coder.rule.decode
+    """Compare the results of neighboring patterns under two classes.
+
+    Each loop writes only one array; `_tile` explains why.
+
+    Args:
+        magnitudes: float32 bits of the patterns.
+        n: number of values with each pattern and this pair of classes.
+        downs, ups: scales of the block along the row and of the one along the column.
+        row_bits, column_bits: written: the results along row and column.
+        differ: number of values with different results, added to.
+        squares: sum of the squared differences, added to.
+    """
+    element, decode = quantizer.element, quantizer.rule.decode
     for k in range(len(n)):
-        one[k] = block_value(magnitudes[k], downs[0], ups[0], element, decode)
+        row_bits[k] = block_value(magnitudes[k], downs[0], ups[0], element, decode)
     for k in range(len(n)):
-        other[k] = block_value(magnitudes[k], downs[1], ups[1], element, decode)
+        column_bits[k] = block_value(magnitudes[k], downs[1], ups[1], element, decode)
     for k in range(len(n)):
-        different = one[k] != other[k] and magnitudes[k] < INFINITY
+        different = row_bits[k] != column_bits[k] and magnitudes[k] < INFINITY
         differ[k] += n[k] if different else 0.0
     for k in range(len(n)):
-        both = one[k] < INFINITY and other[k] < INFINITY and magnitudes[k] < INFINITY
-        a = np.float64(as_float(one[k] if both else np.int32(0)))
-        b = np.float64(as_float(other[k] if both else np.int32(0)))
+        both = row_bits[k] < INFINITY and column_bits[k] < INFINITY and magnitudes[k] < INFINITY
+        a = np.float64(as_float(row_bits[k] if both else np.int32(0)))
+        b = np.float64(as_float(column_bits[k] if both else np.int32(0)))
         squares[k] += n[k] * ((a - b) * (a - b))

@@ -1,5 +1,7 @@
-"""Formats with block scales: 16-bit values are counted by the classes of their blocks and their
-pattern, and the counts evaluated; others go one by one.
+"""Add up the errors of formats with block scales.
+
+16-bit values are counted by bit pattern and by the classes of their blocks, and each count is then
+evaluated once per format. float32 values have too many patterns and are quantized one by one.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.analysis.stats.errors import Errors
+from megatron.analysis.stats.errors import FormatErrors
 from megatron.analysis.stats.format_groups import Group, axes_of
 from megatron.analysis.stats.kernels.class_tables import (
     Cells,
@@ -20,23 +22,24 @@ from megatron.analysis.stats.kernels.class_tables import (
     tile_of,
 )
 from megatron.analysis.stats.kernels.error_sums import (
-    account_cells,
-    account_disagreement,
+    account_counted,
     account_values,
-    disagree_values,
+    compare_counted,
+    compare_values,
 )
-from megatron.analysis.stats.kernels.error_sums_simd import account_blocks, disagree_blocks
+from megatron.analysis.stats.kernels.error_sums_simd import (
+    account_counted_simd,
+    compare_counted_simd,
+)
 from megatron.analysis.stats.kernels.half_tables import widened
 from megatron.analysis.stats.kernels.scalar_quantizer import ScalarQuantizer
-from megatron.analysis.stats.kernels.scale_disagreement import disagree_scaled
+from megatron.analysis.stats.kernels.scale_disagreement import compare_two_level
 from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.fake_quant.formats import Format
 
-FormatErrors = dict[tuple[str, str], Errors]  #: by format and axis
-
 
 class Workspace:
-    """Memory that a worker uses again and again."""
+    """Tables of counts that a thread reuses for all tensors."""
 
     def __init__(self) -> None:
         self.pairs = PairTable()
@@ -44,54 +47,63 @@ class Workspace:
         self.classes["all"] = self.classes["row"]
 
 
-def one_by_one(
+def account_piece(
     piece: NDArray[np.int32],
     classes: dict[str, NDArray[np.uint8]],
     size: int,
     run: int,
-    coders: list[tuple[Format, ScalarQuantizer]],
-    found: FormatErrors,
+    quantizers: list[tuple[Format, ScalarQuantizer]],
+    all_errors: FormatErrors,
 ) -> None:
-    """Float32 bits with the classes of their blocks, without counting them first."""
-    for fmt, coder in coders:
+    """Add the errors of the values of a piece one by one, without counting them first.
+
+    Args:
+        piece: [outer, rows, columns] values, as float32 bits.
+        classes: classes of the blocks along each axis.
+        size: values per block.
+        run: values along a row after which a new block begins.
+    """
+    for fmt, quantizer in quantizers:
         for axis, of_blocks in classes.items():
-            errors, along = found[fmt.name, axis], axis != "column"
-            account_values(piece, of_blocks, size, run, along, coder, errors.sums, errors.codes)
+            errors, by_row = all_errors[fmt.name, axis], axis != "column"
+            account_values(
+                piece, of_blocks, size, run, by_row, quantizer, errors.sums, errors.codes
+            )
         if "column" in classes:
-            row = found[fmt.name, "row"]
-            disagree_values(
+            row = all_errors[fmt.name, "row"]
+            compare_values(
                 piece,
                 classes["row"],
                 classes["column"],
                 size,
                 run,
-                coder,
+                quantizer,
                 row.disagreement,
                 row.disagreement_sum,
             )
 
 
 class Counter:
-    """Counts the values of a 16-bit tensor by class and pattern for one group of formats."""
+    """A counter of a 16-bit tensor's values by class and pattern, for one group of formats."""
 
     def __init__(
         self,
         half: torch.dtype,
-        layout: MatrixView,
+        matrix: MatrixView,
         patterns: NDArray[np.uint16],
         workspace: Workspace,
         group: Group,
-        coders: list[tuple[Format, ScalarQuantizer]],
-        found: FormatErrors,
+        quantizers: list[tuple[Format, ScalarQuantizer]],
+        all_errors: FormatErrors,
     ):
-        """patterns: all that occur in the tensor."""
-        self.half, self.run, self.patterns, self.workspace = half, layout.run, patterns, workspace
-        self.group, self.coders, self.found = group, coders, found
+        """Create a counter; `patterns` are all bit patterns that occur in the tensor."""
+        self.half, self.run, self.patterns, self.workspace = half, matrix.run, patterns, workspace
+        self.group, self.quantizers, self.all_errors = group, quantizers, all_errors
         self.counted = 0
         self.bits = widened(half)[patterns]
 
     def count(self, piece: NDArray[np.uint16], classes: dict[str, NDArray[np.uint8]]) -> None:
-        """A piece with the classes of its blocks."""
+        """Count the values of a piece, given the classes of its blocks along each axis."""
         self.counted += piece.size
         if self.counted >= 1 << 32:  # the counts are uint32
             self.finish()
@@ -107,9 +119,9 @@ class Counter:
             else:
                 count_rows(piece, of_blocks, size, run, table.counts, table.occurs)
         if not self.group.square:
-            for fmt, coder in self.coders:
-                row = self.found[fmt.name, "row"]
-                disagree_scaled(piece, self.half, classes, size, run, coder, row)
+            for fmt, quantizer in self.quantizers:
+                row = self.all_errors[fmt.name, "row"]
+                compare_two_level(piece, self.half, classes, size, run, quantizer, row)
 
     def _count_pairs(
         self, piece: NDArray[np.uint16], rows: NDArray[np.uint8], columns: NDArray[np.uint8]
@@ -133,7 +145,7 @@ class Counter:
             )
             if tile < tiles:
                 self._evaluate_pairs()
-                if tile == before:  # more pairs in one tile than there are planes
+                if tile == before:  # one tile has more pairs than the table has planes
                     self._count_tile(piece, rows, columns, tile)
                     tile += 1
 
@@ -144,17 +156,17 @@ class Counter:
         columns: NDArray[np.uint8],
         tile: int,
     ) -> None:
-        """One tile, value by value."""
+        """Add the values of one tile one by one."""
         size, run = self.group.size, self.run
         where = tile_of(piece.shape, size, run, tile)
         bits = widened(self.half)[piece[where]]
         of_row = rows[where[0], where[1], tile % rows.shape[2]][..., None]
         of_column = columns[where[0], where[1].start // size][:, None, where[2]]
         classes = {"row": of_row, "column": of_column}
-        one_by_one(bits, classes, size, bits.shape[2], self.coders, self.found)
+        account_piece(bits, classes, size, bits.shape[2], self.quantizers, self.all_errors)
 
     def finish(self) -> None:
-        """Evaluate what the tables still hold."""
+        """Evaluate the remaining counts of the tables."""
         if self.group.by_pairs:
             self._evaluate_pairs()
             return
@@ -167,28 +179,30 @@ class Counter:
         first, second = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
         self._evaluate("row", *_marginal(first, cells))
         self._evaluate("column", *_marginal(second, cells))
-        compare = disagree_blocks if self._fast else account_disagreement
-        for fmt, coder in self.coders:
-            row = self.found[fmt.name, "row"]
-            compare(self.bits, first, second, cells, coder, row.disagreement, row.disagreement_sum)
+        compare = compare_counted_simd if self._fast else compare_counted
+        for fmt, quantizer in self.quantizers:
+            row = self.all_errors[fmt.name, "row"]
+            compare(
+                self.bits, first, second, cells, quantizer, row.disagreement, row.disagreement_sum
+            )
 
     @property
     def _fast(self) -> bool:
         return self.half == torch.bfloat16
 
     def _evaluate(self, axis: str, classes: NDArray[np.int32], cells: Cells) -> None:
-        add = account_blocks if self._fast else account_cells
-        for fmt, coder in self.coders:
-            errors = self.found[fmt.name, axis]
-            add(self.bits, classes, cells, coder, errors.sums, errors.codes)
+        add = account_counted_simd if self._fast else account_counted
+        for fmt, quantizer in self.quantizers:
+            errors = self.all_errors[fmt.name, axis]
+            add(self.bits, classes, cells, quantizer, errors.sums, errors.codes)
 
 
 def _marginal(classes: NDArray[np.int32], cells: Cells) -> tuple[NDArray[np.int32], Cells]:
-    """Each class once, and the sums of its cells."""
-    found, place = np.unique(classes, return_inverse=True)
-    if len(found) == len(classes):
+    """Return each class once, with the sum of its rows of counts."""
+    distinct, index_of_row = np.unique(classes, return_inverse=True)
+    if len(distinct) == len(classes):
         return classes, cells
-    summed = np.zeros((len(found), cells.shape[1]))
-    for index, row in zip(place.tolist(), cells, strict=True):
+    summed = np.zeros((len(distinct), cells.shape[1]))
+    for index, row in zip(index_of_row.tolist(), cells, strict=True):
         summed[index] += row
-    return found, summed
+    return distinct, summed

@@ -1,13 +1,20 @@
-"""Quantize one value at a time, with the arithmetic of the fused kernels of `megatron.fake_quant`.
+"""Quantize single values, with the arithmetic of the fused kernels of `megatron.fake_quant`.
 
-The scale of a block is given by its *class*.
+A value is given by its float32 bits and the *class* of its block. The class identifies the scale of
+the block: it is the byte that the format stores for the scale. In formats with E8M0 scales it is an
+E8M0 byte, in nvfp4 the code of an E4M3 number, and in formats without block scales it is 0. Formats
+that are counted together share one class per block; the E8M0 byte of each differs from it by a
+constant (`format_groups.Group.emax`).
 
-A class stands for the byte that the format stores for the block's scale. It is an E8M0 byte in
-formats with E8M0 scales, the code of an E4M3 number in nvfp4, and 0 in formats without block
-scales. Formats that are counted together share an E8M0 byte, from which that of each format differs
-by a constant. What a value becomes, and whether it underflows or is clipped, depends only on its
-bits and its class. Values can therefore be counted by class and bit pattern first and quantized
-afterwards, a few thousand instead of millions.
+The result for a value, and whether it underflows or is clipped, depends only on its bits and its
+class. Millions of values can therefore be counted by bit pattern and class first, and only a few
+thousand combinations need to be quantized.
+
+Quantizing a value takes three steps, here all on magnitudes as float32 bits:
+
+    scaled     magnitude times `down` of the class
+    rounded    the nearest element value, at most the element's largest
+    result     `rounded` times `up` of the class, rounded to the tensor's dtype, with the sign
 """
 
 from __future__ import annotations
@@ -53,7 +60,7 @@ from megatron.fake_quant.tensor_scale import divide_by, encode_scale
 FLOAT, HIFLOAT8, TO_BFLOAT16, TO_FLOAT16 = 0, 1, 2, 3  #: kinds of elements
 AS_FLOAT32, AS_BFLOAT16, AS_FLOAT16 = 0, 1, 2  #: dtypes of the result
 CLASSES = 256
-NAN_E8M0, NAN_E4M3 = 255, 127
+NAN_E8M0, NAN_E4M3 = 255, 127  #: classes of blocks that hold NaN or Inf
 #: The largest float32 magnitude that HiFloat8 rounds to its largest number; 40960 overflows.
 _HIFLOAT8_LIMIT = np.int32(np.float32(40960).view(np.int32) - 1)
 _DTYPES = {torch.float32: AS_FLOAT32, torch.bfloat16: AS_BFLOAT16, torch.float16: AS_FLOAT16}
@@ -65,29 +72,29 @@ _NO_RULE = Rule(np.int32(0), np.float32(0), np.float32(1))
 
 
 class ScalarQuantizer(NamedTuple):
-    """A format for one tensor, as the kernels take it."""
+    """A format with the scales of one tensor, in the form that the kernels take."""
 
     kind: Any  #: FLOAT, HIFLOAT8, TO_BFLOAT16 or TO_FLOAT16
-    dtype: Any  #: of the result: AS_FLOAT32, AS_BFLOAT16 or AS_FLOAT16
+    dtype: Any  #: dtype of the result: AS_FLOAT32, AS_BFLOAT16 or AS_FLOAT16
     element: ElementBits
-    rule: Rule
-    beyond: Any  #: HiFloat8: what overflows becomes
-    limit: Any  #: the largest scaled magnitude that still rounds to the largest number
-    down: Any  #: [classes] float32: what a value is multiplied by before rounding
-    up: Any  #: [classes] float32: and after it
+    rule: Rule  #: rule from the largest magnitude of a block to its scale
+    overflow: Any  #: HiFloat8: float32 bits of the result of an overflow
+    limit: Any  #: largest scaled magnitude that still rounds to the largest number
+    down: Any  #: [classes] float32 factor of a value before rounding
+    up: Any  #: [classes] float32 factor of a value after rounding
     bytes: Any  #: [classes] stored byte of the scale
     codes: Any  #: [65536] code of an element value by the upper half of its float32 bits
 
 
 def bits_of(value: float) -> np.int32:
-    """Of the float32."""
-    found: np.int32 = np.float32(value).view(np.int32)
-    return found
+    """Return the bits of a number in float32."""
+    bits: np.int32 = np.float32(value).view(np.int32)
+    return bits
 
 
 @functools.cache
 def element_bits(element: ElementFormat) -> ElementBits:
-    """An element as the fused kernels take it."""
+    """Return an element format in the form that the fused kernels take."""
     return ElementBits(
         lowest=bits_of(math.ldexp(1, element.emin)),
         top=bits_of(element.max),
@@ -102,8 +109,8 @@ def rounding_limit(element: ElementFormat) -> np.int32:
     """Return the bits of the largest float32 that rounds to the element's largest number.
 
     The rounding edge lies half a step above that number. A value on the edge belongs to the largest
-    number only if the tie goes down, which it does to an even mantissa. (Without a mantissa it goes
-    up.)
+    number only if the tie goes down, that is, if that number's mantissa is even. (Without a
+    mantissa the tie goes up.)
     """
     half_step = 1 << (22 - element.mantissa_bits)
     top = int(bits_of(element.max))
@@ -115,12 +122,15 @@ def rounding_limit(element: ElementFormat) -> np.int32:
 
 @functools.cache
 def code_table(element: Element) -> NDArray[np.int32]:
-    """Code of each element value by the upper half of its float32 bits; 0 for what is none."""
+    """Return the code of each element value, by the upper half of the value's float32 bits.
+
+    Halves that belong to no element value have code 0.
+    """
     table = np.zeros(1 << 16, np.int32)
     if isinstance(element, Cast):
         return table
     values = element_codes.code_values(element)
-    largest = values[values.isfinite()].max()  # int8 has a number below minus that, never used
+    largest = values[values.isfinite()].max()  # int8 has a number below -largest, never used
     values = torch.cat([values[values.abs() <= largest], torch.tensor([-0.0])])
     upper = values.view(torch.int32).numpy() >> 16 & 0xFFFF
     table[upper] = element_codes.encode(values, element).numpy()
@@ -128,28 +138,31 @@ def code_table(element: Element) -> NDArray[np.int32]:
 
 
 def number_of_codes(element: Element) -> int:
-    """How many codes an element has; 0 for a cast, whose codes are not counted."""
+    """Return the number of an element's codes; 0 for a cast, whose codes are not counted."""
     return 0 if isinstance(element, Cast) else 1 << element.bits
 
 
-def make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> ScalarQuantizer:
-    """The coder of a format that rounds to nearest, for a tensor with this largest magnitude.
+def make_quantizer(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> ScalarQuantizer:
+    """Return the quantizer of a format that rounds to nearest, for one tensor.
 
-    emax: of the group's classes, see `plan.Group`.
+    Args:
+        dtype: dtype of the tensor.
+        amax: largest magnitude of the tensor.
+        emax: exponent for which the group's classes are computed, see `format_groups.Group.emax`.
     """
     follows = isinstance(fmt.scaling, (TensorScaling, TwoLevelScaling))
-    return _make_coder(fmt, dtype, amax if follows else 0.0, emax)
+    return _make_quantizer(fmt, dtype, amax if follows else 0.0, emax)
 
 
 @functools.lru_cache(maxsize=64)
-def _make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> ScalarQuantizer:
-    kind, element, beyond, limit = FLOAT, _HALF, LARGEST, _HIFLOAT8_LIMIT
+def _make_quantizer(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> ScalarQuantizer:
+    kind, element, overflow, limit = FLOAT, _HALF, LARGEST, _HIFLOAT8_LIMIT
     if isinstance(fmt.element, ElementFormat):
         element = element_bits(fmt.element)
         limit = rounding_limit(fmt.element)
     elif isinstance(fmt.element, HiFloat8):
         kind = HIFLOAT8
-        beyond = LARGEST if fmt.element.overflow == "saturate" else INFINITY
+        overflow = LARGEST if fmt.element.overflow == "saturate" else INFINITY
     else:
         kind = TO_BFLOAT16 if fmt.element.dtype == torch.bfloat16 else TO_FLOAT16
     rule = _rule(fmt, amax)
@@ -165,7 +178,7 @@ def _make_coder(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> 
         class_scales(stored, rule, down, up)
     table = code_table(fmt.element)
     return ScalarQuantizer(
-        kind, _DTYPES[dtype], element, rule, beyond, limit, down, up, stored, table
+        kind, _DTYPES[dtype], element, rule, overflow, limit, down, up, stored, table
     )
 
 
@@ -184,7 +197,12 @@ def _rule(fmt: Format, amax: float) -> Rule:
 
 @kernel
 def class_scales(stored: Any, rule: Any, down: Any, up: Any) -> None:
-    """What the values of each class are multiplied by; NaN for the class of NaN."""
+    """Compute the factors of each class before and after rounding; NaN for the class of NaN.
+
+    Args:
+        stored: [classes] stored byte of the scale.
+        down, up: [classes] factors, written.
+    """
     for c in range(CLASSES):
         if rule.encode == 0:
             byte = stored[c]
@@ -201,9 +219,12 @@ def class_scales(stored: Any, rule: Any, down: Any, up: Any) -> None:
 
 @kernel
 def classify(amax: Any, element: Any, rule: Any, classes: Any) -> None:
-    """The class of each block, from the float32 bits of its largest magnitude; both flat.
+    """Compute the class of each block from its largest magnitude.
 
-    element: of E8M0 scales with the exponent that the group's classes have.
+    Args:
+        amax: [blocks] largest magnitudes, as float32 bits.
+        element: the element; for E8M0 scales, its exponent is the group's `emax`.
+        classes: [blocks] classes, written.
     """
     for i in range(len(amax)):
         if rule.encode == 0:
@@ -222,7 +243,7 @@ def classify(amax: Any, element: Any, rule: Any, classes: Any) -> None:
 
 @inlined
 def to_half(magnitude: Any) -> Any:
-    """A finite or infinite magnitude as float16 has it."""
+    """Round a magnitude, which may be Inf but not NaN, to float16."""
     rounded = magnitude
     if magnitude < INFINITY:
         rounded = INFINITY if magnitude >= _HALF_OVERFLOW else nearest_even(magnitude, _HALF)
@@ -231,62 +252,71 @@ def to_half(magnitude: Any) -> Any:
 
 @inlined
 def to_bfloat16(bits: Any) -> Any:
-    """Of a number or Inf."""
+    """Round a number or Inf to bfloat16, to nearest even."""
     return np.int32(np.int32(bits + 0x7FFF + ((bits >> 16) & 1)) & np.int32(-65536))
 
 
 @inlined
-def scaled_magnitude(bits: Any, class_: Any, coder: Any) -> Any:
-    """In the range of the elements, before anything saturates."""
-    return as_bits(as_float(np.int32(bits & MAGNITUDE)) * coder.down[class_])
+def scaled_magnitude(bits: Any, class_: Any, quantizer: Any) -> Any:
+    """Return a value's magnitude in the range of the elements, before saturation."""
+    return as_bits(as_float(np.int32(bits & MAGNITUDE)) * quantizer.down[class_])
 
 
 @inlined
-def element_magnitude(scaled: Any, coder: Any) -> Any:
-    """Rounded to the element; of HiFloat8 what is beyond it may be Inf."""
-    if coder.kind == FLOAT:
-        return nearest_even(min(scaled, coder.element.top), coder.element)
-    if coder.kind == HIFLOAT8:
+def element_magnitude(scaled: Any, quantizer: Any) -> Any:
+    """Round a scaled magnitude to the element; a HiFloat8 overflow may give Inf."""
+    if quantizer.kind == FLOAT:
+        return nearest_even(min(scaled, quantizer.element.top), quantizer.element)
+    if quantizer.kind == HIFLOAT8:
         rounded = nearest_hifloat8(min(scaled, np.int32(LARGEST + (1 << 23))))
-        return coder.beyond if rounded > LARGEST else rounded
-    if coder.kind == TO_BFLOAT16:
+        return quantizer.overflow if rounded > LARGEST else rounded
+    if quantizer.kind == TO_BFLOAT16:
         return np.int32(to_bfloat16(scaled))
     return to_half(scaled)
 
 
 @inlined
-def is_beyond(scaled: Any, coder: Any) -> Any:
+def is_clipped(scaled: Any, quantizer: Any) -> Any:
     """Return whether a scaled magnitude lies beyond the rounding edge of the largest number."""
-    if coder.kind == FLOAT or coder.kind == HIFLOAT8:
-        return scaled > coder.limit
-    return element_magnitude(scaled, coder) == INFINITY
+    if quantizer.kind == FLOAT or quantizer.kind == HIFLOAT8:
+        return scaled > quantizer.limit
+    return element_magnitude(scaled, quantizer) == INFINITY
 
 
 @inlined
-def result_bits(rounded: Any, bits: Any, class_: Any, coder: Any) -> Any:
-    """What `fake_quantize` gives for a number, from its element's magnitude, in float32 bits."""
-    up = coder.up[class_]
-    if coder.kind == FLOAT:
-        value = scaled_up(rounded, bits, up, SIGN, coder.element, coder.rule)
+def result_bits(rounded: Any, bits: Any, class_: Any, quantizer: Any) -> Any:
+    """Return the result of `fake_quantize`, as float32 bits.
+
+    Args:
+        rounded: element magnitude of the value.
+        bits: the value; it gives the sign.
+    """
+    up = quantizer.up[class_]
+    if quantizer.kind == FLOAT:
+        value = scaled_up(rounded, bits, up, SIGN, quantizer.element, quantizer.rule)
     else:
-        sign = np.int32(bits & SIGN) if rounded != 0 or coder.kind != HIFLOAT8 else np.int32(0)
+        sign = np.int32(bits & SIGN) if rounded != 0 or quantizer.kind != HIFLOAT8 else np.int32(0)
         value = np.int32(as_bits(as_float(rounded) * up) | sign)
-    if coder.dtype == AS_BFLOAT16:
+    if quantizer.dtype == AS_BFLOAT16:
         return to_bfloat16(value)
-    if coder.dtype == AS_FLOAT16:
+    if quantizer.dtype == AS_FLOAT16:
         return np.int32(to_half(np.int32(value & MAGNITUDE)) | np.int32(value & SIGN))
     return value
 
 
 @kernel
-def quantized(bits: Any, class_: Any, coder: Any) -> Any:
-    """Return a quantized value (float32 bits), its element's magnitude, and whether it is beyond
-    the largest number.
+def quantized(bits: Any, class_: Any, quantizer: Any) -> Any:
+    """Return a quantized value (float32 bits), its element magnitude, and whether it is clipped.
 
-    The function is not inlined by numba, so that it is compiled once. It runs for every float32
-    value. Excluding values under a scale of zero would need a second table lookup here, which takes
-    2.4 times as long; `account` recognizes them without it.
+    This function runs for every float32 value. numba does not inline it, so that it is compiled
+    only once. A value under a scale of zero underflows and does not count as clipped. Checking that
+    here would need a second table lookup, which makes the function 2.4 times slower; `account`
+    recognizes these values from the result.
     """
-    scaled = scaled_magnitude(bits, class_, coder)
-    rounded = np.int32(element_magnitude(scaled, coder))
-    return np.int32(result_bits(rounded, bits, class_, coder)), rounded, is_beyond(scaled, coder)
+    scaled = scaled_magnitude(bits, class_, quantizer)
+    rounded = np.int32(element_magnitude(scaled, quantizer))
+    return (
+        np.int32(result_bits(rounded, bits, class_, quantizer)),
+        rounded,
+        is_clipped(scaled, quantizer),
+    )

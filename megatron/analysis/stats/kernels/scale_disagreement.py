@@ -1,5 +1,7 @@
-"""Where values become another number along the other axis, for scales of which there are too many
-to count their pairs: nvfp4. Every value is quantized twice, eight at a time.
+"""Compare the results of a two-level format (nvfp4) along rows and along columns.
+
+E4M3 scales have too many pairs to count the values by pair. Every value is therefore quantized
+twice, eight values at a time.
 """
 
 from __future__ import annotations
@@ -12,50 +14,58 @@ from numpy.typing import NDArray
 
 from megatron.analysis.stats.errors import Errors
 from megatron.analysis.stats.kernels.compiled import kernel
-from megatron.analysis.stats.kernels.error_sums import disagree_values
+from megatron.analysis.stats.kernels.error_sums import compare_values
 from megatron.analysis.stats.kernels.error_sums_simd import block_value
 from megatron.analysis.stats.kernels.half_tables import widened
 from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E4M3, ScalarQuantizer
 from megatron.fake_quant.fused.numba_bits import MAGNITUDE, as_float
 
-STRETCH = 512  #: columns at a time
+STRETCH = 512  #: columns per loop
 
 
-def disagree_scaled(
+def compare_two_level(
     piece: NDArray[np.uint16],
     dtype: torch.dtype,
     classes: dict[str, NDArray[np.uint8]],
     size: int,
     run: int,
-    coder: ScalarQuantizer,
+    quantizer: ScalarQuantizer,
     errors: Errors,
 ) -> None:
-    """Add the values of a piece of a 16-bit tensor that differ to `errors`."""
+    """Add the differences in a piece of a 16-bit tensor to `errors`.
+
+    Args:
+        classes: classes of the blocks along "row" and "column".
+        size: values per block.
+        run: values along a row after which a new block begins.
+    """
     rows, columns = classes["row"], classes["column"]
     highest = max(int(rows.max()), int(columns.max()))
     usual = dtype == torch.bfloat16 and highest < NAN_E4M3
     if usual:
-        count, total = _disagree(piece, rows, columns, size, run, coder)
+        count, total = _disagree(piece, rows, columns, size, run, quantizer)
         errors.disagreement[0] += count
         errors.disagreement_sum += total
-    else:  # NaN in some block, or float16, whose rounding has branches
+    else:  # a block with NaN, or float16, whose rounding has branches
         bits = widened(dtype)[piece]
-        disagree_values(
-            bits, rows, columns, size, run, coder, errors.disagreement, errors.disagreement_sum
+        compare_values(
+            bits, rows, columns, size, run, quantizer, errors.disagreement, errors.disagreement_sum
         )
 
 
 @kernel
-def _disagree(piece: Any, rows: Any, columns: Any, size: Any, run: Any, coder: Any) -> Any:
-    """How many values differ, and the sum of the squared differences. Stretches of columns are
-    long, so that what it costs to enter a loop counts little, and each column has its own sum.
+def _disagree(piece: Any, rows: Any, columns: Any, size: Any, run: Any, quantizer: Any) -> Any:
+    """Return the number of values that differ, and the sum of the squared differences.
+
+    A stretch of columns is long enough that the cost of entering a loop is small. Each column has
+    its own sum, so that additions need not wait for each other.
     """
     blocks_in_run = (run + size - 1) // size
     count, total = 0, 0.0
-    element, decode = coder.element, coder.rule.decode
+    element, decode = quantizer.element, quantizer.rule.decode
     downs, ups = np.empty(STRETCH, np.float32), np.empty(STRETCH, np.float32)
     down, up = np.empty(STRETCH, np.float32), np.empty(STRETCH, np.float32)
-    one, other = np.empty(STRETCH, np.int32), np.empty(STRETCH, np.int32)
+    along_rows, along_columns = np.empty(STRETCH, np.int32), np.empty(STRETCH, np.int32)
     counts, totals = np.zeros(STRETCH, np.int32), np.zeros(STRETCH)
     for o in range(piece.shape[0]):
         for left in range(0, piece.shape[2], STRETCH):
@@ -64,14 +74,14 @@ def _disagree(piece: Any, rows: Any, columns: Any, size: Any, run: Any, coder: A
                 counts[:], totals[:] = 0, 0.0
                 classes = columns[o, top // size, left:right]
                 for j in range(len(classes)):
-                    downs[j], ups[j] = coder.down[classes[j]], coder.up[classes[j]]
+                    downs[j], ups[j] = quantizer.down[classes[j]], quantizer.up[classes[j]]
                 for i in range(top, min(top + size, piece.shape[1])):
-                    _spread(rows[o, i], left, right, size, run, blocks_in_run, coder, down, up)
+                    _spread(rows[o, i], left, right, size, run, blocks_in_run, quantizer, down, up)
                     values = piece[o, i, left:right]
-                    _values(values, down, up, element, decode, one)
-                    _values(values, downs, ups, element, decode, other)
+                    _quantize(values, down, up, element, decode, along_rows)
+                    _quantize(values, downs, ups, element, decode, along_columns)
                     n = len(values)
-                    _compare(one[:n], other[:n], counts[:n], totals[:n])
+                    _compare(along_rows[:n], along_columns[:n], counts[:n], totals[:n])
                 for j in range(len(classes)):
                     count += counts[j]
                     total += totals[j]
@@ -86,24 +96,27 @@ def _spread(
     size: Any,
     run: Any,
     blocks_in_run: Any,
-    coder: Any,
+    quantizer: Any,
     down: Any,
     up: Any,
 ) -> None:
-    """The scales of a row's blocks, for each column from left to right."""
-    place = left % run  # within a run
-    block = left // run * blocks_in_run + place // size
-    first, end = left, left - place + run
-    last = min(left - place % size + size, end)
+    """Write the scales of a row's blocks for each of the columns from `left` to `right`.
+
+    down, up: written: the scales before and after rounding
+    """
+    offset = left % run  # within a run
+    block = left // run * blocks_in_run + offset // size
+    first, end = left, left - offset + run
+    last = min(left - offset % size + size, end)
     while first < right:
-        one, other = coder.down[classes[block]], coder.up[classes[block]]
-        # counting from 0 saves a check for negative indices
+        down_scale, up_scale = quantizer.down[classes[block]], quantizer.up[classes[block]]
+        # the loops count from 0, so that no check for negative indices is compiled
         downs = down[first - left : min(last, right) - left]
         ups = up[first - left : min(last, right) - left]
         for j in range(len(downs)):
-            downs[j] = one
+            downs[j] = down_scale
         for j in range(len(ups)):
-            ups[j] = other
+            ups[j] = up_scale
         first, block = last, block + 1
         if last == end:
             end += run
@@ -111,20 +124,22 @@ def _spread(
 
 
 @kernel
-def _values(values: Any, down: Any, up: Any, element: Any, decode: Any, results: Any) -> None:
-    """What a row becomes, in float32 bits."""
+def _quantize(values: Any, down: Any, up: Any, element: Any, decode: Any, results: Any) -> None:
+    """Write the quantized magnitudes of bfloat16 patterns to `results`, as float32 bits."""
     for j in range(len(values)):
         magnitude = np.int32(np.int32(np.int32(values[j]) << 16) & MAGNITUDE)
         results[j] = block_value(magnitude, down[j], up[j], element, decode)
 
 
 @kernel
-def _compare(one: Any, other: Any, counts: Any, totals: Any) -> None:
-    """Loops that write one array each: with more, the compiler cannot rule out that they overlap,
-    and gives up on vectors.
+def _compare(along_rows: Any, along_columns: Any, counts: Any, totals: Any) -> None:
+    """Add the number of different results and their squared differences, column by column.
+
+    Each loop writes only one array. With several, the compiler cannot rule out that they overlap,
+    and does not vectorize the loop.
     """
     for j in range(len(counts)):
-        counts[j] += np.int32(1) if one[j] != other[j] else np.int32(0)
+        counts[j] += np.int32(1) if along_rows[j] != along_columns[j] else np.int32(0)
     for j in range(len(totals)):
-        difference = np.float64(as_float(one[j])) - np.float64(as_float(other[j]))
+        difference = np.float64(as_float(along_rows[j])) - np.float64(as_float(along_columns[j]))
         totals[j] += difference * difference

@@ -1,8 +1,9 @@
-"""The first look at every value: bit patterns, magnitudes of channels and tokens, block maxima.
+"""Scan every value once: count bit patterns, and find the extremes of channels, tokens and blocks.
 
-A piece of a tensor is `[outer, rows, columns]`. A 16-bit number is its pattern (uint16), a float32
-its bits (int32); without the sign they order as the magnitudes do, Inf and NaN above all numbers.
-These loops have no branches and become vector instructions: about 0.3 ns a value and pass.
+A piece of a tensor has the shape `[outer, rows, columns]`. A 16-bit number is given by its pattern
+(uint16), a float32 number by its bits (int32). Without the sign bit, both are in the order of the
+magnitudes, with Inf and NaN above all numbers. These loops have no branches and compile to vector
+instructions; each takes about 0.3 ns per value.
 """
 
 from __future__ import annotations
@@ -21,24 +22,28 @@ ZERO32 = np.int32(0)
 LARGEST32 = np.int32(0x7FFFFFFF)
 
 
-#: Fewer values than this are sorted rather than counted in a table; more would overflow its counts.
+#: Fewer values than FEW are sorted instead of counted in a table; MANY would overflow its counts.
 FEW, MANY = 1 << 13, 1 << 32
 
 
 def counted(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Which values (flat; uint16 or int32) occur, ascending, and how often."""
+    """Return which of the values occur, in ascending order, and how often.
+
+    values: one dimension, uint16 or int32
+    """
     if values.dtype == np.uint16 and FEW <= len(values) < MANY:
-        found, counts = _patterns(values)
-        return found, counts
-    found, counts = np.unique(values, return_counts=True)
-    return found, counts
+        distinct, counts = _patterns(values)
+        return distinct, counts
+    distinct, counts = np.unique(values, return_counts=True)
+    return distinct, counts
 
 
 @kernel
 def _patterns(values: Any) -> Any:
-    """Of the 65,536 patterns those that occur, and how often.
+    """Return which of the 65,536 patterns occur, and how often.
 
-    Two neighbors that are equal would wait for each other: they go to different tables.
+    Neighboring values are counted in two different tables. In one table, counting a value would
+    have to wait for its neighbor if both are equal.
     """
     table, other = np.zeros(1 << 16, np.uint32), np.zeros(1 << 16, np.uint32)
     for i in range(0, len(values) - 1, 2):
@@ -50,20 +55,23 @@ def _patterns(values: Any) -> Any:
     for pattern in range(len(table)):
         table[pattern] += other[pattern]
         number += 1 if table[pattern] else 0
-    found, counts = np.empty(number, np.uint16), np.empty(number, np.int64)
-    place = 0
+    distinct, counts = np.empty(number, np.uint16), np.empty(number, np.int64)
+    index = 0
     for pattern in range(len(table)):
         if table[pattern]:
-            found[place], counts[place] = pattern, table[pattern]
-            place += 1
-    return found, counts
+            distinct[index], counts[index] = pattern, table[pattern]
+            index += 1
+    return distinct, counts
 
 
 @kernel
 def amax16(piece: Any, infinity: Any, token: Any, channel: Any) -> None:
-    """Largest finite magnitude (patterns) of each token and channel.
+    """Find the largest finite magnitude of each token and channel, as patterns.
 
-    token: [outer, rows, columns / channels], written; channel: [channels], raised.
+    Args:
+        infinity: pattern of Inf.
+        token: [outer, rows, columns / channels], written.
+        channel: [channels], raised to the magnitudes of this piece.
     """
     width = len(channel)
     for o in range(piece.shape[0]):
@@ -81,7 +89,7 @@ def amax16(piece: Any, infinity: Any, token: Any, channel: Any) -> None:
 
 @kernel
 def amax32(piece: Any, infinity: Any, token: Any, channel: Any) -> None:
-    """As `amax16`, for the bits of float32."""
+    """Find the largest finite magnitude of each token and channel, like `amax16`, of float32."""
     width = len(channel)
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -98,10 +106,16 @@ def amax32(piece: Any, infinity: Any, token: Any, channel: Any) -> None:
 
 @kernel
 def block_extremes16(piece: Any, size: Any, run: Any, largest: Any, smallest: Any) -> None:
-    """Of each block along a row: the largest magnitude, NaN included, and the smallest above zero
-    minus one (65,535 where there is none), as patterns. Blocks begin anew with every `run` columns.
+    """Find the largest and the smallest magnitude of each block along a row, as patterns.
 
-    largest, smallest: [outer, rows, blocks in a row], written.
+    The largest magnitude may be Inf or NaN. The smallest one is that above zero, and its pattern is
+    reduced by one: zero then wraps around to 65,535 and needs no branch. A block of zeros has a
+    smallest pattern of 65,535.
+
+    Args:
+        size: values per block.
+        run: columns after which a new block begins.
+        largest, smallest: [outer, rows, blocks in a row], written.
     """
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -121,8 +135,10 @@ def block_extremes16(piece: Any, size: Any, run: Any, largest: Any, smallest: An
 
 @kernel
 def block_extremes32(piece: Any, size: Any, run: Any, largest: Any, smallest: Any) -> None:
-    """As `block_extremes16`, for the bits of float32; `smallest` is not lowered by one, and the
-    largest int32 where there is none.
+    """Find the largest and the smallest magnitude of each block along a row, as float32 bits.
+
+    The arguments are those of `block_extremes16`, but `smallest` is not reduced by one. A block of
+    zeros has the largest int32 in its place.
     """
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -142,7 +158,10 @@ def block_extremes32(piece: Any, size: Any, run: Any, largest: Any, smallest: An
 
 @kernel
 def column_extremes16(piece: Any, size: Any, largest: Any, smallest: Any) -> None:
-    """As `block_extremes16`, of blocks of `size` rows: [outer, blocks in a column, columns]."""
+    """Find the extremes of blocks along columns, like `block_extremes16`.
+
+    largest, smallest: [outer, blocks in a column, columns], written
+    """
     for o in range(piece.shape[0]):
         for block in range(largest.shape[1]):
             high, low = largest[o, block], smallest[o, block]
@@ -157,7 +176,10 @@ def column_extremes16(piece: Any, size: Any, largest: Any, smallest: Any) -> Non
 
 @kernel
 def column_extremes32(piece: Any, size: Any, largest: Any, smallest: Any) -> None:
-    """As `block_extremes32`, of blocks of `size` rows: [outer, blocks in a column, columns]."""
+    """Find the extremes of blocks along columns, like `block_extremes32`.
+
+    largest, smallest: [outer, blocks in a column, columns], written
+    """
     for o in range(piece.shape[0]):
         for block in range(largest.shape[1]):
             high, low = largest[o, block], smallest[o, block]
@@ -172,7 +194,7 @@ def column_extremes32(piece: Any, size: Any, largest: Any, smallest: Any) -> Non
 
 @kernel
 def square_extremes(largest: Any, smallest: Any, size: Any) -> None:
-    """Give every row of a square block the extremes of all of them: in place."""
+    """Replace the extremes of each row of a square block by those of the whole block, in place."""
     for o in range(largest.shape[0]):
         for first in range(0, largest.shape[1], size):
             last = min(first + size, largest.shape[1])
