@@ -1,14 +1,15 @@
-"""A dump as a table of its records, from which tensors are picked and read.
+"""Access a dump as a table of its records, and load tensors from it.
 
 store = TensorStore("enhanced_tensor_logs/mxfp8")
-store.records                                      pandas, a row a tensor; no .pt file was opened
+store.records                                      pandas, one row per tensor, from the indexes
 store.select(layer=0, tensor_name=["input", "weight"], module="linear_fc*", iteration=range(1, 5))
-store.load(store.records.iloc[0])                  memory-mapped
-store.load_global(layer=0, module="linear_qkv", tensor_name="output")   over all ranks
+store.load(store.records.iloc[0])                  one file, memory-mapped
+store.load_global(layer=0, module="linear_qkv", tensor_name="output")   joined from all ranks
 
-The table comes from the index files. Tensors that stand in no index (a dump of an older version, or
-of another program) are opened for their metadata, or known by their name alone. What cannot be read
-is in `problems`, what an index names in vain in `missing`.
+The table comes from the index files, so that no `.pt` file needs to be opened. A tensor that no
+index names (in a dump of another program) is opened for its metadata; without metadata only its
+file name is known. Unreadable files are in `problems`, and missing ones that an index names in
+`missing`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron.analysis.dump.scan import scan
 from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError, read_tensor
 from megatron.fake_quant.packing import QuantizedTensor
 
-#: What tells one logical tensor from another, besides the data-parallel rank.
+#: Columns that, with the data-parallel rank, tell one logical tensor from another.
 IDENTITY = (
     "run_id",
     "iteration",
@@ -46,7 +47,7 @@ IDENTITY = (
 
 
 class TensorStore:
-    """The tensors below a folder, in the order in which they were written.
+    """The tensors in a folder and its subfolders, in the order in which they were written.
 
     Raises:
         ValueError: the folder is missing, is no folder, or holds no `.pt` file.
@@ -55,13 +56,13 @@ class TensorStore:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         with _no_garbage_collection():
-            found = scan(self.folder)
-        self.records: pd.DataFrame = found.records  #: see `record_table`
-        self.missing: pd.DataFrame = found.missing  #: in an index, but not in the folder
-        self.problems: list[Problem] = found.problems  #: files that were left out
-        #: what the indexes say besides their records: {"event": ..., "run_id": ..., "rank": ...}
-        self.events: list[dict[str, Any]] = found.events
-        self._cards = found.cards
+            contents = scan(self.folder)
+        self.records: pd.DataFrame = contents.records  #: columns: `dump.record_columns.COLUMNS`
+        self.missing: pd.DataFrame = contents.missing  #: in an index, but not in the folder
+        self.problems: list[Problem] = contents.problems  #: files that were left out
+        #: other lines of the indexes: {"event": ..., "run_id": ..., "rank": ...}
+        self.events: list[dict[str, Any]] = contents.events
+        self._cards = contents.cards
 
     def __len__(self) -> int:
         return len(self.records)
@@ -71,14 +72,14 @@ class TensorStore:
         return f"TensorStore({str(self.folder)!r}): {len(self)} tensors of {runs} run(s)"
 
     def runs(self) -> dict[str, int]:
-        """Number of tensors by run, oldest first; those of unknown origin under the empty name."""
+        """Return the number of tensors by run id, oldest run first; "" is the unknown run."""
         groups = self.records.groupby(self.records["run_id"].fillna(""), sort=False)["timestamp"]
         started = {str(run): str(times.fillna("").min()) for run, times in groups}
         counts = {str(run): len(times) for run, times in groups}
         return {run: counts[run] for run in sorted(counts, key=lambda run: (started[run], run))}
 
     def only(self, run: str) -> TensorStore:
-        """The part that belongs to one run, named by its id; `latest` is the one that started last.
+        """Return a store of one run, given by its id or as `latest` for the run started last.
 
         Raises:
             ValueError: no such run.
@@ -86,8 +87,8 @@ class TensorStore:
         runs = [name for name in self.runs() if name]
         wanted = runs[-1] if run == "latest" and runs else run
         if wanted not in runs:
-            found = ", ".join(runs) or "none that has an id"
-            raise ValueError(f"no run {run!r} in {self.folder}; give 'latest' or one of: {found}")
+            choices = ", ".join(runs) or "none that has an id"
+            raise ValueError(f"no run {run!r} in {self.folder}; give 'latest' or one of: {choices}")
         part = copy.copy(self)
         part.records = matching(self.records, {"run_id": wanted}).reset_index(drop=True)
         part.missing = matching(self.missing, {"run_id": wanted}).reset_index(drop=True)
@@ -95,32 +96,32 @@ class TensorStore:
         return part
 
     def run_card(self, run_id: str) -> dict[str, Any]:
-        """Arguments, formats, versions and topology of a run; empty where there is no card."""
+        """Return the arguments, formats, versions and topology of a run; empty without a card."""
         return self._cards.get(run_id, {})
 
     def select(self, **conditions: Any) -> pd.DataFrame:
-        """The records that meet all conditions; none is an empty table.
+        """Return the records that meet all conditions; the table is empty if none does.
 
         A condition names a column (`layer` is short for `layer_idx`; the rank's coordinates are
         `rank`, `tp`, `pp`, `dp`, `cp`, `ep`, `etp`) and gives a value, a list of values, a range,
-        or None for unknown. A module is given by a shell pattern that fits its dotted name, or the
-        end of it: `linear_qkv`, `layers.3.*`, `linear_fc*`.
+        or None for unknown. A module is given by a shell pattern that matches its dotted name or
+        the end of it: `linear_qkv`, `layers.3.*`, `linear_fc*`.
 
         Raises:
-            ValueError: no such column, or a value that it can never have.
+            ValueError: an unknown column, or a value that the column can never have.
         """
         return matching(self.records, conditions)
 
     def load(self, record: Any) -> Tensor:
-        """One tensor, memory-mapped: its pages are read when its values are.
+        """Return one tensor, memory-mapped: its pages are read when its values are accessed.
 
         Args:
-            record: a row of `records` (as `iloc` or `itertuples` give it), a table of that one row,
-                or its label.
+            record: a row of `records` (from `iloc` or `itertuples`), a table of one row, or the
+                label of a row.
 
         Raises:
             ValueError: a table of no row, or of several.
-            UnreadableTensorError: the file is corrupt, or is not what its record says.
+            UnreadableTensorError: the file is corrupt, or contradicts its record.
         """
         record = self._row(record)
         path, shape = (_field(record, name) for name in ("path", "shape"))
@@ -133,14 +134,16 @@ class TensorStore:
         return tensor
 
     def load_codes(self, record: Any) -> QuantizedTensor:
-        """Codes and scales of a matmul's operand, memory-mapped; `dequantize` gives its values.
+        """Return the memory-mapped codes and scales of a matmul's operand.
+
+        `megatron.fake_quant.dequantize` returns the values that they stand for.
 
         Args:
-            record: as in `load`, of a tensor whose name ends in `_codes`.
+            record: a tensor whose name ends in `_codes`, given as for `load`.
 
         Raises:
-            ValueError: a tensor of another kind, or a table as in `load`.
-            UnreadableTensorError: as of `load`.
+            ValueError: a tensor of another kind, or a table of no row or of several.
+            UnreadableTensorError: the file is corrupt, or contradicts its record.
         """
         record = self._row(record)
         metadata = {name: _field(record, name) for name in ("codes", "format")}
@@ -152,20 +155,21 @@ class TensorStore:
     def load_global(
         self, record: Any = None, *, dp: int | None = None, **conditions: Any
     ) -> Tensor:
-        """One logical tensor, put together from the shards of all ranks by their `dims`.
+        """Return one logical tensor, reassembled from the shards of all ranks by their `dims`.
 
-        Shards are joined along the dimension that is marked (`h[tp]`, `s[cp:zigzag]`), partial sums
-        (`| partial[tp]`) are added in float64 and rounded once, and replicas must agree in every
-        bit. Of a forward pass that was run again by activation recomputation, the first counts.
+        Shards are joined along the marked dimension (`h[tp]`, `s[cp:zigzag]`). Partial sums
+        (`| partial[tp]`) are added in float64 and rounded once. Replicas must agree in every bit.
+        If activation recomputation repeated the forward pass, the first pass counts.
 
         Args:
-            record: one shard, whose others are found, or a table of shards; or None, and
-            conditions: as in `select`, which together name one logical tensor.
-            dp: whose data, where there are several data-parallel ranks; see also `load_global_all`.
+            record: one shard, from which the others are found, or a table of shards.
+            dp: data-parallel rank, required if there are several; see also `load_global_all`.
+            conditions: conditions as for `select`, which identify one logical tensor. They are
+                used without a record, or in addition to it.
 
         Raises:
-            ValueError: no tensor or several, shards are missing, twice there or no shards of one
-                tensor, or replicas differ; the message says which.
+            ValueError: no tensor or several match; shards are missing, duplicated or do not fit
+                together; or replicas differ. The message says which.
         """
         frame = self._one_tensor(record, conditions)
         ranks = sorted(frame["data_rank"].unique())
@@ -181,12 +185,12 @@ class TensorStore:
         return reassemble(frame, self.load)
 
     def load_global_all(self, record: Any = None, **conditions: Any) -> list[Tensor]:
-        """The logical tensor of each data-parallel rank, in their order; else as `load_global`."""
+        """Return the logical tensors of all data-parallel ranks, in order; see `load_global`."""
         frame = self._one_tensor(record, conditions)
         return [reassemble(part, self.load) for _, part in frame.groupby("data_rank", sort=True)]
 
     def _one_tensor(self, record: Any, conditions: dict[str, Any]) -> pd.DataFrame:
-        """The shards of one logical tensor over all data-parallel ranks; `data_rank` is whose."""
+        """Return the shards of one logical tensor on all ranks, with a column `data_rank`."""
         if record is not None:
             if isinstance(record, pd.DataFrame) and len(record):
                 _check_one(record)
@@ -199,13 +203,13 @@ class TensorStore:
         if "recomputed" not in conditions and frame["recomputed"].nunique() > 1:
             frame = frame[frame["recomputed"] == False]  # noqa: E712  a column of objects
         if frame.empty and conditions.get("tensor_name") == "weight":
-            # the same in every micro-batch of an iteration: it may be written with one of them only
+            # all micro-batches of an iteration share the weight, which may be saved with one only
             rest = {name: value for name, value in conditions.items() if name != "micro_batch"}
             same_pass = {name: value for name, value in conditions.items() if name != "tensor_name"}
             frame = self.select(**rest) if len(self.select(**same_pass)) else frame
         if frame.empty:
-            asked = ", ".join(f"{name}={value!r}" for name, value in conditions.items())
-            raise ValueError(f"no tensor with {asked}; look into records, or select less")
+            given = ", ".join(f"{name}={value!r}" for name, value in conditions.items())
+            raise ValueError(f"no tensor with {given}; look into records, or select less")
         if any(isinstance(each, dict) for each in frame["codes"]):
             raise ValueError(
                 "codes stand for blocks of one rank's operand and are not put together; load each "
@@ -215,7 +219,7 @@ class TensorStore:
         return frame.assign(data_rank=data_ranks(frame))
 
     def _row(self, record: Any) -> Any:
-        """What `load` takes, as one row."""
+        """Return the argument of `load` as one row."""
         if isinstance(record, pd.DataFrame):
             if len(record) != 1:
                 raise ValueError(
@@ -227,7 +231,7 @@ class TensorStore:
 
 
 def _check_one(frame: pd.DataFrame) -> None:
-    """Refuse shards of several tensors."""
+    """Refuse a table with the shards of several tensors."""
     if several := [name for name in IDENTITY if frame[name].nunique(dropna=False) > 1]:
         ways = ", ".join(_choice(name, list(frame[name].unique())) for name in several)
         raise ValueError(
@@ -244,13 +248,17 @@ def _choice(name: str, values: list[Any]) -> str:
 
 
 def _field(record: Any, name: str) -> Any:
-    """Of a row as a Series, whose `shape` is its own, or as a named tuple."""
+    """Return a field of a row, which is a named tuple, or a Series with its own `shape`."""
     return record[name] if isinstance(record, pd.Series) else getattr(record, name)
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """It looks at every record again and again while they are made, which doubles the time."""
+    """Disable garbage collection within the block.
+
+    The collector would visit all records again and again while they are created, which doubles the
+    time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Aligned text tables, and escaping of text from files before it is shown.
+"""Align text tables, and escape text from files before it is shown.
 
 All text from a file (names, metadata, messages that quote them) must be passed through `shown` or
 `printable_lines` before it is printed, drawn or written to a page. A newline in a module name could
@@ -22,7 +22,7 @@ def shown(value: object) -> str:
 
 
 def printable_lines(text: object) -> str:
-    """Return a text with each of its lines escaped as by `shown`, without a limit of length."""
+    """Return a text with each of its lines escaped as by `shown`, but of any length."""
     return "\n".join(
         line if line.isprintable() else printable(line, limit=len(line))
         for line in str(text).split("\n")
@@ -30,13 +30,17 @@ def printable_lines(text: object) -> str:
 
 
 def csv_cell(value: str) -> str:
-    """Return a text that a spreadsheet does not take for a formula: `'` precedes a leading `=`."""
+    """Return a text that no spreadsheet takes for a formula; a leading =, +, - or @ gets a `'`."""
     text = shown(value)
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 def align(rows: Sequence[tuple[object, ...]], *, text: int) -> list[str]:
-    """Columns two spaces apart: the first `text` and whatever is not a number to the left."""
+    """Return the lines of a table whose columns are two spaces apart.
+
+    Columns of numbers are aligned to the right; other columns, and the first `text` ones, to the
+    left.
+    """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     numeric = [all(_is_number(cell) for cell in column[1:]) for column in zip(*cells, strict=True)]

@@ -1,1 +1,1 @@
-"""Reading of a dump: its files, their metadata, and tensors assembled from their shards."""
+"""Read a dump: its files, their metadata, and tensors reassembled from their shards."""

@@ -1,6 +1,4 @@
-"""Codes and scales of a matmul's operand, as a run stores them on request (`--collect-tensors
-codes`).
-"""
+"""Read the codes and scales of a matmul's operand, which `--collect-tensors codes` stores."""
 
 from __future__ import annotations
 
@@ -17,23 +15,22 @@ from megatron.fake_quant.scales import Scales
 
 
 def read_codes(path: Path, metadata: dict[str, Any]) -> QuantizedTensor:
-    """The operand of a `..._codes` file, memory-mapped; `dequantize` gives its values.
+    """Return the memory-mapped operand of a `..._codes` file; `dequantize` returns its values.
 
     Args:
-        path: of the file.
-        metadata: its record's `codes` and `format`.
+        metadata: the fields `codes` and `format` of the file's record.
 
     Raises:
-        UnreadableTensorError: the file is corrupt, or is not what its record says.
+        UnreadableTensorError: the file is corrupt, or contradicts its record.
     """
-    content = read_payload(path)
-    held = content if isinstance(content, dict) else {}
-    tensor, scales = held.get("tensor"), held.get("scales", {})
+    payload = read_payload(path)
+    content = payload if isinstance(payload, dict) else {}
+    tensor, scales = content.get("tensor"), content.get("scales", {})
     parts = scales if isinstance(scales, dict) else {}
     if not isinstance(tensor, Tensor) or not all(isinstance(x, Tensor) for x in parts.values()):
         raise UnreadableTensorError(path, "holds no codes and scales")
     codes = metadata["codes"]
-    name = str(metadata["format"]).partition("+")[0]  # a Hadamard transform is done before
+    name = str(metadata["format"]).partition("+")[0]  # a Hadamard transform precedes quantization
     return QuantizedTensor(
         tensor,
         Scales(blocks=parts.get("blocks"), tensor=parts.get("tensor")),

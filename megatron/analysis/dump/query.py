@@ -1,8 +1,8 @@
-"""How a part of a dump's table is named.
+"""Select rows of a dump's table by conditions on its columns.
 
-One row a tensor. The columns are the fields of `TensorRecord`, with the rank's coordinates in
-columns of their own, and where the tensor lies (`record_columns`). What is unknown (of a file
-without metadata) is None, or NA in a column of numbers.
+The table has one row per tensor. Its columns are the fields of `TensorRecord`, the coordinates of
+the rank, and the location of the file (`record_columns`). An unknown value, as of a file without
+metadata, is None, or NA in a column of numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import pandas as pd
 from megatron.analysis.dump.record_columns import COLUMNS, WHOLE
 from megatron.tensor_record import COMPONENTS, TENSOR_NAMES
 
+#: Names of conditions that differ from the columns.
 _ALIASES = {"layer": "layer_idx", "world": "rank"}
+#: Values that a column can have; other columns take any value.
 _ACCEPTED: Mapping[str, Collection[str]] = {
     "layer_type": TENSOR_NAMES,
     "operation": ("forward", "backward"),
@@ -28,19 +30,20 @@ _ACCEPTED: Mapping[str, Collection[str]] = {
 
 
 def matching(records: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows of `records` for which every condition holds; see `TensorStore.select`.
+    """Return the rows of `records` for which every condition holds; see `TensorStore.select`.
 
     Raises:
-        ValueError: no such column, or a value that the column can never have.
+        ValueError: an unknown column, or a value that the column can never have.
     """
     keep = np.ones(len(records), dtype=bool)
-    for given, wanted in conditions.items():
-        name = _ALIASES.get(given, given)
+    for condition, wanted in conditions.items():
+        name = _ALIASES.get(condition, condition)
         if name not in COLUMNS:
             raise ValueError(
-                f"no condition {given!r}; choose from {', '.join(_ALIASES)}, {', '.join(COLUMNS)}"
+                f"no condition {condition!r}; choose from {', '.join(_ALIASES)}, "
+                f"{', '.join(COLUMNS)}"
             )
-        if isinstance(wanted, range) and name in WHOLE:  # may be without end, as good as
+        if isinstance(wanted, range) and name in WHOLE:  # may be too long to be enumerated
             keep &= _in_range(records[name], wanted)
             continue
         several = isinstance(wanted, Collection) and not isinstance(wanted, str)
@@ -51,7 +54,7 @@ def matching(records: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFra
 
 
 def _in_range(column: pd.Series[Any], wanted: range) -> Any:
-    """Which of the numbers a range has; an unknown one is in none."""
+    """Return which numbers of a column a range contains; unknown ones are not contained."""
     if not wanted:
         return np.zeros(len(column), dtype=bool)
     known = column.notna().to_numpy()
@@ -73,19 +76,21 @@ def _check(name: str, values: list[Any]) -> None:
 
 
 def _holds(column: pd.Series[Any], name: str, values: list[Any]) -> Any:
-    """Which rows have one of `values`; None stands for unknown."""
+    """Return which rows have one of `values`; None stands for unknown."""
     if name == "module":
-        names = {each for each in column.unique() if isinstance(each, str)}
-        fitting = [each for each in names if any(is_module(each, str(v)) for v in values if v)]
-        values = [*fitting, *([None] if None in values else [])]
+        modules = {module for module in column.unique() if isinstance(module, str)}
+        matches = [
+            module for module in modules if any(is_module(module, str(v)) for v in values if v)
+        ]
+        values = [*matches, *([None] if None in values else [])]
     if name in ("shape", "global_shape"):
         wanted = [tuple(value) for value in [values]] if values and _is_size(values) else values
         sizes = {tuple(value) for value in wanted}
         return np.array([shape is not None and tuple(shape) in sizes for shape in column])
-    found = column.isin([value for value in values if value is not None]).to_numpy(dtype=bool)
+    holds = column.isin([value for value in values if value is not None]).to_numpy(dtype=bool)
     if None in values:
-        found = found | column.isna().to_numpy()
-    return found
+        holds = holds | column.isna().to_numpy()
+    return holds
 
 
 def _is_size(values: list[Any]) -> bool:
@@ -93,5 +98,5 @@ def _is_size(values: list[Any]) -> bool:
 
 
 def is_module(name: str, pattern: str) -> bool:
-    """Whether a shell pattern fits a dotted module name, or the end of it from a dot on."""
+    """Return whether a shell pattern matches a dotted module name, or its end after some dot."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")

@@ -1,18 +1,18 @@
-"""Puts a logical tensor together from the shards that the ranks of a run hold.
+"""Reassemble a logical tensor from the shards that the ranks of a run hold.
 
-`dims` says how: a letter a dimension, and in brackets the group that shards it; after a bar the
-groups over which the tensor is a partial sum.
+The field `dims` describes the sharding. It has one letter per dimension, followed by the group that
+shards it in brackets. After a bar come the groups over which the tensor is a partial sum.
 
     s b h[tp]              joined along h, in order of the tensor-parallel rank
     s[cp:zigzag] b h       of 2 * cp_size chunks along s, rank r has those numbered r and
                            2 * cp_size - 1 - r
     s b o | partial[tp]    added over the tensor-parallel ranks
-    s b g[tp:2] d          joined along g; two ranks, one after the other, have the same part
-    s b g[tp:2] d | partial[tp:2]    the two have parts of a sum
+    s b g[tp:2] d          joined along g; every two consecutive ranks hold the same part
+    s b g[tp:2] d | partial[tp:2]    every two consecutive ranks hold addends of one part
 
-Ranks of a group that `dims` does not name hold replicas. Data-parallel ranks hold other data,
-except of a weight. An expert belongs to the ranks of its own groups: whose data it saw says the
-rank among those that have the same expert ("expert data parallel").
+Ranks of a group that `dims` does not name hold replicas. Data-parallel ranks hold different data,
+except for weights. Experts have groups of their own: the data-parallel rank of an expert's tensor
+is its rank among those that hold the same expert ("expert data parallel").
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ _LETTER = re.compile(
 )
 _PARTIAL = re.compile(r"partial\[(\w+(?:,\w+)*)(:[1-9]\d*)?\]")
 NAMED = 8  #: number of missing shards that a message lists
-_EXPERT = r"\blocal_experts\.\d+\b"
+_EXPERT = r"\blocal_experts\.\d+\b"  # in the name of an expert's module
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One group's ranks hold parts of a tensor: along an axis, or (None) of a sum."""
+    """The division of a tensor among the ranks of one parallel group."""
 
     group: str
-    axis: int | None
-    zigzag: bool = False
-    copies: int = 1  #: ranks, one after another, that have the same part
-    summed: bool = False  #: they have parts of a sum
+    axis: int | None  #: dimension that is divided; None if the ranks hold addends of a sum
+    zigzag: bool = False  #: whether each rank holds one chunk of each half of the dimension
+    copies: int = 1  #: number of consecutive ranks that share a part
+    summed: bool = False  #: whether these ranks hold addends of the part, not copies
 
 
 def parse_dims(dims: str) -> list[Cut]:
-    """How a tensor is cut, group by group.
+    """Return how `dims` divides a tensor, one cut per group.
 
     Raises:
-        ValueError: not written as the module's docstring says.
+        ValueError: `dims` does not have the form that the module's docstring describes.
     """
     letters, _, sums = dims.partition("|")
     cuts = []
@@ -82,9 +82,9 @@ def parse_dims(dims: str) -> list[Cut]:
 
 
 def data_ranks(records: pd.DataFrame) -> Any:
-    """Whose data each record is of: the data-parallel rank; of a weight 0, since all have the same.
+    """Return the data-parallel rank whose data each record holds; 0 for weights, which are shared.
 
-    Megatron numbers ranks etp fastest, then ep, then expert data parallel, then pp.
+    Megatron numbers ranks with etp varying fastest, then ep, then expert data parallel, then pp.
     """
     dp = records["dp"].fillna(0).to_numpy(dtype=np.int64)
     experts = records["module"].str.contains(_EXPERT, regex=True, na=False).to_numpy(dtype=bool)
@@ -97,10 +97,10 @@ def data_ranks(records: pd.DataFrame) -> Any:
 
 
 def reassemble(records: pd.DataFrame, load: Callable[[Any], Tensor]) -> Tensor:
-    """The logical tensor of which `records` are the shards and replicas.
+    """Return the logical tensor whose shards and replicas are given by `records`.
 
     Raises:
-        ValueError: shards are missing, twice there, or do not fit; replicas differ.
+        ValueError: shards are missing, duplicated, or do not fit together; replicas differ.
     """
     rows = list(records.itertuples())
     first = rows[0]
@@ -130,7 +130,7 @@ def reassemble(records: pd.DataFrame, load: Callable[[Any], Tensor]) -> Tensor:
     for row in rows:
         cells.setdefault(tuple(int(getattr(row, cut.group)) for cut in cuts), []).append(row)
     _check_complete(cells, cuts, sizes, of_tensor)
-    shards = {place: one_of_replicas(copies, load) for place, copies in cells.items()}
+    shards = {index: one_of_replicas(copies, load) for index, copies in cells.items()}
     whole = _join(shards, cuts, of_tensor)
     if first.global_shape is not None and list(whole.shape) != list(first.global_shape):
         raise ValueError(
@@ -141,28 +141,28 @@ def reassemble(records: pd.DataFrame, load: Callable[[Any], Tensor]) -> Tensor:
 
 
 def _size(records: pd.DataFrame, group: str, of_tensor: str) -> int:
-    """How many ranks a group has."""
+    """Return the number of ranks in a group."""
     name = f"{group}_size"
-    found = records[name].dropna().unique() if name in records else []
-    if len(found) != 1 or records[group].isna().any():
+    sizes = records[name].dropna().unique() if name in records else []
+    if len(sizes) != 1 or records[group].isna().any():
         raise ValueError(
             f"{of_tensor}: dims {records['dims'].iloc[0]!r} name the group {group!r}, of which the "
             "records do not say the rank and the size alike; load each with load(record)"
         )
-    return int(found[0])
+    return int(sizes[0])
 
 
 def _check_complete(
     cells: dict[tuple[int, ...], list[Any]], cuts: Sequence[Cut], sizes: list[int], of_tensor: str
 ) -> None:
-    # a damaged record may claim any size: search for the first missing places only
+    # a damaged record may claim any size, so only the first few missing shards are searched for
     most = len(cells) + NAMED + 1
-    wanted = itertools.product(*(range(min(size, most)) for size in sizes))
-    gaps = list(itertools.islice((place for place in wanted if place not in cells), NAMED + 1))
+    expected = itertools.product(*(range(min(size, most)) for size in sizes))
+    gaps = list(itertools.islice((index for index in expected if index not in cells), NAMED + 1))
     if gaps:
         named = [
-            " ".join(f"{cut.group}={rank}" for cut, rank in zip(cuts, place, strict=True))
-            for place in gaps
+            " ".join(f"{cut.group}={rank}" for cut, rank in zip(cuts, index, strict=True))
+            for index in gaps
         ]
         raise ValueError(
             f"{of_tensor}: {math.prod(sizes) - len(cells)} of {math.prod(sizes)} shards are "
@@ -172,10 +172,10 @@ def _check_complete(
 
 
 def one_of_replicas(copies: Sequence[Any], load: Callable[[Any], Tensor]) -> Tensor:
-    """The tensor of which every record is a copy.
+    """Return the tensor of which every record is a replica.
 
     Raises:
-        ValueError: they are not the same in every bit.
+        ValueError: the replicas differ in some bit.
     """
     first = load(copies[0])
     for row in copies[1:]:
@@ -189,7 +189,7 @@ def one_of_replicas(copies: Sequence[Any], load: Callable[[Any], Tensor]) -> Ten
 
 
 def differences(one: Tensor, other: Tensor) -> str:
-    """In what two tensors differ, bit for bit; empty if in nothing."""
+    """Return how two tensors differ; empty if they are the same bit for bit."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return (
             f"{list(other.shape)} {other.dtype} is not {list(one.shape)} {one.dtype}; the files "
@@ -203,7 +203,7 @@ def differences(one: Tensor, other: Tensor) -> str:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bit patterns: NaN equals itself and the zeros differ."""
+    """Return the bit patterns of a tensor, in which equal NaN are equal and -0 differs from +0."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return x.contiguous().view(sizes.get(x.element_size(), torch.int64))
 
@@ -212,10 +212,10 @@ def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor:
     """Join or add the last group's ranks, then those of the group before it, and so on."""
     for cut in reversed(cuts):
         groups: dict[tuple[int, ...], list[Tensor]] = {}
-        for place in sorted(shards):
-            groups.setdefault(place[:-1], []).append(shards[place])
+        for index in sorted(shards):
+            groups.setdefault(index[:-1], []).append(shards[index])
         try:
-            shards = {place: _of_group(parts, cut) for place, parts in groups.items()}
+            shards = {index: _of_group(parts, cut) for index, parts in groups.items()}
         except _CopiesDifferError as error:
             raise ValueError(f"{of_tensor}: {error}") from None
         except (RuntimeError, TypeError) as error:
@@ -227,7 +227,7 @@ def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor:
 
 
 class _CopiesDifferError(Exception):
-    """Ranks that should have the same part have not."""
+    """Raised if ranks that should hold the same part hold different ones."""
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
@@ -245,7 +245,7 @@ def _one_of(copies: list[Tensor], cut: Cut) -> Tensor:
 
 
 def _of_group(parts: list[Tensor], cut: Cut) -> Tensor:
-    """The tensor of which the ranks of one group, in order, have these parts."""
+    """Return the tensor whose parts the ranks of one group hold, in the order of the ranks."""
     if cut.axis is None:
         return _sum(parts)
     if cut.copies > 1:

@@ -1,8 +1,8 @@
-"""What is known of many tensors, as columns: a table of them without a dict for each.
+"""Store the records of many tensors as columns, which need much less memory than dicts.
 
-A dump of 100,000 tensors is read batch by batch, and nothing of a batch is kept but its values:
-equal texts and shapes once (so no reader may change one), and the rank's place as a number in a
-short list of places.
+A dump of 100,000 tensors is read in batches, and only the values of a batch are kept. Equal texts
+and equal shapes are stored once, so no reader may modify them. The coordinates of a rank are stored
+as an index into a short list.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import pandas as pd
 from megatron.bounded_files import printable
 from megatron.tensor_record import TensorRecord
 
-#: What is known of one tensor: the fields of TensorRecord (missing or None where unknown), `bytes`.
+#: One tensor: the fields of TensorRecord, and `bytes`; unknown ones are missing or None.
 Row = dict[str, Any]
 
-GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")  #: parallel groups that a record has a place in
-#: Columns of the rank's place: `rank` is the record's `world`.
+GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")  #: parallel groups in which a record has a rank
+#: Columns with the coordinates of the rank; `rank` is the record's `world`.
 RANK_COLUMNS = ("rank", "world_size", *(name for g in GROUPS for name in (g, f"{g}_size")))
 FIELDS = tuple(item.name for item in fields(TensorRecord) if item.name != "rank")
 COLUMNS = (*FIELDS, *RANK_COLUMNS, "bytes", "path", "source")
@@ -35,33 +35,34 @@ _OF_ROW = (*FIELDS, "bytes")
 
 
 def _types() -> dict[str, tuple[type, ...]]:
-    """Of each field's values, besides None, as `TensorRecord` declares them."""
-    found: dict[str, tuple[type, ...]] = {"bytes": (int,)}
+    """Return the types that each field's values may have besides None, from `TensorRecord`."""
+    types: dict[str, tuple[type, ...]] = {"bytes": (int,)}
     for name, hint in get_type_hints(TensorRecord).items():
         parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         kinds = tuple(get_origin(part) or part for part in parts if part is not type(None))
-        found[name] = (float, int) if kinds == (float,) else kinds
-    return found
+        types[name] = (float, int) if kinds == (float,) else kinds
+    return types
 
 
 _TYPES = _types()
-WHOLE = (*(name for name in _OF_ROW if _TYPES[name] == (int,)), *RANK_COLUMNS)  #: of whole numbers
+#: Columns of whole numbers.
+WHOLE = (*(name for name in _OF_ROW if _TYPES[name] == (int,)), *RANK_COLUMNS)
 _IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: names of the rank's coordinates in a record
 _SIZES = ("shape", "global_shape")
 _UNKNOWN = dict.fromkeys((*_OF_ROW, "rank"))
-_Place = tuple[int | None, ...]
+_Coordinates = tuple[int | None, ...]  #: of a rank, in the order of _IN_RECORD
 _LOWEST = {"layer_idx": -1}  #: lowest value of a field that holds whole numbers; 0 by default
 _TEXT_LIMIT = 1000  #: longest text in characters; module names have some 60
 _AXES_LIMIT = 64  #: largest number of sizes in a shape
-_BEYOND = 2**63  #: numbers in a record fit in 64 bits
+_TOO_LARGE = 2**63  #: numbers in a record fit into 64 bits
 
 
 class WrongTypeError(ValueError):
-    """A value that is not allowed in its field of a record."""
+    """Raised for a value that is not allowed in its field of a record."""
 
 
 class _Texts(dict[Any, Any]):
-    """Cache that keeps one printable copy of equal texts and maps None to itself.
+    """A cache that keeps one printable copy of equal texts and maps None to itself.
 
     Control characters are escaped here, before a text reaches a table, log line, figure or page. A
     module name with a newline could otherwise forge a line of output.
@@ -80,13 +81,13 @@ class _Texts(dict[Any, Any]):
 
 
 class _Sizes(dict[Any, Any]):
-    """Equal shapes once, by their numbers."""
+    """A cache that keeps one list of equal shapes."""
 
     def of(self, shape: list[int] | None) -> list[int] | None:
-        """The one list that is equal to `shape`.
+        """Return the cached list that is equal to `shape`.
 
         Raises:
-            WrongTypeError: it has other values than whole numbers.
+            WrongTypeError: the shape is not a list of sizes.
         """
         if shape is None:
             return None
@@ -103,44 +104,44 @@ class Columns:
     def __init__(self) -> None:
         self.of: dict[str, list[Any]] = {name: [] for name in (*_OF_ROW, "path", "source")}
         self._texts, self._sizes = _Texts(), _Sizes()
-        self._places: dict[_Place, int] = {}  #: of ranks, with their numbers
-        self._place: list[int] = []  #: a row's
+        self._coordinates: dict[_Coordinates, int] = {}  #: number of each rank's coordinates
+        self._rank_of_row: list[int] = []  #: number of the coordinates of each row
 
     def __len__(self) -> int:
-        return len(self._place)
+        return len(self._rank_of_row)
 
     def add(self, rows: Sequence[Row], paths: Sequence[str], source: str) -> None:
-        """Add rows at the end: all of them, or none. What one does not say is unknown.
+        """Append all rows, or none if one is invalid; missing fields are unknown.
 
         Args:
-            rows: other keys than those of `Row` are passed over.
-            paths: of their files.
-            source: index | file | name.
+            rows: keys that `Row` does not have are ignored.
+            paths: the files of the rows.
+            source: where the rows come from: index, file or name.
 
         Raises:
-            WrongTypeError: a value that its field cannot have.
+            WrongTypeError: a value that is not allowed in its field.
         """
         if not rows:
             return
         try:
-            turned: Any = zip(*map(operator.itemgetter(*_OF_ROW), rows), strict=True)
-            found = dict(zip(_OF_ROW, turned, strict=True))
+            transposed: Any = zip(*map(operator.itemgetter(*_OF_ROW), rows), strict=True)
+            columns = dict(zip(_OF_ROW, transposed, strict=True))
             ranks = [row["rank"] for row in rows]
-        except KeyError:  # an older or foreign dump
+        except KeyError:  # a dump of another program may lack fields
             self.add([_UNKNOWN | row for row in rows], paths, source)
             return
-        for name, values in found.items():
+        for name, values in columns.items():
             _check(name, values)
             if _TYPES[name] == (str,):
-                found[name] = self._printable(name, values)
+                columns[name] = self._printable(name, values)
             elif name in _SIZES:
-                found[name] = list(map(self._sizes.of, values))
-        places = self._numbers(ranks)
-        for name, values in found.items():
+                columns[name] = list(map(self._sizes.of, values))
+        numbers = self._numbers(ranks)
+        for name, values in columns.items():
             self.of[name] += values
         self.of["path"] += paths
         self.of["source"] += [source] * len(paths)
-        self._place += places
+        self._rank_of_row += numbers
 
     def _printable(self, name: str, values: Iterable[str | None]) -> list[str | None]:
         try:
@@ -149,50 +150,51 @@ class Columns:
             raise WrongTypeError(f"{name} {error}") from None
 
     def _numbers(self, ranks: Iterable[Any]) -> list[int]:
-        """The number of each rank's place; most rows have that of the row before."""
+        """Return the number of each rank's coordinates; most rows repeat the previous rank."""
         last: Any = None
         number = -1
         numbers = []
         for rank in ranks:
             if number < 0 or rank != last:
-                known = {} if rank is None else rank
-                if not isinstance(known, dict):
+                by_name = {} if rank is None else rank
+                if not isinstance(by_name, dict):
                     raise WrongTypeError(f"rank is {_short(rank)}, not a table of coordinates")
-                place = tuple(known.get(name) for name in _IN_RECORD)
+                place = tuple(by_name.get(name) for name in _IN_RECORD)
                 for name, value in zip(_IN_RECORD, place, strict=True):
-                    if value is not None and not (type(value) is int and abs(value) < _BEYOND):
+                    if value is not None and not (type(value) is int and abs(value) < _TOO_LARGE):
                         raise WrongTypeError(f"rank's {name} is {_short(value)}, not an integer")
-                _check_place(dict(zip(_IN_RECORD, place, strict=True)))
-                number, last = self._places.setdefault(place, len(self._places)), rank
+                _check_coordinates(dict(zip(_IN_RECORD, place, strict=True)))
+                number, last = self._coordinates.setdefault(place, len(self._coordinates)), rank
             numbers.append(number)
         return numbers
 
-    def cut(self, length: int) -> None:
-        """Leave the first rows."""
-        for values in (*self.of.values(), self._place):
+    def truncate(self, length: int) -> None:
+        """Keep only the first rows."""
+        for values in (*self.of.values(), self._rank_of_row):
             del values[length:]
 
     def order(self, positions: Iterable[int]) -> list[int]:
-        """These rows by run, then as written; the path decides between ranks."""
+        """Return these rows sorted by run, then in the order of writing, then by path."""
         columns = [self.of[name] for name in ("run_id", "timestamp", "counter", "path")]
         keys = [(a or "", b or "", c or 0, d) for a, b, c, d in zip(*columns, strict=True)]
         return sorted(positions, key=keys.__getitem__)
 
     def table(self, positions: Sequence[int]) -> pd.DataFrame:
-        """These rows as a table, in this order."""
+        """Return these rows as a table, in this order."""
         at = np.array(positions, dtype=np.int64)
-        made: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for name, values in self.of.items():
             if name in WHOLE:
-                made[name] = _whole_numbers(values, at)
-            else:  # as they are: pandas would turn None into NaN, and lists into columns
+                columns[name] = _whole_numbers(values, at)
+            else:  # dtype object, because pandas would turn None into NaN, and lists into columns
                 column = np.fromiter(values, dtype=object, count=len(values))
-                made[name] = pd.Series(column[at], dtype=object)
-        place = np.array(self._place, dtype=np.int64)[at]
-        turned = zip(*self._places, strict=True) if self._places else ((),) * len(RANK_COLUMNS)
-        for name, numbers in zip(RANK_COLUMNS, turned, strict=True):
-            made[name] = _whole_numbers(numbers, place)
-        return pd.DataFrame({name: made[name] for name in COLUMNS}, copy=False)
+                columns[name] = pd.Series(column[at], dtype=object)
+        ranks = np.array(self._rank_of_row, dtype=np.int64)[at]
+        known = self._coordinates
+        coordinates = zip(*known, strict=True) if known else ((),) * len(RANK_COLUMNS)
+        for name, numbers in zip(RANK_COLUMNS, coordinates, strict=True):
+            columns[name] = _whole_numbers(numbers, ranks)
+        return pd.DataFrame({name: columns[name] for name in COLUMNS}, copy=False)
 
 
 def _check(name: str, values: Sequence[Any]) -> None:
@@ -209,7 +211,7 @@ def _check(name: str, values: Sequence[Any]) -> None:
         raise WrongTypeError(f"{name} is {_short(wrong)}, not {kinds}")
     known = [value for value in values if value is not None]
     if name in WHOLE:
-        if any(abs(value) >= _BEYOND for value in known):
+        if any(abs(value) >= _TOO_LARGE for value in known):
             raise WrongTypeError(f"{name} is beyond 64 bits")
         if known and min(known) < lowest:
             raise WrongTypeError(f"{name} is {min(known)}; the lowest is {lowest}")
@@ -222,7 +224,7 @@ def _check(name: str, values: Sequence[Any]) -> None:
 
 
 def _is_finite(value: float) -> bool:
-    return abs(value) < _BEYOND and math.isfinite(value)
+    return abs(value) < _TOO_LARGE and math.isfinite(value)
 
 
 def _check_sizes(name: str, sizes: Any) -> None:
@@ -236,7 +238,7 @@ def _check_sizes(name: str, sizes: Any) -> None:
         raise WrongTypeError(f"{name} is {found}, not a list of at most {_AXES_LIMIT} sizes")
     if not set(map(type, sizes)) <= {int}:
         raise WrongTypeError(f"{name} has values that are not whole numbers")
-    if sizes and not (min(sizes) >= 0 and max(sizes) < _BEYOND):
+    if sizes and not (min(sizes) >= 0 and max(sizes) < _TOO_LARGE):
         raise WrongTypeError(f"{name} has a size that is negative or beyond 64 bits")
 
 
@@ -259,26 +261,26 @@ def _check_codes(codes: dict[Any, Any]) -> None:
 _CHECKS = {"slice": _check_slice, "codes": _check_codes}
 
 
-def _check_place(place: dict[str, int | None]) -> None:
-    """Refuse ranks that no run can have."""
-    for name, value in place.items():
+def _check_coordinates(coordinates: dict[str, int | None]) -> None:
+    """Refuse the coordinates of a rank that no run can have."""
+    for name, value in coordinates.items():
         lowest = 1 if name.endswith("_size") else 0
         if value is not None and value < lowest:
             raise WrongTypeError(f"rank's {name} is {value}; the lowest is {lowest}")
     for group in ("world", *GROUPS):
-        rank, size = place[group], place[f"{group}_size"]
+        rank, size = coordinates[group], coordinates[f"{group}_size"]
         if rank is not None and size is not None and rank >= size:
             raise WrongTypeError(f"rank's {group} is {rank}, but the group has size {size}")
 
 
 def _short(value: Any) -> str:
-    """Return a value as a message shows it; lists and objects are shown by type alone."""
+    """Return a value in the form used in messages; lists and objects are shown by type only."""
     kind = type(value).__name__
     return reprlib.repr(value) if isinstance(value, (bool, int, float, str)) else f"a {kind}"
 
 
 def _whole_numbers(values: Sequence[int | None], at: Any) -> Any:
-    """Those at `at`: int64, or pandas' Int64 with NA where some are unknown."""
+    """Return the numbers at these positions: int64, or Int64 with NA if some are unknown."""
     if None not in values:
         return np.array(values, dtype=np.int64)[at]
     unknown = np.fromiter((value is None for value in values), dtype=bool, count=len(values))[at]

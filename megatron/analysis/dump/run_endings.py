@@ -1,8 +1,7 @@
-"""How the runs of a dump ended, according to their run cards.
+"""Report how the runs of a dump ended, according to their run cards.
 
-The status in a run card is `running` from the beginning of a run until the run replaces it at its
-end. If it is still `running`, the run was killed or is still writing, and its dump may be
-incomplete.
+The status in a run card is `running` until the run replaces it at its end. A status of `running`
+therefore means that the run was killed or is still writing, and its dump may be incomplete.
 """
 
 from __future__ import annotations
@@ -40,20 +39,19 @@ def ending(card: Mapping[str, Any]) -> str:
 
 def unfinished(store: TensorStore) -> dict[str, str]:
     """Return how each unfinished run with a card ended, by run id."""
-    found = {}
+    endings = {}
     for run_id in store.runs():
         card = store.run_card(run_id) if run_id else {}
         if card and (words := ending(card)) != FINISHED:
-            found[run_id] = words
-    return found
+            endings[run_id] = words
+    return endings
 
 
 def alarm(store: TensorStore) -> str:
-    """Return one line for a figure; empty if every run with a card finished."""
-    found = unfinished(store)
+    """Return a line for a figure on the unfinished runs; empty if there are none."""
     named = [
         f"run {run_id} ({store.run_card(run_id).get('quant_type') or 'unknown type'}): {words}"
-        for run_id, words in found.items()
+        for run_id, words in unfinished(store).items()
     ]
     if len(named) <= 1:
         return shown("".join(named))
@@ -62,5 +60,5 @@ def alarm(store: TensorStore) -> str:
 
 
 def remarks_on(endings: Mapping[str, str]) -> list[str]:
-    """Return one remark per run that did not finish."""
+    """Return one printable line per run that did not finish."""
     return [shown(f"run {run_id}: {words}") for run_id, words in endings.items()]

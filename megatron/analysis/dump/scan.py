@@ -1,8 +1,8 @@
-"""What lies in a dump's folder: tensor files, indexes and run cards.
+"""Scan a dump's folder for tensor files, indexes and run cards.
 
-What is known of a tensor comes from the run's index where there is one, else from the file's own
-metadata, else from its name. Nothing is written, and no file spoils the others: what cannot be read
-is a `Problem` beside the good rows.
+The fields of a tensor come from the run's index if it has one, otherwise from the metadata in the
+file, otherwise from the file's name. Nothing is written. An unreadable file is listed as a
+`Problem` and does not affect the others.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from megatron.tensor_record import parse_filename, read_lines
 
 MOST_EVENTS = 100_000  #: events in one index; a rank writes a few
 MOST_INDEXES = 100_000  #: indexes below one folder; there is one per rank and run
-#: A file name without a folder; the surrogates U+DC80 to U+DCFF stand for bytes that are not UTF-8.
+#: File names without a folder; the surrogates U+DC80 to U+DCFF stand for bytes that are not UTF-8.
 _FILE_NAME = re.compile(r"[^/\0\ud800-\udc7f\udd00-\udfff]{1,252}\.pt")
 
 
 @dataclass(frozen=True)
 class ScanResult:
-    """What a folder holds."""
+    """The contents of a dump's folder."""
 
-    records: pd.DataFrame  #: in the order in which they were written
-    missing: pd.DataFrame  #: index lines whose file is not there
-    events: list[dict[str, Any]]  #: what the indexes say besides
-    cards: dict[str, dict[str, Any]]  #: the run card of each run that has one
-    problems: list[Problem]  #: files that are no tensors of ours
+    records: pd.DataFrame  #: one row per tensor, in the order of writing
+    missing: pd.DataFrame  #: records in an index whose file is missing
+    events: list[dict[str, Any]]  #: lines of the indexes that are not records
+    cards: dict[str, dict[str, Any]]  #: run cards by run id
+    problems: list[Problem]  #: files that were left out
 
 
 @dataclass
 class _Files:
-    """The names below a folder, by kind."""
+    """The paths of the files below a folder, by kind."""
 
     tensors: list[str] = field(default_factory=list)
     indexes: list[str] = field(default_factory=list)
@@ -55,8 +55,9 @@ class _Files:
 
 
 def scan(folder: Path) -> ScanResult:
-    """Find all tensors below `folder`, in its subfolders too. Reads indexes; opens only files that
-    stand in none.
+    """Find all tensors in a folder and its subfolders.
+
+    Only files that no index names are opened.
 
     Raises:
         ValueError: the folder is missing, is no folder, or holds no `.pt` file.
@@ -91,7 +92,7 @@ def scan(folder: Path) -> ScanResult:
         detail = f" ({len(indexed)} are in its index)" if indexed else ""
         if files.cards and not indexed:
             detail = f" ({Path(files.cards[0]).name} is of a run that has saved none)"
-        if problems:  # such as a folder that cannot be listed
+        if problems:  # for example, a folder that cannot be listed
             raise ValueError(f"no .pt file can be read in {folder} or below{detail}; {problems[0]}")
         raise ValueError(
             f"no .pt file in {folder} or below{detail}; collect tensors first, or name "
@@ -104,7 +105,10 @@ def scan(folder: Path) -> ScanResult:
 
 
 def _by_path(paths: list[str], problems: list[Problem]) -> dict[str, int]:
-    """Where a file's row is; of one that several lines name, the last, and that is a problem."""
+    """Return the row of each file.
+
+    A file with several rows is a problem, and its last row counts.
+    """
     indexed = {path: position for position, path in enumerate(paths)}
     if len(indexed) < len(paths):
         for path, count in Counter(paths).items():
@@ -115,8 +119,10 @@ def _by_path(paths: list[str], problems: list[Problem]) -> dict[str, int]:
 
 
 def _walk(folder: Path, problems: list[Problem]) -> _Files:
-    """The names below a folder. Links to folders are not followed, so no link leads in a circle;
-    what could not be listed, or only looks like a tensor, is a problem.
+    """Return the paths of the files below a folder.
+
+    Links to folders are not followed, so that no link leads in a circle. A folder that cannot be
+    listed, or whose name is that of a dump's file, is a problem.
     """
     files = _Files()
     by_kind = {_TENSOR: files.tensors, _INDEX: files.indexes, _CARD: files.cards}
@@ -153,11 +159,11 @@ def _kind_of(name: str) -> str | None:
 
 
 def _read_cards(paths: list[str], problems: list[Problem]) -> dict[str, dict[str, Any]]:
-    """The cards by run, which the file's name says; of several of one run the first."""
+    """Return the run cards by the run id in the file's name; the first card of a run counts."""
     cards: dict[str, dict[str, Any]] = {}
     for path in map(Path, paths):
         try:
-            # records hold the run's id in the same printable form
+            # the run ids in records have the same printable form
             run_id = printable(path.stem.removeprefix("run_"), limit=1000)
             cards.setdefault(run_id, read_run_card(path))
         except ValueError as error:
@@ -168,26 +174,26 @@ def _read_cards(paths: list[str], problems: list[Problem]) -> dict[str, dict[str
 def _read_index(
     index: str, columns: Columns, events: list[dict[str, Any]], problems: list[Problem]
 ) -> None:
-    """Add the lines of one index; of a spoilt one none, and that is one problem."""
+    """Add the records and events of one index; a damaged index is a problem and adds nothing."""
     parent = index[: index.rindex(os.sep) + 1]
     before = len(columns)
-    said: list[dict[str, Any]] = []
+    own_events: list[dict[str, Any]] = []
     try:
         for lines in read_lines(Path(index)):
             rows = [line for line in lines if "event" not in line]
             if len(rows) < len(lines):
-                said += [in_printable_form(line) for line in lines if "event" in line]
-                if len(said) > MOST_EVENTS:
+                own_events += [in_printable_form(line) for line in lines if "event" in line]
+                if len(own_events) > MOST_EVENTS:
                     raise ValueError(f"more than {MOST_EVENTS} events")
             columns.add(rows, _paths(rows, parent), "index")
     except (OSError, ValueError, RecursionError) as error:
-        columns.cut(before)
+        columns.truncate(before)
         what = error.why if isinstance(error, UnusableFileError) else reason(error)
         what = f"in one of its records, {error}" if isinstance(error, WrongTypeError) else what
         why = f"not read ({what}); its files are opened instead"
         problems.append(Problem(Path(index), why))
         return
-    events += said
+    events += own_events
 
 
 def _paths(lines: list[Row], parent: str) -> list[str]:
@@ -209,7 +215,7 @@ def _paths(lines: list[Row], parent: str) -> list[str]:
 
 
 def _row_of_file(path: Path) -> tuple[Row, str]:
-    """What is known of a file that stands in no index, and whether from the file or its name."""
+    """Return the row of a file that no index names, and its source: "file" or "name"."""
     tensor, metadata = read_tensor(path)
     named = parse_filename(path.name)
     if named is not None:

@@ -1,6 +1,6 @@
 """Check the archive of a `.pt` file before torch reads it.
 
-`torch.load(weights_only=True)` runs no code. But it unpacks compressed members into memory, and
+`torch.load(weights_only=True)` runs no code, but it unpacks compressed members into memory, and
 spends minutes on a pickle of millions of objects. It also builds kinds of tensors that no reader of
 a dump accepts (nested, sparse, quantized, subclasses). An archive that torch.save writes for one
 tensor is uncompressed and has a small pickle. Every other archive is refused before torch reads it.
@@ -18,8 +18,8 @@ import torch
 
 from megatron.bounded_files import open_regular
 
-PICKLE_LIMIT = 1 << 20  #: in bytes; the pickle of a tensor and its metadata has some 2,000
-MEMBER_LIMIT = 1000  #: members; an archive of one tensor has 7
+PICKLE_LIMIT = 1 << 20  #: largest pickle in bytes; that of a tensor and its metadata has some 2,000
+MEMBER_LIMIT = 1000  #: largest number of members; an archive of one tensor has 7
 DIRECTORY_LIMIT = 1 << 20  #: size of the archive's directory in bytes
 
 _TAIL = (1 << 16) + 22  #: bytes at the end of an archive in which its end record must lie
@@ -51,7 +51,7 @@ _OTHER = (
 
 
 class ArchiveError(ValueError):
-    """An archive that is refused; the message says why, without the file's name."""
+    """Raised for an archive that is refused; the message says why, without the file's name."""
 
 
 def check_archive(path: Path) -> None:
@@ -85,7 +85,7 @@ def check_archive(path: Path) -> None:
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """Refuse an archive with a huge directory, all of which Python would read into memory."""
+    """Refuse an archive with a huge directory, because Python would read it all into memory."""
     file.seek(max(size - _TAIL, 0))
     tail = file.read(_TAIL)
     at = tail.rfind(_END)
@@ -143,7 +143,7 @@ def _check_globals(pickled: bytes) -> None:
 
 
 def _is_of_torch(name: str) -> bool:
-    """Return whether a name is that of a torch dtype or storage class."""
+    """Return whether a name is that of one of torch's dtypes or storage classes."""
     module, _, own = name.rpartition(".")
     if module != "torch":
         return False

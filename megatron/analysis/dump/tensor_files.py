@@ -1,4 +1,4 @@
-"""How one file of a dump is read: a tensor, or a run card. Nothing that a file holds is run."""
+"""Read one file of a dump, a tensor or a run card, without running code from the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from megatron.bounded_files import UnusableFileError, printable, read_json
 PATH_LIMIT = 4096  #: longest path in a message, in characters
 WHY_LIMIT = 1000  #: longest reason in a message, in characters
 TEXT_LIMIT = 20_000  #: longest text in a run card, in characters
-DIMENSIONS = 16  #: most dimensions of a tensor; NumPy takes 64, and a matmul's operand has 2 to 4
+#: Largest number of dimensions of a tensor; NumPy accepts 64, and a matmul's operand has 2 to 4.
+DIMENSIONS = 16
 EMPTY_SIZES = 1 << 24  #: largest product of the nonzero sizes of a tensor without values
 #: Dtypes that a dump may contain; statistics and checks support no others.
 DTYPES = frozenset(
@@ -45,7 +46,7 @@ DTYPES = frozenset(
 
 
 class UnreadableTensorError(ValueError):
-    """A file that holds no tensor we can read; the message says which and why."""
+    """Raised for a file without a readable tensor; the message names the file and the reason."""
 
     def __init__(self, path: Path, why: str):
         self.why = printable(why, limit=WHY_LIMIT)
@@ -60,15 +61,15 @@ class Problem:
     why: str
 
     def __str__(self) -> str:
-        """Return one line that is safe to print, whatever the name of the file is."""
+        """Return one line that is safe to print, even if the file has a hostile name."""
         return f"{printable(self.path, limit=PATH_LIMIT)}: {printable(self.why, limit=WHY_LIMIT)}"
 
 
 def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
-    """The tensor of a file, memory-mapped, and its metadata if it has any.
+    """Return the memory-mapped tensor of a file, and its metadata if the file has any.
 
     Raises:
-        UnreadableTensorError: not a tensor, or not one that can be read without running code.
+        UnreadableTensorError: the file holds no tensor that can be read without running code.
     """
     payload = read_payload(path)
     metadata = None
@@ -82,14 +83,15 @@ def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
         raise UnreadableTensorError(path, why)
     metadata = metadata if isinstance(metadata, dict) and metadata else None
     dtype = str(payload.dtype).removeprefix("torch.")
-    told = dtype if metadata is None else metadata.get("dtype", dtype)
-    if isinstance(told, str) and told != dtype:
-        raise UnreadableTensorError(path, f"holds {dtype}, but its record says {printable(told)}")
+    recorded = dtype if metadata is None else metadata.get("dtype", dtype)
+    if isinstance(recorded, str) and recorded != dtype:
+        why = f"holds {dtype}, but its record says {printable(recorded)}"
+        raise UnreadableTensorError(path, why)
     return payload.detach(), metadata
 
 
 def _unusable(tensor: Tensor) -> str:
-    """Return why a tensor cannot be measured in the memory that its file takes; empty if it can."""
+    """Return why a tensor is refused; empty if its values can be read in the file's own memory."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"does not hold a plain dense tensor (but a {type(tensor).__name__})"
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -113,10 +115,10 @@ def _unusable(tensor: Tensor) -> str:
 
 
 def read_payload(path: Path) -> Any:
-    """Whatever a file of torch.save holds, tensors memory-mapped.
+    """Return the object in a file of torch.save, with its tensors memory-mapped.
 
     Raises:
-        UnreadableTensorError: it cannot be read without running code, or at all.
+        UnreadableTensorError: the file cannot be read, or not without running code.
     """
     try:
         check_archive(path)
@@ -134,7 +136,7 @@ def read_payload(path: Path) -> Any:
         raise UnreadableTensorError(path, prefix + why) from None
 
 
-#: Types of the fields of a run card that readers use; any field may be missing or null.
+#: Types of the fields of a run card that are read; any field may be missing or null.
 _CARD = {
     "arguments": dict,
     "quantization": list,
@@ -142,7 +144,7 @@ _CARD = {
     "status": str,
     "iterations": int,
 }
-_PARTS = {"quantization": dict, "ranks": dict}  #: types of the items of lists
+_PARTS = {"quantization": dict, "ranks": dict}  #: types of the items of these lists
 
 
 def read_run_card(path: Path) -> dict[str, Any]:
@@ -162,12 +164,12 @@ def read_run_card(path: Path) -> dict[str, Any]:
     for name, kind in _CARD.items():
         value = card.get(name)
         if value is not None and type(value) is not kind:
-            found = type(value).__name__
-            raise ValueError(f"not a run card: {name} has type {found}, not {kind.__name__}")
+            actual = type(value).__name__
+            raise ValueError(f"not a run card: {name} has type {actual}, not {kind.__name__}")
     for name, kind in _PARTS.items():
         if wrong := [part for part in card.get(name) or [] if type(part) is not kind]:
-            found = type(wrong[0]).__name__
-            raise ValueError(f"not a run card: {name} holds a {found}, not a {kind.__name__}")
+            actual = type(wrong[0]).__name__
+            raise ValueError(f"not a run card: {name} holds a {actual}, not a {kind.__name__}")
     escaped: dict[str, Any] = in_printable_form(card)
     return escaped
 

@@ -1,1 +1,1 @@
-"""Checks of a dump: files, completeness, and matmuls computed again from their operands."""
+"""Verify a dump: its files, its completeness, and its matmuls, recomputed from their operands."""

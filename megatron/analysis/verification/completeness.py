@@ -1,18 +1,19 @@
-"""Which tensors a run must have left, and which of them are not there.
+"""Check a run for completeness: find the tensors that it must have saved and that are missing.
 
-A run passes through its layers once for each micro-batch of an iteration, and in each pass every
-matmul on every rank of its pipeline stage leaves the tensors of `TENSOR_NAMES`; a weight, which is
-the same in all passes of an iteration, may stand in one of them for all. Passes, modules and ranks
-are those that the run's records show anywhere, and those that the run card's arguments tell of. So
-one lost tensor is found, and a whole rank, layer or micro-batch.
+For every micro-batch of an iteration, the run passes through all layers. In each pass, every matmul
+on every rank of its pipeline stage saves the tensors of `TENSOR_NAMES`. All passes of an iteration
+share a weight, so a weight may be saved in one of them only. The expected passes, modules and ranks
+are those that occur anywhere in the run's records, and those that follow from the arguments in the
+run card. The check therefore finds a single lost tensor as well as a lost rank, layer or
+micro-batch.
 
-What a module never has, in any pass and on any rank, the run may never have made: a frozen weight
-has no gradient. The records' numbers decide (`record_numbers`): each rank counts its records
-without a gap, so where no number is missing nothing was lost, and a name that never comes is a
-note; else it is missing.
+If a module lacks a tensor in all passes and on all ranks, the run may never have saved it: a frozen
+weight has no gradient. The numbers of the records decide (`counter_gaps`). Each rank numbers its
+records without gaps, so if no number is missing, no record was lost. The tensor is then reported as
+a note, and otherwise as missing.
 
-A rank whose collection ended early (a limit, a full disk, a killed run) lacks what would have come
-later, which is a note too, as is what an iteration lacks of which a ring held the first part.
+A rank whose collection ended early (a limit, a full disk, a killed run) lacks the records after
+that, which is also a note. So is the first part of an iteration that a ring buffer dropped.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ import pandas as pd
 
 from megatron.analysis.verification import counter_gaps
 from megatron.analysis.verification.counter_gaps import in_words
-from megatron.analysis.verification.finding import Finding
+from megatron.analysis.verification.results import Finding
 from megatron.tensor_record import OF_ITERATION, ON_REQUEST, TENSOR_NAMES
 
-_PASS = ["iteration", "micro_batch"]
+_PASS = ["iteration", "micro_batch"]  #: columns that identify a pass
+#: Arguments in the run card that must be numbers; other values are ignored.
 _NUMBERS = (
     "control_iter",
     "global_batch_size",
@@ -42,9 +44,9 @@ NAMED = 16  #: missing ranks that are listed one by one
 #: A run has records for most combinations of its passes, modules and ranks. If far more of these
 #: combinations are missing than present, the records do not come from one run.
 DENSE, SMALL = 50, 100_000
-_ENDS = ("limited", "failed", "dropped")  #: events after which a rank wrote no more
-#: Arguments that leave some of the schedule out on purpose, and their values that leave out none.
-#: What they chose, the card's text says; here the records themselves say which passes there were.
+_ENDS = ("limited", "failed", "dropped")  #: events after which a rank wrote no more records
+#: Arguments that select iterations, with their values that select all. The records show which
+#: passes were selected.
 _ITERATIONS = {
     "collect_iterations": (None,),
     "collect_start": (None,),
@@ -52,7 +54,8 @@ _ITERATIONS = {
     "collect_ring": (None,),
     "collect_flag_file": (None,),
 }
-_PLACES = {
+#: Arguments that select tensors within an iteration, with their values that select all.
+_TENSORS = {
     "collect_modules": (None,),
     "collect_tensors": (None,),
     "collect_operations": (None,),
@@ -63,41 +66,43 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class _Run:
-    """What is known of one run."""
+    """The records, the run card and the events of one run."""
 
-    records: pd.DataFrame  #: all that it has and that its indexes name
+    records: pd.DataFrame  #: all records of its files and its indexes
     card: Mapping[str, Any]
     events: Sequence[Mapping[str, Any]]  #: of its indexes
 
     @property
     def where(self) -> str:
+        """Return the run's name in findings."""
         return f"run {self.records['run_id'].iloc[0]}"
 
     @property
     def finished(self) -> bool:
+        """Return whether the run ended as planned."""
         return self.card.get("status") == "finished"
 
     @cached_property
-    def cut(self) -> dict[int, int]:
-        """The iteration from which on a rank may lack tensors, of those that ended early."""
+    def last_iterations(self) -> dict[int, int]:
+        """Return the last iteration of each rank that ended early; it may lack tensors."""
         if self.finished:
             ended = set(rank for rank, _ in self.ends)
         else:
             ended = {int(rank) for rank in self.records["rank"].unique()}
             if self.card.get("status") in ("limited", "failed"):
-                told = {rank for rank, _ in self.ends}
-                told |= {
+                reported = {rank for rank, _ in self.ends}
+                reported |= {
                     rank["rank"]
                     for rank in self.card.get("ranks") or []
                     if type(rank.get("rank")) is int and (rank.get("limit") or rank.get("error"))
                 }
-                ended = told or ended
+                ended = reported or ended
         last = self.records.groupby("rank")["iteration"].max()
         return {rank: int(last[rank]) for rank in ended if rank in last.index}
 
     @property
     def ends(self) -> list[tuple[int, str]]:
-        """Ranks that say that they did not write everything, and why."""
+        """Return the ranks that reported that they wrote no more records, with the reason."""
         return [
             (
                 _rank_of(event),
@@ -109,7 +114,7 @@ class _Run:
 
     @cached_property
     def partial(self) -> set[tuple[int, int]]:
-        """Rank and iteration where a rank says that it left something out."""
+        """Return each rank and iteration for which the rank reported that it left tensors out."""
         return {
             (_rank_of(event), event["iteration"])
             for event in self.events
@@ -119,13 +124,13 @@ class _Run:
     @property
     def early(self) -> bool:
         """Return whether the run ended in its first iteration, whose records may be incomplete."""
-        return bool(self.cut) and self.records["iteration"].nunique() == 1
+        return bool(self.last_iterations) and self.records["iteration"].nunique() == 1
 
 
 def _rank_of(event: Mapping[str, Any]) -> int:
     """Return the rank that wrote an event; 0 if the event does not name one."""
-    place = event.get("rank")
-    rank = place.get("world", 0) if isinstance(place, dict) else 0
+    coordinates = event.get("rank")
+    rank = coordinates.get("world", 0) if isinstance(coordinates, dict) else 0
     return rank if type(rank) is int else 0
 
 
@@ -133,28 +138,27 @@ def check_run(
     records: pd.DataFrame,
     card: Mapping[str, Any],
     events: Sequence[Mapping[str, Any]] = (),
-    others: pd.DataFrame | None = None,
 ) -> Iterator[Finding]:
-    """What one run lacks.
+    """Yield the findings on the completeness of one run.
 
     Args:
-        records: all that it has and that its indexes name.
+        records: all records of the run's files and indexes.
         card: its run card.
-        events: what its indexes say besides.
-        others: records of other runs that may lie in its folder.
+        events: the other lines of its indexes.
     """
     run = _Run(records, card, events)
     yield from _how_it_ended(run)
-    chosen = _chosen(card, _ITERATIONS) + _chosen(card, _PLACES)
-    if chosen:
-        text = f"{', '.join(chosen)}: what was left out everywhere is not missed"
+    selection = _selection(card, _ITERATIONS) + _selection(card, _TENSORS)
+    if selection:
+        text = f"{', '.join(selection)}: what was left out everywhere is not missed"
         yield Finding("selection", run.where, text, note=True)
     yield from _against_card(run)
-    if not _chosen(card, _PLACES):
+    if not _selection(card, _TENSORS):
         yield from _ranks(run)
     lost_some = False
-    for rank, gaps in counter_gaps.gaps(records, others).items():
-        late = rank in run.cut and counter_gaps.within(records, rank, gaps, run.cut[rank])
+    for rank, gaps in counter_gaps.gaps(records).items():
+        last = run.last_iterations.get(rank)
+        late = last is not None and counter_gaps.within(records, rank, gaps, last)
         lost_some |= not late
         count = sum(high - low + 1 for low, high in gaps)
         text = f"{count} of its records' numbers are in no index and no file: {in_words(gaps)}"
@@ -163,6 +167,7 @@ def check_run(
 
 
 def _how_it_ended(run: _Run) -> Iterator[Finding]:
+    """Report a missing run card, and a run or a rank that did not end as planned."""
     status = run.card.get("status")
     if not run.card:
         text = "there is none: arguments and formats are taken from the records"
@@ -175,8 +180,8 @@ def _how_it_ended(run: _Run) -> Iterator[Finding]:
         yield Finding("not all", f"{run.where}, rank {rank}", text, note=True)
 
 
-def _chosen(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Those of the arguments that left something out, as flags."""
+def _selection(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Return the arguments that left something out, as flags."""
     args = card.get("arguments") or {}
     return [
         f"--{name.replace('_', '-')} {args[name]}"
@@ -186,7 +191,7 @@ def _chosen(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]) ->
 
 
 def _against_card(run: _Run) -> Iterator[Finding]:
-    """Iterations, micro-batches and layers that the arguments tell of."""
+    """Report iterations, micro-batches and layers that are missing according to the run card."""
     records = run.records
     args = {
         name: value
@@ -194,23 +199,23 @@ def _against_card(run: _Run) -> Iterator[Finding]:
         if name not in _NUMBERS or type(value) in (int, type(None))
     }
     limit, done = args.get("control_iter"), run.card.get("iterations")
-    whole = limit is not None and not _chosen(run.card, _ITERATIONS)
-    if whole and done is not None and run.finished:
-        wanted, found = min(limit or done, done), records["iteration"].nunique()
-        if found < wanted:
-            text = f"{wanted} were collected by the run card, but records are of {found}"
+    selects_all = limit is not None and not _selection(run.card, _ITERATIONS)
+    if selects_all and done is not None and run.finished:
+        expected, present = min(limit or done, done), records["iteration"].nunique()
+        if present < expected:
+            text = f"{expected} were collected by the run card, but records are of {present}"
             yield Finding("iterations", run.where, text)
     batch, sizes, dp = args.get("global_batch_size"), args.get("micro_batch_size"), None
     if records["dp_size"].notna().any():
         dp = int(records["dp_size"].max())
     if batch and sizes and dp and not args.get("rampup_batch_size"):
-        each = batch // (sizes * dp)
-        wanted = min(args.get("collect_micro_batches") or each, each)
-        found = records["micro_batch"].nunique()
-        if found < wanted:
-            text = f"{wanted} of each iteration by the run card, but records are of {found}"
+        per_iteration = batch // (sizes * dp)
+        expected = min(args.get("collect_micro_batches") or per_iteration, per_iteration)
+        present = records["micro_batch"].nunique()
+        if present < expected:
+            text = f"{expected} of each iteration by the run card, but records are of {present}"
             yield Finding("micro-batches", run.where, text, note=run.early)
-    all_layers = args.get("collect_layers", "all") == "all" and not _chosen(run.card, _PLACES)
+    all_layers = args.get("collect_layers", "all") == "all" and not _selection(run.card, _TENSORS)
     if args.get("num_layers") and all_layers:
         lost = _without(args["num_layers"], records["layer_idx"].unique())
         if lost:
@@ -232,7 +237,7 @@ def _without(count: int, present: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 def _ranks(run: _Run) -> Iterator[Finding]:
-    """Ranks of a stage, some of whose ranks have records, without any."""
+    """Report ranks without records if other ranks of their pipeline stage have some."""
     first = run.records.iloc[0]
     if pd.isna(first["world_size"]) or pd.isna(first["pp_size"]):
         return
@@ -256,9 +261,12 @@ def _ranks(run: _Run) -> Iterator[Finding]:
 
 
 def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
-    """Each tensor of each pass that is not there."""
+    """Report each tensor that is missing in a pass.
+
+    lost_some: whether some rank's numbering shows that records were lost
+    """
     records = run.records
-    have = _passes_of_tensors(records)
+    present = _passes_of_tensors(records)
     passes = sorted(set(records[_PASS].itertuples(index=False, name=None)))
     if not records["micro_batch"].groupby(records["iteration"]).nunique().nunique() > 1:
         iterations, batches = ({each[i] for each in passes} for i in (0, 1))
@@ -286,37 +294,40 @@ def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
             expected = [name for name in expected if name in known[module]]
         for iteration, batch in passes:
             for rank in ranks[module]:
-                lost = [n for n in expected if (rank, iteration, batch, module, n) not in have]
+                lost = [n for n in expected if (rank, iteration, batch, module, n) not in present]
                 if lost:
                     where = f"iteration {iteration}, micro-batch {batch}, rank {rank}, {module}"
-                    told = (rank, iteration) in run.partial
-                    told |= rank in run.cut and iteration >= run.cut[rank]
-                    yield Finding("missing", where, ", ".join(lost), note=told)
+                    explained = (rank, iteration) in run.partial
+                    last = run.last_iterations.get(rank)
+                    explained |= last is not None and iteration >= last
+                    yield Finding("missing", where, ", ".join(lost), note=explained)
 
 
 def _passes_of_tensors(records: pd.DataFrame) -> set[tuple[int, int, int, str, str]]:
-    """Rank, pass, module and name of each tensor that is there; one of those that an iteration may
-    have once (a weight) is in all of its passes.
+    """Return rank, pass, module and name of each tensor that is present.
+
+    A tensor that an iteration may have once (a weight) counts in all passes of the iteration.
     """
     names = ["rank", *_PASS, "module", "tensor_name"]
-    have = set(records[names].itertuples(index=False, name=None))
+    present = set(records[names].itertuples(index=False, name=None))
     batches = records["micro_batch"].unique().tolist()
     for name in OF_ITERATION:
         once = records.loc[records["tensor_name"] == name, names].drop_duplicates()
         if once.duplicated(["rank", "iteration", "module"]).any():
             continue
         for rank, iteration, _, module, _ in once.itertuples(index=False, name=None):
-            have |= {(rank, iteration, batch, module, name) for batch in batches}
-    return have
+            present |= {(rank, iteration, batch, module, name) for batch in batches}
+    return present
 
 
 def _ranks_of_modules(records: pd.DataFrame) -> dict[str, list[int]]:
-    """The ranks that have each module: all of its stage, of an expert those of its group."""
-    places = records.drop_duplicates("rank")[["rank", "pp", "ep"]].fillna(0)
+    """Return the ranks that hold each module: those of its stage; for an expert, of its group."""
+    coordinates = records.drop_duplicates("rank")[["rank", "pp", "ep"]].fillna(0)
     ranks: dict[str, list[int]] = {}
     for (module, pp), of_stage in records.groupby(["module", records["pp"].fillna(0)], sort=False):
-        near = places[places["pp"] == pp]
+        holders = coordinates[coordinates["pp"] == pp]
         if ".local_experts." in str(module):
-            near = near[near["ep"].isin(of_stage["ep"].fillna(0))]
-        ranks[str(module)] = ranks.get(str(module), []) + sorted(int(rank) for rank in near["rank"])
+            holders = holders[holders["ep"].isin(of_stage["ep"].fillna(0))]
+        numbers = sorted(int(rank) for rank in holders["rank"])
+        ranks[str(module)] = ranks.get(str(module), []) + numbers
     return ranks

@@ -1,16 +1,18 @@
-"""Recomputes attention, QK^T, softmax, PV and their gradients, from the saved operands.
+"""Recompute attention, that is QK^T, softmax, PV and their gradients, from the saved operands.
 
-Between the two matmuls a score is rounded, and then a probability to its format: what another
-machine's order of summation does to the last bit of a score can move an operand of PV by a whole
-step of the format, and no bound for each value tells a step from a mistake. So the recomputation
-says itself what rounding does: it is repeated with every score moved at random by one unit in the
-last place of the dtype, and a saved result may differ from it, in norm and at its worst value, by
-four times as much as the two recomputations do, besides four units in its own last place. On the
-machine of the run results are the same bit for bit.
+On the machine of the run the results are the same bit for bit. Another machine may sum in another
+order, which can change the last bit of a score. The probability is then rounded to its format, so
+that this bit can move an operand of PV by a whole step of the format. No bound per value can tell
+such a step from a mistake.
 
-Recomputed is attention without dropout, causal or with a sliding window, of any scale; heads of
-values may be smaller than those of keys. Of ranks that share a sequence (context parallelism) keys
-and values are gathered and their gradients are summed.
+The effect of rounding is therefore measured: the recomputation is repeated with every score moved
+at random by one unit in the last place of its dtype. Between the saved result and the first
+recomputation, the norm of the difference and its largest value may be up to four times those
+between the two recomputations, plus four units in the last place of the result.
+
+Supported is attention without dropout, causal or with a sliding window, and with any scale. The
+heads of values may be smaller than those of keys. For ranks that share a sequence (context
+parallelism), keys and values are gathered, and their gradients are summed.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from megatron.analysis.dump.reassembly import bits, differences
 from megatron.analysis.verification.recompute_linear import (
+    Outcome,
     Recomputation,
     as_outcome,
     check_not_random,
@@ -33,26 +36,26 @@ from megatron.analysis.verification.recorded_formats import NotCheckedError, Sof
 from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
 from megatron.tensor_record import PAIRWISE
 
-MASKED = -10000.0  #: Megatron's score of a hidden key
-_TIMES = 4.0  #: how much more than the measured effect of rounding is allowed
+MASKED = -10000.0  #: score that Megatron gives to a hidden key
+_TIMES = 4.0  #: allowed deviation as a multiple of the measured effect of rounding
 _OPERANDS, _GRADIENTS = ("query", "key", "value"), ("grad_query", "grad_key", "grad_value")
 _FORWARD = ("output", *PAIRWISE)
-RESULTS = (*_FORWARD, *_GRADIENTS)  #: what follows from the operands
+RESULTS = (*_FORWARD, *_GRADIENTS)  #: tensors that follow from the operands
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionFormats:
-    """What QK^T and PV go through (None: high precision), and the scores between them."""
+    """Formats of the two matmuls (None for high precision), and the softmax between them."""
 
     qk: GemmFormats | None
     pv: GemmFormats | None
     softmax: Softmax = field(default_factory=Softmax)
 
     def check(self, *, backward: bool) -> None:
-        """Refuse what cannot be recomputed.
+        """Refuse formats that cannot be recomputed.
 
         Raises:
-            NotCheckedError: stochastic rounding.
+            NotCheckedError: an operand is rounded stochastically.
         """
         for formats in (self.qk, self.pv):
             if formats is not None:
@@ -62,25 +65,30 @@ class AttentionFormats:
 
 def attention(
     ranks: Sequence[Mapping[str, Tensor]], formats: AttentionFormats, slack: float
-) -> Iterator[tuple[int, str, Recomputation | NotCheckedError]]:
-    """Each result of each rank of a context-parallel group (in order), checked, or why not."""
+) -> Iterator[tuple[int, str, Outcome]]:
+    """Check the results of the ranks of a context-parallel group; yield rank, name and outcome.
+
+    ranks: operands and results of each rank by name, in the order of the ranks
+    """
     for operands, results in ((_OPERANDS, _FORWARD), ((*_OPERANDS, "grad_output"), _GRADIENTS)):
-        wanted = [(i, name) for i, held in enumerate(ranks) for name in results if name in held]
-        if not wanted:
+        saved_results = [
+            (rank, name) for rank, held in enumerate(ranks) for name in results if name in held
+        ]
+        if not saved_results:
             continue
         backward = "grad_output" in operands
         try:
             if lost := [name for name in operands if any(name not in held for held in ranks)]:
                 raise NotCheckedError(f"no {' and no '.join(lost)} to recompute it from")
             formats.check(backward=backward)
-            found = _recompute(ranks, formats, backward=backward)
+            recomputed = _recompute(ranks, formats, backward=backward)
         except (NotCheckedError, RuntimeError, ValueError) as error:
-            for rank, name in wanted:
+            for rank, name in saved_results:
                 yield rank, name, as_outcome(error)
             continue
         moved: list[dict[str, Tensor]] = []
-        for rank, name in wanted:
-            saved, again = ranks[rank][name], found[rank][name]
+        for rank, name in saved_results:
+            saved, again = ranks[rank][name], recomputed[rank][name]
             if saved.shape == again.shape and torch.equal(bits(saved), bits(again)):
                 yield rank, name, Recomputation(exact=True)
                 continue
@@ -89,7 +97,10 @@ def attention(
 
 
 def _judge(saved: Tensor, again: Tensor, moved: Tensor, slack: float) -> Recomputation:
-    """A saved result against the recomputed one, by what moved scores do to that."""
+    """Compare a saved result with its recomputation.
+
+    moved: the recomputation with moved scores, which shows the effect of rounding
+    """
     if saved.shape != again.shape:
         return Recomputation(exact=False, excess=torch.inf, text=differences(again, saved))
     own, other, once_more = saved.double(), again.double(), moved.double()
@@ -123,27 +134,30 @@ def _recompute(
     backward: bool,
     move: bool = False,
 ) -> list[dict[str, Tensor]]:
-    """The output, scores and probabilities of each rank, or its gradients."""
+    """Return the output, scores and probabilities of each rank, or its gradients.
+
+    move: whether to move every score by one unit in the last place
+    """
     key, value = (
         _gathered([held[name] for held in ranks]).detach().requires_grad_(backward)
         for name in ("key", "value")
     )
-    found: list[dict[str, Tensor]] = []
-    shares: list[Sequence[Tensor]] = []  #: of the gradients of keys and values, by rank
+    by_rank: list[dict[str, Tensor]] = []
+    shares: list[Sequence[Tensor]] = []  #: each rank's addends of the gradients of keys and values
     for rank, held in enumerate(ranks):
         query = held["query"].detach().requires_grad_(backward)
         hidden = _hidden(len(query), rank, len(ranks), formats.softmax.window)
         results = _attend(query, key, value, formats, hidden, move=move)
         if not backward:
-            found.append({name: results[name] for name in _FORWARD if name in held})
+            by_rank.append({name: results[name] for name in _FORWARD if name in held})
             continue
         grads = torch.autograd.grad(results["output"], (query, key, value), held["grad_output"])
-        found.append({"grad_query": grads[0]})
+        by_rank.append({"grad_query": grads[0]})
         shares.append(grads[1:])
     for name, parts in zip(_GRADIENTS[1:], zip(*shares, strict=True), strict=False):
         for rank, part in enumerate(_scattered(functools.reduce(torch.add, parts), len(ranks))):
-            found[rank][name] = part
-    return found
+            by_rank[rank][name] = part
+    return by_rank
 
 
 def _attend(
@@ -155,7 +169,10 @@ def _attend(
     *,
     move: bool,
 ) -> dict[str, Tensor]:
-    """[s, b, heads, d] to [s, b, heads * d], in the operations and the order of the layer."""
+    """Return the scores, probabilities and output of attention for queries [s, b, heads, d].
+
+    The operations and their order are those of the layer; the output is [s, b, heads * d].
+    """
     tokens, batch, heads, dim = query.shape
     softmax = formats.softmax
     scale = 1 / math.sqrt(dim) if softmax.scale is None else softmax.scale
@@ -166,21 +183,21 @@ def _attend(
         scores_BMN = scores_BMN * (1 + torch.finfo(query.dtype).eps * (2 * signs - 1)).to(query)
     masked_BMN = _masked(scores_BMN, softmax, hidden, in_fp32=softmax.in_fp32)
     probs_BMN = masked_BMN.softmax(-1).to(query.dtype)
-    whole = None
+    unnormalized = None
     if formats.pv is not None and formats.pv.unnormalized:
-        whole = _unnormalized(_masked(scores_BMN.detach(), softmax, hidden), query.dtype)
+        unnormalized = _unnormalized(_masked(scores_BMN.detach(), softmax, hidden), query.dtype)
     value_BDN = value_BND.transpose(1, 2)
-    context_BMD = _matmul(probs_BMN, value_BDN, formats.pv, unnormalized=whole)
+    context_BMD = _matmul(probs_BMN, value_BDN, formats.pv, unnormalized=unnormalized)
     context = context_BMD.view(batch, heads, tokens, -1)
-    found = {"attention_scores": scores_BMN, "attention_probs": probs_BMN}
-    found = {name: x.view(batch, heads, *x.shape[1:]) for name, x in found.items()}
-    return {"output": context.permute(2, 0, 1, 3).reshape(tokens, batch, -1)} | found
+    pairwise = {"attention_scores": scores_BMN, "attention_probs": probs_BMN}
+    pairwise = {name: x.view(batch, heads, *x.shape[1:]) for name, x in pairwise.items()}
+    return {"output": context.permute(2, 0, 1, 3).reshape(tokens, batch, -1)} | pairwise
 
 
 def _masked(
     scores_BMN: Tensor, softmax: Softmax, hidden: Tensor, *, in_fp32: bool = True
 ) -> Tensor:
-    """What the exponential function is taken of."""
+    """Return the masked scores, which are the argument of the exponential function."""
     scores_BMN = scores_BMN.float() if in_fp32 else scores_BMN
     if softmax.coefficient is not None:
         scores_BMN = scores_BMN * softmax.coefficient
@@ -188,13 +205,13 @@ def _masked(
 
 
 def _unnormalized(masked_BMN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """e = exp(s - rowmax) in `dtype` and its row sums in float32, as the layer has them."""
+    """Return e = exp(s - rowmax) in `dtype` and its row sums in float32, as in the layer."""
     e_BMN = (masked_BMN - masked_BMN.amax(-1, keepdim=True)).exp()
     return e_BMN.to(dtype), e_BMN.sum(-1, keepdim=True)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    """[s, b, groups, d] -> [b * heads, s, d], a group repeated for the heads that share it."""
+    """Return [s, b, groups, d] as [b * heads, s, d]; heads that share a group get copies of it."""
     if x.shape[2] != heads:
         x = x.repeat_interleave(heads // x.shape[2], dim=2)
     return x.reshape(x.shape[0], -1, x.shape[3]).transpose(0, 1)
@@ -218,7 +235,7 @@ def _matmul(
 
 
 def _hidden(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -> Tensor:
-    """[queries, keys]: whether a query of this rank must not see a key of the whole sequence."""
+    """Return [queries, keys]: whether a key of the sequence is hidden from a query of this rank."""
     keys = torch.arange(tokens * size)
     chunks = keys.chunk(2 * size)
     queries = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]) if size > 1 else keys
@@ -228,7 +245,7 @@ def _hidden(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -
 
 
 def _gathered(parts: Sequence[Tensor]) -> Tensor:
-    """[s, ...] in the order of the sequence, of the zigzag chunks of each rank."""
+    """Join the zigzag chunks of all ranks in the order of the sequence."""
     if len(parts) == 1:
         return parts[0]
     halves = [part.chunk(2) for part in parts]
@@ -236,7 +253,7 @@ def _gathered(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _scattered(whole: Tensor, size: int) -> list[Tensor]:
-    """Undo `_gathered`."""
+    """Return the zigzag chunks of each rank; the inverse of `_gathered`."""
     if size == 1:
         return [whole]
     chunks = whole.chunk(2 * size)

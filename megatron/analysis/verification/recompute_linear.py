@@ -1,15 +1,15 @@
-"""Recomputes a linear layer's three GEMMs from its saved operands.
+"""Recompute a linear layer's three GEMMs from its saved operands.
 
-A result is first computed as the run computed it, in the operands' dtype: on the same machine it is
-the same bit for bit. Another machine adds in another order. Then each value may differ from the
-exact sum of its products by what any order can do to it,
+A result is first computed as in the run, in the operands' dtype. On the same machine it is the same
+bit for bit. Another machine may sum in another order. Each value may then differ from the exact sum
+of its products by the bound that holds for every order of summation,
 
     |saved - exact| <= gamma_K * sum |a||b| + u * |exact|,    gamma_K = K v / (1 - K v)
 
-(Higham, Accuracy and Stability of Numerical Algorithms, section 3.1), with v = 2^-24, half a unit
-in the last place of the float32 that bf16, fp16 and float32 matmuls accumulate in, and u that of
-the saved dtype, to which the sum is rounded once. A GPU that may reduce in bf16, or in TF32, needs
-more: `slack` multiplies the bound.
+(Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). Matmuls of bf16, fp16 and
+float32 accumulate in float32, so v = 2^-24, half a unit in the last place. The sum is rounded once
+to the saved dtype, and u is half a unit in the last place of that dtype. A GPU that reduces in bf16
+or TF32 deviates more; `slack` multiplies the bound.
 """
 
 from __future__ import annotations
@@ -24,28 +24,32 @@ from megatron.analysis.dump.reassembly import bits
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.fake_quant.gemm import GemmFormats, Operand
 
-#: Which operands each result of a linear layer follows from.
+#: Operands from which each result of a linear layer follows.
 LINEAR = {
     "output": ("input", "weight"),
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
-_ROWS = 1024  #: of a result at a time, in float64
+_ROWS = 1024  #: rows of a result that are computed at a time in float64
 _FLOAT32 = torch.finfo(torch.float32).eps / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """How a saved result stands to the recomputed one."""
+    """The comparison of a saved result with its recomputation."""
 
-    exact: bool  #: the same in every bit
-    excess: float = 0.0  #: the largest error as a multiple of what is allowed
-    text: str = ""  #: the largest error in words, where it is not exact
+    exact: bool  #: whether both are the same bit for bit
+    excess: float = 0.0  #: largest deviation as a multiple of the allowed one
+    text: str = ""  #: description of the largest deviation; empty if the result is exact
 
     @property
     def wrong(self) -> bool:
-        """Whether the error is beyond what is allowed; a NaN is."""
+        """Return whether the deviation is larger than allowed; a NaN is."""
         return not self.exact and not self.excess <= 1
+
+
+#: The comparison of a result, or the reason why it was not checked.
+Outcome = Recomputation | NotCheckedError
 
 
 def linear(
@@ -53,14 +57,14 @@ def linear(
     formats: GemmFormats,
     slack: float,
     codes: Mapping[str, Tensor] | None = None,
-) -> Iterator[tuple[str, Recomputation | NotCheckedError]]:
-    """Each result that is there, checked; why not, where it cannot be.
+) -> Iterator[tuple[str, Outcome]]:
+    """Check each saved result, and yield its name and outcome.
 
     Args:
-        tensors: by name.
-        formats: what the operands went through.
-        slack: see the module's docstring.
-        codes: of each slot whose codes were saved, the values that they stand for.
+        tensors: operands and results by name.
+        formats: formats of the operands in the run.
+        slack: factor on the allowed deviation.
+        codes: values of the operands whose codes were saved, by slot.
     """
     for name, operands in LINEAR.items():
         if name not in tensors:
@@ -68,18 +72,18 @@ def linear(
         try:
             if lost := [operand for operand in operands if operand not in tensors]:
                 raise NotCheckedError(f"no {' and no '.join(lost)} to recompute it from")
-            one, other = (tensors[operand].flatten(0, -2) for operand in operands)
+            first, second = (tensors[operand].flatten(0, -2) for operand in operands)
             saved = tensors[name].flatten(0, -2)
-            if not one.dtype == other.dtype == saved.dtype:
+            if not first.dtype == second.dtype == saved.dtype:
                 raise NotCheckedError("operands and result have different dtypes")
-            a, bt = _operands(name, one, other, formats, codes or {})
-            yield name, _compare(saved, a, bt, formats if name != "output" else None, slack)
+            a, b = _operands(name, first, second, formats, codes or {})
+            yield name, _compare(saved, a, b, formats if name != "output" else None, slack)
         except (NotCheckedError, RuntimeError, ValueError) as error:
             yield name, as_outcome(error)
 
 
-def as_outcome(error: Exception) -> Recomputation | NotCheckedError:
-    """A matmul that failed: why it was not checked, or operands whose shapes do not fit."""
+def as_outcome(error: Exception) -> Outcome:
+    """Return the outcome of a matmul that raised: not checked, or operands that do not fit."""
     if isinstance(error, NotCheckedError):
         return error
     line = str(error).splitlines()[0]
@@ -87,9 +91,12 @@ def as_outcome(error: Exception) -> Recomputation | NotCheckedError:
 
 
 def _operands(
-    name: str, one: Tensor, other: Tensor, formats: GemmFormats, codes: Mapping[str, Tensor]
+    name: str, first: Tensor, second: Tensor, formats: GemmFormats, codes: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The two factors of a result's GEMM, quantized: tokens T, input K, output N features."""
+    """Return the two quantized factors of a result's GEMM.
+
+    first, second: the operands in the order of LINEAR
+    """
 
     def of(slot: str, x: Tensor, axis: int, *, fill: bool = False) -> Tensor:
         operand: Operand = getattr(formats, slot)
@@ -97,30 +104,30 @@ def _operands(
 
     straight = formats.straight_through
     if name == "output":
-        return of("fprop_a", one, -1), of("fprop_b", other, -1).t()
+        return of("fprop_a", first, -1), of("fprop_b", second, -1).t()
     if name == "grad_input":
         slot, axis = ("fprop_b", -1) if straight else ("dgrad_b", -2)
-        return of("dgrad_c", one, -1), of(slot, other, axis)
+        return of("dgrad_c", first, -1), of(slot, second, axis)
     slot, axis = ("fprop_a", -1) if straight else ("wgrad_a", -2)
-    return of("wgrad_c", one, -2, fill=True).t(), of(slot, other, axis, fill=not straight)
+    return of("wgrad_c", first, -2, fill=True).t(), of(slot, second, axis, fill=not straight)
 
 
 def quantized(
     operand: Operand, x: Tensor, axis: int, *, fill: bool = False, stored: Tensor | None = None
 ) -> Tensor:
-    """The operand as the GEMM saw it.
+    """Return an operand as the GEMM read it.
 
     Args:
-        operand: what it went through.
+        operand: format and transform of the operand.
         x: the saved tensor.
         axis: the reduction axis.
         fill: see `Operand.quantized`.
-        stored: the values that its saved codes stand for. They are taken where the rounding was
-            random, and must be those of `x` where it was not.
+        stored: the values of the saved codes, if there are any. They replace the values that were
+            rounded stochastically; otherwise they must equal the quantized `x`.
 
     Raises:
-        NotCheckedError: it was rounded with random bits, and has no codes.
-        ValueError: codes that are not those of the tensor.
+        NotCheckedError: the operand was rounded stochastically, and no codes were saved.
+        ValueError: the codes do not belong to the tensor.
     """
     if stored is None:
         check_not_random(operand)
@@ -137,12 +144,12 @@ def quantized(
 
 
 def is_random(operand: Operand) -> bool:
-    """Whether it is rounded stochastically."""
+    """Return whether an operand is rounded stochastically."""
     return operand.format is not None and operand.format.rounding == "stochastic"
 
 
 def check_not_random(*operands: Operand) -> None:
-    """Refuse stochastic rounding."""
+    """Raise NotCheckedError if an operand is rounded stochastically."""
     if any(map(is_random, operands)):
         raise NotCheckedError("stochastic rounding: no codes were saved (--collect-tensors codes)")
 
@@ -150,7 +157,11 @@ def check_not_random(*operands: Operand) -> None:
 def _compare(
     saved: Tensor, a: Tensor, b: Tensor, formats: GemmFormats | None, slack: float
 ) -> Recomputation:
-    """A saved result against A B; `formats` of a gradient, which may have to be rotated back."""
+    """Compare a saved result with the product of its factors.
+
+    formats: formats of the matmul if the result is a gradient; a straight-through pass with a
+        Hadamard transform rotates its gradients back
+    """
     if saved.shape != (a.shape[0], b.shape[1]):
         text = f"its operands give shape {[a.shape[0], b.shape[1]]}, but it has {list(saved.shape)}"
         return Recomputation(exact=False, excess=torch.inf, text=text)
@@ -171,21 +182,27 @@ def _compare(
         exact, size = wide_a @ wide_b, wide_a.abs() @ size_b
         gamma = a.shape[1] * _FLOAT32 / (1 - a.shape[1] * _FLOAT32)
         allowed = gamma * size
-        if hadamard is not None:  # d terms more, after a rounding to the dtype
+        if hadamard is not None:  # the inverse adds `size` terms, after a rounding to the dtype
             allowed += torch.finfo(saved.dtype).eps * exact.abs()
             root = torch.tensor(float(hadamard.size)).sqrt().double()
             turn = hadamard.matrix().double().t() / root
             exact = (torch.unflatten(exact, -1, (-1, hadamard.size)) @ turn).flatten(-2)
             spread = torch.unflatten(allowed, -1, (-1, hadamard.size)).sum(-1, keepdim=True) / root
             allowed = spread.expand(-1, -1, hadamard.size).flatten(-2)
-        found = worst_of(saved[rows], exact, slack * allowed, start)
-        worst = max(worst, found, key=lambda each: each.excess)
+        worst_of_rows = worst_of(saved[rows], exact, slack * allowed, start)
+        worst = max(worst, worst_of_rows, key=lambda comparison: comparison.excess)
     return worst
 
 
 def worst_of(saved: Tensor, exact: Tensor, allowed: Tensor, start: int = 0) -> Recomputation:
-    """The value farthest beyond what is allowed, besides one rounding to the saved dtype. Both
-    float64; values that are not finite must be so on both sides.
+    """Return the comparison of the value with the largest deviation relative to the allowed one.
+
+    One rounding to the saved dtype is allowed in addition. A value that is not finite must be the
+    same on both sides.
+
+    Args:
+        exact, allowed: exact values and allowed deviations, both float64.
+        start: number of the first row, for the message.
     """
     info = torch.finfo(saved.dtype)
     allowed = allowed + info.eps / 2 * exact.abs() * 1.001 + info.tiny * info.eps

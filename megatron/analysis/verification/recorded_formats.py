@@ -1,9 +1,10 @@
-"""What the six operands of a matmul went through, from what a dump says of it.
+"""Determine the formats of the six operands of a matmul from the records and run card of a dump.
 
 A record names the format of its own operand, in its forward and its backward use. It does not say
-whether a backward pass was straight-through, and attention's probabilities and the gradients of its
-scores have no record. The run card's audit says all of it, where the trainer was ours; without one
-several readings can be possible, and a result that follows from any of them is as recorded.
+whether the backward pass was straight-through. Attention's probabilities and the gradients of its
+scores have no record at all. The audit in the run card contains all of this, but a dump of another
+trainer has no audit. Several combinations of formats may then be possible, and a result is accepted
+if it follows from any of them.
 """
 
 from __future__ import annotations
@@ -25,43 +26,44 @@ _AUDIT_LINE = re.compile(
     r"(?P<module>\S+)\s+(?P<operation>linear|qk|pv)\s{2,}(?P<summary>\S.*?)\s{2,}\S.*"
 )
 _LINE_LIMIT = 1000  #: longest line of an audit in characters
-STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"  #: an audit's marks
+STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"  #: marks in an audit
 _MARK = re.compile(rf" \(({STRAIGHT}|{UNNORMALIZED})\)")
 
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """What attention does between its two matmuls."""
+    """The operations of attention between its two matmuls."""
 
-    scale: float | None = None  #: that QK^T is multiplied by; None: 1 / sqrt(head dim)
-    coefficient: float | None = None  #: that the scores are multiplied by again, before the mask
-    window: tuple[int, int] | None = None  #: keys before and after a query that it sees, or causal
-    in_fp32: bool = True  #: else in the scores' own dtype
+    scale: float | None = None  #: factor of QK^T; None for 1 / sqrt(head dim)
+    coefficient: float | None = None  #: second factor of the scores, before the mask
+    #: numbers of keys before and after a query that are visible to it; None if causal
+    window: tuple[int, int] | None = None
+    in_fp32: bool = True  #: whether softmax is computed in float32 or in the dtype of the scores
 
 
 class NotCheckedError(Exception):
-    """Why a result cannot be recomputed from what was saved."""
+    """Raised if a result cannot be recomputed from the saved tensors; the message says why."""
 
 
 def parse_operand(name: str) -> Operand:
-    """One operand as audits and records have it: `nvfp4:sr+H16:nvfp4`, `none`.
+    """Return the operand for a name in an audit or a record: `nvfp4:sr+H16:nvfp4`, `none`.
 
     Raises:
-        NotCheckedError: no such format in this version.
+        NotCheckedError: an unknown format.
     """
-    of_format, _, transform = name.partition("+H")
+    format_name, _, transform = name.partition("+H")
     try:
         hadamard = None
         if transform:
             size, _, signs = transform.partition(":")
             hadamard = Hadamard(int(size), int(signs) if signs.isdigit() else signs)  # type: ignore[arg-type]
-        return Operand(None if of_format == "none" else get_format(of_format), hadamard)
+        return Operand(None if format_name == "none" else get_format(format_name), hadamard)
     except ValueError:
         raise NotCheckedError(f"this version does not know the format {name!r}") from None
 
 
 def uses(name: str | None) -> tuple[Operand, Operand]:
-    """The forward and the backward use of the operand that a record's `format` tells of."""
+    """Return the operand's forward and backward use according to a record's `format`."""
     if name is None:
         return AS_IT_IS, AS_IT_IS
     first, _, second = name.partition(" | ")
@@ -69,82 +71,92 @@ def uses(name: str | None) -> tuple[Operand, Operand]:
 
 
 def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]:
-    """The readings of the formats that the records of A, B and the gradient of C have.
+    """Return the possible formats of a matmul, given the `format` of three records.
+
+    Args:
+        a, b: formats in the records of the operands A and B.
+        c: format in the record of the gradient of C.
 
     Raises:
-        NotCheckedError: a format that is unknown, or operands that do not go together.
+        NotCheckedError: an unknown format, or formats that exclude each other.
     """
     (fprop_a, wgrad_a), (fprop_b, dgrad_b), (dgrad_c, wgrad_c) = uses(a), uses(b), uses(c)
-    readings = []
+    candidates = []
     slots = (fprop_a, fprop_b, dgrad_c, dgrad_b, wgrad_c, wgrad_a)
-    # transforms that differ between a gradient and an operand are a straight-through pass's
+    # GemmFormats refuses different transforms of a gradient and an operand; such a pass can only be
+    # straight-through
     with contextlib.suppress(ValueError):
-        readings.append(GemmFormats(**dict(zip(SLOTS, slots, strict=True))))  # type: ignore[arg-type]
+        candidates.append(GemmFormats(**dict(zip(SLOTS, slots, strict=True))))  # type: ignore[arg-type]
     if dgrad_c == wgrad_c == AS_IT_IS and (fprop_a, fprop_b) == (wgrad_a, dgrad_b):
         straight = GemmFormats(fprop_a=fprop_a, fprop_b=fprop_b, straight_through=True)
-        readings += [straight] if fprop_a != AS_IT_IS or fprop_b != AS_IT_IS else []
-    if not readings:
+        candidates += [straight] if fprop_a != AS_IT_IS or fprop_b != AS_IT_IS else []
+    if not candidates:
         raise NotCheckedError(f"the formats {a!r}, {b!r} and {c!r} do not go together")
-    return readings
+    return candidates
 
 
 def of_card(
     card: Mapping[str, Any], module: str, operation: str, iteration: int
 ) -> GemmFormats | None:
-    """What the run card's audit says of one operation of a module; None where it says nothing.
+    """Return the formats of a module's operation from the audit in the run card.
+
+    The result is None if the audit has no such operation.
 
     Raises:
-        NotCheckedError: a way to multiply, or a format, that this version does not know.
+        NotCheckedError: an unknown format or way to multiply, or an audit that cannot be read.
     """
-    with _of_an_audit():
+    with _reading_an_audit():
         part = _part(card, iteration)
-        if (found := _entry(part, module, operation)) is not None:
-            return _of_entry(found)
-        if "operands" not in part:  # of a run before the audit had them: its text
+        if (entry := _entry(part, module, operation)) is not None:
+            return _of_entry(entry)
+        if "operands" not in part:  # the audit consists of text only
             for line in part.get("matmuls", []):
                 if len(line) > _LINE_LIMIT:
                     continue  # matching takes time quadratic in the length
                 match = _AUDIT_LINE.fullmatch(line)
-                of_it = match and match["operation"] == operation
-                if match and of_it and _stands_for(match["module"], module):
+                if match is None or match["operation"] != operation:
+                    continue
+                if _covers(match["module"], module):
                     return _of_summary(match["summary"], operation)
     return None
 
 
 def softmax_of_card(card: Mapping[str, Any], module: str, iteration: int) -> Softmax | None:
-    """What the run card says of an attention layer's softmax: its audit, else the arguments of a
-    run before the audit had it; None where it has neither.
+    """Return the softmax of an attention layer from the run card.
+
+    It is described by the audit, and otherwise follows from the run's arguments. The result is None
+    if the card has neither.
 
     Raises:
         NotCheckedError: a softmax that is not recomputed; the message says why.
     """
-    with _of_an_audit():
-        found = (_entry(_part(card, iteration), module, "qk") or {}).get("softmax")
+    with _reading_an_audit():
+        softmax = (_entry(_part(card, iteration), module, "qk") or {}).get("softmax")
         args = card.get("arguments") or {}
-        if found is None:
+        if softmax is None:
             if not args:
                 return None
-            found = _softmax_of_arguments(args, module)
+            softmax = _softmax_of_arguments(args, module)
         if args.get("reset_attention_mask"):
             raise NotCheckedError("attention with reset_attention_mask: its mask is not saved")
-        if found["dropout"]:
+        if softmax["dropout"]:
             raise NotCheckedError(
-                f"attention with dropout {found['dropout']}: what it drops is not saved"
+                f"attention with dropout {softmax['dropout']}: what it drops is not saved"
             )
-        if found["kind"] != "vanilla":
-            raise NotCheckedError(f"attention with a softmax {found['kind']!r}: not recomputed")
-        window = found["window"]
+        if softmax["kind"] != "vanilla":
+            raise NotCheckedError(f"attention with a softmax {softmax['kind']!r}: not recomputed")
+        window = softmax["window"]
         return Softmax(
-            scale=found["scale"],
-            coefficient=found["coefficient"],
+            scale=softmax["scale"],
+            coefficient=softmax["coefficient"],
             window=None if window is None else (int(window[0]), int(window[1])),
-            in_fp32=found["in_fp32"],
+            in_fp32=softmax["in_fp32"],
         )
 
 
 @contextlib.contextmanager
-def _of_an_audit() -> Iterator[None]:
-    """A card that is not as ours are is a reason, not a failure."""
+def _reading_an_audit() -> Iterator[None]:
+    """Turn errors in reading a run card of an unknown form into NotCheckedError."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -153,15 +165,15 @@ def _of_an_audit() -> Iterator[None]:
 
 
 def _part(card: Mapping[str, Any], iteration: int) -> Mapping[str, Any]:
-    """The part of the audit that is in force in an iteration; empty where there is none."""
+    """Return the part of the audit that applies to an iteration; empty if there is none."""
     parts = [part for part in card.get("quantization") or [] if part["iteration"] <= iteration]
     return max(parts, key=lambda part: part["iteration"]) if parts else {}
 
 
 def _entry(part: Mapping[str, Any], module: str, operation: str) -> Mapping[str, Any] | None:
-    """What one part says of an operation of a module, as `audit.for_card` has it."""
+    """Return the entry for a module's operation, in the form of `matmul_audit.for_card`."""
     for entry in part.get("operands", []):
-        if entry["operation"] == operation and _stands_for(entry["modules"], module):
+        if entry["operation"] == operation and _covers(entry["modules"], module):
             return entry  # type: ignore[no-any-return]
     return None
 
@@ -172,19 +184,19 @@ def _of_entry(entry: Mapping[str, Any]) -> GemmFormats:
 
 
 def _marked(operands: Mapping[str, Operand], marks: set[str]) -> GemmFormats:
-    """The formats, from what each operand really goes through."""
+    """Return the formats of a matmul from its operands by slot and its marks."""
     if unknown := sorted(marks - {STRAIGHT, UNNORMALIZED}):
         raise NotCheckedError(
             f"multiplied in a way that this version does not know: {', '.join(unknown)}"
         )
     straight = STRAIGHT in marks
-    if straight:  # the backward pass has the forward pass's
+    if straight:  # the backward pass uses the operands of the forward pass
         operands = {slot: operands[slot] for slot in ("fprop_a", "fprop_b")}
     return GemmFormats(**operands, straight_through=straight, unnormalized=UNNORMALIZED in marks)
 
 
 def _softmax_of_arguments(args: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """What megatron-core makes of a run's arguments."""
+    """Return the softmax that megatron-core derives from a run's arguments."""
     layer = re.search(r"(?<=layers\.)\d+", module)
     number = int(layer[0]) + 1 if layer else 1
     scale, coefficient = args.get("softmax_scale"), None
@@ -211,8 +223,8 @@ def _softmax_of_arguments(args: Mapping[str, Any], module: str) -> dict[str, Any
     }
 
 
-def _stands_for(names: str, module: str) -> bool:
-    """Whether `decoder.layers.0-2,5.mlp.linear_fc1` is said of a module."""
+def _covers(names: str, module: str) -> bool:
+    """Return whether a name such as `decoder.layers.0-2,5.mlp.linear_fc1` includes a module."""
     match = re.search(r"(?<=layers\.)[\d,-]+", names)
     if match is None:
         return names == module
@@ -225,14 +237,17 @@ def _stands_for(names: str, module: str) -> bool:
 
 
 def _of_summary(summary: str, operation: str) -> GemmFormats:
-    """`mxfp8`, `high precision`, or `fprop mxfp8 x mxfp8, dgrad ... (straight-through)`."""
+    """Return the formats from an audit's text.
+
+    The text is `mxfp8`, `high precision`, or `fprop mxfp8 x mxfp8, dgrad ... (straight-through)`.
+    """
     marks = set(_MARK.findall(summary))
     text = _MARK.sub("", summary)
     gemms = list(GEMMS[operation])
-    said = dict.fromkeys(gemms, f"{text} x {text}")
+    operands = dict.fromkeys(gemms, f"{text} x {text}")
     if text == "high precision":
-        said = dict.fromkeys(gemms, "none x none")
+        operands = dict.fromkeys(gemms, "none x none")
     elif " x " in text:
-        said = dict(part.split(" ", 1) for part in text.split(", "))
-    pairs = [[parse_operand(name) for name in said[gemm].split(" x ")] for gemm in gemms]
+        operands = dict(part.split(" ", 1) for part in text.split(", "))
+    pairs = [[parse_operand(name) for name in operands[gemm].split(" x ")] for gemm in gemms]
     return _marked(dict(zip(SLOTS, chain(*pairs), strict=True)), marks)

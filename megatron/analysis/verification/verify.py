@@ -1,14 +1,14 @@
-"""Whether a dump can be trusted: every file read, every result recomputed, everything there.
+"""Verify that a dump can be trusted: read every file, and recompute every result.
 
-1. files: each can be read, has the shape and dtype of its record, and finite values only;
-2. replicas: the ranks that should have one tensor have the same bits, and a recomputed forward pass
-   has those of the first;
-3. linear layers and attention: each output and gradient follows from the saved operands under the
-   recorded formats (`recompute`, `recompute_attention`: what is allowed, and why), or from their
-   codes where they were rounded stochastically;
-4. schedule: what must be there is there (`schedule`).
+1. Files: each is readable, has the shape and dtype of its record, and holds finite values only.
+2. Replicas: ranks that should hold the same tensor hold the same bits, and a repeated forward pass
+   (activation recomputation) has saved the same bits as the first.
+3. Linear layers and attention: each output and gradient follows from the saved operands under the
+   recorded formats, or from their codes if they were rounded stochastically. `recompute_linear`
+   and `recompute_attention` say which deviations are allowed, and why.
+4. Completeness: every tensor that the run must have saved is present (`completeness`).
 
-Nothing is skipped in silence: what cannot be checked is counted, with the reason.
+Nothing is skipped silently: results that cannot be checked are counted, with the reason.
 """
 
 from __future__ import annotations
@@ -28,50 +28,50 @@ from megatron.analysis.dump.reassembly import data_ranks, differences, parse_dim
 from megatron.analysis.dump.tensor_files import UnreadableTensorError, read_tensor
 from megatron.analysis.store import IDENTITY, TensorStore
 from megatron.analysis.verification import completeness
-from megatron.analysis.verification.finding import Finding
-from megatron.analysis.verification.recompute_linear import Recomputation
+from megatron.analysis.verification.recompute_linear import Outcome
 from megatron.analysis.verification.recorded_formats import NotCheckedError
-from megatron.analysis.verification.results import Results
+from megatron.analysis.verification.results import Finding, Results
 
 
 @dataclass
 class Verdict:
-    """What was found, and how much was looked at."""
+    """The findings of a verification, and the number of checks behind them."""
 
     findings: list[Finding] = field(default_factory=list)
-    checked: Counter[str] = field(default_factory=Counter)  #: by what: how many
-    unchecked: Counter[str] = field(default_factory=Counter)  #: by reason: how many results
+    checked: Counter[str] = field(default_factory=Counter)  #: successful checks by kind
+    unchecked: Counter[str] = field(default_factory=Counter)  #: unchecked tensors by reason
 
     @property
     def errors(self) -> list[Finding]:
-        """The findings that make the dump wrong."""
+        """Return the findings that make the dump wrong, without the notes."""
         return [finding for finding in self.findings if not finding.note]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """One verification: what is read, and how strict it is."""
+    """A verification of one dump with its settings."""
 
     store: TensorStore
-    exact: bool = False  #: results must be the same bit for bit: on the machine of the run
-    slack: float = 1.0  #: multiplies what rounding allows
-    progress: Callable[[], object] = lambda: None  #: called once a file and once a pass
+    exact: bool = False  #: require bit-identical results, as on the machine of the run
+    slack: float = 1.0  #: factor on the deviation that rounding allows
+    progress: Callable[[], object] = lambda: None  #: called once per file and once per pass
     verdict: Verdict = field(default_factory=Verdict)
 
     @staticmethod
     def steps(store: TensorStore) -> int:
-        """How often `progress` is called, about."""
+        """Return about how often `progress` will be called."""
         keys = ["run_id", "rank", "iteration", "micro_batch", "module"]
         return len(store) + len(store.records[keys].drop_duplicates())
 
     def run(self) -> Verdict:
-        """Check everything."""
-        store, found = self.store, self.verdict.findings
-        found += [Finding("file", str(each.path), each.why) for each in store.problems]
+        """Check the whole dump."""
+        store, findings = self.store, self.verdict.findings
+        findings += [Finding("file", str(bad.path), bad.why) for bad in store.problems]
         for row in store.missing.itertuples():
-            found.append(Finding("file", str(row.path), "an index names it, but it is not there"))
+            why = "an index names it, but it is not there"
+            findings.append(Finding("file", str(row.path), why))
         records = store.records.assign(data_rank=data_ranks(store.records))
-        # an empty list would choose columns
+        # an array, because an empty list would select columns
         good = records[np.array([self._file_is_good(row) for row in records.itertuples()], bool)]
         known = good[_identified(good) & good["dims"].notna()]
         if bare := len(good) - len(known):
@@ -88,22 +88,23 @@ class Verification:
         return self.verdict
 
     def _run(self, run_id: str, good: pd.DataFrame) -> None:
-        """Schedule and results of one run."""
+        """Check the completeness and the results of one run.
+
+        good: the run's records whose files are good
+        """
         card = self.store.run_card(run_id)
-        everything = pd.concat(
+        records = pd.concat(
             [frame for frame in (self.store.records, self.store.missing) if len(frame)]
         )
-        everything = everything[_identified(everything)]
-        own = everything["run_id"] == run_id
+        records = records[_identified(records)]
+        records = records[records["run_id"] == run_id]
         events = [event for event in self.store.events if event.get("run_id") == run_id]
-        self.verdict.findings += completeness.check_run(
-            everything[own], card, events, others=everything[~own]
-        )
+        self.verdict.findings += completeness.check_run(records, card, events)
         for group, row, outcome in Results(self.store, good, card, self.slack).check(self.progress):
-            self._note(group, row, outcome)
+            self._count(group, row, outcome)
 
-    def _note(self, what: str, row: Any, outcome: Recomputation | NotCheckedError) -> None:
-        """Count a result; an error in it is a finding."""
+    def _count(self, what: str, row: Any, outcome: Outcome) -> None:
+        """Count a result as checked or unchecked, or add a finding if it is wrong."""
         if isinstance(outcome, NotCheckedError):
             self.verdict.unchecked[str(outcome)] += 1
             return
@@ -115,7 +116,7 @@ class Verification:
             self.verdict.checked[f"results of {what}, {how}"] += 1
 
     def _file_is_good(self, row: Any) -> bool:
-        """Whether a file is what its record says; that its values are finite is said apart."""
+        """Return whether a file agrees with its record; add findings on it and its values."""
         self.progress()
         try:
             tensor = self.store.load(row)
@@ -134,7 +135,7 @@ class Verification:
         return True
 
     def _check_metadata(self, row: Any, tensor: Tensor) -> None:
-        """Dtype and global shape."""
+        """Refuse a tensor whose dtype or global shape contradicts its record."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         if row.dtype is not None and dtype != row.dtype:
             raise ValueError(f"holds {dtype}, but its record says {row.dtype}")
@@ -156,7 +157,7 @@ class Verification:
             )
 
     def _without_recomputed(self, records: pd.DataFrame) -> pd.DataFrame:
-        """Forward tensors once; those of a recomputed pass are compared with the first."""
+        """Return the records without repeated passes, whose tensors are compared with the first."""
         keys = [*IDENTITY, "rank"]
         ordered = records.sort_values("counter", kind="stable")
         again = ordered.duplicated(keys)
@@ -169,11 +170,11 @@ class Verification:
         return ordered[~again].sort_index()
 
     def _replicas(self, records: pd.DataFrame) -> None:
-        """Every further copy of a shard against the first."""
+        """Compare the replicas of each shard with its first one."""
         firsts: dict[tuple[Any, ...], Any] = {}
         for row in records.itertuples():
-            place = tuple(getattr(row, cut.group) for cut in parse_dims(row.dims))
-            key = (*(getattr(row, name) for name in IDENTITY), row.data_rank, place)
+            shard = tuple(getattr(row, cut.group) for cut in parse_dims(row.dims))
+            key = (*(getattr(row, name) for name in IDENTITY), row.data_rank, shard)
             first = firsts.setdefault(key, row)
             if first is not row:
                 self._same(row, first.path, f"its replica on rank {first.rank}")
@@ -193,5 +194,5 @@ def verify(store: TensorStore, *, exact: bool = False, slack: float = 1.0) -> Ve
 
 
 def _identified(records: pd.DataFrame) -> Any:
-    """Which records say of what run, pass, rank and layer they are."""
+    """Return which records name their run, pass, rank and layer."""
     return records[[*IDENTITY, "rank"]].notna().all(axis=1)

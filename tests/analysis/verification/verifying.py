@@ -1,4 +1,4 @@
-"""What the tests of the verification share."""
+"""Helpers that the tests of the verification share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.analysis.store import TensorStore
 from megatron.analysis.verification import completeness
 from megatron.analysis.verification.verify import Verification
 
-RUN = "20250908_095200_abc123"  #: of `write_dump`
+RUN = "20250908_095200_abc123"  #: id of the run that `write_dump` writes
 
 
 def verify(folder, **how):
@@ -21,7 +21,7 @@ def count(counter, word):
 
 
 def path_of(folder, **conditions):
-    """The one file, relative to which damage is done."""
+    """Return the path of the only tensor that meets the conditions."""
     [record] = TensorStore(folder).select(**conditions).itertuples()
     return Path(record.path)
 
@@ -33,27 +33,26 @@ def change_card(folder, **content):
 
 
 def rewrite(folder, change, run_id=RUN):
-    """Put each record of a run through a function; None loses it and its file. Later ones follow.
+    """Replace each record of a run by `change(record)`; None deletes the record and its file.
 
     Returns the index, to which events can be added.
     """
     [index] = folder.glob(f"index_{run_id}_*.jsonl")
-    kept = []
+    lines = []
     for line in map(json.loads, index.read_text().splitlines()):
         changed = change(dict(line))
         if changed is None or changed["file"] != line["file"]:
             (folder / line["file"]).unlink()
         if changed is not None:
-            kept.append(json.dumps(changed) + "\n")
-    index.write_text("".join(kept))
+            lines.append(json.dumps(changed) + "\n")
+    index.write_text("".join(lines))
     return index
 
 
 def errors(folder, status="finished"):
-    """What the schedule says of a run: its errors as texts, and its notes."""
+    """Check a run for completeness; return its errors as texts, and its notes."""
     store = TensorStore(folder).only(RUN)
     card, events = store.run_card(RUN) | {"status": status}, store.events
-    everything = TensorStore(folder).records
-    others = everything[everything["run_id"] != RUN]
-    found = list(completeness.check_run(store.records, card, events, others=others))
-    return [str(each) for each in found if not each.note], [each for each in found if each.note]
+    findings = list(completeness.check_run(store.records, card, events))
+    errors = [str(finding) for finding in findings if not finding.note]
+    return errors, [finding for finding in findings if finding.note]
