@@ -75,14 +75,14 @@ def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float
     checksum, start, cpu = 0.0, time.perf_counter(), time.process_time()
     for row in chosen.itertuples():
         x = torch.load(row.path, weights_only=True)["tensor"]
-        layout = matrix_view_of(
+        matrix = matrix_view_of(
             tuple(x.shape), layer_type=row.layer_type, tensor_name=row.tensor_name, head_dim=None
         )
         wide = x.float()
-        values(wide, layout.channels)
+        values(wide, matrix.channels)
         views = {
-            "row": (x.reshape(-1, layout.run), -1),
-            "column": (x.reshape(layout.outer, layout.rows, layout.columns), 1),
+            "row": (x.reshape(-1, matrix.run), -1),
+            "column": (x.reshape(matrix.outer, matrix.rows, matrix.columns), 1),
         }
         for name in formats:
             fmt = get_format(name)

@@ -27,24 +27,24 @@ EDGES = {
 }
 
 
-def view(x: torch.Tensor, layout: MatrixView, axis: str) -> tuple[torch.Tensor, int]:
+def view(x: torch.Tensor, matrix: MatrixView, axis: str) -> tuple[torch.Tensor, int]:
     """The tensor as the format sees it, and the axis."""
-    shape = (layout.outer, layout.rows, layout.columns)
+    shape = (matrix.outer, matrix.rows, matrix.columns)
     if axis == "column":
         return x.reshape(shape), 1
-    return x.reshape(*shape[:2], -1, layout.run).transpose(1, 2), -1
+    return x.reshape(*shape[:2], -1, matrix.run).transpose(1, 2), -1
 
 
-def quantized(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> torch.Tensor:
+def quantized(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> torch.Tensor:
     """What each value becomes, in the order of `view` along that axis."""
-    seen, dim = view(x, layout, axis)
+    seen, dim = view(x, matrix, axis)
     return fake_quantize(seen.contiguous(), name, dim)
 
 
-def errors(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> dict[str, float]:
+def errors(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[str, float]:
     """Columns of the table of formats that follow from values and results."""
-    a = view(x, layout, axis)[0].double().flatten().numpy()
-    b = quantized(x, layout, name, axis).double().flatten().numpy()
+    a = view(x, matrix, axis)[0].double().flatten().numpy()
+    b = quantized(x, matrix, name, axis).double().flatten().numpy()
     both = np.isfinite(a) & np.isfinite(b)
     poisoned = int((np.isfinite(a) & np.isnan(b)).sum())
     x_, y = a[both], b[both]
@@ -64,26 +64,26 @@ def errors(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> dict[st
         "relative_error": _mean(np.abs(error[nonzero]) / np.abs(x_[nonzero])),
         "max_error": float(np.abs(error).max()) if len(x_) else math.nan,
         "underflow": _mean((y == 0)[nonzero].astype(float)),
-        **_saturated(x, layout, name, axis),
+        **_saturated(x, matrix, name, axis),
     }
 
 
-def _saturated(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> dict[str, float]:
+def _saturated(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[str, float]:
     """Of the finite values that are not poisoned; not of HiFloat4, with its three scales."""
     if isinstance(get_format(name).scaling, GroupScaling):
         return {}
-    a = view(x, layout, axis)[0].double().flatten().numpy()
-    b = quantized(x, layout, name, axis).double().flatten().numpy()
-    return {"saturated": _mean(beyond(x, layout, name, axis)[np.isfinite(a) & ~np.isnan(b)])}
+    a = view(x, matrix, axis)[0].double().flatten().numpy()
+    b = quantized(x, matrix, name, axis).double().flatten().numpy()
+    return {"saturated": _mean(beyond(x, matrix, name, axis)[np.isfinite(a) & ~np.isnan(b)])}
 
 
-def beyond(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> np.ndarray:
+def beyond(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> np.ndarray:
     """Return 1 for values beyond the rounding edge of the largest number at their place, else 0."""
     fmt = get_format(name)
-    seen, dim = view(x, layout, axis)
+    seen, dim = view(x, matrix, axis)
     magnitude = seen.abs().double()
     if isinstance(fmt.element, Cast):
-        found = magnitude.isfinite() & ~quantized(x, layout, name, axis).isfinite()
+        found = magnitude.isfinite() & ~quantized(x, matrix, name, axis).isfinite()
     elif fmt.block_size is not None:
         rows, packed, size = magnitude.movedim(dim, -1), quantize(seen, fmt, dim), fmt.block_size
         bytes_ = packed.scales.block()
@@ -107,12 +107,12 @@ def beyond(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> np.ndar
     return found.flatten().numpy().astype(float)
 
 
-def disagreement(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> tuple[float, float]:
+def disagreement(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> tuple[float, float]:
     """Share of finite values that differ along the two axes, and its SQNR with the signal of those
     that are numbers along `axis`.
     """
-    row = quantized(x, layout, name, "row").transpose(1, 2).reshape(-1).double().numpy()
-    column = quantized(x, layout, name, "column").reshape(-1).double().numpy()
+    row = quantized(x, matrix, name, "row").transpose(1, 2).reshape(-1).double().numpy()
+    column = quantized(x, matrix, name, "column").reshape(-1).double().numpy()
     a = x.double().flatten().numpy()
     finite = np.isfinite(a)
     row, column, a = row[finite], column[finite], a[finite]
@@ -123,24 +123,24 @@ def disagreement(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> t
     return float((~same).mean()), _decibels((a[compared] ** 2).sum(), noise)
 
 
-def codes(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> np.ndarray:
+def codes(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> np.ndarray:
     """How often each code occurs, of values that are finite before and after."""
     fmt = get_format(name)
     assert not isinstance(fmt.element, Cast)
-    seen, dim = view(x, layout, axis)
+    seen, dim = view(x, matrix, axis)
     packed = quantize(seen.contiguous(), fmt, dim)
     found = packed.codes
     if fmt.element.bits <= 4:
         found = unpack_nibbles(found, seen.shape[dim])
     found = found.movedim(-1, dim).flatten().numpy()
-    both = seen.isfinite() & quantized(x, layout, name, axis).isfinite()
+    both = seen.isfinite() & quantized(x, matrix, name, axis).isfinite()
     return np.bincount(found[both.flatten().numpy()], minlength=1 << fmt.element.bits)
 
 
-def blocks(x: torch.Tensor, layout: MatrixView, name: str, axis: str) -> dict[str, object]:
+def blocks(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[str, object]:
     """What the blocks say, one block at a time."""
     fmt = get_format(name)
-    seen, dim = view(x, layout, axis)
+    seen, dim = view(x, matrix, axis)
     packed = quantize(seen.contiguous(), fmt, dim)
     stored = packed.scales.block()
     bytes_ = stored.flatten() if stored.dim() == seen.dim() else stored[..., 0].flatten()

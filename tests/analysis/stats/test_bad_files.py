@@ -18,7 +18,7 @@ from megatron.analysis.outputs.statistics_text import format_statistics
 from megatron.analysis.stats.measure import measure_dump
 from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import values, write_tensor
-from tests.analysis.stats.test_logical import record_of, write_shards
+from tests.analysis.stats.inputs import record_of, write_shards
 
 
 def write_index(folder, **changes):

@@ -19,7 +19,7 @@ from megatron.analysis.stats import direct, tensor
 from megatron.analysis.stats.format_groups import group_formats
 from megatron.analysis.stats.matrix_view import matrix_view_of
 from megatron.fake_quant import dequantize, get_format, quantize
-from tests.analysis.stats.test_formats import heavy
+from tests.analysis.stats.inputs import heavy
 
 #: Mantissa bits, largest number, and whether a tie goes away from zero.
 ELEMENTS = {
@@ -177,8 +177,8 @@ def edges(dtype: torch.dtype) -> torch.Tensor:
 
 
 def measured(x: torch.Tensor, name: str) -> float:
-    layout = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="input")
-    _, found = tensor.measure(x, layout, group_formats([name]))
+    matrix = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="input")
+    _, found = tensor.measure(x, matrix, group_formats([name]))
     axis = "all" if (name, "all") in found else "row"
     numbers = found[name, axis].numbers()
     assert numbers["poisoned"] == 0
@@ -223,10 +223,10 @@ def test_nvfp4_clips_nothing_of_usual_values():
 def test_values_under_a_scale_of_zero_underflow_and_are_not_clipped():
     x = torch.ones(2, 16)
     x[1] = 1e-9
-    layout = matrix_view_of((2, 16), layer_type="linear", tensor_name="input")
+    matrix = matrix_view_of((2, 16), layer_type="linear", tensor_name="input")
     for dtype in (torch.float32, torch.bfloat16):
         for name in ("nvfp4", "nvfp4:sr"):
-            _, found = tensor.measure(x.to(dtype), layout, group_formats([name]))
+            _, found = tensor.measure(x.to(dtype), matrix, group_formats([name]))
             numbers = found[name, "row"].numbers()
             assert (numbers["underflow"], numbers["saturated"]) == (0.5, 0)
 

@@ -15,7 +15,7 @@ from megatron.analysis.stats.export import summary
 from megatron.analysis.stats.measure import measure_dump
 from megatron.analysis.store import TensorStore
 from tests.analysis.fake_dump import records, write_tensor
-from tests.analysis.stats.test_logical import record_of, write_shards
+from tests.analysis.stats.inputs import record_of, write_shards
 
 
 def write(folder, *tensors):

@@ -16,6 +16,7 @@ from megatron.analysis.stats.matrix_view import matrix_view_of
 from megatron.analysis.stats.result_columns import arrays_of, format_numbers
 from megatron.fake_quant import fake_quantize, get_format, quantize
 from tests.analysis.stats import naive
+from tests.analysis.stats.inputs import heavy
 
 PLAIN = (
     "hifp8",
@@ -41,29 +42,16 @@ BLOCKS = (
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def heavy(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Outlier channels, tokens of many sizes, zeros of both signs, a block of zeros, subnormals."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator)
-    x[..., ::16] *= 30
-    x *= torch.randn((*shape[:-1], 1), generator=generator).mul(2).exp()
-    flat = x.view(-1)
-    flat[::97], flat[1::89] = 0.0, -0.0
-    x.view(-1, shape[-1])[:35, :35] = 0
-    flat[-3:] = torch.tensor([1e-39, -6e-8, 3e-6])
-    return x.to(dtype)
-
-
 def linear(x: torch.Tensor):
     return matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="input")
 
 
-def check(x: torch.Tensor, layout, names) -> None:
-    _, found = tensor.measure(x, layout, group_formats(names))
+def check(x: torch.Tensor, matrix, names) -> None:
+    _, found = tensor.measure(x, matrix, group_formats(names))
     assert {name for name, _ in found} == set(names)
     for (name, axis), errors in found.items():
         numbers = format_numbers(get_format(name), errors)
-        for column, expected in naive.errors(x, layout, name, axis).items():
+        for column, expected in naive.errors(x, matrix, name, axis).items():
             # what is left of sums that cancel depends on their order
             loose = 1e-12 * numbers["max_error"] if "bias" in column else 0
             assert numbers[column] == pytest.approx(expected, rel=1e-10, abs=loose, nan_ok=True), (
@@ -72,13 +60,13 @@ def check(x: torch.Tensor, layout, names) -> None:
                 column,
             )
         if len(errors.codes):
-            counted = naive.codes(x, layout, name, axis)
+            counted = naive.codes(x, matrix, name, axis)
             np.testing.assert_array_equal(errors.codes, counted, (name, axis))
         if axis in AXES:
-            share, sqnr = naive.disagreement(x, layout, name, axis)
+            share, sqnr = naive.disagreement(x, matrix, name, axis)
             assert numbers["axis_disagreement"] == pytest.approx(share, rel=1e-12), name
             assert numbers["axis_sqnr_db"] == pytest.approx(sqnr, rel=1e-10), name
-            for column, expected in naive.blocks(x, layout, name, axis).items():
+            for column, expected in naive.blocks(x, matrix, name, axis).items():
                 if column == "scales":
                     np.testing.assert_array_equal(errors.scales, expected, (name, axis))
                 else:
@@ -115,12 +103,12 @@ def test_nan_and_inf_poison_their_blocks_and_are_left_out_of_the_sums(dtype):
 )
 def test_tensors_with_hardly_a_number(values, dtype):
     x = torch.tensor(values).to(dtype)
-    layout = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="weight")
+    matrix = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="weight")
     names = ["hifp8", "fp8_e5m2", "mxfp8", "mxfp4", "nvfp4", "mxint8"]
-    _, found = tensor.measure(x, layout, group_formats(names))
+    _, found = tensor.measure(x, matrix, group_formats(names))
     for (name, axis), errors in found.items():
         numbers = format_numbers(get_format(name), errors)
-        for column, expected in naive.errors(x, layout, name, axis).items():
+        for column, expected in naive.errors(x, matrix, name, axis).items():
             found_one = pytest.approx(expected, rel=1e-9, nan_ok=True)
             assert numbers[column] == found_one, (name, axis, column)
 
@@ -140,12 +128,12 @@ def test_an_empty_tensor_has_counts_of_zero_and_no_numbers(shape):
 
 def test_heads_of_attention_share_no_block_and_columns_run_along_queries():
     x = heavy((40, 2, 3, 24), torch.bfloat16)
-    layout = matrix_view_of(tuple(x.shape), layer_type="attention", tensor_name="query")
-    assert (layout.rows, layout.columns, layout.run) == (40, 144, 24)
-    check(x, layout, ["mxfp8", "nvfp4"])
+    matrix = matrix_view_of(tuple(x.shape), layer_type="attention", tensor_name="query")
+    assert (matrix.rows, matrix.columns, matrix.run) == (40, 144, 24)
+    check(x, matrix, ["mxfp8", "nvfp4"])
     # what the matmul does: along head_dim, and for each sequence and head along the queries
     queries = x.permute(1, 2, 0, 3).contiguous()
-    _, found = tensor.measure(x, layout, group_formats(["mxfp4"]))
+    _, found = tensor.measure(x, matrix, group_formats(["mxfp4"]))
     for axis, dim in (("row", -1), ("column", -2)):
         error = fake_quantize(queries, "mxfp4", dim).double() - queries.double()
         assert found["mxfp4", axis].numbers()["mse"] == pytest.approx(
@@ -154,11 +142,11 @@ def test_heads_of_attention_share_no_block_and_columns_run_along_queries():
 
 
 def test_attention_output_has_blocks_within_a_head_and_probabilities_along_keys():
-    layout = matrix_view_of((40, 2, 72), layer_type="attention", tensor_name="output", head_dim=24)
-    assert (layout.rows, layout.columns, layout.run) == (40, 144, 24)
+    matrix = matrix_view_of((40, 2, 72), layer_type="attention", tensor_name="output", head_dim=24)
+    assert (matrix.rows, matrix.columns, matrix.run) == (40, 144, 24)
     probabilities = torch.softmax(heavy((2, 3, 33, 40), torch.float32), -1).bfloat16()
-    layout = matrix_view_of((2, 3, 33, 40), layer_type="attention", tensor_name="attention_probs")
-    check(probabilities, layout, ["mxfp8", "nvfp4"])
+    matrix = matrix_view_of((2, 3, 33, 40), layer_type="attention", tensor_name="attention_probs")
+    check(probabilities, matrix, ["mxfp8", "nvfp4"])
 
 
 def test_saturation_counts_values_beyond_the_rounding_edge_of_the_largest_number():
@@ -233,11 +221,11 @@ def test_formats_that_are_computed_pair_by_pair(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pieces_give_what_the_whole_gives(dtype, monkeypatch):
     x = heavy((3, 70, 40), dtype)
-    layout = matrix_view_of(tuple(x.shape), layer_type="attention", tensor_name="attention_probs")
+    matrix = matrix_view_of(tuple(x.shape), layer_type="attention", tensor_name="attention_probs")
     plan = group_formats(["mxfp8", "mx:e2m1:b16:even", "nvfp4", "hifp8", "fp8_e4m3", "hifp4"])
-    whole_values, whole = tensor.measure(x, layout, plan)
+    whole_values, whole = tensor.measure(x, matrix, plan)
     monkeypatch.setattr(chunks, "PIECE", 1000)
-    values, found = tensor.measure(x, layout, plan)
+    values, found = tensor.measure(x, matrix, plan)
     for key, errors in found.items():
         np.testing.assert_array_equal(errors.ints, whole[key].ints, key)
         np.testing.assert_allclose(errors.floats, whole[key].floats, 1e-10, 1e-300)

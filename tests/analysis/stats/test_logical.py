@@ -13,24 +13,10 @@ from megatron.analysis import stats
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import fake_quantize
 from tests.analysis.fake_dump import records, values, write_tensor
+from tests.analysis.stats.inputs import record_of, write_shards
 
 FORMATS = ["mxfp8", "nvfp4", "hifp8", "fp8_e4m3"]
 GENERATOR = torch.Generator().manual_seed(5)
-
-
-def record_of(name: str, **changes):
-    found = (r for r, _, _ in records(run_id="r", quant_type="mxfp8", layers=1))
-    record = next(r for r in found if r.tensor_name == name)
-    return dataclasses.replace(record, **changes)
-
-
-def write_shards(folder, record, shards, *, group="tp", sizes=None):
-    for rank, shard in enumerate(shards):
-        place = {"world": rank, "world_size": len(shards), **(sizes or {})}
-        place |= {group: rank, f"{group}_size": len(shards)}
-        write_tensor(
-            folder, dataclasses.replace(record, shape=list(shard.shape), rank=place), shard
-        )
 
 
 def whole_and_parts(tmp_path, record, x, shards, **options):

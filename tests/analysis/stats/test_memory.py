@@ -16,11 +16,11 @@ from tests.subprocesses import REPO, environment, run
 
 def peak(x: torch.Tensor, names: list[str]) -> int:
     """Bytes that numpy takes at most while `x` is measured."""
-    layout = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="input")
-    tensor.measure(x, layout, group_formats(names))  # compiles
+    matrix = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="input")
+    tensor.measure(x, matrix, group_formats(names))  # compiles
     tracemalloc.start()
     try:
-        tensor.measure(x, layout, group_formats(names))
+        tensor.measure(x, matrix, group_formats(names))
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -44,8 +44,8 @@ from megatron.analysis.stats.logical_tensors import Part
 from megatron.analysis.stats.jobs import Job, measure_job
 
 path, rows = sys.argv[1], int(sys.argv[2])
-layout = matrix_view_of((rows, 1024), layer_type="linear", tensor_name="input")
-outcome = measure_job(Job(0, Part((path,), ((),), layout, True, 0), ("mxfp8",)))
+matrix = matrix_view_of((rows, 1024), layer_type="linear", tensor_name="input")
+outcome = measure_job(Job(0, Part((path,), ((),), matrix, True, 0), ("mxfp8",)))
 assert outcome.contents and not outcome.failures, outcome.failures
 # not ru_maxrss: what it says of a process begins with what the one that started it had
 [peak] = [l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM")]

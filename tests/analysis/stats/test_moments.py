@@ -18,8 +18,8 @@ NAN, INF = math.nan, math.inf
 
 
 def measure(x: torch.Tensor) -> tuple[Moments, Histogram]:
-    layout = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="input")
-    values, found = tensor.measure(x, layout, group_formats(()))
+    matrix = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="input")
+    values, found = tensor.measure(x, matrix, group_formats(()))
     assert found == {}
     return values.moments, values.histogram
 
