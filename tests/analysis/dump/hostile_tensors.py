@@ -1,4 +1,4 @@
-"""Hostile `.pt` files for tests: each is written by a function from a good file."""
+"""Hostile `.pt` files for tests, each made by a function from a good file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _save(path: Path, tensor: Any, **metadata: Any) -> None:
 
 
 def _claims(path: Path, tensor: Tensor) -> None:
-    """Write a tensor under metadata that agree with it, so that only the tensor is at fault."""
+    """Write a tensor with matching metadata, so that only the tensor is at fault."""
     dims = " ".join("abcdefghijklmnop"[: tensor.dim()])
     shape = list(tensor.shape)
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -72,7 +72,7 @@ def _rezip(path: Path, members: dict[str, bytes], how: int = zipfile.ZIP_STORED)
 
 
 def _pickled(path: Path, change: Callable[[bytes], bytes]) -> None:
-    """Put the pickle of a file through a function."""
+    """Replace the pickle of a file by `change(pickle)`."""
     members = _members(path)
     name = next(name for name in members if name.endswith("data.pkl"))
     _rezip(path, members | {name: change(members[name])})
@@ -107,14 +107,14 @@ def _deep_pickle(path: Path) -> None:
 
 
 def _truncated_data(path: Path) -> None:
-    """Store fewer bytes for the values than the pickle claims, with a whole archive."""
+    """Write a valid archive with fewer bytes of values than its pickle claims."""
     members = _members(path)
     name = next(name for name in members if name.endswith("data/0"))
     _rezip(path, members | {name: members[name][:100]})
 
 
 def _in_bytes(path: Path) -> None:
-    """Wrap a whole file of torch.save, as bytes, in another one."""
+    """Write a file that holds a whole file of torch.save as bytes."""
     inner = path.read_bytes()
     path.unlink()
     torch.save({"tensor": io.BytesIO(inner).getvalue(), "metadata": {}}, path)
@@ -163,7 +163,7 @@ def _socket(path: Path) -> None:
 
 
 class _Subclass(Tensor):
-    """A class of tensors that only this module knows."""
+    """A tensor class that only this module knows."""
 
 
 def _strange_metadata(**changes: Any) -> Callable[[Path], None]:
@@ -181,7 +181,7 @@ def _bits(dtype: torch.dtype, size: int = 64) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8).view(dtype)
 
 
-#: By name: a function that makes a good `.pt` file hostile, and what a reader says of it.
+#: Functions that make a good `.pt` file hostile, and the message of a reader, by name.
 TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
     "expanded": (_write(lambda: torch.zeros(1).expand(MANY, MANY)), "claims"),
     "expanded rows": (_write(lambda: torch.zeros(64).expand(1 << 34, 64)), "claims"),

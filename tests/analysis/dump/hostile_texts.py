@@ -1,4 +1,4 @@
-"""Hostile indexes and run cards for tests: each is the content of a file beside a good tensor."""
+"""Hostile indexes and run cards for tests, each beside a good tensor."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Change = Callable[[dict[str, Any]], Iterator[bytes]]
 
 
 def _changed(**changes: Any) -> Change:
-    """One good line with some of its fields replaced."""
+    """Return a good line with some of its fields replaced."""
     return lambda line: iter([json.dumps(line | changes).encode() + b"\n"])
 
 
 def _replaced(old: str, new: str) -> Change:
-    """One good line in which a piece of text is replaced."""
+    """Return a good line in which a piece of text is replaced."""
 
     def write(line: dict[str, Any]) -> Iterator[bytes]:
         text = json.dumps(line)
@@ -32,7 +32,7 @@ def _rank(**changes: Any) -> Change:
 
 
 def _bytes(content: bytes, times: int = 1) -> Change:
-    """`content`, repeated, before a good line."""
+    """Return `content`, repeated, before a good line."""
 
     def write(line: dict[str, Any]) -> Iterator[bytes]:
         block = max(1, min(times, (1 << 20) // len(content)))
@@ -43,7 +43,7 @@ def _bytes(content: bytes, times: int = 1) -> Change:
     return write
 
 
-#: By name: what the one line of an index becomes, and what a reader says of it.
+#: Functions that make the only line of an index hostile, and the message of a reader, by name.
 INDEXES: dict[str, tuple[Change, str]] = {
     "out by dots": (_changed(file="../../../../../etc/passwd"), "plain file name"),
     "absolute": (_changed(file="/etc/passwd"), "plain file name"),
@@ -107,7 +107,7 @@ def _text(content: str | bytes) -> Write:
 
 
 def _sparse(size: int) -> Write:
-    """A file of zeros that takes no room on the disk."""
+    """Write a file of zeros that takes no space on the disk."""
 
     def write(path: Path, card: dict[str, Any]) -> None:
         with path.open("wb") as file:
@@ -120,7 +120,7 @@ def _instead(make: Callable[[Path], object]) -> Write:
     return lambda path, card: make(path)
 
 
-#: By name: how the run card of a good tensor is written, and what a reader says of it.
+#: Functions that write a hostile run card, and the message of a reader, by name.
 CARDS: dict[str, tuple[Write, str]] = {
     "cut short": (_text('{"run_id": "r", '), "JSON"),
     "a number": (_text("7"), "not a run card: it holds a JSON int"),
@@ -143,7 +143,7 @@ CARDS: dict[str, tuple[Write, str]] = {
     "folder": (_instead(Path.mkdir), "folder"),
 }
 
-#: By name: what stands in the place of an index, and what a reader says of it.
+#: Functions that put something else in the place of an index, and a reader's message, by name.
 INDEX_PLACES: dict[str, tuple[Callable[[Path], object], str]] = {
     "pipe": (os.mkfifo, "FIFO"),
     "link to /dev/zero": (lambda p: p.symlink_to("/dev/zero"), "device"),

@@ -1,4 +1,4 @@
-"""Runs readers on dumps in bounded memory, and writes what each of them said and took as JSON.
+"""Run readers on dumps in bounded memory, and write their reports and memory use as JSON.
 
 python tests/analysis/dump/hostile_worker.py RESULT DUMP...
 """
@@ -28,12 +28,12 @@ from megatron.analysis.__main__ import main
 from megatron.analysis.dump.tensor_files import UnreadableTensorError
 from megatron.analysis.store import TensorStore
 
-MEMORY = 3 << 30  #: bytes of address space beyond what is there before the first reader
-SECONDS = 240  #: after which the process ends itself, with the place where it hangs
+MEMORY = 3 << 30  #: bytes of address space, in addition to those in use before the first reader
+SECONDS = 240  #: seconds until the process ends itself and prints where it hangs
 
 
 def by_store(dump: Path, output: Path) -> int:
-    """Load every tensor of the dump; say what cannot be read."""
+    """Load every tensor of the dump, and report unreadable ones."""
     store = TensorStore(dump)
     for problem in store.problems:
         print(problem)
@@ -50,7 +50,7 @@ def by_store(dump: Path, output: Path) -> int:
 
 
 def command(*words: str) -> Callable[[Path, Path], int]:
-    """A command of `python -m megatron.analysis`; `{}` is its output folder."""
+    """Return a reader that runs `python -m megatron.analysis`; `{}` is its output folder."""
 
     def run(dump: Path, output: Path) -> int:
         name, *options = words
@@ -69,7 +69,7 @@ READERS = {
 
 
 def told(read: Callable[[Path, Path], int], dump: Path, output: Path) -> dict[str, object]:
-    """Run one reader; a traceback is what it ends with, or prints."""
+    """Run one reader and return its report; a traceback in its output counts as a failure."""
     output.mkdir(parents=True)
     out, err = io.StringIO(), io.StringIO()
     begun = time.monotonic()
@@ -77,7 +77,7 @@ def told(read: Callable[[Path, Path], int], dump: Path, output: Path) -> dict[st
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             status = read(dump, output)
-        except BaseException:  # even a SystemExit is no way to say what is wrong with a file
+        except BaseException:  # even a SystemExit does not report what is wrong with a file
             traceback.print_exc()
     seconds = time.monotonic() - begun
     return {"status": status, "out": out.getvalue(), "err": err.getvalue(), "seconds": seconds}

@@ -1,10 +1,11 @@
-"""Collects one iteration of the small models of `tests/core`, a GPT and a DeepSeek, in several
-parallel layouts in one process a rank; run by the tests, with one rank or under torchrun with two.
+"""Collect one iteration of the small models of `tests/core` in several parallel layouts.
 
     layouts_worker.py FOLDER NAME...
 
-The weights follow from a parameter's global name and place, and the data from the data-parallel
-rank: what one rank computes, the ranks of a layout compute together.
+The models are a GPT and a DeepSeek. Tests run this file with one rank, or under torchrun with two,
+one process per rank. The weights follow from a parameter's global name and position, and the data
+from the data-parallel rank. The ranks of a layout therefore compute together what one rank
+computes.
 """
 
 import os
@@ -18,7 +19,7 @@ import deepseek_worker
 import gpt_worker
 import torch
 
-#: What no record says: a straight-through backward pass, probabilities before normalization.
+#: Settings that no record contains: straight-through backward, unnormalized probabilities.
 RECIPE = """
 configs:
   both:
@@ -47,20 +48,21 @@ LAYOUTS = {
     "window-cp2": ("--micro-batches 1 --window 5 --cp 2", "FA_mxfp8"),
     "recipe": ("--micro-batches 1 --dtype bf16", RECIPE),
 }
-#: The same of the model with latent attention and experts.
+#: The same for the model with latent attention and experts.
 MIXTURES = {
     "experts": ("--micro-batches 2", "bf16"),
     "ep2": ("--micro-batches 1 --ep 2", "bf16"),
     "ep2-mxfp8": ("--micro-batches 1 --ep 2 --dtype bf16", "mxfp8"),
     "latent-mxfp8": ("--micro-batches 1 --dtype bf16", "mxfp8"),
 }
-#: Whose run cards say what each matmul goes through; the others' say nothing.
+#: Layouts whose run cards contain the audit of the matmuls' formats; the others have none.
 WITH_AUDIT = ("window", "window-cp2", "recipe", *MIXTURES)
 
 
 def fill(model: torch.nn.Module, rank: int, size: int) -> None:
-    """This rank's part of the weights; numbers of layers and experts are those of the whole
-    model.
+    """Fill this rank's part of the weights.
+
+    Layers and experts are numbered as in the whole model.
     """
     offset = model.decoder.layers[0].layer_number - 1
     for name, parameter in model.named_parameters():
@@ -78,7 +80,8 @@ def fill(model: torch.nn.Module, rank: int, size: int) -> None:
         shape = [n * size if i == axis else n for i, n in enumerate(parameter.shape)]
         seed = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
         whole = 0.1 * torch.randn(shape, generator=seed)
-        halves = whole.chunk(2) if "linear_fc1" in name else [whole]  # gate and up, each cut
+        # gate and up are sharded separately
+        halves = whole.chunk(2) if "linear_fc1" in name else [whole]
         own = torch.cat(
             [half.chunk(size, axis)[rank] if axis is not None else half for half in halves]
         )
@@ -86,8 +89,10 @@ def fill(model: torch.nn.Module, rank: int, size: int) -> None:
 
 
 def batches(given, rank: int):
-    """The data of a data-parallel rank. One rank with as many micro-batches as there are
-    data-parallel ranks elsewhere has the first of each of theirs.
+    """Return the data of a data-parallel rank.
+
+    A rank with several micro-batches gets the first micro-batch of each data-parallel rank of the
+    other layouts, in order.
     """
     if hasattr(given, "experts") and given.micro_batches > 1:
         return (next(gpt_worker.batches(7 + rank)) for rank in range(given.micro_batches))
@@ -95,7 +100,7 @@ def batches(given, rank: int):
 
 
 def audited(model: torch.nn.Module) -> list[dict]:
-    """What the trainer puts into the run card."""
+    """Return the audit that the trainer writes to the run card."""
     from megatron.core.low_precision import matmul_audit
 
     found = matmul_audit.of_whole_model([model], gpt_worker.SEQ)
@@ -109,7 +114,7 @@ def audited(model: torch.nn.Module) -> list[dict]:
 
 
 def configure(folder: Path, quant_type: str) -> None:
-    """The formats: a type, or the text of a recipe."""
+    """Set the formats, given as a type or as the text of a recipe."""
     from megatron.fake_quant import policy
 
     if quant_type == RECIPE:
@@ -174,7 +179,7 @@ def main() -> None:
     gpt_worker.start_processes()
     for name in names:
         collect(Path(folder, name), name)
-    torch.distributed.barrier()  # a rank that left first could abort the other
+    torch.distributed.barrier()  # a rank that exits first could abort the other
 
 
 if __name__ == "__main__":

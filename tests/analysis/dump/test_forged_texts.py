@@ -1,4 +1,4 @@
-"""Texts and caches of a dump that would forge output, or change what is not ours."""
+"""Test that texts and caches of a dump cannot forge output or change foreign files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ASKED = {
 
 @pytest.fixture
 def forged(tmp_path):
-    """Create a dump with `EVIL` in every free text of its records, and in the name of one file."""
+    """Create a dump with `EVIL` in every free text of its records, and in one file name."""
     dump = tmp_path / "dump"
     paths = write_dump(dump, layers=1, index=False)
     [card] = dump.glob("run_*.json")
@@ -67,7 +67,7 @@ def test_no_text_of_a_dump_forges_a_line_or_drives_the_terminal(forged, tmp_path
 
 @pytest.mark.parametrize("image", ["svg", "pdf"])
 def test_figures_show_the_texts_of_a_dump_as_they_are(tmp_path, capsys, image):
-    """Long names leave the axes no room, so these are short."""
+    """The names are short, because long ones leave no space for the axes."""
     name = "a\n\x1b[2J$x^{<b>"
     dump, drawn = tmp_path / "dump", tmp_path / "draw"
     lines = []
@@ -104,7 +104,7 @@ def foreign(path):
 
 
 def place(kind, dump, tmp_path):
-    """Make something hostile of the cache; return the file that must not change, if any."""
+    """Replace the cache by something hostile; return the file that must not change, if any."""
     cache, other = dump / ".statistics", tmp_path / "foreign.sqlite"
     foreign(other)
     if kind == "link to a folder":

@@ -1,8 +1,8 @@
-"""Over a hundred hostile files and folders, each read by every reader: named in one line, without a
-traceback, in bounded time and memory; the good files beside them are read.
+"""Test every reader on over a hundred hostile files and folders.
 
-The hostile files stand together in a few dumps, because a reader takes its time for each dump; what
-is asserted is asserted of each file.
+Each is named in one line, without a traceback, in bounded time and memory, and the good files
+beside it are read. The hostile files are in a few dumps, because a reader needs some time per dump,
+but every assertion is about one file.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.analysis.fake_dump import records, values, write_tensor
 from tests.subprocesses import REPO, environment
 
 READERS = tuple(hostile_worker.READERS)
-SECONDS = 60  #: one reader of one dump; about 3 on a quiet machine
+SECONDS = 60  #: seconds for one reader of one dump; about 3 on an idle machine
 
 
 def good_tensors(folder: Path, run_id: str, count: int = 2) -> list[tuple[Path, dict]]:
-    """Write good files of a run of their own; each with the line that an index has of it."""
+    """Write the good files of one run; return each with its line for an index."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(1)
     found = []
@@ -46,7 +46,7 @@ def name_of(kind: str) -> str:
 
 
 def write_tensors(dump: Path) -> dict[str, Path]:
-    """A folder for each kind, with a good file and a hostile one; no index."""
+    """Write one folder per kind, with a good file and a hostile one, and no index."""
     hostile = {}
     for kind, (make, _) in TENSORS.items():
         _, (path, _) = good_tensors(dump / name_of(kind), f"run_{name_of(kind)}")
@@ -56,7 +56,7 @@ def write_tensors(dump: Path) -> dict[str, Path]:
 
 
 def write_indexes(dump: Path) -> dict[str, Path]:
-    """A folder for each kind, with two good files of which one stands in a hostile index."""
+    """Write one folder per kind, with two good files, one of which a hostile index names."""
     hostile = {}
     for kind, (change, _) in INDEXES.items():
         run_id = f"run_{name_of(kind)}"

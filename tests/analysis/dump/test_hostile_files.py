@@ -1,5 +1,6 @@
-"""Files that are broken, are something else, or would run code: each reader names them, runs
-nothing, and reads the others.
+"""Test files that are broken, are something else, or would run code.
+
+Each reader names them, runs nothing, and reads the others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.subprocesses import REPO, run
 
 
 class Evil:
-    """What unpickling would run: it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, made: Path):
         self.made = made
@@ -34,7 +35,7 @@ def save(path, *, made, **how):
 
 
 def damage(path):
-    """The pickle inside the archive."""
+    """Damage the pickle inside the archive."""
     good = path.read_bytes()
     at = good.index(b"data.pkl") + 8
     path.write_bytes(good[:at] + b"\xff" * 60 + good[at + 60 :])
@@ -45,7 +46,7 @@ def instead(path, make):
     make(path)
 
 
-#: What is done to a good file; `made` is what code in it would make.
+#: Functions that make a good file hostile; `made` is the file that code in it would create.
 SPOILT = {
     "evil archive": lambda path, made: save(path, made=made),
     "evil legacy file": lambda path, made: save(
@@ -124,7 +125,7 @@ def test_all_of_them_at_once_are_named_by_the_drawing_and_the_others_are_drawn(
 
 
 def test_the_payload_would_make_the_file(tmp_path):
-    """Else the tests above could not fail."""
+    """Otherwise the tests above could not fail."""
     save(tmp_path / "a.pt", made=tmp_path / "made")
     assert not (tmp_path / "made").exists()
     torch.load(tmp_path / "a.pt", weights_only=False)
@@ -156,7 +157,7 @@ def test_links_of_folders_in_a_circle_are_not_followed(tmp_path):
 
 
 def test_an_index_cannot_point_out_of_its_folder(tmp_path):
-    """What lies elsewhere is neither read nor shown as a tensor of this dump."""
+    """A file elsewhere is neither read nor shown as a tensor of this dump."""
     write_dump(tmp_path / "dump", layers=1)
     [outside, *_] = write_dump(tmp_path / "outside", layers=1, index=False)
     [index] = (tmp_path / "dump").glob("*.jsonl")

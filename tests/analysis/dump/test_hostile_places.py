@@ -1,4 +1,4 @@
-"""Hostile folders around a dump: deep ones, unlistable ones, and an output folder of anyone."""
+"""Test hostile folders around a dump: deep ones, unlistable ones, and a foreign output folder."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ NOTES = {
 
 
 def check_notes(output: Path, dump: Path) -> None:
-    """Use the notes as drawing does; raises where they are believed."""
+    """Read the notes as the drawing code does; raise if hostile ones are believed."""
     assert provenance.unchanged(output, ["report"], "x") == {}
     assert provenance.set_aside(output, ["report"], dump) == []
     provenance.remember(output, dump, [Made("report", [], {})], "new")

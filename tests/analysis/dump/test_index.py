@@ -1,4 +1,4 @@
-"""What stands in an index: read quickly, whatever else stands there, and never trusted blindly."""
+"""Test that indexes are read quickly, whatever they contain, and never trusted blindly."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_an_index_cut_short_by_a_crash_still_counts(tmp_path):
 
 
 def rewrite(folder, change):
-    """Put every line of the one index through a function; returns the index."""
+    """Replace every line of the only index by `change(line)`; return the index."""
     [index] = folder.glob("*.jsonl")
     lines = [change(json.loads(line)) for line in index.read_text().splitlines()]
     index.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -76,7 +76,7 @@ def test_unknown_fields_and_events_of_a_later_writer_do_not_stop_a_reader(tmp_pa
 
 
 def test_an_older_index_without_some_fields_is_read(tmp_path):
-    """`slice` came later; what is missing is unknown."""
+    """A missing field, such as `slice`, is unknown."""
     write_dump(tmp_path, layers=1)
     before = TensorStore(tmp_path).records
     rewrite(tmp_path, lambda line: {k: v for k, v in line.items() if k not in ("slice", "dims")})
@@ -156,8 +156,10 @@ def test_a_run_card_that_is_none_is_a_problem(tmp_path):
 
 
 def test_a_large_index_opens_and_selects_quickly(tmp_path):
-    """A fifth of 100,000 records, which should open in 2 s and select in 0.2 s; four times that is
-    allowed. The time is the processor's: other work on the machine does not count.
+    """A fifth of 100,000 records may take four times the goal.
+
+    The goal is 2 s to open and 0.2 s to select. Processor time counts, so that other work on the
+    machine does not matter.
     """
     share, count = 4 * 0.2, 20_000
     write_dump(tmp_path / "one", layers=1)

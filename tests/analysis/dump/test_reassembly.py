@@ -1,4 +1,4 @@
-"""Logical tensors from shards: by hand, and of real runs against one rank."""
+"""Test logical tensors from shards: written by hand, and of real runs against one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(
     recomputed=False,
     **places,
 ):
-    """One shard; `places` are the rank's coordinates and sizes, 0 of 1 where nothing is said."""
+    """Write one shard; `places` are coordinates and sizes of the rank, by default 0 of 1."""
     rank = {"world": world, "world_size": world_size, **dict.fromkeys(GROUPS, 0)}
     rank |= {f"{group}_size": 1 for group in GROUPS} | places
     record = TensorRecord(
@@ -62,7 +62,7 @@ def write(
 
 
 def write_grid(folder, dims, part_of, *, sizes=(2, 2), whole=WHOLE):
-    """What each rank of a cp x tp grid has, tp fastest."""
+    """Write the shard of each rank of a cp x tp grid, with tp varying fastest."""
     folder.mkdir(exist_ok=True)
     cp_size, tp_size = sizes
     for cp, tp in itertools.product(range(cp_size), range(tp_size)):
@@ -71,7 +71,7 @@ def write_grid(folder, dims, part_of, *, sizes=(2, 2), whole=WHOLE):
 
 
 def zigzag(cp):
-    """The chunks of two tokens that a rank of two has, by hand."""
+    """Return the chunks of two tokens that one of two ranks holds."""
     return [0, 1, 6, 7] if cp == 0 else [2, 3, 4, 5]
 
 
@@ -104,8 +104,8 @@ def test_shards_of_a_grid_of_ranks(tmp_path, dims, part_of):
 
 
 def test_partial_sums_are_rounded_once(tmp_path):
-    """In float32 one after the other, 1 + 2^-24 would be 1 each time."""
-    terms = [1.0, 2**-24, 2**-24, 2**-24]  # 1 + 1.5 ulp, a tie: to even
+    """In float32, adding one by one, 1 + 2^-24 would be 1 each time."""
+    terms = [1.0, 2**-24, 2**-24, 2**-24]  # 1 + 1.5 ulp, a tie that goes to even
     for rank, term in enumerate(terms):
         part = torch.full((1,), term)
         write(tmp_path, part, "h | partial[tp]", part, world=rank, tp=rank, tp_size=4)
@@ -211,7 +211,7 @@ def test_data_parallel_ranks_have_other_data_but_the_same_weights(tmp_path):
 
 
 def test_an_expert_belongs_to_the_ranks_of_its_own_groups(tmp_path):
-    """8 ranks, ep 2 and etp 2: ranks 0, 1 and 4, 5 have expert 0, each pair for its own tokens."""
+    """8 ranks, ep 2, etp 2: ranks 0, 1 and 4, 5 hold expert 0, each pair for its own tokens."""
     for world in (0, 1, 4, 5):
         etp, data = world % 2, world // 4
         write(
@@ -244,7 +244,7 @@ def test_of_a_recomputed_forward_the_first_counts(tmp_path):
 
 
 def tensors(store, **conditions):
-    """Every logical tensor: {(micro-batch, module, name): tensor}."""
+    """Return every logical tensor as {(micro-batch, module, name): tensor}."""
     found = store.select(**conditions).drop_duplicates(["micro_batch", "module", "tensor_name"])
     return {
         (row.micro_batch, row.module, row.tensor_name): store.load_global(row)
@@ -253,7 +253,10 @@ def tensors(store, **conditions):
 
 
 def of_one_rank(key, tensor, size):
-    """Of the gated fc1, ranks have gate and up each in parts: [gate0, up0, gate1, up1]."""
+    """Return the tensors of one rank, cut as on two ranks.
+
+    Both parts of a gated fc1 are sharded: [gate0, up0, gate1, up1].
+    """
     _, module, name = key
     if not module.endswith("linear_fc1") or name in ("input", "grad_input"):
         return tensor
@@ -267,7 +270,7 @@ def test_tensors_of_two_ranks_put_together_are_those_of_one(dumps, layout):
     store = TensorStore(dumps / layout)
     assert store.records["rank"].nunique() == 2
     expected, found = tensors(TensorStore(dumps / "one")), tensors(store)
-    # weights are written with the first micro-batch only
+    # weights are saved with the first micro-batch only
     assert len(expected) == 2 * 2 * 32 - 2 * 4
     assert found.keys() == expected.keys()
     for key, tensor in found.items():
@@ -282,9 +285,11 @@ def test_tensors_of_two_ranks_put_together_are_those_of_one(dumps, layout):
 
 
 def test_experts_spread_over_two_ranks_put_together_are_those_of_one(dumps):
-    """Each rank's data is one of the micro-batches of one rank, whose gradients are divided by
-    their number: exactly twice as large here. An expert gets the tokens of both ranks at once; the
-    gradient of its weight alone sums over them, in another order.
+    """Two ranks compute the two micro-batches of one rank.
+
+    One rank divides its gradients by the number of micro-batches, so they are exactly twice as
+    large here. An expert gets the tokens of both ranks at once; only the gradient of its weight
+    sums over them in another order.
     """
     one, spread = TensorStore(dumps / "experts"), TensorStore(dumps / "ep2")
     experts = spread.select(module="*local_experts*")

@@ -1,4 +1,4 @@
-"""Dumps that are not what most are: drawn as far as they go, or said in words what is missing."""
+"""Test unusual dumps: they are drawn as far as possible, and messages say what is missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMATS = ["mxfp8", "nvfp4", "hifp8"]
 
 
 def change(path, metadata=None, tensor=None):
-    """Give a tensor's file other content."""
+    """Replace the content of a tensor's file."""
     payload = torch.load(path, weights_only=True)
     payload["metadata"] |= metadata or {}
     payload["tensor"] = payload["tensor"] if tensor is None else tensor
@@ -35,7 +35,7 @@ def change(path, metadata=None, tensor=None):
 
 @pytest.fixture
 def draw(tmp_path, monkeypatch):
-    """Everything of the dump in `logs`, small."""
+    """Draw everything of the dump in `logs`, at a small size."""
     monkeypatch.setattr(render, "DPI", 20)
 
     def of(figures=tuple(OUTPUTS)):
@@ -131,7 +131,7 @@ def test_the_manifest_of_another_program_is_no_hindrance(tmp_path, draw):
 
 @pytest.fixture
 def strange(tmp_path):
-    """Tensors of one value, without a finite one, and one of which only the name is known."""
+    """Write constant tensors, one without finite values, and one known by its name only."""
     first, weight, output, query, key, *_ = write_dump(tmp_path, layers=1, index=False)
     for path, value in ((first, math.nan), (weight, 0.0), (query, math.inf), (key, 1.0)):
         payload = torch.load(path, weights_only=True)
@@ -159,12 +159,12 @@ def test_strange_values_make_no_figure_fail(strange):
                     drawn = draw()
                     assert drawn, title
                     if isinstance(drawn, Figure):
-                        drawn.draw_without_rendering()  # lays out, so that ticks have their texts
+                        drawn.draw_without_rendering()  # gives ticks their texts
                         assert not [text for text in drawn.findobj(Text) if "$" in text.get_text()]
             except NothingToDrawError:
                 lacking.add(f"{name}/{title}")
     assert lacking == {"comparisons", "attention_maps"}
     found = content(figure_data)
-    # the card of the dump has no end
+    # the run card records no end
     assert [caution["kind"] for caution in found["cautions"][:2]] == ["unfinished", "nan"]
     json.dumps(found, allow_nan=False)

@@ -1,5 +1,6 @@
-"""Every statistic as its definition says, with numpy in float64 and loops over blocks. What a value
-becomes is asked of `fake_quantize`, and codes and scales of `quantize`, which have tests and
+"""Compute every statistic by its definition, with numpy in float64 and loops over blocks.
+
+Quantized values come from `fake_quantize`, codes and scales from `quantize`, which have tests and
 oracles of their own.
 """
 
@@ -16,7 +17,7 @@ from megatron.fake_quant.code_points import unpack_nibbles
 from megatron.fake_quant.formats import Cast, GroupScaling, TwoLevelScaling
 
 HIFLOAT8_OVERFLOW = 40960.0
-#: The rounding edge above the largest number of each element, and whether a value on it goes up.
+#: The rounding edge above each element's largest number, and whether a value on it rounds up.
 EDGES = {
     "e4m3": (464.0, False),
     "e5m2": (61440.0, True),
@@ -28,7 +29,7 @@ EDGES = {
 
 
 def view(x: torch.Tensor, matrix: MatrixView, axis: str) -> tuple[torch.Tensor, int]:
-    """The tensor as the format sees it, and the axis."""
+    """Return the tensor in the shape in which it is quantized, and the dimension of its blocks."""
     shape = (matrix.outer, matrix.rows, matrix.columns)
     if axis == "column":
         return x.reshape(shape), 1
@@ -36,13 +37,13 @@ def view(x: torch.Tensor, matrix: MatrixView, axis: str) -> tuple[torch.Tensor, 
 
 
 def quantized(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> torch.Tensor:
-    """What each value becomes, in the order of `view` along that axis."""
+    """Return each quantized value, in the order of `view` along that axis."""
     seen, dim = view(x, matrix, axis)
     return fake_quantize(seen.contiguous(), name, dim)
 
 
 def errors(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[str, float]:
-    """Columns of the table of formats that follow from values and results."""
+    """Return the columns of the table of formats that follow from values and results."""
     a = view(x, matrix, axis)[0].double().flatten().numpy()
     b = quantized(x, matrix, name, axis).double().flatten().numpy()
     both = np.isfinite(a) & np.isfinite(b)
@@ -69,7 +70,7 @@ def errors(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[st
 
 
 def _saturated(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[str, float]:
-    """Of the finite values that are not poisoned; not of HiFloat4, with its three scales."""
+    """Return `saturated`, except for HiFloat4 with its three scales."""
     if isinstance(get_format(name).scaling, GroupScaling):
         return {}
     a = view(x, matrix, axis)[0].double().flatten().numpy()
@@ -78,7 +79,7 @@ def _saturated(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dic
 
 
 def beyond(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> np.ndarray:
-    """Return 1 for values beyond the rounding edge of the largest number at their place, else 0."""
+    """Return 1 for values beyond the rounding edge of the largest number, else 0."""
     fmt = get_format(name)
     seen, dim = view(x, matrix, axis)
     magnitude = seen.abs().double()
@@ -108,8 +109,9 @@ def beyond(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> np.ndar
 
 
 def disagreement(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> tuple[float, float]:
-    """Share of finite values that differ along the two axes, and its SQNR with the signal of those
-    that are numbers along `axis`.
+    """Return `axis_disagreement` and `axis_sqnr_db`.
+
+    The signal is that of the finite results along `axis`.
     """
     row = quantized(x, matrix, name, "row").transpose(1, 2).reshape(-1).double().numpy()
     column = quantized(x, matrix, name, "column").reshape(-1).double().numpy()
@@ -124,7 +126,7 @@ def disagreement(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> t
 
 
 def codes(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> np.ndarray:
-    """How often each code occurs, of values that are finite before and after."""
+    """Return how often each code occurs, for values that are finite before and after."""
     fmt = get_format(name)
     assert not isinstance(fmt.element, Cast)
     seen, dim = view(x, matrix, axis)
@@ -138,7 +140,7 @@ def codes(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> np.ndarr
 
 
 def blocks(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[str, object]:
-    """What the blocks say, one block at a time."""
+    """Return the columns that follow from the blocks, computed block by block."""
     fmt = get_format(name)
     seen, dim = view(x, matrix, axis)
     packed = quantize(seen.contiguous(), fmt, dim)
@@ -176,7 +178,7 @@ def blocks(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> dict[st
 
 
 def scale_value(byte: int, name: str) -> float:
-    """E8M0, or E4M3 of nvfp4, from the definitions of the formats."""
+    """Return the scale of a byte by definition: E8M0, or E4M3 for nvfp4."""
     if name != "nvfp4":
         return math.ldexp(1, byte - 127)
     field, mantissa = divmod(byte, 8)

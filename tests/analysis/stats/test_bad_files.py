@@ -1,4 +1,4 @@
-"""What is damaged, foreign or strange is said file by file, and never a traceback."""
+"""Test that damaged, foreign and strange files are reported one by one, without a traceback."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from tests.analysis.stats.inputs import record_of, write_shards
 
 
 def write_index(folder, **changes):
-    """An index of all files: what is known of them without opening them. `changes` by file."""
+    """Write an index of all files with fields that are known without opening them.
+
+    changes: fields to be changed, by file
+    """
     with (folder / "index_r_rank00.jsonl").open("w") as lines:
         for path in sorted(folder.glob("*.pt")):
             metadata = torch.load(path, weights_only=True)["metadata"]
@@ -41,8 +44,9 @@ def test_a_folder_with_nothing_that_can_be_read_is_said_file_by_file(tmp_path, c
 
 
 def replicated(folder):
-    """A tensor of which each of two ranks has a copy, a sum of two parts, and one shard a rank;
-    and an index.
+    """Write three tensors of two ranks, and an index.
+
+    One has two replicas, one is a sum of two addends, and one is sharded over both ranks.
     """
     generator = torch.Generator().manual_seed(1)
     x, y = (values((64, 2, 48), 1.0, generator) for _ in range(2))
@@ -59,7 +63,8 @@ def test_of_replicas_a_bad_one_is_named_and_a_good_one_used(tmp_path, capsys, ra
     expected = stats.compute(TensorStore(tmp_path), ["mxfp8"])
     bad = next(path for path in files["input"] if f"rank0{rank}" in path.name)
     bad.write_bytes(b"garbage")
-    for cache in (None, tmp_path / "cache", tmp_path / "cache"):  # results that are kept hide none
+    # cached results do not hide a problem
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
         store = TensorStore(tmp_path)
         found = stats.compute(store, ["mxfp8"], cache=cache)
         assert [problem.path for problem in found.problems] == [bad]
@@ -133,7 +138,7 @@ def test_powers_beyond_float64_are_no_error(tmp_path, large):
     row = stats.compute(TensorStore(tmp_path)).tensors.iloc[0]
     assert row["amax"] == large
     assert row["l1"] == 3 * large
-    expected = math.sqrt(0.5) * large if large < 1e150 else math.inf  # its square is beyond
+    expected = math.sqrt(0.5) * large if large < 1e150 else math.inf  # its square overflows
     assert row["rms"] == pytest.approx(expected)
     assert math.isnan(row["kurtosis"])
 

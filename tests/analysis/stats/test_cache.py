@@ -1,4 +1,4 @@
-"""What is kept of a dump: it moves with it, may be damaged, and never holds anybody up."""
+"""Test the cache: it moves with its dump, may be damaged, and never blocks a call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dump(tmp_path):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """The jobs that are computed from here on."""
+    """Return a list to which every job is added that is computed from now on."""
     computed, original = [], jobs.measure_job
 
     def spy(job):
@@ -74,7 +74,7 @@ def test_results_in_a_dump_move_with_it_and_those_elsewhere_are_of_one_place(dum
     assert computed == []
     elsewhere = moved.with_name("elsewhere")
     compute(moved, elsewhere)
-    copy = shutil.copytree(moved, moved.with_name("copy"))  # with the files' times
+    copy = shutil.copytree(moved, moved.with_name("copy"))  # keeps the modification times
     del computed[:]
     same(compute(copy, elsewhere), first)
     assert len(computed) == NUMBER
@@ -86,7 +86,7 @@ def test_files_and_versions_that_are_no_more_are_let_go(dump, computed, monkeypa
     assert parts(cache) == NUMBER
     store = TensorStore(dump)
     compute(dump, select=store.select(tensor_name="input"))
-    assert parts(cache) == NUMBER  # what was not chosen is there all the same
+    assert parts(cache) == NUMBER  # the results that were not selected are still cached
     gone, changed = (next(dump.glob(f"*_{name}.pt")) for name in ("weight", "query"))
     gone.unlink()
     os.utime(changed, ns=(1, 1))
@@ -156,7 +156,7 @@ def test_two_processes_can_use_one_folder_and_one_that_is_locked_is_done_without
     one, other = Cache(folder, dump), Cache(folder, dump)
     tensors = list(logical_tensors(TensorStore(dump).records))
     entries = [one.entry(tensor.parts[()]) for tensor in tensors[:2]]
-    one.put(entries[0], {"values": b"1"})  # and now it may compute for long
+    one.put(entries[0], {"values": b"1"})  # a long computation may follow
     other.put(entries[1], {"values": b"2"})
     assert (one.get(entries[1]), other.get(entries[0])) == ({"values": b"2"}, {"values": b"1"})
     assert (one.remark, other.remark) == ("", "")

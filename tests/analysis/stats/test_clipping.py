@@ -118,7 +118,7 @@ def hifloat4(block: list[Fraction]) -> list[bool]:
 
 
 def nvfp4_scaled(blocks: list[np.ndarray]) -> list[Fraction | None]:
-    """Return each value as its element sees it; None under a scale of zero."""
+    """Return each value scaled for its element; None under a scale of zero."""
     f32 = np.float32
     encode = f32(2688) / max(block.max() for block in blocks)
     decode, found = f32(1) / encode, []
@@ -159,8 +159,10 @@ def oracle(x: torch.Tensor, name: str) -> int:
 
 
 def edges(dtype: torch.dtype) -> torch.Tensor:
-    """Return rows that begin with a value near a rounding edge: of each element, in the binade of
-    its largest number, every bfloat16 and the float32 neighbors of the edges.
+    """Return rows that begin with a value near a rounding edge.
+
+    The values are, for each element, every bfloat16 in the binade of its largest number, and the
+    float32 neighbors of the edges.
     """
     found = []
     for mantissa, largest, _ in ELEMENTS.values():
@@ -171,7 +173,7 @@ def edges(dtype: torch.dtype) -> torch.Tensor:
         near = [np.nextafter(edge, np.float32(0)), edge, np.nextafter(edge, np.float32(np.inf))]
         found += [*sixteenths, *map(float, near)]
     first = torch.tensor(found)[:, None]
-    # the smaller values of a row reach the edge too when its first one raises the scale
+    # smaller values of a row also reach the edge if the first one raises the scale
     shares = torch.tensor([1.0, 0.9921875, 0.9375, -0.875, 0.8125, 0.5, 0.0, 2.0**-9] * 8)
     return (first * shares).to(dtype)
 
@@ -201,7 +203,7 @@ def test_the_cases_hold_clipped_values_and_values_that_round_down_to_the_largest
 
 @pytest.mark.parametrize(
     ("name", "kept", "clipped"),
-    [  # ties go to even, in HiFloat8 and HiFloat4 away from zero
+    [  # ties go to even; in HiFloat8 and HiFloat4, away from zero
         ("mxfp4", 6.75, 7.0),
         ("mxfp8", 464.0, 466.0),
         ("mx:e5m2:b32:floor", 61184.0, 61440.0),
@@ -260,7 +262,7 @@ def test_stochastic_rounding_clips_what_its_draw_takes_up():
     ],
 )
 def test_values_that_are_looked_at_one_by_one_get_the_codes_of_quantize(name, dtype):
-    """The statistics round once, without an upper end, and cut off what is too large later."""
+    """The statistics round once, without an upper end, and clip the result afterwards."""
     x = heavy((70, 100), dtype, seed=5)
     x[:3] = torch.tensor([-0.0, math.inf, -math.inf, math.nan, 60000.0]).to(dtype).repeat(3, 20)
     x[3:36] *= torch.logspace(-9, 4, 33).unsqueeze(1).to(dtype)

@@ -1,4 +1,4 @@
-"""The same statistics from a Dask cluster: a scheduler and worker processes of this machine."""
+"""Test that a Dask cluster computes the same statistics, with workers on this machine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_cluster_gives_the_very_same_tables(address, tmp_path, monkeypatch, ca
     pd.testing.assert_frame_equal(here.tensors, there.tensors)
     pd.testing.assert_frame_equal(here.formats, there.formats)
     assert there.problems == here.problems
-    # the results came back and are kept here
+    # the results were sent back and are cached here
     monkeypatch.setattr(executors, "batches", lambda jobs: iter([jobs] if jobs else []))
     monkeypatch.setattr(executors, "measure_jobs", None)
     again = stats.compute(store, FORMATS, cache=tmp_path / "cache")
@@ -67,7 +67,7 @@ def test_a_cluster_gives_the_very_same_tables(address, tmp_path, monkeypatch, ca
 
 
 def die(jobs):
-    """As a worker does that the system ends."""
+    """End the process as if the system had killed the worker."""
     os._exit(1)
 
 
@@ -91,7 +91,7 @@ def test_a_scheduler_that_is_not_there_is_an_error(tmp_path, monkeypatch, capsys
 
 @pytest.fixture
 def no_dask_server():
-    """The address of a server that is no Dask scheduler."""
+    """Return the address of a server that is no Dask scheduler."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -106,7 +106,7 @@ def no_dask_server():
     ["nonsense", "tcp://127.0.0.1:port", "http://{}", "tcp://", "tcp://{}", "ws://{}", "x\x1b[2J"],
 )
 def test_an_address_that_is_no_scheduler_ends_at_once(tmp_path, no_dask_server, address):
-    """The whole process ends soon: a client that is left behind would wait for 40 s."""
+    """The process ends soon: an abandoned client would wait for 40 s."""
     pytest.importorskip("distributed")
     write_dump(tmp_path, layers=1)
     address = address.format(no_dask_server)

@@ -1,4 +1,4 @@
-"""From a dump to tables, files and exit statuses."""
+"""Test the way from a dump to tables, files and exit statuses."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_what_was_interrupted_goes_on(dump, tmp_path, monkeypatch):
 
 
 def spoil(folder):
-    """A dump with a file cut short, an empty one, a foreign one and one of the wrong shape."""
+    """Write a dump with a truncated file, an empty one, a foreign one and one of a wrong shape."""
     paths = write_dump(folder, layers=1)
     paths[0].write_bytes(paths[0].read_bytes()[:1000])
     paths[1].write_bytes(b"")

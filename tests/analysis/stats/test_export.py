@@ -1,4 +1,4 @@
-"""What the summary and the text say of a dump."""
+"""Test the summary and the text of a dump's statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.analysis.stats.inputs import record_of, write_shards
 
 
 def write(folder, *tensors):
-    """Tensors of rows and channels, one an iteration."""
+    """Write tensors of rows and channels, one per iteration."""
     record = next(r for r, _, _ in records(run_id="r", quant_type="bf16", layers=1))
     folder.mkdir(exist_ok=True)
     for place, x in enumerate(tensors, 1):
@@ -37,14 +37,14 @@ def write(folder, *tensors):
 
 
 def shares(found, name):
-    """Underflow and saturated of a format, as printed."""
+    """Return the printed shares of underflow and saturation of a format."""
     line = next(line for line in summary(found).splitlines() if line.split()[:1] == [name])
     return [float(cell.removesuffix("%")) for cell in line.split()[-2:]]
 
 
 def test_shares_of_all_tensors_are_of_what_they_are_shares_of(tmp_path):
     few, many = torch.zeros(1000, 64), torch.ones(1000, 64)
-    few[:10] = 1e-9  # all 640 of the values that are not zero are lost
+    few[:10] = 1e-9  # all 640 values that are not zero underflow
     nothing = torch.full((1000, 64), math.nan)
     nothing[0, 0] = 0.0
     found = write(tmp_path, few.bfloat16(), many.bfloat16(), nothing.bfloat16())
@@ -55,7 +55,7 @@ def test_shares_of_all_tensors_are_of_what_they_are_shares_of(tmp_path):
     underflow, saturated = shares(found, "hifp8")
     assert underflow == float(f"{100 * 640 / 64640:.3g}")
     assert saturated == 0
-    # clipped in hifp8: 60 of the 64 + 64,000 finite values; the NaNs are none
+    # hifp8 clips 60 of the 64 + 64,000 finite values; NaN do not count
     large = torch.full((1000, 64), math.nan)
     large[0] = 1.0
     large[0, :60] = 1e38
@@ -66,7 +66,8 @@ def test_shares_of_all_tensors_are_of_what_they_are_shares_of(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_dead_channels_have_values_and_nothing_but_zeros(tmp_path, dtype):
     x = torch.zeros(8, 64)
-    x[:, :9] = torch.arange(1, 10)  # fewer than half are alive: the median of all would be 0
+    # fewer than half of the channels are not zero, so the median of all would be 0
+    x[:, :9] = torch.arange(1, 10)
     x[:, 9] = 1000.0
     x[:, 10], x[3, 11], x[2, 12], x[5, 13] = math.nan, math.nan, -math.inf, -0.0
     x = x.to(dtype)
@@ -75,7 +76,7 @@ def test_dead_channels_have_values_and_nothing_but_zeros(tmp_path, dtype):
     assert found["dead_channels"].tolist() == [64 - 13, 0]
     assert found["outlier_channels"].tolist() == [1, 0]
     assert found["channel_amax_ratio"][0] == 1000 / 5.5
-    # halves along tokens and along channels; the first half of the tokens has no NaN and no Inf
+    # shards along tokens and along channels; the first half of the tokens has no NaN and no Inf
     shards = torch.cat([torch.zeros(8, 64, dtype=dtype), x])
     for dims, axis, parts in (("t[tp] h", 0, 2), ("t h[tp]", 1, 4)):
         folder = tmp_path / dims[:2]
@@ -93,7 +94,7 @@ def test_dead_channels_have_values_and_nothing_but_zeros(tmp_path, dtype):
 
 
 def test_what_is_left_out_of_tensors_is_said_by_reason(tmp_path, capsys):
-    """In the closing lines of the command, in its text, and in that of the quick look."""
+    """The command's last lines, its text file and that of the quick look name the reasons."""
     x = torch.ones(4, 2, 8).bfloat16()
     part = {"of": [8, 2, 8], "start": [0, 0, 0], "step": [1, 1, 1]}
     for counter, slice_ in ((1, None), (2, part)):

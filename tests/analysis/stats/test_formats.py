@@ -1,4 +1,4 @@
-"""What formats do to a tensor, against the naive formulas of `naive.py`."""
+"""Test the errors of formats against the naive formulas of `naive.py`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check(x: torch.Tensor, matrix, names) -> None:
     for (name, axis), errors in found.items():
         numbers = format_numbers(get_format(name), errors)
         for column, expected in naive.errors(x, matrix, name, axis).items():
-            # what is left of sums that cancel depends on their order
+            # the rounding error of a sum that cancels depends on its order
             loose = 1e-12 * numbers["max_error"] if "bias" in column else 0
             assert numbers[column] == pytest.approx(expected, rel=1e-10, abs=loose, nan_ok=True), (
                 name,
@@ -131,7 +131,7 @@ def test_heads_of_attention_share_no_block_and_columns_run_along_queries():
     matrix = matrix_view_of(tuple(x.shape), layer_type="attention", tensor_name="query")
     assert (matrix.rows, matrix.columns, matrix.run) == (40, 144, 24)
     check(x, matrix, ["mxfp8", "nvfp4"])
-    # what the matmul does: along head_dim, and for each sequence and head along the queries
+    # the matmul quantizes along head_dim, and along the queries of each sequence and head
     queries = x.permute(1, 2, 0, 3).contiguous()
     _, found = tensor.measure(x, matrix, group_formats(["mxfp4"]))
     for axis, dim in (("row", -1), ("column", -2)):
@@ -237,7 +237,7 @@ def test_pieces_give_what_the_whole_gives(dtype, monkeypatch):
 @pytest.mark.parametrize("planes", [1, 3, 40])
 def test_a_full_table_loses_nothing(planes):
     x = heavy((64, 96), torch.bfloat16)
-    x *= torch.exp2(torch.arange(64.0) % 50)[:, None].bfloat16()  # many pairs of scales
+    x *= torch.exp2(torch.arange(64.0) % 50)[:, None].bfloat16()  # gives many pairs of scales
     plan = group_formats(["mxfp8", "mxfp4"])
     roomy, small = tensor.Workspace(), tensor.Workspace()
     small.pairs = class_tables.PairTable(planes)
@@ -246,7 +246,7 @@ def test_a_full_table_loses_nothing(planes):
     for key, errors in found.items():
         np.testing.assert_array_equal(errors.ints, whole[key].ints, key)
         np.testing.assert_allclose(errors.floats, whole[key].floats, 1e-11)
-    assert not small.pairs.counts.any()  # what is used again is empty
+    assert not small.pairs.counts.any()  # the reused tables are empty
 
 
 def test_histograms_add_up_to_the_numbers():

@@ -1,4 +1,4 @@
-"""Shards of several ranks are statistics of one tensor."""
+"""Test that the shards of several ranks give the statistics of one tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GENERATOR = torch.Generator().manual_seed(5)
 
 
 def whole_and_parts(tmp_path, record, x, shards, **options):
-    """Statistics of a tensor that lies in one file, and in several."""
+    """Return the statistics of a tensor in one file, and of the same tensor in several."""
     one, several = tmp_path / "one", tmp_path / "several"
     for folder in (one, several):
         folder.mkdir()
@@ -38,7 +38,7 @@ def same_values(one, several):
     a, b = one.tensors.iloc[0], several.tensors.iloc[0]
     assert a["shape"] == b["shape"]
     for name in stats.VALUE_COLUMNS:
-        # what is left of sums that cancel depends on their order
+        # the rounding error of a sum that cancels depends on its order
         loose = {"mean": 1e-12 * a["rms"], "skewness": 1e-9}.get(name, 0)
         assert b[name] == pytest.approx(a[name], rel=1e-9, abs=loose, nan_ok=True), name
     for name in ("channel_amax", "token_amax", "patterns", "positive"):
@@ -168,7 +168,7 @@ def test_shards_that_do_not_fit_and_strange_dims_are_said(tmp_path):
 
 
 def test_a_part_of_a_dump_has_the_numbers_that_it_has_among_the_whole(tmp_path):
-    # blocks of an output's gradient end with each head, whose width the values tell
+    # blocks of an output's gradient end with each head; its width comes from the records of values
     spread = torch.randn(64, 2, 48, generator=GENERATOR).mul(2).exp()
     grad = (values((64, 2, 48), 1.0, GENERATOR) * spread).bfloat16()
     head = values((64, 2, 1, 24), 1.0, GENERATOR)

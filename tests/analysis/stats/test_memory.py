@@ -1,4 +1,4 @@
-"""Memory does not grow with a tensor."""
+"""Test that memory does not grow with the size of a tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.subprocesses import REPO, environment, run
 
 
 def peak(x: torch.Tensor, names: list[str]) -> int:
-    """Bytes that numpy takes at most while `x` is measured."""
+    """Return the largest number of bytes that numpy allocates while `x` is measured."""
     matrix = matrix_view_of(tuple(x.shape), layer_type="linear", tensor_name="input")
     tensor.measure(x, matrix, group_formats(names))  # compiles
     tracemalloc.start()
@@ -32,10 +32,10 @@ def test_blocks_are_not_kept_until_the_end(monkeypatch, dtype):
     x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     names = ["mxfp8", "nvfp4"]
     growth = peak(x.repeat(4, 1), names) - peak(x, names)
-    assert growth < 3072 * 16 + 50_000  # what is known of each token, in bits and in float64
+    assert growth < 3072 * 16 + 50_000  # the magnitude of each token, in bits and in float64
 
 
-#: Measures a file's tensor, and prints the process's highest memory in MiB.
+#: Script that measures a file's tensor and prints the peak memory of the process in MiB.
 WORKER = """
 import sys
 from pathlib import Path
@@ -56,11 +56,13 @@ print(int(peak.split()[1]) / 1024)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the memory")
 def test_a_float32_tensor_of_300_mb_takes_the_memory_of_one_of_30(tmp_path):
-    """The mapped pages that a process has seen count too, so they must be given back: at most a
-    tensor of `pieces.LARGE` bytes is held whole, and so much more may the larger one take.
+    """Mapped pages count until they are released.
+
+    At most `chunks.LARGE` bytes of a tensor stay mapped, so the larger tensor may take that much
+    more.
     """
     peaks = []
-    for rows in (30 * 256, 300 * 256):  # of 4 KiB
+    for rows in (30 * 256, 300 * 256):  # each of 4 KiB
         path = tmp_path / f"{rows}.pt"
         x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
         torch.save({"tensor": x.repeat(rows // 1024 + 1, 1)[:rows].contiguous()}, path)

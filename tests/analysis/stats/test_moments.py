@@ -1,4 +1,4 @@
-"""The mergeable statistics against the plain formulas in float64."""
+"""Test the mergeable statistics against the plain formulas in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def summarize(x: torch.Tensor) -> Moments:
 
 
 def naive(values: list[float]) -> dict[str, float]:
-    """Every statistic as its definition says, with Python's exact sums."""
+    """Return every statistic by its definition, with Python's exact sums."""
     finite = [value for value in values if math.isfinite(value)]
     found: dict[str, float] = {
         "count": len(values),
@@ -61,7 +61,7 @@ def naive(values: list[float]) -> dict[str, float]:
 def check(summary: Moments, values: list[float]) -> None:
     for name, expected in naive(values).items():
         found = getattr(summary, name)
-        # the third moment of symmetric values is what is left of large sums
+        # large sums cancel in the third moment of symmetric values
         close = {"skewness": (1e-9, 1e-9), "kurtosis": (1e-9, 0)}.get(name, (1e-12, 0))
         assert found == pytest.approx(expected, rel=close[0], abs=close[1], nan_ok=True), name
 

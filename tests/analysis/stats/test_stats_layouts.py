@@ -1,4 +1,4 @@
-"""Statistics of real dumps of two ranks are those of the logical tensors."""
+"""Test that statistics of real dumps of two ranks are those of the logical tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_logical_tensor_has_the_statistics_of_its_values(dumps, layout):
 
 @pytest.mark.parametrize("layout", ["tp2sp-mxfp4", "cp2-mxfp8"])
 def test_blocks_along_both_axes_are_those_of_each_ranks_own_operand(dumps, layout):
-    """Against the whole tensors: the shards of each, quantized one by one along both axes."""
+    """The reference quantizes the shards of the whole tensors one by one along both axes."""
     store = TensorStore(dumps / layout)
     found = stats.compute(store, ["mxfp4"])
     assert found.problems == []
@@ -54,7 +54,7 @@ def test_blocks_along_both_axes_are_those_of_each_ranks_own_operand(dumps, layou
     for place, row in found.tensors.iterrows():
         record = store.records[store.records["path"] == row["path"]].iloc[0]
         if row["layer_type"] != "linear" or "partial" in record["dims"]:
-            continue  # heads and sums are for test_logical
+            continue  # test_logical covers heads and sums
         cuts = parse_dims(record["dims"])
         parts = store.load_global_all(record)
         whole = parts[row["data_rank"] if len(parts) > 1 else 0]
@@ -77,7 +77,7 @@ def test_blocks_along_both_axes_are_those_of_each_ranks_own_operand(dumps, layou
 
 
 def shards_of(whole: torch.Tensor, cuts: list[Cut], record: pd.Series) -> list[torch.Tensor]:
-    """The parts of the two ranks, cut out of the whole as `dims` says."""
+    """Return the parts of the two ranks, cut out of the whole tensor according to `dims`."""
     cuts = [cut for cut in cuts if record[f"{cut.group}_size"] > 1]
     if not cuts:
         return [whole]

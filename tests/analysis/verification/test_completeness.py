@@ -1,5 +1,6 @@
-"""What a run lacks: lost tensors, ranks, layers and numbers, and what is missed on purpose or had
-to be.
+"""Test which tensors, ranks, layers and numbers a run lacks.
+
+Some are left out on purpose, and some could not be written; these are notes.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def test_a_truncated_index_costs_nothing(copied):
 
 
 def test_in_a_run_of_several_iterations_each_pass_is_expected(tmp_path):
-    """One tensor of the second of three iterations, and all of a layer in the third."""
+    """One tensor of iteration 2 of 3 is lost, and a whole layer of iteration 3."""
     write_dump(tmp_path, layers=2, iterations=3)
     [index] = tmp_path.glob("*.jsonl")
     kept = []
@@ -124,7 +125,7 @@ def test_in_a_run_of_several_iterations_each_pass_is_expected(tmp_path):
 
 
 def micro_batches(folder, *, shared):
-    """A dump of two iterations of two micro-batches: that of two layers, renumbered."""
+    """Write two iterations of two micro-batches, by renumbering the records of two layers."""
     write_dump(folder, layers=2, iterations=2)
 
     def change(line):
@@ -160,11 +161,11 @@ def test_a_weight_that_an_iteration_has_once_is_in_all_of_its_passes(tmp_path, s
 
 
 def test_the_one_weight_of_an_iteration_recomputes_all_of_its_passes(copied):
-    """As it is read, and as a writer leaves it that writes a weight once."""
+    """A weight may be saved with every micro-batch or with one of them."""
     folder = copied("one")
     whole = verify(folder)
     [index] = folder.glob("*.jsonl")
-    kept, again = [], 0  # an older writer wrote a weight with every micro-batch
+    kept, again = [], 0  # first, the weight is saved with every micro-batch
     for line in map(json.loads, index.read_text().splitlines()):
         if line["tensor_name"] == "weight" and line["micro_batch"] == 1:
             again += 1
@@ -186,7 +187,7 @@ def test_the_one_weight_of_an_iteration_recomputes_all_of_its_passes(copied):
 
 
 def ends_early(folder, *, rank, after):
-    """A dump of two ranks, of which one wrote only so many tensors."""
+    """Write a dump of two ranks, one of which saved only the first few tensors."""
     write_dump(folder, layers=1, iterations=3, world_size=2)
     [index] = folder.glob(f"index_*_rank{rank:02d}.jsonl")
     lines = index.read_text().splitlines(keepends=True)
@@ -250,7 +251,7 @@ def test_without_such_an_event_it_is_a_loss(tmp_path):
 
 
 def test_numbers_that_a_killed_run_had_not_written_yet_are_a_note(tmp_path):
-    """Several threads write: the last number may be there and the one before it not."""
+    """Several threads write, so the last number may be present and the one before it missing."""
     write_dump(tmp_path, layers=1, iterations=2)
     last = 2 * len(LAYER)
     rewrite(tmp_path, lambda line: None if line["counter"] == last - 1 else line)

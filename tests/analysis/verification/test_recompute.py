@@ -1,4 +1,4 @@
-"""The parts of the verification: what formats a dump tells of, and what rounding allows."""
+"""Test the parts of the verification: formats from a dump, and deviations by rounding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHOICES = {
 
 
 def tensors_of(formats, dtype=torch.bfloat16):
-    """A linear layer's six tensors, by the layer's own function."""
+    """Return a linear layer's six tensors, computed by the layer's own function."""
     generator = torch.Generator().manual_seed(5)
     shapes = ((48, 32), (64, 32), (48, 64))
     x, w, dy = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -50,7 +50,7 @@ def tensors_of(formats, dtype=torch.bfloat16):
 
 
 def recorded(formats):
-    """The formats of input, weight and output gradient, as the layer records them."""
+    """Return the formats of input, weight and output gradient, as the layer records them."""
     pairs = (("fprop_a", "wgrad_a"), ("fprop_b", "dgrad_b"), ("dgrad_c", "wgrad_c"))
     named = ([str(formats.effective(slot)) for slot in pair] for pair in pairs)
     return [" | ".join(dict.fromkeys(names)) for names in named]
@@ -77,7 +77,7 @@ def test_a_wrong_format_is_no_reading_that_fits():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["uniform", "rotated straight-through"])
 def test_another_order_of_summation_is_allowed_and_little_more(dtype, name):
-    """Sums from the last product to the first, one float32 rounding each, rounded to the dtype."""
+    """Products are summed in float32 from the last to the first, and rounded to the dtype once."""
     formats = CHOICES[name]
     tensors = tensors_of(formats, dtype)
     a, b = (
@@ -166,7 +166,7 @@ CARD = {"iteration": 3}
 
 
 def test_the_cards_audit_is_read_as_programs_are_to_read_it():
-    """`operands` count, also where the text beside them says something else."""
+    """`operands` count, even if the text beside them differs."""
     from megatron.core.low_precision import matmul_audit
 
     softmax = matmul_audit.Softmax(0.25, None, (7, 0), 0.0, "vanilla", in_fp32=True)
@@ -233,7 +233,7 @@ SHAPES = {
 
 
 def attention_tensors(dtype=torch.float32, softmax=PLAIN, values=16):
-    """Attention in float64 by its definition, [s, b, heads, d], two heads of one group."""
+    """Compute attention in float64 by its definition, [s, b, heads, d], two heads per group."""
     generator = torch.Generator().manual_seed(1)
     shapes = ((2, 16), (1, 16), (1, values))
     q, k, v = (torch.randn(8, 1, *shape, generator=generator).to(dtype) for shape in shapes)
@@ -278,7 +278,7 @@ def test_attention_by_its_definition_is_within_what_rounding_allows(dtype, shape
 
 
 def test_unnormalized_probabilities_are_those_of_another_order_of_division():
-    """Without a format dividing before PV or after it is the same, to a few roundings."""
+    """Without a format, dividing before or after PV is the same, up to a few roundings."""
     formats = AttentionFormats(None, GemmFormats(unnormalized=True))
     outcomes = {name: o for _, name, o in attention([attention_tensors()], formats, 1.0)}
     assert not any(outcome.wrong for outcome in outcomes.values())
@@ -288,7 +288,7 @@ def test_unnormalized_probabilities_are_those_of_another_order_of_division():
 
 
 def test_where_some_values_are_not_finite_the_others_are_compared():
-    """A NaN in a key: queries from its place on have none; the others are as they should be."""
+    """A NaN in a key reaches the queries after it; the results of the others are compared."""
     tensors = attention_tensors()
     tensors["key"][5] = torch.nan
     outputs = tensors["output"].clone()

@@ -1,4 +1,4 @@
-"""`python -m megatron.analysis verify`: sound dumps pass, and every kind of damage is found."""
+"""Test `python -m megatron.analysis verify`: sound dumps pass, and all damage is found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.analysis.fake_dump import records
 from tests.analysis.verification.verifying import change_card, count, path_of, verify
 from tests.subprocesses import run
 
-#: Results by layout: 3 of each linear layer and 4 of attention, each pass on each rank.
+#: Results by layout: 3 per linear layer and 4 per attention, for each pass on each rank.
 RESULTS = {
     "one": (48, 16),
     "mxfp8": (24, 8),
@@ -34,7 +34,8 @@ RESULTS = {
     "ep2-mxfp8": (156, 24),
     "latent-mxfp8": (102, 12),
 }
-#: Of the weights under cp, dp; of what enters the column- and leaves the row-parallel layers.
+#: Replicas by layout: weights under cp and dp; inputs of column-parallel and outputs of
+#: row-parallel layers.
 REPLICAS = {"one": 0, "mxfp8": 24, "tp2": 16, "tp2sp": 16, "cp2": 8, "dp2": 8, "ep2": 18}
 
 
@@ -44,7 +45,7 @@ def change(path, function):
 
 
 def flip(tensor, bit):
-    """One bit of the value that is largest, so that it is no zero."""
+    """Flip one bit of the value with the largest magnitude, which is not zero."""
     whole = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     flat = tensor.clone().flatten()
     at = int(flat.abs().argmax())
@@ -109,12 +110,12 @@ def test_a_flipped_bit_is_found_in_what_follows_from_it(copied, layout, where, w
     results = [finding for finding in verdict.errors if finding.what == "result"]
     assert {finding.text.split(" of ")[0] for finding in results} >= wrong
     assert all(where.get("module", "core_attention") in finding.text for finding in results)
-    if where["tensor_name"] != "weight":  # whose replicas on other ranks differ from it now
+    if where["tensor_name"] != "weight":  # its replicas on other ranks differ from it now
         assert {finding.what for finding in verdict.errors} == {"result"}
 
 
 def test_even_the_last_bit_of_a_bf16_output_can_be_too_much(copied):
-    """Three quarters of a unit off the exact value; rounding allows half, `slack` 4 two."""
+    """The value is 3/4 of a unit off; rounding allows 1/2, and a slack of 4 allows 2."""
     folder = copied("tp2sp-mxfp4")
     path = path_of(folder, layer=0, module="linear_qkv", tensor_name="output", rank=0)
     exact = verify(folder)
@@ -142,7 +143,7 @@ WINDOW = {"window_size": [5, 0], "window_attn_skip_freq": 2}
     ("layout", "arguments"), [("latent-mxfp8", MLA), ("window", WINDOW), ("window-cp2", WINDOW)]
 )
 def test_the_arguments_of_an_older_card_tell_of_windows_and_scales(copied, layout, arguments):
-    """Before the audit had `operands`, and with it what a softmax is."""
+    """An audit without `operands` does not describe the softmax, but the arguments do."""
     folder = copied(layout)
     [card] = folder.glob("run_*.json")
     audit = json.loads(card.read_text())["quantization"]
@@ -257,7 +258,7 @@ def test_foreign_files_are_read_and_the_rest_is_said_to_be_unchecked(tmp_path):
 
 
 def foreign(folder, **changes):
-    """One file with the metadata of another program."""
+    """Write one file with the metadata of another program."""
     folder.mkdir()
     [first, *_] = records(run_id="r", quant_type="bf16", layers=1)
     metadata = first[0].to_metadata() | changes

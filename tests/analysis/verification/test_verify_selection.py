@@ -1,4 +1,4 @@
-"""What a run left out on purpose is not missed, and parts of tensors are not judged."""
+"""Test that tensors left out on purpose are not missed, and that slices are not recomputed."""
 
 import pytest
 
