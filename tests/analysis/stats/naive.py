@@ -99,9 +99,7 @@ def beyond(x: torch.Tensor, matrix: MatrixView, name: str, axis: str) -> np.ndar
         edge, goes_up = EDGES[fmt.element.name]
         found = (scaled >= edge if goes_up else scaled > edge) & (scales > 0)
         found = found.movedim(-1, dim)
-    elif (
-        fmt.scaling is not None
-    ):  # of the whole tensor: its largest magnitude is the largest number
+    elif fmt.scaling is not None:  # one scale maps the tensor's amax to the largest number
         found = torch.zeros(seen.shape, dtype=torch.bool)
     else:
         found = magnitude >= HIFLOAT8_OVERFLOW
