@@ -188,18 +188,18 @@ def one_of_replicas(copies: Sequence[Any], load: Callable[[Any], Tensor]) -> Ten
     return first
 
 
-def differences(one: Tensor, other: Tensor) -> str:
+def differences(first: Tensor, second: Tensor) -> str:
     """Return how two tensors differ; empty if they are the same bit for bit."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if first.shape != second.shape or first.dtype != second.dtype:
         return (
-            f"{list(other.shape)} {other.dtype} is not {list(one.shape)} {one.dtype}; the files "
-            "are not of one tensor"
+            f"{list(second.shape)} {second.dtype} is not {list(first.shape)} {first.dtype}; "
+            "the files are not of one tensor"
         )
-    if torch.equal(bits(one), bits(other)):
+    if torch.equal(bits(first), bits(second)):
         return ""
-    unequal = int((bits(one) != bits(other)).sum())
-    largest = float((one.double() - other.double()).abs().nan_to_num(nan=torch.inf).max())
-    return f"{unequal} of {one.numel()} values differ, by up to {largest:.3g}"
+    unequal = int((bits(first) != bits(second)).sum())
+    largest = float((first.double() - second.double()).abs().nan_to_num(nan=torch.inf).max())
+    return f"{unequal} of {first.numel()} values differ, by up to {largest:.3g}"
 
 
 def bits(x: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def _of_group(parts: list[Tensor], cut: Cut) -> Tensor:
         return _sum(parts)
     if cut.copies > 1:
         together = [parts[at : at + cut.copies] for at in range(0, len(parts), cut.copies)]
-        parts = [_sum(each) if cut.summed else _one_of(each, cut) for each in together]
+        parts = [_sum(group) if cut.summed else _one_of(group, cut) for group in together]
     if cut.zigzag:
         halves = [part.chunk(2, cut.axis) for part in parts]
         parts = [half[0] for half in halves] + [half[1] for half in reversed(halves)]

@@ -159,12 +159,13 @@ class Columns:
                 by_name = {} if rank is None else rank
                 if not isinstance(by_name, dict):
                     raise WrongTypeError(f"rank is {_short(rank)}, not a table of coordinates")
-                place = tuple(by_name.get(name) for name in _IN_RECORD)
-                for name, value in zip(_IN_RECORD, place, strict=True):
+                coordinates = tuple(by_name.get(name) for name in _IN_RECORD)
+                for name, value in zip(_IN_RECORD, coordinates, strict=True):
                     if value is not None and not (type(value) is int and abs(value) < _TOO_LARGE):
                         raise WrongTypeError(f"rank's {name} is {_short(value)}, not an integer")
-                _check_coordinates(dict(zip(_IN_RECORD, place, strict=True)))
-                number, last = self._coordinates.setdefault(place, len(self._coordinates)), rank
+                _check_coordinates(dict(zip(_IN_RECORD, coordinates, strict=True)))
+                number = self._coordinates.setdefault(coordinates, len(self._coordinates))
+                last = rank
             numbers.append(number)
         return numbers
 
@@ -234,8 +235,10 @@ def _check_sizes(name: str, sizes: Any) -> None:
         WrongTypeError: if it is not such a list; the message says why.
     """
     if not isinstance(sizes, list) or len(sizes) > _AXES_LIMIT:
-        found = f"a {type(sizes).__name__}" if not isinstance(sizes, list) else f"{len(sizes)} long"
-        raise WrongTypeError(f"{name} is {found}, not a list of at most {_AXES_LIMIT} sizes")
+        actual = (
+            f"a {type(sizes).__name__}" if not isinstance(sizes, list) else f"{len(sizes)} long"
+        )
+        raise WrongTypeError(f"{name} is {actual}, not a list of at most {_AXES_LIMIT} sizes")
     if not set(map(type, sizes)) <= {int}:
         raise WrongTypeError(f"{name} has values that are not whole numbers")
     if sizes and not (min(sizes) >= 0 and max(sizes) < _TOO_LARGE):

@@ -96,7 +96,7 @@ class Histogram:
         edges = _lower_edges()
         inside = edges < grid.limit
         index = np.floor(edges[inside] / grid.width).astype(np.int64)
-        sides = [np.zeros(grid.bins_a_side, dtype=np.int64) for _ in range(2)]
+        sides = [np.zeros(grid.bins_per_side, dtype=np.int64) for _ in range(2)]
         np.add.at(sides[0], index, negative[inside])
         np.add.at(sides[1], index, positive[inside])
         return np.concatenate([sides[0][::-1], sides[1]])
@@ -107,7 +107,7 @@ class Grid:
     """Evenly spaced bins, symmetric about zero, whose edges are also edges of a `Histogram`."""
 
     width: float  #: of each bin; a power of two
-    bins_a_side: int  #: number of bins on each side of zero
+    bins_per_side: int  #: number of bins on each side of zero
 
     @classmethod
     def reaching(cls, magnitude: float) -> Grid:
@@ -117,16 +117,16 @@ class Grid:
         # magnitude < 2**exponent, where bfloat16 has a step of 2**(exponent - 8) at most
         exponent = math.frexp(magnitude)[1]
         eighths = math.floor(math.ldexp(magnitude, 3 - exponent)) + 1
-        return cls(width=math.ldexp(1.0, exponent - 6), bins_a_side=8 * eighths)
+        return cls(width=math.ldexp(1.0, exponent - 6), bins_per_side=8 * eighths)
 
     @property
     def limit(self) -> float:
         """Return the largest edge; the bins span -limit to limit."""
-        return self.width * self.bins_a_side
+        return self.width * self.bins_per_side
 
     def edges(self) -> NDArray[np.float64]:
         """Return the [2 n + 1] edges of n bins per side."""
-        steps = np.arange(-self.bins_a_side, self.bins_a_side + 1, dtype=np.float64)
+        steps = np.arange(-self.bins_per_side, self.bins_per_side + 1, dtype=np.float64)
         return np.multiply(steps, self.width, dtype=np.float64)
 
 

@@ -22,22 +22,10 @@ from megatron.analysis.dump.tensor_files import UnreadableTensorError, read_tens
 from megatron.analysis.stats.errors import FormatErrors
 from megatron.analysis.stats.matrix_view import MatrixView, matrix_view_of
 from megatron.analysis.stats.values import Values, join
+from megatron.analysis.store import IDENTITY
 
 #: Columns that tell one logical tensor from another.
-KEYS = (
-    "run_id",
-    "iteration",
-    "micro_batch",
-    "layer_type",
-    "layer_idx",
-    "module",
-    "operation",
-    "phase",
-    "tensor_name",
-    "quant_type",
-    "recomputed",
-    "data_rank",
-)
+KEYS = (*IDENTITY, "quant_type", "recomputed", "data_rank")
 
 NOTE_SEPARATOR = "; "
 MOST_MISSING = 16  #: missing parts that a note names

@@ -169,7 +169,7 @@ def test_rebinning_is_exact(scale, dtype):
     grid = Grid.reaching(2.5 * scale)
     values = x.double().numpy()
     edges = grid.edges()
-    middle = grid.bins_a_side
+    middle = grid.bins_per_side
     # a value on an edge belongs to the bin farther from zero, whatever its sign
     inside = np.abs(values) < grid.limit
     right, _ = np.histogram(values[inside & (values >= 0)], edges[middle:])
@@ -181,7 +181,7 @@ def test_rebinning_is_exact(scale, dtype):
 def test_a_grid_contains_its_magnitude_and_wastes_little(magnitude):
     grid = Grid.reaching(magnitude)
     assert magnitude < grid.limit <= 1.25 * magnitude
-    assert 40 <= grid.bins_a_side <= 64
+    assert 40 <= grid.bins_per_side <= 64
     assert math.frexp(grid.width)[0] == 0.5  # a power of two
 
 
