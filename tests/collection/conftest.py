@@ -1,4 +1,4 @@
-"""A collection of the test's own, and a disk to fill."""
+"""Fixtures: a collection that belongs to one test, and small or read-only disks."""
 
 import subprocess
 
@@ -11,7 +11,7 @@ from tests.file_systems import mount_or_skip
 
 @pytest.fixture
 def fresh_saver(monkeypatch, tmp_path):
-    """No environment of the developer's, and a saver and clock of the test's own."""
+    """Remove the developer's environment, and end the collection after the test."""
     for variable in ("TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("QUANT_SETTINGS_FILE", str(tmp_path / "none"))
@@ -23,7 +23,7 @@ def fresh_saver(monkeypatch, tmp_path):
 
 @pytest.fixture
 def read_only_disk(tmp_path):
-    """A file system that nobody can write to, not even root."""
+    """Return a file system that nobody can write to, not even root."""
     folder = tmp_path / "read_only"
     folder.mkdir()
     mount_or_skip(folder, "ro")
@@ -33,7 +33,7 @@ def read_only_disk(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of one MiB, which needs the right to mount."""
+    """Return a file system of one MiB; mounting needs the right to do so."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount_or_skip(folder, "size=1m")

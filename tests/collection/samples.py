@@ -1,4 +1,4 @@
-"""Tensors, records and indexes that the tests of the collection share."""
+"""Helpers that the tests of the collection share: tensors, records and indexes."""
 
 from pathlib import Path
 from typing import Any

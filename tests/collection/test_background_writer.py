@@ -1,4 +1,4 @@
-"""Tensors that wait to be written: copies, their bound, and what happens when a disk fails."""
+"""Test the writer threads: copies, the limit on them, and failing disks."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from tests.collection.samples import SIZE, TENSOR, nothing, record, save
 
 
 class Gate(RecordWriter):
-    """A disk that writes when it is let."""
+    """A disk that writes only after `open` is set."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, "run", 0)
@@ -72,7 +72,7 @@ def test_training_waits_for_the_disk_where_memory_is_used_up(disk):
 
 
 def test_training_does_not_wait_so_long_that_other_ranks_give_up(disk):
-    """It is a limit: what was taken is still written."""
+    """The wait ends like a limit: tensors that were accepted are still written."""
     writer = BackgroundWriter(disk, HostBuffers(3 * SIZE), longest=0.3)
     fill(writer, 3)
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""A file past the page cache: the same bytes on every file system, whatever it refuses."""
+"""Test writes past the page cache: the bytes are the same on every file system."""
 
 import errno
 import fcntl
@@ -30,7 +30,7 @@ SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 3 * PAGE, 3 * PIECE + 5 
 
 
 class Disk:
-    """A file that keeps how it was written to, and takes what it is told to."""
+    """A file that records how it was written, and accepts as much as the test sets."""
 
     def __init__(self, file, refuses=0, takes=None):
         self._file, self._refuses, self._takes = file, refuses, takes
@@ -66,7 +66,7 @@ def content(size: int, seed: int = 0) -> bytes:
 
 
 def write(path, data: bytes, disk=Disk, **disk_s) -> list[tuple[int, bool]]:
-    """As torch does: a little, a lot, and a little again; returns how the disk was written to."""
+    """Write small and large parts as torch does; return how the disk was written."""
     with DirectFile(path) as file:
         file._file = disk(file._file, **disk_s)
         ends = [0, 3, 67, max(67, len(data) - 11), len(data)]
@@ -115,7 +115,7 @@ def takes_direct(folder) -> bool:
 
 
 def test_a_file_system_that_refuses_when_it_is_asked(tmp_path, monkeypatch):
-    """As FUSE and old tmpfs do, by EINVAL; they are asked once a file."""
+    """FUSE and old tmpfs refuse with EINVAL, and are asked once per file."""
     asked = []
     ask = fcntl.fcntl
 
@@ -215,7 +215,7 @@ def test_a_disk_that_is_busy_with_one_large_file_is_not_dead(tmp_path, monkeypat
 
 @pytest.fixture
 def real_disk(tmp_path):
-    """An ext4 that some hundred files fill, which needs the right to mount."""
+    """Return an ext4 file system that about a hundred files fill; mounting needs the right."""
     image, folder = tmp_path / "image", tmp_path / "disk"
     with image.open("wb") as file:
         file.truncate(768 * PIECE)

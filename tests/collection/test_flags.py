@@ -1,4 +1,4 @@
-"""The table of the collection's flags: every flag has its reader, and all printed tables agree."""
+"""Test the table of the collection's flags: each has its reader, and printed tables agree."""
 
 import importlib
 import inspect

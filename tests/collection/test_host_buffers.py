@@ -1,4 +1,4 @@
-"""Copies of tensors on the host: whole, their own, and never beyond the limit."""
+"""Test copies in host memory: they are complete, separate and within the limit."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""How much a collection may write, and what it says when that is reached."""
+"""Test the limits of a collection, and its reports when one is reached."""
 
 import json
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("fresh_saver")
 
 
 def collect(folder, tensors: int = 6, **limits):
-    """Save so many tensors of 64 KiB in one iteration; the records, the events and the run card."""
+    """Save tensors of 64 KiB in one iteration; return the records, events and run card."""
     session.configure(save_tensors=True, save_dir=str(folder), **limits)
     session.begin_iteration()
     clock.micro_batch = MicroBatch(1, 0)
@@ -101,7 +101,7 @@ def test_no_file_is_larger_than_the_limits_reckon_with(tmp_path):
 
 
 def test_the_disk_s_free_space_is_kept_before_it_is_full(small_disk):
-    """By default a twentieth of a small disk: 51 KiB of one MiB."""
+    """The default for a small disk is a twentieth: 51 KiB of one MiB."""
     found, _, card, _ = collect(small_disk, tensors=20)
     assert 10 <= len(found) < 16
     assert shutil.disk_usage(small_disk).free >= (1 << 20) // 20

@@ -1,4 +1,4 @@
-"""The rule that finds loss spikes, on recorded runs and on made-up curves."""
+"""Test the rule that finds loss spikes, on recorded runs and generated curves."""
 
 import csv
 import math

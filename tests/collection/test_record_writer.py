@@ -1,4 +1,4 @@
-"""What is on disk when it is full: whole files, whole lines, and a run card that says so."""
+"""Test a full disk: files and index lines stay whole, and the run card reports it."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from tests.collection.samples import TENSOR, record
 
 
 class HalfFull:
-    """An index on a disk that takes half a line more."""
+    """An index on a disk that accepts only half of the next line."""
 
     def __init__(self, file):
         self._file, self._left = file, 100
@@ -55,7 +55,7 @@ def test_room_for_the_last_run_card_is_there_from_the_start(tmp_path):
 
 
 def test_a_finished_file_is_sent_to_the_disk(tmp_path, monkeypatch):
-    """Whole, with nothing left in Python's buffer; and a file system may refuse."""
+    """The line is complete, with nothing left in Python's buffer; a file system may refuse."""
     sent = []
 
     def posix_fadvise(file: int, offset: int, length: int, advice: int) -> None:

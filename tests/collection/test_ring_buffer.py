@@ -1,6 +1,4 @@
-"""A ring of the last iterations, which is written when something unusual happens, and the file that
-switches a collection.
-"""
+"""Test the ring of the last iterations, which an unusual one writes, and the flag file."""
 
 import json
 import math
@@ -21,7 +19,7 @@ SIZE = 24 * 4  #: of what `save` saves
 
 
 def train(loss: float = 2.0, grad_norm: float | None = 1.0, tensors: int = 1) -> str | None:
-    """One iteration."""
+    """Run one iteration."""
     session.begin_iteration()
     clock.micro_batch = MicroBatch(clock.iteration, 0)
     for _ in range(tensors):
@@ -170,7 +168,7 @@ def test_a_ring_that_may_write_no_more_counts_what_it_would_have_written(tmp_pat
 
 
 def test_a_signal_is_nothing_to_keep_a_ring_for(tmp_path, caplog):
-    """A scheduler that ends a job kills it half a minute later, however much there is to write."""
+    """A scheduler kills a job half a minute after it has asked it to end."""
     configure(tmp_path, collect_ring=2)
     for _ in range(5):
         train()

@@ -1,4 +1,4 @@
-"""What the flags of the selection mean, and what is said of those that mean nothing."""
+"""Test the selection's flags, and the errors for values without a meaning."""
 
 import itertools
 
@@ -157,7 +157,7 @@ def test_more_iterations_than_the_run_trains_are_refused_at_once():
 
 
 def wanted(**flags):
-    """The tensors of each module that are collected."""
+    """Return the tensors of each module that are collected."""
     chosen = Selection.parse(num_layers=12, world_size=4, **flags)
     chosen.check_reached((identity, TENSOR_NAMES[kind]) for identity, kind in MODEL)
     return {

@@ -1,4 +1,4 @@
-"""The collector's own rules: where and when it writes, and what it does when it cannot."""
+"""Test where and when a collection writes, and what it does if it cannot."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("fresh_saver")
 
 
 def step(*micro_batches: int) -> None:
-    """One iteration, saving one tensor in each micro-batch."""
+    """Run one iteration, and save one tensor in each micro-batch."""
     session.begin_iteration()
     for index in micro_batches:
         clock.micro_batch = MicroBatch(clock.iteration, index)

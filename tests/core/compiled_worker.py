@@ -1,6 +1,7 @@
-"""Compares layers of the model under torch.compile with eager mode; run by the tests in a process
-of its own. Prints a JSON object: for each format and layer whether the bits are equal, how many
-graphs there were, or the error.
+"""Compare layers of the model under torch.compile with eager mode, in a process of their own.
+
+The result is a JSON object on stdout. For each format and layer it says whether the bits are equal
+and how many graphs there were, or holds the error.
 
     compiled_worker.py "FORMAT LAYER/MODE..." ...     MODE: whole (one graph), parts (graph breaks)
 """

@@ -1,8 +1,8 @@
-"""Attention over context-parallel ranks against attention over the whole sequence; run by the tests
-under torchrun with four ranks. Writes one JSON object to $REPORT_DIR, from the first rank.
+"""Compare attention over context-parallel ranks with attention over the whole sequence.
 
-Every rank makes the whole tensors from one seed, gives the layer its own part of them and compares
-with its own part of the exact result, so that the comparison uses no communication.
+The tests run it under torchrun with four ranks. The first rank writes a JSON object to $REPORT_DIR.
+Every rank generates the whole tensors from one seed, passes its part to the layer and compares the
+result with its part of the exact result, so that the comparison needs no communication.
 """
 
 import json
@@ -24,7 +24,7 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def exact_attention(q, k, v, do, scale, hidden):
-    """O, dQ, dK, dV in float64 by the definition, [s, b, heads, d]; `hidden` [s, s] is the mask."""
+    """Return O, dQ, dK, dV [s, b, heads, d] in float64 by definition; `hidden` is the mask."""
     wide = [x.repeat_interleave(q.shape[2] // x.shape[2], 2).permute(1, 2, 0, 3) for x in (k, v)]
     scores = scale * q.permute(1, 2, 0, 3) @ wide[0].mT
     probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
@@ -41,7 +41,7 @@ def tensors(dtype, value_dim=DIM):
 
 
 def own_part(x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """The two chunks of this rank, cut here without the code under test."""
+    """Return the two chunks of this rank, without the code under test."""
     chunks = x.chunk(2 * size)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]).detach().requires_grad_()
 
@@ -79,7 +79,7 @@ def through(module, qkv, do, attention_mask=None):
 
 
 def hidden_of(case: str) -> torch.Tensor:
-    """The whole mask by its definition, True where a key is hidden."""
+    """Return the whole mask by definition, which is True where a key is hidden."""
     query, key = torch.arange(SEQ)[:, None], torch.arange(SEQ)[None]
     if case == "window":
         return (key > query) | (key < query - 20)
@@ -89,7 +89,7 @@ def hidden_of(case: str) -> torch.Tensor:
 
 
 def in_float64(case: str, rank: int, size: int) -> dict[str, float]:
-    """Errors of the unquantized layer in float64."""
+    """Return the errors of the unquantized layer in float64."""
     value_dim = 8 if case == "value dim" else DIM
     options = {"window_size": (20, 0)} if case == "window" else {}
     module = layer(size, mask="no_mask" if case == "no mask" else "causal", **options)
@@ -111,7 +111,7 @@ def in_float64(case: str, rank: int, size: int) -> dict[str, float]:
 
 
 def quantized(name: str, rank: int, size: int) -> dict[str, float]:
-    """Against the layer of one rank with the same format, in float32."""
+    """Compare with the layer of one rank and the same format, in float32."""
     alone = layer(size)
     alone.context = None
     (q, k, v), do = tensors(torch.float32)
@@ -152,7 +152,7 @@ def refusals(size: int) -> dict[str, str]:
 
 
 def worst(report: dict[str, float]) -> dict[str, float]:
-    """Over all ranks."""
+    """Return the maximum over all ranks."""
     values = torch.tensor(list(report.values()), dtype=torch.float64)
     torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
     return dict(zip(report, values.tolist(), strict=True))

@@ -1,9 +1,9 @@
-"""One training iteration of a tiny DeepSeek-V2-Lite (MLA, a dense layer, then experts), run by the
-tests in a process of its own; the counterpart of `gpt_worker.py`, whose report it prints.
+"""Train a tiny DeepSeek-V2-Lite (MLA, a dense layer, then experts) for one iteration.
 
-Like a trainer it wraps the model for data parallelism and reduces the gradients over all ranks.
-`--plain` runs on the wheel alone, with the least that this model needs there (`patch_the_wheel`):
-that code is the tests' own, so that what our overlay repairs is held to something else.
+The tests run it in a process of its own. It is the counterpart of `gpt_worker.py` and prints the
+same report. Like a trainer, it wraps the model for data parallelism and reduces the gradients over
+all ranks. `--plain` runs on the wheel alone, with the minimal fixes that this model needs there
+(`patch_the_wheel`). These fixes are independent of our overlay, which is compared with them.
 
     torchrun deepseek_worker.py --tp 2 --sequence-parallel [--ep 2] [--dispatcher allgather] ...
 """
@@ -42,7 +42,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def patch_the_wheel() -> None:
-    """What the plain wheel lacks to run this model without Transformer Engine, under gloo."""
+    """Fix what keeps the plain wheel from running this model without Transformer Engine."""
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer import (
         dot_product_attention,
@@ -74,7 +74,7 @@ def patch_the_wheel() -> None:
     rope, reduce = multi_latent_attention.apply_rotary_pos_emb, mappings._reduce
 
     def with_summed_gradient(tensor, *args, **kwargs):
-        """The key's has one head, and on each rank the gradient of that rank's heads only."""
+        """Sum the gradient of the key's only head, of which each rank has its own heads' part."""
         if tensor.shape[-2] == 1:
             tensor = mappings.copy_to_tensor_model_parallel_region(tensor)
         return rope(tensor, *args, **kwargs)
@@ -151,7 +151,7 @@ def config_of(options: argparse.Namespace):
 
 
 def build(options: argparse.Namespace) -> torch.nn.Module:
-    """This rank's stage."""
+    """Return the pipeline stage of this rank."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -179,7 +179,7 @@ def build(options: argparse.Namespace) -> torch.nn.Module:
 
 
 def start(options: argparse.Namespace) -> None:
-    """Device, process groups and seeds."""
+    """Set up device, process groups and seeds."""
     gpt_worker.start_processes()
     from megatron.core import parallel_state, tensor_parallel
 

@@ -1,4 +1,4 @@
-"""What holds of a folder of tensors whatever became of the runs that wrote it."""
+"""Check a folder of tensors for what must hold however its runs ended."""
 
 import hashlib
 import json
@@ -11,13 +11,14 @@ from megatron.tensor_record import PARTIAL_SUFFIX, TensorRecord
 
 
 def assert_sound(folder: Path, known: dict[str, str] | None = None) -> dict[str, str]:
-    """Every `.pt` file can be read, every index line but the last is JSON and has its file, every
-    index has a run card, and every card can be read.
+    """Check that every `.pt` file, index and run card can be read.
+
+    Every index line but the last is JSON and has its file, and every index has a run card.
 
     Args:
-        folder: all of it is looked at.
-        known: what this function returned before: those files must be as they were, and are not
-            read again.
+        folder: folder of the tensors.
+        known: an earlier result of this function; its files must be unchanged and are not read
+            again.
 
     Returns:
         The hash of each `.pt` file by name.
@@ -50,7 +51,7 @@ def assert_sound(folder: Path, known: dict[str, str] | None = None) -> dict[str,
 
 
 def index_lines(path: Path) -> list[dict]:
-    """Of one index; the last may be cut short."""
+    """Return the lines of one index, of which the last may be cut off."""
     lines = path.read_text().split("\n")
     whole = [json.loads(line) for line in lines[:-1]]
     assert not lines[-1] or not _is_json(lines[-1]), "a whole line ends with a line break"
@@ -58,12 +59,12 @@ def index_lines(path: Path) -> list[dict]:
 
 
 def run_of(index: Path) -> str:
-    """The id of the run whose index it is."""
+    """Return the id of the run that an index belongs to."""
     return index.stem.removeprefix("index_").rpartition("_rank")[0]
 
 
 def partial_files(folder: Path) -> list[str]:
-    """Names of files that are still being written, or that nobody will finish."""
+    """Return the names of files that are being written or were left unfinished."""
     return [path.name for path in folder.glob(f"*{PARTIAL_SUFFIX}")]
 
 

@@ -1,7 +1,7 @@
-"""One training iteration of a small GPT, run by the tests in a process of its own.
+"""Train a small GPT for one iteration; the tests run it in a process of its own.
 
-It imports nothing of `megatron.training`, so that it also runs on the plain wheel; prints one JSON
-line a rank: which files were loaded, the losses, and a hash of every gradient.
+It does not import `megatron.training`, so that it also runs on the plain wheel. It prints one JSON
+line per rank with the loaded files, the losses, and a hash of every gradient.
 
     torchrun gpt_worker.py --dtype bf16 --tp 2 [--sequence-parallel] [--pp 2] [--micro-batches 2]
 """
@@ -46,8 +46,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def activate_cpu_backend() -> None:
-    """By path: on the plain wheel there is no `megatron.cpu_backend`. Done already by some tests'
-    wrappers.
+    """Load `megatron.cpu_backend` by its path, because the plain wheel has no such module.
+
+    The wrappers of some tests have already loaded it.
     """
     if torch.cuda.is_available() or torch.cuda.current_device.__module__ != "torch.cuda":
         return
@@ -135,8 +136,9 @@ def forward_step(data, model):
 
 
 def loss_of(losses):
-    """The mean over the whole sequence; this rank's share of it is what is differentiated, where
-    the schedule multiplies by the context-parallel size again.
+    """Return the mean loss over the whole sequence, with this rank's share for the gradient.
+
+    The schedule multiplies the gradient by the context-parallel size again.
     """
     from megatron.core import parallel_state
 
@@ -150,7 +152,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def start_processes() -> None:
-    """Device and torch.distributed."""
+    """Set up the device and torch.distributed."""
     activate_cpu_backend()
     os.environ.setdefault("RANK", "0")
     if "WORLD_SIZE" in os.environ:
@@ -162,7 +164,7 @@ def start_processes() -> None:
 
 
 def start(options: argparse.Namespace) -> None:
-    """Device, process groups and seeds."""
+    """Set up device, process groups and seeds."""
     start_processes()
     from megatron.core import parallel_state, tensor_parallel
 
@@ -177,7 +179,7 @@ def start(options: argparse.Namespace) -> None:
 
 
 def leave() -> None:
-    """Also after an exception: gloo may abort a process that ends with its groups alive."""
+    """Destroy the groups, also after an exception: gloo may abort a process that has not."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

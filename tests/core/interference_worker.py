@@ -1,5 +1,6 @@
-"""Trains one model several times over in one process, collecting nothing, then in every way there
-is; writes what each training came to. Run by test_non_interference.py under torchrun.
+"""Train one model repeatedly in one process, first without a collection and then with every kind.
+
+test_non_interference.py runs it under torchrun. It writes the result of each training.
 
     torchrun interference_worker.py --folder DIR [--distributed-optimizer] [--ep 2] [gpt_worker's]
 
@@ -31,28 +32,30 @@ REQUESTED = ["all", "attention_scores", "attention_probs"]
 
 @dataclass(frozen=True)
 class Way:
-    """One way to collect."""
+    """One kind of collection."""
 
     flags: dict[str, Any] = field(default_factory=dict)
-    losses: tuple[float, ...] = (1.0, 1.0)  #: that the trainer tells
-    before: Callable[[int, Path], None] = lambda iteration, folder: None  #: each iteration
+    losses: tuple[float, ...] = (1.0, 1.0)  #: losses that the trainer reports
+    before: Callable[[int, Path], None] = lambda iteration, folder: (
+        None
+    )  #: runs before each iteration
 
 
 def switch(iteration: int, folder: Path) -> None:
-    """The flag file is made while the job runs."""
+    """Create the flag file while the job runs."""
     (folder / "collect_now").unlink(missing_ok=True)
     if iteration == 2:
         (folder / "collect_now").touch()
 
 
 def take_away(iteration: int, folder: Path) -> None:
-    """The folder vanishes while the job runs; at once, unlike one that is deleted."""
+    """Rename the folder while the job runs; unlike deleting it, this happens at once."""
     if iteration == 2:
         (folder / "vanished").rename(folder / "elsewhere")
 
 
 def ways(folder: Path, quant_type: str) -> dict[str, Way]:
-    """Those that a run of that type can take; what a name stands for, the flags say."""
+    """Return the kinds of collection that a run of this type supports."""
     everything = REQUESTED + ([] if quant_type == "none" else ["codes"])
     all_of_it = {"collect_tensors": everything, "collect_micro_batches": 0, "control_iter": 0}
     ring = {name: value for name, value in all_of_it.items() if name != "control_iter"}
@@ -68,7 +71,7 @@ def ways(folder: Path, quant_type: str) -> dict[str, Way]:
 
 
 def parse() -> tuple[argparse.Namespace, argparse.Namespace]:
-    """Our own options, and those of the worker that builds the model."""
+    """Parse our options, and those of the worker that builds the model."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--types", nargs="+", default=["none", "mxfp8:sr"])
@@ -90,7 +93,7 @@ def seed() -> None:
 
 
 def random_states() -> dict[str, str]:
-    """Of every generator that a process of ours has."""
+    """Return the state of every random generator of this process."""
     from megatron.core import tensor_parallel
 
     plain = {"python": random.getstate(), "numpy": str(np.random.get_state())}
@@ -103,7 +106,7 @@ def random_states() -> dict[str, str]:
 
 
 def build(own: argparse.Namespace, options: argparse.Namespace) -> list[torch.nn.Module]:
-    """This rank's stages, wrapped as a trainer does."""
+    """Return this rank's stages, wrapped as by a trainer."""
     if own.ep > 1:
         return [deepseek_worker.build(options)]
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -141,7 +144,7 @@ def optimizer_of(own: argparse.Namespace, options: argparse.Namespace, model):
 
 
 def train(own: argparse.Namespace, options: argparse.Namespace, way: Way) -> list[dict[str, Any]]:
-    """Two iterations: losses, hashes of all gradients and of all new weights, random states."""
+    """Train two iterations; return losses, hashes of gradients and weights, random states."""
     from megatron.core import parallel_state, tensor_saver
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -1,13 +1,12 @@
-"""Has children that collect tensors, and ends each at the instant that it is told to.
+"""Start child processes that collect tensors, and end each at a given instant.
 
     python nursery_worker.py DIR
 
-A line of input is `birth SECONDS SIGNAL...` or `first SECONDS SIGNAL...`: a child is forked, which
-collects into DIR as a trainer of ours does; SECONDS after its birth, or after it has begun with the
-first tensor, it gets each SIGNAL. A line of output says how it ended: `{"status": as subprocess has
-it, "first": seconds from its birth to the first tensor, "seconds": from then or from birth to its
-end}`. A child begins where this process has imported everything, so that its life is nothing but
-collecting.
+A line of input is `birth SECONDS SIGNAL...` or `first SECONDS SIGNAL...`. It forks a child that
+collects into DIR as our trainer does. SECONDS after its start, or after the start of its first
+tensor, the child receives each SIGNAL. A line of output describes its end: `{"status": as in
+subprocess, "first": seconds from its start to the first tensor, "seconds": from then or from its
+start to its end}`. This process has imported everything, so a child only collects.
 """
 
 import json
@@ -60,7 +59,7 @@ def collect(folder: str, begun: int) -> None:
 
 
 def live(folder: str, begun: int) -> int:
-    """A trainer's life, and its exit status."""
+    """Run a trainer and return its exit status."""
     try:
         with interruptible():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ANSWERED)

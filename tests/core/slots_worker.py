@@ -1,10 +1,11 @@
-"""Quantizes one operand slot of one layer at a time and compares with float64; run by the tests in
-a process of its own. Prints a JSON object: for each slot the largest relative error of every
-result, and which results it changed.
+"""Quantize one operand slot of one layer at a time and compare the results with float64.
 
-The float64 chain has no quantizer of its own: where the layer quantized an operand, the chain
-checks that this operand is its own up to rounding, and goes on with the operand's quantized values.
-So a value that float32 and float64 round to different sides of a tie does not matter.
+The tests run it in a process of its own. It prints a JSON object with the largest relative error of
+every result per slot, and with the results that the slot changed.
+
+The float64 chain has no quantizer. Where the layer quantizes an operand, the chain checks that the
+operand equals its own up to rounding, and continues with the layer's quantized values. A value that
+float32 and float64 round to different sides of a tie therefore causes no error.
 """
 
 import json
@@ -26,7 +27,7 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 class Chain:
-    """Float64, with the quantized values of some operands of one operation in their places."""
+    """A float64 chain that uses the quantized values of some operands of one operation."""
 
     def __init__(self, operation: str, formats: dict, seen: list):
         self.operation, self.formats, self.seen = operation, formats, list(seen)
@@ -49,7 +50,7 @@ class Chain:
 
 
 def attention_chain(q, k, v, do, scale, at: Chain):
-    """O, dQ, dK, dV of causal attention, [b * heads, s, d] in float64."""
+    """Return O, dQ, dK, dV of causal attention, [b * heads, s, d] in float64."""
     s = scale * at("qk", "fprop_a", q) @ at("qk", "fprop_b", k).mT
     hidden = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
     p = s.masked_fill(hidden, -10000.0).softmax(-1)
@@ -64,7 +65,7 @@ def attention_chain(q, k, v, do, scale, at: Chain):
 
 
 def linear_chain(x, w, dy, at: Chain):
-    """Y, dX, dW, [tokens, features] in float64."""
+    """Return Y, dX, dW, [tokens, features] in float64."""
     y = at("linear", "fprop_a", x) @ at("linear", "fprop_b", w).mT
     dx = at("linear", "dgrad_c", dy) @ at("linear", "dgrad_b", w)
     dw = at("linear", "wgrad_c", dy).mT @ at("linear", "wgrad_a", x)
@@ -72,7 +73,7 @@ def linear_chain(x, w, dy, at: Chain):
 
 
 def cases_of(operation: str) -> dict[str, dict]:
-    """Arguments of `GemmFormats`, with formats by name: each slot alone, and the options."""
+    """Return arguments of `GemmFormats` with formats by name: each slot alone, and options."""
     found = {f"{slot} {name}": {slot: name} for slot in SLOTS for name in FORMATS}
     for name in FORMATS:
         both = {"fprop_a": name, "fprop_b": name}
@@ -93,7 +94,7 @@ def set_formats(module, operation: str, formats: dict) -> None:
 
 
 def by_head(x):
-    """[s, b, heads, d] -> [b * heads, s, d]."""
+    """Reshape [s, b, heads, d] to [b * heads, s, d]."""
     return x.permute(1, 2, 0, 3).flatten(0, 1)
 
 

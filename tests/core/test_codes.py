@@ -1,5 +1,5 @@
-"""Codes and scales of operands, as a real run stores them on request: they are what the matmuls
-multiplied.
+"""Test the codes and scales that a real run stores on request: they equal the operands of the
+matmuls.
 """
 
 import json
@@ -104,8 +104,9 @@ def test_codes_are_refused_where_they_mean_nothing(rounded_to_nearest):
 
 
 def test_random_bits_are_those_of_the_matmul(tmp_path):
-    """A linear layer's results follow bit for bit from the codes of its operands, although nobody
-    could round the operands so again.
+    """A linear layer's results follow bit for bit from the codes of its operands.
+
+    The random bits of the rounding cannot be reproduced without the codes.
     """
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)

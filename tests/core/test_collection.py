@@ -1,6 +1,4 @@
-"""What a run collects: every tensor, the right micro-batch, the right shard. Real runs of a small
-GPT.
-"""
+"""Test what real runs of a small GPT collect: every tensor, of the right micro-batch and shard."""
 
 import json
 from collections import Counter
@@ -34,9 +32,7 @@ LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 def by_module(records):
-    """The records of one linear layer in one forward pass: {(module, iteration, rank, micro_batch):
-    {name: tensor}}.
-    """
+    """Group the tensors of linear layers by module, iteration, rank and micro-batch."""
     groups: dict[tuple, dict] = {}
     weights: dict[tuple, torch.Tensor] = {}
     for r in pick(records, layer_type="linear", recomputed=False):
@@ -124,8 +120,9 @@ def test_linear_outputs_and_gradients_follow_from_the_saved_operands(single):
 
 
 def test_attention_follows_from_the_saved_operands(single):
-    """Forward and backward, from the matmuls' definition and autograd's softmax; keys are shared by
-    two heads.
+    """Forward and backward follow from the definition of the matmuls and autograd's softmax.
+
+    Two heads share each key.
     """
     _, records = single
     where = {"layer_type": "attention", "iteration": 2, "micro_batch": 1, "layer_idx": 1}
@@ -167,7 +164,7 @@ def test_the_run_card_tells_the_run(single):
 
 
 def test_pipeline_keeps_micro_batches_and_global_layer_numbers(tmp_path):
-    """1F1B with more micro-batches than stages: each backward belongs to an earlier forward."""
+    """Under 1F1B with more micro-batches than stages, a backward pass follows a later forward."""
     options = ("--pp", "2", "--micro-batches", "4", "--layers", "4")
     records = collect(tmp_path / "dump", *options, ranks=2)
     assert len(records) == expected(layers=4, micro_batches=4)
@@ -193,7 +190,7 @@ def test_interleaved_pipeline(tmp_path):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_shards_carry_their_coordinates(tmp_path, sequence_parallel):
-    """Put together by `dims`, the shards of TP=2 are the tensors of one rank."""
+    """The shards of TP=2, joined by `dims`, equal the tensors of one rank."""
     extra = ("--sequence-parallel",) if sequence_parallel else ()
     records = collect(
         tmp_path / "dump",
@@ -227,7 +224,7 @@ def test_tensor_parallel_shards_carry_their_coordinates(tmp_path, sequence_paral
 
 
 def test_more_ranks_than_query_groups_hold_copies_of_keys_and_parts_of_their_gradients(tmp_path):
-    """Put together, the gradients are those that autograd gives for the tensors put together."""
+    """The joined gradients equal those that autograd computes for the joined tensors."""
     options = ("--tp", "4", "--layers", "1", "--micro-batches", "1")
     records = collect(tmp_path / "dump", *options, ranks=4)
     keys = pick(records, tensor_name="key")
@@ -267,7 +264,7 @@ def test_recomputed_forwards_are_marked_and_equal_the_first(tmp_path):
 
 
 def test_by_default_one_micro_batch_of_one_iteration(tmp_path):
-    """Under a trainer that never calls `configure`, the environment alone switches it on."""
+    """The environment alone switches it on if the trainer never calls `configure`."""
     dump = tmp_path / "dump"
     env = environment(PYTHONPATH=REPO, TENSOR_SAVE_ENABLED="true", TENSOR_SAVE_DIR=dump)
     options = ("--micro-batches", "3", "--iterations", "3")

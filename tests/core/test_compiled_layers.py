@@ -1,4 +1,4 @@
-"""The model's quantized layers under torch.compile give the bits of eager mode."""
+"""Test that quantized layers under torch.compile give the same bits as in eager mode."""
 
 import json
 import sys

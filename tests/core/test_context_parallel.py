@@ -1,4 +1,4 @@
-"""Context parallelism of the local attention: exact in float64, with formats, and as collected."""
+"""Test context parallelism of the local attention: in float64, with formats and collected."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def report(tmp_path_factory):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", ["causal", "window", "given", "no mask", "value dim"])
 def test_attention_and_its_gradients_are_those_of_the_whole_sequence(report, case, size):
-    """In float64, for grouped queries; the ranks' sums of gradients are in another order."""
+    """Grouped queries agree in float64; the ranks sum gradients in another order."""
     errors = report[f"{case} cp{size}"]
     assert errors.keys() == {"o", "dq", "dk", "dv"}
     assert all(error < 1e-14 for error in errors.values()), errors
@@ -36,7 +36,7 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(report, cas
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "hifp8"])
 def test_quantized_attention_is_that_of_one_rank(report, name, size):
-    """Blocks along keys are the same anyhow; those along queries are, since 32 divides a chunk."""
+    """Blocks along keys always agree; blocks along queries do because 32 divides a chunk."""
     errors = report[f"{name} cp{size}"]
     assert all(error < 1e-6 for error in errors.values()), errors
 
@@ -93,7 +93,7 @@ def test_shards_put_together_by_their_dims_are_the_tensors_of_one_rank(
 
 
 def put_together(shards: list[dict]) -> torch.Tensor:
-    """The whole tensor from all ranks' records, by `dims` alone."""
+    """Return the whole tensor from all ranks' records, by `dims` alone."""
     for group in ("cp", "tp"):
         others: dict[int, list[dict]] = {}
         for r in sorted(shards, key=lambda r: r["rank"][group]):

@@ -1,5 +1,5 @@
-"""DeepSeek-V2's shape, MLA and experts, on the local layers: exact without a format, quantized and
-collected everywhere with one.
+"""Test MLA and experts, as in DeepSeek-V2, on the local layers: exact without a format, and with a
+format quantized and collected everywhere.
 """
 
 import json
@@ -31,7 +31,7 @@ def collecting(dump: Path, **variables: str) -> dict[str, str]:
 
 
 def records(dump: Path) -> list[dict]:
-    """The index lines of all ranks, each with its tensor."""
+    """Return the index lines of all ranks, each with its tensor."""
     found = [r for path in sorted(dump.glob("index_*.jsonl")) for r in read_index(path)]
     for record in found:
         record["tensor"] = torch.load(dump / record["file"], weights_only=True)["tensor"]
@@ -63,7 +63,7 @@ CASES = [
 
 @pytest.mark.parametrize(("ranks", "options"), CASES)
 def test_loss_gradients_and_random_state_equal_the_mended_wheel(tmp_path, ranks, options):
-    """Off means off. The wheel alone cannot run this model: the worker mends it by other means."""
+    """Off means off. The wheel alone cannot run this model; the worker fixes it separately."""
     plain = reports(tmp_path / "plain", environment(), ranks, *options, "--plain")
     off = reports(tmp_path / "off", environment(PYTHONPATH=REPO), ranks, *options)
     on = reports(tmp_path / "on", collecting(tmp_path / "dump"), ranks, *options)
@@ -80,7 +80,7 @@ def test_loss_gradients_and_random_state_equal_the_mended_wheel(tmp_path, ranks,
 
 @pytest.fixture(scope="module")
 def spread(tmp_path_factory) -> list[dict]:
-    """What two expert-parallel ranks collect in MXFP8."""
+    """Return what two expert-parallel ranks collect in MXFP8."""
     folder = tmp_path_factory.mktemp("spread")
     reports(folder / "run", collecting(folder / "dump", CUSTOM_QUANT_TYPE="mxfp8"), 2, *EXPERTS)
     return records(folder / "dump")
@@ -121,7 +121,7 @@ def test_heads_of_values_are_smaller_than_those_of_keys(spread):
 
 @pytest.mark.parametrize("quant_type", ["none", "mxfp8"])
 def test_experts_without_tokens(tmp_path, quant_type):
-    """64 tokens for 32 experts: some get none, forward and backward, and are recorded empty."""
+    """With 64 tokens for 32 experts, some get none, and their tensors are recorded empty."""
     options = ("--experts", "32", "--topk", "1")
     env = collecting(tmp_path / "dump", CUSTOM_QUANT_TYPE=quant_type)
     (report,) = reports(tmp_path / "run", env, 1, *options)

@@ -1,4 +1,4 @@
-"""A collecting process may end at any instant, by a kill or by a signal that it can answer."""
+"""Test that a collecting process may end at any instant, by a kill or by a handled signal."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ PROMPT = 20.0  #: seconds: no end may wait for the patience with a disk, which i
 
 
 class Nursery:
-    """See the worker. Lives are as long as the first, which nothing ended."""
+    """The worker's process; the first child, which nothing ends, gives the duration of a run."""
 
     def __init__(self, process: subprocess.Popen, seed: int):
         self._process, self._random = process, random.Random(seed)
@@ -36,9 +36,7 @@ class Nursery:
         return json.loads(self._process.stdout.readline())
 
     def end(self, times: int, *numbers: int) -> Iterator[dict]:
-        """Children that were ended by signals: a third at instants all over a life, the others
-        while they wrote.
-        """
+        """Return children that signals ended: a third at any instant, the others while writing."""
         ended = 0
         for attempt in range(5 * times):
             since, length = [("first", self._writing), ("birth", self._life)][attempt % 3 == 0]
@@ -70,7 +68,7 @@ def nursery(tmp_path):
 
 
 def test_kills_at_any_instant_leave_a_sound_folder(nursery, tmp_path):
-    """All in one folder."""
+    """All children write to one folder."""
     known = assert_sound(tmp_path)
     assert len(known) == TENSORS
     cut_short, unfinished, cards = 0, 0, set()
@@ -85,7 +83,7 @@ def test_kills_at_any_instant_leave_a_sound_folder(nursery, tmp_path):
 
 
 def new(folder: Path, seen: set[Path]) -> set[Path]:
-    """Run cards that were not there before."""
+    """Return the run cards that were not there before."""
     found = set(folder.glob("run_*.json")) - seen
     seen |= found
     return found
@@ -95,7 +93,7 @@ def new(folder: Path, seen: set[Path]) -> set[Path]:
     "numbers", [[signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]], ids=["once", "passed-on-twice"]
 )
 def test_signals_at_any_instant_end_a_run_soon_and_lose_nothing(nursery, tmp_path, numbers):
-    """What was taken before the signal is on disk, and the card says what ended the run."""
+    """Tensors taken before the signal are on disk, and the card holds the cause of the end."""
     known, cards, aborted = assert_sound(tmp_path), set(), 0
     new(tmp_path, cards)
     for end in nursery.end(TIMES, *numbers):

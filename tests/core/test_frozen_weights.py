@@ -1,4 +1,4 @@
-"""A weight that is not trained is quantized as any other, and has no gradient."""
+"""Test that a frozen weight is quantized like any other and has no gradient."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Communication between two gloo ranks where the wheel's is wrong or refused."""
+"""Test communication between two gloo ranks where the wheel is wrong or refuses."""
 
 import json
 from pathlib import Path

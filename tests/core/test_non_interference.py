@@ -1,6 +1,7 @@
-"""Collecting changes nothing that training computes: losses, every gradient, every new weight and
-every random generator are the same bits with and without it, in each parallel layout, whatever is
-collected, in whatever way, and whether or not it can be written.
+"""Test that collecting changes nothing that training computes.
+
+Losses, gradients, new weights and random states are bit-identical with and without a collection, in
+each parallel layout, for every kind of collection, and even if nothing can be written.
 """
 
 import json
@@ -62,7 +63,7 @@ def test_training_is_the_same_bits_however_tensors_are_collected(tmp_path, layou
 
 
 def assert_the_measure_is_sharp(found: dict, *, last_stage: bool) -> None:
-    """What is compared tells two iterations and two formats apart."""
+    """The compared values differ between two iterations and between two formats."""
     plain, quantized = (of_type["off"]["steps"] for of_type in found.values())
     for steps in (plain, quantized):
         first, second = steps

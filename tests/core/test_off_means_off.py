@@ -42,7 +42,7 @@ def test_loss_gradients_and_random_state_equal_the_plain_wheel(tmp_path, dtype, 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_our_attention_without_formats_equals_the_wheels(tmp_path, dtype):
-    """What allows `DotProductAttention.forward` to be written anew."""
+    """This test allows `DotProductAttention.forward` to be rewritten."""
     options = ("--dtype", dtype, "--attention-dropout", "0.1")
     (plain,) = reports(tmp_path / "plain", environment(), 1, *options)
     env = environment(PYTHONPATH=REPO)
@@ -52,7 +52,7 @@ def test_our_attention_without_formats_equals_the_wheels(tmp_path, dtype):
 
 
 def test_a_format_changes_the_loss(tmp_path):
-    """The tests above would pass as well if nothing ever reached the layers."""
+    """The tests above would also pass if no format ever reached the layers."""
     off = reports(tmp_path / "off", environment(PYTHONPATH=REPO), 1)
     for operation in ("LINEAR", "QK", "PV"):
         env = environment(PYTHONPATH=REPO, **{f"{operation}_QUANT_TYPE": "mxfp4"})

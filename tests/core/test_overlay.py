@@ -63,7 +63,7 @@ def test_from_another_folder_without_it_the_wheel_is_untouched(tmp_path):
 
 
 def test_found_twice(tmp_path):
-    """By a link; by Python 3.10, from the root, as `/path/of/tree` and as `.`."""
+    """A link finds the tree twice; Python 3.10 also finds it as `/path/of/tree` and as `.`."""
     (tmp_path / "link").symlink_to(REPO)
     for twice in ((REPO, tmp_path / "link"), (tmp_path / "wheel", REPO, tmp_path / "link")):
         env = environment(PYTHONPATH=os.pathsep.join(map(str, twice)))
@@ -102,7 +102,7 @@ def test_names_that_the_wheel_defines_are_all_there():
 
 
 def test_another_megatron_core_is_refused(tmp_path):
-    """Told by the code that is loaded, not by what pip believes to be installed."""
+    """The loaded code decides, not what pip lists as installed."""
     import megatron.core
 
     other = tmp_path / "megatron" / "core"

@@ -1,4 +1,4 @@
-"""Of a recipe, what would not come true in a model is refused."""
+"""Test that a recipe is refused if a model cannot follow all of it."""
 
 import re
 
@@ -87,7 +87,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """What is said to each case; megatron-core is imported once for all."""
+    """Return the error of each case; all cases share one import of megatron-core."""
     folder = tmp_path_factory.mktemp("recipes")
     arguments = []
     for name, (matchers, operations, _) in CASES.items():

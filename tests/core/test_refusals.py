@@ -71,7 +71,7 @@ def test_a_recipe_next_to_a_format_is_refused():
 
 
 def test_a_model_that_would_bypass_the_formats_is_refused():
-    """Under a trainer of somebody else; ours refuses the flags."""
+    """Another trainer is refused by the layers; ours refuses the flags."""
     code = BUILD + (
         "from megatron.core.low_precision.coverage_check import check_coverage\n"
         "check_coverage(model, collecting=False)\n"
@@ -86,7 +86,7 @@ def test_a_model_that_would_bypass_the_formats_is_refused():
 
 
 def test_a_schedule_without_a_start_is_refused(tmp_path):
-    """Who resumes at iteration 1000 must say so, or the recipe would begin again at 1."""
+    """A trainer that resumes at iteration 1000 must report it, or the recipe starts at 1."""
     path = tmp_path / "late.yaml"
     matcher = "{config: mxfp8, type: glob, pattern: '*', iterations: 5-, enabled: true}"
     path.write_text(f"matchers:\n  late: {matcher}\n")
@@ -176,7 +176,7 @@ torch.distributed.destroy_process_group()
 
 
 def both_ranks(tmp_path, code: str) -> list[str]:
-    """What `configure` raised on each of two ranks."""
+    """Return what `configure` raised on each of two ranks."""
     script = tmp_path / "script.py"
     script.write_text(TWO_RANKS % code)
     said = tmp_path / "said"

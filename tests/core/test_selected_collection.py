@@ -1,6 +1,4 @@
-"""What a run collects of what is selected, and that training does not notice. Real runs of a small
-GPT.
-"""
+"""Test that real runs of a small GPT collect what is selected, and that training is unchanged."""
 
 import json
 from collections import Counter
@@ -22,8 +20,9 @@ from tests.subprocesses import REPO, environment
 
 
 def same_training(tmp_path, *options: str, ranks: int = 1, **flags) -> list[dict]:
-    """Collect with these arguments of `configure`; losses and gradients are those of a run that
-    collects nothing. The index lines, each with its tensor.
+    """Collect with these arguments of `configure`, and compare with a run that collects nothing.
+
+    Return the index lines, each with its tensor.
     """
     reports = []
     for name in ("plain", "collecting"):
@@ -42,8 +41,9 @@ def same_training(tmp_path, *options: str, ranks: int = 1, **flags) -> list[dict
 
 
 def test_one_rank_of_a_tensor_parallel_pair_collects_and_training_goes_on_alike(tmp_path):
-    """Under sequence parallelism an observed matmul communicates otherwise: were only the rank that
-    writes to observe, the two would wait for each other.
+    """Under sequence parallelism an observed matmul runs other collective operations.
+
+    If only the rank that writes observed it, the two would wait for each other.
     """
     options = ("--tp", "2", "--sequence-parallel", "--iterations", "2")
     records = same_training(tmp_path, *options, ranks=2, collect_ranks="1")
@@ -68,7 +68,7 @@ def test_a_rank_that_has_reached_its_limit_holds_up_no_other(tmp_path):
 
 @pytest.mark.parametrize("layout", [(), ("--tp", "2", "--sequence-parallel"), ("--cp", "2")])
 def test_scores_and_probabilities_are_what_the_softmax_and_pv_see(tmp_path, layout):
-    """Without a format: our attention then runs in place of the wheel's, bit for bit alike."""
+    """Without a format, our attention then replaces the wheel's, with identical bits."""
     names = ["attention_scores", "attention_probs", "query", "key", "value", "output"]
     flags = {"collect_tensors": names, "collect_modules": ["core_attention"]}
     flags["collect_layers"] = "1"

@@ -1,6 +1,4 @@
-"""Each of the 18 operand slots of a transformer layer, as the layers of the model use it, against
-float64.
-"""
+"""Compare each of the 18 operand slots of a transformer layer of the model with float64."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Stochastic rounding in the layers: the same again where it must be, other bits elsewhere."""
+"""Test stochastic rounding in the layers: repeatable where it must be, different elsewhere."""
 
 import json
 from pathlib import Path
@@ -89,8 +89,9 @@ torch.distributed.destroy_process_group()
 
 
 def test_tensor_parallel_ranks_have_the_same_seeds(tmp_path):
-    """Their inputs are replicas of one tensor; the wheel's forked random states, within which
-    layers run under sequence parallelism, are not the same on all of them.
+    """The ranks' inputs are replicas of one tensor, so they need the same random bits.
+
+    The wheel's forked random states differ between the ranks under sequence parallelism.
     """
     script, out = tmp_path / "script.py", tmp_path / "seeds"
     start = PRELUDE.replace("parse([])", "parse(['--tp', '2', '--sequence-parallel'])")
