@@ -36,9 +36,8 @@ class Way:
 
     flags: dict[str, Any] = field(default_factory=dict)
     losses: tuple[float, ...] = (1.0, 1.0)  #: losses that the trainer reports
-    before: Callable[[int, Path], None] = lambda iteration, folder: (
-        None
-    )  #: runs before each iteration
+    #: called before each iteration
+    before: Callable[[int, Path], None] = lambda iteration, folder: None
 
 
 def switch(iteration: int, folder: Path) -> None:

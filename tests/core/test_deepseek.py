@@ -121,7 +121,7 @@ def test_heads_of_values_are_smaller_than_those_of_keys(spread):
 
 @pytest.mark.parametrize("quant_type", ["none", "mxfp8"])
 def test_experts_without_tokens(tmp_path, quant_type):
-    """With 64 tokens for 32 experts, some get none, and their tensors are recorded empty."""
+    """Some of 32 experts get none of 64 tokens, and their tensors are recorded empty."""
     options = ("--experts", "32", "--topk", "1")
     env = collecting(tmp_path / "dump", CUSTOM_QUANT_TYPE=quant_type)
     (report,) = reports(tmp_path / "run", env, 1, *options)
