@@ -18,7 +18,7 @@ from tests.training.runs import succeeded, train
 PAGE = (REPO / "docs" / "collection.md").read_text()
 RECIPES = (REPO / "docs" / "recipes.md").read_text()
 
-FORMATS = ("mxfp8", "mxfp4", "hifp8")  #: of the experiment matrix
+FORMATS = ("mxfp8", "mxfp4", "hifp8")  #: formats of the experiment matrix
 
 
 def test_every_flag_of_the_collection_is_explained_and_no_other():

@@ -11,7 +11,7 @@ import pytest
 
 from tests.subprocesses import REPO, run
 
-#: What each part may import of this project.
+#: imports from this project that each part may use
 ALLOWED = {
     "megatron.console": set(),
     "megatron.bounded_files": set(),

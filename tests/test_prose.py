@@ -14,7 +14,7 @@ import pytest
 from tests.subprocesses import REPO
 
 #: folders that still hold older prose; each entry is the beginning of a path
-NOT_YET = ("megatron/", "tests/")
+NOT_YET = ("megatron/collection/flags.py", "megatron/fake_quant/", "tests/fake_quant/")
 
 #: files outside of the tree that our prose names
 FOREIGN = {
@@ -28,6 +28,7 @@ FOREIGN = {
 }
 
 FIRST = re.compile(r"(?:Of|Those|That|As|What|Whether|Which|Who|With|By|For|From|In words)\b")
+FIRST_OF_FIELD = re.compile(r"(?:Of|Those|That|What|Which|Who|With)\b")
 UNIT = (
     r"(?:\w+ )?(?:line|row|record|format|layer|tensor|file|token|step|cell|column|block|byte|value|"
     r"figure|process|thread|run|iteration|rank|type|module|second|worker|sample|GB)"
@@ -91,8 +92,8 @@ def violations(name: str, source: str, files: set[str]) -> list[str]:
     results = set()
     for line, kind, text in texts(name, source):
         opening = text.strip("#: ").split("\n")[0]
-        odd = FIRST.match(opening[:1].upper() + opening[1:])
-        if odd and (kind == "docstring" or (kind == "field" and odd[0] != "Whether")):
+        first = {"docstring": FIRST, "field": FIRST_OF_FIELD}.get(kind)
+        if first is not None and first.match(opening[:1].upper() + opening[1:]):
             results.add((line, "begin with a verb or a noun", opening))
         for reason, pattern in RULES.items():
             results |= {(line, reason, match[0]) for match in pattern.finditer(text)}

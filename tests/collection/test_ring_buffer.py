@@ -15,7 +15,7 @@ from tests.collection.samples import records, save
 
 pytestmark = pytest.mark.usefixtures("fresh_saver")
 
-SIZE = 24 * 4  #: of what `save` saves
+SIZE = 24 * 4  #: bytes of a tensor that `save` saves
 
 
 def train(loss: float = 2.0, grad_norm: float | None = 1.0, tensors: int = 1) -> str | None:
@@ -54,7 +54,7 @@ def test_what_came_before_a_loss_spike_survives(tmp_path):
     assert said.startswith("loss 3, 1.5 times the level before at iteration 21")
     assert "the ring is kept (1 of 3)" in said
     assert saved_iterations(tmp_path) == [19, 20, 21]
-    assert [r["counter"] for r in records(tmp_path)] == [1, 2, 3], "those let go have no number"
+    assert [r["counter"] for r in records(tmp_path)] == [1, 2, 3], "discarded ones have no number"
     (event,) = events(tmp_path)
     assert (event["event"], event["iterations"]) == ("kept", [19, 20, 21])
     assert not session.finished(), "training goes on"
@@ -136,7 +136,7 @@ def test_a_ring_recovers_from_an_iteration_that_it_had_no_room_for(tmp_path, cap
     assert session.close() is None
     (card,) = tmp_path.glob("run_*.json")
     assert json.loads(card.read_text())["status"] == "finished", "those two were never wanted"
-    assert sum("holds the first part" in m for m in caplog.messages) == 1, "it is said once"
+    assert sum("holds the first part" in m for m in caplog.messages) == 1, "it warns once"
 
 
 def test_what_an_iteration_of_a_kept_ring_lacks_is_told_and_later_ones_are_whole(tmp_path):

@@ -23,7 +23,7 @@ LAYERS = 3
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--plain", action="store_true", help="mend the plain wheel")
+    parser.add_argument("--plain", action="store_true", help="patch the plain wheel")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)

@@ -11,7 +11,7 @@ from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("gpt_worker.py")
 PER_LAYER = 4 * 6 + 8  #: four linear layers of six tensors, attention's eight
-WEIGHTS = 4  #: of these, stored once per iteration
+WEIGHTS = 4  #: weights per layer, stored once per iteration
 #: Start of a program with a small GPT's options; the code of a test follows.
 PRELUDE = f"""
 import sys

@@ -33,7 +33,7 @@ from tests.collection.small_direct_writes import use_small_pieces  # noqa: E402
 ITERATIONS, MICRO_BATCHES, LAYERS = 4, 2, 8
 TENSORS = ITERATIONS * MICRO_BATCHES * LAYERS
 ANSWERED = (signal.SIGINT, signal.SIGTERM)
-#: Of three tensors: most of the time training waits for a write.
+#: room for three tensors, so that training mostly waits for a write
 HOST_GIB = 3 * 4096 / 2**30
 
 

@@ -19,7 +19,7 @@ import torch
 
 FORMATS = ("mxfp4", "hifp8")
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
-OF_FORWARD = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}  #: what straight-through takes instead
+OF_FORWARD = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}  #: straight-through's operand
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:

@@ -57,7 +57,7 @@ def test_every_slot_of_every_matmul_is_there(rounded_to_nearest):
     assert len(weights) == 2 * 4 * 2
 
 
-#: Of each slot of a linear layer: the tensor, and the axis of its tokens-by-features matrix.
+#: tensor of each slot of a linear layer, and the axis of its tokens-by-features matrix
 OPERANDS = {
     "fprop_input_codes": ("input", -1),
     "fprop_weight_codes": ("weight", -1),

@@ -15,7 +15,7 @@ from tests.core.dumps import assert_sound, index_lines, partial_files
 from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("nursery_worker.py")
-TENSORS = 4 * 2 * 8  #: that a child writes
+TENSORS = 4 * 2 * 8  #: tensors that a child writes
 TIMES = 50
 PROMPT = 20.0  #: seconds: no end may wait for the patience with a disk, which is 300
 

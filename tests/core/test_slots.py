@@ -9,7 +9,7 @@ from tests import forks
 from tests.subprocesses import REPO, environment
 
 WORKER = Path(__file__).with_name("slots_worker.py")
-#: What each slot may change, and nothing else: everything downstream of its GEMM.
+#: the results that each slot may change: everything downstream of its GEMM
 DOWNSTREAM = {
     "linear": {"fprop": ["y"], "dgrad": ["dx"], "wgrad": ["dw"]},
     # S makes P, which is an operand of everything but itself; dQ and dK are ends.

@@ -50,7 +50,7 @@ WHOLE = (*(name for name in _OF_ROW if _TYPES[name] == (int,)), *RANK_COLUMNS)
 _IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: names of the rank's coordinates in a record
 _SIZES = ("shape", "global_shape")
 _UNKNOWN = dict.fromkeys((*_OF_ROW, "rank"))
-_Coordinates = tuple[int | None, ...]  #: of a rank, in the order of _IN_RECORD
+_Coordinates = tuple[int | None, ...]  #: a rank's values in the order of _IN_RECORD
 _LOWEST = {"layer_idx": -1}  #: lowest value of a field that holds whole numbers; 0 by default
 _TEXT_LIMIT = 1000  #: longest text in characters; module names have some 60
 _AXES_LIMIT = 64  #: largest number of sizes in a shape

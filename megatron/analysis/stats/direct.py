@@ -36,7 +36,7 @@ from megatron.fake_quant.hifloat8 import LARGEST_EXPONENT
 from megatron.fake_quant.inspect.format_properties import positive_values
 from megatron.fake_quant.packing import QuantizedTensor
 
-SEED = 20240916  #: of stochastic rounding
+SEED = 20240916  #: seed of stochastic rounding
 PIECE = 1 << 20  #: values per piece; the reference needs some fifty bytes for each
 _NIBBLE = 4  #: bits
 

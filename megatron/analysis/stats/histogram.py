@@ -106,7 +106,7 @@ class Histogram:
 class Grid:
     """Evenly spaced bins, symmetric about zero, whose edges are also edges of a `Histogram`."""
 
-    width: float  #: of each bin; a power of two
+    width: float  #: width of a bin; a power of two
     bins_per_side: int  #: number of bins on each side of zero
 
     @classmethod

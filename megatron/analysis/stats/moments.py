@@ -27,7 +27,7 @@ class Moments:
     count: int = 0  #: all values, NaN and Inf included
     nan: int = 0
     inf: int = 0
-    zeros: int = 0  #: of either sign
+    zeros: int = 0  #: zeros of either sign
     negative_zeros: int = 0
     min: float = math.nan  #: NaN if no value is finite, like max, smallest and mean
     max: float = math.nan

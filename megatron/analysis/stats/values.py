@@ -23,7 +23,7 @@ class Values:
     histogram: Histogram
     token_amax: NDArray[np.float64]  #: shaped like the dimensions that count tokens
     channel_amax: NDArray[np.float64]  #: shaped like the dimensions that count channels
-    channel_zero: NDArray[np.bool_]  #: of the same shape: whether a channel holds zeros only
+    channel_zero: NDArray[np.bool_]  #: same shape: whether a channel holds zeros only
 
     @property
     def outliers(self) -> NDArray[np.int64]:

@@ -70,7 +70,7 @@ class _Run:
 
     records: pd.DataFrame  #: all records of its files and its indexes
     card: Mapping[str, Any]
-    events: Sequence[Mapping[str, Any]]  #: of its indexes
+    events: Sequence[Mapping[str, Any]]  #: events in its indexes
 
     @property
     def where(self) -> str:
