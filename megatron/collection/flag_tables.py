@@ -65,8 +65,8 @@ def updated_driver(text: str) -> str:
         if topic is Topic.NONE:
             continue
         heading = f"# {topic.value}\n"
-        before, found, after = text.partition(heading)
-        if not found:
+        before, match, after = text.partition(heading)
+        if not match:
             raise ValueError(f"{DRIVER} has no section {topic.value!r}; add it to the manual")
         rest = re.sub(r"\A(#   --(collect|control)-.*\n(#    .*\n)*)*", "", after)
         text = before + heading + manual(topic) + rest

@@ -36,7 +36,7 @@ class Flag:
     """One flag of the collection."""
 
     name: str  #: with underscores, as Python code spells it
-    type: type  #: of one value; bool for a switch
+    type: type  #: type of one value; bool for a switch
     default: Any = None
     many: bool = False  #: whether it takes one or more values
     metavar: str = ""  #: name of the value in `--help`; empty for a switch

@@ -1,4 +1,4 @@
-"""The collection of this process, with one function per event of training, in the order of a run.
+"""Run the collection of this process, with one function per event of training, in their order.
 
 A layer calls `capture` in each forward pass. None means that the layer is not collected now, and it
 then runs megatron-core's code. Otherwise the layer passes its tensors to the `Capture`. The

@@ -57,7 +57,7 @@ class Quantized(Identified):
         return self.plan_of(operation).at(max(clock.iteration, 1))
 
     def rounding_seed(self, formats: GemmFormats, operation: str = "linear") -> int | None:
-        """Return the seed of a matmul's stochastic rounding; None if nothing is rounded so.
+        """Return the seed of a matmul's stochastic rounding; None without it.
 
         The seed follows from the run's seed, the layer, the iteration and the micro-batch. A
         recomputed forward pass, a resumed run and another pipeline layout therefore round in the
