@@ -71,7 +71,7 @@ def _disks(plan: CollectionPlan, of_rank: dict[int, Counter[str]]) -> list[str]:
     """Return one line per machine that compares what its ranks write with its free disk space."""
     events = 1 if plan.settings.ring is None else plan.settings.ring.events
     lines = [
-        f"  folder {plan.settings.directory}; the indexes take about 1 KiB a tensor more",
+        f"  folder {plan.settings.directory}; the indexes take about 1 KiB more per tensor",
     ]
     for host in dict.fromkeys(share.host for share in plan.shares):
         here = [share for share in plan.shares if share.host == host]

@@ -116,7 +116,8 @@ def check_reached(model: Sequence[torch.nn.Module]) -> None:
     Raises:
         ValueError: if the selection names something else; on all ranks alike.
     """
-    session.check_reached(_modules(model))
+    if session.enabled():
+        session.check_reached(_modules(model))
 
 
 def _modules(model: Sequence[torch.nn.Module]) -> list[session.NamedTensors]:
