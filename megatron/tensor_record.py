@@ -99,6 +99,10 @@ def operation_of(tensor_name: str) -> str:
     return "backward" if tensor_name.startswith("grad_") else "forward"
 
 
+#: The form of a tensor file's name, for messages.
+FILENAME_FORM = (
+    "{timestamp}_{counter}_{layer}_L{n}_{operation}_{phase}_{component}_{type}_{tensor}.pt"
+)
 _NAMES = "|".join(sorted({name for names in TENSOR_NAMES.values() for name in names}))
 _FILENAME = re.compile(
     r"(?P<timestamp>\d{8}_\d{6})_(?P<counter>\d{4,})_(?P<layer_type>attention|linear)"

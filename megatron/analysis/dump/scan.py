@@ -26,7 +26,7 @@ from megatron.analysis.dump.tensor_files import (
     reason,
 )
 from megatron.bounded_files import UnusableFileError, printable, walk
-from megatron.tensor_record import parse_filename, read_lines
+from megatron.tensor_record import FILENAME_FORM, parse_filename, read_lines
 
 MOST_EVENTS = 100_000  #: events in one index; a rank writes a few
 MOST_INDEXES = 100_000  #: indexes below one folder; there is one per rank and run
@@ -223,8 +223,7 @@ def _row_of_file(path: Path) -> tuple[Row, str]:
     if metadata is None and named is None:
         raise UnreadableTensorError(
             path,
-            "no metadata in it, and its name is not "
-            "{timestamp}_{counter}_{layer}_L{n}_{operation}_{phase}_{component}_{type}_{tensor}.pt",
+            f"no metadata in it, and its name is not {FILENAME_FORM}",
         )
     actual = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
     row = (named or {}) | actual | (metadata or {}) | {"bytes": path.stat().st_size}
