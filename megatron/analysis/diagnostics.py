@@ -14,7 +14,6 @@ import pandas as pd
 from megatron.analysis.dump.run_endings import unfinished
 from megatron.analysis.plots.style import percent
 from megatron.fake_quant import get_format
-from megatron.fake_quant.formats import BlockScaling
 
 if TYPE_CHECKING:
     from megatron.analysis.figures.figure_data import FigureData
@@ -116,8 +115,7 @@ def _values(tensors: pd.DataFrame) -> list[Diagnostic]:
 def _of_format(name: str, uses: pd.DataFrame) -> list[Diagnostic]:
     """Return warnings about the errors of one format."""
     uses = uses.assign(badness=-uses["sqnr_db"], bias_size=uses["relative_bias"].abs())
-    scaling = get_format(name).scaling
-    by_design = isinstance(scaling, BlockScaling) and scaling.rule in CLIPPING_RULES
+    by_design = get_format(name).scale_rule in CLIPPING_RULES
     saturated = SATURATED_BY_DESIGN if by_design else SATURATED
     rules = (
         (

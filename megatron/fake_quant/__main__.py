@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron.console import ArgumentParser, run_main
 from megatron.fake_quant import names
-from megatron.fake_quant.formats import FORMATS, Cast
+from megatron.fake_quant.formats import FORMATS
 from megatron.fake_quant.inspect import code_point_table, format_report, format_table
 from megatron.fake_quant.names import get_format
 
@@ -30,12 +30,12 @@ def _parser() -> argparse.ArgumentParser:
     started = "example: python -m megatron.fake_quant"
     listing = commands.add_parser(
         "list",
-        help="formats as a Markdown table, one a line",
+        help="formats as a Markdown table, one per line",
         epilog=f"{started} list mxfp8:2d mx:e3m4:b16:rceil",
     )
     listing.add_argument("format", nargs="*", metavar="FORMAT", help="default: every named one")
     described = commands.add_parser(
-        "describe", help="all about one format", epilog=f"{started} describe nvfp4"
+        "describe", help="everything about one format", epilog=f"{started} describe nvfp4"
     )
     described.add_argument("format", metavar="FORMAT", help="for instance nvfp4 or mxfp8:2d")
     table = commands.add_parser(
@@ -64,14 +64,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _draw(chosen: list[str], output: Path) -> str:
-    """Write the picture; returns what to tell."""
+    """Write the picture and return a line that names its file."""
     try:
         from megatron.fake_quant.inspect.value_grids import picture
     except ModuleNotFoundError as error:
         raise ValueError(
             f"picture needs {error.name}, which is not installed; pip install matplotlib"
         ) from None
-    small = [name for name, fmt in FORMATS.items() if not isinstance(fmt.element, Cast)]
+    small = [name for name, fmt in FORMATS.items() if not fmt.is_cast]
     formats = list(dict.fromkeys(map(get_format, chosen or small)))
     if output.is_dir():
         raise ValueError(f"--output {output} is a folder; name a file in it, as {output}/x.png")
@@ -84,7 +84,7 @@ def _draw(chosen: list[str], output: Path) -> str:
 
 
 def _answer(arguments: argparse.Namespace) -> str:
-    """What the command prints."""
+    """Return the output of the command."""
     if arguments.command == "list":
         return format_table.markdown(map(get_format, arguments.format or FORMATS))
     if arguments.command == "picture":
@@ -96,7 +96,7 @@ def _answer(arguments: argparse.Namespace) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return the exit status."""
     try:
         print(_answer(_parser().parse_args(arguments)), flush=True)
     except (ValueError, OSError) as error:

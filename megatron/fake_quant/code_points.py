@@ -1,41 +1,49 @@
-"""What each code of an element means, and the code of each value."""
+"""Codes of elements: the value that each code stands for, and the code of each value."""
 
 import functools
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.formats import Cast, Element, ElementFormat, HiFloat8
+from megatron.fake_quant.formats import Element, ElementFormat, HiFloat8
 
 HIFLOAT8_NAN, HIFLOAT8_INF = 0x80, 0x6F
-#: First code, bits of the exponent, bits of the mantissa.
+#: First code, number of exponent bits and number of mantissa bits of each dot.
 HIFLOAT8_DOTS = ((0x60, 4, 1), (0x40, 3, 2), (0x20, 2, 3), (0x10, 1, 3))
+_DENORMAL_DOT = 4  #: bits of HiFloat8's longest dots, which no exponent follows
 
 
 @functools.cache
 def code_values(element: Element) -> Tensor:
-    """The float32 number that each code stands for, by code: `[2^bits]`, on the CPU.
+    """Return the float32 number that each code stands for, by code: `[2^bits]`, on the CPU.
 
     Raises:
-        ValueError: the element is a cast, whose codes torch has.
+        ValueError: if the element is a cast, whose codes belong to torch.
     """
-    if isinstance(element, Cast):
+    if element.is_cast:
         raise ValueError(f"{element.name} has no table of codes here; use x.to({element.dtype})")
-    if isinstance(element, HiFloat8):
-        values = [_hifloat8_value(code) for code in range(256)]
-    elif element.twos_complement:
+    return torch.tensor(_CODES[type(element)].values(element), dtype=torch.float32)
+
+
+def _element_values(element: ElementFormat) -> list[float]:
+    if element.twos_complement:
         step = math.ldexp(1, element.emin - element.mantissa_bits)
         half = 1 << (element.bits - 1)
-        values = [step * (code - 2 * half if code >= half else code) for code in range(2 * half)]
-    else:
-        positive = [_magnitude(code, element) for code in range(1 << (element.bits - 1))]
-        values = [*positive, *(-value for value in positive)]
-    return torch.tensor(values, dtype=torch.float32)
+        return [step * (code - 2 * half if code >= half else code) for code in range(2 * half)]
+    positive = [_magnitude(code, element) for code in range(1 << (element.bits - 1))]
+    return [*positive, *(-value for value in positive)]
+
+
+def _element_widths(code: int, element: ElementFormat) -> tuple[int, ...]:
+    return 1, element.exponent_bits, element.mantissa_bits
 
 
 def _magnitude(code: int, element: ElementFormat) -> float:
-    """What a code without its sign bit stands for."""
+    """Return the number that a code without its sign bit stands for."""
     exponent, mantissa = divmod(code, 1 << element.mantissa_bits)
     implicit = (1 << element.mantissa_bits) if exponent else 0
     value = math.ldexp(implicit + mantissa, max(exponent, 1) - element.bias - element.mantissa_bits)
@@ -45,7 +53,7 @@ def _magnitude(code: int, element: ElementFormat) -> float:
 
 
 def _hifloat8_value(code: int) -> float:
-    """Reads sign, dot, exponent and mantissa off a code: arXiv 2409.16626, table 1."""
+    """Decode sign, dot, exponent and mantissa of a code: arXiv 2409.16626, table 1."""
     if code == HIFLOAT8_NAN:
         return math.nan
     sign, magnitude = (-1.0 if code & 0x80 else 1.0), code & 0x7F
@@ -56,7 +64,7 @@ def _hifloat8_value(code: int) -> float:
     if magnitude < 16:
         width, exponent, bits = 0, 0, 3
     else:
-        # The dots 11, 10, 01 and 001 stand for exponents of 4 to 1 bits, the first their sign.
+        # The dots 11, 10, 01 and 001 announce exponents of 4 to 1 bits; the first bit is the sign.
         _, width, bits = next(dot for dot in HIFLOAT8_DOTS if magnitude >= dot[0])
         field = magnitude >> bits & ((1 << width) - 1)
         leading = 1 << (width - 1)
@@ -65,9 +73,40 @@ def _hifloat8_value(code: int) -> float:
     return sign * math.ldexp(1 + mantissa / (1 << bits), exponent)
 
 
+def _hifloat8_widths(code: int, element: HiFloat8) -> tuple[int, ...]:
+    magnitude = code & 0x7F
+    for first, exponent, mantissa in HIFLOAT8_DOTS:
+        if magnitude >= first:
+            return 1, 7 - exponent - mantissa, exponent, mantissa
+    return 1, _DENORMAL_DOT, 0, 7 - _DENORMAL_DOT
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """The codes of one class of elements."""
+
+    values: Callable[..., list[float]]  #: returns the number of each code of an element
+    widths: Callable[..., tuple[int, ...]]  #: returns the bits of each field of a code
+
+
+_CODES: Mapping[type, _Codes] = MappingProxyType(
+    {
+        ElementFormat: _Codes(_element_values, _element_widths),
+        HiFloat8: _Codes(
+            lambda element: [_hifloat8_value(code) for code in range(256)], _hifloat8_widths
+        ),
+    }
+)
+
+
+def field_widths(code: int, element: ElementFormat | HiFloat8) -> tuple[int, ...]:
+    """Return the number of bits of a code's sign, (in HiFloat8) dot, exponent and mantissa."""
+    return _CODES[type(element)].widths(code, element)
+
+
 @functools.cache
 def _positive(element: ElementFormat | HiFloat8) -> tuple[Tensor, Tensor]:
-    """The numbers >= 0 (and Inf) that have codes, ascending, and these codes."""
+    """Return the numbers >= 0 (and Inf) that have codes, in ascending order, and these codes."""
     values = code_values(element)
     codes = torch.arange(len(values))
     chosen = (values >= 0) & ~torch.signbit(values)
@@ -77,42 +116,42 @@ def _positive(element: ElementFormat | HiFloat8) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def nan_code(element: ElementFormat | HiFloat8) -> int | None:
-    """The code for NaN, None where there is none."""
+    """Return the code for NaN, None if the element has none."""
     codes = code_values(element).isnan().nonzero().flatten().tolist()
     if not codes:
         return None
-    # E5M2 has three a sign; the last is the one that torch and ml_dtypes write.
+    # E5M2 has three per sign; the last is the one that torch and ml_dtypes write.
     return int(codes[len(codes) // 2 - 1]) if len(codes) > 1 else int(codes[0])
 
 
 def encode(values: Tensor, element: ElementFormat | HiFloat8) -> Tensor:
-    """The uint8 codes of float32 `values`, each of which must be one of the element's.
+    """Return the uint8 codes of float32 `values`, each of which must be a number of the element.
 
-    NaN becomes the element's NaN, or zero where it has none: its block's scale says NaN then.
+    NaN becomes the element's NaN, or zero if it has none; then the scale of its block is NaN.
     """
     numbers, codes = (table.to(values.device) for table in _positive(element))
     magnitude = values.abs().nan_to_num_(0.0, posinf=math.inf)
-    found = codes[torch.searchsorted(numbers, magnitude.contiguous())]
+    result = codes[torch.searchsorted(numbers, magnitude.contiguous())]
     negative = torch.signbit(values) & ~values.isnan()
-    if isinstance(element, HiFloat8):
-        found = found | ((negative & (magnitude > 0)).to(torch.uint8) << 7)
-    elif element.twos_complement:
-        found = torch.where(negative, found.neg(), found)
+    if element.twos_complement:
+        result = torch.where(negative, result.neg(), result)
     else:
-        found = found | (negative.to(torch.uint8) << (element.bits - 1))
+        if not element.negative_zero:
+            negative &= magnitude > 0
+        result = result | (negative.to(torch.uint8) << (element.bits - 1))
     nan = nan_code(element)
-    return found if nan is None else found.masked_fill_(values.isnan(), nan)
+    return result if nan is None else result.masked_fill_(values.isnan(), nan)
 
 
 def decode(codes: Tensor, element: ElementFormat | HiFloat8) -> Tensor:
-    """The float32 values of uint8 `codes`."""
+    """Return the float32 values of uint8 `codes`."""
     return code_values(element).to(codes.device)[codes.int()]
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Two 4-bit codes a byte along the last axis, the first in the low half: `[..., ceil(n / 2)]`.
+    """Pack two 4-bit codes per byte along the last axis, the first in the low half.
 
-    An odd end is filled with zero.
+    The result is `[..., ceil(n / 2)]`; an odd end is filled with zero.
     """
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))

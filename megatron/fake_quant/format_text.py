@@ -6,41 +6,20 @@ fields. The string alone is enough to rebuild the format, so that an exported pr
 by another process.
 """
 
+import dataclasses
 import functools
 import json
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from megatron.fake_quant.formats import (
-    BlockScaling,
-    Cast,
-    ElementFormat,
-    Format,
-    GroupScaling,
-    HiFloat8,
-    TensorScaling,
-    TwoLevelScaling,
-)
+from megatron.fake_quant.formats import Cast, Element, Format, Scaling
 from megatron.fake_quant.names import get_format
 
-#: The classes of elements and scalings, and the fields that define them.
+#: Fields that define an element type or a scaling, by class.
 _FIELDS: dict[type, tuple[str, ...]] = {
-    ElementFormat: (
-        "name",
-        "exponent_bits",
-        "mantissa_bits",
-        "bias",
-        "max",
-        "ties",
-        "twos_complement",
-    ),
-    HiFloat8: ("overflow",),
-    Cast: ("dtype",),
-    BlockScaling: ("size", "rule", "square"),
-    TwoLevelScaling: ("size", "square"),
-    GroupScaling: (),
-    TensorScaling: ("target", "power_of_two"),
+    part: tuple(field.name for field in dataclasses.fields(part) if field.init)
+    for part in (*get_args(Element), *get_args(Scaling))
 }
 _CLASSES = {part.__name__: part for part in _FIELDS}
 
@@ -54,7 +33,7 @@ def to_text(fmt: Format) -> str:
         if get_format(fmt.name) == fmt:
             return fmt.name
     except ValueError:
-        pass  # a name that the user invented
+        pass  # The user chose a name that `get_format` does not know.
     parts = f'"element": {_packed(fmt.element)}, "scaling": {_packed(fmt.scaling)}'
     return f'{{"name": {_value(fmt.name)}, "rounding": {_value(fmt.rounding)}, {parts}}}'
 
@@ -83,7 +62,8 @@ def _packed(part: Any) -> str:
         return "null"
     pairs = [f'"class": "{type(part).__name__}"']
     for field in _FIELDS[type(part)]:
-        value = part.name if isinstance(part, Cast) else getattr(part, field)
+        value = getattr(part, field)
+        value = part.name if isinstance(value, torch.dtype) else value
         pairs.append(f'"{field}": {_value(value)}')
     return "{" + ", ".join(pairs) + "}"
 
@@ -100,10 +80,10 @@ def _value(value: str | bool | int | float) -> str:
 def _unpacked(fields: dict[str, Any] | None) -> Any:
     if fields is None:
         return None
-    made = _CLASSES[fields.pop("class")]
-    if made is Cast:
+    part = _CLASSES[fields.pop("class")]
+    if part is Cast:
         dtype = getattr(torch, str(fields["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{fields['dtype']!r} is not a dtype")
         return Cast(dtype)
-    return made(**fields)
+    return part(**fields)

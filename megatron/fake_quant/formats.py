@@ -1,31 +1,55 @@
 """The number formats, as data.
 
-A `Format` is an element type, the way its values are scaled, and how it rounds. Behavior lives
-elsewhere and reads these fields: adding a format adds a constant here and a golden table in the
-tests, no branch. `names.py` turns a user's name into one.
+A `Format` is an element type, a scaling of its values, and a rounding mode. Behavior lives
+elsewhere and reads the fields of these classes. Adding a format adds one constant here and one
+golden table in the tests, and no branch. `names.py` turns a user's name into a `Format`.
+
+Element types and scalings of different classes have the same attributes, so that readers need not
+ask for the class: what a class does not have is None, 0 or False.
 
 Sources: OCP Microscaling Formats (MX) v1.0, section 5 (elements, E8M0 scale) and 6.3 (conversion);
 NVFP4, arXiv 2509.25149 appendix B; HiFloat8, arXiv 2409.16626; HiFloat4, arXiv 2602.11287.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
 
 ScaleRule = Literal["floor", "rceil", "ceil", "even"]
 Overflow = Literal["saturate", "inf"]
 Ties = Literal["even", "away"]
-#: "nearest" is the format's own (ties to even, or away from zero); "stochastic" goes up with the
-#: probability of the distance; "hybrid" is HiFloat8's HR, arXiv 2409.16626 section 2.3.
 Rounding = Literal["nearest", "stochastic", "hybrid"]
 
 
-def _one_of(kind: str, value: str, accepted: object) -> None:
-    choices = get_args(accepted)
+@dataclass(frozen=True, slots=True)
+class RoundingMode:
+    """Facts about one rounding mode; `rounding.py` implements it."""
+
+    suffix: str  #: follows a format's name and selects the mode; empty for the default mode
+    description: str  #: for `python -m megatron.fake_quant describe`
+    random: bool = False  #: True if the mode draws random bits
+
+
+ROUNDINGS: Mapping[Rounding, RoundingMode] = MappingProxyType(
+    {
+        "nearest": RoundingMode("", "to nearest, ties {ties}"),
+        "stochastic": RoundingMode(
+            "sr", "up in magnitude with the probability of the distance from below, at random", True
+        ),
+        # HR, arXiv 2409.16626 section 2.3
+        "hybrid": RoundingMode(
+            "hr",
+            "for |E| < 4 to nearest, ties {ties}; from there on by the value's own low bits (HR)",
+        ),
+    }
+)
+
+
+def _check_choice(kind: str, value: str, choices: Iterable[str]) -> None:
     if value not in choices:
         raise ValueError(f"unknown {kind} {value!r}; choose one of {', '.join(choices)}")
 
@@ -34,8 +58,8 @@ def _one_of(kind: str, value: str, accepted: object) -> None:
 class ElementFormat:
     """A number type described by its fields alone: sign, exponent and mantissa, saturating.
 
-    What is beyond `max` saturates, Inf too. Codes above that of `max` (in E4M3 one, in E5M2 four)
-    mean Inf where their mantissa is zero and NaN otherwise; no number rounds to them.
+    Values beyond `max` saturate, Inf too. Codes above that of `max` (one in E4M3, four in E5M2)
+    mean Inf if their mantissa is zero and NaN otherwise; no number rounds to them.
     """
 
     name: str
@@ -43,8 +67,16 @@ class ElementFormat:
     mantissa_bits: int  #: stored bits, without the implicit one
     bias: int
     max: float  #: largest finite magnitude
-    ties: Ties = "even"  #: where "nearest" goes from half-way
-    twos_complement: bool = False  #: instead of sign and magnitude: a single zero
+    ties: Ties = "even"  #: direction in which "nearest" rounds a value half-way between neighbors
+    twos_complement: bool = False  #: two's complement with one zero, not sign-magnitude
+
+    is_cast: ClassVar[Literal[False]] = False  #: True if torch's own cast does the rounding
+    tapered: ClassVar[Literal[False]] = False  #: True if the number of mantissa bits varies
+    takes_block_scales: ClassVar[bool] = True
+    roundings: ClassVar[tuple[Rounding, ...]] = ("nearest", "stochastic")
+    variants: ClassVar[tuple[str, ...]] = ()
+    saturates: ClassVar[bool] = True
+    source: ClassVar[None] = None
 
     @property
     def emin(self) -> int:
@@ -58,7 +90,23 @@ class ElementFormat:
 
     @property
     def bits(self) -> int:
+        """Number of bits of a code."""
         return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest number with the full precision."""
+        return math.ldexp(1, self.emin)
+
+    @property
+    def negative_zero(self) -> bool:
+        """Return whether -0 is a number of its own."""
+        return not self.twos_complement
+
+    @property
+    def wider(self) -> "ElementFormat":
+        """The same type with larger numbers, which shows what saturation cut off."""
+        return replace(self, max=2 * self.max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +117,70 @@ class HiFloat8:
     name: str = field(default="hif8", init=False)
     bits: int = field(default=8, init=False)
 
+    is_cast: ClassVar[Literal[False]] = False
+    tapered: ClassVar[Literal[True]] = True
+    takes_block_scales: ClassVar[bool] = False
+    roundings: ClassVar[tuple[Rounding, ...]] = ("nearest", "stochastic", "hybrid")
+    variants: ClassVar[tuple[str, ...]] = ("inf", "t<number> (as in t15)")
+    max: ClassVar[float] = 2.0**15
+    smallest_normal: ClassVar[float] = 2.0**-15
+    ties: ClassVar[Ties] = "away"
+    twos_complement: ClassVar[bool] = False
+    negative_zero: ClassVar[bool] = False
+    source: ClassVar[str] = "HiFloat8, arXiv 2409.16626"
+
     def __post_init__(self) -> None:
-        _one_of("HiFloat8 overflow", self.overflow, Overflow)
+        _check_choice("HiFloat8 overflow", self.overflow, get_args(Overflow))
+
+    @property
+    def saturates(self) -> bool:
+        """Return whether numbers that are too large become the largest one."""
+        return self.overflow == "saturate"
+
+    @property
+    def wider(self) -> "HiFloat8":
+        """The same type with overflow to Inf, which shows what saturation cut off."""
+        return HiFloat8(overflow="inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A type that torch has, whose cast rounds to nearest even and overflows to Inf."""
+    """A dtype of torch, whose cast rounds to nearest even and overflows to Inf."""
 
     dtype: torch.dtype
 
+    is_cast: ClassVar[Literal[True]] = True
+    tapered: ClassVar[Literal[False]] = False
+    takes_block_scales: ClassVar[bool] = False
+    roundings: ClassVar[tuple[Rounding, ...]] = ("nearest",)
+    variants: ClassVar[tuple[str, ...]] = ()
+    ties: ClassVar[Ties] = "even"
+    saturates: ClassVar[bool] = False
+
     @property
     def name(self) -> str:
+        """Name of the dtype, without `torch.`."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def bits(self) -> int:
+        """Number of bits of a code."""
         return torch.finfo(self.dtype).bits
+
+    @property
+    def max(self) -> float:
+        """Largest finite number."""
+        return torch.finfo(self.dtype).max
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest number with the full precision."""
+        return torch.finfo(self.dtype).tiny
+
+    @property
+    def source(self) -> str:
+        """Definition of the type."""
+        return f"torch.{self.name}, by torch's own cast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,34 +191,66 @@ class BlockScaling:
     rule: ScaleRule
     square: bool = False  #: blocks of size x size over the last two axes instead of 1 x size
 
+    block_scale: ClassVar[str] = "E8M0"  #: number type of a block's scale; None without blocks
+    scale_bytes: ClassVar[int] = 1  #: bytes stored per block
+    finer_exponents: ClassVar[int] = 0  #: exponent that finer scales can add
+    target: ClassVar[None] = None  #: value that the tensor's scale maps its maximum to, if any
+    by_class: ClassVar[bool] = True  #: True if the value and one scale byte determine the result
+    variants: ClassVar[tuple[str, ...]] = (*get_args(ScaleRule), "2d")  #: accepted after the name
+
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"a block of {self.size} values; choose a block size of 1 or more")
-        _one_of("scale rule", self.rule, ScaleRule)
+        _check_choice("scale rule", self.rule, get_args(ScaleRule))
 
 
 @dataclass(frozen=True, slots=True)
 class TwoLevelScaling:
-    """NVFP4's: an E4M3 scale for each block, under one float32 scale of the whole tensor."""
+    """NVFP4's scaling: one E4M3 scale per block, under one float32 scale of the whole tensor."""
 
     size: int = 16
     square: bool = False  #: blocks of size x size over the last two axes instead of 1 x size
 
+    rule: ClassVar[None] = None
+    block_scale: ClassVar[str] = "E4M3"
+    scale_bytes: ClassVar[int] = 1
+    finer_exponents: ClassVar[int] = 0
+    target: ClassVar[float] = 6.0 * 448.0  #: largest E2M1 number times largest E4M3 number
+    by_class: ClassVar[bool] = True
+    variants: ClassVar[tuple[str, ...]] = ("2d",)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupScaling:
-    """HiFloat4's: for 64 values an E6M2 scale, a bit of exponent for each 8 and for each 4."""
+    """HiFloat4's scaling: an E6M2 scale per 64 values, an exponent bit per 8 and one per 4."""
 
     size: int = field(default=64, init=False)
     square: bool = field(default=False, init=False)
 
+    rule: ClassVar[None] = None
+    block_scale: ClassVar[str] = "E6M2"
+    scale_bytes: ClassVar[int] = 4
+    finer_exponents: ClassVar[int] = 2
+    target: ClassVar[None] = None
+    by_class: ClassVar[bool] = False
+    variants: ClassVar[tuple[str, ...]] = ()
+
 
 @dataclass(frozen=True, slots=True)
 class TensorScaling:
-    """One float32 scale for the tensor, which takes its largest magnitude to `target`."""
+    """One float32 scale for the whole tensor, which maps its largest magnitude to `target`."""
 
     target: float
-    power_of_two: bool = False  #: the largest power of two that does not go beyond the target
+    power_of_two: bool = False  #: round the scale down to a power of two
+
+    size: ClassVar[None] = None
+    square: ClassVar[bool] = False
+    rule: ClassVar[None] = None
+    block_scale: ClassVar[None] = None
+    scale_bytes: ClassVar[int] = 0
+    finer_exponents: ClassVar[int] = 0
+    by_class: ClassVar[bool] = True
+    variants: ClassVar[tuple[str, ...]] = ("pow2",)
 
     def __post_init__(self) -> None:
         if not 0 < self.target < math.inf:
@@ -136,42 +263,69 @@ Scaling: TypeAlias = BlockScaling | TwoLevelScaling | GroupScaling | TensorScali
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A number format as users name it: elements, their scaling (None: cast directly), rounding."""
+    """A number format as users name it: element type, scaling and rounding mode."""
 
     name: str
     element: Element
-    scaling: Scaling | None = None
+    scaling: Scaling | None = None  #: None: elements are cast without a scale
     rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
-        _one_of("rounding", self.rounding, Rounding)
-        blocks = self.scaling is not None and not isinstance(self.scaling, TensorScaling)
-        if blocks and not isinstance(self.element, ElementFormat):
+        _check_choice("rounding", self.rounding, ROUNDINGS)
+        if self.block_size is not None and not self.element.takes_block_scales:
             raise ValueError(
                 f"format {self.name!r} puts block scales on {self.element!r}; "
                 "block scales need an ElementFormat"
             )
-        if isinstance(self.element, Cast) and (self.scaling or self.rounding != "nearest"):
+        if self.is_cast and (self.scaling or self.rounding != "nearest"):
             raise ValueError(
                 f"format {self.name!r} is a cast of torch's: it has no scale and rounds to nearest"
             )
-        if self.rounding == "hybrid" and not isinstance(self.element, HiFloat8):
+        if self.rounding not in self.element.roundings:
             raise ValueError(
-                f"format {self.name!r}: hybrid rounding is HiFloat8's own; "
-                "choose nearest or stochastic"
+                f"format {self.name!r}: {self.element.name} elements have no {self.rounding} "
+                f"rounding; choose {' or '.join(self.element.roundings)}"
             )
 
     @property
+    def is_cast(self) -> bool:
+        """Return whether torch's own cast does the whole work."""
+        return self.element.is_cast
+
+    @property
     def block_size(self) -> int | None:
-        """Number of values along an axis that share a scale, None when there is none."""
-        if self.scaling is None or isinstance(self.scaling, TensorScaling):
-            return None
-        return self.scaling.size
+        """Number of values along an axis that share a scale, None if blocks have no scales."""
+        return None if self.scaling is None else self.scaling.size
 
     @property
     def square(self) -> bool:
-        """Whether blocks have two dimensions."""
-        return self.block_size is not None and self.scaling.square  # type: ignore[union-attr]
+        """Return whether blocks have two dimensions."""
+        return self.scaling is not None and self.scaling.square
+
+    @property
+    def block_scale(self) -> str | None:
+        """Number type of a block's scale, such as E8M0; None if blocks have no scales."""
+        return None if self.scaling is None else self.scaling.block_scale
+
+    @property
+    def scale_bytes(self) -> int:
+        """Number of bytes stored for the scale of one block; 0 if blocks have no scales."""
+        return 0 if self.scaling is None else self.scaling.scale_bytes
+
+    @property
+    def scale_rule(self) -> ScaleRule | None:
+        """Rule by which an E8M0 scale follows from a block's maximum, None for other scales."""
+        return None if self.scaling is None else self.scaling.rule
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Return whether the whole tensor has a float32 scale."""
+        return self.scaling is not None and self.scaling.target is not None
+
+    @property
+    def stochastic(self) -> bool:
+        """Return whether rounding draws random bits."""
+        return ROUNDINGS[self.rounding].random
 
 
 E4M3 = ElementFormat("e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0)
@@ -179,21 +333,21 @@ E5M2 = ElementFormat("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max=5734
 E3M2 = ElementFormat("e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0)
 E2M3 = ElementFormat("e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5)
 E2M1 = ElementFormat("e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
-#: Multiples of 1/64 in two's complement, which E1M6 with this bias also is: a number below 1 is
-#: subnormal and the spacing is the same on both sides. OCP lets the code of -2 stay unused.
+#: Multiples of 1/64 in two's complement. They are those of E1M6 with this bias: a number below 1 is
+#: subnormal, and the spacing is the same on both sides of 1. OCP leaves the code of -2 unused.
 INT8 = ElementFormat(
     "int8", exponent_bits=1, mantissa_bits=6, bias=1, max=127 / 64, twos_complement=True
 )
-#: HiFloat4's element: sign and a multiple of 1/4.
+#: Element of HiFloat4: a sign and a multiple of 1/4.
 S1P2 = ElementFormat("s1p2", exponent_bits=1, mantissa_bits=2, bias=1, max=1.75, ties="away")
 
-#: Elements that have a name. E4M3 and E5M2 give up codes to NaN and Inf, so their maximum does not
-#: follow from the name.
+#: Elements with a name. E4M3 and E5M2 spend codes on NaN and Inf, so their maximum does not follow
+#: from the name.
 ELEMENTS: Mapping[str, ElementFormat] = MappingProxyType(
     {element.name: element for element in (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)}
 )
 
-#: The OCP specification's: the block's largest power of two over the element's.
+#: Scaling of the OCP specification: the block's largest power of two over the element's.
 OCP = BlockScaling(32, "floor")
 
 FORMATS: Mapping[str, Format] = MappingProxyType(

@@ -127,7 +127,7 @@ class GemmFormats:
     def stochastic(self) -> bool:
         """Return whether any operand is rounded stochastically."""
         formats = (getattr(self, slot).format for slot in SLOTS)
-        return any(fmt is not None and fmt.rounding == "stochastic" for fmt in formats)
+        return any(fmt is not None and fmt.stochastic for fmt in formats)
 
     @classmethod
     def uniform(cls, fmt: Format) -> "GemmFormats":
@@ -232,7 +232,7 @@ class _Call:
 
     def _seed(self, slot: str, x: Tensor, fmt: Format) -> int | Tensor | None:
         """Return the seed of an operand, which the operand and its observer share."""
-        if fmt.rounding != "stochastic":
+        if not fmt.stochastic:
             return None
         if self.seed is None:
             return draw_seed(None) if operators.is_direct(x) else operators.drawn(None)

@@ -2,9 +2,9 @@
 
     value = E6M2 * 2^(e8 + e16) * element
 
-E6M2 is an unsigned scale 2^(e - 48) * (1 + m / 4) from 2^-48 to 1.5 * 2^15; e8 is one bit for each
-8 neighbors, e16 one for each 4; an element is a sign and a multiple of 1/4 up to 1.75. With a the
-largest magnitude of the group, a8 and a4 those of 8 and 4 neighbors:
+E6M2 is an unsigned scale 2^(e - 48) * (1 + m / 4) from 2^-48 to 1.5 * 2^15. There is one bit e8 per
+8 neighbors and one bit e16 per 4. An element is a sign and a multiple of 1/4 up to 1.75. Let a be
+the largest magnitude of the group, and a8 and a4 those of 8 and 4 neighbors:
 
     E6M2 = a / 7, computed as bf16(a * bf16(1/7)) and rounded to E6M2, to nearest even
     R    = bf16(1 / E6M2)
@@ -13,24 +13,24 @@ largest magnitude of the group, a8 and a4 those of 8 and 4 neighbors:
     element: |x| * R / 2^(e8 + e16), rounded to nearest, ties away from zero, at most 1.75
 
 The products are exact here (in float64), as in the authors' numpy script. Their torch version
-rounds them to float32, which on float32 data can decide a tie the other way; on bf16 data both
+rounds them to float32. On float32 data this can decide a tie the other way; on bf16 data both
 agree.
 
-R is not the exact inverse of E6M2 (unless that is a power of two), so a value that the format holds
-may become its neighbor when it is quantized again, and stochastic rounding is unbiased about
-x * R * E6M2, which is up to 2^-9 away from x: both are the algorithm's.
+R is not the exact inverse of E6M2 unless that is a power of two. This has two consequences, both of
+which belong to the algorithm. A value of the format may become its neighbor when it is quantized
+again. Stochastic rounding is unbiased about x * R * E6M2, which is up to 2^-9 away from x.
 
-Stored are four bytes a group: E6M2 (e * 4 + m; 255 is NaN), e8 and two bytes of e16, the first
-neighbors in the highest bit. A NaN or an Inf makes its group NaN; a group of zeros has the smallest
-scale. Beyond 7 * 49152 the group's largest values saturate.
+Four bytes are stored per group: E6M2 (e * 4 + m; 255 is NaN), e8, and two bytes of e16, with the
+first neighbors in the highest bit. A NaN or an Inf makes its group NaN; a group of zeros has the
+smallest scale. Beyond 7 * 49152 the group's largest values saturate.
 """
 
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.formats import ElementFormat, GroupScaling
-from megatron.fake_quant.rounding import BIAS, MANTISSA_BITS, power_of_two_bits
-from megatron.fake_quant.scales import Scales
+from megatron.fake_quant.float32_bits import BIAS, MANTISSA_BITS, power_of_two_bits
+from megatron.fake_quant.formats import S1P2, ElementFormat, Format, GroupScaling
+from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape
 
 NAN_BYTE = 255
 _BIAS = 48
@@ -42,7 +42,7 @@ _BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
 
 
 def _e6m2_bytes(amax: Tensor) -> Tensor:
-    """The byte of E6M2 (int32) for the largest magnitudes of groups, float32."""
+    """Return the E6M2 bytes (int32) for the largest magnitudes of groups (float32)."""
     # float64 holds the product, which is rounded to the 8 bits of bf16 and then to 3.
     significand, exponent = torch.frexp(amax.double() * _SEVENTH)
     eight_bits = (significand * 256).round_()
@@ -53,20 +53,20 @@ def _e6m2_bytes(amax: Tensor) -> Tensor:
 
 
 def _e6m2_values(byte: Tensor) -> Tensor:
-    """The float32 that E6M2 bytes (int32) stand for."""
+    """Return the float32 numbers that E6M2 bytes (int32) stand for."""
     bits = power_of_two_bits(-_BIAS) + (byte << (MANTISSA_BITS - 2))
     return bits.view(torch.float32).masked_fill(byte == NAN_BYTE, torch.nan)
 
 
 def _e6m2_reciprocals(byte: Tensor) -> Tensor:
-    """R, as float64; finite also for NaN, whose group becomes NaN when it is scaled up."""
+    """Return R as float64. It is finite even for NaN, whose group becomes NaN in `scale_up`."""
     mantissa = _RECIPROCALS.to(byte.device)[(byte & 3).long()]
     power = ((_BIAS - (byte >> 2) + BIAS) << MANTISSA_BITS).view(torch.float32)
     return mantissa * power
 
 
 def _group_scales(blocks: Tensor) -> Tensor:
-    """Four bytes a group."""
+    """Return the four scale bytes of each group."""
     amax = blocks.abs().amax(-1)
     e6m2 = _e6m2_bytes(amax)
     finite = blocks.abs().masked_fill(~amax.isfinite().unsqueeze(-1), 0).double()
@@ -80,7 +80,7 @@ def _group_scales(blocks: Tensor) -> Tensor:
 
 
 def _exponents(scales: Tensor) -> Tensor:
-    """e8 + e16 of each of the 64 values, int32."""
+    """Return e8 + e16 for each of the 64 values, as int32."""
     bits = (scales[..., 1:].unsqueeze(-1) & _BITS.to(scales.device)) > 0
     e8, e16 = bits.flatten(-2).int().tensor_split([8], dim=-1)
     return (e8.repeat_interleave(2, -1) + e16).repeat_interleave(4, -1)
@@ -89,10 +89,10 @@ def _exponents(scales: Tensor) -> Tensor:
 def scale_down(
     blocks: Tensor, element: ElementFormat, scaling: GroupScaling
 ) -> tuple[Tensor, Scales]:
-    """Groups in the range of their elements, and four bytes a group.
+    """Return the groups scaled to the range of their elements, and four bytes per group.
 
-    The exact products have more bits than float32. They are cut off, not rounded: a half-way case
-    stays one, and what lies below it stays below.
+    The exact products have more bits than float32. They are truncated, not rounded, so that a
+    half-way case stays one and a value below it stays below.
     """
     stored = _group_scales(blocks)
     reciprocal = _e6m2_reciprocals(stored[..., 0].int()).unsqueeze(-1)
@@ -104,8 +104,38 @@ def scale_down(
 
 
 def scale_up(elements: Tensor, scales: Scales) -> Tensor:
-    """Undo `scale_down`; exact."""
+    """Undo `scale_down` exactly."""
     stored = scales.block()
     e6m2 = _e6m2_values(stored[..., 0].int()).unsqueeze(-1)
     powers = (1 << _exponents(stored)).float()
     return elements * (e6m2 * powers)
+
+
+def stored_scales(scaling: GroupScaling) -> Tensor:
+    """Return the factor of each E6M2 byte, first with all exponent bits clear, then all set."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    extremes = torch.tensor([0, 255], dtype=torch.uint8).repeat_interleave(256)
+    stored = torch.stack([byte.repeat(2), *[extremes] * 3], dim=-1)
+    return scale_up(torch.ones(512, scaling.size), Scales(stored))[:, 0]
+
+
+def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
+    """Return the rounding modes of the format that have a fused kernel on a type of device."""
+    return ("nearest",) if device == "cpu" and fmt.element == S1P2 else ()
+
+
+def describe(fmt: Format, scaling: GroupScaling, element: ElementFormat) -> ScaleDescription:
+    """Describe the three levels of scales."""
+    return ScaleDescription(
+        "HiFloat4, arXiv 2602.11287 algorithm 1",
+        f"E6M2 for {scaling.size}, a bit for 8, a bit for 4",
+        f"{block_shape(fmt)}, E6M2; one bit of exponent for each 8 of them, one for each 4",
+        (
+            (
+                "found",
+                "amax / 7 rounded to E6M2; the bit of 8 is set where their amax is 4 scales "
+                "or more, then that of 4 where theirs is 2 or more",
+            ),
+        ),
+        range_note=", with the two bits",
+    )

@@ -1,8 +1,8 @@
 """HiFloat8 (HiF8, arXiv 2409.16626): one byte whose precision tapers off with the distance from 1.
 
-A prefix code, the "dot", says how many bits the exponent takes; the mantissa gets what is left. The
-exponent is stored as sign and magnitude, and as the magnitude's leading 1 is implied, D bits reach
-the exponents +-2^(D-1) to +-(2^D - 1):
+A prefix code, the "dot", gives the number of exponent bits; the mantissa gets the rest. The
+exponent is stored as sign and magnitude. As the magnitude's leading 1 is implied, D bits cover the
+exponents +-2^(D-1) to +-(2^D - 1):
 
     dot    D          exponents E      mantissa bits   values in a binade
     0001   0          0                3               8
@@ -12,55 +12,54 @@ the exponents +-2^(D-1) to +-(2^D - 1):
     11     4          +-8 .. 15        1               2 (E = 15 has 1: 1.5 * 2^15 is Inf)
     0000   denormal   -22 .. -16       0               1 (only powers of two)
 
-So there are 126 positive finite numbers from 2^-22 to 2^15 = 32768, one zero (no -0), one NaN, +Inf
-and -Inf; 38 binades where E5M2 has 32 and E4M3 has 18. Read downwards, the table says that the
-spacing depends on the bit length of |E| alone:
+There are 126 positive finite numbers from 2^-22 to 2^15 = 32768, one zero (no -0), one NaN, +Inf
+and -Inf. The numbers span 38 binades; E5M2 has 32 and E4M3 has 18. The spacing depends only on the
+bit length of |E|:
 
     |E|          0 .. 3   4 .. 7   8 .. 15   16 and more
     spacing      2^(E-3)  2^(E-2)  2^(E-1)   2^E
 
-that is, the spacing is 2^(E-4) times the largest power of two at or below |E|, where |E| counts as
-at least 2 and at most 16. In the bits of a float32, whose mantissa has 23 bits, one step of that
+That is, the spacing is 2^(E-4) times the largest power of two at or below |E|, where |E| is clamped
+to the range from 2 to 16. In the bits of a float32, whose mantissa has 23 bits, one step of that
 spacing is the integer 2^19 times the same power of two. `_steps` computes it.
 
-Rounding is the paper's TA: to nearest, ties away from zero. In bits, add half a step and clear what
-lies below a step; a carry runs into the exponent as it should, and the first number of the next
-binade is always a HiFloat8 value. Three places differ:
+The default rounding is the paper's TA: to nearest, ties away from zero. In bits, add half a step
+and clear the bits below a step. A carry runs into the exponent as it should, and the first number
+of the next binade is always a HiFloat8 value. Three places differ:
 
  *  Below 2^-22 the only neighbor is zero and half-way is 2^-23. So |x| < 2^-23 gives 0, and 2^-23
-    itself goes away from zero. Zero has no sign in this format: -0.0 and all that underflows give
-    +0.0.
+    itself goes away from zero. Zero has no sign in this format: -0.0 and every underflow give +0.0.
  *  From 1.25 * 2^15 = 40960 on a value rounds to the code of Inf. By default it becomes +-32768
     instead (`overflow="saturate"`), and so do +-Inf, as in Ascend's vector casts. `overflow="inf"`
     gives Inf, the paper's other option and what its public simulators do.
  *  NaN stays NaN in both. (Ascend's saturating cast makes it 0, which would hide a diverged run.)
 
 The paper's hybrid rounding HR is TA below |E| = 4 and SR, "stochastic rounding", from there on,
-where E is the exponent of x. SR draws nothing: it reads its random number off the low bits of x.
-It carries when F >= T, where
+where E is the exponent of x. SR draws no random number; it takes one from the low bits of x. It
+rounds up when F >= T, where
 
     float32          F the upper 14 of the discarded bits, T the lower 14 bits of the mantissa
     float16, bf16    F the upper 2 of the discarded bits, T = 2 t + 1 (t: the mantissa's last bit)
 
-(SR14 and SR2; the mantissa is that of x in its own type, so T needs to know where x came from.)
-For E = -23 the only neighbors are 0 and 2^-22, and the discarded bits begin with the implicit one.
-The paper's rule has a consequence that is easily taken for a mistake: under SR14 an x that *is* a
-HiFloat8 value has F = T = 0 and moves on to the next one, 16 to 20; and so does all that float32
-holds of bf16 data. Round bf16 tensors as such. Besides, `stochastic` is rounding with real random
-numbers, as for every other format.
+(SR14 and SR2. The mantissa is that of x in its own dtype, so T depends on the dtype that x came
+from.) For E = -23 the only neighbors are 0 and 2^-22, and the discarded bits begin with the
+implicit one. The paper's rule has a consequence that looks like a mistake: under SR14 an x that
+*is* a HiFloat8 value has F = T = 0 and moves to the next value, for example from 16 to 20. The same
+happens to all bf16 data held in float32, so round bf16 tensors as bf16. Apart from HR, `stochastic`
+rounds with real random numbers, as for every other format.
 
-The work is done on integers, so neither the rounding mode of the machine nor flushing of subnormals
-can touch it.
+The arithmetic uses integers, so neither the rounding mode of the processor nor flushing of
+subnormals can affect it.
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.formats import HiFloat8, Rounding
-from megatron.fake_quant.random_bits import RANDOM_BITS
-from megatron.fake_quant.rounding import (
+from megatron.fake_quant.float32_bits import (
     BIAS,
     INFINITY,
     MAGNITUDE,
@@ -68,35 +67,44 @@ from megatron.fake_quant.rounding import (
     SIGN,
     power_of_two_bits,
 )
+from megatron.fake_quant.formats import HiFloat8
+from megatron.fake_quant.random_bits import RANDOM_BITS
 
 LARGEST_EXPONENT = 15
 SMALLEST_EXPONENT = -22
 HYBRID_FROM = 4  #: |E| from which on HR is SR
 _LARGEST = power_of_two_bits(LARGEST_EXPONENT)
 _OVERFLOW = _LARGEST | 1 << (MANTISSA_BITS - 2)  #: 1.25 * 2^15
-_BEYOND = power_of_two_bits(LARGEST_EXPONENT + 1)  #: Inf in every rounding, as is all above it
+_BEYOND = power_of_two_bits(LARGEST_EXPONENT + 1)  #: Inf in every rounding mode, as is all above it
 _SMALLEST = power_of_two_bits(SMALLEST_EXPONENT)
 _UNITS = 1 << RANDOM_BITS
 _UNITS_BELOW_SMALLEST = math.ldexp(_UNITS, -SMALLEST_EXPONENT)
 _SMALLEST_NORMAL_FLOAT16 = power_of_two_bits(-14)
 
 
-def round_to_hifloat8(
+class Position(NamedTuple):
+    """Position of each value between its two neighbors; all tensors are int32 but the mask."""
+
+    magnitude: Tensor  #: bits of the value's magnitude
+    way: Tensor  #: distance from the neighbor below, in units of 2^-24 of the spacing
+    small: Tensor  #: mask of the values below the smallest number
+
+
+def round_between_neighbors(
     x: Tensor,
     element: HiFloat8,
-    rounding: Rounding = "nearest",
-    *,
-    source: torch.dtype = torch.float32,
-    random: Tensor | None = None,
+    goes_up: Callable[[Position, Tensor | None, torch.dtype], Tensor],
+    random: Tensor | None,
+    source: torch.dtype,
 ) -> Tensor:
     """Round float32 `x` of any shape to HiFloat8 values, in a new float32 tensor.
 
     Args:
-        x: what to round.
-        element: says what becomes of overflow.
-        rounding: nearest is TA.
-        source: the type that `x` came from, for hybrid.
-        random: for stochastic, integers from 0 to 2^24 - 1 of the shape of `x`.
+        x: values to round.
+        element: sets the result of an overflow.
+        goes_up: rule of the rounding mode, which chooses the neighbor away from zero.
+        random: for stochastic rounding, integers from 0 to 2^24 - 1 in the shape of `x`.
+        source: dtype that `x` came from, for hybrid rounding.
     """
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
@@ -108,20 +116,10 @@ def round_to_hifloat8(
     small = magnitude < _SMALLEST
     below = magnitude.bitwise_and(steps.neg()).masked_fill_(small, 0)
     above = (below + steps).masked_fill_(small, _SMALLEST)
-    # How far x is on the way from one to the other, in units of 2^-24.
     way = ((magnitude - below) * (_UNITS // steps)).masked_fill_(small, 0)
     way += torch.where(small, magnitude, 0).view(torch.float32).mul_(_UNITS_BELOW_SMALLEST).int()
 
-    if rounding == "stochastic":
-        assert random is not None
-        up = way > random
-    else:
-        up = way >= _UNITS // 2
-    if rounding == "hybrid":
-        # The ends are TA's: zero below 2^-23, Inf from 40960 on.
-        by_low_bits = _hybrid_up(magnitude, way, source) & (up | ~small)
-        by_low_bits |= magnitude >= _OVERFLOW
-        up = torch.where(_is_hybrid(magnitude), by_low_bits, up)
+    up = goes_up(Position(magnitude, way, small), random, source)
     rounded = torch.where(up, above, below)
     rounded.masked_fill_(rounded > _LARGEST, overflow)
 
@@ -129,18 +127,37 @@ def round_to_hifloat8(
     return rounded.bitwise_or_(sign).view(torch.float32).masked_fill_(is_nan, torch.nan)
 
 
-def _is_hybrid(magnitude: Tensor) -> Tensor:
-    return ((magnitude >> MANTISSA_BITS) - BIAS).abs_() >= HYBRID_FROM
+def nearest_up(position: Position, random: Tensor | None, source: torch.dtype) -> Tensor:
+    """Return where TA goes up: from half-way on."""
+    return position.way >= _UNITS // 2
 
 
-def _hybrid_up(magnitude: Tensor, way: Tensor, source: torch.dtype) -> Tensor:
-    """Whether SR14 (float32) or SR2 (other sources) carries."""
+def stochastic_up(position: Position, random: Tensor | None, source: torch.dtype) -> Tensor:
+    """Return where stochastic rounding goes up, with the probability of the distance from below."""
+    assert random is not None
+    return position.way > random
+
+
+def hybrid_up(position: Position, random: Tensor | None, source: torch.dtype) -> Tensor:
+    """Return where HR goes up: TA below |E| = 4, SR from there on."""
+    magnitude, _, small = position
+    up = nearest_up(position, random, source)
+    # The ends are those of TA: zero below 2^-23, Inf from 40960 on.
+    by_low_bits = _low_bits_up(position, source) & (up | ~small)
+    by_low_bits |= magnitude >= _OVERFLOW
+    uses_low_bits = ((magnitude >> MANTISSA_BITS) - BIAS).abs_() >= HYBRID_FROM
+    return torch.where(uses_low_bits, by_low_bits, up)
+
+
+def _low_bits_up(position: Position, source: torch.dtype) -> Tensor:
+    """Return where SR14 (float32) or SR2 (other sources) goes up."""
+    magnitude, way, _ = position
     if source == torch.float32:
         threshold = magnitude & ((1 << 14) - 1)
         return way >> (RANDOM_BITS - 14) >= threshold
     last = magnitude >> (16 if source == torch.bfloat16 else 13) & 1
     if source == torch.float16:
-        # A subnormal has its last bit at 2^-24 whatever its exponent.
+        # The last bit of a subnormal is worth 2^-24 whatever its exponent.
         small = magnitude < _SMALLEST_NORMAL_FLOAT16
         subnormals = torch.where(small, magnitude, 0).view(torch.float32)
         last = torch.where(small, subnormals.mul_(1 << 24).int() & 1, last)
@@ -148,7 +165,7 @@ def _hybrid_up(magnitude: Tensor, way: Tensor, source: torch.dtype) -> Tensor:
 
 
 def _steps(magnitude: Tensor) -> Tensor:
-    """Spacing of HiFloat8 at float32 bit patterns, in units of their last bit, as int32."""
+    """Return the spacing of HiFloat8 at float32 patterns, in units of their last bit (int32)."""
     distance = ((magnitude >> MANTISSA_BITS) - BIAS).abs_().float().clamp_(2, 16)
     power = distance.view(torch.int32).bitwise_and_(INFINITY).view(torch.float32)
     return power.mul_(1 << (MANTISSA_BITS - 4)).int()

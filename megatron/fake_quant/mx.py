@@ -1,13 +1,13 @@
-"""Block scales: an E8M0 byte from each block's largest magnitude, and the number it stands for.
+"""MX block scales: an E8M0 byte from each block's largest magnitude, and the number it encodes.
 
-A scale is kept as its byte (exponent + 127, and 255 for NaN), because the byte is what the format
-stores and because its two ends need care in float32. Byte 0 is 2^-127, a subnormal whose reciprocal
-still is a normal number; byte 254 is 2^127, whose reciprocal is that subnormal. Values are
-therefore multiplied by a reciprocal built from bits, never divided.
+A scale is kept as its byte (exponent + 127, and 255 for NaN). The byte is what the format stores,
+and its two ends need care in float32. Byte 0 is 2^-127, a subnormal whose reciprocal is a normal
+number; byte 254 is 2^127, whose reciprocal is that subnormal. Values are therefore multiplied by a
+reciprocal that is built from bits; they are never divided.
 
-What the specification leaves open is decided here: a block with a NaN or an Inf becomes NaN as a
-whole (its scale is the NaN byte: E8M0 has no Inf), and a block of zeros gets the smallest scale,
-which leaves zeros with their signs.
+Two points that the specification leaves open are decided here. A block with a NaN or an Inf becomes
+NaN as a whole: its scale is the NaN byte, because E8M0 has no Inf. A block of zeros gets the
+smallest scale, so that its zeros keep their signs.
 """
 
 import math
@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.formats import BlockScaling, ElementFormat, ScaleRule
-from megatron.fake_quant.rounding import BIAS, MANTISSA_BITS
-from megatron.fake_quant.scales import Scales
+from megatron.fake_quant.float32_bits import BIAS, MANTISSA_BITS
+from megatron.fake_quant.formats import ELEMENTS, BlockScaling, ElementFormat, Format, ScaleRule
+from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape, brief_shape
 
 NAN_BYTE = 255
 _MAX_BYTE = 254
@@ -26,48 +26,66 @@ _HALF_POWER_BITS = 1 << (MANTISSA_BITS - 1)  #: 2^-127, half the smallest normal
 _QUIET_NAN_BITS = 0x7FC00000
 _ULP = math.ldexp(1, -24)  #: spacing of float32 in [0.5, 1), where frexp puts significands
 
-#: For each rule the significand in [0.5, 1) of the block maximum from which on the scale is one
-#: power of two larger than the floor rule of OCP v1.0 section 6.3 has it.
+#: Significand in [0.5, 1) of the block maximum from which on each rule doubles the scale of the
+#: floor rule (OCP v1.0, section 6.3).
 CARRY_FROM: dict[ScaleRule, Callable[[ElementFormat], float]] = {
-    # Never: the block's largest power of two lands on the element's, what lies above the element's
-    # maximum saturates.
+    # Never: the block's largest power of two maps to the element's, and values above the element's
+    # maximum saturate.
     "floor": lambda element: 1.0,
     # Anything but a power of two: ceil(log2 amax) - emax.
     "ceil": lambda element: 0.5 + _ULP,
     # Beyond the element's maximum: the smallest scale at which nothing saturates, arXiv 2506.08027.
     "rceil": lambda element: math.frexp(element.max)[0] + _ULP,
-    # What rounds, half up, to the next power of two when it keeps the element's significand bits.
+    # Values that round, half up, to the next power of two at the element's significand bits.
     "even": lambda element: 1.0 - math.ldexp(1, -2 - element.mantissa_bits),
+}
+_RULES_IN_WORDS: dict[ScaleRule, str] = {
+    "floor": "2^(floor(log2 amax) - {emax}), as OCP has it",
+    "rceil": "the smallest power of two at which nothing saturates",
+    "ceil": "2^(ceil(log2 amax) - {emax})",
+    "even": "as floor, of amax rounded half up to {significand} significand bits",
 }
 
 
-def scale_bytes(amax: Tensor, element: ElementFormat, rule: ScaleRule) -> Tensor:
-    """E8M0 bytes (int32, same shape) for the block maxima `amax` (float32, >= 0, NaN or Inf).
+def carry_from(fmt: Format) -> float:
+    """Return the entry of `CARRY_FROM` for a format with E8M0 scales."""
+    assert isinstance(fmt.element, ElementFormat)
+    assert fmt.scale_rule is not None
+    return CARRY_FROM[fmt.scale_rule](fmt.element)
 
-    Out of range exponents saturate at the ends, 2^-127 and 2^127.
+
+def carry_bits(fmt: Format) -> int:
+    """Return `carry_from` as the mantissa bits of a float32, for the fused kernels."""
+    return int(math.ldexp(carry_from(fmt), 24)) - (1 << 23)
+
+
+def scale_bytes(amax: Tensor, element: ElementFormat, rule: ScaleRule) -> Tensor:
+    """Return the E8M0 bytes (int32, same shape) of block maxima `amax` (float32, >= 0, NaN or Inf).
+
+    Exponents that are out of range saturate at the ends, 2^-127 and 2^127.
     """
     significand, exponent = torch.frexp(amax)
     carry = significand >= CARRY_FROM[rule](element)
     byte = (exponent - 1 - element.emax + BIAS + carry.int()).clamp(0, _MAX_BYTE)
-    # frexp leaves the exponent of Inf and NaN open; zero has none.
+    # frexp does not define the exponent of Inf and NaN, and zero has none.
     return byte.masked_fill(amax == 0, 0).masked_fill(~amax.isfinite(), NAN_BYTE)
 
 
 def scale_values(byte: Tensor) -> Tensor:
-    """The float32 numbers 2^(byte - 127) that E8M0 bytes (int32) stand for; 255 is NaN."""
+    """Return the float32 numbers 2^(byte - 127) of E8M0 bytes (int32); 255 is NaN."""
     bits = (byte << MANTISSA_BITS).masked_fill(byte == 0, _HALF_POWER_BITS)
     return bits.masked_fill(byte == NAN_BYTE, _QUIET_NAN_BITS).view(torch.float32)
 
 
 def scale_reciprocals(byte: Tensor) -> Tensor:
-    """The float32 numbers 2^(127 - byte); 255 is NaN."""
+    """Return the float32 numbers 2^(127 - byte); 255 is NaN."""
     return scale_values((_MAX_BYTE - byte).masked_fill(byte == NAN_BYTE, NAN_BYTE))
 
 
 def scale_down(
     blocks: Tensor, element: ElementFormat, scaling: BlockScaling
 ) -> tuple[Tensor, Scales]:
-    """Blocks in the range of their elements, and a byte a block."""
+    """Return the blocks scaled to the range of their elements, and one scale byte per block."""
     byte = scale_bytes(blocks.abs().amax(-1), element, scaling.rule)
     return blocks * scale_reciprocals(byte).unsqueeze(-1), Scales(byte.to(torch.uint8))
 
@@ -75,3 +93,38 @@ def scale_down(
 def scale_up(elements: Tensor, scales: Scales) -> Tensor:
     """Undo `scale_down`."""
     return elements * scale_values(scales.block().int()).unsqueeze(-1)
+
+
+def stored_scales(scaling: BlockScaling) -> Tensor:
+    """Return the factor that each scale byte stands for."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    return scale_up(torch.ones(256, 1), Scales(byte))[:, 0]
+
+
+def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
+    """Return the rounding modes of the format that have a fused kernel on a type of device."""
+    return ("nearest", "stochastic") if fmt.element.ties == "even" else ()
+
+
+def source(fmt: Format) -> str:
+    """Return the document that defines the format."""
+    named = "" if fmt.element.name in ELEMENTS else ", with an element that is not among its own"
+    rule = "; scale rule arXiv 2506.08027" if fmt.scale_rule == "rceil" else ""
+    return f"OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3{named}{rule}"
+
+
+def describe(fmt: Format, scaling: BlockScaling, element: ElementFormat) -> ScaleDescription:
+    """Describe the scales, and each rule by which they can follow from a block's maximum."""
+    rules = []
+    for rule, words in _RULES_IN_WORDS.items():
+        words = words.format(emax=element.emax, significand=element.mantissa_bits + 1)
+        carry = CARRY_FROM[rule](element)
+        low, high = math.ldexp(carry, element.emax), math.ldexp(carry, element.emax + 1)
+        label = f"{rule} *" if rule == scaling.rule else rule
+        rules.append((label, f"{words}; amax lands in {low:.6g} to {high:.6g}"))
+    return ScaleDescription(
+        source(fmt),
+        f"E8M0 for {brief_shape(fmt)} by {scaling.rule}",
+        f"{block_shape(fmt)}, E8M0 (a power of two)",
+        (("found by", "rule *:"), *rules),
+    )

@@ -1,15 +1,15 @@
-"""From a user's name to a `Format`: the named ones, their variants, and formats spelled out.
+"""Convert a user's name into a `Format`: a named format, its variants, or one that is spelled out.
 
-mxfp8                 a named format, in any case; some have aliases
-mx:e3m4:b16:rceil     element, block size and scale rule of an MX format, spelled out
-mxfp8:rceil           a named format and, after colons, what is changed about it:
+mxfp8                 a named format, in upper or lower case; some have aliases
+mx:e3m4:b16:rceil     element, block size and scale rule of an MX format
+mxfp8:rceil           a named format, followed by the changes, each after a colon:
 
 floor rceil ceil even   the rule of E8M0 scales (MX formats)
 2d                      square blocks, 32 x 32 or 16 x 16 (MX formats, nvfp4)
 sr                      stochastic rounding
 hr                      HiFloat8's hybrid rounding
-inf                     HiFloat8 overflows to Inf, not to the largest number
-t15, t224, ...          one scale for the tensor, its largest magnitude becomes 15, 224, ...
+inf                     HiFloat8 overflows to Inf instead of the largest number
+t15, t224, ...          one scale for the tensor, which maps its largest magnitude to 15, 224, ...
 pow2                    that scale is a power of two
 """
 
@@ -19,19 +19,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from megatron.fake_quant.formats import (
     ELEMENTS,
     FORMATS,
+    ROUNDINGS,
     BlockScaling,
-    Cast,
     ElementFormat,
     Format,
     HiFloat8,
+    Rounding,
     ScaleRule,
     TensorScaling,
-    TwoLevelScaling,
 )
 
 ALIASES: Mapping[str, str] = MappingProxyType(
@@ -49,17 +49,24 @@ _SPELLED_OUT = re.compile(
     r"mx:(?P<element>[^:]*):b(?P<size>[0-9]+):(?P<rule>[^:]*)(:(?P<variants>.*))?"
 )
 _FLOAT_NAME = re.compile(r"e(?P<exponent>[1-9])m(?P<mantissa>[0-9])")
-_TARGET = re.compile(r"t(?P<number>[0-9]+(\.[0-9]+)?)")
+_TARGET = re.compile(r"t[0-9]+(\.[0-9]+)?")
+_TARGET_HELP = "t<number> (as in t15)"
 _ELEMENT_BITS = 8
+_ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
+    {mode.suffix: rounding for rounding, mode in ROUNDINGS.items() if mode.suffix}
+)
+#: All variants, in the order of help texts.
+_VARIANTS = (*RULES, "2d", *_ROUNDINGS, "inf", _TARGET_HELP, "pow2")
 
 
 def get_format(name: str) -> Format:
-    """The format of that name; the module's docstring lists what a name can be.
+    """Return the format of that name; the module's docstring lists the accepted names.
 
-    The result's own name is written one way: `HiF8:INF:hr` is `hifp8:hr:inf`. A last block that the
-    block size does not fill is a shorter one.
+    The name of the result has one canonical spelling: `HiF8:INF:hr` becomes `hifp8:hr:inf`. If the
+    block size does not divide an axis, the last block is shorter.
 
-    Raises ValueError, naming what is accepted, for anything else.
+    Raises:
+        ValueError: if there is no such format; the message lists the accepted names.
     """
     key = name.lower()
     spelled_out = _SPELLED_OUT.fullmatch(key)
@@ -74,11 +81,11 @@ def get_format(name: str) -> Format:
             varied = variants is not None
         assert base is not None
         fmt = base
-        said = {"rule"} if spelled_out is not None else set()
+        changed = {"rule"} if spelled_out is not None else set()
         for variant in variants.split(":") if varied else ():
-            if (kind := _kind(variant)) in said:
-                raise ValueError(f"{variant!r} says the {kind} a second time; say it once")
-            said.add(kind)
+            if (kind := _kind(variant)) in changed:
+                raise ValueError(f"{variant!r} sets the {kind} a second time; set it once")
+            changed.add(kind)
             fmt = _changed(fmt, variant)
     except ValueError as error:
         raise ValueError(f"format {name!r}: {error}") from None
@@ -97,82 +104,83 @@ def _unknown(name: str) -> ValueError:
 
 def _spelled_out(match: re.Match[str]) -> Format:
     element = get_element(match["element"])
-    # BlockScaling checks that the rule is one.
+    # BlockScaling checks the rule.
     scaling = BlockScaling(int(match["size"]), cast(ScaleRule, match["rule"]))
     return Format(f"mx:{element.name}:b{scaling.size}:{scaling.rule}", element, scaling)
 
 
 def _kind(variant: str) -> str:
-    """What a variant is about: of each kind there can be one."""
+    """Return the property that a variant changes; a name may change each property once."""
     if variant in RULES:
         return "rule"
-    if variant in ("sr", "hr"):
+    if variant in _ROUNDINGS:
         return "rounding"
     return "target" if _TARGET.fullmatch(variant) else variant
 
 
 def _changed(fmt: Format, variant: str) -> Format:
-    """`fmt` with one thing changed; a ValueError where it has no such thing."""
-    scaling, element = fmt.scaling, fmt.element
-    target = _TARGET.fullmatch(variant)
-    if variant in RULES and isinstance(scaling, BlockScaling):
-        return replace(fmt, scaling=replace(scaling, rule=variant))
-    if variant == "2d" and isinstance(scaling, (BlockScaling, TwoLevelScaling)):
-        return replace(fmt, scaling=replace(scaling, square=True))
-    if variant == "sr" and not isinstance(element, Cast):
-        return replace(fmt, rounding="stochastic")
-    if variant == "hr" and isinstance(element, HiFloat8):
-        return replace(fmt, rounding="hybrid")
-    if variant == "inf" and isinstance(element, HiFloat8):
+    """Return `fmt` with one change.
+
+    Raises:
+        ValueError: if the format does not accept the variant.
+    """
+    kind = _kind(variant)
+    if not _accepts(fmt, _TARGET_HELP if kind == "target" else variant):
+        accepted = variants_of(fmt)
+        raise ValueError(
+            f"{fmt.name} does not take {variant!r}; "
+            + (f"it takes {', '.join(accepted)}" if accepted else "it has no variants")
+        )
+    if kind == "rounding":
+        return replace(fmt, rounding=_ROUNDINGS[variant])
+    if kind == "inf":
         return replace(fmt, element=HiFloat8(overflow="inf"))
-    if target and isinstance(element, HiFloat8):
-        power = isinstance(scaling, TensorScaling) and scaling.power_of_two
-        return replace(fmt, scaling=TensorScaling(float(target["number"]), power))
-    if variant == "pow2" and isinstance(scaling, TensorScaling):
-        return replace(fmt, scaling=replace(scaling, power_of_two=True))
-    accepted = variants_of(fmt)
-    raise ValueError(
-        f"{variant!r} cannot be said of {fmt.name}; "
-        + (f"accepted are {', '.join(accepted)}" if accepted else "it has no variants")
-    )
+    if kind == "target":
+        power = getattr(fmt.scaling, "power_of_two", False)
+        return replace(fmt, scaling=TensorScaling(float(variant[1:]), power))
+    changes: dict[str, dict[str, Any]] = {
+        "rule": {"rule": variant},
+        "2d": {"square": True},
+        "pow2": {"power_of_two": True},
+    }
+    assert fmt.scaling is not None
+    return replace(fmt, scaling=replace(fmt.scaling, **changes[kind]))
 
 
 def variants_of(fmt: Format) -> list[str]:
-    """What may follow the format's name, for help and error messages."""
-    if isinstance(fmt.element, Cast):
-        return []
-    variants: list[str] = [*RULES] if isinstance(fmt.scaling, BlockScaling) else []
-    if isinstance(fmt.scaling, (BlockScaling, TwoLevelScaling)):
-        variants.append("2d")
-    variants.append("sr")
-    if isinstance(fmt.element, HiFloat8):
-        variants += ["hr", "inf", "t<number> (as in t15)"]
-    if isinstance(fmt.scaling, TensorScaling):
-        variants.append("pow2")
-    return variants
+    """Return the variants that a format's name accepts, for help and error messages."""
+    return [variant for variant in _VARIANTS if _accepts(fmt, variant)]
+
+
+def _accepts(fmt: Format, variant: str) -> bool:
+    if variant in _ROUNDINGS:
+        return _ROUNDINGS[variant] in fmt.element.roundings
+    of_scaling = () if fmt.scaling is None else fmt.scaling.variants
+    return variant in fmt.element.variants or variant in of_scaling
 
 
 def _canonical(base: Format, fmt: Format) -> str:
-    """The name of `fmt`, which was made from `base`: the changes in a fixed order."""
+    """Return the name of `fmt`, a variant of `base`: its changes in a fixed order."""
     changes: list[str] = []
-    old, new = base.scaling, fmt.scaling
-    if isinstance(new, BlockScaling) and isinstance(old, BlockScaling) and new.rule != old.rule:
-        changes.append(new.rule)
+    if fmt.scale_rule is not None and fmt.scale_rule != base.scale_rule:
+        changes.append(fmt.scale_rule)
     if fmt.square and not base.square:
         changes.append("2d")
     if fmt.rounding != base.rounding:
-        changes.append("sr" if fmt.rounding == "stochastic" else "hr")
-    if isinstance(fmt.element, HiFloat8):
-        changes += ["inf"] if fmt.element.overflow == "inf" else []
-        changes += [f"t{_plain(new.target)}"] if isinstance(new, TensorScaling) else []
-    if isinstance(new, TensorScaling) and new.power_of_two:
+        changes.append(ROUNDINGS[fmt.rounding].suffix)
+    if fmt.element != base.element:
+        changes.append("inf")
+    old, new = base.scaling, fmt.scaling
+    if new is not None and new.size is None and getattr(old, "target", None) != new.target:
+        changes.append(f"t{_plain(new.target)}")
+    if getattr(new, "power_of_two", False) and not getattr(old, "power_of_two", False):
         changes.append("pow2")
     return ":".join([base.name, *changes])
 
 
 def _plain(x: float) -> str:
     """Return all digits of a number, without an exponent: 15, 0.0625."""
-    # torch.compile cannot trace the decimal module.
+    # Strings only: torch.compile cannot trace the decimal module.
     digits, _, exponent = repr(x).partition("e")
     whole, _, fraction = digits.partition(".")
     point = len(whole) + int(exponent or 0)
@@ -183,13 +191,14 @@ def _plain(x: float) -> str:
 
 
 def get_element(name: str) -> ElementFormat:
-    """The named element, or any `eXmY` of at most 8 bits.
+    """Return the named element, or any `eXmY` of at most 8 bits.
 
-    One without a name is read as the 4- and 6-bit types of OCP are: the bias is 2^(X-1) - 1 and
-    every code is a finite number. With no mantissa bits a tie goes to the larger power of two,
-    except that half of the smallest number goes to zero.
+    An element that is not named follows OCP's 4- and 6-bit types: the bias is 2^(X-1) - 1 and every
+    code is a finite number. Without mantissa bits a tie goes to the larger power of two, except
+    that half of the smallest number goes to zero.
 
-    Raises ValueError for anything else.
+    Raises:
+        ValueError: if there is no such element.
     """
     if name in ELEMENTS:
         return ELEMENTS[name]

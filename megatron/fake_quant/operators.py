@@ -30,15 +30,7 @@ from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.format_text import from_text
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused import dispatch
-from megatron.fake_quant.packing_parts import (
-    Parts,
-    check_values,
-    empty_parts,
-    has_blocks,
-    has_whole,
-    packed,
-    unpacked,
-)
+from megatron.fake_quant.packing_parts import Parts, check_values, empty_parts, packed, unpacked
 from megatron.fake_quant.rounding import check_tensor
 
 NAMESPACE = "megatron_fake_quant"
@@ -105,7 +97,7 @@ def _(info: Any, in_dims: Any, seed: Tensor, slot: str) -> tuple[Tensor, int]:
 
 def _alone(fmt: Format, seeds: Tensor | None) -> bool:
     """Return whether samples have to be quantized one by one."""
-    return seeds is not None or has_whole(fmt)
+    return seeds is not None or fmt.has_tensor_scale
 
 
 def _samples(x: Tensor, seeds: Tensor | None, batch: int) -> list[tuple[Tensor, int | None]]:
@@ -194,8 +186,8 @@ def quantize(
     codes, blocks, whole = zip(*results, strict=True)
     return (
         _stacked(codes, x, batch),
-        _stacked(blocks, x, batch) if has_blocks(known) else blocks[0],
-        _stacked(whole, x, batch) if has_whole(known) else whole[0],
+        _stacked(blocks, x, batch) if known.block_size is not None else blocks[0],
+        _stacked(whole, x, batch) if known.has_tensor_scale else whole[0],
     )
 
 
@@ -215,7 +207,11 @@ def _(
     if seeds is not None:
         seeds = _with_batch(seeds, in_dims[3], info.batch_size)
     known = from_text(fmt)
-    out_dims = (0, 0 if has_blocks(known) else None, 0 if has_whole(known) else None)
+    out_dims = (
+        0,
+        0 if known.block_size is not None else None,
+        0 if known.has_tensor_scale else None,
+    )
     return quantize(x, fmt, axis, seeds, batch + 1), out_dims
 
 
@@ -238,13 +234,15 @@ def dequantize(
     `shape` is the shape of one sample.
     """
     known, front = from_text(fmt), tuple(codes.shape[:batch])
-    if not batch or not has_whole(known):
+    if not batch or not known.has_tensor_scale:
         layout = BlockLayout.of((*front, *shape), known, axis)
         return unpacked((codes, blocks, whole), known, layout, dtype)
     layout = BlockLayout.of(tuple(shape), known, axis)
     scales = whole.flatten().unbind(0)
     of_blocks = (
-        blocks.flatten(0, batch - 1).unbind(0) if has_blocks(known) else [blocks] * len(scales)
+        blocks.flatten(0, batch - 1).unbind(0)
+        if known.block_size is not None
+        else [blocks] * len(scales)
     )
     samples = zip(codes.flatten(0, batch - 1).unbind(0), of_blocks, scales, strict=True)
     results = [unpacked(parts, known, layout, dtype) for parts in samples]
@@ -280,8 +278,8 @@ def _(
 ) -> tuple[Tensor, int]:
     known, size = from_text(fmt), info.batch_size
     codes = _with_batch(codes, in_dims[0], size)
-    blocks = _with_batch(blocks, in_dims[1], size) if has_blocks(known) else blocks
-    whole = _with_batch(whole, in_dims[2], size) if has_whole(known) else whole
+    blocks = _with_batch(blocks, in_dims[1], size) if known.block_size is not None else blocks
+    whole = _with_batch(whole, in_dims[2], size) if known.has_tensor_scale else whole
     return dequantize(codes, blocks, whole, fmt, shape, axis, dtype, batch + 1), 0
 
 

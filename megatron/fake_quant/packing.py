@@ -22,7 +22,7 @@ from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.format_text import to_text
 from megatron.fake_quant.formats import Format
 from megatron.fake_quant.operators import is_direct
-from megatron.fake_quant.packing_parts import check_values, has_blocks, has_whole, packed, unpacked
+from megatron.fake_quant.packing_parts import check_values, packed, unpacked
 from megatron.fake_quant.quantize import checked, seed_for, seeds_for
 from megatron.fake_quant.scales import Scales
 
@@ -72,7 +72,8 @@ def quantize(
         seeds = seeds_for(fmt, generator, seed)
         parts = operators.quantize(x.detach(), to_text(fmt), layout.from_end, seeds, 0)
     codes, blocks, whole = parts
-    scales = Scales(blocks if has_blocks(fmt) else None, whole if has_whole(fmt) else None)
+    has_blocks = fmt.block_size is not None
+    scales = Scales(blocks if has_blocks else None, whole if fmt.has_tensor_scale else None)
     return QuantizedTensor(codes, scales, fmt, layout.shape, layout.axis, x.dtype)
 
 

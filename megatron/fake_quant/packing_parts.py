@@ -12,22 +12,12 @@ from torch import Tensor
 from megatron.fake_quant import reference
 from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.code_points import decode, encode, pack_nibbles, unpack_nibbles
-from megatron.fake_quant.formats import Cast, Format, GroupScaling, TensorScaling, TwoLevelScaling
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.scales import Scales
 
 _NIBBLE = 4
 
 Parts: TypeAlias = tuple[Tensor, Tensor, Tensor]  #: codes, block scales, tensor scale
-
-
-def has_blocks(fmt: Format) -> bool:
-    """Return whether the format has a scale per block."""
-    return fmt.block_size is not None
-
-
-def has_whole(fmt: Format) -> bool:
-    """Return whether the format has a scale for the whole tensor."""
-    return isinstance(fmt.scaling, TensorScaling | TwoLevelScaling)
 
 
 def check_values(shape: tuple[int, ...], fmt: Format) -> None:
@@ -36,7 +26,7 @@ def check_values(shape: tuple[int, ...], fmt: Format) -> None:
     Raises:
         ValueError: if there are no values, and the format is not a cast.
     """
-    if math.prod(shape) == 0 and not isinstance(fmt.element, Cast):
+    if math.prod(shape) == 0 and not fmt.is_cast:
         raise ValueError(
             f"a tensor of shape {shape} has no values to store; keep its shape instead"
         )
@@ -45,7 +35,7 @@ def check_values(shape: tuple[int, ...], fmt: Format) -> None:
 def packed(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Parts:
     """Return the codes and scales of a tensor, in new memory."""
     none = torch.empty(0, dtype=torch.uint8, device=x.device)
-    if isinstance(fmt.element, Cast):
+    if fmt.element.is_cast:
         codes = layout.to_rows(x.to(fmt.element.dtype)).contiguous()
         codes = codes.clone() if codes.data_ptr() == x.data_ptr() else codes
         return codes, none, none.float()
@@ -61,7 +51,7 @@ def packed(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Par
 def unpacked(parts: Parts, fmt: Format, layout: BlockLayout, dtype: torch.dtype) -> Tensor:
     """Return the tensor that codes and scales stand for, in new memory."""
     codes, blocks, whole = parts
-    if isinstance(fmt.element, Cast):
+    if fmt.element.is_cast:
         values = layout.from_rows(codes)
     else:
         if fmt.element.bits <= _NIBBLE:
@@ -76,16 +66,16 @@ def empty_parts(x: Tensor, fmt: Format, layout: BlockLayout, front: tuple[int, .
     """Return uninitialized tensors with the shapes of `packed`; `front` is the batch shape."""
     rows, scales = layout.rows_shape, tuple[int, ...]()
     dtype, codes = torch.uint8, rows
-    if isinstance(fmt.element, Cast):
+    if fmt.element.is_cast:
         dtype = fmt.element.dtype
     elif fmt.element.bits <= _NIBBLE:
         codes = (*rows[:-1], -(-rows[-1] // 2)) if rows else (1,)
     if (size := fmt.block_size) is not None:
-        kept = 2 if fmt.square else 1
-        scales = (*rows[:-kept], *(-(-n // size) for n in rows[-kept:]))
-        scales += (4,) if isinstance(fmt.scaling, GroupScaling) else ()
+        blocked = 2 if fmt.square else 1  # axes that blocks divide
+        scales = (*rows[:-blocked], *(-(-n // size) for n in rows[-blocked:]))
+        scales += (fmt.scale_bytes,) if fmt.scale_bytes > 1 else ()
     return (
         x.new_empty((*front, *codes), dtype=dtype),
-        x.new_empty((*front, *scales) if has_blocks(fmt) else (0,), dtype=torch.uint8),
-        x.new_empty(front if has_whole(fmt) else (0,), dtype=torch.float32),
+        x.new_empty((*front, *scales) if fmt.block_size is not None else (0,), dtype=torch.uint8),
+        x.new_empty(front if fmt.has_tensor_scale else (0,), dtype=torch.float32),
     )

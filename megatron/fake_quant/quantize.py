@@ -75,7 +75,7 @@ def seed_for(
     fmt: Format, generator: torch.Generator | None, seed: int | Tensor | None
 ) -> int | None:
     """The seed where the format rounds stochastically, else None; nothing is drawn in vain."""
-    if fmt.rounding != "stochastic":
+    if not fmt.stochastic:
         return None
     return draw_seed(generator) if seed is None else int(seed)
 
@@ -84,6 +84,6 @@ def seeds_for(
     fmt: Format, generator: torch.Generator | None, seed: int | Tensor | None
 ) -> Tensor | None:
     """Return the seed of `seed_for` as a tensor, which can be traced."""
-    if fmt.rounding != "stochastic":
+    if not fmt.stochastic:
         return None
     return operators.drawn(generator) if seed is None else operators.seed_tensor(seed)

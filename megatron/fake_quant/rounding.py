@@ -1,69 +1,123 @@
-"""Rounding to an element format, and powers of two that are exact.
+"""Rounding to an element type: the one place that knows the rounding modes.
 
-Everything works on the bits of float32: `log2` and `pow` are off by one near powers of two on some
-machine or other, and a number format is nothing but its behavior there.
+`round_to` looks up the rule for an element type and a rounding mode, and refuses a mode that has no
+rule. To add a mode, add it to `ROUNDINGS` in `formats.py` and to `roundings` of each element type
+that has it, and add its rule here. The fused kernels and the statistics implement modes by name;
+formats with any other mode are computed by `reference.py`, which calls `round_to`.
 """
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.formats import ElementFormat
+from megatron.fake_quant import hifloat8
+from megatron.fake_quant.float32_bits import INFINITY, MANTISSA_BITS, power_of_two_bits
+from megatron.fake_quant.formats import ElementFormat, HiFloat8, Rounding
 from megatron.fake_quant.random_bits import RANDOM_BITS
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: that can be quantized
-MANTISSA_BITS = 23
-BIAS = 127
-SIGN = -(1 << 31)
-MAGNITUDE = 0x7FFFFFFF
-INFINITY = 0x7F800000  #: its bits, and also the mask that keeps the exponent
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: dtypes that can be quantized
+
+Rule: TypeAlias = Callable[..., Tensor]
 
 
-def power_of_two_bits(exponent: int) -> int:
-    """Bits of the float32 2^exponent, for exponents of normal numbers: -126 to 127."""
-    return (exponent + BIAS) << MANTISSA_BITS
+def round_to(
+    x: Tensor,
+    element: ElementFormat | HiFloat8,
+    rounding: Rounding = "nearest",
+    *,
+    random: Tensor | None = None,
+    source: torch.dtype = torch.float32,
+) -> Tensor:
+    """Round float32 `x` of any shape to values of `element`, in a new tensor.
 
-
-def round_to(x: Tensor, element: ElementFormat, random: Tensor | None = None) -> Tensor:
-    """Round float32 `x` to a value of `element`; NaN stays, what is beyond the largest saturates.
+    A NaN stays a NaN, and what lies beyond the largest number saturates unless the element type
+    overflows to Inf.
 
     Args:
-        x: of any shape; the result is a new tensor.
-        element: says where half-way goes.
-        random: None rounds to nearest. Integers from 0 to 2^24 - 1, of the shape of `x`, round up
-            in magnitude with the probability of the distance from the value below, in steps of
-            2^-24: exact, unless `x` is so small that it needs more bits, then less by under a step.
+        x: values to round.
+        element: type to round to.
+        rounding: one of the element type's rounding modes.
+        random: for stochastic rounding, integers from 0 to 2^24 - 1 in the shape of `x`. A value
+            is rounded up in magnitude with the probability of its distance from the value below, in
+            steps of 2^-24. This is exact unless `x` is so small that it needs more bits; then the
+            probability is too low by less than a step.
+        source: dtype that `x` came from, for hybrid rounding.
 
-    Clearing the mantissa of a float leaves the power of two at or below it; held between `emin` and
-    `emax` and divided by 2^mantissa_bits it is the spacing of the element's values there. (A
-    float32 subnormal loses all its bits and is lifted to `emin` like everything small.) Dividing by
-    a power of two is exact, so the rounding to an integer is the only one.
+    Raises:
+        ValueError: if the element type does not have the rounding mode.
+    """
+    round_by, rules = _RULES[type(element)]
+    check_rounding(rounding, rules, f"the element type {element.name}")
+    return round_by(x, element, rules[rounding], random, source)
+
+
+def check_rounding(rounding: str, implemented: Iterable[str], where: str) -> None:
+    """Refuse a rounding mode that is not among the implemented ones.
+
+    Raises:
+        ValueError: if the mode is unknown; the message names the modes that `where` implements.
+    """
+    if rounding not in implemented:
+        raise ValueError(
+            f"{where} does not implement the rounding mode {rounding!r}; it has "
+            f"{', '.join(implemented)}: choose one of these, or add the mode to rounding.py"
+        )
+
+
+def _round_element(
+    x: Tensor, element: ElementFormat, rule: Rule, random: Tensor | None, source: torch.dtype
+) -> Tensor:
+    """Round to an `ElementFormat`, whose spacing is a power of two in each binade.
+
+    Clearing the mantissa of a float leaves the power of two at or below it. Clamped to `emin` and
+    `emax` and divided by 2^mantissa_bits, it is the spacing of the element's values there. (A
+    float32 subnormal loses all its bits and is raised to `emin` like every small value.) Dividing
+    by a power of two is exact, so rounding to an integer is the only rounding.
     """
     ulp_bits = x.view(torch.int32) & INFINITY
     ulp_bits.clamp_(power_of_two_bits(element.emin), power_of_two_bits(element.emax))
     ulp_bits.sub_(element.mantissa_bits << MANTISSA_BITS)
     ulp = ulp_bits.view(torch.float32)
-    steps = torch.div(x, ulp)
-    if random is not None:
-        steps = _round_stochastically(steps, random)
-    elif element.ties == "even":
-        steps.round_()
-    else:
-        steps = _round_ties_away(steps)
+    steps = rule(torch.div(x, ulp), element, random)
     rounded = steps.mul_(ulp).clamp_(-element.max, element.max)
     return rounded.masked_fill_(rounded == 0, 0.0) if element.twos_complement else rounded
 
 
-def _round_ties_away(steps: Tensor) -> Tensor:
+def _nearest(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Tensor:
+    """Round to the nearest integer."""
+    if element.ties == "even":
+        return steps.round_()
     whole = steps.trunc()
-    # The difference is exact; adding 1/2 and truncating would not be, just below 1/2.
+    # The difference is exact; adding 1/2 and truncating would not be exact just below 1/2.
     up = (steps - whole).abs_() >= 0.5
     return torch.where(up, whole + steps.sign(), whole)
 
 
-def _round_stochastically(steps: Tensor, random: Tensor) -> Tensor:
+def _stochastic(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Tensor:
+    """Round to one of the two neighboring integers at random."""
+    assert random is not None
     whole = steps.trunc()
     up = (steps - whole).abs_().mul_(1 << RANDOM_BITS) >= random + 1
     return torch.where(up, whole + steps.sign(), whole)
+
+
+#: Rounding function of each element type, and its rule for each rounding mode.
+_RULES: Mapping[type, tuple[Callable[..., Tensor], Mapping[Rounding, Rule]]] = MappingProxyType(
+    {
+        ElementFormat: (_round_element, {"nearest": _nearest, "stochastic": _stochastic}),
+        HiFloat8: (
+            hifloat8.round_between_neighbors,
+            {
+                "nearest": hifloat8.nearest_up,
+                "stochastic": hifloat8.stochastic_up,
+                "hybrid": hifloat8.hybrid_up,
+            },
+        ),
+    }
+)
 
 
 def check_tensor(x: Tensor, what: str) -> None:

@@ -1,47 +1,49 @@
 """One float32 scale for a whole tensor, from its own largest magnitude ("current scaling").
 
-    encode = target / a, held to normal float32 numbers; 1 where a is 0
+    encode = target / a, clamped to normal float32 numbers; 1 if a is 0
     decode = 1 / encode
     value  = round(x * encode) * decode
 
-each operation rounded to float32: what Transformer Engine computes for per-tensor FP8, with the
-element's largest number as target. With `power_of_two` encode loses its mantissa, as under
+Each operation is rounded to float32. Transformer Engine computes the same for per-tensor FP8, with
+the element's largest number as target. With `power_of_two` encode loses its mantissa, as under
 Transformer Engine's `force_pow_2_scales`. Ascend scales HiFloat8 tensors to 15 (inputs, weights)
 and 224 (gradients).
 
-a is the largest finite magnitude. A NaN stays a NaN and an Inf saturates, without a say in the
-scale of the others; Transformer Engine takes 1 for the scale where it meets an Inf.
+a is the largest finite magnitude. A NaN stays a NaN and an Inf saturates, and neither affects the
+scale of the other values. Transformer Engine sets the scale to 1 if the tensor has an Inf.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from megatron.fake_quant.formats import Element, TensorScaling
-from megatron.fake_quant.rounding import INFINITY, MAGNITUDE
-from megatron.fake_quant.scales import Scales
+from megatron.fake_quant.float32_bits import INFINITY, MAGNITUDE
+from megatron.fake_quant.formats import Element, Format, TensorScaling
+from megatron.fake_quant.scales import ScaleDescription, Scales
 
 SMALLEST_NORMAL, FLOAT32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def finite_amax(x: Tensor) -> Tensor:
-    """The largest finite magnitude of float32 `x`, 0 if there is none; no dimensions."""
+    """Return the largest finite magnitude of float32 `x` without dimensions, 0 if there is none."""
     magnitude = x.view(torch.int32) & MAGNITUDE
     return magnitude.masked_fill_(magnitude >= INFINITY, 0).amax().view(torch.float32)
 
 
 def divide_by(amax: Tensor, target: float) -> Tensor:
-    """target / amax, 2^-126 at least and the largest float32 at most; 1 where amax is 0.
+    """Return target / amax, clamped to 2^-126 and the largest float32; 1 where amax is 0.
 
-    A subnormal quotient (of a target below 4) might have no finite reciprocal.
-    Not the operator: torch has a number over a tensor as a multiplication by the reciprocal, which
-    rounds twice.
+    A subnormal quotient (of a target below 4) might have no finite reciprocal. The `/` operator
+    would round twice, because torch divides a number by a tensor by multiplying with the
+    reciprocal.
     """
     quotient = torch.div(torch.full_like(amax, target), amax).clamp_(SMALLEST_NORMAL, FLOAT32_MAX)
     return torch.where(amax == 0, torch.ones_like(quotient), quotient)
 
 
 def encode_scale(amax: Tensor, scaling: TensorScaling) -> Tensor:
-    """What the tensor is multiplied by before rounding, from its largest finite magnitude."""
+    """Return the factor applied before rounding, from the tensor's largest finite magnitude."""
     scale = divide_by(amax, scaling.target)
     if scaling.power_of_two:
         scale = (scale.view(torch.int32) & INFINITY).view(torch.float32)
@@ -49,11 +51,47 @@ def encode_scale(amax: Tensor, scaling: TensorScaling) -> Tensor:
 
 
 def scale_down(blocks: Tensor, element: Element, scaling: TensorScaling) -> tuple[Tensor, Scales]:
-    """The tensor in the range of its elements, and `decode`."""
+    """Return the tensor scaled to the range of its elements, and `decode`."""
     encode = encode_scale(finite_amax(blocks), scaling)
     return blocks * encode, Scales(tensor=encode.reciprocal())
 
 
 def scale_up(elements: Tensor, scales: Scales) -> Tensor:
-    """Multiply by `decode`."""
+    """Undo `scale_down`."""
     return elements * scales.whole()
+
+
+def factors(fmt: Format, finite_amax: Callable[[], Tensor]) -> tuple[float, float]:
+    """Return `encode` and `decode` of a format without block scales; both are 1 without a scale.
+
+    finite_amax: returns the tensor's largest finite magnitude; called only if there is a scale.
+    """
+    if not isinstance(fmt.scaling, TensorScaling):
+        return 1.0, 1.0
+    encode = encode_scale(finite_amax(), fmt.scaling)
+    return encode.item(), encode.reciprocal().item()
+
+
+def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
+    """Return the rounding modes of the format that have a fused kernel on a type of device.
+
+    The kernels round values one by one, so this also holds for formats without a scale.
+    """
+    if fmt.is_cast:
+        return ()
+    if "hybrid" in fmt.element.roundings:
+        return ("nearest", "stochastic", "hybrid")
+    return ("nearest", "stochastic") if fmt.element.ties == "even" else ()
+
+
+def describe(fmt: Format, scaling: TensorScaling, element: Element) -> ScaleDescription:
+    """Describe the scale of the tensor."""
+    source = "FP8, arXiv 2209.05433; scale as in Transformer Engine's current scaling"
+    if element.source is not None:
+        source = f"{element.source}; scale as in Ascend's tensor-wise recipe"
+    brief = f"float32 for all, to {scaling.target:g}"
+    found = f"{scaling.target:g} / its largest finite magnitude"
+    if scaling.power_of_two:
+        brief += ", a power of two"
+        found += "; the power of two at or below it"
+    return ScaleDescription(source, brief, "the tensor, float32", (("found", found),))

@@ -6,7 +6,6 @@ import torch
 
 from megatron.fake_quant import fake_quantize, get_format
 from megatron.fake_quant.formats import S1P2, HiFloat8
-from megatron.fake_quant.hifloat8 import round_to_hifloat8
 from megatron.fake_quant.names import get_element
 from megatron.fake_quant.rounding import round_to
 
@@ -50,10 +49,10 @@ def test_it_goes_up_with_the_probability_of_the_way_to_the_next_number(element, 
     random = torch.arange(1 << 24, dtype=torch.int32)
     value = torch.tensor(x)
     if element == "hif8":
-        y = round_to_hifloat8(value.expand(1 << 24), HiFloat8("inf"), "stochastic", random=random)
+        y = round_to(value.expand(1 << 24), HiFloat8("inf"), "stochastic", random=random)
     else:
         fmt = S1P2 if element == "s1p2" else get_element(element)
-        y = round_to(value.expand(1 << 24).contiguous(), fmt, random)
+        y = round_to(value.expand(1 << 24).contiguous(), fmt, "stochastic", random=random)
     below, above = float(y.min()), float(y.max())
     if way in (0, 1):
         assert below == above == (x if way == 0 else get_element(element).max)

@@ -26,7 +26,6 @@ from megatron.analysis.plots.heatmap import plot_heatmap
 from megatron.analysis.plots.style import decades
 from megatron.analysis.stats.errors import decibels
 from megatron.fake_quant import fake_quantize, get_format
-from megatron.fake_quant.formats import TensorScaling, TwoLevelScaling
 
 HEADS = 8  #: largest number of heads drawn per layer
 LAYERS = 8  #: largest number of layers drawn, evenly spaced
@@ -159,9 +158,7 @@ def queries_at_once(head: Tensor, multiple: int = 1) -> int:
 
 def head_errors(probs: Tensor, fmt: str) -> list[float]:
     """Return the SQNR in dB of the probabilities of each head, quantized along keys as in P V."""
-    scaling = get_format(fmt).scaling
-    of_tensor = isinstance(scaling, (TensorScaling, TwoLevelScaling))
-    largest = largest_finite(probs) if of_tensor else None
+    largest = largest_finite(probs) if get_format(fmt).has_tensor_scale else None
     ratios = []
     for head in range(probs.shape[1]):
         signal = noise = 0.0

@@ -28,7 +28,6 @@ from megatron.analysis.plots.style import powers_of_two, right_of_title
 from megatron.analysis.stats import HEADROOM_EDGES
 from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E8M0
 from megatron.fake_quant import get_format
-from megatron.fake_quant.formats import BlockScaling, Cast
 
 MAPS = 6  #: tensors per figure of scale maps, one per place, the lowest SQNR first
 MOST_CODES = 256  #: largest number of codes that a bar chart shows
@@ -86,7 +85,7 @@ def scale_maps(figure_data: FigureData, fmt: str) -> Figure:
             columns="index of the block's first value",
             title=title,
             ax=ax,
-            powers=isinstance(get_format(fmt).scaling, BlockScaling),
+            powers=get_format(fmt).block_scale == "E8M0",
         )
     note = "the stored scale of each block and the SQNR, for blocks along the last dimension; the "
     note += f"{figure_data.judge} of matmuls with the lowest SQNR, one per place; gray: zeros only"
@@ -121,7 +120,7 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
     e8m0 = {
         name: without_zeros_and_nan(figure_data, name, total.scales)
         for name, total in totals.items()
-        if isinstance(get_format(name).scaling, BlockScaling)
+        if get_format(name).block_scale == "E8M0"
     }
     if e8m0:
         plot_counts(
@@ -201,8 +200,7 @@ def code_usage(figure_data: FigureData) -> Figure:
     small = [
         name
         for name in figure_data.formats
-        if not isinstance(get_format(name).element, Cast)
-        and 1 << get_format(name).element.bits <= MOST_CODES
+        if not get_format(name).is_cast and 1 << get_format(name).element.bits <= MOST_CODES
     ]
     totals = {
         name: total for name, total in summed(figure_data, small).items() if total.codes.any()

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.analysis.figures.figure_data import FigureData, trimmed
 from megatron.fake_quant import get_format
-from megatron.fake_quant.formats import Cast, GroupScaling, TensorScaling, TwoLevelScaling
 from megatron.fake_quant.inspect import format_properties
-from megatron.fake_quant.nvfp4 import LARGEST as NVFP4_LARGEST
 
 #: Explanation of the bars below an exponent histogram.
 RANGE_NOTE = (
@@ -67,33 +65,34 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for name in formats:
         fmt, uses = get_format(name), table[table["quantized_format"] == name]
-        if isinstance(fmt.element, Cast) and fmt.element.name == "bfloat16":
+        if fmt.element.name == "bfloat16":
             continue  # its range holds every value
         shift = low = high = 0.0
+        finer_exponents = 0
         largest = float(format_properties.positive_values(fmt.element)[-1])
-        if isinstance(fmt.scaling, TensorScaling):
+        if fmt.scaling is not None and fmt.scaling.size is None:
             shift, low, high = _shifts(uses["amax"], fmt.scaling.target)
         elif fmt.scaling is not None:
+            target, finer_exponents = fmt.scaling.target, fmt.scaling.finer_exponents
             shift = uses["scale_median"].median()
             low, high = uses["scale_min"].min(), uses["scale_max"].max()
-            if isinstance(fmt.scaling, TwoLevelScaling):  # times the scale of the tensor
-                shift += _shifts(uses["amax"], NVFP4_LARGEST)[0]
-                own = [_shifts(uses["amax"][[at]], NVFP4_LARGEST)[0] for at in uses.index]
+            if target is not None:  # times the scale of the tensor
+                shift += _shifts(uses["amax"], target)[0]
+                own = [_shifts(uses["amax"][[at]], target)[0] for at in uses.index]
                 low, high = (uses["scale_min"] + own).min(), (uses["scale_max"] + own).max()
         if math.isnan(shift):
             continue
         # In HiFloat4, the bit per 8 values and the bit per 4 values can each double an element. The
         # smallest numbers are those of groups with neither bit set.
-        doubled = 2 if isinstance(fmt.scaling, GroupScaling) else 0
         smallest = math.log2(float(format_properties.positive_values(fmt.element)[0]))
         rows.append(
             {
                 "format": name,
                 "lowest": smallest + low,
                 "smallest": smallest + shift,
-                "normal": math.log2(format_properties.smallest_normal(fmt.element)) + shift,
-                "largest": math.log2(largest) + shift + doubled,
-                "highest": math.log2(largest) + high + doubled,
+                "normal": math.log2(fmt.element.smallest_normal) + shift,
+                "largest": math.log2(largest) + shift + finer_exponents,
+                "highest": math.log2(largest) + high + finer_exponents,
             }
         )
     columns = ["format", "lowest", "smallest", "normal", "largest", "highest"]

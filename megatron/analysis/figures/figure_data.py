@@ -26,7 +26,6 @@ from megatron.analysis.stats import Statistics
 from megatron.analysis.stats.matrix_view import is_operand
 from megatron.analysis.store import TensorStore
 from megatron.fake_quant import get_format
-from megatron.fake_quant.formats import BlockScaling, TwoLevelScaling
 
 KINDS = {"forward": "Activations", "weight": "Weights", "gradient": "Gradients"}
 #: GEMMs by precedence: an operand that several of them quantize is shown as the first does it.
@@ -209,9 +208,8 @@ class FigureData:
         return sum(parts[1:], start=parts[0]) if parts else None
 
     def with_blocks(self) -> list[str]:
-        """Return the formats that have one scale per block."""
-        kinds = (BlockScaling, TwoLevelScaling)
-        return [name for name in self.formats if isinstance(get_format(name).scaling, kinds)]
+        """Return the formats that store one scale byte per block."""
+        return [name for name in self.formats if get_format(name).scale_bytes == 1]
 
     @property
     def origin(self) -> str:

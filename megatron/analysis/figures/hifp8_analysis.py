@@ -20,7 +20,6 @@ from megatron.analysis.plots.error_by_magnitude import plot_error_by_magnitude
 from megatron.analysis.plots.stacked_shares import plot_stacked_shares
 from megatron.analysis.plots.style import INK, percent
 from megatron.fake_quant import get_format
-from megatron.fake_quant.formats import HiFloat8
 
 #: Color, first and last binade of each region, by name. The mantissa has 3 bits around 1, and 2 and
 #: 1 bits farther away. The denormal numbers are powers of two. The largest number is 2^15.
@@ -54,7 +53,7 @@ def hifloat8_format(figure_data: FigureData) -> str:
     """Return the first HiFloat8 format without a scale, because a scale would shift the regions."""
     for name in figure_data.formats:
         fmt = get_format(name)
-        if isinstance(fmt.element, HiFloat8) and fmt.scaling is None:
+        if fmt.element.tapered and fmt.scaling is None:
             return name
     raise NothingToDrawError("hifp8 is not among the formats; add it to --formats")
 

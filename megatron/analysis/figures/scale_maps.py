@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron.fake_quant import get_format, quantize
-from megatron.fake_quant.formats import BlockScaling, TwoLevelScaling
 
 ROWS, BLOCKS = 160, 160  #: largest size of an image in rows and blocks
 CHUNK = 1 << 20  #: values copied at a time
@@ -28,26 +27,27 @@ def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCK
     Raises:
         ValueError: the format has no scale per block of a row, or the tensor has no values.
     """
-    scaling = get_format(fmt).scaling
-    if not isinstance(scaling, (BlockScaling, TwoLevelScaling)) or scaling.square:
+    known = get_format(fmt)
+    size = known.block_size
+    if size is None or known.scale_bytes != 1 or known.square:
         raise ValueError(f"{fmt} has no scale for each block of a row")
     if not tensor.numel():
         raise ValueError("the tensor has no values")
     table = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.reshape(1, 1)
     every = -(-table.shape[0] // rows)
-    taken = table[::every, : blocks * scaling.size].float()
-    if isinstance(scaling, TwoLevelScaling):
+    taken = table[::every, : blocks * size].float()
+    if known.has_tensor_scale:
         stored = _two_level(table, taken, fmt)
     else:
         bytes_ = quantize(taken, fmt, axis=-1).scales.blocks
         assert bytes_ is not None
         stored = bytes_.to(torch.float64) - 127
         stored[bytes_ == 255] = torch.nan
-    stored[_amax(taken, scaling.size) == 0] = torch.nan
+    stored[_amax(taken, size) == 0] = torch.nan
     return pd.DataFrame(
         stored.numpy(),
         index=np.arange(taken.shape[0]) * every,
-        columns=np.arange(stored.shape[1]) * scaling.size,
+        columns=np.arange(stored.shape[1]) * size,
     )
 
 

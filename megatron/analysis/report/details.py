@@ -21,7 +21,6 @@ from megatron.analysis.stats import FormatArrays
 from megatron.analysis.stats.result import Counts
 from megatron.analysis.text_table import shown as printed
 from megatron.fake_quant import get_format
-from megatron.fake_quant.formats import BlockScaling
 
 ROWS, BLOCKS = 48, 48  #: largest size of a block map in pixels
 NO_SCALE = -128  #: byte of a block without a scale
@@ -135,7 +134,7 @@ def _e4m3_codes(values: NDArray[np.float64]) -> NDArray[np.uint8]:
 def _packed(table: pd.DataFrame, fmt: str) -> dict[str, Any]:
     """Return the scales as signed bytes: exponents of E8M0 scales, codes of NVFP4's E4M3 scales."""
     exponents = table.to_numpy()
-    powers = isinstance(get_format(fmt).scaling, BlockScaling)
+    powers = get_format(fmt).block_scale == "E8M0"
     stored = exponents if powers else _e4m3_codes(2.0**exponents)
     content = np.where(np.isnan(exponents), NO_SCALE, stored).astype(np.int8).tobytes()
     rows = [int(i) for i in table.index]

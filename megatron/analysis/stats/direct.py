@@ -23,16 +23,7 @@ from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.fake_quant import dequantize, reference
 from megatron.fake_quant.block_layout import BlockLayout
 from megatron.fake_quant.code_points import encode, pack_nibbles, unpack_nibbles
-from megatron.fake_quant.formats import (
-    Cast,
-    ElementFormat,
-    Format,
-    GroupScaling,
-    HiFloat8,
-    TensorScaling,
-    TwoLevelScaling,
-)
-from megatron.fake_quant.hifloat8 import LARGEST_EXPONENT
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.inspect.format_properties import positive_values
 from megatron.fake_quant.packing import QuantizedTensor
 
@@ -69,7 +60,7 @@ def measure_sampled(
 def _pieces(tensor: Tensor, matrix: MatrixView, fmt: Format) -> Iterator[Tensor]:
     """Yield pieces [outer, rows, columns]; a format with a scale per tensor gets one piece."""
     whole = tensor.reshape(matrix.outer, matrix.rows, matrix.columns)
-    if isinstance(fmt.scaling, (TensorScaling, TwoLevelScaling)) or whole.numel() <= PIECE:
+    if fmt.has_tensor_scale or whole.numel() <= PIECE:
         yield whole
         return
     size = fmt.block_size or 1
@@ -123,16 +114,12 @@ def _quantized(operand: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor,
     """
     layout, element = BlockLayout.of(tuple(operand.shape), fmt, dim), fmt.element
     blocks, scales = reference.scale_down(operand, fmt, layout)
-    if isinstance(element, HiFloat8):
-        largest, wider = math.ldexp(1, LARGEST_EXPONENT), replace(element, overflow="inf")
-        bound = largest if element.overflow == "saturate" else math.inf
-    else:
-        assert isinstance(element, ElementFormat)
-        largest, wider = element.max, replace(element, max=2 * element.max)  # type: ignore[assignment]
-        bound = largest
-    seed = SEED if fmt.rounding == "stochastic" else None
-    rounded = reference.round_blocks(blocks, operand, replace(fmt, element=wider), layout, seed)
-    clipped = rounded.abs() > largest
+    assert not element.is_cast
+    bound = element.max if element.saturates else math.inf
+    seed = SEED if fmt.stochastic else None
+    wider = replace(fmt, element=element.wider)
+    rounded = reference.round_blocks(blocks, operand, wider, layout, seed)
+    clipped = rounded.abs() > element.max
     codes = encode(layout.from_blocks(rounded.clamp_(-bound, bound)), element)
     codes = pack_nibbles(codes) if element.bits <= _NIBBLE else codes
     packed = QuantizedTensor(codes, scales, fmt, layout.shape, layout.axis, operand.dtype)
@@ -142,7 +129,7 @@ def _quantized(operand: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor,
 def _limits(packed: QuantizedTensor) -> Tensor:
     """Return the largest number that the format can represent under each value's scales."""
     element = packed.format.element
-    assert not isinstance(element, Cast)
+    assert not element.is_cast
     code = encode(positive_values(element)[-1:], element)
     shape = list(packed.codes.shape)
     if element.bits <= _NIBBLE:
@@ -154,8 +141,8 @@ def _add_blocks(errors: Errors, operand: Tensor, packed: QuantizedTensor) -> Non
     """Add the blocks: their scales, ranges and headroom."""
     layout = BlockLayout.of(packed.shape, packed.format, packed.axis)
     stored = packed.scales.block()
-    if isinstance(packed.format.scaling, GroupScaling):
-        stored = stored[..., 0]
+    if packed.format.scale_bytes > 1:
+        stored = stored[..., 0]  # the scale of the group
     errors.scales += np.bincount(stored.reshape(-1).numpy(), minlength=256)
     blocks = layout.to_blocks(operand.float()).abs().double()
     amax = blocks.amax(-1)

@@ -7,17 +7,12 @@ occurrences of each bit pattern suffices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.fake_quant.formats import (
-    BlockScaling,
-    ElementFormat,
-    Format,
-    GroupScaling,
-    TwoLevelScaling,
-)
-from megatron.fake_quant.mx import CARRY_FROM
+from megatron.fake_quant.formats import Format
+from megatron.fake_quant.mx import carry_from
 from megatron.fake_quant.names import get_format
 
 AXES = ("row", "column")
@@ -44,8 +39,7 @@ class Group:
         A format whose element reaches n binades higher stores a byte that is lower by n. (From an
         exponent of 1 on, the bytes that are cut off at zero are the same ones.)
         """
-        element = self.first.element
-        return min(element.emax, 1) if isinstance(element, ElementFormat) else 0
+        return _class_emax(self.first)
 
     @property
     def by_pairs(self) -> bool:
@@ -54,7 +48,7 @@ class Group:
         A tensor has few different E8M0 scales. E4M3 scales take 127 values, which have too many
         pairs.
         """
-        return not self.square and isinstance(self.first.scaling, BlockScaling)
+        return not self.square and self.first.block_scale == "E8M0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +75,14 @@ def group_formats(names: Sequence[str]) -> FormatGroups:
     """Return the formats of these names in groups; a format named twice counts once.
 
     Raises:
-        ValueError: an unknown format.
+        ValueError: if a format is unknown.
     """
     plain: list[Format] = []
     sampled: list[Format] = []
     groups: dict[tuple[object, ...], list[Format]] = {}
     for fmt in dict.fromkeys(get_format(name) for name in names):
-        if fmt.rounding != "nearest" or isinstance(fmt.scaling, GroupScaling):
+        by_class = fmt.scaling is None or fmt.scaling.by_class
+        if fmt.rounding != "nearest" or not by_class:
             sampled.append(fmt)
         elif fmt.block_size is None:
             plain.append(fmt)
@@ -102,8 +97,11 @@ def _scale_key(fmt: Format) -> tuple[object, ...]:
 
     `Group.emax` explains the second number.
     """
-    if isinstance(fmt.scaling, TwoLevelScaling):
-        return ("two-level",)
-    assert isinstance(fmt.scaling, BlockScaling)
-    assert isinstance(fmt.element, ElementFormat)
-    return (CARRY_FROM[fmt.scaling.rule](fmt.element), min(fmt.element.emax, 1))
+    if fmt.scale_rule is None:
+        return (fmt.block_scale,)
+    return (carry_from(fmt), _class_emax(fmt))
+
+
+def _class_emax(fmt: Format) -> int:
+    exponent = math.frexp(fmt.element.max)[1] - 1
+    return min(exponent, 1)

@@ -27,9 +27,9 @@ from megatron.analysis.stats.result import (
     TensorArrays,
 )
 from megatron.analysis.stats.values import Values, live_median
-from megatron.fake_quant.formats import BlockScaling, Format
-from megatron.fake_quant.inspect.format_properties import stored_scales
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.names import get_format
+from megatron.fake_quant.scalings import stored_scales
 
 _NAMES = ("quantized_format", "axis", "used_by")
 _NUMBERS = tuple(name for name in FORMAT_COLUMNS if name not in ("tensor", *_NAMES))
@@ -177,12 +177,12 @@ def format_numbers(fmt: Format, errors: Errors) -> dict[str, float]:
 @functools.cache
 def scale_exponents(fmt: Format) -> NDArray[np.float64]:
     """Return the base-2 logarithm of the scale that each byte stands for; NaN if it has none."""
-    if isinstance(fmt.scaling, BlockScaling):
+    if fmt.block_scale == "E8M0":
         exponents = np.arange(256, dtype=np.float64) - 127
         exponents[NAN_E8M0] = math.nan
         return exponents
     assert fmt.scaling is not None
-    scales = stored_scales(fmt.scaling)[:256].double()  # type: ignore[arg-type]
+    scales = stored_scales(fmt.scaling)[:256].double()
     logarithms: NDArray[np.float64] = scales.where(scales > 0, math.nan).log2().numpy()
     return logarithms
 

@@ -1,10 +1,11 @@
-"""Faster kernels for some devices and formats, equal to the reference bit for bit.
+"""Choose a fused kernel for a tensor: faster than the reference and equal to it bit for bit.
 
-On the CPU numba compiles them, the first time in seconds and then from a cache on disk; it needs no
-C++ compiler. Where numba is missing, and for small tensors, the reference does the work. On CUDA
-devices Triton compiles them, which torch's CUDA builds bring; where it is missing the reference
-does the work, as it does for HiFloat4 and for blocks too large for a processor's registers.
-`LAB_FUSED=0` in the environment switches all of them off.
+On the CPU, numba compiles the kernels without a C++ compiler. The first compilation takes seconds;
+later processes load the result from a cache on disk. On CUDA devices Triton, which comes with
+torch's CUDA builds, compiles them. The reference computes everything else: small tensors, formats
+and rounding modes without a kernel (`scalings.kernel_roundings`), blocks that do not fit into a
+GPU's registers, and all tensors if numba or Triton is missing. `LAB_FUSED=0` in the environment
+switches all kernels off.
 
 Kernels take plain tensors only. Under torch.compile, torch.func and other transforms they are
 called by `operators.py`.
@@ -19,34 +20,28 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megatron.fake_quant.block_layout import BlockLayout
-from megatron.fake_quant.formats import Cast, ElementFormat, Format, GroupScaling
+from megatron.fake_quant.formats import Format
+from megatron.fake_quant.scalings import kernel_roundings
 
 Kernel = Callable[[Tensor, Format, BlockLayout, int | None], Tensor]
 Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
 
 VARIABLE = "LAB_FUSED"
-#: Below so many values compiled code gains less than its loading costs.
-SMALLEST = 1 << 16
-LARGEST_BLOCK = 1 << 14  #: values of a block that a GPU kernel takes
+SMALLEST = 1 << 16  #: values of a tensor from which on compiled code is worth its loading time
+LARGEST_BLOCK = 1 << 14  #: largest number of values per block that a GPU kernel takes
 
 
 def find(x: Tensor, fmt: Format) -> Kernel | None:
-    """A kernel that does for `x` what `reference.fake_quantize` does, None if there is none."""
-    if isinstance(fmt.element, Cast) or os.environ.get(VARIABLE) == "0":
+    """Return a kernel that replaces `reference.fake_quantize` for `x`, None if there is none."""
+    device = x.device.type
+    if device == "cpu" and x.numel() < SMALLEST:
         return None
-    groups = isinstance(fmt.scaling, GroupScaling)
-    if groups:
-        if fmt.rounding != "nearest":
-            return None
-    elif isinstance(fmt.element, ElementFormat) and fmt.element.ties != "even":
+    if os.environ.get(VARIABLE) == "0" or fmt.rounding not in kernel_roundings(fmt, device):
         return None
-    if x.is_cuda:
+    if device == "cuda":
         size = fmt.block_size or 1
-        small = (size * size if fmt.square else size) <= LARGEST_BLOCK
-        return _gpu() if small and not groups else None
-    if x.device.type != "cpu" or x.numel() < SMALLEST:
-        return None
-    return _cpu()
+        return _gpu() if (size * size if fmt.square else size) <= LARGEST_BLOCK else None
+    return _cpu() if device == "cpu" else None
 
 
 @functools.cache
@@ -78,7 +73,7 @@ def _gpu() -> Kernel | None:
 
 
 def find_rotation(x: Tensor) -> Rotation | None:
-    """A kernel for `Hadamard` of `x`, None if there is none."""
+    """Return a kernel for the Hadamard transform of `x`, None if there is none."""
     if x.device.type != "cpu" or x.numel() < SMALLEST or os.environ.get(VARIABLE) == "0":
         return None
     return None if _cpu() is None else _cpu_rotation()

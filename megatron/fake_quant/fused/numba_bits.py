@@ -1,8 +1,8 @@
-"""Pieces of the CPU kernels, which numba compiles: numbers as their bits, one at a time.
+"""Functions that the CPU kernels share: arithmetic on the bits of one number at a time.
 
-The kernels do what `reference.py` does, operation by operation, so that the bits are the same;
-tests hold them to it. Arrays hold int32 for float32 and int16 for bfloat16. numba's arithmetic on
-two int32 gives an int64, which would halve what a vector register holds: results are cast back.
+The kernels repeat `reference.py` operation by operation, so that the bits are the same; tests check
+this. Arrays hold int32 for float32 and int16 for bfloat16. In numba the sum of two int32 is an
+int64, which would halve the number of values in a vector register, so results are cast back.
 """
 
 import functools
@@ -17,30 +17,47 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from megatron.fake_quant.formats import ElementFormat
 from megatron.fake_quant.random_bits import KEY_STEPS, MULTIPLIERS, RANDOM_BITS, ROUNDS
 
 SIGN = np.int32(-(1 << 31))
 MAGNITUDE = np.int32(0x7FFFFFFF)
 INFINITY = np.int32(0x7F800000)
 NAN = np.int32(0x7FC00000)
-POWER_254 = np.int32(254 << 23)  #: minus the bits of a power of two: the bits of its reciprocal
+POWER_254 = np.int32(254 << 23)  #: minus the bits of a power of two, this is its reciprocal's bits
 ZERO, ONE = np.int32(0), np.float32(1)
 UNITS = np.float32(1 << RANDOM_BITS)
-UNUSED = np.uint32(32 - RANDOM_BITS)  #: bits of a random word
+UNUSED = np.uint32(32 - RANDOM_BITS)  #: bits of a random word that rounding does not use
 
 
 class Element(NamedTuple):
-    """An `ElementFormat` in bits."""
+    """Fields of an `ElementFormat` in bits."""
 
-    lowest: np.int32  #: 2^emin
-    top: np.int32  #: the largest number
-    mantissa: np.int32  #: mantissa bits, as an exponent in place
-    emax: np.int32  #: as a number
-    zero_sign: np.int32  #: the sign bit, or 0 where there is a single zero
+    lowest: np.int32  #: bits of 2^emin
+    top: np.int32  #: bits of the largest number
+    mantissa: np.int32  #: number of mantissa bits, shifted to the exponent field
+    emax: np.int32  #: exponent of the largest number
+    zero_sign: np.int32  #: the sign bit, or 0 if there is a single zero
+
+
+@functools.cache
+def element_bits(element: ElementFormat) -> Element:
+    """Return an element type as the kernels take it."""
+
+    def bits_of(x: float) -> Any:
+        return np.float32(x).view(np.int32)
+
+    return Element(
+        lowest=bits_of(element.smallest_normal),
+        top=bits_of(element.max),
+        mantissa=np.int32(element.mantissa_bits << 23),
+        emax=np.int32(element.emax),
+        zero_sign=np.int32(0) if element.twos_complement else SIGN,
+    )
 
 
 class Random(NamedTuple):
-    """The key of stochastic rounding."""
+    """Key of stochastic rounding."""
 
     on: bool
     key0: np.uint32
@@ -88,12 +105,12 @@ def as_bits(x: Any) -> Any:
 
 
 def widen(stored: Any) -> Any:
-    """Bits of the float32 that an array's float32 or bfloat16 stands for."""
+    """Return the bits of the float32 that an array's float32 or bfloat16 stands for."""
     raise NotImplementedError("only in compiled code")
 
 
 def narrow(bits: Any, like: Any) -> Any:
-    """Undo `widen`, rounding to nearest even; a NaN must be the canonical one."""
+    """Undo `widen` by rounding to nearest even; a NaN must be the canonical one."""
     raise NotImplementedError("only in compiled code")
 
 
@@ -113,8 +130,10 @@ def _narrow(bits: Any, like: Any) -> Any:
 
 @inlined
 def nearest_even(magnitude: Any, element: Any) -> Any:
-    """Round a finite magnitude. A power of two that is 23 minus mantissa bits larger than the
-    binade has the binade's spacing for its own: adding and subtracting it rounds.
+    """Round a finite magnitude to the nearest element, ties to even.
+
+    The spacing of float32 at 2^(23 - mantissa bits) times the binade is the element's spacing in
+    the binade. Adding and subtracting that power of two therefore rounds.
     """
     binade = max(np.int32(magnitude & INFINITY), element.lowest)
     shifter = as_float(np.int32(binade + (np.int32(23 << 23) - element.mantissa)))
@@ -123,7 +142,7 @@ def nearest_even(magnitude: Any, element: Any) -> Any:
 
 @inlined
 def stochastic(magnitude: Any, element: Any, random: Any) -> Any:
-    """See `element.round_to`."""
+    """Round a finite magnitude stochastically, see `rounding._stochastic`."""
     spacing = np.int32(max(np.int32(magnitude & INFINITY), element.lowest) - element.mantissa)
     steps = np.float32(as_float(magnitude) * as_float(np.int32(POWER_254 - spacing)))
     whole = np.float32(np.int32(steps))
@@ -133,10 +152,10 @@ def stochastic(magnitude: Any, element: Any, random: Any) -> Any:
 
 @inlined
 def fill_random(buffer: Any, index: Any, count: Any, random: Any) -> Any:
-    """Put the random bits of the values from number `index` (int64) on into `buffer`.
+    """Fill `buffer` with the random bits of the values from number `index` (int64) on.
 
-    Returns where in it they begin: it is filled by fours, see `random_bits.py`, and must have room
-    for 7 more than count.
+    Return the position in the buffer at which they begin. The buffer is filled in groups of four,
+    see `random_bits.py`, and must hold 7 numbers more than count.
     """
     first = index >> 2
     skipped = index & 3

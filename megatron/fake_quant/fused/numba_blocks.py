@@ -1,9 +1,12 @@
 """CPU kernels for formats with block scales: one pass over memory, no temporaries."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
+from megatron.fake_quant.formats import Format
 from megatron.fake_quant.fused.numba_bits import (
     INFINITY,
     MAGNITUDE,
@@ -22,11 +25,14 @@ from megatron.fake_quant.fused.numba_bits import (
     stochastic,
     widen,
 )
+from megatron.fake_quant.mx import carry_bits
+from megatron.fake_quant.nvfp4 import SIXTH
+from megatron.fake_quant.tensor_scale import divide_by
 
 FRACTION = np.int32(0x7FFFFF)
 HALF_POWER = np.int32(1 << 22)  #: 2^-127
 FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
-COLUMNS = 512  #: that a tile is wide, so that a block's rows of it stay in the nearest cache
+COLUMNS = 512  #: width of a tile; the rows of its blocks stay in the nearest cache
 E4M3 = Element(
     np.int32((127 - 6) << 23),
     np.int32((127 + 8) << 23 | 6 << 20),
@@ -37,16 +43,29 @@ E4M3 = Element(
 
 
 class Rule(NamedTuple):
-    """How a block's scale follows from its maximum."""
+    """Numbers by which a block's scale follows from its maximum."""
 
     carry_from: np.int32  #: E8M0: mantissa of a maximum from which on the scale is doubled
-    encode: np.float32  #: NVFP4: encode / 6 of the tensor; 0 for E8M0
-    decode: np.float32  #: NVFP4: of the tensor; 1 for E8M0
+    encode: np.float32  #: NVFP4: `encode` of the tensor over 6; 0 for E8M0
+    decode: np.float32  #: NVFP4: `decode` of the tensor; 1 for E8M0
+
+
+def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
+    """Return the rule of a format with E8M0 or E4M3 block scales.
+
+    finite_amax: returns the tensor's largest finite magnitude; called only if there is a tensor
+        scale.
+    """
+    if fmt.scaling is None or fmt.scaling.target is None:
+        return Rule(np.int32(carry_bits(fmt)), np.float32(0), np.float32(1))
+    whole = divide_by(finite_amax(), fmt.scaling.target)
+    sixth, decode = (whole * SIXTH).item(), whole.reciprocal().item()
+    return Rule(np.int32(0), np.float32(sixth), np.float32(decode))
 
 
 @inlined
 def e8m0(amax: Any, element: Any, rule: Any) -> Any:
-    """The byte of a block's scale, -1 for NaN; see `block.scale_bytes`."""
+    """Return the byte of a block's scale, -1 for NaN; see `mx.scale_bytes`."""
     if amax >= INFINITY:
         return np.int32(-1)
     exponent, fraction = amax >> 23, np.int32(amax & FRACTION)
@@ -62,13 +81,13 @@ def e8m0(amax: Any, element: Any, rule: Any) -> Any:
 
 @inlined
 def power(byte: Any) -> Any:
-    """2^(byte - 127) as float32."""
+    """Return 2^(byte - 127) as float32."""
     return as_float(np.int32(byte << 23) if byte > 0 else HALF_POWER)
 
 
 @inlined
 def block_scale(amax: Any, element: Any, rule: Any) -> Any:
-    """What a block's values are multiplied by before and after, and the mask that keeps signs."""
+    """Return the factors of a block's values before and after rounding, and its sign mask."""
     if amax >= INFINITY:
         return as_float(NAN), as_float(NAN), ZERO
     if rule.encode == 0:
@@ -81,13 +100,13 @@ def block_scale(amax: Any, element: Any, rule: Any) -> Any:
 
 @inlined
 def scaled_down(bits: Any, down: Any, element: Any) -> Any:
-    """A value's magnitude in the element's range, in bits."""
+    """Return a value's magnitude, scaled to the element's range, in bits."""
     return min(as_bits(as_float(np.int32(bits & MAGNITUDE)) * down), element.top)
 
 
 @inlined
 def scaled_up(rounded: Any, bits: Any, up: Any, keep: Any, element: Any, rule: Any) -> Any:
-    """Undo `scaled_down`, with the sign of `bits` if the block's values keep theirs."""
+    """Undo `scaled_down`, with the sign of `bits` if the block keeps its signs."""
     sign = np.int32(bits & keep)
     if rounded == 0:
         sign = np.int32(sign & element.zero_sign)
@@ -107,8 +126,10 @@ def line(
     index: Any,
     buffer: Any,
 ) -> Any:
-    """Neighbors in memory, each with a scale of its own; `index` is the place of the first in the
-    tensor. The loop is long, so that what it costs to enter it counts little.
+    """Quantize neighbors in memory, each with a scale of its own.
+
+    `index` is the position of the first one in the tensor. The line covers many blocks, because
+    entering the loop costs time.
     """
     if random.on:
         drawn = buffer[fill_random(buffer, index, len(src), random) :]
@@ -127,7 +148,7 @@ def line(
 def rows(
     src: Any, dst: Any, size: Any, element: Any, rule: Any, random: Any, start: Any, stop: Any
 ) -> None:
-    """Blocks along the last axis of `[rows, n]`, rows start to stop."""
+    """Quantize blocks along the last axis of `[rows, n]`, in the rows from start to stop."""
     n = src.shape[1]
     width = max(COLUMNS // size, 1) * size
     keep, buffer = np.empty(width, np.int32), np.empty(width + 7, np.int32)
@@ -160,9 +181,9 @@ def columns(
     start: Any,
     stop: Any,
 ) -> None:
-    """Blocks along the middle axis of `[outer, n, inner]`, or square ones of the last two axes.
+    """Quantize blocks along the middle axis of `[outer, n, inner]`, or square ones of the last two.
 
-    start and stop count blocks of rows, those of the first matrix before those of the next.
+    start and stop count blocks of rows; the blocks of one matrix come before those of the next.
     """
     n, inner = src.shape[1], src.shape[2]
     blocks = (n + size - 1) // size

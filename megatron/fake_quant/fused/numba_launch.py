@@ -1,4 +1,4 @@
-"""Fused quantization on the CPU: which kernel, with which numbers, in how many threads."""
+"""Fused quantization on the CPU: choose a kernel, its constants and its number of threads."""
 
 import functools
 import math
@@ -11,15 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.fake_quant.block_layout import BlockLayout
-from megatron.fake_quant.formats import (
-    BlockScaling,
-    ElementFormat,
-    Format,
-    GroupScaling,
-    HiFloat8,
-    TensorScaling,
-    TwoLevelScaling,
-)
+from megatron.fake_quant.formats import ElementFormat, Format
 from megatron.fake_quant.fused import (
     numba_bits,
     numba_blocks,
@@ -29,10 +21,11 @@ from megatron.fake_quant.fused import (
     numba_threads,
 )
 from megatron.fake_quant.fused.memory_order import without_gaps
-from megatron.fake_quant.mx import CARRY_FROM
-from megatron.fake_quant.nvfp4 import LARGEST, SIXTH
+from megatron.fake_quant.fused.numba_groups import GROUP
 from megatron.fake_quant.random_bits import WORD
-from megatron.fake_quant.tensor_scale import divide_by, encode_scale
+from megatron.fake_quant.rounding import check_rounding
+from megatron.fake_quant.scalings import kernel_roundings
+from megatron.fake_quant.tensor_scale import factors
 
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 _SOURCES = {
@@ -45,34 +38,9 @@ _ROUNDINGS = {
     "stochastic": numba_elementwise.STOCHASTIC,
     "hybrid": numba_elementwise.HYBRID,
 }
-_LEAST = 1 << 15  #: values that are worth a thread
+_LEAST = 1 << 15  #: values from which on another thread is worth its start
 
-Flat = NDArray[np.integer[Any]]  #: the bits of a tensor in the order of memory
-
-
-def _element(element: ElementFormat) -> numba_bits.Element:
-    def of(x: float) -> Any:
-        return np.float32(x).view(np.int32)
-
-    return numba_bits.Element(
-        lowest=of(math.ldexp(1, element.emin)),
-        top=of(element.max),
-        mantissa=np.int32(element.mantissa_bits << 23),
-        emax=np.int32(element.emax),
-        zero_sign=np.int32(0) if element.twos_complement else numba_bits.SIGN,
-    )
-
-
-def _rule(
-    scaling: BlockScaling | TwoLevelScaling, element: ElementFormat, src: Flat
-) -> numba_blocks.Rule:
-    if isinstance(scaling, BlockScaling):
-        significand = CARRY_FROM[scaling.rule](element)  # in [0.5, 1]
-        carry_from = int(math.ldexp(significand, 24)) - (1 << 23)
-        return numba_blocks.Rule(np.int32(carry_from), np.float32(0), np.float32(1))
-    whole = divide_by(_finite_amax(src), LARGEST)
-    sixth, decode = (whole * SIXTH).item(), whole.reciprocal().item()
-    return numba_blocks.Rule(np.int32(0), np.float32(sixth), np.float32(decode))
+Flat = NDArray[np.integer[Any]]  #: bits of a tensor in the order of memory
 
 
 def _finite_amax(src: Flat) -> Tensor:
@@ -87,6 +55,17 @@ def _random(seed: int | None) -> numba_bits.Random:
     return numba_bits.Random(seed is not None, np.uint32(key & WORD), np.uint32(key >> 32))
 
 
+def _groups(
+    src: Flat, dst: Flat, fmt: Format, shape: list[int], axis: int, seed: int | None
+) -> None:
+    """Quantize memory of this shape in HiFloat4's groups along `axis`."""
+    size = GROUP
+    outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+    tensors = (array.reshape(outer, n, inner) for array in (src, dst))
+    work = functools.partial(numba_groups.hifloat4, *tensors)
+    numba_threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
+
+
 def _blocks(
     src: Flat, dst: Flat, fmt: Format, shape: list[int], axis: int, seed: int | None
 ) -> None:
@@ -98,15 +77,10 @@ def _blocks(
         axis = len(shape) - 2
     outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     work: Callable[[int, int], Any]
-    if isinstance(fmt.scaling, GroupScaling):
-        tensors = (array.reshape(outer, n, inner) for array in (src, dst))
-        work = functools.partial(numba_groups.hifloat4, *tensors)
-        numba_threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
-        return
-    assert isinstance(fmt.scaling, (BlockScaling, TwoLevelScaling))
-    element, rule = _element(fmt.element), _rule(fmt.scaling, fmt.element, src)
+    element = numba_bits.element_bits(fmt.element)
+    rule = numba_blocks.make_rule(fmt, functools.partial(_finite_amax, src))
     if inner == 1 and not fmt.square:
-        # Short rows that end with a block can be cut and joined, to give each thread its part.
+        # Short rows that end with a block can be cut and joined to give each thread its part.
         width = next((w for w in (16 * size, size) if n % w == 0), n)
         matrices = (array.reshape(-1, width) for array in (src, dst))
         work = functools.partial(numba_blocks.rows, *matrices, size, element, rule, _random(seed))
@@ -119,26 +93,24 @@ def _blocks(
         numba_threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
 
 
+#: Kernels for block scales, by the scales' number type.
+_BLOCK_KERNELS = {"E8M0": _blocks, "E4M3": _blocks, "E6M2": _groups}
+
+
 def _elements(src: Flat, dst: Flat, fmt: Format, source: int, seed: int | None) -> None:
     """Quantize memory value by value."""
-    down = up = np.float32(1)
-    if isinstance(fmt.scaling, TensorScaling):
-        encode = encode_scale(_finite_amax(src), fmt.scaling)
-        down, up = np.float32(encode.item()), np.float32(encode.reciprocal().item())
+    down, up = map(np.float32, factors(fmt, functools.partial(_finite_amax, src)))
+    if fmt.scaling is not None:
         source = numba_elementwise.FROM_FLOAT32
-    if isinstance(fmt.element, HiFloat8):
-        beyond = (
-            numba_elementwise.LARGEST if fmt.element.overflow == "saturate" else numba_bits.INFINITY
-        )
+    random = _random(seed)
+    if isinstance(fmt.element, ElementFormat):
+        element = numba_bits.element_bits(fmt.element)
+        work = functools.partial(numba_elementwise.elements, src, dst, down, up, element, random)
+    else:
+        beyond = numba_elementwise.LARGEST if fmt.element.saturates else numba_bits.INFINITY
         rounding = _ROUNDINGS[fmt.rounding]
         work = functools.partial(
-            numba_elementwise.hifloat8, src, dst, down, up, beyond, rounding, source, _random(seed)
-        )
-    else:
-        assert isinstance(fmt.element, ElementFormat)
-        element = _element(fmt.element)
-        work = functools.partial(
-            numba_elementwise.elements, src, dst, down, up, element, _random(seed)
+            numba_elementwise.hifloat8, src, dst, down, up, beyond, rounding, source, random
         )
     numba_threads.run(work, len(src), _LEAST)
 
@@ -149,7 +121,7 @@ def _memory(dense: Tensor, order: list[int]) -> Flat:
 
 
 def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
-    """`x` times a block-diagonal matrix along `axis`, see `hadamard.py`."""
+    """Multiply `x` by a block-diagonal matrix along `axis`, see `hadamard.py`."""
     out, size = torch.empty_like(x), matrix.shape[0]
     if x.dtype == torch.float16:
         x = x.float()
@@ -168,18 +140,24 @@ def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
 
 
 def fake_quantize(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Tensor:
-    """See `reference.fake_quantize`; of formats for which `fused.find` names this one."""
+    """See `reference.fake_quantize`.
+
+    Raises:
+        ValueError: if there is no CPU kernel for the format's rounding mode.
+    """
+    check_rounding(fmt.rounding, kernel_roundings(fmt, "cpu"), f"the CPU kernel of {fmt.name}")
     out = torch.empty_like(x)
     source = _SOURCES[x.dtype]
     if x.dtype == torch.float16:
         x = x.float()
     dense, order = without_gaps(x, in_order=seed is not None or fmt.square)
     result = torch.empty_like(dense)
-    src, dst = (t.permute(order).view(-1).view(_INTEGERS[t.dtype]).numpy() for t in (dense, result))
-    if fmt.block_size is None:
+    src, dst = _memory(dense, order), _memory(result, order)
+    if fmt.block_scale is None:
         _elements(src, dst, fmt, source, seed)
     else:
         shape = [dense.shape[dim] for dim in order]
-        _blocks(src, dst, fmt, shape, order.index(layout.axis), seed)
+        kernel = _BLOCK_KERNELS[fmt.block_scale]
+        kernel(src, dst, fmt, shape, order.index(layout.axis), seed)
     same = result.dtype == out.dtype and result.stride() == out.stride()
     return result if same else out.copy_(result)

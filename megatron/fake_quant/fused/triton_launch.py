@@ -1,11 +1,11 @@
-"""Fused quantization on CUDA devices: which Triton kernel, in which tiles, with which numbers.
+"""Fused quantization on CUDA devices: choose a Triton kernel, its tiles and its constants.
 
-Not yet run on a GPU. Tests hold the kernels to the reference by Triton's interpreter, compile them
-for sm_90, and look for what would change bits in the assembler code.
+The kernels have not run on a GPU yet. Tests run them in Triton's interpreter against the reference,
+compile them for sm_90, and search the assembler code for instructions that would change bits.
 
-Nothing waits for the device: the scale of a tensor stays in its memory, as the maximum that a first
-kernel finds. Kernels are compiled the first time a format meets a type of tensor, which takes a
-second, and then come from Triton's cache on disk.
+No step waits for the device: a first kernel leaves the maximum of the tensor, from which its scale
+follows, in device memory. A kernel is compiled the first time that a format is used for a type of
+tensor. This takes a second; later processes load it from Triton's cache on disk.
 """
 
 import functools
@@ -18,46 +18,42 @@ from torch import Tensor
 from triton.runtime import driver
 
 from megatron.fake_quant.block_layout import BlockLayout
-from megatron.fake_quant.formats import (
-    BlockScaling,
-    ElementFormat,
-    Format,
-    HiFloat8,
-    TensorScaling,
-    TwoLevelScaling,
-)
+from megatron.fake_quant.float32_bits import INFINITY, power_of_two_bits
+from megatron.fake_quant.formats import ElementFormat, Format, TensorScaling
 from megatron.fake_quant.fused import triton_blocks, triton_elementwise
 from megatron.fake_quant.fused.memory_order import without_gaps
 from megatron.fake_quant.hifloat8 import LARGEST_EXPONENT
-from megatron.fake_quant.mx import CARRY_FROM
-from megatron.fake_quant.nvfp4 import LARGEST
+from megatron.fake_quant.mx import carry_bits
 from megatron.fake_quant.random_bits import WORD
-from megatron.fake_quant.rounding import INFINITY, power_of_two_bits
+from megatron.fake_quant.rounding import check_rounding
+from megatron.fake_quant.scalings import kernel_roundings
 
-TILE = 1 << 14  #: bytes that a program has in registers, if blocks are not larger
-_PER_WARP = TILE // 4  #: eight loads of 16 bytes a thread
-_WIDE = 32  #: values side by side that a tile should have, if it gets no larger than `_MOST` values
+TILE = 1 << 14  #: bytes that a program holds in registers, if blocks are not larger
+_PER_WARP = TILE // 4  #: bytes per warp: eight loads of 16 bytes per thread
+_WIDE = 32  #: desired width of a tile in values, if the tile has at most `_MOST` values
 _MOST = 1 << 15
 LARGEST_BITS = power_of_two_bits(LARGEST_EXPONENT)  #: HiFloat8's largest number
-_REPEATS = 8  #: tiles in which a program looks for the maximum
+_REPEATS = 8  #: tiles per program that searches the maximum
 
 Constants = dict[str, Any]
 
 
 class LaunchConfig(NamedTuple):
-    """What a format, a shape and a type make of a kernel; see there."""
+    """A kernel with its constants for a format, a shape and a dtype."""
 
     kernel: Any
     programs: int
     numbers: tuple[int, ...]
-    constants: Constants  #: in the kernel's order
+    constants: Constants  #: arguments in the kernel's order
     options: Constants
-    amax: bool  #: whether it asks for the tensor's maximum
-    ready: dict[tuple[int, bool], Any]  #: compiled, by device and whether memory is aligned
+    amax: bool  #: True if the kernel needs the tensor's maximum
+    ready: dict[tuple[int, bool], Any]  #: compiled kernels, by device and alignment of memory
 
     def launch(self, src: Tensor, *arguments: Any) -> None:
-        """Launch on the current stream, after the first time past Triton's binder: that takes
-        longer than the kernel, which for 4096 x 4096 bfloat16 is 20 microseconds.
+        """Launch on the current stream, bypassing Triton's binder after the first time.
+
+        The binder takes longer than the kernel, which takes 20 microseconds for 4096 x 4096
+        bfloat16.
         """
         arguments = (src, *arguments, *self.numbers, *self.constants.values())
         key = (src.get_device(), src.data_ptr() % 16 == 0)
@@ -65,12 +61,12 @@ class LaunchConfig(NamedTuple):
             self.ready[key][(self.programs, 1, 1)](*arguments)
         else:
             compiled = self.kernel[(self.programs, 1, 1)](*arguments, **self.options)
-            if compiled is not None:  # as it is from the interpreter
+            if compiled is not None:  # The interpreter returns None.
                 self.ready[key] = compiled
 
 
 def _bits(x: float) -> int:
-    """Those of a positive float32."""
+    """Return the bits of a positive float32."""
     return int(struct.unpack("i", struct.pack("f", x))[0])
 
 
@@ -81,9 +77,9 @@ def _power_of_two(least: int) -> int:
 def _plan(
     kernel: Any, programs: int, numbers: tuple[int, ...], constants: Constants, size: int
 ) -> LaunchConfig:
-    """The plan for tiles of so many bytes."""
+    """Return the launch configuration for tiles of `size` bytes."""
     ordered = {name: constants[name] for name in kernel.arg_names if name in constants}
-    # Fusion would make one operation, that rounds once, of a product and a sum.
+    # Fusion would merge a product and a sum into one operation that rounds once.
     options = {"num_warps": min(max(size // _PER_WARP, 1), 16), "enable_fp_fusion": False}
     wants_amax = constants.get("TARGET", 0) != 0
     return LaunchConfig(kernel, programs, numbers, ordered, options, wants_amax, {})
@@ -91,25 +87,22 @@ def _plan(
 
 def _element(element: ElementFormat) -> Constants:
     return {
-        "LOWEST": _bits(math.ldexp(1, element.emin)),
+        "LOWEST": _bits(element.smallest_normal),
         "TOP": _bits(element.max),
         "MANTISSA": element.mantissa_bits,
         "ONE_ZERO": element.twos_complement,
     }
 
 
-def _scaling(fmt: Format) -> Constants:
-    assert isinstance(fmt.element, ElementFormat)
-    if isinstance(fmt.scaling, TwoLevelScaling):
-        return {"EMAX": 0, "CARRY_FROM": 0, "TARGET": LARGEST}
-    assert isinstance(fmt.scaling, BlockScaling)
-    significand = CARRY_FROM[fmt.scaling.rule](fmt.element)  # in [0.5, 1]
-    carry_from = int(math.ldexp(significand, 24)) - (1 << 23)
-    return {"EMAX": fmt.element.emax, "CARRY_FROM": carry_from, "TARGET": 0}
+def _scaling(fmt: Format, element: ElementFormat) -> Constants:
+    if fmt.scale_rule is not None:
+        return {"EMAX": element.emax, "CARRY_FROM": carry_bits(fmt), "TARGET": 0}
+    assert fmt.scaling is not None
+    return {"EMAX": 0, "CARRY_FROM": 0, "TARGET": fmt.scaling.target}
 
 
 def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> LaunchConfig:
-    """For memory of this shape with blocks along `axis`, or square ones of the last two."""
+    """Configure memory of this shape with blocks along `axis`, or square ones of the last two."""
     assert isinstance(fmt.element, ElementFormat)
     assert fmt.block_size is not None
     size = fmt.block_size
@@ -120,7 +113,7 @@ def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> La
     else:
         height, width = min(size, shape[axis]), 1
     outer, rows, columns = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    if height == 1 and columns == 1:  # blocks along rows, which may be one where they end evenly
+    if height == 1 and columns == 1:  # blocks along rows, which can be joined if they end evenly
         rows, columns = outer, rows
         outer = 1
         if columns % width == 0:
@@ -135,7 +128,7 @@ def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> La
     random = 0
     if fmt.rounding == "stochastic":
         random = 4 if columns % 4 == 0 and b == width and t * b % 4 == 0 else 1
-    constants = _element(fmt.element) | _scaling(fmt)
+    constants = _element(fmt.element) | _scaling(fmt, fmt.element)
     constants |= {"RANDOM": random, "HEIGHT": height, "WIDTH": width, "A": a, "T": t, "B": b}
     return _plan(
         triton_blocks.blocks,
@@ -147,16 +140,14 @@ def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> La
 
 
 def _elements(fmt: Format, count: int, itemsize: int) -> LaunchConfig:
-    scaling = fmt.scaling
     constants: Constants = {"TARGET": 0, "POWER_OF_TWO": False}
-    if isinstance(scaling, TensorScaling):
-        constants = {"TARGET": scaling.target, "POWER_OF_TWO": scaling.power_of_two}
-    if isinstance(fmt.element, HiFloat8):
-        beyond = LARGEST_BITS if fmt.element.overflow == "saturate" else INFINITY
-        constants |= {"LOWEST": 0, "TOP": 0, "MANTISSA": 0, "ONE_ZERO": True, "BEYOND": beyond}
-    else:
-        assert isinstance(fmt.element, ElementFormat)
+    if isinstance(fmt.scaling, TensorScaling):
+        constants = {"TARGET": fmt.scaling.target, "POWER_OF_TWO": fmt.scaling.power_of_two}
+    if isinstance(fmt.element, ElementFormat):
         constants |= _element(fmt.element) | {"BEYOND": 0}
+    else:
+        beyond = LARGEST_BITS if fmt.element.saturates else INFINITY
+        constants |= {"LOWEST": 0, "TOP": 0, "MANTISSA": 0, "ONE_ZERO": True, "BEYOND": beyond}
     values = TILE // itemsize
     constants |= {"ROUNDING": fmt.rounding, "BLOCK": values}
     return _plan(triton_elementwise.elements, -(-count // values), (count,), constants, TILE)
@@ -164,7 +155,12 @@ def _elements(fmt: Format, count: int, itemsize: int) -> LaunchConfig:
 
 @functools.lru_cache(maxsize=1 << 14)
 def plan(fmt: Format, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> LaunchConfig:
-    """How to quantize memory of this shape and type."""
+    """Return the launch configuration that quantizes memory of this shape and dtype.
+
+    Raises:
+        ValueError: if there is no CUDA kernel for the format's rounding mode.
+    """
+    check_rounding(fmt.rounding, kernel_roundings(fmt, "cuda"), f"the CUDA kernel of {fmt.name}")
     if fmt.block_size is None:
         return _elements(fmt, math.prod(shape), dtype.itemsize)
     return _blocks(fmt, shape, axis, dtype.itemsize)
@@ -172,7 +168,7 @@ def plan(fmt: Format, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> 
 
 @functools.lru_cache(maxsize=1 << 14)
 def amax_plan(count: int, dtype: torch.dtype) -> LaunchConfig:
-    """How to find the largest finite magnitude of so many values."""
+    """Return the launch configuration that finds the largest finite magnitude of `count` values."""
     values = TILE // dtype.itemsize
     programs = -(-count // (values * _REPEATS))
     constants = {"BLOCK": values, "REPEATS": _REPEATS}
@@ -180,18 +176,18 @@ def amax_plan(count: int, dtype: torch.dtype) -> LaunchConfig:
 
 
 def _key(seed: int | None) -> tuple[int, int]:
-    """The words of the seed as int32."""
+    """Return the two words of the seed as int32."""
     words = (0, 0) if seed is None else (seed & WORD, seed >> 32)
     return words[0] - ((words[0] >> 31) << 32), words[1]
 
 
 def check() -> None:
-    """Raise what Triton raises where it cannot launch a kernel."""
+    """Raise Triton's error if it cannot launch a kernel here."""
     driver.active.get_current_target()
 
 
 def fake_quantize(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Tensor:
-    """See `reference.fake_quantize`; of formats for which `fused.find` names this one."""
+    """See `reference.fake_quantize`; for formats for which `dispatch.find` returns this kernel."""
     src, order = without_gaps(x, in_order=seed is not None or fmt.square)
     result = torch.empty_like(src)
     shape = tuple(src.shape[dim] for dim in order)

@@ -1,7 +1,7 @@
-"""Everything about one format, for `python -m megatron.fake_quant describe`.
+"""The full description of one format, for `python -m megatron.fake_quant describe`.
 
-The numbers come from `format_properties.py`, that is, from the code that quantizes. Only names,
-sources and the computation of scales are written down here.
+The numbers come from `format_properties.py`, that is, from the code that quantizes. Scales are
+described by the module of their scaling, see `scalings.py`.
 """
 
 import math
@@ -10,48 +10,21 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megatron.fake_quant import nvfp4
-from megatron.fake_quant.formats import (
-    E2M1,
-    E4M3,
-    ELEMENTS,
-    BlockScaling,
-    Cast,
-    Element,
-    ElementFormat,
-    Format,
-    GroupScaling,
-    HiFloat8,
-    ScaleRule,
-    TensorScaling,
-    TwoLevelScaling,
-)
+from megatron.fake_quant import mx, scalings
+from megatron.fake_quant.formats import ROUNDINGS, Element, Format, TensorScaling
 from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.inspect.format_table import aliases, markdown_table, number
-from megatron.fake_quant.mx import CARRY_FROM
-from megatron.fake_quant.names import RULES, variants_of
+from megatron.fake_quant.names import variants_of
 from megatron.fake_quant.tensor_scale import FLOAT32_MAX
 
 Line = tuple[str, str]
 
-#: How the scale of a block with the largest magnitude amax is found.
-RULES_IN_WORDS: dict[ScaleRule, str] = {
-    "floor": "2^(floor(log2 amax) - {emax}), as OCP has it",
-    "rceil": "the smallest power of two at which nothing saturates",
-    "ceil": "2^(ceil(log2 amax) - {emax})",
-    "even": "as floor, of amax rounded half up to {significand} significand bits",
-}
-ROUNDINGS = {
-    "nearest": "to nearest, ties {ties}",
-    "stochastic": "up in magnitude with the probability of the distance from below, at random",
-    "hybrid": "for |E| < 4 to nearest, ties {ties}; from there on by the value's own low bits (HR)",
-}
 WIDTH = 100
 LABEL = 20
 
 
 def describe(fmt: Format) -> str:
-    """Range, precision, specials, rounding and scales of `fmt`, a page of text."""
+    """Return a page of text on the range, precision, specials, rounding and scales of `fmt`."""
     sections = [
         ("", _summary(fmt)),
         (f"element {fmt.element.name}", _element(fmt)),
@@ -66,10 +39,10 @@ def describe(fmt: Format) -> str:
     return "\n".join([*text, "", "precision of the element", "", _precision(fmt.element)])
 
 
-def _wrapped(label: str, said: str) -> list[str]:
+def _wrapped(label: str, text: str) -> list[str]:
     start, indent = f"  {label:<{LABEL}}", " " * (LABEL + 2)
     return textwrap.wrap(
-        said,
+        text,
         WIDTH,
         initial_indent=start if label else indent,
         subsequent_indent=indent,
@@ -83,7 +56,7 @@ def _summary(fmt: Format) -> list[Line]:
     stored = f"{format_properties.bits_a_value(fmt):.9g}"
     if bits:
         stored += f": {fmt.element.bits} of the element, {bits} of scales for {values} values"
-    if format_properties.has_tensor_scale(fmt.scaling):
+    if fmt.has_tensor_scale:
         stored += "; and 32 for the tensor"
     ties = format_properties.ties(fmt.element)
     variants = variants_of(fmt)
@@ -93,36 +66,19 @@ def _summary(fmt: Format) -> list[Line]:
         *([("also called", also)] if also else []),
         ("source", source(fmt)),
         ("bits a value", stored),
-        ("rounding", ROUNDINGS[fmt.rounding].format(ties=ties)),
+        ("rounding", ROUNDINGS[fmt.rounding].description.format(ties=ties)),
         ("name may go on with", more),
     ]
 
 
 def source(fmt: Format) -> str:
-    """Where the format is defined."""
-    element, scaling = fmt.element, fmt.scaling
-    if isinstance(element, HiFloat8):
-        scaled = "; scale as in Ascend's tensor-wise recipe" if scaling else ""
-        return f"HiFloat8, arXiv 2409.16626{scaled}"
-    if isinstance(element, Cast):
-        return f"torch.{element.name}, by torch's own cast"
-    if isinstance(scaling, TwoLevelScaling):
-        return "NVFP4, arXiv 2509.25149 appendix B, as Transformer Engine computes it"
-    if isinstance(scaling, GroupScaling):
-        return "HiFloat4, arXiv 2602.11287 algorithm 1"
-    if isinstance(scaling, TensorScaling):
-        return "FP8, arXiv 2209.05433; scale as in Transformer Engine's current scaling"
-    named = "" if element.name in ELEMENTS else ", with an element that is not among its own"
-    rule = "; scale rule arXiv 2506.08027" if _has_rule(fmt, "rceil") else ""
-    return f"OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3{named}{rule}"
-
-
-def _has_rule(fmt: Format, rule: ScaleRule) -> bool:
-    return isinstance(fmt.scaling, BlockScaling) and fmt.scaling.rule == rule
+    """Return the document that defines the format."""
+    scales = scalings.describe(fmt)
+    return (fmt.element.source or mx.source(fmt)) if scales is None else scales.source
 
 
 def scientific(x: float) -> str:
-    """A number above zero, also as a significand times a power of two unless that says no more."""
+    """Write a positive number, also as a significand times a power of two if they differ."""
     mantissa, exponent = math.frexp(x)
     text = number(x)
     if mantissa == 0.5 or exponent == 1:
@@ -137,12 +93,12 @@ def _element(fmt: Format) -> list[Line]:
     spans = format_properties.binades(element)
     count = spans[-1].last - spans[0].first + 1
     every = format_properties.all_values(element)
-    otherwise = " when rounding to nearest" if fmt.rounding == "stochastic" else ""
+    otherwise = " when rounding to nearest" if fmt.stochastic else ""
     ratio = f"{largest / smallest:.6g}"
     return [
         ("bits", _layout(element)),
         ("largest", scientific(largest)),
-        ("smallest normal", scientific(format_properties.smallest_normal(element))),
+        ("smallest normal", scientific(element.smallest_normal)),
         ("smallest", scientific(smallest)),
         ("positive numbers", f"{len(values)} in {count} binades, largest / smallest {ratio}"),
         ("overflow", _overflow(element, largest)),
@@ -156,15 +112,15 @@ def _element(fmt: Format) -> list[Line]:
 
 
 def _layout(element: Element) -> str:
-    if isinstance(element, ElementFormat):
+    if not element.is_cast and not element.tapered:
         exponent, mantissa = element.exponent_bits, element.mantissa_bits
         if exponent == 1:
             signed = "two's complement" if element.twos_complement else "sign and magnitude"
             return f"{element.bits}, {signed}, multiples of {number(_smallest(element))}"
         return f"1 sign, {exponent} exponent (bias {element.bias}), {mantissa} mantissa"
-    if isinstance(element, HiFloat8):
-        return "1 sign, a dot that says how many exponent bits follow, exponent, mantissa"
-    return f"{element.bits}"
+    if element.is_cast:
+        return f"{element.bits}"
+    return "1 sign, a dot that says how many exponent bits follow, exponent, mantissa"
 
 
 def _smallest(element: Element) -> float:
@@ -198,7 +154,7 @@ def _underflow(element: Element, smallest: float) -> str:
 
 
 def _codes(codes: Tensor, element: Element) -> str:
-    """Hexadecimal codes, neighbors joined to ranges."""
+    """Return hexadecimal codes, with neighbors joined to ranges."""
     runs: list[tuple[int, int]] = []
     for code in codes.flatten().tolist():
         if runs and runs[-1][1] == code - 1:
@@ -224,63 +180,24 @@ def _unused(element: Element) -> list[Line]:
 
 
 def _scale(fmt: Format) -> list[Line]:
-    """Which scales there are, what they can be, and how they are found."""
-    scaling, element = fmt.scaling, fmt.element
-    if scaling is None:
+    """Return lines on which scales there are, their range, and how they are computed."""
+    scales = scalings.describe(fmt)
+    if scales is None:
         return []
-    if isinstance(scaling, TensorScaling):
-        power = "; the power of two at or below it" if scaling.power_of_two else ""
-        return [
-            ("of", "the tensor, float32"),
-            ("found", f"{scaling.target:g} / its largest finite magnitude{power}"),
-        ]
-    size = scaling.size
-    low, high = format_properties.scale_range(scaling)
-    spread = ("range", f"{scientific(low)} to {scientific(high)}")
-    shape = f"{size} x {size} values of the last two axes" if fmt.square else f"{size} values"
-    if isinstance(scaling, TwoLevelScaling):
-        return [
-            ("of", f"{shape}, E4M3; and of the tensor, float32"),
-            spread,
-            (
-                "found",
-                f"amax / {E2M1.max:g} of the block, times {E2M1.max:g} x {E4M3.max:g} = "
-                f"{nvfp4.LARGEST:g} / amax of the tensor, rounded to E4M3",
-            ),
-        ]
-    if isinstance(scaling, GroupScaling):
-        return [
-            ("of", f"{shape}, E6M2; one bit of exponent for each 8 of them, one for each 4"),
-            ("range", f"{spread[1]}, with the two bits"),
-            (
-                "found",
-                "amax / 7 rounded to E6M2; the bit of 8 is set where their amax is 4 scales "
-                "or more, then that of 4 where theirs is 2 or more",
-            ),
-        ]
-    assert isinstance(element, ElementFormat)
-    rules = [
-        (f"{rule} *" if rule == scaling.rule else rule, _rule(rule, element)) for rule in RULES
-    ]
-    return [("of", f"{shape}, E8M0 (a power of two)"), spread, ("found by", "rule *:"), *rules]
-
-
-def _rule(rule: ScaleRule, element: ElementFormat) -> str:
-    """In words, and where the largest magnitude of a block comes to lie."""
-    words = RULES_IN_WORDS[rule].format(emax=element.emax, significand=element.mantissa_bits + 1)
-    carry = CARRY_FROM[rule](element)
-    low, high = math.ldexp(carry, element.emax), math.ldexp(carry, element.emax + 1)
-    return f"{words}; amax lands in {low:.6g} to {high:.6g}"
+    lines = [("of", scales.shared_by)]
+    if fmt.scaling is not None and fmt.block_size is not None:
+        low, high = format_properties.scale_range(fmt.scaling)
+        spread = f"{scientific(low)} to {scientific(high)}{scales.range_note}"
+        lines.append(("range", spread))
+    return [*lines, *scales.found]
 
 
 def _whole(fmt: Format) -> list[Line]:
-    """Element and scales together, and what a NaN or an Inf does."""
+    """Return lines on element and scales together, and on the effect of a NaN or an Inf."""
     low, high = format_properties.whole_range(fmt)
     lines: list[Line] = []
     if fmt.block_size is not None:
-        tensor = (
-            ", times the tensor's scale" if format_properties.has_tensor_scale(fmt.scaling) else ""
-        )
+        tensor = ", times the tensor's scale" if fmt.has_tensor_scale else ""
         beyond = f" (float32 ends at {FLOAT32_MAX:.6g})" if high > FLOAT32_MAX else ""
         lines = [
             ("largest", f"{scientific(high)}{tensor}{beyond}"),
@@ -304,7 +221,7 @@ def _whole(fmt: Format) -> list[Line]:
 
 
 def _precision(element: Element) -> str:
-    """Spacing by binade."""
+    """Return a table of the spacing in each binade."""
     rows: list[Sequence[str]] = []
     for span in format_properties.binades(element):
         ends = sorted({span.first, span.last})

@@ -1,6 +1,6 @@
-"""Which numbers formats have: a row of ticks for each format, and how far apart they are.
+"""Pictures of the numbers of formats: a row of ticks per format, and the spacing between them.
 
-Elements are drawn in units of their own scale; what scales add is a shift of the whole row.
+Elements are drawn in units of their own scale, because a scale only shifts the whole row.
 """
 
 import math
@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from megatron.fake_quant.formats import Cast, Element, Format
+from megatron.fake_quant.formats import Element, Format
 from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.inspect.format_table import number
 
-#: A format has this colour in every picture, those of `megatron.analysis` too.
+#: Color of each format in every picture, also in those of `megatron.analysis`.
 COLOURS: Mapping[str, str] = MappingProxyType(
     {
         "mxfp8": "#2a6f97",
@@ -36,7 +36,7 @@ COLOURS: Mapping[str, str] = MappingProxyType(
 )
 _SPARE = ("#5f7470", "#8c6d46", "#6d597a", "#557a46", "#94617c", "#4f6d7a")
 _INK, _FAINT, _RULE = "#222222", "#6f6f6f", "#d9d9d9"
-_LANE = 1.4  #: points between lines that would lie on each other
+_LANE = 1.4  #: points between lines that would coincide
 _RC: dict[Any, Any] = {
     "font.size": 9,
     "text.color": _INK,
@@ -55,12 +55,12 @@ _RC: dict[Any, Any] = {
 
 
 def picture(formats: Sequence[Format], palette: Mapping[str, str] = COLOURS) -> Figure:
-    """The values of `formats` above, and their relative spacing below, over the same axis.
+    """Draw the values of `formats` above, and their relative spacing below, over the same axis.
 
     Raises:
-        ValueError: one of them is a cast, or there are none.
+        ValueError: if one of the formats is a cast, or if there are no formats.
     """
-    casts = [fmt.name for fmt in formats if isinstance(fmt.element, Cast)]
+    casts = [fmt.name for fmt in formats if fmt.is_cast]
     if casts or not formats:
         raise ValueError(
             f"cannot draw {' and '.join(casts) or 'no formats'}: thousands of values would be a "
@@ -82,7 +82,7 @@ def plot_values(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Ax
     for place, fmt in enumerate(formats):
         values = format_properties.positive_values(fmt.element)
         colour = _colour(fmt, place, palette)
-        # Where ticks would flow together thinner ones stay apart.
+        # Thinner ticks stay apart where thick ones would merge.
         width = (
             0.5 if max(part.count for part in format_properties.binades(fmt.element)) > 16 else 1.0
         )
@@ -100,7 +100,7 @@ def plot_values(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Ax
 
 
 def plot_spacing(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Axes) -> Axes:
-    """Draw one line an element: the spacing at the start of each binade over the value there."""
+    """Draw one line per element: the spacing at the start of each binade over the value there."""
     users: dict[Element, int] = {}
     for place, fmt in enumerate(formats):
         users.setdefault(fmt.element, place)
@@ -137,13 +137,13 @@ def plot_spacing(formats: Sequence[Format], *, palette: Mapping[str, str], ax: A
     _magnitudes(ax, *_span(formats))
     ax.set(xlabel="magnitude (of elements, in units of their scale)", ylabel="spacing / value")
     ax.set_title("Relative spacing, at the start of each binade", pad=44)
-    note = "lines that would lie on each other are drawn side by side"
+    note = "lines that would coincide are drawn side by side"
     ax.set_title(note, loc="right", pad=44, color=_FAINT, fontsize=8.5, fontweight="normal")
     return ax
 
 
 def _steps(element: Element) -> list[tuple[float, float]]:
-    """Corners of the relative spacing over magnitude, from the smallest value to the largest."""
+    """Return the corners of the relative spacing over magnitude, in ascending order."""
     largest = float(format_properties.positive_values(element)[-1])
     return [
         (min(x, largest), part.relative)
@@ -154,13 +154,13 @@ def _steps(element: Element) -> list[tuple[float, float]]:
 
 
 def _span(formats: Sequence[Format]) -> tuple[int, int]:
-    """Exponents of the smallest and the largest value."""
+    """Return the exponents of the smallest and the largest value."""
     parts = [part for fmt in formats for part in format_properties.binades(fmt.element)]
     return min(part.first for part in parts), max(part.last for part in parts)
 
 
 def _magnitudes(ax: Axes, lowest: int, highest: int) -> None:
-    """The axis of magnitudes: powers of two."""
+    """Set up the axis of magnitudes with powers of two."""
     ax.set_xscale("log", base=2)
     ax.set_xlim(math.ldexp(0.7, lowest), math.ldexp(2, highest))
     every = max(1, (highest - lowest) // 18)
@@ -178,6 +178,6 @@ def _power(value: object) -> str:
 
 
 def _colour(fmt: Format, place: int, palette: Mapping[str, str]) -> str:
-    """That of the format, of the format that it varies, or a spare one."""
+    """Return the color of the format, of the format that it varies, or a spare one."""
     base = fmt.name.partition(":")[0]
     return palette.get(fmt.name) or palette.get(base) or _SPARE[place % len(_SPARE)]

@@ -20,7 +20,6 @@ Quantizing a value takes three steps, here all on magnitudes as float32 bits:
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,16 +28,7 @@ from numpy.typing import NDArray
 
 from megatron.analysis.stats.kernels.compiled import kernel
 from megatron.fake_quant import code_points as element_codes
-from megatron.fake_quant.formats import (
-    BlockScaling,
-    Cast,
-    Element,
-    ElementFormat,
-    Format,
-    HiFloat8,
-    TensorScaling,
-    TwoLevelScaling,
-)
+from megatron.fake_quant.formats import Element, ElementFormat, Format
 from megatron.fake_quant.fused.numba_bits import (
     INFINITY,
     MAGNITUDE,
@@ -46,16 +36,23 @@ from megatron.fake_quant.fused.numba_bits import (
     SIGN,
     as_bits,
     as_float,
+    element_bits,
     inlined,
     nearest_even,
 )
 from megatron.fake_quant.fused.numba_bits import Element as ElementBits
-from megatron.fake_quant.fused.numba_blocks import E4M3, FLOAT32_MAX, Rule, e8m0, power, scaled_up
+from megatron.fake_quant.fused.numba_blocks import (
+    E4M3,
+    FLOAT32_MAX,
+    Rule,
+    e8m0,
+    make_rule,
+    power,
+    scaled_up,
+)
 from megatron.fake_quant.fused.numba_elementwise import LARGEST, nearest_hifloat8
-from megatron.fake_quant.mx import CARRY_FROM
-from megatron.fake_quant.nvfp4 import LARGEST as NVFP4_LARGEST
-from megatron.fake_quant.nvfp4 import SIXTH
-from megatron.fake_quant.tensor_scale import divide_by, encode_scale
+from megatron.fake_quant.rounding import check_rounding
+from megatron.fake_quant.tensor_scale import factors
 
 FLOAT, HIFLOAT8, TO_BFLOAT16, TO_FLOAT16 = 0, 1, 2, 3  #: kinds of elements
 AS_FLOAT32, AS_BFLOAT16, AS_FLOAT16 = 0, 1, 2  #: dtypes of the result
@@ -86,24 +83,6 @@ class ScalarQuantizer(NamedTuple):
     codes: Any  #: [65536] code of an element value by the upper half of its float32 bits
 
 
-def bits_of(value: float) -> np.int32:
-    """Return the bits of a number in float32."""
-    bits: np.int32 = np.float32(value).view(np.int32)
-    return bits
-
-
-@functools.cache
-def element_bits(element: ElementFormat) -> ElementBits:
-    """Return an element format in the form that the fused kernels take."""
-    return ElementBits(
-        lowest=bits_of(math.ldexp(1, element.emin)),
-        top=bits_of(element.max),
-        mantissa=np.int32(element.mantissa_bits << 23),
-        emax=np.int32(element.emax),
-        zero_sign=np.int32(0) if element.twos_complement else SIGN,
-    )
-
-
 @functools.cache
 def rounding_limit(element: ElementFormat) -> np.int32:
     """Return the bits of the largest float32 that rounds to the element's largest number.
@@ -113,7 +92,7 @@ def rounding_limit(element: ElementFormat) -> np.int32:
     mantissa the tie goes up.)
     """
     half_step = 1 << (22 - element.mantissa_bits)
-    top = int(bits_of(element.max))
+    top = int(element_bits(element).top)
     even = element.mantissa_bits > 0 and not top & (2 * half_step)
     down = element.ties == "even" and even
     limit: np.int32 = np.int32(top + half_step - (0 if down else 1))
@@ -127,7 +106,7 @@ def code_table(element: Element) -> NDArray[np.int32]:
     Halves that belong to no element value have code 0.
     """
     table = np.zeros(1 << 16, np.int32)
-    if isinstance(element, Cast):
+    if element.is_cast:
         return table
     values = element_codes.code_values(element)
     largest = values[values.isfinite()].max()  # int8 has a number below -largest, never used
@@ -139,7 +118,7 @@ def code_table(element: Element) -> NDArray[np.int32]:
 
 def number_of_codes(element: Element) -> int:
     """Return the number of an element's codes; 0 for a cast, whose codes are not counted."""
-    return 0 if isinstance(element, Cast) else 1 << element.bits
+    return 0 if element.is_cast else 1 << element.bits
 
 
 def make_quantizer(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> ScalarQuantizer:
@@ -149,30 +128,34 @@ def make_quantizer(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) 
         dtype: dtype of the tensor.
         amax: largest magnitude of the tensor.
         emax: exponent for which the group's classes are computed, see `format_groups.Group.emax`.
+
+    Raises:
+        ValueError: if the format does not round to nearest.
     """
-    follows = isinstance(fmt.scaling, (TensorScaling, TwoLevelScaling))
-    return _make_quantizer(fmt, dtype, amax if follows else 0.0, emax)
+    check_rounding(fmt.rounding, ("nearest",), "the count of values by class")
+    return _make_quantizer(fmt, dtype, amax if fmt.has_tensor_scale else 0.0, emax)
 
 
 @functools.lru_cache(maxsize=64)
 def _make_quantizer(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> ScalarQuantizer:
     kind, element, overflow, limit = FLOAT, _HALF, LARGEST, _HIFLOAT8_LIMIT
-    if isinstance(fmt.element, ElementFormat):
+    if fmt.element.is_cast:
+        kind = TO_BFLOAT16 if fmt.element.dtype == torch.bfloat16 else TO_FLOAT16
+    elif fmt.element.tapered:
+        kind = HIFLOAT8
+        overflow = LARGEST if fmt.element.saturates else INFINITY
+    else:
         element = element_bits(fmt.element)
         limit = rounding_limit(fmt.element)
-    elif isinstance(fmt.element, HiFloat8):
-        kind = HIFLOAT8
-        overflow = LARGEST if fmt.element.overflow == "saturate" else INFINITY
-    else:
-        kind = TO_BFLOAT16 if fmt.element.dtype == torch.bfloat16 else TO_FLOAT16
-    rule = _rule(fmt, amax)
+    rule = _NO_RULE
     down, up = np.ones(CLASSES, np.float32), np.ones(CLASSES, np.float32)
     stored = np.arange(CLASSES)
-    if isinstance(fmt.scaling, TensorScaling):
-        encode = encode_scale(torch.tensor(amax, dtype=torch.float32), fmt.scaling)
-        down[:], up[:] = encode.item(), encode.reciprocal().item()
-    elif fmt.scaling is not None:
-        if isinstance(fmt.scaling, BlockScaling):
+    finite_amax = functools.partial(torch.tensor, amax, dtype=torch.float32)
+    if fmt.block_size is None:
+        down[:], up[:] = factors(fmt, finite_amax)
+    else:
+        rule = make_rule(fmt, finite_amax)
+        if fmt.block_scale == "E8M0":
             stored = np.clip(stored + (emax - int(element.emax)), 0, NAN_E8M0 - 1)
             stored[NAN_E8M0] = NAN_E8M0
         class_scales(stored, rule, down, up)
@@ -180,19 +163,6 @@ def _make_quantizer(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0)
     return ScalarQuantizer(
         kind, _DTYPES[dtype], element, rule, overflow, limit, down, up, stored, table
     )
-
-
-def _rule(fmt: Format, amax: float) -> Rule:
-    if isinstance(fmt.scaling, BlockScaling):
-        assert isinstance(fmt.element, ElementFormat)
-        significand = CARRY_FROM[fmt.scaling.rule](fmt.element)  # in [0.5, 1]
-        carry_from = int(math.ldexp(significand, 24)) - (1 << 23)
-        return Rule(np.int32(carry_from), np.float32(0), np.float32(1))
-    if isinstance(fmt.scaling, TwoLevelScaling):
-        whole = divide_by(torch.tensor(amax, dtype=torch.float32), NVFP4_LARGEST)
-        sixth, decode = (whole * SIXTH).item(), whole.reciprocal().item()
-        return Rule(np.int32(0), np.float32(sixth), np.float32(decode))
-    return _NO_RULE
 
 
 @kernel

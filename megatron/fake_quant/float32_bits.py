@@ -1,0 +1,17 @@
+"""Constants of float32's bit layout, and powers of two built from bits.
+
+`log2` and `pow` are off by one near powers of two on some machines, and a number format is defined
+by its behavior there. Exponents are therefore read from bits, and powers of two are built from
+bits.
+"""
+
+MANTISSA_BITS = 23
+BIAS = 127
+SIGN = -(1 << 31)
+MAGNITUDE = 0x7FFFFFFF
+INFINITY = 0x7F800000  #: bits of Inf, and also the mask of the exponent field
+
+
+def power_of_two_bits(exponent: int) -> int:
+    """Return the bits of the float32 2^exponent, for -126 <= exponent <= 127."""
+    return (exponent + BIAS) << MANTISSA_BITS
