@@ -1,8 +1,8 @@
-"""Quantization types: a format's name, and before it where it applies.
+"""Quantization types: a format's name after a prefix that says where it applies.
 
-`mxfp8` is for all matmuls (linear, QK^T and PV), `linear_mxfp8` for the linear layers, `FA_mxfp8`
-for QK^T, `FA_linear_mxfp8` for both; `bf16` and `none` quantize nothing. Upper and lower case are
-not distinguished.
+`mxfp8` applies to all matmuls (linear, QK^T and PV), `linear_mxfp8` to the linear layers,
+`FA_mxfp8` to QK^T, and `FA_linear_mxfp8` to both; `bf16` and `none` quantize nothing. Upper and
+lower case are equivalent.
 """
 
 from megatron.console import did_you_mean
@@ -11,7 +11,7 @@ from megatron.fake_quant.names import get_format
 
 OPERATIONS = ("linear", "qk", "pv")
 DEFAULT_TYPE = "bf16"
-UNQUANTIZED = ("bf16", "none")  #: types that quantize nothing
+UNQUANTIZED = ("bf16", "none")  #: names that quantize nothing
 
 PREFIXES = {  # longest first: `FA_linear_` also starts with `FA_`
     "FA_linear_": ("linear", "qk"),
@@ -22,25 +22,31 @@ PREFIXES = {  # longest first: `FA_linear_` also starts with `FA_`
 
 
 def parse_format(name: str) -> Format | None:
-    """A format's name, or one of `UNQUANTIZED`.
+    """Return the format of that name, None for one of `UNQUANTIZED`.
 
     Raises:
-        ValueError: no such format; the message lists the known ones.
+        ValueError: if there is no such format; the message lists the known ones.
     """
     return None if name.lower() in UNQUANTIZED else get_format(name)
 
 
+def split_type(name: str) -> tuple[str, str]:
+    """Split the name of a type into its prefix, as spelled in `PREFIXES`, and its format's name."""
+    prefix = next(prefix for prefix in PREFIXES if name.lower().startswith(prefix.lower()))
+    return prefix, name[len(prefix) :]
+
+
 def parse_type(name: str) -> dict[str, Format | None]:
-    """The format of each operation that the quantization type `name` asks for.
+    """Return the format that the quantization type `name` sets for each operation.
 
     Raises:
-        ValueError: no such type.
+        ValueError: if there is no such type.
     """
-    prefix = next(prefix for prefix in PREFIXES if name.lower().startswith(prefix.lower()))
+    prefix, format_name = split_type(name)
     try:
-        fmt = parse_format(name[len(prefix) :])
+        fmt = parse_format(format_name)
     except ValueError:
-        known = [f"{place}{each}" for place in PREFIXES for each in FORMATS]
+        known = [f"{place}{known}" for place in PREFIXES for known in FORMATS]
         meant = did_you_mean(name, known) or ";"
         raise ValueError(
             f"unknown quantization type {name!r}{meant} give a format, or linear_, FA_ or "

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from megatron.fake_quant import policy, policy_check
+from megatron.fake_quant import policy
+from megatron.fake_quant.policy import __main__ as policy_command
 from megatron.fake_quant.policy import resolve
 from megatron.fake_quant.quant_type import OPERATIONS, parse_type
 
@@ -18,7 +19,7 @@ def settings(tmp_path):
 
 
 def names(resolved):
-    return {op: getattr(resolved, op).name for op in OPERATIONS}
+    return {op: resolved.choices[op].name for op in OPERATIONS}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_the_default_quantizes_nothing(settings):
     environ, _ = settings
     resolved = resolve({}, environ)
     assert resolved.quant_type == "bf16"
-    assert {getattr(resolved, op).source for op in OPERATIONS} == {"default"}
+    assert {resolved.choices[op].source for op in OPERATIONS} == {"default"}
 
 
 def test_each_level_wins_over_the_next(settings):
@@ -126,9 +127,9 @@ def test_without_configure_the_environment_speaks(monkeypatch, tmp_path):
 
 
 def test_the_check_for_shell_scripts(capsys):
-    assert policy_check.main(["--check-type", "FA_mxfp8"]) == 0
+    assert policy_command.main(["--check-type", "FA_mxfp8"]) == 0
     assert capsys.readouterr().out == "FA_mxfp8\n"
-    assert policy_check.main(["--check-type", "mxfp9"]) == 2
+    assert policy_command.main(["--check-type", "mxfp9"]) == 2
     assert capsys.readouterr().err.startswith("[ERROR] unknown quantization type 'mxfp9'")
 
 
@@ -157,10 +158,10 @@ def test_the_type_that_environment_and_settings_file_set(capsys, monkeypatch, tm
     for name in ("CUSTOM_QUANT_TYPE", "QUANT_RECIPE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("QUANT_SETTINGS_FILE", str(path))
-    assert policy_check.main(["--set-type"]) == 0
+    assert policy_command.main(["--set-type"]) == 0
     assert capsys.readouterr().out == ""
     path.write_text('{"linear": "mxfp8", "qk": "MXFP8"}')
-    assert policy_check.main(["--set-type"]) == 0
+    assert policy_command.main(["--set-type"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "FA_linear_mxfp8",
         "linear: mxfp8 (settings file settings.json)",

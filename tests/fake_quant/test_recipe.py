@@ -229,7 +229,7 @@ def test_a_recipe_that_flags_would_overrule_everywhere_is_refused(tmp_path, flag
 
 def test_the_lm_head_needs_a_recipe():
     policy = resolve({"custom_quant_type": "mxfp8"}, {})
-    assert policy.plan("linear", "output_layer", -1, 2, is_lm_head=True).always_off
+    assert not policy.plan("linear", "output_layer", -1, 2, is_lm_head=True).of_all_times()
 
 
 # Errors, each with the line.

@@ -34,7 +34,7 @@ SCRIPTS = {
 MODULES = {
     "ANALYSIS": "megatron.analysis.__main__",
     "FAKE_QUANT": "megatron.fake_quant.__main__",
-    "POLICY": "megatron.fake_quant.policy_check",
+    "POLICY": "megatron.fake_quant.policy.__main__",
     "TRAIN_CONFIG": "train_config",
     "FLASH": "flash_attention_config",
     "MODIFIER": "quant_type_modifier",

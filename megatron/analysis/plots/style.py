@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from megatron.fake_quant.inspect.value_grids import COLOURS
 from megatron.fake_quant.names import ALIASES
+from megatron.fake_quant.quant_type import split_type
 
 #: The color of each format in every figure.
 FORMAT_COLORS = {
@@ -91,9 +92,9 @@ def color_of(name: str) -> str:
         return str(to_hex(hls_to_rgb(hue, 0.36, 0.45)))
     if name in ALIASES:
         return FORMAT_COLORS[ALIASES[name]]
-    for prefix, share in _SCOPES.items():
-        if name.startswith(prefix):
-            return lighter(color_of(name.removeprefix(prefix)), share)
+    prefix, format_name = split_type(name)
+    if prefix:
+        return lighter(color_of(format_name), _SCOPES[prefix])
     return _SPARE[zlib.crc32(name.encode()) % len(_SPARE)]
 
 

@@ -6,18 +6,15 @@ int64, which would halve the number of values in a vector register, so results a
 """
 
 import functools
-import hashlib
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numba import types
 from numba.extending import overload
 
 from megatron.fake_quant.formats import ElementFormat
+from megatron.fake_quant.fused.numba_compile import inlined, kernel_compiler
 from megatron.fake_quant.random_bits import KEY_STEPS, MULTIPLIERS, RANDOM_BITS, ROUNDS
 
 SIGN = np.int32(-(1 << 31))
@@ -64,34 +61,13 @@ class Random(NamedTuple):
     key1: np.uint32
 
 
-def inlined(function: Callable[..., Any]) -> Any:
-    return numba.njit(inline="always", error_model="numpy")(function)
-
-
-def kernel(function: Callable[..., Any], cache: Path | None = None) -> Any:
-    """Compiled without the interpreter's lock, and cached on disk, in `cache` or the folder for
-    these sources, where that can be written.
-    """
-    config: Any = numba.config
-    before, config.CACHE_DIR = config.CACHE_DIR, str(cache or _cache())
-    try:
-        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:  # no place for a cache
-        return numba.njit(nogil=True, error_model="numpy")(function)
-    finally:
-        config.CACHE_DIR = before
-
-
-@functools.cache
-def _cache() -> Path:
-    """A folder for these very sources. By itself numba looks at the file of a kernel only, and
-    would go on using what an edited helper in another file had been compiled to.
-    """
+def _sources() -> list[Path]:
+    """Return the files that the fused kernels are compiled from."""
     here = Path(__file__).parent
-    sources = [*sorted(here.glob("*.py")), here.parent / "random_bits.py"]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    return Path(chosen or here / "__pycache__") / f"fused-{digest}"
+    return [*sorted(here.glob("*.py")), here.parent / "random_bits.py"]
+
+
+kernel = kernel_compiler("fused", Path(__file__).parent, _sources)
 
 
 @inlined

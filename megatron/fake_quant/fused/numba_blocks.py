@@ -18,13 +18,13 @@ from megatron.fake_quant.fused.numba_bits import (
     as_bits,
     as_float,
     fill_random,
-    inlined,
     kernel,
     narrow,
     nearest_even,
     stochastic,
     widen,
 )
+from megatron.fake_quant.fused.numba_compile import inlined
 from megatron.fake_quant.mx import carry_bits
 from megatron.fake_quant.nvfp4 import SIXTH
 from megatron.fake_quant.tensor_scale import divide_by

@@ -13,13 +13,13 @@ from megatron.fake_quant.fused.numba_bits import (
     as_bits,
     as_float,
     fill_random,
-    inlined,
     kernel,
     narrow,
     nearest_even,
     stochastic,
     widen,
 )
+from megatron.fake_quant.fused.numba_compile import inlined
 from megatron.fake_quant.random_bits import RANDOM_BITS
 
 FRACTION = np.int32(0x7FFFFF)

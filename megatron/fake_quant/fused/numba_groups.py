@@ -15,11 +15,11 @@ from megatron.fake_quant.fused.numba_bits import (
     ZERO,
     as_bits,
     as_float,
-    inlined,
     kernel,
     narrow,
     widen,
 )
+from megatron.fake_quant.fused.numba_compile import inlined
 
 GROUP = 64
 COLUMNS = 64  #: that are brought together into rows at a time

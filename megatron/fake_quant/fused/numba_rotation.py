@@ -10,11 +10,11 @@ from megatron.fake_quant.fused.numba_bits import (
     NAN,
     as_bits,
     as_float,
-    inlined,
     kernel,
     narrow,
     widen,
 )
+from megatron.fake_quant.fused.numba_compile import inlined
 
 COLUMNS = 256  #: that a tile is wide
 

@@ -1,37 +1,21 @@
-"""Compile the kernels of this package.
-
-They run without the interpreter's lock, and the compiled code is cached on disk.
-"""
+"""Compilation of the kernels of the statistics, see `megatron.fake_quant.fused.numba_compile`."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megatron.fake_quant import fused
-from megatron.fake_quant.fused import numba_bits
+from megatron.fake_quant.fused.numba_compile import kernel_compiler
+
+_FOLDER = Path(__file__).parent
 
 
-@functools.cache
-def _cache() -> Path:
-    """Return the cache folder for the current source code of all kernels.
-
-    numba checks only the file of a kernel. It would not notice that a helper in another file, which
-    it had inlined, was edited.
-    """
-    here = Path(__file__).parent
-    texts = [path.read_bytes() for path in sorted(here.parent.rglob("*.py"))]
-    texts = [text for text in texts if b"@kernel" in text or b"@inlined" in text]
-    texts += [path.read_bytes() for path in sorted(Path(fused.__file__).parent.glob("*.py"))]
-    digest = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
-    folder = os.environ.get("NUMBA_CACHE_DIR")
-    return Path(folder or here / "__pycache__") / f"stats-{digest}"
+def _sources() -> list[Path]:
+    """Return the files that hold kernels, and those of the fused kernels, whose helpers they use."""
+    files = sorted(_FOLDER.parent.rglob("*.py"))
+    markers = (b"@kernel", b"@inlined")
+    kernels = [file for file in files if any(marker in file.read_bytes() for marker in markers)]
+    return [*kernels, *sorted(Path(fused.__file__).parent.glob("*.py"))]
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a function that runs without the interpreter's lock; cache it if possible."""
-    return numba_bits.kernel(function, _cache())
+kernel = kernel_compiler("stats", _FOLDER, _sources)

@@ -37,9 +37,9 @@ from megatron.fake_quant.fused.numba_bits import (
     MAGNITUDE,
     as_bits,
     as_float,
-    inlined,
     nearest_even,
 )
+from megatron.fake_quant.fused.numba_compile import inlined
 
 TILE = 128  #: patterns per loop
 #: Rows of the sums by pattern: counts of values that stay finite, become zero, are clipped, or

@@ -37,7 +37,6 @@ from megatron.fake_quant.fused.numba_bits import (
     as_bits,
     as_float,
     element_bits,
-    inlined,
     nearest_even,
 )
 from megatron.fake_quant.fused.numba_bits import Element as ElementBits
@@ -50,6 +49,7 @@ from megatron.fake_quant.fused.numba_blocks import (
     power,
     scaled_up,
 )
+from megatron.fake_quant.fused.numba_compile import inlined
 from megatron.fake_quant.fused.numba_elementwise import LARGEST, nearest_hifloat8
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.tensor_scale import factors

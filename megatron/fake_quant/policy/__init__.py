@@ -1,16 +1,17 @@
-"""Which number format each matmul runs in, and who said so.
+"""Resolve the number format of every matmul and record where it was set.
 
-A quantization type (see `quant_type.py`) says it for all layers alike, a recipe (`recipe.py`) layer
-by layer and operand by operand. One function, `resolve`, decides; whoever asks later (`current`)
-gets the same answer, with the source of each value.
+A quantization type (see `quant_type.py`) sets the formats of all layers alike. A recipe
+(`recipe.py`) sets them layer by layer and operand by operand. One function, `resolve`, decides;
+later calls of `current` return the same policy, with the source of each value.
 
-Precedence, the first that speaks wins: a flag for the operation, the flag for all; the recipe file;
-the environment variable for the operation, then `CUSTOM_QUANT_TYPE`; the local settings file; the
-default, `bf16`. A type speaks for all three operations: `FA_mxfp8` on the command line switches off
-what the environment says of the linear layers. The flag for all would leave nothing to a recipe: it
-beats one that the environment names, and next to `--quant-recipe` it is refused.
+Formats come from the first of these sources that sets them: a flag for the operation, then the flag
+for all operations; the recipe file; the environment variable for the operation, then
+`CUSTOM_QUANT_TYPE`; the local settings file; the default, `bf16`. A type sets all three operations:
+`FA_mxfp8` on the command line overrides the environment's choice for the linear layers. The flag for
+all operations would leave nothing to a recipe. It overrides a recipe that the environment names, and
+it is refused together with `--quant-recipe`.
 
-The LM head stays in high precision unless a recipe says otherwise.
+The LM head stays in high precision unless a recipe quantizes it.
 """
 
 import os
@@ -36,61 +37,54 @@ _Parsed = TypeVar("_Parsed")
 TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
 OPERATION_VARIABLES = {op: f"{op.upper()}_QUANT_TYPE" for op in OPERATIONS}
 RECIPE_VARIABLE = "QUANT_RECIPE"
-DEFAULT_SOURCE = "default"  #: source of a choice that neither flag nor environment nor file sets
+DEFAULT_SOURCE = "default"  #: source of a choice that no flag, variable or file sets
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The format of one operation's operands and where it was said."""
+    """The format of one operation's operands and where it was set."""
 
-    format: Format | None  #: None: as they are
-    source: str  #: e.g. "environment variable CUSTOM_QUANT_TYPE"
+    format: Format | None  #: None if the operands stay in high precision
+    source: str  #: such as "environment variable CUSTOM_QUANT_TYPE"
 
     @property
     def name(self) -> str:
-        """The format's name, `bf16` where nothing is quantized."""
+        """Name of the format, `bf16` if nothing is quantized."""
         return DEFAULT_TYPE if self.format is None else self.format.name
 
 
 @dataclass(frozen=True, slots=True)
 class OperationPolicy:
-    """What one operation of one module goes through, over the iterations of a run."""
+    """The formats of one operation of one module over the iterations of a run."""
 
     operation: str
-    fixed: GemmFormats | None  #: in every iteration; without meaning where there are rules
+    fixed: GemmFormats | None  #: formats of every iteration; unused if there are rules
     source: str
-    rules: tuple[Rule, ...] | None = None  #: of a recipe: the first that holds is in force
-
-    @property
-    def always_off(self) -> bool:
-        """Whether the operation stays in high precision throughout."""
-        if self.rules is None:
-            return self.fixed is None
-        return all(rule.config[self.operation] is None for rule in self.rules)
+    rules: tuple[Rule, ...] | None = None  #: rules of a recipe; the first that holds is in force
 
     def _rule(self, iteration: int) -> Rule | None:
         return next((rule for rule in self.rules or () if rule.holds_at(iteration)), None)
 
     def at(self, iteration: int) -> GemmFormats | None:
-        """In force in an iteration, which counts from 1; None: high precision."""
+        """Return the formats in an iteration, counted from 1; None means high precision."""
         if self.rules is None:
             return self.fixed
         rule = self._rule(iteration)
         return None if rule is None else rule.config[self.operation]
 
     def of_all_times(self) -> list[tuple[GemmFormats, str]]:
-        """All that can be in force in some iteration, but high precision, and who said so."""
+        """Return the formats of all iterations, except high precision, and their sources."""
         if self.rules is None:
             return [] if self.fixed is None else [(self.fixed, self.source)]
-        found = []
+        quantized = []
         for rule in self.rules:
             formats = rule.config[self.operation]
             if formats is not None:
-                found.append((formats, self._source_of(rule)))
-        return found
+                quantized.append((formats, self._source_of(rule)))
+        return quantized
 
     def source_at(self, iteration: int) -> str:
-        """Who said so."""
+        """Return where the formats of an iteration were set."""
         if self.rules is None:
             return self.source
         rule = self._rule(iteration)
@@ -104,18 +98,17 @@ class OperationPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is quantized in this process."""
+    """The formats that this process quantizes to."""
 
-    linear: Choice
-    qk: Choice
-    pv: Choice
+    choices: Mapping[str, Choice]  #: by operation; unused for operations that a recipe decides
     recipe: Recipe | None = None
     by_recipe: frozenset[str] = frozenset()  #: operations that the recipe decides
 
     @property
     def quant_type(self) -> str:
-        """The shortest type that says the same; operations are spelled out where none does. Of a
-        recipe its name.
+        """Return the shortest type with these choices, or the name of the recipe.
+
+        Operations are spelled out if no type describes them.
         """
         if self.recipe is not None:
             by_flag = [op for op in OPERATIONS if op not in self.by_recipe]
@@ -130,13 +123,8 @@ class Policy:
                 return prefix + used.pop()
         return "_".join(f"{op}-{choice.name}" for op, choice in self.choices.items())
 
-    @property
-    def choices(self) -> dict[str, Choice]:
-        """By operation; without meaning for those that a recipe decides."""
-        return {"linear": self.linear, "qk": self.qk, "pv": self.pv}
-
     def describe(self) -> list[str]:
-        """One line an operation: its effective format and the source."""
+        """Return one line per operation with its effective format and the source."""
         lines = []
         for op, choice in self.choices.items():
             if op in self.by_recipe:
@@ -149,14 +137,14 @@ class Policy:
     def plan(
         self, operation: str, module: str, layer: int, num_layers: int, *, is_lm_head: bool = False
     ) -> OperationPolicy:
-        """What an operation of a module goes through.
+        """Return the formats of an operation of a module.
 
         Args:
             operation: one of `OPERATIONS`.
-            module: its name in the whole model.
-            layer: its transformer layer's number, from 0; -1 outside of the layers.
-            num_layers: of the whole model.
-            is_lm_head: only a recipe quantizes that.
+            module: name of the module in the whole model.
+            layer: number of its transformer layer, from 0; -1 outside of the layers.
+            num_layers: number of layers of the whole model.
+            is_lm_head: True for the LM head, which only a recipe quantizes.
         """
         if operation in self.by_recipe:
             assert self.recipe is not None
@@ -175,21 +163,21 @@ def _level(
     type_source: str,
     sources: Mapping[str, str],
 ) -> dict[str, Choice]:
-    """The choices that one level of precedence makes; an operation's own value beats the type."""
+    """Return the choices of one level of precedence; an operation's own value overrides the type."""
     choices: dict[str, Choice] = {}
     if of_type:
         choices = {
             op: Choice(fmt, type_source)
-            for op, fmt in _said(parse_type, of_type, type_source).items()
+            for op, fmt in _parsed(parse_type, of_type, type_source).items()
         }
     for op in OPERATIONS:
         if name := of_operation.get(op):
-            choices[op] = Choice(_said(parse_format, name, sources[op]), sources[op])
+            choices[op] = Choice(_parsed(parse_format, name, sources[op]), sources[op])
     return choices
 
 
-def _said(parse: Callable[[str], _Parsed], name: str, source: str) -> _Parsed:
-    """Parse, and let an error say which source was wrong."""
+def _parsed(parse: Callable[[str], _Parsed], name: str, source: str) -> _Parsed:
+    """Parse a name, and put its source in front of an error."""
     try:
         return parse(name)
     except ValueError as error:
@@ -200,14 +188,15 @@ def resolve(
     flags: Mapping[str, str | None] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Policy:
-    """Decide what each operation goes through, from flags, recipe, environment and settings file.
+    """Resolve the formats of each operation from flags, recipe, environment and settings file.
 
     Args:
-        flags: any of the keys `custom_quant_type`, `linear`, `qk`, `pv`, `recipe`; None: not given.
-        environ: the environment, the process's own by default.
+        flags: values for any of the keys `custom_quant_type`, `linear`, `qk`, `pv` and `recipe`;
+            None if not given.
+        environ: environment; by default that of the process.
 
     Raises:
-        ValueError: a value is no type, format or recipe; the message names its source.
+        ValueError: if a value is no type, format or recipe; the message names its source.
     """
     flags = {} if flags is None else flags
     environ = os.environ if environ is None else environ
@@ -237,11 +226,11 @@ def resolve(
     ]
     choices = {op: next(level[op] for level in levels if op in level) for op in OPERATIONS}
     by_recipe = frozenset(op for op in OPERATIONS if recipe is not None and op not in by_flags)
-    return Policy(**choices, recipe=recipe, by_recipe=by_recipe)
+    return Policy(choices, recipe=recipe, by_recipe=by_recipe)
 
 
 def _recipe(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Recipe | None:
-    """The recipe that a flag or the environment names."""
+    """Load the recipe that a flag or the environment names, if any."""
     overruled = flags.get("custom_quant_type") or all(flags.get(op) for op in OPERATIONS)
     path = flags.get("recipe") or (None if overruled else environ.get(RECIPE_VARIABLE))
     if not path:
@@ -260,8 +249,7 @@ def canonical_type(name: str) -> str:
     Raises:
         ValueError: if there is no such type.
     """
-    linear, qk, pv = (Choice(fmt, "") for fmt in parse_type(name).values())
-    return Policy(linear, qk, pv).quant_type
+    return Policy({op: Choice(fmt, "") for op, fmt in parse_type(name).items()}).quant_type
 
 
 _current: Policy | None = None
@@ -275,7 +263,7 @@ def configure(
     pv: str | None = None,
     recipe: str | None = None,
 ) -> Policy:
-    """Fix this process's policy from a trainer's flags; call it before the model is built.
+    """Set this process's policy from a trainer's flags; call it before the model is built.
 
     Raises:
         ValueError: see `resolve`.
@@ -287,14 +275,5 @@ def configure(
 
 
 def current() -> Policy:
-    """This process's policy; under a trainer that never calls `configure`, what the environment
-    says.
-    """
+    """Return this process's policy, by default that of the environment and the settings file."""
     return configure() if _current is None else _current
-
-
-if __name__ == "__main__":
-    from megatron.console import run_main
-    from megatron.fake_quant.policy_check import main
-
-    run_main(main)

@@ -1,47 +1,46 @@
-"""`python -m megatron.fake_quant.policy`: is this a quantization type, is this a recipe, and which
-type do flags come to?
-"""
+"""`python -m megatron.fake_quant.policy`: check types and recipes, and print the resolved type."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from megatron.console import ArgumentParser
+from megatron.console import ArgumentParser, run_main
 from megatron.fake_quant.policy import DEFAULT_SOURCE, canonical_type, resolve
 from megatron.fake_quant.quant_type import OPERATIONS
 from megatron.fake_quant.recipe import load_recipe
 
 
 def _flags(words: list[str]) -> dict[str, str | None]:
-    """What `resolve` takes, from a command line of training."""
+    """Return the arguments of `resolve` from a command line of training."""
     parser = ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--custom-quant-type")
     parser.add_argument("--quant-recipe", dest="recipe")
     for op in OPERATIONS:
         parser.add_argument(f"--{op}-quant", dest=op)
-    found: dict[str, str | None] = vars(parser.parse_known_args(words)[0])
-    return found
+    flags: dict[str, str | None] = vars(parser.parse_known_args(words)[0])
+    return flags
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check a quantization type or a recipe for a shell script, or print the type that flags of
-    training come to: `python -m megatron.fake_quant.policy --check-type mxfp8`.
+    """Check a quantization type or a recipe for a shell script, or print the resolved type.
+
+    Example: `python -m megatron.fake_quant.policy --check-type mxfp8`.
     """
     parser = ArgumentParser(prog="python -m megatron.fake_quant.policy", description=main.__doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check-type", metavar="TYPE", help="print its canonical name, or exit 2")
-    what.add_argument(
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check-type", metavar="TYPE", help="print its canonical name, or exit 2")
+    action.add_argument(
         "--set-type",
         action="store_true",
         help="print the type that the environment and the settings file set, and the source of "
         "each part; print nothing if they set none",
     )
-    what.add_argument("--check-recipe", metavar="FILE", help="exit 2 unless FILE is a recipe")
-    what.add_argument(
+    action.add_argument("--check-recipe", metavar="FILE", help="exit 2 unless FILE is a recipe")
+    action.add_argument(
         "--effective-type",
         nargs=argparse.REMAINDER,
         metavar="FLAG",
-        help="print the type that a training with these flags has; it ends the options",
+        help="print the type of a training run with these flags; must be the last option",
     )
     options = parser.parse_args(arguments)
     try:
@@ -59,3 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 2
     return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
