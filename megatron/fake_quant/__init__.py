@@ -1,11 +1,15 @@
 """Simulated low-precision number formats: `fake_quantize(x, "mxfp8")` and the table of formats.
 
-The core deals with numbers only, not with models or layers. Start reading with `formats.py` (the
+Most modules deal with numbers only, not with models or layers. Start reading with `formats.py` (the
 definitions of the formats) and `names.py` (their names). Next come `reference.py`, which splits a
-tensor into elements and scales in plain torch operations, and its helpers `rounding.py`, `mx.py`,
-`nvfp4.py`, `hifloat8.py` and `hifloat4.py`. `quantize.py` is the entry point. `fused/` does the
-same faster; `packing.py` gives the codes and scales themselves. `operators.py` registers all of it
-with torch.compile, torch.export and torch.func.
+tensor into elements and scales in plain torch operations, and what it calls: `scalings.py` with one
+module per scaling (`mx.py`, `nvfp4.py`, `hifloat4.py`, `tensor_scale.py`), and `rounding.py` with
+`hifloat8.py`. `quantize.py` is the entry point, and `packing.py` returns codes and scales. `fused/`
+computes the same faster, `operators.py` registers everything with torch.compile, torch.export and
+torch.func, and `inspect/` describes formats on the command line.
+
+`gemm.py` quantizes the operands of a matmul. `quant_type.py`, `recipe.py` and `policy/` choose the
+format of each matmul of a model.
 """
 
 from megatron.fake_quant.formats import FORMATS, Format

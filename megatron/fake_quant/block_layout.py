@@ -1,10 +1,11 @@
-"""Blocks of a tensor: `[..., blocks, values]`, whatever the axis, the shape and the strides.
+"""Views of a tensor as blocks, `[..., blocks, values]`, for any axis, shape and strides.
 
-Scaling and rounding see blocks only. Two other orders of the same values meet here: that of the
-tensor, and *rows*, in which codes are stored: the axis along which blocks run is the last one, as
-tensor cores read it (for a matmul operand: the reduction axis is contiguous).
+Scaling and rounding work on blocks only. This module converts between blocks and two other orders
+of the same values: the order of the tensor, and *rows*, in which codes are stored. In rows, the
+axis along which blocks run is the last one, as tensor cores read it (for an operand of a matmul,
+the reduction axis is contiguous).
 
-A block that the axis does not fill ends in zeros, which change no maximum.
+A block that the axis does not fill is padded with zeros, which do not change its maximum.
 """
 
 from dataclasses import dataclass
@@ -18,19 +19,19 @@ from megatron.fake_quant.formats import Format
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Where the blocks of a tensor of this shape lie."""
+    """Positions of the blocks in a tensor of one shape."""
 
-    shape: tuple[int, ...]  #: of the tensor
-    axis: int  #: along which blocks run, counted from the front
-    size: int | None  #: of a block; None: the tensor is one block
-    square: bool  #: blocks of size x size over the last two axes
+    shape: tuple[int, ...]  #: shape of the tensor
+    axis: int  #: axis along which blocks run, counted from the front
+    size: int | None  #: values per block; None if the whole tensor is one block
+    square: bool  #: True for blocks of size x size over the last two axes
 
     @classmethod
     def of(cls, shape: tuple[int, ...], fmt: Format, axis: int) -> "BlockLayout":
-        """The layout of `fmt`, for an axis counted from either end.
+        """Return the layout of `fmt`, for an axis counted from either end.
 
         Raises:
-            ValueError: the axis is out of range, or the format's blocks need other dimensions.
+            ValueError: if the axis is out of range, or the format's blocks need other dimensions.
         """
         dims = len(shape)
         if dims == 0:
@@ -48,12 +49,12 @@ class BlockLayout:
         if fmt.square and (dims < 2 or axis % dims < dims - 2):
             raise ValueError(
                 f"format {fmt.name!r} has square blocks over the last two axes; a tensor of shape "
-                f"{shape} and axis {axis} will not do: give a matrix and one of its two axes"
+                f"{shape} and axis {axis} do not fit: give a matrix and one of its two axes"
             )
         return cls(shape, axis % dims, fmt.block_size, fmt.square)
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """The tensor with the axis last: a view."""
+        """Return a view of the tensor with the axis last."""
         return x.movedim(self.axis, -1) if self.shape else x
 
     def from_rows(self, rows: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ class BlockLayout:
         return rows.movedim(-1, self.axis) if self.shape else rows
 
     def to_blocks(self, x: Tensor) -> Tensor:
-        """`[..., blocks, values]`; of square blocks each is one row of `values`."""
+        """Return `[..., blocks, values]`; a square block is one row of `values`."""
         if self.size is None:
             return x.reshape(1, -1)
         rows = self.to_rows(x)
@@ -73,7 +74,7 @@ class BlockLayout:
         return tiles.transpose(-3, -2).flatten(-2)
 
     def from_blocks(self, blocks: Tensor) -> Tensor:
-        """Undo `to_blocks`, in rows: see `from_rows` for the tensor's own order."""
+        """Undo `to_blocks` up to rows; `from_rows` restores the tensor's own order."""
         if self.size is None:
             return self.to_rows(blocks.reshape(self.shape))
         rows = blocks.flatten(-2)
@@ -85,11 +86,11 @@ class BlockLayout:
 
     @property
     def from_end(self) -> int:
-        """The axis counted from the end, which is negative; 0 for a tensor without dimensions."""
+        """Axis counted from the end, which is negative; 0 for a tensor without dimensions."""
         return self.axis - len(self.shape)
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
-        """The shape of `to_rows`."""
+        """Shape of the result of `to_rows`."""
         front, back = self.shape[: self.axis], self.shape[self.axis + 1 :]
         return (*front, *back, *self.shape[self.axis : self.axis + 1])

@@ -6,19 +6,18 @@ All three are C = alpha A B^T, with or without leading batch dimensions:
     QK^T    S = scale Q K^T  A = Q [queries, head_dim] B = K [keys, head_dim]
     PV      O = P V          A = P [queries, keys]     B = V^T [head_dim, keys], a view
 
-and so are their gradients, dA = alpha dC B and dB = alpha dC^T A. Each of the three GEMMs quantizes
-both of its operands along its own reduction axis, and always from the high-precision tensor: a
-tensor that was quantized along K is not one that was quantized along N, and quantizing the
-quantized copy again would add a second error (Transformer Engine's documentation of MXFP8 says the
-same of its row-wise and column-wise copies).
+Their gradients have the same form: dA = alpha dC B and dB = alpha dC^T A. Each of the three GEMMs
+quantizes both of its operands along its own reduction axis, always from the high-precision tensor.
+A tensor quantized along K differs from the same tensor quantized along N, and quantizing the
+quantized copy again would add a second error. (Transformer Engine's documentation of MXFP8 gives
+the same reason for its row-wise and column-wise copies.)
 
-What is simulated: operands carry the values of the low-precision format in the tensors' own dtype,
-products are accumulated as that dtype's matmul does it (bf16 on every device: fp32), and the result
-has that dtype. What is not: the accumulator of a particular tensor core, and its order of
-summation.
+Operands carry the values of the low-precision format in the tensors' own dtype. Products are
+accumulated as in a matmul of that dtype (in fp32 for bf16 on every device), and the result has that
+dtype. The accumulator of a particular tensor core and its order of summation are not simulated.
 
-Shape suffixes: M rows of A, N rows of B, K the axis they share; leading batch dimensions are not
-written.
+Shape suffixes: M for the rows of A, N for the rows of B, K for the axis that they share. Leading
+batch dimensions are omitted.
 """
 
 from collections.abc import Callable
@@ -37,29 +36,29 @@ from megatron.fake_quant.random_bits import derive_seed, draw_seed
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What one operand of one GEMM goes through; the default is nothing."""
+    """The transform and the format of one operand of one GEMM; by default it stays unchanged."""
 
-    format: Format | None = None  #: None: it stays as it is
-    hadamard: Hadamard | None = None  #: along the reduction axis, before quantization
+    format: Format | None = None  #: None if the operand is not quantized
+    hadamard: Hadamard | None = None  #: transform along the reduction axis, before quantization
 
     def quantized(
         self, x: Tensor, *, axis: int, seed: int | Tensor | None = None, fill: bool = False
     ) -> Tensor:
-        """`x` as the GEMM sees it; `seed` is that of stochastic rounding.
+        """Return `x` as the GEMM receives it; `seed` is that of stochastic rounding.
 
-        fill: where the transform's size does not divide the axis, lengthen it by zeros.
+        fill: pad the axis with zeros if the transform's size does not divide it.
         """
         x = self.rotated(x, axis=axis, fill=fill)
         return x if self.format is None else fake_quantize(x, self.format, axis=axis, seed=seed)
 
     def rotated(self, x: Tensor, *, axis: int, fill: bool = False) -> Tensor:
-        """`x` before its quantization; see `quantized`."""
+        """Return `x` as it is before quantization; see `quantized`."""
         if self.hadamard is None:
             return x
         return self.hadamard.apply(self.hadamard.filled(x, axis) if fill else x, axis)
 
     def __str__(self) -> str:
-        """As audits and records have it: `nvfp4:sr+H16:nvfp4`, `none`."""
+        """Return the spelling of audits and records: `nvfp4:sr+H16:nvfp4`, `none`."""
         name = "none" if self.format is None else self.format.name
         transform = self.hadamard
         return name if transform is None else f"{name}+H{transform.size}:{transform.signs}"
@@ -68,7 +67,7 @@ class Operand:
 AS_IT_IS = Operand()
 
 
-#: Slot, the operand (rotated, not yet quantized), what it goes through, its axis, its seed.
+#: Callback with the slot, the tensor (rotated, not yet quantized), its operand, axis and seed.
 Observer = Callable[[str, Tensor, Operand, int, int | Tensor | None], None]
 
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
@@ -79,8 +78,8 @@ class GemmFormats:
     """The six operand slots of one matmul and its gradients.
 
     Raises:
-        ValueError: the two operands of a GEMM are transformed differently, which would change the
-            product.
+        ValueError: if the two operands of a GEMM are transformed differently, which would change
+            the product.
     """
 
     fprop_a: Operand = AS_IT_IS  #: A along K, for C
@@ -89,10 +88,10 @@ class GemmFormats:
     dgrad_b: Operand = AS_IT_IS  #: B along N, for dA
     wgrad_c: Operand = AS_IT_IS  #: dC along M, for dB
     wgrad_a: Operand = AS_IT_IS  #: A along M, for dB
-    #: The backward pass takes the forward pass's quantized operands, as the gradient of a
-    #: quantizer that is passed straight through; its own slots then stay as they are.
+    #: The backward pass uses the forward pass's quantized operands, as with a straight-through
+    #: estimator; its own slots then have no format.
     straight_through: bool = False
-    #: A = P is quantized for C before its rows are divided by their sums, see `quantized_matmul`.
+    #: A = P is quantized before its rows are divided by their sums, see `quantized_matmul`.
     unnormalized: bool = False
 
     def __post_init__(self) -> None:
@@ -114,8 +113,10 @@ class GemmFormats:
             )
 
     def effective(self, slot: str) -> Operand:
-        """What an operand really goes through: in a straight-through backward pass the other
-        operand is the forward pass's, along its axis, and the gradient stays as it is.
+        """Return the operand that is used for a slot.
+
+        In a straight-through backward pass, the gradient is not quantized, and the other operand is
+        that of the forward pass, quantized along the forward pass's axis.
         """
         of_forward = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}
         operand: Operand = getattr(
@@ -131,12 +132,12 @@ class GemmFormats:
 
     @classmethod
     def uniform(cls, fmt: Format) -> "GemmFormats":
-        """All six operands in one format."""
+        """Return formats in which all six operands have one format."""
         return cls(**dict.fromkeys(SLOTS, Operand(fmt)))  # type: ignore[arg-type]
 
 
 class _QuantizedMatmul(torch.autograd.Function):
-    """See the module's docstring; `quantized_matmul` is the way in.
+    """The autograd function behind `quantized_matmul`; see the module's docstring.
 
     The result is C. A straight-through backward pass needs the quantized operands. They are
     returned too, because `torch.func` lets a function save only its inputs and results.
@@ -205,7 +206,7 @@ def _autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What the two passes of one matmul share."""
+    """Arguments that the forward and the backward pass of one matmul share."""
 
     formats: GemmFormats
     alpha: float
@@ -214,7 +215,7 @@ class _Call:
 
     def quantized(self, slot: str, x: Tensor, *, axis: int) -> Tensor:
         operand: Operand = getattr(self.formats, slot)
-        # The other operand gets as many zeros: the sum over tokens is the same.
+        # The other operand is padded with as many zeros, so the sum over tokens is the same.
         x = operand.rotated(x, axis=axis, fill=slot.startswith("wgrad"))
         if operand.format is None:
             return x
@@ -242,7 +243,7 @@ class _Call:
         return derived
 
     def rotated_back(self, grad: Tensor) -> Tensor:
-        """A gradient by way of the forward pass's operands, which were rotated along K."""
+        """Undo the rotation along K in a gradient that used the forward pass's rotated operands."""
         hadamard = self.formats.fprop_a.hadamard
         if not self.formats.straight_through or hadamard is None:
             return grad
@@ -250,8 +251,9 @@ class _Call:
 
 
 def _matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:
-    """alpha A B, with alpha applied to the accumulator where the operation allows it, as upstream's
-    attention does.
+    """Return alpha A B.
+
+    alpha is applied to the accumulator if the operation allows it, as in upstream's attention.
     """
     if alpha == 1.0 or a_MK.dim() != 3:
         return _scaled(torch.matmul(a_MK, bt_KN), alpha)
@@ -276,23 +278,22 @@ def quantized_matmul(
     """`alpha * A @ B^T` with fake-quantized operands, forward and backward.
 
     Args:
-        a_MK: `[..., M, K]`. Tokens are one axis: blocks along M run over `[s, b]` together.
+        a_MK: `[..., M, K]`. Tokens form one axis: blocks along M run over `[s, b]` together.
         b_NK: `[..., N, K]`, with the same leading dimensions.
-        formats: what each operand goes through.
-        alpha: applied to the accumulated products.
-        seed: of stochastic rounding, each slot derives its own; None: drawn from torch's default
-            generator.
-        unnormalized: for attention's P V as flash-attention kernels do it. `[..., M, K]` and
-            `[..., M, 1]` (float32): e = exp(s - rowmax) and its row sums, with A = e / sums. C is
-            then Q(e) Q(B)^T / sums; the backward pass has A, as in those kernels, which recompute
-            it.
-        observe: called with each operand that is quantized, before it is.
+        formats: transform and format of each operand.
+        alpha: factor of the accumulated products.
+        seed: seed of stochastic rounding, from which each slot derives its own; drawn from torch's
+            default generator if None.
+        unnormalized: e = exp(s - rowmax), `[..., M, K]`, and its row sums, `[..., M, 1]` (float32),
+            with A = e / sums, for attention's P V as flash-attention kernels compute it. C is then
+            Q(e) Q(B)^T / sums. The backward pass uses A, as in those kernels, which recompute it.
+        observe: function that is called with each operand before it is quantized.
 
     Returns:
         `[..., M, N]` in the operands' dtype.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: if the shapes do not fit.
     """
     if a_MK.dim() < 2 or a_MK.dim() != b_NK.dim() or a_MK.shape[-1] != b_NK.shape[-1]:
         raise ValueError(
@@ -302,7 +303,7 @@ def quantized_matmul(
     if a_MK.shape[:-2] != b_NK.shape[:-2]:
         raise ValueError(
             f"leading dimensions differ: A {tuple(a_MK.shape)}, B {tuple(b_NK.shape)}; "
-            "expand the smaller one first, so that its gradient is summed where that was said"
+            "expand the smaller one first, so that autograd sums its gradient there"
         )
     whole_MK, sums_M1 = (None, None) if unnormalized is None else unnormalized
     call = _Call(formats, alpha, seed, observe)

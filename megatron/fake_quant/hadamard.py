@@ -1,17 +1,19 @@
 """Hadamard transforms along a matmul's reduction axis.
 
-Multiplying both operands by the same orthogonal matrix along the axis that they share leaves their
-product as it is, and spreads an outlier over its neighbors, so that a block's scale serves the
-others better. The matrix is block diagonal, with d x d blocks diag(s) H / sqrt(d), where H is
-Sylvester's (its entry i, j is -1 to the number of common one bits of i and j) and s are signs:
+Multiplying both operands by the same orthogonal matrix along the axis that they share does not
+change their product. It spreads an outlier over its neighbors, so that a block's scale suits the
+other values better. The matrix is block diagonal, with d x d blocks diag(s) H / sqrt(d). H is
+Sylvester's matrix (its entry i, j is -1 to the number of common one bits of i and j), and s are
+signs:
 
     y_j = sum_i x_i s_i H_ij / sqrt(d)
 
-The signs are all +1 ("deterministic"), or random and fixed for a run: drawn from a seed, or the 16
-that Transformer Engine has for NVFP4 (arXiv 2509.25149 applies it to both operands of wgrad).
+The signs are all +1 ("deterministic"), or random and fixed for a run: either drawn from a seed, or
+the 16 signs of Transformer Engine for NVFP4 (arXiv 2509.25149 applies them to both operands of
+wgrad).
 
-The sum is taken in float32 from i = 0 upwards, one rounding an addition, on every device, and is
-then multiplied by 1 / sqrt(d) and rounded to the tensor's dtype.
+On every device, the sum is taken in float32 from i = 0 upward, with one rounding per addition. It
+is then multiplied by 1 / sqrt(d) and rounded to the tensor's dtype.
 """
 
 import math
@@ -26,7 +28,7 @@ from megatron.fake_quant.fused import dispatch
 from megatron.fake_quant.reference import store
 from megatron.fake_quant.rounding import check_tensor
 
-#: Of TransformerEngine's NVFP4 recipe.
+#: Signs of Transformer Engine's NVFP4 recipe.
 NVFP4_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
@@ -34,8 +36,8 @@ NVFP4_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 class Hadamard:
     """A block-diagonal Hadamard transform.
 
-    size: d, a power of two from 2 to 256; the axis must be a multiple of it.
-    signs: "none", "nvfp4" (size 16 only), or a seed from which they are drawn.
+    size: d, a power of two from 2 to 256, which must divide the axis.
+    signs: "none", "nvfp4" (size 16 only), or a seed from which the signs are drawn.
     """
 
     size: int = 16
@@ -55,7 +57,7 @@ class Hadamard:
             raise ValueError(f"unknown signs {self.signs!r}; choose none, nvfp4 or a seed")
 
     def matrix(self) -> Tensor:
-        """diag(s) H, float32 `[d, d]` of +-1, without the factor 1 / sqrt(d)."""
+        """Return diag(s) H as float32 `[d, d]` of +-1, without the factor 1 / sqrt(d)."""
         index = torch.arange(self.size)
         common = index.unsqueeze(1) & index
         odd = torch.zeros_like(common)
@@ -77,12 +79,13 @@ class Hadamard:
         The gradient is zero, as in `fake_quantize`.
 
         Raises:
-            ValueError: another dtype, the size does not divide the axis, or it is out of range.
+            ValueError: if the dtype is another one, the size does not divide the axis, or the axis
+                is out of range.
         """
         return self._times(x, axis, inverse=False)
 
     def filled(self, x: Tensor, axis: int) -> Tensor:
-        """`x` with as many zeros at the end of `axis` as `apply` needs there."""
+        """Return `x`, padded at the end of `axis` with the zeros that `apply` needs."""
         missing = -x.shape[axis] % self.size
         if missing == 0:
             return x
@@ -96,7 +99,10 @@ class Hadamard:
     def _times(self, x: Tensor, axis: int, *, inverse: bool) -> Tensor:
         check_tensor(x, "transform")
         if x.ndim == 0:
-            raise ValueError("a Hadamard transform runs along an axis, and the tensor has none")
+            raise ValueError(
+                "a Hadamard transform runs along an axis, and the tensor has none; give it one whose "
+                f"length is a multiple of {self.size}"
+            )
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(
                 f"axis {axis} is out of range for a tensor of shape {tuple(x.shape)}; "
@@ -116,7 +122,7 @@ class Hadamard:
 
 
 def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Tensor:
-    """Transform `x` along an axis that is a multiple of the size, with a fused kernel if any."""
+    """Transform `x` along an axis that the size divides, with a fused kernel if there is one."""
     matrix = transform.matrix().t() if inverse else transform.matrix()
     factor = float(torch.tensor(1 / math.sqrt(transform.size)))  # rounded to float32
     if x.numel() == 0:
@@ -134,7 +140,7 @@ def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Ten
 
 @torch.library.custom_op(f"{operators.NAMESPACE}::rotate", mutates_args=())
 def _rotate(x: Tensor, size: int, signs: str, axis: int, inverse: bool) -> Tensor:
-    """Transform `x` along `axis`, which counts from the end. See `operators.py`."""
+    """Transform `x` along `axis`, which is counted from the end. See `operators.py`."""
     transform = Hadamard(size, signs if signs in ("none", "nvfp4") else int(signs))  # type: ignore[arg-type]
     return _rotated(x, transform, axis, inverse=inverse)
 

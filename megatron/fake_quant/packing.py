@@ -1,15 +1,15 @@
-"""`quantize` and `dequantize`: a tensor as a low-precision format stores it.
+"""`quantize` and `dequantize`: convert a tensor to and from the codes and scales of a format.
 
-Codes lie as tensor cores read them: the axis along which blocks run is the last one and contiguous.
-Elements of 5 to 8 bits take a byte each, elements of 4 bits and fewer half a byte, the first of two
-neighbors in the low half. Scales are the format's own bytes:
+Codes are stored as tensor cores read them: the axis along which blocks run is the last one and
+contiguous. Elements of 5 to 8 bits take one byte each. Elements of 4 bits or fewer take half a
+byte, the first of two neighbors in the low half. Scales are the format's own bytes:
 
-    MX formats        E8M0, one a block: 2^(byte - 127), 255 is NaN
-    nvfp4             E4M3, one a block, and a float32 for the tensor
-    hifp4             four a block, see `hifloat4.py`
+    MX formats        one E8M0 byte per block: 2^(byte - 127), 255 is NaN
+    nvfp4             one E4M3 byte per block, and a float32 for the tensor
+    hifp4             four bytes per block, see `hifloat4.py`
     fp8, hifp8:t15    a float32 for the tensor
 
-bf16 and fp16 have no codes of ours: `codes` is the tensor in that dtype.
+For bf16 and fp16, `codes` is the tensor in that dtype.
 """
 
 from dataclasses import dataclass
@@ -33,20 +33,20 @@ class QuantizedTensor:
 
     codes: uint8 `[..., K]`, or `[..., ceil(K / 2)]` for 4-bit elements, where K is the axis along
         which blocks run, moved to the end.
-    scales: `scales.blocks` is uint8 `[..., ceil(K / block)]` (square blocks: of both last axes),
-        with four bytes more behind it in hifp4; `scales.tensor` is a float32.
+    scales: `scales.blocks` is uint8 `[..., ceil(K / block)]` (for square blocks, both last axes are
+        divided), with a further axis of four bytes in hifp4; `scales.tensor` is a float32.
     """
 
     codes: Tensor
     scales: Scales
     format: Format
-    shape: tuple[int, ...]  #: of the tensor
-    axis: int  #: of the tensor, along which blocks run
-    dtype: torch.dtype  #: of the tensor
+    shape: tuple[int, ...]  #: shape of the tensor
+    axis: int  #: axis of the tensor along which blocks run
+    dtype: torch.dtype  #: dtype of the tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales together."""
+        """Number of bytes of codes and scales together."""
         parts = (self.codes, self.scales.blocks, self.scales.tensor)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -59,10 +59,10 @@ def quantize(
     generator: torch.Generator | None = None,
     seed: int | Tensor | None = None,
 ) -> QuantizedTensor:
-    """The codes and scales of `x`.
+    """Return the codes and scales of `x`.
 
-    Arguments and errors are those of `fake_quantize`, and `dequantize` of the result is bit for bit
-    what that returns.
+    Arguments and errors are those of `fake_quantize`. `dequantize` turns the result into exactly
+    the tensor that `fake_quantize` returns.
     """
     fmt, layout = checked(x, fmt, axis)
     if is_direct(x):
@@ -78,7 +78,7 @@ def quantize(
 
 
 def dequantize(quantized: QuantizedTensor) -> Tensor:
-    """The tensor that codes and scales stand for, of the shape and dtype that it had."""
+    """Return the tensor that codes and scales stand for, in its original shape and dtype."""
     fmt, codes, scales = quantized.format, quantized.codes, quantized.scales
     layout = BlockLayout.of(quantized.shape, fmt, quantized.axis)
     codes = codes.detach()

@@ -17,7 +17,7 @@ from megatron.fake_quant.scales import Scales
 
 _NIBBLE = 4
 
-Parts: TypeAlias = tuple[Tensor, Tensor, Tensor]  #: codes, block scales, tensor scale
+Parts: TypeAlias = tuple[Tensor, Tensor, Tensor]  #: codes, block scales and tensor scale
 
 
 def check_values(shape: tuple[int, ...], fmt: Format) -> None:

@@ -1,4 +1,4 @@
-"""`fake_quantize`: what a tensor holds after being stored in a low-precision format."""
+"""`fake_quantize`: the values of a tensor after it was stored in a low-precision format."""
 
 import torch
 from torch import Tensor
@@ -24,33 +24,34 @@ def fake_quantize(
     """Quantize `x` to `fmt` and return the dequantized values in a new tensor like `x`.
 
     Args:
-        x: float32, bfloat16 or float16 of any shape and strides. Gradients do not flow through:
-            call it inside an autograd function.
-        fmt: a format or its name, see `get_format`.
-        axis: along which blocks are formed, in formats that have them; a GEMM's reduction axis.
-        generator: generator for stochastic rounding; torch's default one for the CPU if None. One
-            number is drawn per call. Each value's random bits follow from it and the value's place
-            in `x`.
-        seed: a number from 0 to 2^62 - 1 to use instead of drawing one; also as an int64 tensor
+        x: float32, bfloat16 or float16 of any shape and strides. The gradient is zero; call this
+            function inside an autograd function.
+        fmt: format or its name, see `get_format`.
+        axis: axis along which blocks run, if the format has blocks; a GEMM's reduction axis.
+        generator: generator for stochastic rounding; by default torch's default one for the CPU.
+            One number is drawn per call. Each value's random bits follow from it and from the
+            position of the value in `x`.
+        seed: number from 0 to 2^62 - 1 to use instead of drawing one; may be an int64 tensor
             without dimensions.
 
-    The arithmetic is done in float32 whatever the dtype of `x`, and the result is then rounded to
-    that dtype, to nearest even. For MX formats, HiFloat4 and HiFloat8 without a scale this last
-    step changes nothing, as what they make of a float16 or bfloat16 is one again. The exception is
-    the top of the range: with a scale rule other than floor a value within half an ulp of it may
-    round up past it, and then is Inf, as it is for a cast.
+    The arithmetic is float32 for every dtype of `x`, and the result is rounded to that dtype, to
+    nearest even. For MX formats, HiFloat4 and HiFloat8 without a scale this last step is exact,
+    because the result for a float16 or bfloat16 value is a value of that dtype. The exception is
+    the top of the range: with a scale rule other than floor, a value within half an ulp of it may
+    round up past it and become Inf, as in a cast.
 
-    A NaN stays NaN, and in a block format it makes its whole block NaN; so does an Inf. In a cast
-    Inf stays Inf, in HiFloat8 and per-tensor FP8 it saturates like any overflow. A tensor's scale
-    is found from the finite values. A zero keeps its sign where the format has a negative zero,
-    which HiFloat8 and mxint8 have not.
+    A NaN stays NaN. In a block format, a NaN or an Inf makes its whole block NaN. In a cast Inf
+    stays Inf; in HiFloat8 and per-tensor FP8 it saturates like any overflow. A tensor's scale
+    follows from the finite values. A zero keeps its sign if the format has a negative zero;
+    HiFloat8 and mxint8 have none.
 
-    Neither strides, device nor the number of threads change a bit. Flushing of subnormals, where it
-    was asked for (`torch.set_flush_denormal`), may: in casts to bf16, and in blocks whose maximum
-    is below 2^-90 (or higher up, if a spelled-out element has more than 5 exponent bits).
+    Strides, device and number of threads do not change a bit. Flushing of subnormals
+    (`torch.set_flush_denormal`) may change bits: in casts to bf16, and in blocks whose maximum is
+    below 2^-90 (or higher, if a spelled-out element has more than 5 exponent bits).
 
-    Raises ValueError for other dtypes, an unknown format, an axis out of range, and for blocks that
-    need other dimensions than the tensor has.
+    Raises:
+        ValueError: if the dtype or the format is unknown, the axis is out of range, or the blocks
+            need other dimensions than the tensor has.
     """
     fmt, layout = checked(x, fmt, axis)
     x = x.detach()
@@ -64,7 +65,7 @@ def fake_quantize(
 
 
 def checked(x: Tensor, fmt: Format | str, axis: int) -> tuple[Format, BlockLayout]:
-    """The format and the layout of its blocks; errors as `fake_quantize` says."""
+    """Return the format and the layout of its blocks, or raise the errors of `fake_quantize`."""
     if isinstance(fmt, str):
         fmt = FORMATS.get(fmt) or get_format(fmt)
     check_tensor(x, "quantize")
@@ -74,7 +75,7 @@ def checked(x: Tensor, fmt: Format | str, axis: int) -> tuple[Format, BlockLayou
 def seed_for(
     fmt: Format, generator: torch.Generator | None, seed: int | Tensor | None
 ) -> int | None:
-    """The seed where the format rounds stochastically, else None; nothing is drawn in vain."""
+    """Return the seed of a format that rounds stochastically; for others draw none, return None."""
     if not fmt.stochastic:
         return None
     return draw_seed(generator) if seed is None else int(seed)

@@ -1,9 +1,9 @@
-"""Random bits that depend on a seed and on a value's place, and on nothing else.
+"""Random bits that depend only on a seed and on a value's position in the tensor.
 
 Stochastic rounding needs the same bits on every device, for every memory layout and number of
-threads. A counter-based generator gives them: Philox4x32-10 (Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", SC 2011) turns the number of a value in the tensor's row-major order,
-and a key, into bits. Value i gets word i % 4 of the block with counter i // 4.
+threads. A counter-based generator provides them: Philox4x32-10 (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", SC 2011) turns a key and the index of a value, in row-major order,
+into bits. Value i gets word i % 4 of the block with counter i // 4.
 """
 
 import hashlib
@@ -15,28 +15,28 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 WORD = 0xFFFFFFFF
-RANDOM_BITS = 24  #: how many of a word's bits rounding uses: what a float32 holds exactly
+RANDOM_BITS = 24  #: bits of a word that rounding uses; a float32 holds them exactly
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
-    """A key for one tensor, from `generator` (None: torch's default one for the CPU).
+    """Draw a key for one tensor from `generator`, by default torch's default one for the CPU.
 
-    A generator on a CUDA device has to be waited for.
+    The call waits for the device if the generator is on a CUDA device.
     """
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(0, 1 << 62, (), generator=generator, device=device))
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A key that depends on all of `parts` and is the same in every process and release."""
+    """Return a key that depends on all `parts` and is the same in every process and release."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """The four 32-bit words for each counter; int64 tensors with values below 2^32."""
+    """Return the four 32-bit words of each counter, in int64 tensors with values below 2^32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -48,13 +48,13 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low word of a 64-bit product; int64 wraps around, its bits are right."""
+    """Return the high and low word of a 64-bit product; int64 wraps around with exact bits."""
     product = a * b
     return (product >> 32) & WORD, product & WORD
 
 
 def random_bits(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-    """An integer from 0 to 2^24 - 1 for each value of a tensor, uniform; int32."""
+    """Return a uniform int32 from 0 to 2^24 - 1 for each value of a tensor."""
     count = torch.Size(shape).numel()
     index = torch.arange(-(-count // 4), dtype=torch.int64, device=device)
     zero = torch.zeros_like(index)

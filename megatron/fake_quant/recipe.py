@@ -1,7 +1,7 @@
-"""Quantization recipes: which operand of which matmul of which layer has which format, and when.
+"""Quantization recipes: the format of each operand, by matmul, layer and iteration.
 
-A recipe is a YAML file of the kind that megatron-core reads, `configs` and `matchers`; what stands
-in a config is ours:
+A recipe is a YAML file with `configs` and `matchers`, as megatron-core reads it. The contents of a
+config are defined here:
 
     configs:
       nvfp4:
@@ -12,7 +12,7 @@ in a config is ours:
       attention:
         qk: mxfp8                                       # all six operands
         pv: {format: mxfp8, backward: bf16, probabilities: unnormalized}
-    matchers:                                           # the first that fits counts
+    matchers:                                           # the first match counts
       head: {config: bf16, type: glob, pattern: "output_layer", enabled: true}
       end: {config: bf16, type: glob, pattern: "*", layers: last 1, enabled: true}
       warm: {config: bf16, type: glob, pattern: "*", iterations: 1-10, enabled: true}
@@ -22,7 +22,7 @@ in a config is ours:
 A pattern is matched against a module's name in the whole model (`decoder.layers.5.mlp.linear_fc1`).
 `config` names one of the configs, or a quantization type (`mxfp8`, `linear_mxfp4`, `bf16`).
 `layers` takes numbers and ranges from 0 (`0-3,8`), `first 2` or `last 4`; `iterations` counts from
-1 (`1-100`, `101-`). What no matcher fits stays in high precision.
+1 (`1-100`, `101-`). Modules that no matcher fits stay in high precision.
 """
 
 import math
@@ -37,7 +37,7 @@ from megatron.fake_quant.recipe_operands import Config, parse_config
 from megatron.fake_quant.recipe_yaml import Node, RecipeError, load_yaml
 
 _MATCHER_KEYS = ("config", "type", "pattern", "enabled", "layers", "iterations")
-Interval = tuple[float, float]  #: first and last iteration, from 1; math.inf: without end
+Interval = tuple[float, float]  #: first and last iteration, from 1; math.inf if there is no end
 # Longer numbers are mistakes, and Python refuses to parse numbers with thousands of digits.
 _RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?")
 _ENDS = re.compile(r"(first|last) ([0-9]{1,12})")
@@ -46,7 +46,7 @@ _ITERATIONS = re.compile(r"([0-9]{1,12})-([0-9]{0,12})")
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """A choice of transformer layers, by global number from 0."""
+    """A selection of transformer layers by their global numbers, from 0."""
 
     text: str
     ranges: tuple[tuple[int, int], ...] = ()
@@ -54,11 +54,11 @@ class Layers:
     last: int = 0
 
     def __contains__(self, place: tuple[int, int]) -> bool:
-        """Whether (layer, number of layers) is chosen; -1, outside of the layers, never is."""
+        """Return whether (layer, number of layers) is selected; -1, outside of the layers, is not."""
         layer, count = place
         if any(low <= layer <= high for low, high in self.ranges):
             return True
-        # Layers of multi-token prediction are numbered on behind the last one.
+        # Layers of multi-token prediction have the numbers after the last one.
         return 0 <= layer < count and (layer < self.first or layer >= count - self.last)
 
 
@@ -75,12 +75,12 @@ class Rule:
     iterations: Interval
 
     def fits(self, module: str, layer: int, num_layers: int) -> bool:
-        """Whether the rule is for this module, in whatever iteration."""
+        """Return whether the rule applies to this module in any iteration."""
         chosen = self.layers is None or (layer, num_layers) in self.layers
         return chosen and fnmatchcase(module, self.pattern)
 
     def holds_at(self, iteration: int) -> bool:
-        """Whether the rule is for this iteration, which counts from 1."""
+        """Return whether the rule applies to this iteration, counted from 1."""
         first, last = self.iterations
         return first <= iteration <= last
 
@@ -94,25 +94,25 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """The file's name without its ending."""
+        """Name of the file without its suffix."""
         return self.path.stem
 
     def rules_for(self, module: str, layer: int, num_layers: int) -> tuple[Rule, ...]:
-        """The rules that ever count for a module, in order; the first that holds is in force."""
-        counting = []
-        free: list[Interval] = [(1, math.inf)]  # iterations of which no rule before has spoken
+        """Return the rules that apply to a module in some iteration, by falling precedence."""
+        applicable = []
+        free: list[Interval] = [(1, math.inf)]  # iterations that no earlier rule covers
         for rule in self.rules:
             if rule.fits(module, layer, num_layers):
                 first, last = rule.iterations
                 if any(low <= last and first <= high for low, high in free):
-                    counting.append(rule)
+                    applicable.append(rule)
                 pieces = [(low, min(high, first - 1)) for low, high in free]
                 pieces += [(max(low, last + 1), high) for low, high in free]
                 free = [(low, high) for low, high in pieces if low <= high and low < math.inf]
-        return tuple(counting)
+        return tuple(applicable)
 
     def changes(self) -> list[int]:
-        """The iterations, from the second on, at which a rule begins or is over."""
+        """Return the iterations, from the second on, at which a rule begins or has ended."""
         ends = {
             edge for rule in self.rules for edge in (rule.iterations[0], rule.iterations[1] + 1)
         }
@@ -123,7 +123,8 @@ def load_recipe(path: Path) -> Recipe:
     """Read a recipe.
 
     Raises:
-        ValueError: names the file, the line, what was found and what is accepted.
+        ValueError: if the recipe is invalid; the message names the file, the line and what is
+            accepted.
     """
     try:
         root = load_yaml(path)
@@ -139,25 +140,25 @@ def load_recipe(path: Path) -> Recipe:
             if name not in used:
                 raise node.error(f"config {name!r} is used by no enabled matcher; remove it")
         if not any(rules):
-            raise root.error("recipe has no enabled matcher, so it says nothing; add one")
+            raise root.error("recipe has no enabled matcher, so it has no effect; add one")
     except RecipeError as error:
         raise ValueError(f"recipe {printable(path, limit=1000)}: {error}") from None
     return Recipe(path, tuple(rule for rule in rules if rule is not None))
 
 
 def _rule(name: str, node: Node, configs: Mapping[str, Config]) -> Rule | None:
-    """A matcher; None if it is switched off."""
+    """Parse a matcher; return None if it is switched off."""
     what = f"matcher {name!r}"
     node.only_keys(what, _MATCHER_KEYS)
     enabled = node.scalar("enabled", what)
     if not isinstance(enabled, bool):
         raise node.error(
-            f"{what} has enabled: {enabled!r}; say true or false (megatron-core takes a missing "
-            "one for false)"
+            f"{what} has enabled: {enabled!r}; give true or false (megatron-core reads a missing "
+            "value as false)"
         )
     kind = node.scalar("type", what)
     if kind != "glob":
-        raise node.error(f"{what} has type {kind!r}; the only one there is is glob")
+        raise node.error(f"{what} has type {kind!r}; the only accepted type is glob")
     config_name, pattern = node.scalar("config", what), node.scalar("pattern", what)
     if not isinstance(pattern, str) or not pattern or not pattern.isprintable():
         raise node.error(f"{what} has the pattern {pattern!r}; give a glob, as in '*.linear_fc1'")
@@ -169,7 +170,7 @@ def _rule(name: str, node: Node, configs: Mapping[str, Config]) -> Rule | None:
             known = ", ".join(configs) or "none"
             raise node.error(
                 f"{what} names the config {config_name!r}; the configs are {known}, and a "
-                "quantization type such as mxfp8, linear_mxfp4 or bf16 will do"
+                "quantization type such as mxfp8, linear_mxfp4 or bf16 is accepted too"
             ) from None
     layers = _layers(node, what) if "layers" in node else None
     iterations = _iterations(node, what) if "iterations" in node else (1, math.inf)

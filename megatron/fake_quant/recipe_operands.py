@@ -1,13 +1,13 @@
-"""A config of a recipe: from names of operands to what each of them goes through.
+"""Configs of a recipe: parse the transform and the format of each named operand.
 
 An operation (`linear`, `qk`, `pv`) is a format for all six operands, or a mapping with
 
-    format         of all operands that nothing else is said of
-    backward       of those of the backward pass; bf16: it is straight-through
-    probabilities  of pv: normalized (default) or unnormalized, as in a flash-attention kernel
+    format         default format of all operands
+    backward       default format in the backward pass; bf16 makes it straight-through
+    probabilities  for pv: normalized (default) or unnormalized, as in a flash-attention kernel
     a GEMM's name  a format, or a mapping of its two operands, `format` and `hadamard`
 
-The GEMMs and their operands, in the order of `GemmFormats`, are in `GEMMS`.
+`GEMMS` lists the GEMMs and their operands in the order of `GemmFormats`.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.quant_type import OPERATIONS, parse_format, parse_type
 from megatron.fake_quant.recipe_yaml import Node
 
-#: What each operation of a layer goes through; None: high precision.
+#: Formats of each operation of a layer; None means high precision.
 Config = Mapping[str, GemmFormats | None]
 
 GEMMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -43,10 +43,10 @@ _PROBABILITIES = ("normalized", "unnormalized")
 
 
 def parse_config(node: Node, what: str) -> Config:
-    """The operations of a config, or of a quantization type.
+    """Parse the operations of a config or of a quantization type.
 
     Raises:
-        RecipeError: an unknown key or format; says the line and what is accepted.
+        RecipeError: if a key or a format is unknown; names the line and what is accepted.
     """
     if not node.value:
         raise node.error(
@@ -110,8 +110,8 @@ def _operation(node: Node, operation: str, what: str) -> GemmFormats | None:
         unnormalized = chosen == "unnormalized"
         if unnormalized and operands["fprop_a"] == AS_IT_IS:
             raise node.value["probabilities"].error(
-                f"probabilities of {what} is unnormalized, which says how they are quantized, and "
-                "they have no format; give format or fprop, or remove it"
+                f"probabilities of {what} is unnormalized, which needs a format for them; "
+                "give format or fprop, or remove it"
             )
     if all(operand == AS_IT_IS for operand in operands.values()):
         return None
@@ -148,7 +148,7 @@ def _gemm(
 
 
 def _hadamard(node: Node, what: str) -> Hadamard:
-    """`hadamard: 16` or `hadamard: {size: 16, signs: nvfp4}`."""
+    """Parse `hadamard: 16` or `hadamard: {size: 16, signs: nvfp4}`."""
     what = f"hadamard of {what}"
     size, signs = node.value, "none"
     if isinstance(node.value, dict):

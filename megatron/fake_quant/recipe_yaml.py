@@ -1,4 +1,4 @@
-"""YAML with line numbers, so that an error in a recipe says where it is."""
+"""A YAML reader that keeps line numbers, so that an error in a recipe names its line."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ MESSAGE_LIMIT = 500  #: longest error message in characters
 
 
 class RecipeError(ValueError):
-    """Something in a recipe that is not as it must be; says the line."""
+    """An error in a recipe; the message names the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A scalar, or a mapping whose values are nodes; and the line that it begins on, from 1."""
+    """A scalar, or a mapping whose values are nodes, with its first line, counted from 1."""
 
     value: Any
     line: int
@@ -32,7 +32,7 @@ class Node:
         return isinstance(self.value, dict) and key in self.value
 
     def items(self) -> Iterator[tuple[str, "Node"]]:
-        """Keys and nodes of a mapping."""
+        """Yield the keys and nodes of a mapping."""
         assert isinstance(self.value, dict)
         yield from self.value.items()
 
@@ -49,7 +49,7 @@ class Node:
                 raise node.error(f"{what} has the key {key!r}; it takes {', '.join(accepted)}")
 
     def mapping(self, key: str, what: str) -> "Node":
-        """The mapping under `key`; an empty one where there is none."""
+        """Return the mapping under `key`, an empty one if there is none."""
         node: Node = self.value.get(key, Node({}, self.line))
         if node.value is None:
             return Node({}, node.line)
@@ -60,7 +60,7 @@ class Node:
         return node
 
     def scalar(self, key: str, what: str) -> Any:
-        """The scalar under `key`, which must be there."""
+        """Return the scalar under `key`, or raise an error if there is none."""
         if key not in self:
             raise self.error(f"{what} has no {key}; add it")
         node: Node = self.value[key]
@@ -143,17 +143,17 @@ class _Builder:
             self._open.discard(id(node))
 
     def _mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
-        found: dict[str, Node] = {}
+        nodes: dict[str, Node] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
                 raise RecipeError(f"line {line}: a key is a {key.id}; it takes a name")
             if not key.value.isprintable():
                 raise RecipeError(f"line {line}: the key {printable(key.value)} is not printable")
-            if key.value in found:
+            if key.value in nodes:
                 raise RecipeError(f"line {line}: the key {printable(repr(key.value))} occurs twice")
-            found[key.value] = self.node(value, line)
-        return found
+            nodes[key.value] = self.node(value, line)
+        return nodes
 
     def _scalar(self, node: yaml.ScalarNode, line: int) -> Any:
         if len(node.value) > SCALAR_LIMIT:

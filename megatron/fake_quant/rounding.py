@@ -2,7 +2,7 @@
 
 `round_to` looks up the rule for an element type and a rounding mode, and refuses a mode that has no
 rule. To add a mode, add it to `ROUNDINGS` in `formats.py` and to `roundings` of each element type
-that has it, and add its rule here. The fused kernels and the statistics implement modes by name;
+that supports it, and add its rule here. The fused kernels and the statistics implement modes by name;
 formats with any other mode are computed by `reference.py`, which calls `round_to`.
 """
 
@@ -47,7 +47,7 @@ def round_to(
         source: dtype that `x` came from, for hybrid rounding.
 
     Raises:
-        ValueError: if the element type does not have the rounding mode.
+        ValueError: if the element type does not support the rounding mode.
     """
     round_by, rules = _RULES[type(element)]
     check_rounding(rounding, rules, f"the element type {element.name}")

@@ -1,4 +1,4 @@
-"""The local settings file, which keeps formats from one run to the next."""
+"""The local settings file, which stores the formats of later runs."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def read_settings(path: Path) -> dict[str, str]:
     A missing file sets nothing.
 
     Raises:
-        ValueError: the file is not such an object.
+        ValueError: if the file is not such an object.
     """
     try:
         settings = read_json(path, limit=SIZE_LIMIT)

@@ -253,7 +253,7 @@ def test_the_lm_head_needs_a_recipe():
         ),
         (
             "matchers:\n  m: {config: mxfp8, type: regex, pattern: '*', enabled: true}\n",
-            "line 2: matcher 'm' has type 'regex'; the only one there is is glob",
+            "line 2: matcher 'm' has type 'regex'; the only accepted type is glob",
         ),
         (
             MATCHER % "mxfp5",
@@ -297,7 +297,7 @@ def test_the_lm_head_needs_a_recipe():
             "line 3: probabilities of pv of config 'c' is unnormalized, .* they have no format",
         ),
         # Nothing behind a colon is no way to say bf16.
-        ("description: x\n", "line 1: recipe has no enabled matcher, so it says nothing"),
+        ("description: x\n", "line 1: recipe has no enabled matcher, so it has no effect"),
         ("matchers:\n", "line 1: recipe has no enabled matcher"),
         (
             "matchers:\n  m: {config: mxfp8, type: glob, pattern: '*', enabled: false}\n",

@@ -1,12 +1,13 @@
-"""The order in which a kernel goes through a tensor's memory."""
+"""The order in which a kernel reads a tensor's memory."""
 
 from torch import Tensor
 
 
 def without_gaps(x: Tensor, *, in_order: bool) -> tuple[Tensor, list[int]]:
-    """`x`, or a copy without gaps, and the order of its dimensions in memory.
+    """Return `x` or a copy of it without gaps, and the order of its dimensions in memory.
 
-    in_order: the first to the last, because the place of a value counts (random bits, tiles).
+    in_order: keep the dimensions in order, because the position of a value matters (random bits,
+        square blocks).
     """
     order = list(range(x.ndim))
     if in_order or x.is_contiguous():

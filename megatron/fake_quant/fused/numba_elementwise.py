@@ -1,4 +1,4 @@
-"""CPU kernels for formats without block scales, and the maximum of a tensor."""
+"""CPU kernels for formats without block scales, and for the maximum of a tensor."""
 
 from typing import Any
 
@@ -30,16 +30,16 @@ SMALLEST = np.int32((127 - 22) << 23)
 HALF_SMALLEST = np.int32((127 - 23) << 23)
 SMALLEST_NORMAL_FLOAT16 = np.int32((127 - 14) << 23)
 UNITS_BELOW_SMALLEST = np.float32(2.0 ** (RANDOM_BITS + 22))
-PIECE = 1024  #: values that random bits are made for at a time
+PIECE = 1024  #: values per batch of random bits
 NEAREST, STOCHASTIC, HYBRID = 0, 1, 2
 FROM_FLOAT32, FROM_BFLOAT16, FROM_FLOAT16 = 0, 1, 2
 
 
 @kernel
 def finite_amax(src: Any, start: Any, stop: Any) -> Any:
-    """The largest finite magnitude of `src[start:stop]`, in bits."""
+    """Return the largest finite magnitude of `src[start:stop]`, in bits."""
     amax = ZERO
-    part = src[start:stop]  # counting from 0 saves a check for negative indices
+    part = src[start:stop]  # Indices from 0 need no check for negative ones.
     for i in range(len(part)):
         magnitude = np.int32(widen(part[i]) & MAGNITUDE)
         amax = max(amax, magnitude if magnitude < INFINITY else ZERO)
@@ -48,7 +48,7 @@ def finite_amax(src: Any, start: Any, stop: Any) -> Any:
 
 @inlined
 def element_value(bits: Any, rounded: Any, up: Any, element: Any) -> Any:
-    """The result, in bits, from the input's and the rounded magnitude's."""
+    """Return the result from the input and the rounded magnitude, all in bits."""
     sign = np.int32(bits & SIGN)
     if rounded == 0:
         sign = np.int32(sign & element.zero_sign)
@@ -60,7 +60,7 @@ def element_value(bits: Any, rounded: Any, up: Any, element: Any) -> Any:
 def elements(
     src: Any, dst: Any, down: Any, up: Any, element: Any, random: Any, start: Any, stop: Any
 ) -> None:
-    """Every value times `down`, rounded to the element, times `up`."""
+    """Multiply every value by `down`, round it to the element, and multiply it by `up`."""
     read, written = src[start:stop], dst[start:stop]
     if random.on:
         buffer = np.empty(PIECE + 7, np.int32)
@@ -82,7 +82,7 @@ def elements(
 
 @inlined
 def steps_of(magnitude: Any) -> Any:
-    """The spacing of HiFloat8 at a magnitude of at least 2^-22, in units of the last bit."""
+    """Return HiFloat8's spacing at a magnitude of at least 2^-22, in units of the last bit."""
     distance = abs(np.int32(np.int32(magnitude >> 23) - 127))
     shift = 20 + (distance >= 4) + (distance >= 8) + (distance >= 16)
     return np.int32(np.int32(1) << np.int32(shift))
@@ -90,7 +90,7 @@ def steps_of(magnitude: Any) -> Any:
 
 @inlined
 def nearest_hifloat8(magnitude: Any) -> Any:
-    """Ties away from zero; may be beyond the largest number."""
+    """Round to nearest, ties away from zero; the result may exceed the largest number."""
     lifted = max(magnitude, SMALLEST)
     steps = steps_of(lifted)
     rounded = np.int32(np.int32(lifted + (steps >> 1)) & np.int32(-steps))
@@ -99,7 +99,7 @@ def nearest_hifloat8(magnitude: Any) -> Any:
 
 @inlined
 def carries_by_low_bits(magnitude: Any, way: Any, source: Any) -> Any:
-    """Whether SR14 or SR2 goes up; `way` is how far it is, in units of 2^-24."""
+    """Return whether SR14 or SR2 goes up; `way` is the distance from below, in units of 2^-24."""
     if source == FROM_FLOAT32:
         return (way >> (RANDOM_BITS - 14)) >= (magnitude & ((1 << 14) - 1))
     if source == FROM_BFLOAT16:
@@ -113,7 +113,7 @@ def carries_by_low_bits(magnitude: Any, way: Any, source: Any) -> Any:
 
 @inlined
 def other_hifloat8(magnitude: Any, rounding: Any, source: Any, random: Any) -> Any:
-    """Hybrid or stochastic (where `random` counts); may be beyond the largest number."""
+    """Round by the hybrid or the stochastic mode; the result may exceed the largest number."""
     small = magnitude < SMALLEST
     steps = steps_of(max(magnitude, SMALLEST))
     below = ZERO if small else np.int32(magnitude & np.int32(-steps))
@@ -134,7 +134,7 @@ def other_hifloat8(magnitude: Any, rounding: Any, source: Any, random: Any) -> A
 
 @inlined
 def hifloat8_value(bits: Any, scaled: Any, rounded: Any, up: Any, beyond: Any) -> Any:
-    """The result, in bits, from the input's, its scaled magnitude's and the rounded one's."""
+    """Return the result from the input, its scaled and its rounded magnitude, all in bits."""
     if rounded > LARGEST:
         rounded = beyond
     sign = np.int32(bits & SIGN) if rounded != 0 else ZERO
@@ -155,9 +155,12 @@ def hifloat8(
     start: Any,
     stop: Any,
 ) -> None:
-    """Every value times `down`, rounded to HiFloat8, times `up`; overflow becomes `beyond`."""
+    """Multiply every value by `down`, round it to HiFloat8, and multiply it by `up`.
+
+    Overflow becomes `beyond`.
+    """
     read, written = src[start:stop], dst[start:stop]
-    # Twice the largest number is beyond it in every rounding.
+    # Twice the largest number overflows in every rounding mode.
     limit = np.int32(min(beyond, np.int32(LARGEST + (1 << 23))))
     if rounding == NEAREST:
         for i in range(len(read)):

@@ -22,10 +22,10 @@ from megatron.fake_quant.fused.numba_bits import (
 from megatron.fake_quant.fused.numba_compile import inlined
 
 GROUP = 64
-COLUMNS = 64  #: that are brought together into rows at a time
+COLUMNS = 64  #: columns that are transposed to rows at a time
 BIAS = 48
 LARGEST_BYTE = 254
-MANTISSA = 52  #: bits of a float64's, and its bias
+MANTISSA = 52  #: mantissa bits of a float64
 DOUBLE_BIAS = 1023
 SEVENTH = 73 / 512  #: bf16(1 / 7)
 RECIPROCALS = (1.0, 205 / 256, 171 / 256, 73 / 128)  #: bf16(1 / (1 + m / 4))
@@ -33,7 +33,7 @@ RECIPROCALS = (1.0, 205 / 256, 171 / 256, 73 / 128)  #: bf16(1 / (1 + m / 4))
 
 @inlined
 def e6m2(amax: Any) -> Any:
-    """The byte of a group's scale from its largest magnitude, a float32 above 0."""
+    """Return the byte of a group's scale from its largest magnitude, a float32 above 0."""
     product = np.float64(np.float64(amax) * SEVENTH).view(np.int64)
     exponent = (product >> MANTISSA) - DOUBLE_BIAS
     fraction = (product & ((1 << MANTISSA) - 1)) | (1 << MANTISSA)
@@ -46,7 +46,7 @@ def e6m2(amax: Any) -> Any:
 
 @inlined
 def element(bits: Any, reciprocal: Any, up: Any) -> Any:
-    """A value that is multiplied by `reciprocal`, rounded to quarters and multiplied by `up`."""
+    """Multiply a value by `reciprocal`, round it to quarters, and multiply it by `up`."""
     quarters = np.float64(as_float(np.int32(bits & MAGNITUDE))) * reciprocal * 4
     rounded = np.float32(min(np.floor(quarters + 0.5), 7.0)) * np.float32(0.25)
     return np.int32(as_bits(rounded * up) | np.int32(bits & SIGN))
@@ -54,7 +54,7 @@ def element(bits: Any, reciprocal: Any, up: Any) -> Any:
 
 @inlined
 def one_group(group: Any) -> Any:
-    """Quantize 64 float32 in place, as bits."""
+    """Quantize 64 float32, given as bits, in place."""
     amax = ZERO
     for j in range(GROUP):
         amax = max(amax, np.int32(group[j] & MAGNITUDE))
@@ -83,7 +83,10 @@ def one_group(group: Any) -> Any:
 
 @kernel
 def hifloat4(src: Any, dst: Any, start: Any, stop: Any) -> None:
-    """Groups along the middle axis of `[outer, n, inner]`; start and stop count groups of rows."""
+    """Quantize groups along the middle axis of `[outer, n, inner]`.
+
+    start and stop count groups of rows.
+    """
     n, inner = src.shape[1], src.shape[2]
     groups = (n + GROUP - 1) // GROUP
     buffer = np.empty((COLUMNS, GROUP), np.int32)
@@ -92,7 +95,7 @@ def hifloat4(src: Any, dst: Any, start: Any, stop: Any) -> None:
         count = min(GROUP, n - first)
         for left in range(0, inner, COLUMNS):
             width = min(COLUMNS, inner - left)
-            buffer[:, count:] = 0  # again each time: a group of NaN has overwritten it
+            buffer[:, count:] = 0  # A group of NaN may have overwritten the padding.
             for i in range(count):
                 for j in range(width):
                     buffer[j, i] = widen(src[outer, first + i, left + j])

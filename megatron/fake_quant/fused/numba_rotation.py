@@ -1,4 +1,4 @@
-"""CPU kernel for the Hadamard transform: sums in the reference's order, in one pass over memory."""
+"""CPU kernels for the Hadamard transform, which sum in the reference's order in one pass."""
 
 from typing import Any
 
@@ -16,19 +16,19 @@ from megatron.fake_quant.fused.numba_bits import (
 )
 from megatron.fake_quant.fused.numba_compile import inlined
 
-COLUMNS = 256  #: that a tile is wide
+COLUMNS = 256  #: width of a tile
 
 
 @inlined
 def finished(total: Any, factor: Any) -> Any:
-    """A sum times `factor`, in bits, with one NaN."""
+    """Return a sum times `factor`, in bits, with the canonical NaN."""
     bits = as_bits(np.float32(total * factor))
     return NAN if np.int32(bits & MAGNITUDE) > INFINITY else bits
 
 
 @kernel
 def rows(src: Any, dst: Any, matrix: Any, factor: Any, start: Any, stop: Any) -> None:
-    """`[blocks, d]` times the `[d, d]` matrix times `factor`, blocks start to stop."""
+    """Multiply `[blocks, d]` by the `[d, d]` matrix and by `factor`, from block start to stop."""
     size = matrix.shape[0]
     total = np.empty(size, np.float32)
     for block in range(start, stop):
@@ -45,7 +45,7 @@ def rows(src: Any, dst: Any, matrix: Any, factor: Any, start: Any, stop: Any) ->
 
 @kernel
 def columns(src: Any, dst: Any, matrix: Any, factor: Any, start: Any, stop: Any) -> None:
-    """The same along the middle axis of `[blocks, d, inner]`."""
+    """Do the same as `rows` along the middle axis of `[blocks, d, inner]`."""
     size, inner = matrix.shape[0], src.shape[2]
     total = np.empty(COLUMNS, np.float32)
     for block in range(start, stop):

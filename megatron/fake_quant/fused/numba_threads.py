@@ -1,11 +1,11 @@
-"""Work on several threads: those that torch computes with, where they can be had.
+"""Run a kernel on several threads, if possible on those that torch computes with.
 
-torch's OpenMP threads do not sleep after an operation but turn in a loop for some milliseconds, to
-be ready for the next one. Threads of our own would share the cores with them: on two cores a
-kernel right behind a copy took 1.4 to 1.9 times as long (MXFP8 and HiFloat8, memory used again).
-Therefore the work is given to these very threads, by the function that compilers call for
-`#pragma omp parallel`. It is GNU's, and part of its binary interface; LLVM's and Intel's runtimes
-export it too.
+torch's OpenMP threads do not sleep after an operation. They spin for some milliseconds, to be ready
+for the next one. Threads of our own would compete with them for the cores: on two cores a kernel
+right after a copy took 1.4 to 1.9 times as long (MXFP8 and HiFloat8, memory used again). Work
+therefore runs on torch's threads, through the function that compilers call for
+`#pragma omp parallel`. The function is part of GNU's binary interface; the runtimes of LLVM and
+Intel export it too.
 """
 
 import ctypes
@@ -23,10 +23,10 @@ import torch
 Work = Callable[[int, int], Any]
 Parallel = Callable[[Callable[[], None], int], None]
 
-PARTS = 4  #: for each thread, so that one that is held up leaves its rest to the others
+PARTS = 4  #: parts per thread, so that other threads can take over from a delayed one
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-_forked = False  #: OpenMP's threads do not come along, and GNU's runtime waits for them forever
+_forked = False  #: True after a fork, which OpenMP's threads do not survive; GNU's runtime hangs
 
 
 def _after_fork() -> None:
@@ -42,8 +42,8 @@ if hasattr(os, "register_at_fork"):
 def run(work: Work, count: int, least: int = 1) -> list[Any]:
     """Call `work(start, stop)` on parts of `range(count)` that are at least `least` long.
 
-    On as many threads as torch may use. Returns what the parts gave, in their order; raises what a
-    part raised.
+    The parts run on as many threads as torch may use. Return their results in order, or raise the
+    error of a part.
     """
     pieces = max(1, count // least)
     threads = min(torch.get_num_threads(), pieces)
@@ -57,11 +57,11 @@ def run(work: Work, count: int, least: int = 1) -> list[Any]:
         while waiting and not errors:
             try:
                 part = waiting.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # Another thread took the last part.
                 return
             try:
                 results[part] = work(edges[part], edges[part + 1])
-            except BaseException as error:  # must not get into the runtime
+            except BaseException as error:  # must not reach the OpenMP runtime
                 errors.append(error)
 
     parallel = None if _forked else _openmp()
@@ -73,11 +73,11 @@ def run(work: Work, count: int, least: int = 1) -> list[Any]:
 
 @functools.cache
 def _openmp() -> Parallel | None:
-    """Run a function on each of some of torch's threads; None where torch has other ones."""
+    """Return a function that runs work on torch's threads, None if they are not OpenMP's."""
     if not sys.platform.startswith("linux") or "backend: OpenMP" not in _backend():
         return None
     try:
-        # Looks for the name in what the library depends on, too: the runtime that torch uses.
+        # The lookup includes the library's dependencies, among them the runtime that torch uses.
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         start = library.GOMP_parallel
     except (OSError, AttributeError):

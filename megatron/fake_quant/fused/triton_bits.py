@@ -1,10 +1,10 @@
-"""Functions of the Triton kernels for GPUs, which work on the bits of many numbers at a time.
+"""Functions that the Triton kernels share: arithmetic on the bits of many numbers at a time.
 
 This is the counterpart of `numba_bits.py`, with the same arithmetic on int32 bits of float32. It
-avoids what differs between GPUs: a NaN is written as bits, bfloat16 is rounded with integers, and
-every division is IEEE's. Kernels must be launched with `enable_fp_fusion=False`.
+avoids operations that differ between GPUs: a NaN is written as bits, bfloat16 is rounded with
+integers, and every division is IEEE's. Kernels must be launched with `enable_fp_fusion=False`.
 
-Names in capitals are constants: every value of theirs makes a kernel of its own.
+Names in capitals are constants: Triton compiles one kernel per combination of their values.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,13 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
 NAN_FLOAT16 = tl.constexpr(0x7E00)
-POWER_254 = tl.constexpr(254 << 23)  #: minus the bits of a power of two: those of its reciprocal
+POWER_254 = tl.constexpr(
+    254 << 23
+)  #: minus the bits of a power of two, this is its reciprocal's bits
 UNITS = tl.constexpr(float(1 << random_bits.RANDOM_BITS))
-UNUSED = tl.constexpr(32 - random_bits.RANDOM_BITS)  #: bits of a random word
+UNUSED = tl.constexpr(
+    32 - random_bits.RANDOM_BITS
+)  #: bits of a random word that rounding does not use
 ROUNDS = tl.constexpr(random_bits.ROUNDS)
 MULTIPLIER_0 = tl.constexpr(random_bits.MULTIPLIERS[0])
 MULTIPLIER_1 = tl.constexpr(random_bits.MULTIPLIERS[1])
@@ -31,8 +35,8 @@ KEY_STEP_1 = tl.constexpr(random_bits.KEY_STEPS[1])
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """For the device; or interpreted with numpy, where TRITON_INTERPRET=1 was set at import."""
-    # Keys of random numbers would make a kernel each time one of them is a multiple of 16.
+    """Compile a function for the device, or interpret it if TRITON_INTERPRET=1 was set at import."""
+    # Triton would compile another kernel whenever a random key is a multiple of 16.
     keys = [name for name in ("key0", "key1") if name in function.__code__.co_varnames]
     return triton.jit(function, do_not_specialize=keys)
 
@@ -49,7 +53,7 @@ def as_bits(x: tl.tensor) -> tl.tensor:
 
 @compiled
 def widen(stored: tl.tensor) -> tl.tensor:
-    """Bits of the float32 that a loaded value stands for."""
+    """Return the bits of the float32 that a loaded value stands for."""
     if stored.dtype == tl.bfloat16:
         bits = stored.to(tl.int16, bitcast=True).to(tl.int32) << 16
     else:
@@ -59,9 +63,9 @@ def widen(stored: tl.tensor) -> tl.tensor:
 
 @compiled
 def narrow(bits: tl.tensor, dtype: tl.constexpr, EXACT: tl.constexpr) -> tl.tensor:
-    """Undo `widen`, rounding to nearest even; a NaN must be the canonical one.
+    """Undo `widen` by rounding to nearest even; a NaN must be the canonical one.
 
-    EXACT: if this is bfloat16, it holds every number that occurs.
+    EXACT: True if bfloat16 can represent every value, so that no rounding is needed.
     """
     if dtype == tl.bfloat16:
         if not EXACT:
@@ -78,7 +82,7 @@ def narrow(bits: tl.tensor, dtype: tl.constexpr, EXACT: tl.constexpr) -> tl.tens
 
 @compiled
 def round_by(magnitude: tl.tensor, shifter: tl.tensor) -> tl.tensor:
-    """Round to the spacing that a power of two has, by adding and subtracting it."""
+    """Round to the float32 spacing of a power of two, by adding and subtracting it."""
     return as_bits((as_float(magnitude) + shifter) - shifter)
 
 
@@ -93,7 +97,7 @@ def nearest_even(magnitude: tl.tensor, LOWEST: tl.constexpr, MANTISSA: tl.conste
 def stochastic(
     magnitude: tl.tensor, random: tl.tensor, LOWEST: tl.constexpr, MANTISSA: tl.constexpr
 ) -> tl.tensor:
-    """See `element.round_to`."""
+    """Round a finite magnitude stochastically, see `rounding._stochastic`."""
     spacing = tl.maximum(magnitude & INFINITY, LOWEST) - (MANTISSA << 23)
     steps = as_float(magnitude) * as_float(-spacing + POWER_254)
     whole = steps.to(tl.int32).to(tl.float32)
@@ -103,7 +107,7 @@ def stochastic(
 
 @compiled
 def philox(counter: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
-    """The four random words of 64-bit counters, see `random_bits.py`."""
+    """Return the four random words of 64-bit counters, see `random_bits.py`."""
     c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
     k0, k1 = key0.to(tl.uint32, bitcast=True), key1.to(tl.uint32, bitcast=True)
@@ -117,7 +121,7 @@ def philox(counter: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
 
 @compiled
 def random_each(place: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
-    """Random bits of the values with these numbers (int64) in the tensor."""
+    """Return the random bits of the values at these positions (int64) in the tensor."""
     w0, w1, w2, w3 = philox(place >> 2, key0, key1)
     odd = (place & 1) == 1
     words = tl.where((place & 2) == 0, tl.where(odd, w1, w0), tl.where(odd, w3, w2))
@@ -126,7 +130,7 @@ def random_each(place: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor
 
 @compiled
 def random_fours(first: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
-    """Random bits `[..., 2, 2]` of four values each, from a number on that is a multiple of 4."""
+    """Return the random bits `[..., 2, 2]` of four values from each position, a multiple of 4."""
     w0, w1, w2, w3 = philox(first >> 2, key0, key1)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return (words >> UNUSED).to(tl.int32)

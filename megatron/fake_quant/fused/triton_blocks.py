@@ -1,6 +1,6 @@
-"""The GPU kernel for formats with block scales: `numba_blocks.py`, value for value.
+"""The GPU kernel for formats with block scales, the counterpart of `numba_blocks.py`.
 
-A program has a tile of values in registers: it reads each value once and writes it once.
+A program holds a tile of values in registers. It reads each value once and writes it once.
 """
 
 import triton.language as tl
@@ -34,13 +34,13 @@ E4M3_TOP = tl.constexpr((127 + 8) << 23 | 6 << 20)
 
 @compiled
 def power(byte: tl.tensor) -> tl.tensor:
-    """2^(byte - 127) as float32."""
+    """Return 2^(byte - 127) as float32."""
     return as_float(tl.where(byte == 0, HALF_POWER, byte << 23))
 
 
 @compiled
 def e8m0(amax: tl.tensor, EMAX: tl.constexpr, CARRY_FROM: tl.constexpr) -> tl.tensor:
-    """The byte of a block's scale from its finite maximum, see `block.scale_bytes`."""
+    """Return the byte of a block's scale from its finite maximum, see `mx.scale_bytes`."""
     subnormal = amax < SMALLEST_NORMAL
     lifted = tl.where(subnormal, as_bits(as_float(amax) * 4294967296.0), amax)  # times 2^32
     exponent = (lifted >> 23) - tl.where(subnormal, 32, 0)
@@ -50,7 +50,7 @@ def e8m0(amax: tl.tensor, EMAX: tl.constexpr, CARRY_FROM: tl.constexpr) -> tl.te
 
 @compiled
 def e4m3(amax: tl.tensor, encode: tl.tensor, decode: tl.tensor) -> tl.tensor:
-    """NVFP4's multiplier and scale of a block, see `nvfp4.py`."""
+    """Return NVFP4's multiplier and scale of a block, see `nvfp4.py`."""
     scaled = tl.minimum(as_bits(as_float(amax) * (encode * SIXTH)), E4M3_TOP)
     scale = as_float(nearest_even(scaled, E4M3_LOWEST, 3))
     product = scale * decode
@@ -67,7 +67,10 @@ def drawn(
     key1: tl.tensor,
     RANDOM: tl.constexpr,
 ) -> tl.tensor:
-    """Random bits of a tile; RANDOM: 4 if all rows of four are one block of random words, or 1."""
+    """Return the random bits of a tile.
+
+    RANDOM: 4 if every four neighbors of a row share one block of random words, otherwise 1.
+    """
     A: tl.constexpr = place.shape[0]
     COLUMNS: tl.constexpr = place.shape[1] * place.shape[2]
     if RANDOM == 4:
@@ -104,14 +107,14 @@ def blocks(
     T: tl.constexpr,
     B: tl.constexpr,
 ) -> tl.tensor:
-    """Quantize matrices `[rows, columns]`, one behind the other, in blocks of HEIGHT x WIDTH.
+    """Quantize consecutive matrices `[rows, columns]` in blocks of HEIGHT x WIDTH.
 
-    A tile is `[A, T, B]`: T blocks beside each other, whose height and width are rounded up to
-    powers of two; or A rows of such blocks if their height is 1. `tiles` of them are beside each
-    other, and `bands` below each other.
+    A tile `[A, T, B]` holds T blocks side by side, whose height A and width B are rounded up to
+    powers of two. If the height of a block is 1, the tile holds A rows of such blocks. A matrix has
+    `bands` rows of `tiles` tiles.
 
-    TARGET: that of the tensor's scale for NVFP4, 0 for E8M0 scales.
-    RANDOM: 0 rounds to nearest, otherwise see `drawn`.
+    TARGET: target of the tensor's scale for NVFP4, 0 for E8M0 scales.
+    RANDOM: 0 to round to nearest; for other values see `drawn`.
     """
     program = tl.program_id(0)
     band = program // tiles

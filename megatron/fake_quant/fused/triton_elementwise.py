@@ -1,6 +1,6 @@
-"""GPU kernels for formats without block scales, and the maximum of a tensor.
+"""GPU kernels for formats without block scales, and for the maximum of a tensor.
 
-The counterpart of `numba_elementwise.py`.
+This is the counterpart of `numba_elementwise.py`.
 """
 
 import triton.language as tl
@@ -22,7 +22,7 @@ from megatron.fake_quant.fused.triton_bits import (
 )
 from megatron.fake_quant.random_bits import RANDOM_BITS
 
-SMALLEST_FLOAT32 = tl.constexpr(2.0**-126)  #: of the normal ones
+SMALLEST_FLOAT32 = tl.constexpr(2.0**-126)  #: smallest normal number
 FLOAT32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 LARGEST = tl.constexpr((127 + 15) << 23)
 OVERFLOW = tl.constexpr((127 + 15) << 23 | 1 << 21)  #: 1.25 * 2^15
@@ -40,21 +40,21 @@ HALF_WAY = tl.constexpr(1 << (RANDOM_BITS - 1))
 def finite_amax(
     src: tl.tensor, amax: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, REPEATS: tl.constexpr
 ) -> tl.tensor:
-    """Raise `amax`, which begins as 0, to the bits of the largest finite magnitude."""
+    """Raise `amax`, which starts at 0, to the bits of the largest finite magnitude."""
     first = tl.program_id(0).to(tl.int64) * (BLOCK * REPEATS)
     left = tl.minimum(count - first, BLOCK * REPEATS).to(tl.int32)
-    found = tl.zeros([BLOCK], tl.int32)
+    largest = tl.zeros([BLOCK], tl.int32)
     for i in tl.static_range(REPEATS):
         place = i * BLOCK + tl.arange(0, BLOCK)
         bits = widen(tl.load(src + first + place, mask=place < left, other=0.0))
         magnitude = bits & MAGNITUDE
-        found = tl.maximum(found, tl.where(magnitude < INFINITY, magnitude, 0))
-    tl.atomic_max(amax, tl.max(found, axis=0))
+        largest = tl.maximum(largest, tl.where(magnitude < INFINITY, magnitude, 0))
+    tl.atomic_max(amax, tl.max(largest, axis=0))
 
 
 @compiled
 def encode_scale(amax: tl.tensor, TARGET: tl.constexpr) -> tl.tensor:
-    """See `tensor_scale.divide_by`."""
+    """Return TARGET over the maximum, clamped as in `tensor_scale.divide_by`."""
     magnitude = tl.load(amax)
     quotient = tl.div_rn(tl.full([], TARGET, tl.float32), as_float(magnitude))
     held = tl.minimum(tl.maximum(quotient, SMALLEST_FLOAT32), FLOAT32_MAX)
@@ -63,7 +63,7 @@ def encode_scale(amax: tl.tensor, TARGET: tl.constexpr) -> tl.tensor:
 
 @compiled
 def binades_from_one(magnitude: tl.tensor) -> tl.tensor:
-    """How many bits HiFloat8's mantissa has fewer than 3 at a magnitude of at least 2^-22."""
+    """Return 3 minus the mantissa bits of HiFloat8 at a magnitude of at least 2^-22."""
     distance = tl.abs((magnitude >> 23) - 127)
     return (
         tl.where(distance >= 4, 1, 0)
@@ -74,15 +74,15 @@ def binades_from_one(magnitude: tl.tensor) -> tl.tensor:
 
 @compiled
 def nearest_hifloat8(magnitude: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
-    """Ties away from zero, of a magnitude of at least 2^-23; may be beyond the largest number.
+    """Round a magnitude of at least 2^-23 to nearest, ties away from zero.
 
-    The last bit decides no rounding but that of a tie, where it is 0: set, it makes the neighbor
-    away from zero the nearer one.
+    The result may exceed the largest number. The last bit of a float32 affects only ties, where it
+    is 0. Setting it makes the neighbor away from zero the nearer one.
     """
     lifted = tl.maximum(tl.minimum(magnitude | 1, LIMIT), SMALLEST)
     exponent = as_float((lifted >> 23) | TWO_TO_23) - (8388608.0 + 127.0)
-    # From 8, 32, 128 and 512 on, where the mantissa has 3, 2, 1 and 0 bits. On a GPU float32 is
-    # twice as fast as comparing and adding integers.
+    # The square is at least 8, 32, 128 and 512 where the mantissa has 3, 2, 1 and 0 bits. On a GPU,
+    # float32 is twice as fast as comparing and adding integers.
     square = (exponent + exponent) * exponent + 8.0
     shift = as_float((as_bits(square) >> 1) & INFINITY) * TWO_TO_82  # 2^20 to 2^23
     return round_by(lifted, as_float(lifted & INFINITY) * shift)
@@ -90,7 +90,7 @@ def nearest_hifloat8(magnitude: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
 
 @compiled
 def carries_by_low_bits(magnitude: tl.tensor, way: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Whether SR14 or SR2 goes up; `way` is how far it is, in units of 2^-24."""
+    """Return whether SR14 or SR2 goes up; `way` is the distance from below, in units of 2^-24."""
     if dtype == tl.float32:
         carries = (way >> (BITS - 14)) >= (magnitude & ((1 << 14) - 1))
     else:
@@ -106,7 +106,10 @@ def carries_by_low_bits(magnitude: tl.tensor, way: tl.tensor, dtype: tl.constexp
 
 @compiled
 def other_hifloat8(magnitude: tl.tensor, random: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Stochastic, or hybrid where `random` is None; may be beyond the largest number."""
+    """Round stochastically, or by the hybrid mode if `random` is None.
+
+    The result may exceed the largest number.
+    """
     small = magnitude < SMALLEST
     shift = 20 + binades_from_one(tl.maximum(magnitude, SMALLEST))
     step = 1 << shift
@@ -132,7 +135,7 @@ def element(
     TOP: tl.constexpr,
     MANTISSA: tl.constexpr,
 ) -> tl.tensor:
-    """Round to an `ElementFormat`, to nearest where `random` is None."""
+    """Round to an `ElementFormat` stochastically, or to nearest if `random` is None."""
     magnitude = tl.minimum(magnitude, TOP)
     if random is None:
         rounded = nearest_even(magnitude, LOWEST, MANTISSA)
@@ -149,8 +152,8 @@ def hifloat8(
     ROUNDING: tl.constexpr,
     SOURCE: tl.constexpr,
 ) -> tl.tensor:
-    """Round to HiFloat8; what is below 2^-23 may become anything under nearest."""
-    # Twice the largest number is beyond it in every rounding.
+    """Round to HiFloat8; under "nearest", results for values below 2^-23 are undefined."""
+    # Twice the largest number overflows in every rounding mode.
     LIMIT: tl.constexpr = min(BEYOND, LARGEST + (1 << 23))
     if ROUNDING == "nearest":
         rounded = nearest_hifloat8(magnitude, LIMIT)
@@ -179,9 +182,9 @@ def elements(
     ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Quantize value by value, between a multiplication and another where TARGET is not 0.
+    """Quantize value by value, scaled down before and up after if TARGET is not 0.
 
-    BEYOND: what HiFloat8's overflow becomes, in bits; 0 if the element is an `ElementFormat`.
+    BEYOND: bits of the result of HiFloat8's overflow; 0 if the element is an `ElementFormat`.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)

@@ -7,9 +7,9 @@ later calls of `current` return the same policy, with the source of each value.
 Formats come from the first of these sources that sets them: a flag for the operation, then the flag
 for all operations; the recipe file; the environment variable for the operation, then
 `CUSTOM_QUANT_TYPE`; the local settings file; the default, `bf16`. A type sets all three operations:
-`FA_mxfp8` on the command line overrides the environment's choice for the linear layers. The flag for
-all operations would leave nothing to a recipe. It overrides a recipe that the environment names, and
-it is refused together with `--quant-recipe`.
+`FA_mxfp8` on the command line overrides the environment's choice for the linear layers. The flag
+for all operations would leave nothing to a recipe. It overrides a recipe that the environment
+names, and it is refused together with `--quant-recipe`.
 
 The LM head stays in high precision unless a recipe quantizes it.
 """
@@ -163,7 +163,7 @@ def _level(
     type_source: str,
     sources: Mapping[str, str],
 ) -> dict[str, Choice]:
-    """Return the choices of one level of precedence; an operation's own value overrides the type."""
+    """Return the choices of one level of precedence; an operation's own value beats the type."""
     choices: dict[str, Choice] = {}
     if of_type:
         choices = {
