@@ -54,7 +54,7 @@ class Layers:
     last: int = 0
 
     def __contains__(self, place: tuple[int, int]) -> bool:
-        """Return whether (layer, number of layers) is selected; -1, outside of the layers, is not."""
+        """Return whether (layer, number of layers) is selected; layer -1 never is."""
         layer, count = place
         if any(low <= layer <= high for low, high in self.ranges):
             return True

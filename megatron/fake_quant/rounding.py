@@ -2,8 +2,8 @@
 
 `round_to` looks up the rule for an element type and a rounding mode, and refuses a mode that has no
 rule. To add a mode, add it to `ROUNDINGS` in `formats.py` and to `roundings` of each element type
-that supports it, and add its rule here. The fused kernels and the statistics implement modes by name;
-formats with any other mode are computed by `reference.py`, which calls `round_to`.
+that supports it, and add its rule here. The fused kernels and the statistics implement modes by
+name; formats with any other mode are computed by `reference.py`, which calls `round_to`.
 """
 
 from collections.abc import Callable, Iterable, Mapping

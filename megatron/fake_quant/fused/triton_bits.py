@@ -20,13 +20,9 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
 NAN_FLOAT16 = tl.constexpr(0x7E00)
-POWER_254 = tl.constexpr(
-    254 << 23
-)  #: minus the bits of a power of two, this is its reciprocal's bits
+POWER_254 = tl.constexpr(254 << 23)  #: minus a power of two's bits: its reciprocal
 UNITS = tl.constexpr(float(1 << random_bits.RANDOM_BITS))
-UNUSED = tl.constexpr(
-    32 - random_bits.RANDOM_BITS
-)  #: bits of a random word that rounding does not use
+UNUSED = tl.constexpr(32 - random_bits.RANDOM_BITS)  #: bits of a random word not used
 ROUNDS = tl.constexpr(random_bits.ROUNDS)
 MULTIPLIER_0 = tl.constexpr(random_bits.MULTIPLIERS[0])
 MULTIPLIER_1 = tl.constexpr(random_bits.MULTIPLIERS[1])
@@ -35,7 +31,7 @@ KEY_STEP_1 = tl.constexpr(random_bits.KEY_STEPS[1])
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function for the device, or interpret it if TRITON_INTERPRET=1 was set at import."""
+    """Compile a function for the device; TRITON_INTERPRET=1 at import interprets it instead."""
     # Triton would compile another kernel whenever a random key is a multiple of 16.
     keys = [name for name in ("key0", "key1") if name in function.__code__.co_varnames]
     return triton.jit(function, do_not_specialize=keys)
