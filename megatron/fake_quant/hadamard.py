@@ -100,8 +100,8 @@ class Hadamard:
         check_tensor(x, "transform")
         if x.ndim == 0:
             raise ValueError(
-                "a Hadamard transform runs along an axis, and the tensor has none; give a tensor with "
-                f"an axis whose length is a multiple of {self.size}"
+                "a Hadamard transform runs along an axis, and the tensor has none; give one with "
+                f"an axis that is a multiple of {self.size}"
             )
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(
