@@ -1,6 +1,5 @@
 """Quantization under torch.compile, torch.export and tracing gives the bits of eager mode."""
 
-import math
 import os
 import re
 import shutil
@@ -28,37 +27,19 @@ from megatron.fake_quant import (
 )
 from megatron.fake_quant.format_text import from_text, to_text
 from megatron.fake_quant.formats import E2M1, FORMATS, TensorScaling
-from megatron.fake_quant.gemm import GemmFormats, Operand, quantized_matmul
+from megatron.fake_quant.gemm import quantized_matmul
 
-from .test_fused import NAMES, SEED, bits
+from .kernel_inputs import NAMES, SEED, bits
+from .tracing import GEMMS, KINDS, dtypes, kinds, quantizer, seed_of, special, tensor
 
-#: One of each kernel, scaling and rounding.
-KINDS = ["mxfp8", "nvfp4:2d", "hifp8:hr", "hifp4", "fp8_e4m3", "bf16", "mxfp4:sr", "hifp8:sr:t15"]
-kinds = pytest.mark.parametrize("name", KINDS)
 inductor = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="Inductor needs a C++ compiler"
 )
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
     torch._dynamo.reset()
-
-
-def tensor(*shape: int, seed: int = 0) -> Tensor:
-    """Return random values with a run of negative zeros where there is room."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    if x.numel() > 200:
-        x.view(-1)[20:90] = -0.0
-    return x
-
-
-def special(x: Tensor) -> Tensor:
-    """Return `x` with a NaN and an Inf."""
-    x = x.clone()
-    x.view(-1)[7], x.view(-1)[150] = math.nan, -math.inf
-    return x
 
 
 def layouts(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -75,15 +56,6 @@ def layouts(dtype: torch.dtype = torch.float32) -> list[Tensor]:
         large[:, ::2],
         large.view(4, 65, 300).permute(2, 0, 1),
     ]
-
-
-def seed_of(name: str) -> int | None:
-    return SEED if get_format(name).rounding == "stochastic" else None
-
-
-def quantizer(name: str, axis: int = -1):
-    """Return a function of a tensor alone."""
-    return lambda x: fake_quantize(x, name, axis, seed=seed_of(name))
 
 
 def compiled(function, **options):
@@ -210,19 +182,6 @@ def test_a_compiled_hadamard_transform_gives_the_bits_of_eager_mode(shape):
 
 
 # Matmuls and models
-
-HADAMARD = Hadamard(16, "nvfp4")
-GEMMS = {
-    "mxfp8": GemmFormats.uniform(get_format("mxfp8")),
-    "nvfp4 rotated": GemmFormats(*[Operand(get_format("nvfp4"), HADAMARD)] * 6),
-    "stochastic": GemmFormats.uniform(get_format("mxfp4:sr")),
-    "straight-through": GemmFormats(
-        Operand(get_format("mxfp8"), HADAMARD),
-        Operand(get_format("hifp8"), HADAMARD),
-        straight_through=True,
-    ),
-    "one operand": GemmFormats(fprop_b=Operand(get_format("mxfp8")), straight_through=True),
-}
 
 
 def step(matmul, a: Tensor, b: Tensor, **autocast) -> list[Tensor]:

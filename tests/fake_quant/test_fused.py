@@ -10,105 +10,17 @@ from threading import Barrier, get_native_id
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron.fake_quant import Hadamard, fake_quantize, get_format, reference
 from megatron.fake_quant.fused import dispatch, numba_launch
 from megatron.fake_quant.fused import numba_threads as team
 from megatron.fake_quant.quantize import checked
 
-from .inputs import random_bit_patterns
+from .kernel_inputs import INPUTS, NAMES, SEED, bits, layouts
 
 REPO = Path(__file__).parents[2]
-SEED = (1 << 61) + 12345678901
-NAMES = [
-    "mxfp8",
-    "mxfp8_e5m2",
-    "mxfp6_e3m2",
-    "mxfp6_e2m3",
-    "mxfp4",
-    "mxint8",
-    "nvfp4",
-    "hifp8",
-    "fp8_e4m3",
-    "fp8_e5m2",
-    "mxfp8:rceil",
-    "mxfp4:ceil",
-    "mxfp4:even",
-    "mxint8:rceil",
-    "mxfp8:2d",
-    "nvfp4:2d",
-    "mxfp4:sr",
-    "mxint8:sr",
-    "mxfp8:2d:sr",
-    "nvfp4:sr",
-    "nvfp4:2d:sr",
-    "fp8_e5m2:sr",
-    "hifp4",
-    "hifp8:hr",
-    "hifp8:hr:inf",
-    "hifp8:inf",
-    "hifp8:sr",
-    "hifp8:sr:inf",
-    "hifp8:t15",
-    "hifp8:t224:pow2",
-    "hifp8:hr:t15",
-    "fp8_e4m3:pow2",
-    "mx:e6m1:b16:rceil",
-    "mx:e7m0:b7:floor",
-    "mx:e3m4:b16:even:2d",
-    "mx:e1m6:b32:ceil",
-    "mx:e2m1:b600:floor",
-]
 names = pytest.mark.parametrize("name", NAMES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-
-
-def every_scale() -> Tensor:
-    """Rows from below the subnormals to overflow, with blocks of zeros along both axes."""
-    generator = torch.Generator().manual_seed(1)
-    exponents = torch.randint(-150, 128, (256, 1), generator=generator)
-    x = torch.ldexp(torch.randn(256, 300, generator=generator).double(), exponents).float()
-    x[3:70] = 0.0
-    x[:, 40:80] = -0.0
-    return x
-
-
-def specials() -> Tensor:
-    x = torch.randn(256, 300, generator=torch.Generator().manual_seed(2))
-    x[5, 7], x[100, 33], x[255, 299] = torch.nan, torch.inf, -torch.inf
-    x[200] = -0.0
-    return x
-
-
-def zeros() -> Tensor:
-    return torch.zeros(256, 300)
-
-
-INPUTS = {
-    "bit patterns": lambda: random_bit_patterns(256 * 300).view(256, 300),
-    "every scale": every_scale,
-    "specials": specials,
-    "zeros": zeros,
-}
-
-
-def layouts(x: Tensor) -> dict[str, Tensor]:
-    """Ways to lie in memory: 300 columns end in a ragged block of 12."""
-    return {
-        "contiguous": x,
-        "transposed": x.t(),
-        "three axes": x.view(4, 64, 300),
-        "every second": x[:, ::2],
-        "permuted": x.view(4, 64, 300).permute(2, 0, 1),
-        "expanded": x[:1].expand(256, 300),
-        "a row": x[10:11],
-        "a vector": x.reshape(-1)[:70000],
-    }
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
 @names

@@ -11,8 +11,8 @@ from megatron.fake_quant import Hadamard, dequantize, fake_quantize, get_format,
 from megatron.fake_quant.gemm import quantized_matmul
 
 from .inputs import by_definition
-from .test_compile import GEMMS, KINDS, dtypes, kinds, quantizer, seed_of, special, tensor
-from .test_fused import NAMES, SEED, bits
+from .kernel_inputs import NAMES, SEED, bits
+from .tracing import GEMMS, KINDS, dtypes, kinds, quantizer, seed_of, special, tensor
 
 names = pytest.mark.parametrize("name", NAMES)
 

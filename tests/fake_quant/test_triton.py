@@ -21,7 +21,7 @@ from megatron.fake_quant.fused import dispatch
 from megatron.fake_quant.quantize import checked
 from tests.subprocesses import environment, run
 
-from .test_fused import INPUTS, NAMES, SEED, bits, layouts
+from .kernel_inputs import INPUTS, NAMES, SEED, bits, layouts
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has wheels for Linux alone"

@@ -29,7 +29,7 @@ from megatron.fake_quant import Format, get_format, reference
 from megatron.fake_quant.fused import triton_launch
 from megatron.fake_quant.quantize import checked
 from tests.fake_quant.inputs import every_bfloat16, every_float16
-from tests.fake_quant.test_fused import INPUTS, SEED, bits
+from tests.fake_quant.kernel_inputs import INPUTS, SEED, bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Every branch of the kernels, by format, type, shape and axis.

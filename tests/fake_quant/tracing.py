@@ -1,0 +1,53 @@
+"""Formats, matmuls and tensors for tests of torch.compile and of transforms."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.fake_quant import Hadamard, fake_quantize, get_format
+from megatron.fake_quant.gemm import GemmFormats, Operand
+
+from .kernel_inputs import SEED
+
+#: One format per kernel, scaling and rounding mode.
+KINDS = ["mxfp8", "nvfp4:2d", "hifp8:hr", "hifp4", "fp8_e4m3", "bf16", "mxfp4:sr", "hifp8:sr:t15"]
+kinds = pytest.mark.parametrize("name", KINDS)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+HADAMARD = Hadamard(16, "nvfp4")
+GEMMS = {
+    "mxfp8": GemmFormats.uniform(get_format("mxfp8")),
+    "nvfp4 rotated": GemmFormats(*[Operand(get_format("nvfp4"), HADAMARD)] * 6),
+    "stochastic": GemmFormats.uniform(get_format("mxfp4:sr")),
+    "straight-through": GemmFormats(
+        Operand(get_format("mxfp8"), HADAMARD),
+        Operand(get_format("hifp8"), HADAMARD),
+        straight_through=True,
+    ),
+    "one operand": GemmFormats(fprop_b=Operand(get_format("mxfp8")), straight_through=True),
+}
+
+
+def tensor(*shape: int, seed: int = 0) -> Tensor:
+    """Return random values with a run of negative zeros where there is room."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if x.numel() > 200:
+        x.view(-1)[20:90] = -0.0
+    return x
+
+
+def special(x: Tensor) -> Tensor:
+    """Return `x` with a NaN and an Inf."""
+    x = x.clone()
+    x.view(-1)[7], x.view(-1)[150] = math.nan, -math.inf
+    return x
+
+
+def seed_of(name: str) -> int | None:
+    return SEED if get_format(name).rounding == "stochastic" else None
+
+
+def quantizer(name: str, axis: int = -1):
+    """Return a function of a tensor alone."""
+    return lambda x: fake_quantize(x, name, axis, seed=seed_of(name))
