@@ -1,4 +1,4 @@
-"""Inputs that reach every corner, and how results are compared."""
+"""Inputs that cover the corner cases of all formats, and the comparison of results."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from megatron.fake_quant.block_layout import BlockLayout
 
 
 def every_bfloat16() -> Tensor:
-    """All 65,536 of them, NaN and Inf among them, as bfloat16."""
+    """Return all 65,536 bfloat16 values, NaN and Inf included."""
     return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.bfloat16)
 
 
@@ -19,14 +19,14 @@ def every_float16() -> Tensor:
 
 
 def random_bit_patterns(count: int = 1 << 20) -> Tensor:
-    """Float32 of every kind: each bit is drawn by itself."""
+    """Return float32 values of every kind, with each bit drawn independently."""
     generator = torch.Generator().manual_seed(20240926)
     bits = torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator, dtype=torch.int64)
     return bits.to(torch.int32).view(torch.float32)
 
 
 def rows_at_every_scale(width: int = 32) -> Tensor:
-    """Normal deviates, each row times one power of two, from below the subnormals to overflow."""
+    """Return normal deviates in rows scaled by powers of two, from underflow to overflow."""
     generator = np.random.default_rng(0)
     exponents = np.repeat(np.arange(-155, 130), 8)
     rows = generator.standard_normal((len(exponents), width))
@@ -35,9 +35,9 @@ def rows_at_every_scale(width: int = 32) -> Tensor:
 
 
 def random_bits_at_every_scale(width: int, count: int = 1 << 22, spread: int = 8) -> Tensor:
-    """Random mantissas and signs; a row's exponents lie within `spread` below one of its own.
+    """Return random signs and mantissas; a row's exponents lie within `spread` of its largest.
 
-    The rows' exponents cover float32, with its subnormals.
+    Together the rows cover the exponents of float32, including its subnormals.
     """
     generator = np.random.default_rng(20260731)
     rows = count // width
@@ -49,7 +49,7 @@ def random_bits_at_every_scale(width: int, count: int = 1 << 22, spread: int = 8
 
 
 def with_special_blocks(x: Tensor) -> Tensor:
-    """Some values of a matrix replaced by NaN and Inf, some runs of 64 by zeros."""
+    """Return a matrix with some values replaced by NaN and Inf, and some runs of 64 by zeros."""
     x = x.clone()
     for row, special in enumerate((torch.nan, torch.inf, -torch.inf)):
         x[row, 5::192] = special
@@ -59,13 +59,13 @@ def with_special_blocks(x: Tensor) -> Tensor:
 
 
 def by_definition(x: Tensor, name: str, axis: int = -1, seed: int | None = None) -> Tensor:
-    """`fake_quantize` by the plain torch operations that define it, not by a fused kernel."""
+    """Return `fake_quantize` by the reference, never by a fused kernel."""
     fmt = get_format(name)
     return reference.fake_quantize(x, fmt, BlockLayout.of(tuple(x.shape), fmt, axis), seed)
 
 
 def next_to(values: NDArray[np.float64]) -> NDArray[np.float32]:
-    """The float32 at `values` and one and two ulps to either side, as far as they are finite."""
+    """Return the finite float32 numbers at `values` and one and two ulps on either side."""
     with np.errstate(over="ignore"):
         at = values.astype(np.float32)
     below, above = (np.nextafter(at, np.float32(end)) for end in (0, np.inf))
@@ -75,9 +75,9 @@ def next_to(values: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 def assert_same(found: Tensor, expected: NDArray[np.floating]) -> None:
-    """Equal as numbers, any NaN equal to any other, and zeros with equal signs.
+    """Assert equal numbers and equal signs of zeros; any NaN equals any other.
 
-    `expected` may be wider than `found`: it is rounded to float32, where overflow is Inf.
+    `expected` may have a wider dtype than `found`. It is rounded to float32, with overflow to Inf.
     """
     assert found.dtype == torch.float32
     with np.errstate(over="ignore"):

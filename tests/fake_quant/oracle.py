@@ -1,9 +1,9 @@
-"""What the formats should give, written a second time and differently: tables and searches.
+"""The expected results of formats, from an independent implementation with tables and searches.
 
-Nothing here shares an idea with the package. Elements are tables of their code points, taken from
-ml_dtypes where it has the type; scales are found by searching a table of all of them for the one
-that the rule's definition asks for. Every number involved (a float32 divided by a power of two from
-2^-127 to 2^127, the midpoint of two neighbors) is exact in float64.
+The method differs from that of the package throughout. Elements are tables of their code points,
+taken from ml_dtypes if it has the type. Scales are found by searching a table of all scales for the
+one that the rule's definition requires. Every number involved (a float32 divided by a power of two
+from 2^-127 to 2^127, the midpoint of two neighbors) is exact in float64.
 """
 
 import csv
@@ -29,13 +29,13 @@ SCALE_EXPONENTS = np.arange(-127, 128)
 
 
 def to_float64(x: NDArray[np.floating]) -> Array:
-    """Exact; numpy warns of signaling NaNs, which become quiet ones."""
+    """Convert to float64 exactly; numpy warns of signaling NaNs, which become quiet ones."""
     with np.errstate(invalid="ignore"):
         return x.astype(np.float64)
 
 
 def code_points(element: str) -> Array:
-    """The finite numbers >= 0 of an element, ascending, which is also the order of their codes."""
+    """Return the finite numbers >= 0 of an element, ascending, as their codes are."""
     if element == "int8":
         return np.arange(128) / 64
     if element in ML_DTYPES:
@@ -54,7 +54,7 @@ def code_points(element: str) -> Array:
 
 
 def round_to_table(magnitude: Array, table: Array, *, ties: str) -> Array:
-    """The nearest number of an ascending table; half-way cases to the even index, or upwards."""
+    """Return the nearest number of an ascending table; ties go to the even index, or upward."""
     middle = (table[:-1] + table[1:]) / 2
     below = np.searchsorted(middle, magnitude, side="left")  # half-way cases go down
     above = np.searchsorted(middle, magnitude, side="right")  # half-way cases go up
@@ -62,7 +62,7 @@ def round_to_table(magnitude: Array, table: Array, *, ties: str) -> Array:
 
 
 def round_stochastically(magnitude: Array, table: Array, random: NDArray[np.int64]) -> Array:
-    """One of the two neighbors in the table: up where the way is more than `random` / 2^24."""
+    """Return one of two neighbors: the upper one if the way from below exceeds `random` / 2^24."""
     index = np.clip(np.searchsorted(table, magnitude, side="right") - 1, 0, len(table) - 2)
     below, above = table[index], table[index + 1]
     way = np.minimum((magnitude - below) / (above - below), 1)
@@ -71,9 +71,9 @@ def round_stochastically(magnitude: Array, table: Array, random: NDArray[np.int6
 
 
 def round_element(x: Array, element: str, random: NDArray[np.int64] | None = None) -> Array:
-    """Nearest value of an element, saturating, with the sign of x; finite x.
+    """Return the nearest value of an element for finite x, saturating, with the sign of x.
 
-    With `random` integers from 0 to 2^24 - 1 one of the two neighbors instead.
+    With `random` integers from 0 to 2^24 - 1, return one of the two neighbors instead.
     """
     if random is not None:
         rounded = round_stochastically(np.abs(x), code_points(element), random)
@@ -88,7 +88,7 @@ def round_element(x: Array, element: str, random: NDArray[np.int64] | None = Non
 
 
 def scale_exponents(amax: Array, element: str, rule: str) -> NDArray[np.int64]:
-    """The exponent of the scale of blocks with these largest magnitudes, finite and >= 0."""
+    """Return the scale exponents of blocks with these largest magnitudes, finite and >= 0."""
     powers = np.ldexp(1.0, SCALE_EXPONENTS)
     table = code_points(element)
     largest = table[-1]
@@ -113,7 +113,7 @@ def fake_quantize_mx(
     rule: str,
     random: NDArray[np.int64] | None = None,
 ) -> Array:
-    """One block a row, in float64: NaN throughout where a block holds a NaN or an Inf."""
+    """Quantize one block per row in float64; a block with a NaN or an Inf becomes NaN."""
     x = to_float64(blocks)
     special = ~np.isfinite(x).all(axis=1, keepdims=True)
     x = np.where(special, 0.0, x)
@@ -126,7 +126,7 @@ def fake_quantize_mx(
 
 
 def hifloat8_codes() -> Array:
-    """The values of the 256 codes, by code."""
+    """Return the values of the 256 codes, by code."""
     with (DATA / "hif8_codes.csv").open(newline="") as file:
         return np.array([float(row["value"]) for row in csv.DictReader(file)])
 
@@ -134,7 +134,7 @@ def hifloat8_codes() -> Array:
 def fake_quantize_hifloat8(
     x: NDArray[np.floating], *, overflow: str, random: NDArray[np.int64] | None = None
 ) -> Array:
-    """Nearest value of the table of codes, half-way cases away from zero, zero without a sign."""
+    """Return the nearest value of the table of codes, ties away from zero, zero without a sign."""
     x = to_float64(x)
     codes = hifloat8_codes()
     # Inf has the code of 1.5 * 2^15: half-way to it from 32768 is 1.25 * 2^15.
@@ -148,7 +148,7 @@ def fake_quantize_hifloat8(
 
 
 def fake_quantize_hifloat8_hybrid(x: NDArray[np.generic], *, overflow: str) -> Array:
-    """The paper's HR of `x` in its own type: float32, float16 or ml_dtypes.bfloat16."""
+    """Return the paper's HR of `x` in its own dtype: float32, float16 or ml_dtypes.bfloat16."""
     bits = x.view(f"u{x.itemsize}")
     wide = np.abs(to_float64(x))
     codes = hifloat8_codes()

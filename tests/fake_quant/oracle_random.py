@@ -8,7 +8,7 @@ Words = NDArray[np.uint64]
 
 
 def philox_words(counter: NDArray[np.integer], key: tuple[int, int]) -> Words:
-    """`[4, n]` words of 32 bits for n counters; 64-bit products split in halves."""
+    """Return `[4, n]` words of 32 bits for n counters; 64-bit products are split in halves."""
     words = [row.astype(np.uint64) for row in counter]
     mask = np.uint64(0xFFFFFFFF)
     for number in range(10):
@@ -28,7 +28,7 @@ def philox_words(counter: NDArray[np.integer], key: tuple[int, int]) -> Words:
 
 
 def random_integers(shape: tuple[int, ...], seed: int) -> NDArray[np.int64]:
-    """24 bits for each value: word i % 4 of counter i // 4."""
+    """Return 24 bits for each value i: word i % 4 of counter i // 4."""
     count = int(np.prod(shape))
     number = np.arange(-(-count // 4))
     zeros = np.zeros_like(number)
@@ -38,5 +38,5 @@ def random_integers(shape: tuple[int, ...], seed: int) -> NDArray[np.int64]:
 
 
 def seed_of(generator_seed: int) -> int:
-    """What a fresh generator of that seed gives to a call of `fake_quantize`."""
+    """Return the seed that `fake_quantize` draws from a fresh generator with that seed."""
     return int(torch.randint(1 << 62, (), generator=torch.Generator().manual_seed(generator_seed)))

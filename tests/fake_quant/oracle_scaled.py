@@ -1,6 +1,6 @@
-"""Formats with scales other than E8M0, written a second time: tables, numpy and ml_dtypes.
+"""An independent implementation of formats with scales other than E8M0, in numpy and ml_dtypes.
 
-Where a definition prescribes float32 operations, these are numpy's; rounding to a type is always a
+If a definition prescribes float32 operations, numpy's are used; rounding to a type is always a
 search in the table of its numbers. Nothing here is taken from the package.
 """
 
@@ -28,7 +28,7 @@ E6M2 = _E6M2[:-1]  #: the code after the last one is NaN
 
 
 def to_blocks(x: NDArray[np.floating], size: int, *, square: bool = False) -> NDArray[np.floating]:
-    """A matrix as `[blocks, values]`, zeros where it ends before a block does."""
+    """Return a matrix as `[blocks, values]`, with the last block of a row padded by zeros."""
     rows, columns = x.shape
     height = size if square else 1
     padded = np.zeros((-(-rows // height) * height, -(-columns // size) * size), x.dtype)
@@ -55,7 +55,7 @@ def from_blocks(
 
 
 def tensor_scale(x: NDArray[np.floating], target: float) -> np.float32:
-    """target / (the largest finite magnitude), in float32."""
+    """Return target / (the largest finite magnitude), in float32."""
     finite = np.abs(x[np.isfinite(x)])
     amax = np.float32(finite.max() if finite.size else 0)
     with np.errstate(over="ignore", divide="ignore"):
@@ -65,7 +65,7 @@ def tensor_scale(x: NDArray[np.floating], target: float) -> np.float32:
 def nvfp4_blocks(
     blocks: Float32, random: NDArray[np.int64] | None = None
 ) -> tuple[Array, Array, np.float32]:
-    """E2M1 elements, E4M3 scales (NaN for a block with a NaN or Inf), float32 tensor scale."""
+    """Return E2M1 elements, E4M3 scales (NaN for blocks with NaN or Inf) and the tensor scale."""
     encode = tensor_scale(blocks, 6 * 448)
     decode = np.float32(1) / encode
     special = ~np.isfinite(blocks).all(axis=1)
@@ -87,7 +87,7 @@ def nvfp4_blocks(
 def fake_quantize_nvfp4(
     x: Float32, *, square: bool = False, random: NDArray[np.int64] | None = None
 ) -> Float32:
-    """Of a matrix, blocks along the last axis."""
+    """Quantize a matrix to NVFP4 in blocks along the last axis."""
     if random is not None:
         random = to_blocks(random, 16, square=square)
     elements, scales, decode = nvfp4_blocks(to_blocks(x, 16, square=square), random)
@@ -98,9 +98,9 @@ def fake_quantize_nvfp4(
 def fake_quantize_hifloat4(
     groups: NDArray[np.floating], random: NDArray[np.int64] | None = None
 ) -> Array:
-    """One group of 64 a row: NaN throughout where it holds a NaN or an Inf.
+    """Quantize one group of 64 per row; a group with a NaN or an Inf becomes NaN.
 
-    Exact: the products of float32 and bfloat16 have 32 bits.
+    The arithmetic is exact: the products of float32 and bfloat16 have 32 bits.
     """
     x = to_float64(groups)
     special = ~np.isfinite(x).all(axis=1, keepdims=True)
@@ -121,14 +121,14 @@ def fake_quantize_hifloat4(
 
 
 def _maxima(x: Array, size: int) -> Array:
-    """Each value replaced by the largest of its `size` neighbors."""
+    """Replace each value by the largest of its `size` neighbors."""
     return np.repeat(x.reshape(len(x), -1, size).max(axis=2), size, axis=1)
 
 
 def fake_quantize_per_tensor(
     x: Float32, element: str, target: float, *, pow2: bool, random: NDArray[np.int64] | None = None
 ) -> Float32:
-    """One float32 scale; elements by ml_dtypes, or HiFloat8 by its table of codes."""
+    """Quantize with one float32 scale, to a type of ml_dtypes or by HiFloat8's table of codes."""
     encode = tensor_scale(x, target)
     if pow2:
         encode = np.float32(np.ldexp(1.0, np.frexp(np.float64(encode))[1] - 1))

@@ -1,4 +1,4 @@
-"""What public programs make of some tensors: see `tests/data/README.md`."""
+"""Results of public programs for some tensors; `tests/data/README.md` names their sources."""
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ def expected(kind: str, dtype: str, what: str) -> NDArray[np.generic]:
 
 
 def expected_nibbles(kind: str, dtype: str, name: str) -> NDArray[np.uint8]:
-    """Sign and element of each value. Both references take -0.0 for 0.0, and keep the sign of what
-    underflows; the package keeps both."""
+    """Return sign and element of each value.
+
+    Both references turn -0.0 into 0.0 and keep the sign of an underflow; the package keeps both."""
     packed = SCALED[f"{kind}/{dtype}/{name}/codes"]
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
     x = tensor(kind, dtype).float().numpy()

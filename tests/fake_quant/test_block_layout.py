@@ -1,4 +1,4 @@
-"""Where the blocks of a tensor lie: against loops over indices."""
+"""Positions of blocks in a tensor, compared with loops over indices."""
 
 import itertools
 
@@ -15,12 +15,12 @@ SHAPES = [(1,), (16,), (40,), (3, 33), (17, 16), (32, 48), (2, 18, 33), (1, 2, 3
 
 
 def numbered(shape: tuple[int, ...]) -> torch.Tensor:
-    """1, 2, 3 ... so that every value is another and none is the 0 of padding."""
+    """Return 1, 2, 3 ...: all values differ, and none is the 0 of padding."""
     return torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
 
 
 def has_blocks(shape: tuple[int, ...], fmt: Format, axis: int) -> bool:
-    """Square blocks need one of the last two axes of a matrix."""
+    """Return whether the shape has blocks; square ones need one of a matrix's last two axes."""
     return not fmt.square or (len(shape) > 1 and axis % len(shape) >= len(shape) - 2)
 
 
@@ -92,7 +92,7 @@ def test_square_blocks_need_one_of_the_last_two_axes(shape, axis, name):
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4:even"])
 def test_square_blocks_share_one_scale(name):
-    """A block's largest value decides over its 32 x 32 neighbors, and over no others."""
+    """A block's largest value affects its 32 x 32 neighbors, and no others."""
     x = torch.rand(70, 70, generator=torch.Generator().manual_seed(22)) + 1
     x[40, 3] = 2.0**40
     y = fake_quantize(x, f"{name}:2d")

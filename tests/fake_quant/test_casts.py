@@ -1,4 +1,4 @@
-"""bf16 and fp16, which are casts of torch's."""
+"""The formats bf16 and fp16, which are casts of torch."""
 
 import ml_dtypes
 import numpy as np
@@ -40,7 +40,7 @@ def test_casts_match_numpy(name, numpy_type):
 
 
 def test_a_cast_to_the_own_type_changes_nothing_but_nan():
-    """Of NaN there is one, here and in every format: torch's casts make several."""
+    """All formats, casts included, return one NaN; torch's casts return several."""
     for name, x in (("bf16", every_bfloat16()), ("fp16", every_float16())):
         one_nan = x.masked_fill(x.isnan(), torch.nan)
         assert torch.equal(fake_quantize(x, name).view(torch.int16), one_nan.view(torch.int16))

@@ -219,7 +219,7 @@ def test_autocast_holds_for_the_backward_pass_compiled_and_not():
 
 
 class Model(nn.Module):
-    """A linear layer, attention over heads and a residual, all quantized by the public entries."""
+    """A linear layer, attention over heads and a residual, quantized by the public functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ def test_what_is_traced_computes_and_holds_no_values(name, shape, trace):
 
 
 class Everything(nn.Module):
-    """All the entries; the last format has no name that `get_format` knows."""
+    """A module that calls all public functions; `get_format` does not know its last format."""
 
     own = Format("mine", E2M1, TensorScaling(5.0))
 
@@ -360,7 +360,7 @@ def test_an_exported_model_can_be_saved_and_loaded(tmp_path):
 
 @pytest.mark.parametrize("number", range(6))
 def test_the_operators_keep_torch_s_contract(number):
-    """No input is changed or returned, and no rule of tracing differs from the kernel."""
+    """No input is changed or returned, and no tracing rule differs from the kernel."""
     x = [*layouts()[:5], tensor(70).requires_grad_()][number]
     for name in KINDS[1:]:
         fmt = get_format(name)

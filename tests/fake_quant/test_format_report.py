@@ -1,4 +1,4 @@
-"""What is said about formats, against facts that were found elsewhere."""
+"""The description of formats, compared with facts from other sources."""
 
 import csv
 import math
@@ -38,7 +38,7 @@ MX = {
 
 
 def said(name: str) -> dict[tuple[str, str], str]:
-    """What `describe` prints, by the first word of the section (none for the first) and label."""
+    """Return the lines of `describe` by the first word of their section, if any, and by label."""
     found, section, label = {}, "", ""
     for line in describe(get_format(name)).splitlines()[1:]:
         if line and not line.startswith((" ", "|")):
@@ -51,7 +51,7 @@ def said(name: str) -> dict[tuple[str, str], str]:
 
 
 def precision(name: str) -> list[list[str]]:
-    """The cells of the table of binades."""
+    """Return the cells of the table of binades."""
     lines = [line for line in describe(get_format(name)).splitlines() if line.startswith("|")]
     return [line.strip("| ").split(" | ") for line in lines[2:]]
 
@@ -241,7 +241,7 @@ def test_binades_hold_the_code_points(name):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("element", [*MX.values(), "int8"])
 def test_where_the_block_s_largest_value_lands(element, rule):
-    """The oracle's scales put every amax between the two numbers, and close to both."""
+    """Under the oracle's scales every amax lies between the two numbers, and some close to each."""
     page = said(f"mx:{element}:b32:{rule}")
     low, high = map(float, page["scale", f"{rule} *"].rpartition("lands in ")[2].split(" to "))
     amax = np.float32(1) + np.arange(1 << 16, dtype=np.float32) / (1 << 16)

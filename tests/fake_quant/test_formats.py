@@ -72,7 +72,7 @@ def test_a_format_can_be_spelled_out():
 
 
 def test_spelled_out_elements_with_a_name_are_the_named_ones():
-    """E4M3 ends at 448 and E5M2 at 57344, as OCP has them, not where all codes were finite."""
+    """E4M3 ends at 448 and E5M2 at 57344, as OCP defines them; some codes are not finite."""
     for name, element in ELEMENTS.items():
         assert get_format(f"mx:{name}:b32:floor").element is element
     assert get_element("e4m2").max == 2.0**8 * 1.75
@@ -139,7 +139,7 @@ def test_block_scales_need_an_element_that_is_described_by_its_fields():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_no_function_that_is_inexact_near_powers_of_two(path):
-    """log2(2^k - 1 ulp) is k in float32: the peers that use it are wrong there (test_block.py)."""
+    """log2(2^k - 1 ulp) is k in float32: the peers that use it are wrong there (test_mx.py)."""
     banned = {
         "pow",
         "pow_",

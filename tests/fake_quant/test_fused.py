@@ -89,7 +89,7 @@ def test_several_threads_may_call_at_once(threads):
 
 
 def test_torch_s_own_threads_do_the_work(threads):
-    """Others would share the cores with torch's, which wait for work in a loop."""
+    """Other threads would compete with torch's, which wait for work in a loop."""
     if "backend: OpenMP" not in torch.__config__.parallel_info() or sys.platform != "linux":
         pytest.skip("this torch has other threads")
     threads(2)
@@ -172,7 +172,7 @@ print(fake_quantize(x, "mxfp8").sum().item())
 
 
 def test_no_compiler_is_needed(tmp_path):
-    """With an empty PATH and an empty cache: nothing is compiled but by numba itself."""
+    """An empty PATH and an empty cache are enough: numba itself compiles everything."""
     code = """
 import torch
 from megatron.fake_quant import fake_quantize, get_format

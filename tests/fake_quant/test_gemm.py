@@ -1,5 +1,6 @@
-"""Each of the six operand slots against a float64 product of hand-quantized operands, and who is
-quantized along what.
+"""The six operand slots, compared with float64 products of operands quantized one by one.
+
+The tests also hold the axis along which each operand is quantized.
 """
 
 import itertools
@@ -31,7 +32,7 @@ def run(a, b, dc, formats, alpha=1.0):
 
 
 def by_hand(a, b, dc, formats, alpha=1.0):
-    """C, dA and dB in float64 from operands that are quantized here, one by one."""
+    """Return C, dA and dB in float64 from operands that are quantized here, one by one."""
 
     def q(x, slot, axis):
         fmt = getattr(formats, slot).format
@@ -140,7 +141,7 @@ H16 = Hadamard(16, "nvfp4")
 
 
 def rotated_by_hand(x, axis):
-    """In float64, with the matrix built from its definition: H_ij = (-1)^(common one bits)."""
+    """Rotate in float64, with the matrix of the definition: H_ij = (-1)^(common one bits)."""
     signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
     h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)])
     matrix = (signs.unsqueeze(1) * h).double() / 4
@@ -180,7 +181,7 @@ def test_a_transform_of_one_operand_alone_is_refused():
 
 @pytest.mark.parametrize("tokens", [1, 15, 40])
 def test_tokens_are_filled_up_with_zeros_for_the_transform(tokens):
-    """Their number is the data's: an expert's changes from batch to batch."""
+    """The number of tokens depends on the data: that of an expert changes between batches."""
     generator = torch.Generator().manual_seed(5)
     shapes = (tokens, 48), (64, 48), (tokens, 64)
     a, b, dc = (torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Hadamard transforms: TransformerEngine's, Kronecker powers in float64, cases by hand."""
+"""Hadamard transforms against Transformer Engine, Kronecker powers in float64 and hand cases."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 def sylvester(size: int) -> np.ndarray:
-    """Kronecker powers of [[1, 1], [1, -1]]."""
+    """Return a Kronecker power of [[1, 1], [1, -1]]."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.kron(matrix, [[1.0, 1.0], [1.0, -1.0]])
@@ -83,7 +83,7 @@ def test_it_matches_float64(size, signs):
 @sizes
 @signs
 def test_sums_are_rounded_to_float32_from_the_first_to_the_last(size, signs):
-    """The order is a part of the definition: the result is the same everywhere."""
+    """The order is part of the definition, so that the result is the same everywhere."""
     transform = Hadamard(size, signs)
     x = torch.ldexp(normal(64, size), torch.arange(64).remainder(7).view(-1, 1))
     matrix = transform.matrix().numpy()

@@ -1,4 +1,4 @@
-"""HiFloat4: the authors' script, exact arithmetic, cases by hand."""
+"""HiFloat4 against the authors' script, exact arithmetic and cases worked out by hand."""
 
 from fractions import Fraction
 
@@ -86,7 +86,7 @@ def test_named_groups(values, e8, e16, expected):
 
 
 def exact_group(group: list[float]) -> list[Fraction]:
-    """Algorithm 1 of arXiv 2602.11287 as FORMATS has it, in rational numbers; not all zero."""
+    """Return algorithm 1 of arXiv 2602.11287 in rational numbers, for a nonzero group."""
 
     def rounded(x: Fraction, bits: int) -> Fraction:
         unit = Fraction(1)
@@ -140,7 +140,7 @@ def check(x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("make", [every_bfloat16, every_float16], ids=["bfloat16", "float16"])
 def test_every_half_precision_value_matches_exact_arithmetic(make):
-    """Groups of neighbors and, shuffled, of everything; the result is of the dtype again."""
+    """Groups hold neighbors and, shuffled, all values; results are values of the dtype."""
     x = make()
     check(x.view(-1, 64))
     finite = x[x.isfinite()]

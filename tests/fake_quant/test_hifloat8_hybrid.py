@@ -1,4 +1,4 @@
-"""HiFloat8's hybrid rounding: Huawei's public script, the paper's rule, cases by hand."""
+"""HiFloat8's hybrid rounding against Huawei's public script, the paper's rule and hand cases."""
 
 import ml_dtypes
 import numpy as np
@@ -83,7 +83,7 @@ def test_named_corner_cases(dtype, x, expected):
 
 
 def test_overflow():
-    """From 40960 on as in nearest; below it, SR14 may carry already at 32768."""
+    """Overflow starts at 40960, as in nearest; below it, SR14 may round up from 32768 on."""
     x = torch.tensor([40960.0, 1e30, torch.inf, 32768.0, -32768.0])
     assert fake_quantize(x, "hifp8:hr").tolist() == [32768.0] * 4 + [-32768.0]
     assert fake_quantize(x, "hifp8:hr:inf").tolist() == [torch.inf] * 4 + [-torch.inf]
@@ -92,8 +92,10 @@ def test_overflow():
 
 
 def script_values(dtype: str, overflow: str) -> np.ndarray:
-    """By Huawei's script. Where it should saturate it makes Inf of a carry at 2^15; Ascend's own
-    emulation, and the package, do not."""
+    """Return the values of Huawei's script.
+
+    It turns a carry at 2^15 into Inf even when it should saturate; Ascend's own emulation and the
+    package do not."""
     values = oracle.hifloat8_codes()[references.HYBRID[f"{dtype}/{overflow}"]].astype(np.float32)
     return values.clip(-(2.0**15), 2.0**15) if overflow == "saturate" else values
 
@@ -107,8 +109,8 @@ def test_float32_is_that_of_huawei_s_script(overflow):
 @overflows
 def test_float16_is_that_of_huawei_s_script_where_nothing_carries_over(overflow):
     """The script loses carries out of a binade (it compares the fraction with 2^bits instead of
-    2^bits - 1). In subnormals it takes the last bit for 0, where Ascend's simulator and the package
-    take the one that is stored."""
+    2^bits - 1). In subnormals it takes the last bit as 0, whereas Ascend's simulator and the package
+    read the stored bit."""
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     found = fake_quantize(x, NAMES[overflow]).float().numpy()
     expected = script_values("float16", overflow)
@@ -130,8 +132,9 @@ def around_every_threshold() -> torch.Tensor:
 
 
 def thresholds_of_sr14() -> torch.Tensor:
-    """Where F, the upper 14 of the discarded bits, is T, the lower 14 of the mantissa, or next to
-    it: random bits rarely are.
+    """Return values where F, the upper 14 discarded bits, is near T, the lower 14 mantissa bits.
+
+    Random values rarely are.
     """
     mantissa = np.arange(1 << 23)
     t = mantissa % (1 << 14)
@@ -188,7 +191,7 @@ def test_it_is_odd_and_never_leaves_the_two_neighbors():
 
 
 def test_it_is_neither_monotone_nor_idempotent():
-    """It draws on the low bits: see the module's docstring."""
+    """The rounding depends on the low bits, see the docstring of `hifloat8.py`."""
     assert fake_quantize(torch.tensor([16.0, 16 + ULP]), "hifp8:hr").tolist() == [20.0, 16.0]
     assert fake_quantize(torch.tensor([20.0]), "hifp8:hr").tolist() == [24.0]
 

@@ -1,4 +1,4 @@
-"""`python -m megatron.fake_quant`: what it prints, draws and refuses."""
+"""The command `python -m megatron.fake_quant`: its output, its pictures and its errors."""
 
 import sys
 
@@ -21,7 +21,7 @@ SMALL = [name for name in FORMATS if name not in ("bf16", "fp16")]
 
 @pytest.fixture
 def stopped(capsys):
-    """Runs arguments that must not work; returns the error."""
+    """Run arguments that must fail, and return the error."""
 
     def stopped(*arguments: str) -> str:
         try:
@@ -121,7 +121,7 @@ def test_a_picture_is_written(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def default():
-    """The picture of every named format of at most 8 bits."""
+    """Return the picture of every named format of at most 8 bits."""
     return picture([get_format(name) for name in SMALL])
 
 

@@ -1,4 +1,4 @@
-"""Block scales, and values quantized with them."""
+"""E8M0 block scales, and values quantized with them."""
 
 from fractions import Fraction
 
@@ -88,7 +88,7 @@ def floor_log2(x: Fraction) -> int:
 
 
 def exact_scale_exponent(amax: float, element: str, rule: str) -> int:
-    """The rules of FORMATS as they are written, in rational numbers; amax > 0."""
+    """Return the scale exponent by the rules' definitions in rational numbers, for amax > 0."""
     fmt, amax_q = get_element(element), Fraction(amax)
     emax = floor_log2(Fraction(oracle.code_points(element)[-1]))
     if rule == "floor":
@@ -106,7 +106,7 @@ def exact_scale_exponent(amax: float, element: str, rule: str) -> int:
 @rules
 @elements
 def test_scales_are_exact_in_every_binade(element, rule):
-    """One and two ulps around every power of two, every max * 2^k and every carry of EVEN."""
+    """The inputs are one and two ulps around powers of two, max * 2^k and the carries of EVEN."""
     fmt = get_element(element)
     carry = 2 - 2.0 ** -(1 + fmt.mantissa_bits)
     binades = np.ldexp(1.0, np.arange(-149, 128))
@@ -173,7 +173,7 @@ def test_named_blocks(name, values, expected):
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp4", "mxint8"])
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
 def test_a_special_value_makes_its_whole_block_nan_and_no_other(name, special):
-    """E8M0 has NaN and no Inf. microxcaling and quark agree; torchao keeps an Inf in its place."""
+    """E8M0 has NaN and no Inf. microxcaling and quark agree; torchao keeps the Inf."""
     x = torch.ones(3, 32)
     x[1, 17] = special
     y = fake_quantize(x.flatten(), name).view(3, 32)
@@ -198,10 +198,10 @@ def test_underflow_keeps_the_sign_where_there_is_a_negative_zero():
 @rules
 @elements
 def test_float32_matches_exact_arithmetic(element, rule):
-    """Random bit patterns, and rows at every scale from below the subnormals to overflow.
+    """The inputs are random bit patterns, and rows at every scale from underflow to overflow.
 
-    Exact arithmetic decides here, because each library errs somewhere in these inputs; the named
-    cases above say which and where.
+    Exact arithmetic is the reference, because each library errs somewhere in these inputs; the
+    named cases above say which and where.
     """
     x = torch.cat([random_bit_patterns(1 << 17).view(-1, 32), rows_at_every_scale()])
     found = fake_quantize(x, f"mx:{element}:b32:{rule}")
@@ -277,7 +277,7 @@ def test_it_is_monotone_within_a_block(name):
 
 @property_names
 def test_it_scales_with_powers_of_two(name):
-    """Up to where a scale meets an end: scales of 2^-100 to 2^100 do not."""
+    """This holds until a scale reaches an end; scales of 2^-100 to 2^100 do not."""
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(3))
     for exponent in (-80, -3, 1, 80):
         factor = 2.0**exponent
@@ -303,7 +303,7 @@ def test_the_error_is_at_most_half_an_ulp_unless_the_value_saturates(element, ru
 @pytest.mark.parametrize(("width", "same"), [(64, True), (48, False)])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 def test_blocks_begin_anew_at_each_shard(name, width, same):
-    """Results under tensor parallelism equal one rank's only if blocks divide the shards."""
+    """Results under tensor parallelism equal those of one rank only if blocks divide the shards."""
     x = torch.randn(64, 2 * width, generator=torch.Generator().manual_seed(0))
     shards = torch.cat([fake_quantize(x[:, :width], name), fake_quantize(x[:, width:], name)], 1)
     assert torch.equal(shards, fake_quantize(x, name)) == same

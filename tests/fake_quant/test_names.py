@@ -1,4 +1,4 @@
-"""Names with variants, what they mean, and what is refused."""
+"""Names with variants, their formats, and names that are refused."""
 
 import contextlib
 import itertools
@@ -104,7 +104,7 @@ EVERY = ["floor", "rceil", "ceil", "even", "2d", "sr", "hr", "inf", "t15", "pow2
 @pytest.mark.parametrize("name", ACCEPTED)
 @pytest.mark.parametrize("variant", [*EVERY, "3d", "up", "tx", "t", "t-1", ""])
 def test_a_variant_applies_or_is_refused(name, variant):
-    """Where it applies the numbers change; where it does not, the error says what would."""
+    """A variant that applies changes numbers; the error for another lists the accepted ones."""
     if variant in ACCEPTED[name]:
         fmt = get_format(f"{name}:{variant}")
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(23)) * 2.0**14
@@ -119,7 +119,7 @@ def test_a_variant_applies_or_is_refused(name, variant):
 
 
 def names_with_two_variants() -> list[str]:
-    """All that are accepted, in both orders."""
+    """Return all accepted pairs of variants, in both orders."""
     accepted = []
     for name, count in itertools.product(FORMATS, (0, 1, 2)):
         for variants in itertools.permutations(EVERY, count):

@@ -1,4 +1,4 @@
-"""NVFP4: codes and scales of TransformerEngine's reference, exact arithmetic, cases by hand."""
+"""NVFP4 against Transformer Engine's reference, exact arithmetic and cases worked out by hand."""
 
 import numpy as np
 import pytest
@@ -100,7 +100,7 @@ def check(x: torch.Tensor, name: str) -> None:
 @variants
 @pytest.mark.parametrize("make", [every_bfloat16, every_float16], ids=["bfloat16", "float16"])
 def test_every_half_precision_value_matches_float32_arithmetic(make, name):
-    """In order, so that most blocks have one exponent; shuffled; and without the special ones."""
+    """Values are ordered, so that most blocks have one exponent; shuffled; and without specials."""
     x = make()
     check(x.view(256, -1), name)
     shuffled = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(5))]
@@ -116,7 +116,7 @@ def test_four_million_bit_patterns_match_float32_arithmetic(name):
 
 @variants
 def test_random_mantissas_over_every_binade_match_float32_arithmetic(name):
-    """786 tensors of 16 rows of eight binades, each with a tensor scale of its own."""
+    """The inputs are 786 tensors of 16 rows, each over eight binades with its own tensor scale."""
     x = random_bits_at_every_scale(64)[: 262 * 48].view(48, 262, 64).transpose(0, 1)
     for tensor in x.reshape(-1, 16, 64):
         check(tensor, name)
@@ -124,7 +124,7 @@ def test_random_mantissas_over_every_binade_match_float32_arithmetic(name):
 
 @variants
 def test_rows_at_every_scale_match_float32_arithmetic(name):
-    """In one tensor, where most scales underflow, and 16 rows at a time."""
+    """Rows are quantized in one tensor, where most scales underflow, and 16 at a time."""
     x = with_special_blocks(rows_at_every_scale(64))
     check(x, name)
     for rows in x.split(16):
@@ -133,9 +133,9 @@ def test_rows_at_every_scale_match_float32_arithmetic(name):
 
 @variants
 def test_block_maxima_next_to_the_ties_of_scales_match_float32_arithmetic(name):
-    """One and two ulps around what leads to each number of E4M3 and to each half-way case.
+    """Maxima are one and two ulps around each number of E4M3 and each half-way case.
 
-    Under many tensor scales: fl(encode * fl(1/6)) and fl(encode / 6) differ in some.
+    There are many tensor scales: fl(encode * fl(1/6)) and fl(encode / 6) differ in some.
     """
     scales = oracle.code_points("e4m3")
     scales = np.concatenate([scales, (scales[1:] + scales[:-1]) / 2])
@@ -171,7 +171,7 @@ def test_a_special_value_makes_its_block_nan_and_leaves_the_tensor_scale(special
 
 @pytest.mark.parametrize("value", [2.0**-149, 1e-40, 2.0**-126, 3e38, torch.finfo().max])
 def test_the_ends_of_float32_match_float32_arithmetic(value):
-    """A tensor scale that would be above the largest float32 is held there."""
+    """A tensor scale beyond the largest float32 is clamped to it."""
     check(torch.tensor([[value, -value / 2, value / 3, 0.0]]), "nvfp4")
 
 
@@ -184,7 +184,7 @@ def test_square_blocks_of_the_transposed_are_the_transposed():
 
 
 def test_elements_and_scales_match_float32_arithmetic():
-    """Also where a product hides a difference: elements in underflowed blocks."""
+    """Elements and scales are compared, because a product may hide a difference."""
     x = rows_at_every_scale(64)[1200:1400]
     elements, scales, whole = nvfp4_blocks(to_blocks(x.numpy(), 16))
     found = quantize(x, "nvfp4")

@@ -1,4 +1,4 @@
-"""`quantize` and `dequantize`: the codes of ml_dtypes and en_dtypes, and nothing lost."""
+"""`quantize` and `dequantize` against ml_dtypes and en_dtypes, and lossless round trips."""
 
 import ml_dtypes
 import numpy as np
@@ -47,7 +47,7 @@ def seeded() -> torch.Generator:
 
 
 def assert_round_trip(x: torch.Tensor, name: str, axis: int = -1) -> None:
-    """Bit for bit, NaN and the signs of zeros too."""
+    """Assert that a round trip keeps every bit, NaN and the signs of zeros included."""
     expected = fake_quantize(x, name, axis, generator=seeded())
     found = dequantize(quantize(x, name, axis, generator=seeded()))
     assert (found.dtype, found.shape) == (x.dtype, x.shape)
@@ -58,7 +58,7 @@ def assert_round_trip(x: torch.Tensor, name: str, axis: int = -1) -> None:
 @names
 @dtypes
 def test_dequantized_it_is_what_fake_quantize_gives(name, dtype):
-    """Rows at every scale, random bits, NaN, Inf, zeros."""
+    """The inputs are rows at every scale, random bits, NaN, Inf and zeros."""
     x = torch.cat([rows_at_every_scale(64), random_bit_patterns(1 << 16).view(-1, 64)])
     x = with_special_blocks(x).to(dtype)
     for axis in (0, 1):
@@ -169,7 +169,7 @@ def test_nibbles_are_packed_and_unpacked(count):
 
 @pytest.mark.parametrize("name", oracle.ML_DTYPES)
 def test_codes_are_those_of_ml_dtypes(name):
-    """Of every bfloat16, clamped first (ml_dtypes overflows), and of NaN where there is one."""
+    """Inputs are all bfloat16 values, clamped because ml_dtypes overflows, and NaN if it exists."""
     element = get_element(name)
     x = every_bfloat16().float()
     x = x[~x.isnan()].clamp(-element.max, element.max)
@@ -194,7 +194,7 @@ def test_nan_has_the_code_of_ml_dtypes():
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4"])
 def test_tensors_are_those_of_ml_dtypes(name):
-    """Both bytes: elements by a cast of theirs, scales as float8_e8m0fnu."""
+    """Elements come from a cast of ml_dtypes, and scales are its float8_e8m0fnu."""
     x = rows_at_every_scale()[600:1000]
     quantized = quantize(x, name)
     scale = quantized.scales.blocks.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
@@ -243,7 +243,7 @@ def test_a_cast_has_no_table_of_codes():
 @names
 @pytest.mark.parametrize("width", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_changes_no_bit_of_codes_and_scales(name, width):
-    """Of a run under torch.autocast; the transforms in front of them neither."""
+    """Neither quantization nor the transforms before it depend on torch.autocast."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(48, 64, generator=generator)
     device = "cuda" if torch.cuda.is_available() else "cpu"

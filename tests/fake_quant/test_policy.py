@@ -1,4 +1,4 @@
-"""Where a format applies and who wins: flag, environment, settings file, default."""
+"""Types and their precedence: flag, environment, settings file, default."""
 
 import json
 
@@ -12,7 +12,7 @@ from megatron.fake_quant.quant_type import OPERATIONS, parse_type
 
 @pytest.fixture
 def settings(tmp_path):
-    """An environment whose settings file is the test's own, and a function that writes it."""
+    """Return an environment with a settings file of its own, and a function that writes it."""
     path = tmp_path / "settings.json"
     environ = {"QUANT_SETTINGS_FILE": str(path)}
     return environ, lambda content: path.write_text(json.dumps(content))

@@ -1,6 +1,6 @@
-"""Properties of whole formats, on tensors that hypothesis looks for.
+"""Properties of whole formats, on tensors that hypothesis generates.
 
-Where a format lacks one, a test names the reason and a tensor that shows it.
+If a format lacks a property, a test gives the reason and a counterexample.
 """
 
 import numpy as np
@@ -28,8 +28,9 @@ names = pytest.mark.parametrize("name", NEAREST)
 
 @st.composite
 def tensors(draw: st.DrawFn, rows: int | None = None, columns: int | None = None) -> torch.Tensor:
-    """A few multiples of 2^-12 up to 2^12, many half-way between something, in another order in
-    each row, and rows that differ by powers of two.
+    """Return rows of a few multiples of 2^-12 up to 2^12, in different orders.
+
+    Many values are half-way between two numbers, and rows differ by powers of two.
     """
     width = columns or draw(st.integers(1, 70))
     whole = st.one_of(st.integers(-(1 << 24), 1 << 24), st.integers(-64, 64).map(lambda i: i << 9))
@@ -53,8 +54,7 @@ IDEMPOTENT = [*MX, *MX_VARIANTS, "mxfp8:2d", "hifp8", "hifp8:inf", "fp8_e4m3:pow
 @examples
 @given(x=tensors())
 def test_it_is_idempotent(name, x):
-    """A block's maximum may shrink, but a smaller scale holds all that a larger one does, as far as
-    the maximum lets it."""
+    """A block's maximum may shrink, but a smaller scale represents the same values up to it."""
     once = fake_quantize(x, name)
     assert torch.equal(fake_quantize(once, name), once)
 
@@ -91,12 +91,12 @@ def test_it_is_monotone_within_a_block(name, x):
 @examples
 @given(x=tensors(columns=4))
 def test_hifloat4_is_monotone_within_four_neighbors(x):
-    """The others have exponents of their own."""
+    """Other neighbors have exponents of their own."""
     assert (fake_quantize(x.sort(dim=1).values, "hifp4").diff(dim=1) >= 0).all()
 
 
 def test_hifloat4_is_not_monotone_beyond():
-    """With 7 beside it 1.2 has steps of 1, without it of 1/4."""
+    """The step at 1.2 is 1 with a 7 beside it, and 1/4 without."""
     x = torch.tensor([1.2, 7.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.15])
     y = fake_quantize(x, "hifp4")
     assert x[0] > x[8]
@@ -147,7 +147,7 @@ def test_the_order_of_rows_does_not_matter(name, x, order):
 @examples
 @given(x=tensors(rows=3, columns=64))
 def test_blocks_know_nothing_of_each_other(name, x):
-    """In nvfp4 they share a tensor scale."""
+    """Blocks of nvfp4 are excluded, because they share a tensor scale."""
     expected = torch.stack([fake_quantize(row, name) for row in x])
     assert torch.equal(fake_quantize(x, name), expected)
     x[1] = torch.nan
@@ -155,7 +155,7 @@ def test_blocks_know_nothing_of_each_other(name, x):
 
 
 def scaled_table(name: str, x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Each value of x over its scale, in float64, and the numbers >= 0 that are to be had there."""
+    """Return x over its scales in float64, and the numbers >= 0 that exist at that scale."""
     fmt = get_format(name)
     scales = quantize(x, name).scales
     scale = np.ones(x.shape)
@@ -177,7 +177,7 @@ def scaled_table(name: str, x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 @examples
 @given(x=tensors())
 def test_no_number_at_that_scale_is_nearer(name, x):
-    """Half a step at most, unless the value saturates. (MX formats: test_block.py.)
+    """The error is at most half a step, unless the value saturates. (MX formats: test_mx.py.)
 
     Scales that are no powers of two cost a few roundings to float32, 2^-21 of the value.
     """
@@ -197,7 +197,7 @@ def test_no_number_at_that_scale_is_nearer(name, x):
 @examples
 @given(x=tensors(), values=st.lists(st.sampled_from([0.0, -0.0]), min_size=3, max_size=3))
 def test_zeros_stay(name, x, values):
-    """With their signs, where there is a negative zero."""
+    """Zeros keep their signs if the format has a negative zero."""
     x = torch.cat([torch.tensor(values), x[0]]).view(1, -1)
     zeros = fake_quantize(x, name)[0, :3]
     has_negative = not name.startswith(("hifp8", "mxint8"))

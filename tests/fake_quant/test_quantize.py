@@ -20,7 +20,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normal deviates whose rows along the first axis differ by powers of two."""
+    """Return normal deviates whose rows along the first axis differ by powers of two."""
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
     steps = torch.arange(shape[0]).remainder(17).sub(8)
     return torch.ldexp(x, steps.view(-1, *[1] * (len(shape) - 1))).to(dtype)
@@ -70,7 +70,7 @@ def test_a_ragged_last_block_is_a_shorter_block(length, axis):
 
 
 def strided_views(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The values of a [64, 96] tensor in other memory layouts."""
+    """Return the values of a [64, 96] tensor in other memory layouts."""
     wide = torch.full((64, 200), torch.nan, dtype=x.dtype)
     wide[:, 1:193:2] = x
     offset = torch.full((64 * 96 + 3,), torch.nan, dtype=x.dtype)
@@ -119,7 +119,7 @@ def test_the_number_of_threads_does_not_matter(name):
 
 @names
 def test_flushing_subnormals_changes_nothing_above_them(name):
-    """Blocks down to 2^-90. Below, a machine that was told to flush may flush."""
+    """Blocks reach down to 2^-90. Below, a processor that flushes subnormals may change bits."""
     if not torch.set_flush_denormal(True):
         pytest.skip("this machine cannot flush subnormals")
     try:
@@ -159,7 +159,7 @@ def test_the_result_is_new_memory_and_the_input_stays(name, dtype):
 @names
 @dtypes
 def test_there_is_one_nan(name, dtype):
-    """0x7fc00000 and its like, whatever sign and payload went in and whatever was at work."""
+    """Every path returns 0x7fc00000 or its like, for any sign and payload of the input."""
     x = random_bit_patterns(1 << 12).to(dtype)
     assert x.isnan().any()
     y = fake_quantize(x, name)
@@ -178,9 +178,9 @@ def test_no_gradient_flows(name):
 
 @names
 def test_a_half_precision_tensor_gives_what_its_float32_copy_gives(name):
-    """The result is rounded to the tensor's dtype, which for most formats changes nothing.
+    """The result is rounded to the tensor's dtype, which is exact for most formats.
 
-    A scale that is no power of two leaves results between the numbers of the dtype.
+    A scale that is not a power of two puts results between the numbers of the dtype.
     """
     for x in (every_bfloat16(), every_float16()):
         if name == "fp16" and x.dtype == torch.bfloat16:
@@ -204,7 +204,7 @@ def test_float16_subnormals_have_room_for_what_the_formats_make_of_them():
 
 
 def test_what_rounds_up_past_the_end_of_float16_is_inf():
-    """65504 needs scale 2^8 under RCEIL and is 255.9 in it: 256 in E4M3, that is 65536."""
+    """65504 has scale 2^8 under RCEIL and is 255.9 in it, which is 256 in E4M3, or 65536."""
     x = torch.tensor([65504.0, 1.0], dtype=torch.float16)
     assert fake_quantize(x, "mx:e4m3:b32:rceil").tolist() == [torch.inf, 1.0]
     assert fake_quantize(x.float(), "mx:e4m3:b32:rceil").tolist() == [65536.0, 1.0]

@@ -1,4 +1,4 @@
-"""Random bits: Philox's known answers, a second implementation in numpy, a few statistics."""
+"""Random bits against Philox's known answers, an implementation in numpy and statistics."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def test_a_value_s_bits_depend_on_its_place_and_not_on_the_shape():
 
 
 def test_bits_are_even_and_independent():
-    """Frequencies of the upper 8 bits, of neighbors' parity and of each bit: within 5 sigma."""
+    """Frequencies of the upper 8 bits, of neighbors' parity and of each bit are within 5 sigma."""
     bits = random_bits((1 << 18,), 99, CPU)
     assert bits.min() >= 0
     assert bits.max() < 1 << 24

@@ -1,4 +1,4 @@
-"""Recipes: what they say of each operand, and what is said to a user who got one wrong."""
+"""Recipes: the format of each operand, and the messages for invalid recipes."""
 
 import re
 from pathlib import Path
@@ -154,7 +154,7 @@ def test_layers_are_chosen_by_number_or_from_either_end(load, layers, chosen):
 
 
 def test_last_layers_are_not_those_of_multi_token_prediction(load):
-    """Those are numbered on behind the last layer."""
+    """Layers of multi-token prediction have the numbers after the last layer."""
     text = "matchers:\n  m: {config: mxfp8, type: glob, pattern: '*', enabled: true, layers: %s}\n"
     for layers in ("last 1", "first 9"):
         assert in_force(load(text % layers), layer=4) is None

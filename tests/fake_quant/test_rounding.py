@@ -165,7 +165,7 @@ def test_nan_stays_and_the_input_is_not_touched(name):
 
 
 def test_an_element_is_described_by_its_fields_alone():
-    """No branch knows a name: a type that nobody registered rounds by its numbers."""
+    """No branch depends on a name: an unregistered type rounds by its fields."""
     fives = ElementFormat("anything", exponent_bits=2, mantissa_bits=2, bias=1, max=5.0)
     x = torch.tensor([0.1, 0.4, 1.1, 2.25, 4.6, 77.0])
     assert round_to(x, fives).tolist() == [0.0, 0.5, 1.0, 2.0, 5.0, 5.0]

@@ -1,4 +1,4 @@
-"""Stochastic rounding, value by value: by which random bits, and what does not matter for it."""
+"""Stochastic rounding, value by value: its random bits, and what they do not depend on."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def stochastic(x: torch.Tensor, name: str, seed: int = SEED, axis: int = -1) -> 
 
 
 def expected(x: np.ndarray, name: str, random: np.ndarray) -> np.ndarray:
-    """Of a matrix of float32, blocks along the last axis."""
+    """Return the result for a float32 matrix with blocks along the last axis."""
     fmt = get_format(name)
     scaling, element = fmt.scaling, fmt.element.name
     if name.startswith("nvfp4"):
@@ -83,8 +83,9 @@ INPUTS = {
 @names
 @pytest.mark.parametrize("make", INPUTS.values(), ids=INPUTS)
 def test_each_value_is_rounded_by_its_own_random_bits(name, make):
-    """Of half precision, whose products with HiFloat4's 8-bit reciprocals float32 holds; the
-    other formats are exact for float32."""
+    """Values have half precision, whose products with HiFloat4's reciprocals are exact in float32.
+
+    The other formats are exact for float32."""
     x = make()
     if x.dtype == torch.float32 and name == "hifp4:sr":
         x = x.bfloat16()
@@ -99,7 +100,7 @@ def test_each_value_is_rounded_by_its_own_random_bits(name, make):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "hifp4:sr"])
 def test_float32_of_every_kind_is_rounded_by_its_own_random_bits(name):
-    """HiFloat4 cuts products of float32 off to 24 bits."""
+    """HiFloat4 is excluded, because it truncates products of float32 to 24 bits."""
     x = random_bits_at_every_scale(64, 1 << 20)
     random = random_integers(tuple(x.shape), seed_of(SEED))
     with np.errstate(over="ignore"):
@@ -109,7 +110,7 @@ def test_float32_of_every_kind_is_rounded_by_its_own_random_bits(name):
 
 @pytest.mark.parametrize("name", ["mxfp4:sr", "hifp4:sr", "nvfp4:sr", "mxfp8:2d:sr"])
 def test_the_bits_belong_to_the_place_in_the_tensor_not_in_the_block(name):
-    """Along another axis blocks are others, and each value keeps its random number."""
+    """Along another axis, blocks differ and each value keeps its random number."""
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(12)).bfloat16().float()
     random = random_integers((64, 128), seed_of(SEED))
     if "2d" in name:
@@ -160,7 +161,7 @@ def test_without_blocks_the_axis_does_not_matter(name):
 
 @names
 def test_what_the_format_holds_never_moves(name):
-    """Numbers that rounding to nearest leaves where they are, at the scale that they lead to."""
+    """Numbers that rounding to nearest does not change stay unchanged."""
     x = torch.randn(4096, 64, generator=torch.Generator().manual_seed(16))
     if get_format(name).scaling is None or name.startswith(("mx", "hifp4")):
         rows = fake_quantize(x, name.replace(":sr", ""))

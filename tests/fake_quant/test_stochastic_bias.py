@@ -1,4 +1,4 @@
-"""Stochastic rounding goes up as often as it should: counted, and by a statistic that can fail."""
+"""Stochastic rounding goes up as often as it should, by counts and by a test that can fail."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def stochastic(x: torch.Tensor, name: str) -> torch.Tensor:
     ],
 )
 def test_it_goes_up_with_the_probability_of_the_way_to_the_next_number(element, x, way):
-    """No bias is left: the mean over all random numbers is x, to 2^-24 of a step."""
+    """There is no bias: the mean over all random numbers is x, to 2^-24 of a step."""
     random = torch.arange(1 << 24, dtype=torch.int32)
     value = torch.tensor(x)
     if element == "hif8":
@@ -69,7 +69,7 @@ def test_it_goes_up_with_the_probability_of_the_way_to_the_next_number(element, 
 
 
 def bias(y: np.ndarray, x: np.ndarray, below: np.ndarray, above: np.ndarray) -> tuple[float, float]:
-    """Standard deviations by which values went up too often: all together, and the worst column.
+    """Return by how many standard deviations values go up too often: in total, and at worst.
 
     `[draws, values]` against the `[values]` that were rounded.
     """
@@ -101,7 +101,7 @@ def grid(name: str) -> np.ndarray:
 
 
 def draws(name: str) -> tuple[np.ndarray, ...]:
-    """Values between numbers of the format, the top among them, and their two neighbors."""
+    """Return values between numbers of the format, up to the largest, and their two neighbors."""
     table, top = grid(name), GRID_TOPS[name]
     assert table[-1] == top
     x = np.random.default_rng(18).uniform(0.01, 1, 15) * top
@@ -126,7 +126,7 @@ def test_means_have_no_bias(name):
 
 @pytest.mark.parametrize("name", GRID_TOPS)
 def test_a_biased_rounding_would_be_seen(name):
-    """Nearest; 1 % of a step too often up; one random number for two neighboring draws."""
+    """The biases are nearest, 1 % of a step too often up, and one random number for two draws."""
     x, below, above = draws(name)
     nearest = fake_quantize(repeated(x, GRID_TOPS[name]), name.replace(":sr", ""))
     assert bias(nearest[:, :-1].double().numpy(), x, below, above)[1] > LIMITS[1]
@@ -141,7 +141,7 @@ def test_a_biased_rounding_would_be_seen(name):
 
 
 def correlation(y: np.ndarray, x: np.ndarray) -> float:
-    """Of the errors of draws that follow each other."""
+    """Return the correlation of the errors of consecutive draws."""
     error = (y - y.mean(axis=0)) / (y.std(axis=0) + 1e-30)
     return float((error[0::2] * error[1::2]).mean())
 

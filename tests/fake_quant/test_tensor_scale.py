@@ -1,4 +1,4 @@
-"""One scale for a tensor: per-tensor FP8 as TransformerEngine has it, HiFloat8 to a target."""
+"""One scale per tensor: FP8 as in Transformer Engine, and HiFloat8 with a target."""
 
 import numpy as np
 import pytest
@@ -112,7 +112,7 @@ def test_it_matches_float32_arithmetic(make, name):
 
 @names
 def test_tensors_over_every_binade_match_float32_arithmetic(name):
-    """1024 tensors of 256 values, and rows at every scale."""
+    """The inputs are 1024 tensors of 256 values, and rows at every scale."""
     for row in random_bits_at_every_scale(256, 1 << 18):
         check(row, name)
     for row in rows_at_every_scale():
@@ -148,7 +148,7 @@ def test_a_target_that_is_no_positive_number_is_refused(target):
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("target", [0.25, 1.0, 2.0])
 def test_a_small_target_for_a_large_tensor_leaves_no_nan(target, power_of_two):
-    """target / amax is a subnormal float32, or its inverse would be above the largest."""
+    """Without the clamp, target / amax would be subnormal or its inverse would overflow."""
     x = torch.tensor([torch.finfo().max, 1.0, 0.0])
     for fmt in (
         Format("raw", E4M3, TensorScaling(target, power_of_two)),

@@ -75,7 +75,7 @@ def test_vmap_of_numbers_has_no_axis_to_quantize_along():
 
 
 def test_random_numbers_are_drawn_as_vmap_was_told():
-    """One seed for all samples, or one for each; neither unless `randomness` was chosen."""
+    """All samples share a seed or each has its own, as `randomness` sets; it must be set."""
     x = tensor(8, 64).expand(3, 8, 64)
 
     def rounded(**randomness: str) -> Tensor:
@@ -205,7 +205,7 @@ def test_a_matmul_has_no_forward_derivative():
 
 
 class Own(torch.Tensor):
-    """A subclass without a rule of its own."""
+    """A tensor subclass without rules of its own."""
 
 
 @kinds

@@ -1,7 +1,7 @@
 """The GPU kernels give the reference's bits.
 
-Without a GPU: Triton's interpreter runs them, and its compiler makes code for an H100 of them, in
-which nothing is found that would change a bit. The tests marked `gpu` are the proof.
+Without a GPU, Triton's interpreter runs them. Triton also compiles them for an H100, and tests
+search the code for instructions that would change bits. The tests marked `gpu` are the proof.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def work(*arguments: str, cache: Path) -> dict:
-    """What triton_worker.py says."""
+    """Return the output of triton_worker.py."""
     command = [sys.executable, "-m", "tests.fake_quant.triton_worker", *arguments]
     result = run(command, env=environment(TRITON_CACHE_DIR=cache))
     assert result.returncode == 0, result.stderr
@@ -81,7 +81,7 @@ def test_memory_is_read_and_written_16_bytes_at_a_time(name, compiled):
 
 
 def test_a_later_launch_is_like_the_first(tmp_path):
-    """It goes past Triton's binder, so it has to bring everything itself."""
+    """A later launch bypasses Triton's binder, so it must pass all arguments itself."""
     for name, calls in work("launch", cache=tmp_path).items():
         if name != "triton":
             first, second, unaligned = calls
@@ -95,7 +95,7 @@ def test_a_later_launch_is_like_the_first(tmp_path):
 
 @pytest.fixture
 def on_cuda():
-    """What `find` looks at."""
+    """A stand-in for a CUDA tensor with the attributes that `find` reads."""
     dispatch._gpu.cache_clear()
     yield types.SimpleNamespace(is_cuda=True, device=torch.device("cuda"), numel=lambda: 1)
     dispatch._gpu.cache_clear()
@@ -171,7 +171,7 @@ def test_on_a_gpu_small_and_unaligned_tensors_too(name, count):
 
 
 def milliseconds(call) -> float:
-    """The median of several rounds of launches behind each other."""
+    """Return the median time of several rounds of consecutive launches."""
     times = []
     for _ in range(20):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

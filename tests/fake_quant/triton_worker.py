@@ -1,11 +1,11 @@
-"""What test_triton.py runs in processes of its own, and prints as JSON.
+"""The worker process of test_triton.py, which prints its results as JSON.
 
-    compare NAME ...   the kernels against the reference, by Triton's interpreter
-    compile            the kernels for sm_90: what their code has, and what it should not have
-    launch             what reaches the device in a first launch and in later ones
+    compare NAME ...   compare the kernels with the reference, in Triton's interpreter
+    compile            compile the kernels for sm_90, and count the instructions of their code
+    launch             record the arguments of a first launch and of later ones
 
-The interpreter's variable must be set when Triton is imported, and a driver without a device would
-stay in force for other tests.
+The interpreter's variable must be set before Triton is imported, and a driver without a device
+would affect other tests.
 """
 
 import json
@@ -54,7 +54,7 @@ FORBIDDEN = r"\S*\.ftz\S*|fma\.\S*|mad\.\S*f32|\S*\.(?:full|approx)\S*|(?:add|su
 
 
 def inputs() -> dict[str, Tensor]:
-    """24 rows of each kind, which have 76 values: a ragged block of 12."""
+    """Return 24 rows of each kind with 76 values each, so that the last block has 12."""
     rows = (slice(3, 9), slice(98, 104), slice(196, 202), slice(250, 256))
     return {kind: torch.cat([make()[part, :76] for part in rows]) for kind, make in INPUTS.items()}
 
@@ -68,7 +68,7 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
 
 
 def cases(fmt: Format) -> dict[str, tuple[Tensor, list[int]]]:
-    """Tensors, and the axes along which to quantize each."""
+    """Return tensors, and the axes along which to quantize each."""
     found = {}
     slow = fmt.rounding == "stochastic"  # to interpret
     for kind, x in inputs().items():
@@ -132,7 +132,7 @@ class Utils:
 
 
 class Driver:
-    """An H100 that is not there, and writes down what it was asked to run."""
+    """A fake H100 that records the kernels it was asked to run."""
 
     utils = Utils()
 
@@ -178,7 +178,7 @@ def compiled(name: str, dtype: torch.dtype, shape: tuple[int, ...], axis: int) -
 
 
 def launched(name: str, device: Driver) -> list[list[list[str]]]:
-    """What the launcher gets in each of three calls; the third's memory is not aligned."""
+    """Return the launcher's arguments in three calls, the last with unaligned memory."""
     values = torch.ones(4097)
     found = []
     for x in (values[:4096], values[:4096], values[1:]):
