@@ -132,7 +132,7 @@ def around_every_threshold() -> torch.Tensor:
 
 
 def thresholds_of_sr14() -> torch.Tensor:
-    """Return values where F, the upper 14 discarded bits, is near T, the lower 14 mantissa bits.
+    """Return values where F, the upper 14 discarded bits, is near T, the lower mantissa bits.
 
     Random values rarely are.
     """
