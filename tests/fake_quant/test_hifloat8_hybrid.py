@@ -108,9 +108,11 @@ def test_float32_is_that_of_huawei_s_script(overflow):
 
 @overflows
 def test_float16_is_that_of_huawei_s_script_where_nothing_carries_over(overflow):
-    """The script loses carries out of a binade (it compares the fraction with 2^bits instead of
-    2^bits - 1). In subnormals it takes the last bit as 0, whereas Ascend's simulator and the package
-    read the stored bit."""
+    """The script loses carries out of a binade.
+
+    It compares the fraction with 2^bits instead of 2^bits - 1. In subnormals it takes the last bit
+    as 0, whereas Ascend's simulator and the package read the stored bit.
+    """
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     found = fake_quantize(x, NAMES[overflow]).float().numpy()
     expected = script_values("float16", overflow)

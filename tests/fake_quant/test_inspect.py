@@ -12,7 +12,7 @@ from megatron.analysis.plots.style import FORMAT_COLORS
 from megatron.fake_quant import FORMATS, get_format
 from megatron.fake_quant.__main__ import main
 from megatron.fake_quant.inspect.format_table import markdown
-from megatron.fake_quant.inspect.value_grids import COLOURS, picture
+from megatron.fake_quant.inspect.value_grids import COLORS, picture
 from tests.fake_quant.oracle import code_points
 from tests.subprocesses import run
 
@@ -129,7 +129,7 @@ def test_one_row_of_ticks_a_format_in_its_colour(default):
     top, _ = default.axes
     rows = [artist for artist in top.collections if isinstance(artist, EventCollection)]
     assert [row.get_lineoffset() for row in rows] == list(range(len(SMALL)))
-    assert [to_hex(row.get_color()) for row in rows] == [COLOURS[name] for name in SMALL]
+    assert [to_hex(row.get_color()) for row in rows] == [COLORS[name] for name in SMALL]
     assert [label.get_text() for label in top.get_yticklabels()] == SMALL
     e2m3 = rows[SMALL.index("mxfp6_e2m3")]
     assert e2m3.get_positions() == code_points("e2m3")[1:].tolist()
@@ -159,11 +159,11 @@ def test_nothing_is_clipped(names):
 
 
 def test_every_small_format_has_a_colour_of_its_own_that_analysis_gives_it_too():
-    assert COLOURS.keys() == set(SMALL)
-    assert COLOURS.items() <= FORMAT_COLORS.items()
+    assert COLORS.keys() == set(SMALL)
+    assert COLORS.items() <= FORMAT_COLORS.items()
     assert len(set(FORMAT_COLORS.values())) == len(FORMAT_COLORS)
 
 
 def test_a_variant_has_the_colour_of_its_format():
     top, _ = picture([get_format("mxfp4:2d:sr")]).axes
-    assert to_hex(top.collections[0].get_color()) == COLOURS["mxfp4"]
+    assert to_hex(top.collections[0].get_color()) == COLORS["mxfp4"]

@@ -13,7 +13,7 @@ from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from megatron.fake_quant.inspect.value_grids import COLOURS
+from megatron.fake_quant.inspect.value_grids import COLORS
 from megatron.fake_quant.names import ALIASES
 from megatron.fake_quant.quant_type import split_type
 
@@ -22,7 +22,7 @@ FORMAT_COLORS = {
     "none": "#9a9a9a",
     "bf16": "#4c4c4c",
     "fp16": "#7d7461",
-    **COLOURS,
+    **COLORS,
 }
 LAYER_COLORS = {"attention": "#8e5c8b", "linear": "#b3922e"}
 OPERATION_COLORS = {"forward": "#1f7a7a", "backward": "#c4587c"}

@@ -19,7 +19,7 @@ from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.inspect.format_table import number
 
 #: Color of each format in every picture, also in those of `megatron.analysis`.
-COLOURS: Mapping[str, str] = MappingProxyType(
+COLORS: Mapping[str, str] = MappingProxyType(
     {
         "mxfp8": "#2a6f97",
         "mxfp8_e5m2": "#6ba3c4",
@@ -54,7 +54,7 @@ _RC: dict[Any, Any] = {
 }
 
 
-def picture(formats: Sequence[Format], palette: Mapping[str, str] = COLOURS) -> Figure:
+def picture(formats: Sequence[Format], palette: Mapping[str, str] = COLORS) -> Figure:
     """Draw the values of `formats` above, and their relative spacing below, over the same axis.
 
     Raises:
@@ -81,13 +81,13 @@ def plot_values(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Ax
     lowest, highest = _span(formats)
     for place, fmt in enumerate(formats):
         values = format_properties.positive_values(fmt.element)
-        colour = _colour(fmt, place, palette)
+        color = _color(fmt, place, palette)
         # Thinner ticks stay apart where thick ones would merge.
         width = (
             0.5 if max(part.count for part in format_properties.binades(fmt.element)) > 16 else 1.0
         )
         ax.eventplot(
-            values.tolist(), lineoffsets=place, linelengths=0.72, linewidths=width, colors=colour
+            values.tolist(), lineoffsets=place, linelengths=0.72, linewidths=width, colors=color
         )
         note = f"{len(values)} of {fmt.element.name}, {_power(values[0])} to {_power(values[-1])}"
         ax.text(1.01, place, note, transform=ax.get_yaxis_transform(), va="center", color=_FAINT)
@@ -112,9 +112,9 @@ def plot_spacing(formats: Sequence[Format], *, palette: Mapping[str, str], ax: A
         figure = ax.get_figure(root=True)
         assert figure is not None
         moved = ax.transData + ScaledTranslation(0, shift, figure.dpi_scale_trans)
-        colour = _colour(formats[place], place, palette)
+        color = _color(formats[place], place, palette)
         xs, ys = [x for x, _ in points], [y for _, y in points]
-        ax.plot(xs, ys, color=colour, linewidth=1.3, transform=moved, label=element.name)
+        ax.plot(xs, ys, color=color, linewidth=1.3, transform=moved, label=element.name)
         ax.annotate(
             element.name,
             points[0],
@@ -122,7 +122,7 @@ def plot_spacing(formats: Sequence[Format], *, palette: Mapping[str, str], ax: A
             textcoords="offset points",
             rotation=60,
             rotation_mode="anchor",
-            color=colour,
+            color=color,
             annotation_clip=False,
         )
     ax.set_yscale("log", base=2)
@@ -177,7 +177,7 @@ def _power(value: object) -> str:
     return f"$2^{{{text[2:]}}}$" if text.startswith("2^") else text
 
 
-def _colour(fmt: Format, place: int, palette: Mapping[str, str]) -> str:
+def _color(fmt: Format, place: int, palette: Mapping[str, str]) -> str:
     """Return the color of the format, of the format that it varies, or a spare one."""
     base = fmt.name.partition(":")[0]
     return palette.get(fmt.name) or palette.get(base) or _SPARE[place % len(_SPARE)]
