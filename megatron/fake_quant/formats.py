@@ -122,8 +122,8 @@ class HiFloat8:
     takes_block_scales: ClassVar[bool] = False
     roundings: ClassVar[tuple[Rounding, ...]] = ("nearest", "stochastic", "hybrid")
     variants: ClassVar[tuple[str, ...]] = ("inf", "t<number> (as in t15)")
-    max: ClassVar[float] = 2.0**15
-    smallest_normal: ClassVar[float] = 2.0**-15
+    max: ClassVar[float] = math.ldexp(1, 15)
+    smallest_normal: ClassVar[float] = math.ldexp(1, -15)
     ties: ClassVar[Ties] = "away"
     twos_complement: ClassVar[bool] = False
     negative_zero: ClassVar[bool] = False

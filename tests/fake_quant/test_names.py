@@ -112,7 +112,7 @@ def test_a_variant_applies_or_is_refused(name, variant):
         assert changed == (variant != "floor")
     elif variant:
         accepted = ", ".join(ACCEPTED[name]).replace("t15", r"t<number> \(as in t15\)")
-        said = f"accepted are {accepted}$" if accepted else "it has no variants$"
+        said = f"it takes {accepted}$" if accepted else "it has no variants$"
         message = rf"format '{name}:{variant}': {name} does not take '{variant}'; {said}"
         with pytest.raises(ValueError, match=message):
             get_format(f"{name}:{variant}")

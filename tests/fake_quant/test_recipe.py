@@ -294,7 +294,7 @@ def test_the_lm_head_needs_a_recipe():
         ),
         (
             "configs:\n  c:\n    pv: {probabilities: unnormalized}\n" + MATCHER % "c",
-            "line 3: probabilities of pv of config 'c' is unnormalized, .* they have no format",
+            "line 3: probabilities of pv of config 'c' is unnormalized, which needs a format",
         ),
         # Nothing behind a colon is no way to say bf16.
         ("description: x\n", "line 1: recipe has no enabled matcher, so it has no effect"),
