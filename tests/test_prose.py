@@ -13,9 +13,6 @@ import pytest
 
 from tests.subprocesses import REPO
 
-#: folders that still hold older prose; each entry is the beginning of a path
-NOT_YET = ("megatron/collection/flags.py", "megatron/fake_quant/", "tests/fake_quant/")
-
 #: files outside of the tree that our prose names
 FOREIGN = {
     "custom_recipes/reference_current_scaling.py",  # TransformerEngine
@@ -121,7 +118,7 @@ def all_violations(paths: list[str]) -> list[str]:
 
 
 def test_the_prose_of_the_tree_keeps_the_rules():
-    failures = [line for line in all_violations([""]) if not line.startswith(NOT_YET)]
+    failures = all_violations([""])
     assert not failures, "\n" + "\n".join(failures)
 
 

@@ -35,7 +35,7 @@ class Topic(Enum):
 class Flag:
     """One flag of the collection."""
 
-    name: str  #: with underscores, as Python code spells it
+    name: str  #: spelled with underscores, as in Python
     type: type  #: type of one value; bool for a switch
     default: Any = None
     many: bool = False  #: whether it takes one or more values

@@ -40,7 +40,7 @@ CARRY_FROM: dict[ScaleRule, Callable[[ElementFormat], float]] = {
     "even": lambda element: 1.0 - math.ldexp(1, -2 - element.mantissa_bits),
 }
 _RULES_IN_WORDS: dict[ScaleRule, str] = {
-    "floor": "2^(floor(log2 amax) - {emax}), as OCP has it",
+    "floor": "2^(floor(log2 amax) - {emax}), as in OCP",
     "rceil": "the smallest power of two at which nothing saturates",
     "ceil": "2^(ceil(log2 amax) - {emax})",
     "even": "as floor, of amax rounded half up to {significand} significand bits",

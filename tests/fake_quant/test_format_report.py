@@ -60,16 +60,19 @@ def precision(name: str) -> list[list[str]]:
     ("name", "cells"),
     [
         # 4 bits and an E4M3 for 16 values: 4 + 8/16.
-        ("nvfp4", {"bits a value": "4.5", "largest": "6", "scale": "E4M3 for 16, float32 for all"}),
+        (
+            "nvfp4",
+            {"bits per value": "4.5", "largest": "6", "scale": "E4M3 for 16, float32 for all"},
+        ),
         # 4 bits and 32 for 64 values.
-        ("hifp4", {"bits a value": "4.5", "largest": "1.75", "smallest": "2^-2"}),
+        ("hifp4", {"bits per value": "4.5", "largest": "1.75", "smallest": "2^-2"}),
         ("hifp4", {"rounding, overflow": "ties away from zero, saturates"}),
         # 8 bits and 8 for 32 x 32 values: 8 + 8/1024.
-        ("mxfp8:2d", {"bits a value": "8.0078125", "scale": "E8M0 for 32 x 32 by floor"}),
-        ("mxfp6_e3m2:rceil", {"bits a value": "6.25", "scale": "E8M0 for 32 by rceil"}),
+        ("mxfp8:2d", {"bits per value": "8.0078125", "scale": "E8M0 for 32 x 32 by floor"}),
+        ("mxfp6_e3m2:rceil", {"bits per value": "6.25", "scale": "E8M0 for 32 by rceil"}),
         ("mxfp4:sr", {"rounding, overflow": "stochastic, saturates"}),
         ("hifp8:hr:inf", {"largest": "2^15", "rounding, overflow": "hybrid, to Inf"}),
-        ("hifp8:t15", {"bits a value": "8", "scale": "float32 for all, to 15"}),
+        ("hifp8:t15", {"bits per value": "8", "scale": "float32 for all, to 15"}),
         ("fp8_e5m2:pow2", {"scale": "float32 for all, to 57344, a power of two"}),
         ("mxint8", {"largest": "1.984375", "smallest": "2^-6"}),
         ("hifp8", {"also": "hif8, hifloat8", "smallest normal": "2^-15", "smallest": "2^-22"}),
@@ -129,7 +132,7 @@ def test_every_variant_has_a_row_and_a_page():
         (
             "nvfp4",
             {
-                ("", "bits a value"): "4.5: 4 of the element, 8 of scales for 16 values; "
+                ("", "bits per value"): "4.5: 4 of the element, 8 of scales for 16 values; "
                 "and 32 for the tensor",
                 ("scale", "range"): "2^-9 to 448 = 1.75 x 2^8",
                 ("whole", "largest"): "2688 = 1.3125 x 2^11, times the tensor's scale",

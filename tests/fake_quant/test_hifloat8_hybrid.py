@@ -20,7 +20,7 @@ from .inputs import (
 
 NAMES = {"saturate": "hifp8:hr", "inf": "hifp8:hr:inf"}
 overflows = pytest.mark.parametrize("overflow", NAMES)
-ULP = 2.0**-19  #: of 16, in float32
+ULP = 2.0**-19  #: distance to the next float32 number at 16
 
 
 @pytest.mark.parametrize(

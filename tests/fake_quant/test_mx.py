@@ -22,7 +22,7 @@ from .inputs import (
 )
 
 RULES = oracle.RULES
-ULP = 2.0**-23  #: of 1, in float32
+ULP = 2.0**-23  #: distance to the next float32 number at 1
 MX_NAMES = ["mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8"]
 rules = pytest.mark.parametrize("rule", RULES)
 elements = pytest.mark.parametrize("element", [*ELEMENTS, "e3m4", "e2m2", "e3m0", "e6m1"])

@@ -65,7 +65,7 @@ def _summary(fmt: Format) -> list[Line]:
     return [
         *([("also called", also)] if also else []),
         ("source", source(fmt)),
-        ("bits a value", stored),
+        ("bits per value", stored),
         ("rounding", ROUNDINGS[fmt.rounding].description.format(ties=ties)),
         ("name may go on with", more),
     ]

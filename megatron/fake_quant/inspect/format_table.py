@@ -14,7 +14,7 @@ from megatron.fake_quant.names import ALIASES
 HEADER = (
     "format",
     "also",
-    "bits a value",
+    "bits per value",
     "largest",
     "smallest normal",
     "smallest",
