@@ -175,13 +175,13 @@ def draw(losses: pd.DataFrame, path: Path) -> None:
     smooth = losses.rolling(window, min_periods=1).mean()
     apart = differences(smooth)
     for name in types_of(losses):
-        colour, index = color_of(name), losses.index
-        top.plot(index, losses[name].mean(axis=1), color=colour, alpha=0.25, linewidth=0.8)
+        color, index = color_of(name), losses.index
+        top.plot(index, losses[name].mean(axis=1), color=color, alpha=0.25, linewidth=0.8)
         dash = "--" if name.startswith("recipe_") else "-"  # recipes have arbitrary colors
-        top.plot(index, smooth[name].mean(axis=1), dash, color=colour, label=name)
-        bottom.plot(index, apart[name].mean(axis=1), dash, color=colour)
+        top.plot(index, smooth[name].mean(axis=1), dash, color=color, label=name)
+        bottom.plot(index, apart[name].mean(axis=1), dash, color=color)
         band = apart[name].min(axis=1), apart[name].max(axis=1)
-        bottom.fill_between(index, *band, color=colour, alpha=0.15, linewidth=0)
+        bottom.fill_between(index, *band, color=color, alpha=0.15, linewidth=0)
     seeds = losses.columns.get_level_values(1).nunique()
     top.set(ylabel="Language-model loss (nats per token)")
     of_seeds = "One seed" if seeds == 1 else f"Mean of {seeds} seeds"
