@@ -345,7 +345,7 @@ def _texts() -> Iterator[Case]:
         "damaged zstandard": ("a.txt.zst", b"\x28\xb5\x2f\xfd" + b"\xff" * 99, "is damaged"),
         "damaged bzip2": ("a.txt.bz2", b"BZh9" + b"x" * 99, "cannot be read"),
         "gzip bomb": ("a.txt.gz", gzip.compress(bytes(300 << 20), 1), "more than 256 MiB"),
-        "damaged parquet": ("a.parquet", b"PAR1" + b"x" * 99 + b"PAR1", "no Parquet file"),
+        "damaged parquet": ("a.parquet", b"PAR1" + b"x" * 99 + b"PAR1", "not a Parquet file"),
         "fifo": ("a.txt", special("fifo"), "is not a file or folder"),
         "device": ("a.txt", special("zero"), "is not a file or folder"),
         "empty": ("a.txt", b"", "is empty"),
