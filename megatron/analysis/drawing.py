@@ -24,8 +24,9 @@ from megatron.analysis.cli.stats_command import CACHE_FOLDER
 from megatron.analysis.dump.run_endings import remarks_on, unfinished
 from megatron.analysis.dump.tensor_files import Problem
 from megatron.analysis.figures.figure_data import FigureData
+from megatron.analysis.judged import JUDGED, OPERANDS
 from megatron.analysis.outputs.provenance import fingerprint, remember, set_aside, unchanged
-from megatron.analysis.outputs.registry import IMAGES, JUDGED, OPERANDS, OUTPUTS, QUICK
+from megatron.analysis.outputs.registry import IMAGES, OUTPUTS, QUICK
 from megatron.analysis.outputs.render import Made, Order, make_all
 from megatron.analysis.quick import QuickResult, check_output, quick_analysis
 from megatron.analysis.stats.cache import ForeignCacheError, check_place

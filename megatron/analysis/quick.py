@@ -23,8 +23,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from megatron.analysis.dump.run_endings import alarm, unfinished
 from megatron.analysis.dump.tensor_files import Problem
+from megatron.analysis.judged import OPERANDS
 from megatron.analysis.outputs.atomic_write import write_keeping
-from megatron.analysis.outputs.registry import OPERANDS
 from megatron.analysis.outputs.statistics_text import GROUPS, format_statistics
 from megatron.analysis.plots.magnitude_histogram import plot_magnitude_histogram
 from megatron.analysis.plots.shares import MOST, plot_shares

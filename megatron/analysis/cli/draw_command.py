@@ -74,7 +74,8 @@ def epilog(command: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     """Add the options of one of the three commands."""
-    from megatron.analysis.outputs.registry import IMAGES, JUDGED, OPERANDS, OUTPUTS
+    from megatron.analysis.judged import JUDGED, OPERANDS
+    from megatron.analysis.outputs.registry import IMAGES, OUTPUTS
 
     parser.add_argument(
         "folder",

@@ -21,7 +21,7 @@ from megatron.analysis.dump.run_endings import alarm
 from megatron.analysis.figures.deviations import deviations
 from megatron.analysis.figures.sheet import headline
 from megatron.analysis.figures.sums import FormatSum, Sums, add_up
-from megatron.analysis.outputs.registry import JUDGED, OPERANDS
+from megatron.analysis.judged import JUDGED, OPERANDS
 from megatron.analysis.stats import Statistics
 from megatron.analysis.stats.matrix_view import is_operand
 from megatron.analysis.store import TensorStore

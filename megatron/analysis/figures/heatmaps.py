@@ -21,7 +21,7 @@ from megatron.analysis.figures.figure_data import (
     median_of,
 )
 from megatron.analysis.figures.sheet import sheet
-from megatron.analysis.outputs.registry import OPERANDS
+from megatron.analysis.judged import OPERANDS
 from megatron.analysis.plots.heatmap import plot_heatmap
 
 

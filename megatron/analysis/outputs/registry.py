@@ -76,7 +76,4 @@ OUTPUTS = {
     ),
     REPORT: Output("report.html, to click through", "report", needs=(DEVIATIONS,), slowness=4),
 }
-#: The tensors by which formats are judged: the operands of matmuls, or their results.
-OPERANDS, RESULTS = "operands", "results"
-JUDGED = (OPERANDS, RESULTS)
 IMAGES = ("png", "svg", "pdf")  #: file formats of figures

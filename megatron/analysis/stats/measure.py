@@ -14,7 +14,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from megatron.analysis.dump.tensor_files import Problem
-from megatron.analysis.outputs.registry import OPERANDS, RESULTS
+from megatron.analysis.judged import OPERANDS, RESULTS
 from megatron.analysis.stats.cache import open_cache
 from megatron.analysis.stats.executors import on_threads, processors
 from megatron.analysis.stats.histogram import Histogram
