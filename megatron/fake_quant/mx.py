@@ -124,7 +124,7 @@ def describe(fmt: Format, scaling: BlockScaling, element: ElementFormat) -> Scal
         rules.append((label, f"{words}; amax lands in {low:.6g} to {high:.6g}"))
     return ScaleDescription(
         source(fmt),
-        f"E8M0 for {brief_shape(fmt)} by {scaling.rule}",
+        f"E8M0 per {brief_shape(fmt)} values, {scaling.rule}",
         f"{block_shape(fmt)}, E8M0 (a power of two)",
         (("found by", "rule *:"), *rules),
     )

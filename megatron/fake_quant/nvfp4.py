@@ -69,7 +69,7 @@ def describe(fmt: Format, scaling: TwoLevelScaling, element: ElementFormat) -> S
     """Describe the two levels of scales."""
     return ScaleDescription(
         "NVFP4, arXiv 2509.25149 appendix B, as Transformer Engine computes it",
-        f"E4M3 for {brief_shape(fmt)}, float32 for all",
+        f"E4M3 per {brief_shape(fmt)} values, float32 per tensor",
         f"{block_shape(fmt)}, E4M3; and of the tensor, float32",
         (
             (

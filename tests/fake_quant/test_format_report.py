@@ -62,18 +62,18 @@ def precision(name: str) -> list[list[str]]:
         # 4 bits and an E4M3 for 16 values: 4 + 8/16.
         (
             "nvfp4",
-            {"bits per value": "4.5", "largest": "6", "scale": "E4M3 for 16, float32 for all"},
+            {"bits per value": "4.5", "largest": "6", "scale": "E4M3 per 16 values, float32 per tensor"},
         ),
         # 4 bits and 32 for 64 values.
         ("hifp4", {"bits per value": "4.5", "largest": "1.75", "smallest": "2^-2"}),
         ("hifp4", {"rounding, overflow": "ties away from zero, saturates"}),
         # 8 bits and 8 for 32 x 32 values: 8 + 8/1024.
-        ("mxfp8:2d", {"bits per value": "8.0078125", "scale": "E8M0 for 32 x 32 by floor"}),
-        ("mxfp6_e3m2:rceil", {"bits per value": "6.25", "scale": "E8M0 for 32 by rceil"}),
+        ("mxfp8:2d", {"bits per value": "8.0078125", "scale": "E8M0 per 32 x 32 values, floor"}),
+        ("mxfp6_e3m2:rceil", {"bits per value": "6.25", "scale": "E8M0 per 32 values, rceil"}),
         ("mxfp4:sr", {"rounding, overflow": "stochastic, saturates"}),
         ("hifp8:hr:inf", {"largest": "2^15", "rounding, overflow": "hybrid, to Inf"}),
-        ("hifp8:t15", {"bits per value": "8", "scale": "float32 for all, to 15"}),
-        ("fp8_e5m2:pow2", {"scale": "float32 for all, to 57344, a power of two"}),
+        ("hifp8:t15", {"bits per value": "8", "scale": "float32 per tensor, maximum to 15"}),
+        ("fp8_e5m2:pow2", {"scale": "float32 per tensor, maximum to 57344, a power of two"}),
         ("mxint8", {"largest": "1.984375", "smallest": "2^-6"}),
         ("hifp8", {"also": "hif8, hifloat8", "smallest normal": "2^-15", "smallest": "2^-22"}),
     ],
