@@ -1,6 +1,6 @@
-"""Collect the tensors that enter and leave every matmul, from the selection to the disk.
+"""Collect the inputs and outputs of every matmul, from their selection to the files on disk.
 
-The package needs torch, the record (`megatron.tensor_record`) and the formats, but not
-megatron-core. Start reading with `collector.py`, which decides for one rank what is collected and
-passes it to `background_writer.py`.
+The package depends on torch, `megatron.tensor_record` and the quantization formats, but not on
+megatron-core. Start reading with `collector.py`, which decides what one rank collects and passes
+the tensors to `background_writer.py`.
 """

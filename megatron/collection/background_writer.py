@@ -1,9 +1,9 @@
-"""Write records in background threads: training copies a tensor and continues.
+"""Write records in background threads, so that training only copies each tensor and continues.
 
-Copies that wait to be written take host memory, which is bounded. When it is used up, training
-waits for the disk (back-pressure). It never waits so long that the other ranks, which wait for this
-one, run into a timeout. A failed write, or a disk that accepts nothing for minutes, ends the
-writing of this rank and drops what still waits. It neither ends nor blocks training.
+Copies waiting to be written occupy host memory, which is bounded. When the memory is used up,
+training waits for the disk (back-pressure), but never so long that the other ranks, which wait for
+this one, run into a timeout. If a write fails, or the disk accepts no data for minutes, this rank
+stops writing and discards all pending records. Training continues.
 """
 
 import contextlib
@@ -26,61 +26,61 @@ from megatron.tensor_record import TensorRecord
 
 logger = logging.getLogger(__name__)
 
-THREADS = 3  #: so that one computes a checksum while two wait for the disk
-PATIENCE = 300.0  #: seconds without progress after which the disk counts as dead
+THREADS = 3  #: number of threads: one can compute a checksum while two wait for the disk
+PATIENCE = 300.0  #: duration without progress after which the disk counts as dead, in seconds
 
 
 class Writer:
-    """The destination of one rank's records. This base class stores nothing and never fails."""
+    """Base class of the writers of one rank's records; it stores nothing and never fails."""
 
-    error: str | None = None  #: why writing has ended; None while it goes on
-    slow: str | None = None  #: why training no longer waits for the disk in this iteration
-    disk: Disk | None = None  #: usage of the disk after the last write
-    records: int = 0  #: records written and pending
-    bytes: int = 0  #: bytes of the files written, and the upper bound of the pending ones
-    pending: int = 0  #: records that wait or are being written
-    pending_bytes: int = 0  #: upper bound of the bytes that pending records take on disk
+    error: str | None = None  #: reason why writing has stopped; None while it continues
+    slow: str | None = None  #: reason why training no longer waits for the disk in this iteration
+    disk: Disk | None = None  #: disk usage after the last write; None before the first write
+    records: int = 0  #: number of records that are written or pending
+    bytes: int = 0  #: size of the written files plus an upper bound for pending ones, in bytes
+    pending: int = 0  #: number of records that are queued or being written
+    pending_bytes: int = 0  #: upper bound for the size of the pending files, in bytes
 
     @property
     def written(self) -> tuple[int, int]:
-        """The number of files on disk, and their bytes."""
+        """Number of files written and their total size in bytes."""
         return 0, 0
 
     def begin_iteration(self) -> None:
-        """Reset the time that training has waited for the disk."""
+        """Reset the time that training has spent waiting for the disk."""
 
     def hold(
         self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
     ) -> HostCopy | None:
-        """Return a copy of a tensor and its scales to submit; None if there is no memory."""
+        """Return a host copy of a tensor and its scales, or None if memory has no room for it."""
         raise NotImplementedError
 
     def submit(self, copy: HostCopy, record: TensorRecord) -> None:
-        """Have a copy written; its memory is given back afterwards."""
+        """Queue a copy for writing; its memory is released afterward."""
         raise NotImplementedError
 
     def fail(self, why: str) -> None:
-        """End the writing; `why` says what happened and what to do."""
+        """Stop writing; the message `why` says what happened and what to do."""
 
     def append(self, line: dict[str, Any]) -> None:
         """Add an event to the index."""
 
     def write_run_card(self, card: dict[str, Any], *, last: bool) -> None:
-        """Write the run card, or replace it."""
+        """Write the run card or replace the existing one."""
 
     def wait(self) -> None:
-        """Make training wait for the disk."""
+        """Block training until the pending records are written."""
 
     def drain(self, seconds: float = math.inf) -> bool:
-        """Wait for at most `seconds`, and return whether nothing is left to be written."""
+        """Wait for at most `seconds`; return True if nothing is left to write."""
         return True
 
     def close(self) -> None:
-        """Write everything that is left, and close all files."""
+        """Write all pending records and close all files."""
 
 
 class BackgroundWriter(Writer):
-    """One rank's writer threads, and the queue in front of them."""
+    """Queue of one rank's records, written to disk by background threads."""
 
     def __init__(
         self,
@@ -91,59 +91,61 @@ class BackgroundWriter(Writer):
         patience: float = PATIENCE,
         longest: float = math.inf,
     ):
-        """Start without threads.
+        """Create the writer; its threads start with the first records.
 
         Args:
-            writer: writes one record.
-            memory: host memory for the copies.
-            complete: adds the fields that every line of the index has to an event.
-            patience: seconds without progress after which the disk counts as dead.
-            longest: seconds that training may wait per iteration.
+            writer: writes one record to disk.
+            memory: pool of host memory for the copies.
+            complete: adds to an event the fields that every line of the index has.
+            patience: duration without progress after which the disk counts as dead, in seconds.
+            longest: maximum time that training may wait per iteration, in seconds.
         """
         self.memory = memory
         self._longest = longest
-        self._waited = 0.0  #: seconds that training has waited in this iteration
+        self._waited = 0.0  #: time that training has waited in this iteration, in seconds
         self._writer = writer
         self._complete = complete
         self._patience = patience
-        self._latest = time.monotonic()  #: when a write last finished; monotonic
+        self._latest = time.monotonic()  #: monotonic time at which a write last finished
         self._jobs: queue.SimpleQueue[tuple[HostCopy, TensorRecord] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._index = threading.Lock()
-        self._events: deque[dict[str, Any]] = deque()  #: events that are not in the index yet
-        self._dead = False  #: whether a call on the disk may hang
+        self._events: deque[dict[str, Any]] = deque()  #: events not yet written to the index
+        self._dead = False  #: whether a file-system call may hang
 
     @property
     def records(self) -> int:  # type: ignore[override]
-        """The number of records written and pending."""
+        """Number of records that are written or pending."""
         return self._writer.records + self.pending
 
     @property
     def bytes(self) -> int:  # type: ignore[override]
-        """The bytes of the files written, and the upper bound of the pending ones."""
+        """Size of the written files plus an upper bound for the pending ones, in bytes."""
         return self._writer.bytes + self.pending_bytes
 
     @property
     def written(self) -> tuple[int, int]:
-        """The number of files on disk, and their bytes."""
+        """Number of files written and their total size in bytes."""
         return self._writer.records, self._writer.bytes
 
     def begin_iteration(self) -> None:
-        """Reset the waiting time: all ranks have just met, so none waits for this one yet."""
+        """Reset the waiting time; all ranks have just synchronized, so none waits for this one."""
         self.slow, self._waited = None, 0.0
 
     def hold(
         self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
     ) -> HostCopy | None:
-        """Return a copy to submit, after waiting for the disk while memory is short.
+        """Return a host copy of a tensor and its scales; wait for the disk if memory is short.
 
         Args:
-            tensor: a tensor that training may change afterwards.
-            scales: scales of codes, by name; they are stored in the same file.
-            evict: frees memory that no write will free; returns False if there is none.
+            tensor: a tensor that training may change afterward.
+            scales: scales of quantized codes, by name; they are stored in the same file.
+            evict: called if no write is pending, to free other memory; returns False if there is
+                nothing to free.
 
         Returns:
-            The copy; None if memory has no room for it, or the writing has ended.
+            The copy, to be passed to `submit`; None if memory has no room for it or writing has
+            stopped.
         """
         if self.error is not None:
             return None
@@ -161,7 +163,7 @@ class BackgroundWriter(Writer):
         return copy
 
     def submit(self, copy: HostCopy, record: TensorRecord) -> None:
-        """Queue a copy for writing; its memory is given back afterwards."""
+        """Queue a copy for writing; its memory is released afterward."""
         with self.memory.changed:
             if self.error is None:
                 if self.pending == 0:
@@ -174,12 +176,12 @@ class BackgroundWriter(Writer):
         copy.release()
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add an event to the index, or keep it for the end if the disk does not accept it now."""
+        """Add an event to the index; if the disk refuses it now, keep it for a later attempt."""
         self._events.append(self._complete(line))
         self._write_events()
 
     def _write_events(self) -> None:
-        if not self._index.acquire(timeout=1.0):  # a thread that holds it hangs in the file system
+        if not self._index.acquire(timeout=1.0):  # its holder hangs in the file system
             return
         try:
             with contextlib.suppress(OSError):
@@ -190,19 +192,19 @@ class BackgroundWriter(Writer):
             self._index.release()
 
     def write_run_card(self, card: dict[str, Any], *, last: bool) -> None:
-        """Write the run card, or replace it, unless the disk is dead."""
+        """Write the run card or replace the existing one, unless the disk is dead."""
         if not self._dead:
             self._writer.write_run_card(card, last=last)
 
     def wait(self) -> None:
-        """Make training wait until everything is written, for no longer than allowed."""
+        """Block training until all pending records are written or its waiting time is used up."""
         while self.pending and self._let_training_wait():
             pass
 
     def drain(self, seconds: float = math.inf) -> bool:
-        """Wait for at most `seconds`, and return whether everything is written.
+        """Wait for at most `seconds`; return True if nothing is left to write.
 
-        The result is also true if the writing has failed, because then nothing is left to wait for.
+        The result is also True if writing has failed, because nothing more will be written then.
         """
         end = time.monotonic() + seconds
         while self.pending and self.error is None and time.monotonic() < end:
@@ -210,11 +212,11 @@ class BackgroundWriter(Writer):
         return not self.pending or self.error is not None
 
     def close(self) -> None:
-        """Write everything that waits, and end the threads."""
+        """Write all pending records, then end the threads and close all files."""
         self.drain()
         for _ in self._threads:
             self._jobs.put(None)
-        if not self._dead:  # a thread of a dead disk hangs in the file system
+        if not self._dead:  # otherwise a thread hangs in the file system
             for thread in self._threads:
                 thread.join(self._patience)
             self._dead = any(thread.is_alive() for thread in self._threads)
@@ -223,7 +225,7 @@ class BackgroundWriter(Writer):
             self._writer.close()
 
     def _let_training_wait(self) -> bool:
-        """Wait until a write finishes; False if writing has ended or training may not wait."""
+        """Wait until a write finishes; return False if writing has stopped or time has run out."""
         began = time.monotonic()
         finished = self._wait_for_one(began + self._longest - self._waited)
         self._waited += time.monotonic() - began
@@ -236,14 +238,17 @@ class BackgroundWriter(Writer):
         return finished
 
     def _wait_for_one(self, end: float) -> bool:
-        """Wait for a write until `end`; False if none has finished, or the writing has ended."""
+        """Wait for one write until the monotonic time `end`; return True if one has finished.
+
+        Return False at the end of that time, or if writing has stopped.
+        """
         with self.memory.changed:
             before = self.pending
             while self.error is None and 0 < self.pending == before:
                 now = time.monotonic()
                 if now >= end:
                     return False
-                # A slow disk needs long for a large file, but is alive while it accepts parts.
+                # A large file takes a slow disk long; while it accepts data, it is not dead.
                 left = max(self._latest, self._writer.latest) + self._patience - now
                 if left <= 0:
                     break
@@ -255,7 +260,10 @@ class BackgroundWriter(Writer):
         return False
 
     def _start(self) -> None:
-        """Start a thread if one is needed; a process that forks before the first write has none."""
+        """Start another thread if one is needed.
+
+        No thread exists before the first write, so a process may fork until then.
+        """
         if len(self._threads) >= min(THREADS, self.pending):
             return
         thread = threading.Thread(
@@ -263,7 +271,7 @@ class BackgroundWriter(Writer):
         )
         try:
             thread.start()
-        except RuntimeError:  # the limit on threads, or Python 3.12 at its exit
+        except RuntimeError:  # thread limit reached, or Python 3.12 shuts down
             if not self._threads:
                 self._jobs.put(None)
                 self._run()
@@ -279,7 +287,7 @@ class BackgroundWriter(Writer):
                     scales = {name: part.tensor for name, part in copy.scales.items()}
                     self._writer.write(copy.tensor, record, self._index, scales)
                     self.disk = shutil.disk_usage(self._writer.directory)
-            except Exception as error:  # no error of a write may end training
+            except Exception as error:  # no write error may end training
                 self._fail_to_write(str(error) or repr(error))
             finally:
                 self._finished(copy)
@@ -297,7 +305,10 @@ class BackgroundWriter(Writer):
         self.fail(f"cannot write to {folder}: {why}; {advice}")
 
     def fail(self, why: str) -> None:
-        """End the writing, once; `why` says what happened and what to do."""
+        """Stop writing and log the reason; calls after the first one do nothing.
+
+        The message `why` says what happened and what to do.
+        """
         with self.memory.changed:
             if self.error is not None:
                 return
@@ -308,5 +319,5 @@ class BackgroundWriter(Writer):
 
 
 def _upper_bound(copy: HostCopy) -> int:
-    """Return the upper bound of the bytes that a file takes."""
+    """Return an upper bound for the size of a copy's file, in bytes."""
     return copy.nbytes + OVERHEAD

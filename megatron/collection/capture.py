@@ -1,8 +1,8 @@
 """Capture the tensors of one layer in one micro-batch.
 
-The forward pass creates a `Capture`, which remembers its micro-batch. The autograd graph keeps it
-until the matching backward pass, which under 1F1B runs when the schedule is already at a later
-micro-batch.
+The forward pass creates a `Capture`, which remembers its micro-batch. The autograd graph keeps the
+`Capture` alive until the matching backward pass. Under the 1F1B schedule, other micro-batches have
+started by then.
 """
 
 from collections.abc import Callable
@@ -18,27 +18,30 @@ from megatron.tensor_record import CODES, COMPONENTS, operation_of
 
 
 class Sink(Protocol):
-    """The part of the `Collector` that a capture uses."""
+    """Interface of the `Collector` that a `Capture` uses."""
 
     coordinates: dict[str, int]
 
     def selects(self, tensor_name: str) -> bool:
-        """Return whether any rank collects tensors of that name."""
+        """Return whether any rank collects tensors with this name."""
 
     def takes(self, tensor_name: str) -> bool:
-        """Return whether this rank writes tensors of that name."""
+        """Return whether this rank writes tensors with this name."""
 
     def save(
         self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
     ) -> None:
-        """Write one tensor and the scales of codes; `fields` are the layer's part of the record."""
+        """Write one tensor and, for quantized codes, their scales.
+
+        The layer provides `fields`, its part of the record.
+        """
 
     def give_up(self, why: str) -> None:
-        """End the collection of this rank."""
+        """Stop the collection on this rank for the reason `why`."""
 
 
 class Capture:
-    """A layer's access to the collection, in the forward pass and by hooks in the backward pass."""
+    """Recorder of one layer's tensors, in the forward pass and, by hooks, in the backward pass."""
 
     def __init__(self, sink: Sink, identity: ModuleIdentity, layer_type: str):
         assert clock.micro_batch is not None, "a capture exists only within a training step"
@@ -53,9 +56,9 @@ class Capture:
         }
 
     def wants(self, *tensor_names: str) -> bool:
-        """Return whether any of these is collected by any rank; the same on every rank.
+        """Return whether any rank collects any of these tensors; the same on every rank.
 
-        It decides what all ranks must do alike, such as a collective operation.
+        Use it for decisions that all ranks must make alike, such as running a collective operation.
         """
         return any(map(self._sink.selects, tensor_names))
 
@@ -73,13 +76,14 @@ class Capture:
 
         Args:
             tensor_name: one of `megatron.tensor_record.TENSOR_NAMES`.
-            tensor: its values before quantization.
-            dims: one letter per dimension, with the group that shards it, as in `s b h[tp]`; after
-                a bar the groups over which the tensor is a partial sum, as in
-                `s b h | partial[tp]`. The sharding of `s` by context parallelism is added here.
-            operation: forward or backward.
-            phase: pre for a tensor that enters the matmul, post for one that leaves it.
-            format: name of the format that this operand is quantized to.
+            tensor: values of the tensor before quantization.
+            dims: one letter per dimension, followed by the parallel group that shards it, as in
+                `s b h[tp]`. If the tensor is a partial sum, the groups to sum over follow a bar, as
+                in `s b h | partial[tp]`. This method adds the sharding of `s` by context
+                parallelism.
+            operation: "forward" or "backward".
+            phase: "pre" for an input of the matmul, "post" for its output.
+            format: name of the format that this operand is quantized to, if any.
         """
         if not self._sink.takes(tensor_name):
             return
@@ -105,13 +109,16 @@ class Capture:
         )
 
     def codes(self, operation: str) -> Observer | None:
-        """Return an observer that saves the codes of a matmul's operands; None if not collected.
+        """Return an observer that saves the quantized codes of a matmul's operands.
 
-        `quantize` computes the codes from the same tensor and the same random bits as the matmul's
-        `fake_quantize`, which gives the same values bit for bit.
+        `quantize` computes the codes from the same tensor and random bits as the matmul's
+        `fake_quantize`, so the decoded values are identical bit for bit.
 
         Args:
-            operation: linear, qk or pv.
+            operation: "linear", "qk" or "pv".
+
+        Returns:
+            The observer; None if this rank writes none of the codes.
         """
         names = dict(zip(SLOTS, CODES[operation], strict=True))
         if not any(map(self._sink.takes, names.values())):
@@ -124,7 +131,7 @@ class Capture:
                 return
             try:
                 packed = quantize(x, operand.format, axis, seed=seed)
-            except torch.OutOfMemoryError as error:  # training itself fits on the device
+            except torch.OutOfMemoryError as error:  # training itself fits into device memory
                 self._sink.give_up(f"no memory on the device for {names[slot]}: {error}")
                 return
             self._save(
@@ -147,16 +154,16 @@ class Capture:
         return observe
 
     def watch_operand(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> torch.Tensor:
-        """Return the same tensor; the backward pass saves its gradient at this point."""
+        """Return `tensor` unchanged; the backward pass saves the gradient that arrives here."""
         if not (_has_gradient(tensor) and self._sink.takes(tensor_name)):
             return tensor
         return _Watch.apply(tensor, self._hook(tensor_name, how))
 
     def watch_result(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> None:
-        """Save the gradient of `tensor`, summed over all of its users.
+        """Save the gradient of `tensor`, summed over all uses of the tensor.
 
-        This uses a hook and no autograd node: later code may change a result in place, which a view
-        would forbid.
+        A tensor hook is used instead of an autograd node, because later code may modify the result
+        in place. Autograd forbids that for the view that a node would return.
         """
         if _has_gradient(tensor) and self._sink.takes(tensor_name):
             tensor.register_hook(self._hook(tensor_name, how))
@@ -173,10 +180,10 @@ def _has_gradient(tensor: torch.Tensor) -> bool:
 
 
 class _Watch(torch.autograd.Function):
-    """Identity whose backward pass saves the gradient.
+    """Identity function whose backward pass saves the gradient.
 
-    `Tensor.register_hook` would see the sum over all users of an operand. This node sees only the
-    gradient of the user behind it.
+    A hook on the operand would receive the sum of the gradients over all its uses. This node
+    receives only the gradient from the operation that uses its output.
     """
 
     @staticmethod
@@ -193,10 +200,10 @@ class _Watch(torch.autograd.Function):
 
 
 def over_context(dims: str, coordinates: dict[str, int]) -> str:
-    """Return `dims` with `s[cp:zigzag]` in place of `s` if there is context parallelism.
+    """Return `dims` with `s` replaced by `s[cp:zigzag]` if context parallelism is used.
 
-    It cuts every sequence of a transformer layer into 2 * cp chunks, and rank r has the chunks r
-    and 2 * cp - 1 - r.
+    Context parallelism splits every sequence into 2 * cp chunks; rank r holds the chunks r and
+    2 * cp - 1 - r.
     """
     if coordinates["cp_size"] == 1:
         return dims
@@ -204,10 +211,10 @@ def over_context(dims: str, coordinates: dict[str, int]) -> str:
 
 
 def global_shape(shape: list[int], dims: str, coordinates: dict[str, int]) -> list[int]:
-    """Return the shape over all shards.
+    """Return the shape of the whole tensor, over all shards.
 
-    A dimension marked `[tp]` is larger by the size of the group. The mark `[tp:2]` means two copies
-    of each shard, and half of that factor.
+    A dimension marked `[tp]` is multiplied by the size of the group. The mark `[tp:2]` means that
+    each shard exists twice in the group, so the factor is half as large.
     """
     letters = dims.partition("|")[0].split()
     assert len(letters) == len(shape), f"dims {dims!r} do not describe a tensor of shape {shape}"

@@ -1,4 +1,7 @@
-"""Make all ranks agree; every function is collective if torch.distributed is initialized."""
+"""Exchange small values between all ranks, so that they make the same decisions.
+
+If torch.distributed is initialized, every public function must be called on all ranks.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,12 +12,13 @@ _Result = TypeVar("_Result")
 
 
 def together(action: Callable[[], _Result]) -> _Result:
-    """Run `action` on every rank; if it fails on any rank, raise the error on every rank.
+    """Run `action` and return its result; if it fails on any rank, raise the error on all ranks.
 
-    A rank that continued alone would hang in its next collective operation.
+    Otherwise the ranks without an error would hang in their next collective operation.
 
     Raises:
-        ValueError: with the message of the first rank that raised a ValueError or an OSError.
+        ValueError: if `action` raises a ValueError or OSError on any rank; the message is that
+            rank's, or the lowest such rank's if there are several.
     """
     result, failure = None, None
     try:
@@ -31,7 +35,7 @@ def _distributed() -> bool:
 
 
 def from_all_ranks(value: Any) -> list[Any]:
-    """Return the values of all ranks, on every rank."""
+    """Return, on every rank, the list of the values of all ranks."""
     values = [value]
     if _distributed():
         values = [None] * torch.distributed.get_world_size()
@@ -40,7 +44,7 @@ def from_all_ranks(value: Any) -> list[Any]:
 
 
 def from_first_rank(value: str) -> str:
-    """Return the first rank's value, on every rank."""
+    """Return rank 0's value on every rank."""
     values = [value]
     if _distributed():
         torch.distributed.broadcast_object_list(values, src=0)
@@ -48,9 +52,9 @@ def from_first_rank(value: str) -> str:
 
 
 def first_rank_says(look: Callable[[], bool]) -> bool:
-    """Run `look` on the first rank and return its result on every rank.
+    """Run `look` on rank 0 only and return its result on every rank.
 
-    The call is cheap enough for every iteration.
+    The cost is one broadcast of an integer, so it can be called in every iteration.
     """
     if not _distributed():
         return look()

@@ -1,7 +1,7 @@
-"""Decide for one rank what is collected, number the tensors and pass them to the writer.
+"""Decide what one rank collects, number the tensors and pass them to the writer.
 
-A failed write or a limit ends only the writing of this rank. Layers go on passing their tensors,
-because all ranks of a parallel group must run the same collective operations.
+A failed write, or a limit that is reached, stops only this rank's writing. Its layers continue to
+pass their tensors, because all ranks of a parallel group must run the same collective operations.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Collector:
-    """The collection of one rank; see the module's docstring."""
+    """Collection of tensors on one rank."""
 
     def __init__(
         self,
@@ -54,18 +54,20 @@ class Collector:
         Args:
             settings: what to collect and where.
             run_id: identifier of the run.
-            card: content of the run card; None on all ranks but the first.
-            writer: destination of the tensors; None writes them to the folder of the settings.
-            coordinates: the rank in all parallel groups; None describes a run without such groups.
-            levels: usual losses and gradient norms of a resumed run.
-            limited: whether limits, a ring and a flag file apply.
+            card: content of the run card; used on rank 0 only.
+            writer: writer of the tensors; by default a `BackgroundWriter` for
+                `settings.directory`.
+            coordinates: rank and size of each parallel group, as `rank_coordinates` returns them;
+                by default a run without parallel groups.
+            levels: recent normal losses and gradient norms of a resumed run.
+            limited: whether the limits, the ring buffer and the flag file apply.
         """
         self.settings = settings
-        self.ranks: list[dict[str, Any]] = []  #: set by `session.settle`
+        self.ranks: list[dict[str, Any]] = []  #: outcome of every rank; set by `session.settle`
         self.coordinates = dict(coordinates or rank_coordinates())
         self.run_id = run_id
-        self.collected = 0  #: completed iterations that were collected
-        self.blocked = 0.0  #: seconds that training spent in `save`
+        self.collected = 0  #: number of completed iterations that were collected
+        self.blocked = 0.0  #: time that training has spent in `save`, in seconds
         self._counter = 0
         self._wanted: dict[tuple[ModuleIdentity, str], bool] = {}
         self._weights = WeightDedup()
@@ -89,7 +91,7 @@ class Collector:
         levels: Levels | None = None,
         **further: Any,
     ) -> "Collector":
-        """Return a collection that writes; `further` entries are added to the run card."""
+        """Return a collector that writes to disk; `further` adds entries to the run card."""
         card = {}
         coordinates = coordinates or rank_coordinates()
         if coordinates["world"] == 0:
@@ -108,36 +110,36 @@ class Collector:
         )
 
     def _complete(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return an event with the fields that every line of the index has."""
+        """Return `event` with the fields that every line of the index has."""
         now = {"run_id": self.run_id, "rank": self.coordinates, "wall_time": time.time()}
         return event | now
 
     @property
     def error(self) -> str | None:
-        """Return why the writing of this rank has failed; None if it has not."""
+        """Reason why writing has failed on this rank; None if it has not."""
         return self._writer.error
 
     @property
     def is_first(self) -> bool:
-        """Return whether this rank reports for the whole run."""
+        """True on rank 0, which reports for the whole run."""
         return self.coordinates["world"] == 0
 
     @property
     def complete(self) -> bool:
-        """Return whether `control_iter` iterations are collected; the same on every rank."""
+        """True once `control_iter` iterations have been collected; the same on every rank."""
         return 0 < self.settings.control_iter <= self.collected
 
     @property
     def has_ring(self) -> bool:
-        """Return whether the trainer must call `observe` after each iteration."""
+        """True if there is a ring buffer; the trainer must then call `observe` each iteration."""
         return self._ring is not None
 
     def begin_iteration(self) -> None:
-        """Prepare for a new iteration; the call is collective if there is a flag file."""
+        """Prepare for a new iteration. With a flag file, it must be called on all ranks."""
         self._writer.begin_iteration()
         if self._flag is not None and self._flag.look():
             state = "on" if self._flag.on else "off"
-            if self.is_first:  # as a warning, so that it is visible without a logging setup
+            if self.is_first:  # a warning is visible even if logging is not configured
                 logger.warning("collection %s from iteration %d on", state, clock.iteration)
             self._writer.append({"event": "switched", "to": state, "iteration": clock.iteration})
         self._weights.begin_iteration()
@@ -145,15 +147,16 @@ class Collector:
             self._ring.begin(clock.iteration)
 
     def end_iteration(self) -> None:
-        """Count the finished iteration if it was collected."""
+        """Add the finished iteration to `collected` if it was collected."""
         if self._collects(clock.iteration):
             self.collected += 1
 
     def observe(self, loss: float | None, grad_norm: float | None) -> str | None:
-        """Check the numbers of an iteration, and write the ring if they are unusual.
+        """Check an iteration's loss and gradient norm; write the ring buffer if one is unusual.
 
         Returns:
-            A line about the event, on every rank; None if the iteration is usual.
+            A one-line message about the event, on every rank; None if the iteration is normal or
+            there is no ring buffer.
         """
         if self._ring is None:
             return None
@@ -161,10 +164,11 @@ class Collector:
         return None if why is None else self.keep(why)
 
     def keep(self, why: str) -> str | None:
-        """Write the ring.
+        """Write the iterations kept in the ring buffer to disk; `why` names the event.
 
         Returns:
-            A line with the reason and the result on this rank; None if the ring was empty.
+            A one-line message with the reason and the result on this rank; None if the ring buffer
+            was empty.
         """
         assert self._ring is not None, "there is a ring"
         before = self._ring.kept
@@ -176,7 +180,7 @@ class Collector:
         return f"{why}: the ring {how} ({self._ring.kept} of {self._ring.settings.events})"
 
     def _discard(self, why: str) -> None:
-        """Report that the ring is not written."""
+        """Report in the log and the index that the ring buffer is discarded."""
         assert self._ring is not None, "there is a ring"
         if iterations := self._ring.numbers:
             if self.is_first:
@@ -184,7 +188,7 @@ class Collector:
             self._writer.append({"event": "let_go", "why": why, "iterations": iterations})
 
     def _collects(self, iteration: int) -> bool:
-        """Return whether an iteration is collected; the same on every rank."""
+        """Return whether `iteration` is collected; the same on every rank."""
         return (
             not self.complete
             and (self._flag is None or self._flag.on)
@@ -193,7 +197,10 @@ class Collector:
         )
 
     def wants(self, identity: ModuleIdentity, layer_type: str) -> bool:
-        """Return whether a layer is collected now; the same on every rank that holds it."""
+        """Return whether a layer is collected in the current micro-batch.
+
+        The result is the same on every rank that holds the layer.
+        """
         now, selection = clock.micro_batch, self.settings.selection
         if now is None or not self._collects(now.iteration):
             return False
@@ -205,19 +212,19 @@ class Collector:
         return self._wanted[key]
 
     def selects(self, tensor_name: str) -> bool:
-        """Return whether any rank collects tensors of that name."""
+        """Return whether any rank collects tensors with this name."""
         return tensor_name in self.settings.selection.names
 
     def takes(self, tensor_name: str) -> bool:
-        """Return whether this rank writes tensors of that name."""
+        """Return whether this rank writes tensors with this name."""
         return self._writes and self.error is None and self.selects(tensor_name)
 
     def save(
         self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
     ) -> None:
-        """Save the selected part of one tensor, and the scales of codes.
+        """Save the selected part of one tensor and, for quantized codes, their scales.
 
-        A failure or a limit ends the collection of this rank, but not training.
+        A failure or a limit that is reached stops the collection on this rank, but not training.
         """
         if self.error is not None or not self._weights.is_new(fields):
             return
@@ -229,18 +236,18 @@ class Collector:
         try:
             with signals_deferred:
                 self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})
-        except (RuntimeError, MemoryError) as error:  # torch's allocators raise both
+        except (RuntimeError, MemoryError) as error:  # allocators raise either
             self.give_up(f"no memory to copy {fields['tensor_name']}: {error}")
         self.blocked += time.perf_counter() - started
 
     def give_up(self, why: str) -> None:
-        """End the collection of this rank because of a lack of memory, but not training."""
+        """Stop the collection on this rank for lack of memory; training continues."""
         self._writer.fail(f"{why}; select less, or lower --collect-max-host-gib")
 
     def _take(
         self, part: torch.Tensor, scales: dict[str, torch.Tensor], fields: dict[str, Any]
     ) -> None:
-        """Copy a tensor to host memory, for the writer or for the ring."""
+        """Copy a tensor to host memory and pass the copy to the writer or the ring buffer."""
         size = sum(tensor.nbytes for tensor in (part, *scales.values()))
         ring, copy = self._ring, None
         if ring is None and not self._budget.take(size, fields):
@@ -258,7 +265,7 @@ class Collector:
             ring.lose(size, fields)
 
     def _submit_if_it_fits(self, copy: HostCopy, fields: dict[str, Any]) -> bool:
-        """Submit a tensor of the ring if the limits allow it, and return whether they do."""
+        """Submit a tensor from the ring buffer if the limits allow it; return True if they do."""
         fits = self.error is None and self._budget.take(copy.nbytes, fields)
         if fits:
             self._submit(copy, fields)
@@ -281,7 +288,7 @@ class Collector:
         self._writer.submit(copy, record)
 
     def outcome(self) -> dict[str, Any]:
-        """Wait until everything is on disk; return the result of this rank as plain values."""
+        """Wait until all tensors are on disk; return this rank's results as plain values."""
         with signals_deferred:
             self._writer.drain()
         tensors, size = self._writer.written
@@ -298,7 +305,7 @@ class Collector:
         }
 
     def write_card(self, status: str, reason: str | None = None) -> None:
-        """Write the run card with the current state of the run; only the first rank does."""
+        """Write the run card with the current state of the run; do nothing on ranks above 0."""
         if self.is_first:
             ranks = self.ranks or [self.outcome()]
             outcome = run_outcome(ranks, status, reason)
@@ -306,7 +313,7 @@ class Collector:
             self._writer.write_run_card(card, last=status != "running")
 
     def settled(self, seconds: float) -> bool:
-        """Wait for at most `seconds`, and return whether everything is on disk."""
+        """Wait for at most `seconds`; return True if nothing is left to write."""
         with signals_deferred:
             return self._writer.drain(seconds)
 
@@ -314,11 +321,12 @@ class Collector:
         """End the collection.
 
         Args:
-            aborted: why training ended early; None if it did not. The ring is then written.
-            interrupted: whether a signal ended training; the ring is then discarded.
+            aborted: reason why training ended early, which causes the ring buffer to be written;
+                None if training ended normally.
+            interrupted: whether a signal ended training; the ring buffer is then discarded.
 
         Returns:
-            What went wrong with the collection; None if nothing did.
+            An error message if the collection has failed; None otherwise.
         """
         if self._ring is not None:
             if aborted is not None and not self._ring.over:

@@ -1,23 +1,29 @@
-"""Defer the exception of a signal handler while the collection runs code that must not be
+"""Defer the exceptions of signal handlers while the collection runs code that must not be
 interrupted.
 
-A handler may raise between any two steps of the main thread, and so between the acquisition of a
-lock and the block that releases it. The writer threads would then wait forever, and a run that was
-asked to end would hang until the timeout of the writer.
+A signal handler may raise an exception between any two instructions of the main thread, even
+between acquiring a lock and entering the block that releases it. The writer threads would then wait
+forever, and a run that was asked to stop would hang until the writer's timeout.
 """
 
 from types import TracebackType
 
 
 class _DeferredSignals:
-    """A reentrant `with` block for the main thread, which runs all signal handlers."""
+    """Reentrant context manager that defers exceptions of signal handlers to the end of its block.
+
+    Use it in the main thread, which runs all signal handlers.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
         self._late: BaseException | None = None
 
     def interrupt(self, error: BaseException) -> None:
-        """Raise `error` now or at the end of the block; called by a signal handler."""
+        """Raise `error` now, or at the end of the block if one is active.
+
+        Signal handlers call this method.
+        """
         if self._depth == 0:
             raise error
         self._late = error

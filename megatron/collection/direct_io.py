@@ -1,8 +1,8 @@
-"""Write a file past the system's page cache if the file system allows it (O_DIRECT, open(2)).
+"""Write files without the system's page cache if the file system allows it (O_DIRECT, open(2)).
 
-A dump is read later, if at all. Writing through the page cache would take three times the processor
-time and push the training data out of memory. Gigabytes would also wait there for the disk, and no
-limit of the collection bounds that memory.
+A dump is read later, if at all. Writing through the page cache would take three times the CPU time
+and evict the training data from memory. Gigabytes would also wait in the cache for the disk, and
+the collection's limits do not cover that memory.
 """
 
 import contextlib
@@ -17,16 +17,18 @@ from types import TracebackType
 
 import numpy as np
 
-PIECE = 4 << 20  #: bytes per write; a smaller file is written through the cache
-_UNIT = mmap.PAGESIZE  #: bytes; O_DIRECT needs addresses, offsets and lengths in multiples of it
+PIECE = 4 << 20  #: size of one write, in bytes; smaller files are written through the cache
+_UNIT = (
+    mmap.PAGESIZE
+)  #: alignment that O_DIRECT requires of addresses, offsets and lengths, in bytes
 _REFUSALS = (
     errno.EINVAL,
     errno.EOPNOTSUPP,
-)  #: errors of a refused O_DIRECT
+)  #: error numbers of a file system that refuses O_DIRECT
 
 
 class _Buffers(threading.local):
-    """One buffer per thread, used for all of its files."""
+    """Thread-local buffer, which a thread uses for all its files."""
 
     def __init__(self) -> None:
         memory = mmap.mmap(-1, PIECE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # page-aligned
@@ -37,21 +39,22 @@ _buffers = _Buffers()
 
 
 class DirectFile:
-    """A new file that one thread writes from beginning to end, in a `with` statement.
+    """Context manager for a new file that one thread writes from beginning to end.
 
-    Bytes are gathered in pieces of `PIECE` bytes. The end of the last piece that fills no whole
-    page is written through the cache. So is the whole file if the file system refuses O_DIRECT.
+    Data is buffered and written in pieces of `PIECE` bytes. The rest of the last piece that does
+    not fill a page is written through the cache. If the file system refuses O_DIRECT, the whole
+    file is.
     """
 
     def __init__(self, path: Path, progress: Callable[[], None] = lambda: None):
-        """Create or truncate the file.
+        """Create the file, or truncate an existing one.
 
         Args:
             path: path of the file.
-            progress: called whenever the file system has accepted bytes.
+            progress: called whenever the file system has accepted data.
 
         Raises:
-            OSError: if the file system refuses.
+            OSError: if the file cannot be opened.
         """
         self._progress = progress
         self._piece = _buffers.piece
@@ -69,25 +72,25 @@ class DirectFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Write what is left, unless there was an error, and close the file.
+        """Write the buffered data, unless the block raised an exception, and close the file.
 
         Raises:
-            OSError: if the file system refuses.
+            OSError: if writing fails.
         """
         with self._file:
             if kind is None:
                 self._finish()
 
     def write(self, data: bytes) -> int:
-        """Take all of `data`.
+        """Write all of `data` and return its length in bytes.
 
         Raises:
-            OSError: if the file system refuses.
+            OSError: if writing fails.
         """
         new = np.frombuffer(data, np.uint8)
         while new.size:
             part = new[: PIECE - self._filled]
-            # numpy, unlike a memoryview, lets other threads run while it copies.
+            # Unlike a memoryview, NumPy releases the GIL while it copies.
             np.copyto(self._piece[self._filled : self._filled + part.size], part)
             self._filled += part.size
             new = new[part.size :]
@@ -102,25 +105,25 @@ class DirectFile:
         self._put(self._piece[:pages])
         self._use_cache(True)
         self._put(self._piece[pages : self._filled])
-        # Write the cached part to disk now, while the next file is filled: on its own, Linux waits
-        # for many seconds, and then everything waits for the disk.
+        # Start writing the cached part to disk now, while the next file is being filled. Otherwise
+        # Linux delays it by many seconds, and then everything waits for the disk.
         if hasattr(os, "posix_fadvise"):  # not on macOS
-            with contextlib.suppress(OSError):  # a file system without this call loses nothing
+            with contextlib.suppress(OSError):  # the call is only a hint
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _put(self, data: np.ndarray) -> None:
-        """Write all of `data`, past the cache as long as that is possible."""
+        """Write all of `data`, without the page cache as long as possible."""
         while data.size:
             try:
                 taken = self._file.write(data.data)
             except OSError as error:
                 if not self._direct or error.errno not in _REFUSALS:
                     raise
-                self._never_direct()  # it has stricter rules than whole pages
+                self._never_direct()  # the file system requires a larger alignment
                 continue
             self._progress()
             data = data[taken:]
-            if taken % _UNIT:  # a disk that is nearly full accepts only a part
+            if taken % _UNIT:  # an almost full disk accepts only part of it
                 self._never_direct()
 
     def _never_direct(self) -> None:
@@ -128,7 +131,7 @@ class DirectFile:
         self._use_cache(True)
 
     def _use_cache(self, use: bool) -> None:
-        """Turn O_DIRECT off or on if needed; a file system may refuse it."""
+        """Clear O_DIRECT if `use` is True, otherwise set it, which the file system may refuse."""
         if self._direct != use:
             return
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)

@@ -1,10 +1,10 @@
-"""Switch the collection of a running job on and off with a file: it is on while the file exists.
+"""Switch the collection of a running job on and off with a file; it is on while the file exists.
 
     touch collect_now        collect from the next iteration on
     rm collect_now           stop collecting after this iteration
 
-The first rank checks the file at the beginning of every iteration and broadcasts the result to all
-ranks, also to those that collect nothing. The ranks then agree even if their file systems differ.
+Rank 0 checks for the file at the beginning of every iteration and broadcasts the result to all
+ranks, including ranks that collect nothing. All ranks thus agree even if their file systems differ.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from megatron.collection.collectives import first_rank_says
 
 
 class FlagFile:
-    """The file and its last known state; see the module's docstring."""
+    """Flag file that switches the collection, and the state at its last check."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -21,10 +21,11 @@ class FlagFile:
 
     @classmethod
     def parse(cls, collect_flag_file: str | None = None) -> "FlagFile | None":
-        """Read the flag of the same name; return None if the collection is always on.
+        """Return the flag file that `--collect-flag-file` names; None if the flag is not set.
 
         Raises:
-            ValueError: if the file could never be created.
+            ValueError: if no such file can be created: the path is a folder or its parent folder
+                does not exist.
         """
         path = collect_flag_file
         if path is None:
@@ -42,12 +43,12 @@ class FlagFile:
         return cls(Path(path))
 
     def look(self) -> bool:
-        """Check the file together with all ranks; return whether the state has changed."""
+        """Update `on` and return whether it has changed. Must be called on all ranks."""
         before, self.on = self.on, first_rank_says(self._is_there)
         return before != self.on
 
     def _is_there(self) -> bool:
         try:
             return self.path.exists()
-        except OSError:  # a file system that is unavailable for a moment
+        except OSError:  # the file system is temporarily unavailable
             return self.on

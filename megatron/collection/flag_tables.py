@@ -1,9 +1,9 @@
-"""Update the printed tables of the collection's flags, in docs/collection.md and in the manual of
-run_tensor_collection.sh. Run it after a change of `flags.py`:
+"""Update the tables of the collection's flags in docs/collection.md and in the manual of
+run_tensor_collection.sh. Run this module after changing `flags.py`:
 
     python -m megatron.collection.flag_tables
 
-A test compares both files with the table.
+A test checks that both files match `flags.FLAGS`.
 """
 
 import itertools
@@ -17,12 +17,12 @@ REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "collection.md"
 DRIVER = REPO / "run_tensor_collection.sh"
 MARK = "<!-- python -m megatron.collection.flag_tables -->\n"
-INDENT = 27  #: columns in front of a flag's description in the driver's manual
+INDENT = 27  #: width of the column with the flags in the driver's manual, in characters
 WIDTH = 100
 
 
 def markdown() -> str:
-    """Return the table of all flags for docs/collection.md."""
+    """Return the Markdown table of all flags for docs/collection.md."""
     rows = ["| flag | meaning |", "| --- | --- |"]
     for flag in FLAGS:
         values = f" {flag.metavar}{'...' if flag.many else ''}" if flag.metavar else ""
@@ -32,12 +32,12 @@ def markdown() -> str:
 
 
 def manual(topic: Topic) -> str:
-    """Return the lines of one section of the driver's manual."""
+    """Return the lines on the flags in one section of the driver's manual."""
     return "".join(_entry(flag) for flag in FLAGS if flag.topic is topic)
 
 
 def _entry(flag: Flag) -> str:
-    """Return the lines on one flag; the driver takes a list with commas."""
+    """Return the lines on one flag; the driver takes several values as a comma-separated list."""
     option = f"{flag.option} {'LIST' if flag.many else flag.metavar}"
     columns = WIDTH - INDENT - len("#   ")
     lines = textwrap.wrap(flag.brief, columns, break_long_words=False, break_on_hyphens=False)
@@ -48,7 +48,7 @@ def _entry(flag: Flag) -> str:
 
 
 def updated_page(text: str) -> str:
-    """Return docs/collection.md with the table that holds now."""
+    """Return the text of docs/collection.md with its table of flags updated."""
     before, mark, after = text.partition(MARK)
     if not mark:
         raise ValueError(f"{PAGE} has no line {MARK.strip()!r}; put it above the table of flags")
@@ -57,9 +57,10 @@ def updated_page(text: str) -> str:
 
 
 def updated_driver(text: str) -> str:
-    """Return the driver with the sections of its manual that hold now.
+    """Return the text of the driver with the flags in its manual updated.
 
-    The flags of a section stand together under its heading; options of the driver itself follow.
+    In each section, the flags of the collection follow the heading directly; the driver's own
+    options come after them.
     """
     for topic in Topic:
         if topic is Topic.NONE:
