@@ -1,7 +1,7 @@
 """Analysis of collected tensors: read a dump, verify it, compute statistics, draw figures.
 
 `python -m megatron.analysis` is the command line. In Python, the names in `__all__` are the entry
-points; a name's module is imported when the name is first used.
+points; the module that defines a name is imported when the name is first used.
 
 This package needs torch, numpy, pandas and matplotlib, but not megatron-core, so that a dump can be
 analyzed on a laptop.
@@ -31,7 +31,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on its first use, because pandas and torch take seconds to import."""
+    """Import a public name on first use, because importing pandas and torch takes seconds."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

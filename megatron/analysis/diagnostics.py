@@ -1,6 +1,7 @@
-"""Warnings about a dump, each with the numbers behind it.
+"""Find problems in a dump and report each one as a warning with the relevant numbers.
 
-They concern incomplete runs and tensors, NaN and Inf, and formats that lose too much.
+The warnings cover incomplete runs and tensors, NaN and Inf values, dead channels, outliers, and
+formats with large errors.
 """
 
 from __future__ import annotations
@@ -18,34 +19,39 @@ from megatron.fake_quant import get_format
 if TYPE_CHECKING:
     from megatron.analysis.figures.figure_data import FigureData
 
-SATURATED = 0.001  #: largest share of clipped values without a warning
-#: The same limit for scale rules that clip some of the largest values of a block by design.
+SATURATED = 0.001  #: share of clipped values above which a format gets a warning
+#: Limit that replaces `SATURATED` for scale rules that clip the largest values by design.
 SATURATED_BY_DESIGN = 0.1
 CLIPPING_RULES = ("floor", "even")  #: scale rules that clip by design
-UNDERFLOW = 0.1  #: largest share of values that become zero without a warning
-SQNR = 10.0  #: lowest SQNR in dB without a warning; the error has a tenth of the signal's power
-BIAS = 0.01  #: largest bias without a warning, as a share of the mean magnitude
-NAMED = 3  #: number of tensors that the text of a warning names
-NOTES = 6  #: number of different notes with a warning each; one more warning counts the others
+UNDERFLOW = 0.1  #: share of values rounded to zero above which a format gets a warning
+#: SQNR in dB below which a format gets a warning; at 10 dB, the error has a tenth of the signal's
+#: power.
+SQNR = 10.0
+BIAS = 0.01  #: bias relative to the mean magnitude above which a format gets a warning
+NAMED = 3  #: maximum number of tensors that a warning lists
+NOTES = 6  #: maximum number of notes reported one by one; one more warning covers the others
 
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One warning, about one or more tensors."""
+    """A warning about one or more tensors."""
 
-    #: unfinished, partial, nan, saturation, poisoned, underflow, low_sqnr, bias, dead_channels,
-    #: outliers
+    #: Kind of the warning: unfinished, partial, nan, saturation, poisoned, underflow, low_sqnr,
+    #: bias, dead_channels or outliers.
     kind: str
     text: str
-    tensors: tuple[int, ...]  #: all tensors concerned, the worst first
-    format: str = ""  #: the format concerned; empty if the warning concerns none
+    tensors: tuple[int, ...]  #: IDs of all affected tensors, the worst first
+    format: str = ""  #: format that the warning is about, or an empty string
 
     def __str__(self) -> str:
         return self.text
 
 
 def diagnose(figure_data: FigureData) -> list[Diagnostic]:
-    """Return the warnings about a dump: unfinished runs first, then those of `find_diagnostics`."""
+    """Return all warnings about a dump.
+
+    Warnings about unfinished runs come first, followed by the warnings of `find_diagnostics`.
+    """
     tensors = figure_data.tensors
     diagnostics = []
     for run_id, ending in unfinished(figure_data.store).items():
@@ -57,11 +63,11 @@ def diagnose(figure_data: FigureData) -> list[Diagnostic]:
 
 
 def find_diagnostics(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Diagnostic]:
-    """Return the warnings about tensors, the most serious first.
+    """Return the warnings about tensors, starting with the most serious kind.
 
     Args:
         uses: rows of `FigureData.judged`.
-        tensors: rows of `FigureData.tensors`; only operands are searched for outliers.
+        tensors: rows of `FigureData.tensors`; only operands are checked for outliers.
     """
     diagnostics = _partial(tensors) + _values(tensors)
     for name, rows in uses.groupby("quantized_format", sort=False):
@@ -72,7 +78,7 @@ def find_diagnostics(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Diagnost
 
 
 def _partial(tensors: pd.DataFrame) -> list[Diagnostic]:
-    """Return warnings about tensors with missing parts or with formats that were left out."""
+    """Return warnings that count the tensors with each note, such as a missing part."""
     noted = tensors[tensors["note"].astype(str) != ""]
     groups = [(str(note), rows["tensor"]) for note, rows in noted.groupby("note", observed=True)]
     groups.sort(key=lambda group: -len(group[1]))
@@ -88,7 +94,7 @@ def _partial(tensors: pd.DataFrame) -> list[Diagnostic]:
 
 
 def _values(tensors: pd.DataFrame) -> list[Diagnostic]:
-    """Return warnings about the values themselves."""
+    """Return warnings about NaN and Inf values, dead channels and outlier channels."""
     special = tensors.assign(special=tensors["nan"] + tensors["inf"])
     rules = (
         ("nan", special, "special", 0, "hold NaN or Inf", lambda x: f"{x:.0f} values"),
@@ -113,7 +119,7 @@ def _values(tensors: pd.DataFrame) -> list[Diagnostic]:
 
 
 def _of_format(name: str, uses: pd.DataFrame) -> list[Diagnostic]:
-    """Return warnings about the errors of one format."""
+    """Return warnings about the quantization errors of one format."""
     uses = uses.assign(badness=-uses["sqnr_db"], bias_size=uses["relative_bias"].abs())
     by_design = get_format(name).scale_rule in CLIPPING_RULES
     saturated = SATURATED_BY_DESIGN if by_design else SATURATED
@@ -164,7 +170,10 @@ def _rule(
     number: Callable[[float], str],
     fmt: str = "",
 ) -> list[Diagnostic]:
-    """Return one warning if any row is above the limit, and otherwise none."""
+    """Return a warning about the rows of `table` whose `column` exceeds `limit`.
+
+    The result is a list with this warning, or an empty list if there are no such rows.
+    """
     beyond = table[table[column] > limit].sort_values(column, ascending=False, kind="stable")
     if beyond.empty:
         return []

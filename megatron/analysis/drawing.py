@@ -1,12 +1,12 @@
-"""Draw everything that can be drawn of a dump: compute its statistics once, then draw the outputs.
+"""Draw the figures and the report of a dump, after computing its statistics once.
 
     from megatron.analysis import draw
 
     result = draw(Path("enhanced_tensor_logs"), Path("draw"))
     result.files, result.missing, result.problems
 
-A call after an interrupted one takes the statistics from the cache. Outputs that would be the same
-again are not redrawn.
+After an interruption, the next call takes the statistics from the cache. Outputs that have not
+changed since they were last drawn are not drawn again.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from megatron.analysis.store import TensorStore
 from megatron.fake_quant import get_format
 from megatron.fake_quant.quant_type import parse_type
 
-#: Formats that are compared by default, besides those of the dump.
+#: Formats compared by default, in addition to the formats of the dump.
 FORMATS = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
 
 
 @dataclass
 class DrawResult:
-    """The files that were drawn, and the figures and files that are missing."""
+    """The files written by `draw`, with the figures and dump files that were left out."""
 
     files: list[Path] = field(default_factory=list)
-    unchanged: int = 0  #: number of `files` that are left as an earlier call drew them
-    missing: dict[str, str] = field(default_factory=dict)  #: missing data, by output or figure
-    failed: dict[str, str] = field(default_factory=dict)  #: traceback of our bug, by figure
-    kept: list[Path] = field(default_factory=list)  #: new names of earlier results
-    problems: list[Problem] = field(default_factory=list)  #: files of the dump that were left out
-    tensors: int = 0  #: tensors of the dump that were drawn
-    notes: dict[str, int] = field(default_factory=dict)  #: number of tensors, by what they lack
-    remarks: list[str] = field(default_factory=list)  #: about the cache and about how runs ended
+    unchanged: int = 0  #: number of `files` kept from an earlier call
+    missing: dict[str, str] = field(default_factory=dict)  #: data that an output or figure lacks
+    failed: dict[str, str] = field(default_factory=dict)  #: tracebacks of bugs, by output or figure
+    kept: list[Path] = field(default_factory=list)  #: new paths of earlier outputs
+    problems: list[Problem] = field(default_factory=list)  #: dump files that were left out
+    tensors: int = 0  #: number of tensors that were drawn
+    notes: dict[str, int] = field(default_factory=dict)  #: number of tensors with each note
+    remarks: list[str] = field(default_factory=list)  #: lines about the cache and unfinished runs
 
 
 def draw(
@@ -71,17 +71,18 @@ def draw(
     """Draw the chosen outputs of a dump.
 
     Args:
-        formats: formats to compare; by default `FORMATS` and those that the dump was made with.
-        figures: names in `registry.OUTPUTS`; all by default.
+        formats: formats to compare; by default `FORMATS` and the formats used in the dump.
+        figures: names from `registry.OUTPUTS` to draw; all by default.
         image: file format of the figures: png, svg or pdf.
-        run: id of the only run to draw; `latest` selects the run that started last.
-        judge: the tensors by which formats are judged, `operands` or `results` of matmuls.
-        say: called with the path of each file when it is written.
+        run: ID of the run to draw, or `latest` for the most recent run; all runs by default.
+        judge: tensors by which formats are judged: `operands` or `results` of matmuls.
+        say: function called with the path of each file that is written.
         progress: whether to show progress bars on a terminal.
-        computing: `workers`, `max_memory`, `scheduler` and `strict` of `stats.compute`.
+        computing: arguments `workers`, `max_memory`, `scheduler` and `strict` of `stats.compute`.
 
     Raises:
-        ValueError: a name is unknown, there is no tensor to draw, or the folder is not writable.
+        ValueError: if a name is unknown, there is no tensor to draw, or the output folder is not
+            writable.
     """
     _check("figure", figures, tuple(OUTPUTS))
     _check("image format", [image], IMAGES)
@@ -90,7 +91,7 @@ def draw(
         get_format(name)
     check_output(output)
     notify: Callable[[str], None] = say or (lambda path: None)
-    if list(figures) == [QUICK]:  # needs no format
+    if list(figures) == [QUICK]:  # the first look does not compare formats
         workers = computing.get("workers")
         look = quick_analysis(folder, output, run=run, workers=workers, progress=progress)
         for path in (look.picture, look.text):
@@ -129,7 +130,7 @@ def _draw_outputs(
     workers: int,
     notify: Callable[[str], None],
 ) -> None:
-    """Draw the outputs that are not current, and add all of them to the result."""
+    """Draw the outputs that are not up to date, and add the files of all outputs to `result`."""
     output, dump = order.output, order.figure_data.store.folder
     current = unchanged(output, names, follows)
     for made in current.values():
@@ -137,7 +138,7 @@ def _draw_outputs(
     result.unchanged = len(result.files)
     names = [name for name in names if name not in current]
     result.kept = set_aside(output, names, dump)
-    hidden = None if order.figure_data.progress else True  # None: hidden without a terminal
+    hidden = None if order.figure_data.progress else True  # None: show the bar only on a terminal
     drawn = []
     with tqdm(total=len(names), desc="Drawing", unit="output", leave=False, disable=hidden) as bar:
         for made in make_all(names, order, workers):
@@ -151,14 +152,14 @@ def _draw_outputs(
 
 
 def _add(made: Made, result: DrawResult) -> None:
-    """Add the files and the missing figures of one output to the result."""
+    """Add the files and the missing and failed figures of one output to `result`."""
     result.files += made.files
     result.missing |= made.missing
     result.failed |= made.failed
 
 
 def result_of_quick(look: QuickResult) -> DrawResult:
-    """Return the result of drawing the first look alone."""
+    """Return the `DrawResult` of a call that draws only the first look."""
     return DrawResult(
         [look.picture, look.text],
         problems=look.problems,
@@ -170,19 +171,25 @@ def result_of_quick(look: QuickResult) -> DrawResult:
 
 
 def note_of_repeats(count: int) -> dict[str, int]:
-    """Return the note for `DrawResult.notes` about tensors saved again by recomputation."""
+    """Return an entry of `DrawResult.notes` that counts the tensors saved again by recomputation.
+
+    The result is empty if there are none.
+    """
     return {REPEATED: count} if count else {}
 
 
 def default_formats(store: TensorStore) -> list[str]:
-    """Return `FORMATS` and the formats of the dump's types, except bf16, which loses nothing."""
+    """Return `FORMATS` and the formats of the quantization types in the dump.
+
+    Operands in high precision, such as those of bf16 runs, add no format.
+    """
     types = store.records["quant_type"].dropna().unique()
     formats = list(FORMATS)
     for name in map(str, types):
         try:
             assigned = parse_type(name)
         except ValueError:
-            continue  # the name of a recipe
+            continue  # the type of a recipe has no fixed formats
         for fmt in assigned.values():
             if fmt is not None and fmt.name not in formats:
                 formats.append(fmt.name)
@@ -192,11 +199,12 @@ def default_formats(store: TensorStore) -> list[str]:
 def _compute(
     store: TensorStore, formats: Sequence[str], caches: Sequence[Path], **computing: Any
 ) -> tuple[stats.Statistics, Path | None, list[str]]:
-    """Return the statistics, the folder of their cache, and a message per folder that was refused.
+    """Return the statistics, their cache folder, and a message for each folder that was refused.
 
     Args:
-        caches: folders by preference: the one in the dump that the command `stats` uses, and one
-            beside the figures. Nothing is cached if neither can be used.
+        caches: possible cache folders, in order of preference: the folder in the dump that the
+            `stats` command uses, and a folder next to the figures. Nothing is cached if neither
+            can be used.
     """
     cache, refused = _choose(caches)
     try:
@@ -207,7 +215,7 @@ def _compute(
 
 
 def _choose(caches: Sequence[Path]) -> tuple[Path | None, list[str]]:
-    """Return the first usable folder or None, and a message per folder that was refused."""
+    """Return the first usable folder, or None, and a message for each folder that was refused."""
     refused = []
     for cache in caches:
         try:

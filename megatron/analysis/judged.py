@@ -1,7 +1,7 @@
-"""Names of the two groups of tensors by which formats are judged; imports nothing.
+"""Define the names of the two groups of tensors by which formats are judged.
 
-The operands are the tensors that a format rounds. The results leave a matmul and are never
-quantized, but they show what the rounding of the operands did.
+The operands are the tensors that a format rounds. The results of a matmul are never quantized, but
+they show the effect of rounding the operands. This module imports nothing.
 """
 
 OPERANDS, RESULTS = "operands", "results"

@@ -1,8 +1,9 @@
-"""Align text tables, and escape text from files before it is shown.
+"""Align text tables, and escape text from files before it is displayed.
 
-All text from a file (names, metadata, messages that quote them) must be passed through `shown` or
-`printable_lines` before it is printed, drawn or written to a page. A newline in a module name could
-otherwise forge a line such as "0 error(s)", and an escape sequence could hide one.
+All text that comes from a file (names, metadata, and messages that quote them) must be passed
+through `shown` or `printable_lines` before it is printed, drawn or written to a page. Otherwise, a
+newline in a module name could forge a line such as "0 error(s)", and an escape sequence could hide
+a line.
 """
 
 from __future__ import annotations
@@ -11,18 +12,25 @@ from collections.abc import Sequence
 
 from megatron.bounded_files import printable
 
-LIMIT = 4096  #: longest name or message in characters; also the longest path on Linux
+#: Maximum length of a name or message in characters; also the maximum length of a path on Linux.
+LIMIT = 4096
 _FORMULA = ("=", "+", "-", "@")
 
 
 def shown(value: object) -> str:
-    """Return a name or message from a file on one line, control characters escaped."""
+    """Return a name or message from a file on one line, with control characters escaped.
+
+    The text is cut to `LIMIT` characters.
+    """
     text = str(value)
     return text if text.isprintable() and len(text) <= LIMIT else printable(text, limit=LIMIT)
 
 
 def printable_lines(text: object) -> str:
-    """Return a text with each of its lines escaped as by `shown`, but of any length."""
+    """Return `text` with control characters escaped in each line; newlines are kept.
+
+    Unlike `shown`, this function does not limit the length.
+    """
     return "\n".join(
         line if line.isprintable() else printable(line, limit=len(line))
         for line in str(text).split("\n")
@@ -30,16 +38,19 @@ def printable_lines(text: object) -> str:
 
 
 def csv_cell(value: str) -> str:
-    """Return a text that no spreadsheet takes for a formula; a leading =, +, - or @ gets a `'`."""
+    """Return text that a spreadsheet does not interpret as a formula.
+
+    A `'` is placed before a leading =, +, - or @.
+    """
     text = shown(value)
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 def align(rows: Sequence[tuple[object, ...]], *, text: int) -> list[str]:
-    """Return the lines of a table whose columns are two spaces apart.
+    """Return the lines of a table with aligned columns, separated by two spaces.
 
-    Columns of numbers are aligned to the right; other columns, and the first `text` ones, to the
-    left.
+    The first `text` columns are aligned to the left. Each later column is aligned to the right if
+    it contains only numbers below its header, and otherwise to the left.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
