@@ -1,4 +1,4 @@
-"""The first look at a dump: one picture and one text file.
+"""Give a first look at a dump with one picture and one text file.
 
 from megatron.analysis import quick_analysis
 
@@ -38,25 +38,26 @@ from megatron.analysis.text_table import shown
 
 PICTURE = "quick_analysis.png"
 TEXT = "tensor_stats.txt"
-BULK = 0.999  #: share of the values that determines the width of the histogram
-REACH = 4.0  #: largest width of the histogram, as a multiple of the quantile `BULK`
-TAIL = 1e-4  #: largest share of the values that is left out at the low end of the magnitudes
-DPI = 150  #: resolution of the picture
-LONGEST = 36  #: largest number of characters of a name in the picture
-COUNTED = {"iteration": "iteration", "layer": "layer_idx"}  #: columns counted in the headline
+BULK = 0.999  #: quantile of the magnitudes that determines the width of the histogram
+REACH = 4.0  #: largest value in the histogram, as a multiple of the quantile `BULK`
+TAIL = 1e-4  #: maximum share of values, the smallest in magnitude, that is left out
+DPI = 150  #: resolution of the picture, in dots per inch
+LONGEST = 36  #: maximum length of a name in the picture, in characters
+#: Columns whose distinct values are counted in the headline, by the word that is shown.
+COUNTED = {"iteration": "iteration", "layer": "layer_idx"}
 
 
 @dataclass(frozen=True)
 class QuickResult:
-    """The two files of the first look, and the files of the dump that could not be read."""
+    """The files that a first look wrote, and what it found in the dump."""
 
     picture: Path
     text: Path
     measurements: Measurements
     problems: list[Problem]
-    missing: int  #: number of files that an index lists and that do not exist
-    endings: dict[str, str]  #: end of each unfinished run in words, by run id
-    kept: list[Path]  #: new names of earlier files of the same name
+    missing: int  #: number of files that an index lists but that do not exist
+    endings: dict[str, str]  #: description of how each unfinished run ended, by run ID
+    kept: list[Path]  #: new paths of earlier files that had the same names
 
 
 def quick_analysis(
@@ -73,14 +74,13 @@ def quick_analysis(
     Files that cannot be read are left out and listed in the result.
 
     Args:
-        run: id of the only run to draw; `latest` selects the run that started last.
-        cache: folder with the results of `stats.compute`, see `measure_dump`.
-        workers: number of threads; by default one per processor.
+        run: ID of the run to draw, or `latest` for the most recent run; all runs by default.
+        cache: folder with cached results of `stats.compute`; see `measure_dump`.
+        workers: number of threads; one per processor by default.
         progress: whether to show a progress bar on a terminal.
 
     Raises:
-        ValueError: there is no tensor to draw, or the output folder is not writable. The message
-            says what to do.
+        ValueError: if there is no tensor to draw, or the output folder is not writable.
     """
     check_output(output)
     dump = TensorStore(folder)
@@ -93,7 +93,7 @@ def quick_analysis(
         raise ValueError(f"none of the {len(problems)} .pt files in {folder} can be read:{listed}")
     text = format_statistics(dump, measured, problems)
     picture = io.BytesIO()
-    with matplotlib.rc_context(RC):  # texts created while drawing must not be parsed as formulas
+    with matplotlib.rc_context(RC):  # text created while drawing must not be parsed as formulas
         draw_picture(dump, measured, problems).savefig(picture, format="png", dpi=DPI)
     kept = [
         *write_keeping(output / PICTURE, picture.getvalue()),
@@ -106,10 +106,12 @@ def quick_analysis(
 
 
 def check_output(output: Path) -> None:
-    """Create the output folder and test that it is writable, before hours are spent on computing.
+    """Create the output folder and check that it is writable.
+
+    The check comes first, because computing the statistics may take hours.
 
     Raises:
-        ValueError: the folder cannot be created or is not writable.
+        ValueError: if the folder cannot be created or is not writable.
     """
     probe = output / f".write_test_{os.getpid()}.partial"
     try:
@@ -126,11 +128,11 @@ def check_output(output: Path) -> None:
 def draw_picture(dump: TensorStore, measured: Measurements, problems: list[Problem]) -> Figure:
     """Return the picture of the first look.
 
-    The left column has histograms of the values and of their magnitudes, the right column the
-    shares of the dump by group.
+    The left column contains histograms of the values and of their magnitudes. The right column
+    shows how the tensors and values are divided among the groups of `GROUPS`.
     """
     with matplotlib.rc_context(RC):
-        # the axes leave the top of the figure to the headline
+        # the axes leave room for the headline at the top of the figure
         height = 0.83 if alarm(dump) else 0.86
         layout = ConstrainedLayoutEngine(rect=(0.015, 0.02, 0.97, height), hspace=0.1, wspace=0.08)
         figure = Figure(figsize=(12.5, 7.6), layout=layout)
@@ -142,7 +144,8 @@ def draw_picture(dump: TensorStore, measured: Measurements, problems: list[Probl
         data, note = magnitude_data(operands)
         plot_magnitude_histogram(data, title="By magnitude", note=note, ax=lower)
         shares = {title: share_data(measured, column) for column, title in GROUPS}
-        heights = [min(len(data), MOST) + 0.35 for data in shares.values()]  # equally thick bars
+        # all bars have the same thickness
+        heights = [min(len(data), MOST) + 0.35 for data in shares.values()]
         for ax, (title, data) in zip(
             figure_rows(figure, columns[1], heights), shares.items(), strict=True
         ):
@@ -152,16 +155,16 @@ def draw_picture(dump: TensorStore, measured: Measurements, problems: list[Probl
 
 
 def figure_rows(figure: Figure, column: SubplotSpec, heights: list[float]) -> list[Axes]:
-    """Return axes one below the other in one column of the figure."""
+    """Divide a column of the figure into rows, and return the axes from top to bottom."""
     grid = column.subgridspec(len(heights), 1, height_ratios=heights)
     return [figure.add_subplot(grid[row, 0]) for row in range(len(heights))]
 
 
 def operands_of(measured: Measurements) -> tuple[Measurements, str]:
-    """Return the measurements that the histograms show, and their title.
+    """Return the measurements that the histograms show, and the title of the histograms.
 
-    These are the operands of matmuls, to which formats are applied, or all tensors of a dump
-    without operands.
+    The histograms show the operands of matmuls, because formats are applied to them. If the dump
+    has no operands, they show all tensors.
     """
     operands = measured.only(OPERANDS)
     if operands.table.empty:
@@ -170,20 +173,21 @@ def operands_of(measured: Measurements) -> tuple[Measurements, str]:
 
 
 def grouping(measured: Measurements) -> str:
-    """Return the column that has one outline per value.
+    """Return the column by which the histograms are grouped; each value gets its own outline.
 
-    This is the quantization type if there are several types, and otherwise the operation.
+    The column is the quantization type if there are several types, and otherwise the operation.
     """
     return "quant_type" if measured.table["quant_type"].nunique() > 1 else "operation"
 
 
 def histogram_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
-    """Return a histogram of all values and of their groups, and a note on the values outside of it.
+    """Return histograms of all values and of each group, and a note on the range of the values.
 
-    The histogram is a tidy table with bins of the same width.
+    The histograms form one tidy table with bins of equal width. The note also counts the values
+    outside the histogram.
     """
     everything, summary, column = measured.histogram(), measured.summary(), grouping(measured)
-    # a single far outlier would otherwise squeeze all other values into one bin
+    # otherwise, a single distant outlier would squeeze all other values into one bin
     reach = REACH * everything.magnitude_quantile(BULK)
     grid = Grid.reaching(min(summary.amax, reach))
     rms = {name: group.rms for name, (_, group) in measured.by(column).items()}
@@ -215,7 +219,7 @@ def histogram_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
 def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
     """Return the number of values per octave and group, and a note on the values left out.
 
-    The octaves of the lowest magnitudes are left out if they hold a share of at most `TAIL`.
+    The lowest octaves are left out if together they hold at most a share `TAIL` of the values.
     """
     everything, summary, column = (
         measured.histogram().octaves(),
@@ -250,12 +254,12 @@ def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
 
 
 def _brief(name: str) -> str:
-    """Return a name shortened to `LONGEST` characters; names in files can have any length."""
+    """Return a name cut to `LONGEST` characters, because names in files can have any length."""
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
 
 
 def share_data(measured: Measurements, column: str) -> pd.DataFrame:
-    """Return the number of tensors and values by one column of the table, for `plot_shares`."""
+    """Return the number of tensors and values for each value of `column`, for `plot_shares`."""
     return pd.DataFrame(
         [
             {"name": _brief(name), "tensors": tensors, "values": summary.count}
@@ -267,7 +271,10 @@ def share_data(measured: Measurements, column: str) -> pd.DataFrame:
 def _headline(
     figure: Figure, dump: TensorStore, measured: Measurements, problems: list[Problem]
 ) -> None:
-    """Write the title, the origin of the data and, in red, NaN, Inf and unreadable files."""
+    """Write the title, the source of the data and, in red, any problems above the plots.
+
+    Problems are NaN and Inf values, unreadable files and unfinished runs.
+    """
     table, summary = measured.table, measured.summary()
     types = list(measured.by("quant_type"))
     named = ", ".join(map(_brief, types[:4])) + (

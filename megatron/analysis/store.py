@@ -1,4 +1,4 @@
-"""Access a dump as a table of its records, and load tensors from it.
+"""Access a dump as a table with one row per tensor, and load its tensors.
 
 store = TensorStore("enhanced_tensor_logs/mxfp8")
 store.records                                      pandas, one row per tensor, from the indexes
@@ -6,10 +6,10 @@ store.select(layer=0, tensor_name=["input", "weight"], module="linear_fc*", iter
 store.load(store.records.iloc[0])                  one file, memory-mapped
 store.load_global(layer=0, module="linear_qkv", tensor_name="output")   joined from all ranks
 
-The table comes from the index files, so that no `.pt` file needs to be opened. A tensor that no
-index names (in a dump of another program) is opened for its metadata; without metadata only its
-file name is known. Unreadable files are in `problems`, and missing ones that an index names in
-`missing`.
+The table is read from the index files, so no `.pt` file needs to be opened. If a tensor is not
+listed in an index, as in a dump of another program, its file is opened to read the metadata. If
+the file has no metadata, only the information in the file name is available. Unreadable files are
+listed in `problems`, and missing files that an index lists are in `missing`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.analysis.dump.scan import scan
 from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError, read_tensor
 from megatron.fake_quant.packing import QuantizedTensor
 
-#: Columns that, with the data-parallel rank, tell one logical tensor from another.
+#: Columns that, together with the data-parallel rank, identify a logical tensor.
 IDENTITY = (
     "run_id",
     "iteration",
@@ -50,7 +50,8 @@ class TensorStore:
     """The tensors in a folder and its subfolders, in the order in which they were written.
 
     Raises:
-        ValueError: the folder is missing, is no folder, or holds no `.pt` file.
+        ValueError: if the folder does not exist, is not a folder, or contains no readable `.pt`
+            file.
     """
 
     def __init__(self, folder: str | Path):
@@ -58,9 +59,9 @@ class TensorStore:
         with _no_garbage_collection():
             contents = scan(self.folder)
         self.records: pd.DataFrame = contents.records  #: columns: `dump.record_columns.COLUMNS`
-        self.missing: pd.DataFrame = contents.missing  #: in an index, but not in the folder
-        self.problems: list[Problem] = contents.problems  #: files that were left out
-        #: other lines of the indexes: {"event": ..., "run_id": ..., "rank": ...}
+        self.missing: pd.DataFrame = contents.missing  #: records of an index whose file is missing
+        self.problems: list[Problem] = contents.problems  #: files that could not be read
+        #: Lines of the indexes that report an event: {"event": ..., "run_id": ..., "rank": ...}.
         self.events: list[dict[str, Any]] = contents.events
         self._cards = contents.cards
 
@@ -72,17 +73,23 @@ class TensorStore:
         return f"TensorStore({str(self.folder)!r}): {len(self)} tensors of {runs} run(s)"
 
     def runs(self) -> dict[str, int]:
-        """Return the number of tensors by run id, oldest run first; "" is the unknown run."""
+        """Return the number of tensors of each run, by run ID, starting with the oldest run.
+
+        Tensors without a run ID are counted under the empty string.
+        """
         groups = self.records.groupby(self.records["run_id"].fillna(""), sort=False)["timestamp"]
         started = {str(run): str(times.fillna("").min()) for run, times in groups}
         counts = {str(run): len(times) for run, times in groups}
         return {run: counts[run] for run in sorted(counts, key=lambda run: (started[run], run))}
 
     def only(self, run: str) -> TensorStore:
-        """Return a store of one run, given by its id or as `latest` for the run started last.
+        """Return a store that contains only one run.
+
+        Args:
+            run: ID of the run, or `latest` for the most recent one.
 
         Raises:
-            ValueError: no such run.
+            ValueError: if there is no such run.
         """
         runs = [name for name in self.runs() if name]
         wanted = runs[-1] if run == "latest" and runs else run
@@ -96,32 +103,35 @@ class TensorStore:
         return part
 
     def run_card(self, run_id: str) -> dict[str, Any]:
-        """Return the arguments, formats, versions and topology of a run; empty without a card."""
+        """Return the run card, which holds the arguments, formats, versions and topology of a run.
+
+        The result is empty if the run has no card.
+        """
         return self._cards.get(run_id, {})
 
     def select(self, **conditions: Any) -> pd.DataFrame:
-        """Return the records that meet all conditions; the table is empty if none does.
+        """Return the records that meet all conditions, which may be none.
 
-        A condition names a column (`layer` is short for `layer_idx`; the rank's coordinates are
-        `rank`, `tp`, `pp`, `dp`, `cp`, `ep`, `etp`) and gives a value, a list of values, a range,
-        or None for unknown. A module is given by a shell pattern that matches its dotted name or
-        the end of it: `linear_qkv`, `layers.3.*`, `linear_fc*`.
+        Each condition names a column and gives a value, a list of values, a range, or None for
+        unknown. `layer` is short for `layer_idx`; the coordinates of a rank are `rank`, `tp`,
+        `pp`, `dp`, `cp`, `ep` and `etp`. A condition on `module` is a shell pattern that matches
+        the dotted name of the module or the end of it: `linear_qkv`, `layers.3.*`, `linear_fc*`.
 
         Raises:
-            ValueError: an unknown column, or a value that the column can never have.
+            ValueError: if a column is unknown, or a value is never valid for its column.
         """
         return matching(self.records, conditions)
 
     def load(self, record: Any) -> Tensor:
-        """Return one tensor, memory-mapped: its pages are read when its values are accessed.
+        """Return one tensor as a memory map, which is read from the file only when accessed.
 
         Args:
-            record: a row of `records` (from `iloc` or `itertuples`), a table of one row, or the
-                label of a row.
+            record: a row of `records` (from `iloc` or `itertuples`), a table with one row, or the
+                index label of a row.
 
         Raises:
-            ValueError: a table of no row, or of several.
-            UnreadableTensorError: the file is corrupt, or contradicts its record.
+            ValueError: if `record` is a table that does not have exactly one row.
+            UnreadableTensorError: if the file is corrupt or contradicts its record.
         """
         record = self._row(record)
         path, shape = (_field(record, name) for name in ("path", "shape"))
@@ -134,16 +144,17 @@ class TensorStore:
         return tensor
 
     def load_codes(self, record: Any) -> QuantizedTensor:
-        """Return the memory-mapped codes and scales of a matmul's operand.
+        """Return the memory-mapped codes and scales of a matmul operand.
 
-        `megatron.fake_quant.dequantize` returns the values that they stand for.
+        `megatron.fake_quant.dequantize` converts the result to values.
 
         Args:
-            record: a tensor whose name ends in `_codes`, given as for `load`.
+            record: record of a tensor whose name ends in `_codes`, in any form that `load` accepts.
 
         Raises:
-            ValueError: a tensor of another kind, or a table of no row or of several.
-            UnreadableTensorError: the file is corrupt, or contradicts its record.
+            ValueError: if the tensor has no codes, or `record` is a table that does not have
+                exactly one row.
+            UnreadableTensorError: if the file is corrupt or contradicts its record.
         """
         record = self._row(record)
         metadata = {name: _field(record, name) for name in ("codes", "format")}
@@ -155,21 +166,23 @@ class TensorStore:
     def load_global(
         self, record: Any = None, *, dp: int | None = None, **conditions: Any
     ) -> Tensor:
-        """Return one logical tensor, reassembled from the shards of all ranks by their `dims`.
+        """Return one logical tensor, reassembled from the shards of all ranks.
 
-        Shards are joined along the marked dimension (`h[tp]`, `s[cp:zigzag]`). Partial sums
-        (`| partial[tp]`) are added in float64 and rounded once. Replicas must agree in every bit.
-        If activation recomputation repeated the forward pass, the first pass counts.
+        The field `dims` of the records describes the sharding. Shards are joined along the marked
+        dimension (`h[tp]`, `s[cp:zigzag]`). Partial sums (`| partial[tp]`) are added in float64 and
+        rounded once. Replicas must be bit-identical. If activation recomputation repeated the
+        forward pass, the tensors of the first pass are used.
 
         Args:
-            record: one shard, from which the others are found, or a table of shards.
+            record: any shard of the tensor, or a table of its shards; the other shards are looked
+                up.
             dp: data-parallel rank, required if there are several; see also `load_global_all`.
-            conditions: conditions as for `select`, which identify one logical tensor. They are
-                used without a record, or in addition to it.
+            conditions: conditions on columns, as in `select`. They replace or supplement `record`,
+                and must identify one logical tensor.
 
         Raises:
-            ValueError: no tensor or several match; shards are missing, duplicated or do not fit
-                together; or replicas differ. The message says which.
+            ValueError: if no tensor or several tensors match; if shards are missing, duplicated or
+                do not fit together; or if replicas differ.
         """
         frame = self._one_tensor(record, conditions)
         ranks = sorted(frame["data_rank"].unique())
@@ -185,7 +198,7 @@ class TensorStore:
         return reassemble(frame, self.load)
 
     def load_global_all(self, record: Any = None, **conditions: Any) -> list[Tensor]:
-        """Return the logical tensors of all data-parallel ranks, in order; see `load_global`."""
+        """Return a list with the logical tensor of each data-parallel rank; see `load_global`."""
         frame = self._one_tensor(record, conditions)
         return [reassemble(part, self.load) for _, part in frame.groupby("data_rank", sort=True)]
 
@@ -203,7 +216,7 @@ class TensorStore:
         if "recomputed" not in conditions and frame["recomputed"].nunique() > 1:
             frame = frame[frame["recomputed"] == False]  # noqa: E712  a column of objects
         if frame.empty and conditions.get("tensor_name") == "weight":
-            # all micro-batches of an iteration share the weight, which may be saved with one only
+            # all micro-batches of an iteration share the weight, so it may be saved with only one
             rest = {name: value for name, value in conditions.items() if name != "micro_batch"}
             same_pass = {name: value for name, value in conditions.items() if name != "tensor_name"}
             frame = self.select(**rest) if len(self.select(**same_pass)) else frame
@@ -219,7 +232,7 @@ class TensorStore:
         return frame.assign(data_rank=data_ranks(frame))
 
     def _row(self, record: Any) -> Any:
-        """Return the argument of `load` as one row."""
+        """Return the row that an argument of `load` refers to."""
         if isinstance(record, pd.DataFrame):
             if len(record) != 1:
                 raise ValueError(
@@ -231,7 +244,7 @@ class TensorStore:
 
 
 def _check_one(frame: pd.DataFrame) -> None:
-    """Refuse a table with the shards of several tensors."""
+    """Refuse a table with shards of more than one tensor."""
     if several := [name for name in IDENTITY if frame[name].nunique(dropna=False) > 1]:
         ways = ", ".join(_choice(name, list(frame[name].unique())) for name in several)
         raise ValueError(
@@ -241,23 +254,26 @@ def _check_one(frame: pd.DataFrame) -> None:
 
 
 def _choice(name: str, values: list[Any]) -> str:
-    """Return a selection with its possible values, as in `iteration=1 or 2`."""
+    """Return a condition with the values to choose from, as in `iteration=1 or 2`."""
     shown = [repr(value) if isinstance(value, str) else str(value) for value in values[:6]]
     more = f" or {len(values) - 6} more" if len(values) > 6 else ""
     return f"{name.removesuffix('_idx')}={' or '.join(shown)}{more}"
 
 
 def _field(record: Any, name: str) -> Any:
-    """Return a field of a row, which is a named tuple, or a Series with its own `shape`."""
+    """Return a field of a row, which is a named tuple or a Series.
+
+    A field of a Series cannot be read as an attribute, because `Series.shape` hides `shape`.
+    """
     return record[name] if isinstance(record, pd.Series) else getattr(record, name)
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection within the block.
+    """Disable garbage collection within the `with` block.
 
-    The collector would visit all records again and again while they are created, which doubles the
-    time.
+    While the records are created, the collector would repeatedly visit all of them, which doubles
+    the time.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The commands `draw`, `report` and `quick`: their options and what they print."""
+"""Define the commands `draw`, `report` and `quick`: their options and their output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron.analysis.drawing import DrawResult
     from megatron.analysis.quick import QuickResult
 
-NAMED = 5  #: largest number of tensors with NaN or Inf that the first look names
+NAMED = 5  #: maximum number of tensors with NaN or Inf that the first look lists
 DEFAULT_FORMATS = "mxfp8 mxfp4 nvfp4 hifp8 and those of the dump"
 
 DRAW = """\
@@ -63,7 +63,7 @@ examples:
 
 
 def epilog(command: str) -> str:
-    """Return the end of the text of `--help`; that of `draw` includes the table of figures."""
+    """Return the text at the end of a command's help; for `draw`, it lists the figures."""
     if command != "draw":
         return STATUS + EXAMPLES[command]
     from megatron.analysis.outputs.registry import OUTPUTS
@@ -73,7 +73,7 @@ def epilog(command: str) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
-    """Add the options of one of the three commands."""
+    """Add the options of `command`, which is `draw`, `report` or `quick`, to `parser`."""
     from megatron.analysis.judged import JUDGED, OPERANDS
     from megatron.analysis.outputs.registry import IMAGES, OUTPUTS
 
@@ -142,7 +142,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw, print the results and return the exit status."""
+    """Run one of the three commands, print its result and return the exit status."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -174,14 +174,14 @@ def run(arguments: argparse.Namespace) -> int:
             progress=True,
             **computing,
         )
-    except UnreadableTensorError as error:  # under --strict
+    except UnreadableTensorError as error:  # raised only with --strict
         print(f"[ERROR] {shown(error)}", file=sys.stderr)
         return LEFT_OUT
     return print_result(result)
 
 
 def run_quick(arguments: argparse.Namespace) -> int:
-    """Draw the first look, print a summary of the values and return the exit status."""
+    """Run the `quick` command, print a summary of the values and return the exit status."""
     from megatron.analysis.drawing import result_of_quick
     from megatron.analysis.quick import quick_analysis
 
@@ -198,7 +198,7 @@ def run_quick(arguments: argparse.Namespace) -> int:
 
 
 def first_look(look: QuickResult) -> list[str]:
-    """Return lines about the number of values, the runs, NaN and Inf, and missing files."""
+    """Return lines that report the number of values, the runs, NaN and Inf, and missing files."""
     table, summary = look.measurements.table, look.measurements.summary()
     lines = [f"{summary.count:,} values"]
     runs = table["run_id"].fillna("(unknown)").value_counts(sort=False)
@@ -227,7 +227,11 @@ def _printer() -> Callable[[str], None]:
 
 
 def print_result(result: DrawResult, more: Sequence[str] = ()) -> int:
-    """Print the last lines of a command, `more` among them, and return the exit status."""
+    """Print the summary of a command and return its exit status.
+
+    Args:
+        more: lines printed after the number of tensors.
+    """
     print(f"{result.tensors} tensors")
     for line in more:
         print(f"  {shown(line)}")

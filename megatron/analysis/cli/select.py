@@ -1,4 +1,7 @@
-"""Conditions on a command line: `layer=0,1 module=linear_fc* iteration=2-4` selects tensors."""
+"""Select tensors by conditions given on the command line.
+
+Example: `layer=0,1 module=linear_fc* iteration=2-4`.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 def select(store: TensorStore, conditions: Sequence[str]) -> pd.DataFrame:
     """Return the records that meet all conditions.
 
-    A condition is `column=value`, `column=value,value` or `column=first-last`, with the columns and
-    values of `TensorStore.select`.
+    A condition has the form `column=value`, `column=value,value` or `column=first-last`. Columns
+    and values are those that `TensorStore.select` accepts.
 
     Raises:
-        ValueError: a condition has another form, or no tensor meets all of them.
+        ValueError: if a condition does not have one of these forms, or no tensor meets all of them.
     """
     wanted: dict[str, Any] = {}
     for condition in conditions:

@@ -1,4 +1,4 @@
-"""The command `stats`: its options and what it prints."""
+"""Define the `stats` command: its options and its output."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from megatron.analysis.text_table import printable_lines, shown
 
 DEFAULT_FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3")
-CACHE_FOLDER = ".statistics"  #: folder of the cache, in the folder of the dump
-LEFT_OUT = 3  #: exit status if a file could not be read
+CACHE_FOLDER = ".statistics"  #: name of the cache folder, inside the dump's folder
+LEFT_OUT = 3  #: exit status if files could not be read and were left out
 
 DESCRIPTION = """\
 Compute statistics of the tensors of a dump and of the effect of number formats on them: error
@@ -38,7 +38,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+    """Add the options of the `stats` command to `parser`."""
     parser.add_argument(
         "folder",
         type=Path,
@@ -95,7 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compute, print the summary, write the file and return the exit status."""
+    """Compute statistics, print a summary, write the output file and return the exit status."""
     from megatron.analysis.cli.select import select
     from megatron.analysis.dump.run_endings import remarks_on, unfinished
     from megatron.analysis.dump.tensor_files import UnreadableTensorError
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             statistics = compute(store, formats, cache=cache, **options)
         except ForeignCacheError as error:
-            if arguments.cache is not None:  # the user named it
+            if arguments.cache is not None:  # the user chose this folder
                 raise
             print(f"[WARNING] {error} (--cache); results are not kept", file=sys.stderr)
             statistics = compute(store, formats, cache=None, **options)
@@ -165,10 +165,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes that a text such as `800M`, `2G`, `2GiB` or `123456` stands for.
+    """Return the number of bytes given by a string such as `800M`, `2G`, `2GiB` or `123456`.
+
+    Units are powers of 1024.
 
     Raises:
-        ValueError: the text is no size.
+        ValueError: if the string is not a valid size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
@@ -177,9 +179,14 @@ def parse_size(text: str) -> int:
 
 
 def _cache(named: str | None, folder: Path) -> Path | None:
-    """Return the folder of the cache, or None if nothing is cached.
+    """Return the cache folder, or None if nothing is to be cached.
 
-    Nothing is cached if the folder of the dump is not writable.
+    Nothing is cached if the user passes `none`, or if no other folder is given and the default
+    folder in the dump cannot be used.
+
+    Args:
+        named: value of `--cache`.
+        folder: folder of the dump.
     """
     if named == "none":
         return None
@@ -192,7 +199,7 @@ def _cache(named: str | None, folder: Path) -> Path | None:
         check_place(cache)
         cache.mkdir(exist_ok=True)
         probe = cache / f"write_test_{os.getpid()}.partial"
-        with probe.open("xb"):  # mode x never follows a link
+        with probe.open("xb"):  # mode "x" fails if the file exists, even as a link
             pass
         probe.unlink()
     except ForeignCacheError as error:
