@@ -71,7 +71,7 @@ def test_a_log_counts_only_if_it_is_complete_and_of_the_same_command(tmp_path):
 def test_a_text_that_is_not_there_is_refused():
     done = run([sys.executable, SCRIPT, "--text", "nowhere.txt"])
     assert done.returncode == 2
-    assert "--text nowhere.txt is no file" in done.stderr
+    assert "--text nowhere.txt is not a file" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -247,7 +247,7 @@ def test_a_part_of_a_dump(dump, tmp_path):
             ["--scheduler", "tcp://x:1", "--workers", "2"],
             "--workers sets the threads",
         ),
-        (["--scheduler", "tcp://x:1", "--max-memory", "2G"], "--max-memory is .* leave it out"),
+        (["--scheduler", "tcp://x:1", "--max-memory", "2G"], "--max-memory .* leave it out"),
     ],
 )
 def test_wrong_options_are_errors_that_say_what_to_do(dump, capsys, options, message):
