@@ -1,8 +1,8 @@
-"""Pretrain a GPT model; see `python pretrain_gpt.py --help`. torchrun starts several ranks."""
+"""Pretrain a GPT model. Use `torchrun` to start several ranks; `--help` lists the flags."""
 
 import sys
 
 from megatron.training.main import main
 
-if __name__ == "__main__":  # the checkpoint writer's manager process imports this file again
+if __name__ == "__main__":  # the process that manages checkpoint writers re-imports this file
     sys.exit(main())

@@ -1,10 +1,9 @@
-"""The trainer: the counterpart of Megatron-LM's `megatron.training`, which the megatron-core wheel
-does not contain.
+"""The trainer, the counterpart of Megatron-LM's `megatron.training`.
 
-Flags, log lines and checkpoint folders are Megatron-LM's. All computation is done by
-`megatron.core`: the installed wheel, overlaid with this tree's files. With the plain wheel a run
-would silently train without any number format and collect nothing. Importing this package
-therefore checks that the overlay is in place.
+The megatron-core wheel does not contain that package. Flags, log lines and checkpoint folders
+follow Megatron-LM. `megatron.core` does all the computation: it is the installed wheel, overlaid
+with the files of this tree. With the wheel alone, a run would silently train without quantization
+and collect no tensors. Importing this package therefore checks that the overlay is in place.
 """
 
 import sys
@@ -16,10 +15,10 @@ _TREE = Path(__file__).resolve().parents[2]
 
 
 def _check_overlay() -> None:
-    """Refuse to start if another `megatron` package takes precedence over this tree's.
+    """Refuse to start if another `megatron` package takes precedence over the one in this tree.
 
     Raises:
-        ImportError: if `megatron.core` is searched for in another folder first.
+        ImportError: if Python looks for `megatron` or `megatron.core` in another folder first.
     """
     core = sys.modules.get("megatron.core")
     for package in (megatron, core):

@@ -1,4 +1,4 @@
-"""Configure the tensor collection from the flags, plan it, and report its result."""
+"""Configuration of the tensor collection from the flags, its plan, and the report at the end."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -26,15 +26,15 @@ from megatron.training.logging import TrainingProgress
 from megatron.training.printing import print_rank_0
 from megatron.training.train_step import StepResult, TrainingState, run_schedule
 
-#: Names of the flags that `tensor_saver.configure` passes on to their readers.
+#: names of the flags that are passed to `tensor_saver.configure` as keyword arguments
 PASSED_ON = tuple(flag.name for flag in FLAGS if flag.reader is not Reader.SESSION)
 
 
 def check_collection(args: argparse.Namespace) -> None:
-    """Refuse, before anything is built, collection flags that are wrong or collect nothing.
+    """Refuse collection flags that are invalid or have no effect, before the model is built.
 
     Raises:
-        UserError: naming the flag.
+        UserError: if a flag is invalid, or is given although no tensors are collected.
     """
     given = [
         flag.option
@@ -65,16 +65,18 @@ def configure_collection(
     progress: TrainingProgress,
     quantization: list[dict[str, Any]],
 ) -> None:
-    """Configure the collection, once the process groups exist. All ranks must call it.
+    """Configure the tensor collection. Must be called on all ranks.
+
+    The process groups must have been created.
 
     Args:
-        args: the run's arguments.
-        chunks: this rank's pipeline stages.
-        progress: the run's counters.
-        quantization: the audit of the formats, for the run card.
+        args: arguments of the run.
+        chunks: pipeline stages of this rank.
+        progress: counters of the run.
+        quantization: format audit, which is stored in the run card.
 
     Raises:
-        UserError: on every rank, if the settings cannot be used.
+        UserError: on every rank, if the settings are invalid.
     """
     try:
         tensor_saver.configure(
@@ -109,13 +111,13 @@ def print_plan(
     progress: TrainingProgress,
     dataset: torch.utils.data.Dataset,
 ) -> None:
-    """Print what the run would collect. All ranks must call it.
+    """Print what the run would collect. Must be called on all ranks.
 
-    One iteration runs forward and backward on the data that training would see next. No weight is
-    updated and nothing is written.
+    The plan is based on the forward and backward passes of one iteration, with the data that
+    training would use next. No weights are updated and no files are written.
 
     Raises:
-        UserError: if no iteration is left to train.
+        UserError: if no iterations remain.
     """
     args, planner = run.args, tensor_saver.current()
     assert isinstance(planner, Planner)
@@ -155,10 +157,11 @@ def _reservations(args: argparse.Namespace) -> Iterator[str]:
 
 
 def observe_step(step: StepResult) -> None:
-    """Pass an iteration's loss to the collection, and print whether it writes its ring.
+    """Report the loss and the gradient norm of an iteration to the collection.
 
-    All ranks must call it. The gradient norm of a skipped iteration reflects the loss scale and is
-    left out.
+    Must be called on all ranks. If the collection then writes the contents of its ring buffer to
+    disk, a message is printed. The gradient norm of a skipped iteration is omitted, because it
+    reflects the loss scale.
     """
     grad_norm = None if step.skipped else step.grad_norm
     if message := tensor_saver.observe(step.losses["lm loss"], grad_norm):
@@ -166,7 +169,10 @@ def observe_step(step: StepResult) -> None:
 
 
 def report_collection() -> None:
-    """Print what was collected and what is incomplete. All ranks must call it at the end."""
+    """Print what was collected and what is incomplete, at the end of the run.
+
+    Must be called on all ranks.
+    """
     limits = tensor_saver.settle()
     if (saver := tensor_saver.current()) is None:
         return
@@ -180,7 +186,7 @@ def report_collection() -> None:
 
 
 def _reason_for_nothing(settings: Settings) -> str | None:
-    """Return why nothing was collected if that is no failure, otherwise None."""
+    """Return the reason if collecting nothing is expected with these settings, otherwise None."""
     if settings.flag_file is not None:
         no_file = f"{settings.flag_file.path} did not exist when an iteration began"
         return no_file if settings.ring is None else f"{no_file}, or nothing unusual happened"
@@ -188,11 +194,11 @@ def _reason_for_nothing(settings: Settings) -> str | None:
 
 
 def close_collection() -> None:
-    """End the collection.
+    """Finish writing and close the collection.
 
     Raises:
-        RunError: on every rank, if a rank could not write its tensors; on the first rank only, if
-            it could not write the run card.
+        RunError: on every rank if a rank failed to write its tensors; on the first rank only if
+            it failed to write the run card.
     """
     failure = tensor_saver.close()
     if failure is not None:

@@ -1,4 +1,4 @@
-"""Run a task on one rank for all ranks, and raise its error on all of them."""
+"""Functions that raise the error of one rank on all ranks."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,9 @@ from megatron.training.errors import UserError
 
 
 def first_rank_does(task: Callable[[], None]) -> None:
-    """Run a task on the first rank; all ranks raise the `UserError` that it raises. Collective.
+    """Run a task on the first rank, and raise its `UserError` on all ranks.
+
+    Must be called on all ranks.
 
     Raises:
         UserError: on all ranks, if the task raises it.
@@ -25,10 +27,12 @@ def first_rank_does(task: Callable[[], None]) -> None:
 
 
 def all_succeed(problem: str | None) -> None:
-    """Raise an error on every rank if at least one rank has a problem. Collective.
+    """Raise an error on all ranks if at least one rank reports a problem.
+
+    Must be called on all ranks; a rank without a problem passes None.
 
     Raises:
-        UserError: on all ranks, with the problem of the lowest such rank.
+        UserError: on all ranks, with the problem of the lowest rank that reports one.
     """
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)

@@ -1,6 +1,7 @@
-"""The device that this process computes on: the current CUDA device, or the CPU if there is none.
+"""Selection of the device: the current CUDA device, or the CPU if there is no CUDA device.
 
-This module must be imported before any module of megatron-core; see `megatron.cpu_backend`.
+`prepare` must be called before any module of megatron-core is imported; see
+`megatron.cpu_backend`.
 """
 
 import os
@@ -10,8 +11,8 @@ import torch
 
 from megatron import cpu_backend
 
-#: warnings of megatron-core about a missing Transformer Engine or apex, which are not needed here,
-#: and warnings of megatron-core and torch about defaults of megatron-core
+#: pattern of the warnings to suppress: they concern Apex, which is not needed here, and deprecated
+#: functions and options that megatron-core uses
 _NOISE = (
     r".*(Apex (is|are) not installed|full scope is deprecated|use DTensor instead|"
     r"`(load_state_dict|torch.distributed.\w+)` is deprecated).*"
@@ -19,16 +20,17 @@ _NOISE = (
 
 
 def prepare() -> None:
-    """Choose the device, and make megatron-core run on the CPU if there is no CUDA device."""
+    """Prepare this process for its device, and activate the CPU backend if CUDA is unavailable."""
     warnings.filterwarnings("ignore", message=_NOISE)
-    # megatron-core relies on the launch order to overlap tensor-parallel messages with GEMMs.
+    # megatron-core overlaps tensor-parallel communication with GEMMs, which relies on kernels
+    # running in the order in which they were launched.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not torch.cuda.is_available():
         cpu_backend.activate()
 
 
 def current() -> torch.device:
-    """Return the device of this process's tensors."""
+    """Return the device on which this process creates its tensors."""
     if cpu_backend.is_active():
         return cpu_backend.CPU
     return torch.device("cuda", torch.cuda.current_device())

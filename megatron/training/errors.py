@@ -1,4 +1,4 @@
-"""Errors that the user can solve. A run that fails with one prints a line and no traceback."""
+"""Errors that the user can fix. They are printed as one line, without a traceback."""
 
 import os
 import signal
@@ -6,31 +6,35 @@ import sys
 
 from megatron.bounded_files import printable
 
-USAGE_ERROR = 2  #: exit status after a command line that cannot be run, the same as argparse's
-RUN_ERROR = 1  #: exit status of a run that started and failed
-_LONGEST = 10_000  #: characters of a message; a longer one is shortened
+USAGE_ERROR = 2  #: exit status if the command line is invalid, the same as in argparse
+RUN_ERROR = 1  #: exit status if a run fails after it has started
+_LONGEST = 10_000  #: maximum length of a message, in characters; longer messages are shortened
 
 
 class UserError(ValueError):
-    """An error in the command line or the data. The message reads `problem; what to do`."""
+    """An error in the command line or the data.
+
+    The message has the form `problem; what to do about it`.
+    """
 
     status = USAGE_ERROR
 
 
 class RunError(UserError):
-    """An error after which a started run cannot continue, such as a full disk or a NaN loss."""
+    """An error that ends a run after it has started, such as a full disk or a NaN loss."""
 
     status = RUN_ERROR
 
 
 class RankError(RunError):
-    """A `RunError` that only this rank knows of, so that this rank must report it."""
+    """A `RunError` that occurs on this rank alone, which must therefore print it."""
 
 
 class Interrupted(BaseException):
-    """The exception of Ctrl-C and SIGTERM.
+    """The exception that Ctrl-C and SIGTERM raise.
 
-    It is not an `Exception`, so that no `except Exception` stops it on its way to the entry point.
+    It does not derive from `Exception`, so no `except Exception` clause catches it before it
+    reaches the entry point.
     """
 
     def __init__(self, number: int):
@@ -38,20 +42,20 @@ class Interrupted(BaseException):
         super().__init__(self.signal.name)
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
-        """Support pickling, because ranks exchange their exceptions while loading a checkpoint."""
+        """Support pickling: ranks exchange their exceptions while they load a checkpoint."""
         return Interrupted, (int(self.signal),)
 
     @property
     def status(self) -> int:
-        """The exit status that a shell reports for a process killed by this signal."""
+        """The exit status of a process killed by this signal, as a shell reports it."""
         return 128 + self.signal.value
 
 
 def is_first_rank() -> bool:
-    """Return whether this process reports errors for the run.
+    """Return whether this process reports the errors of the run.
 
-    Before torch.distributed is initialized, the first process of each machine does, because an
-    error may concern one machine only.
+    Before torch.distributed is initialized, this is the first process of each machine, because an
+    error may affect only one machine.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
@@ -60,9 +64,10 @@ def is_first_rank() -> bool:
 
 
 def print_error(message: str, *, every_rank: bool = False) -> None:
-    """Write `[ERROR] message` to stderr, from the first rank only or from every rank.
+    """Write `[ERROR] message` to stderr, either on the first rank only or on every rank.
 
-    Control characters are escaped, because a message may quote a file that forges log lines.
+    Control characters are escaped, because a message may quote a file whose contents imitate log
+    lines.
     """
     if every_rank or is_first_rank():
         sys.stderr.write(f"[ERROR] {printable(message, limit=_LONGEST)}\n")

@@ -1,4 +1,4 @@
-"""Evaluation: the mean losses on held-out data, and the lines that report them."""
+"""Evaluation on held-out data, and the log lines that report the losses."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,10 @@ def evaluate(
     model: list[torch.nn.Module],
     run: RunConfig,
 ) -> dict[str, float]:
-    """Return the mean losses over `--eval-iters` iterations, without dropout and gradients."""
+    """Return the losses averaged over `--eval-iters` iterations.
+
+    The model runs in evaluation mode, without dropout, and no gradients are computed.
+    """
     for chunk in model:
         chunk.eval()
     totals: dict[str, float] = {}
@@ -33,12 +36,12 @@ def evaluate(
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), limited to exp(20) as in Megatron-LM; NaN stays NaN."""
+    """Return `exp(loss)`, limited to `exp(20)` as in Megatron-LM, or NaN if the loss is NaN."""
     return math.exp(min(20.0, loss)) if not math.isnan(loss) else loss
 
 
 def print_evaluation(losses: dict[str, float], where: str) -> None:
-    """Print the losses in Megatron-LM's format: one line between rules of the same length."""
+    """Print the losses as Megatron-LM does: one line between two rows of dashes."""
     line = f" validation loss at {where} | " + "".join(
         f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
         for name, loss in losses.items()

@@ -1,6 +1,6 @@
-"""The losses that balance the load of the experts, for the log line.
+"""Values of the mixture-of-experts router losses, for the log line.
 
-They contribute to the gradient and are not part of the `lm loss`.
+These losses contribute to the gradient, but are not part of the `lm loss`.
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,12 @@ from megatron.training import device
 
 @dataclass(frozen=True)
 class _Loss:
-    """A loss of the router, and the ranks over which it is summed."""
+    """A router loss, and how its values on the ranks are combined."""
 
-    name: str  #: name in megatron-core's tracker
-    sums_over_data: bool = False  #: True if data-parallel ranks hold parts of one sum
-    sums: bool = True  #: True if tensor-parallel ranks hold parts of one sum
+    name: str  #: name of the loss in megatron-core's tracker
+    sums_over_data: bool = False  #: whether the loss is summed over data-parallel ranks
+    #: whether the loss is summed over tensor- and context-parallel ranks; otherwise it is averaged
+    sums: bool = True
 
 
 _LOSSES = {
@@ -35,16 +36,16 @@ _Z_LOSS = _Loss("z_loss", sums=False)
 
 
 def expert_losses(config: TransformerConfig) -> dict[str, float]:
-    """Return the mean of each loss over layers and micro-batches, without its coefficient.
+    """Return the mean of each router loss over layers and micro-batches, without its coefficient.
 
-    All ranks must call it once per iteration. It returns the same on every rank.
+    Must be called on all ranks, once per iteration. The result is the same on every rank.
     """
     losses = _in_use(config)
     if not losses:
         return {}
     tracker = get_moe_layer_wise_logging_tracker()
     layers = config.num_layers + (config.mtp_num_layers or 0)
-    # Stages without experts take part as well, because all ranks must reduce the same losses.
+    # Pipeline stages without experts also need entries: all ranks must reduce the same losses.
     for loss in losses:
         entry = tracker.setdefault(
             loss.name, {"values": torch.zeros(layers, device=device.current())}
@@ -53,7 +54,7 @@ def expert_losses(config: TransformerConfig) -> dict[str, float]:
     means: dict[str, torch.Tensor] = {}
     track_moe_metrics(
         loss_scale=1 / get_num_microbatches(),
-        iteration=0,  # used for TensorBoard only, whose writer is not passed
+        iteration=0,  # only used by a TensorBoard writer, which is not passed
         total_loss_dict=means,
         num_layers=config.num_layers,
         moe_layer_freq=config.moe_layer_freq,

@@ -1,4 +1,4 @@
-"""Set up torch.distributed, megatron-core's process groups and the random generators."""
+"""Initialization of torch.distributed, the process groups and the random number generators."""
 
 import argparse
 import os
@@ -17,16 +17,23 @@ from megatron.training import device
 from megatron.training.errors import UserError
 from megatron.training.printing import print_rank_0
 
-OPEN_FILES = 128  #: open files that a rank needs; 90 to 99 were measured with one and two ranks
-OPEN_FILES_PER_RANK = 4  #: sockets per rank of gloo's groups; four ranks took 7 more than two
-MOST_OPEN_FILES = 1 << 16  #: the highest value to which the soft limit is raised
+#: number of open files that a rank needs regardless of the number of ranks; 90 to 99 were
+#: measured with one and two ranks
+OPEN_FILES = 128
+#: number of additional open files per rank, for gloo's sockets; four ranks needed 7 more than two
+OPEN_FILES_PER_RANK = 4
+MOST_OPEN_FILES = 1 << 16  #: maximum to which the soft limit on open files is raised
 
 
 def initialize(args: argparse.Namespace) -> Timers:
-    """Start torch.distributed, create megatron-core's process groups, and seed all generators.
+    """Initialize torch.distributed, the process groups and the random number generators.
+
+    Returns:
+        The timers of the run.
 
     Raises:
-        UserError: if the backend is missing or the limit of open files is too low.
+        UserError: if the backend needs CUDA and there is none, the limit on open files is too low,
+            or the environment or the parallel sizes are invalid.
     """
     _check_open_files(args)
     _start_processes(args)
@@ -57,10 +64,12 @@ def initialize(args: argparse.Namespace) -> Timers:
 
 
 def _check_open_files(args: argparse.Namespace) -> None:
-    """Raise the soft limit of open files if it is low, and refuse a hard limit that is too low.
+    """Raise the soft limit on open files if it is low, and refuse a hard limit that is too low.
+
+    Without this check, gloo would fail with a traceback.
 
     Raises:
-        UserError: if the limit is too low, because gloo would otherwise end with a traceback.
+        UserError: if the limit is too low.
     """
     soft, hard = (
         MOST_OPEN_FILES if limit == resource.RLIM_INFINITY else limit
@@ -99,7 +108,12 @@ def _create_process_groups(args: argparse.Namespace) -> None:
 
 
 def _start_processes(args: argparse.Namespace) -> None:
-    """Initialize torch.distributed for the ranks that torchrun started, or for a single one."""
+    """Initialize torch.distributed for the ranks that torchrun started, or for a single rank.
+
+    Raises:
+        UserError: if the backend needs CUDA and there is none, or if the environment variables
+            of torchrun are incomplete.
+    """
     if args.distributed_backend == "nccl":
         if not torch.cuda.is_available():
             raise UserError(
@@ -108,7 +122,7 @@ def _start_processes(args: argparse.Namespace) -> None:
             )
         torch.cuda.set_device(args.local_rank)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    # MASTER_ADDR without WORLD_SIZE may be a leftover of another job in the same shell.
+    # MASTER_ADDR without WORLD_SIZE may be left over from another job in the same shell.
     if "MASTER_ADDR" in os.environ and "WORLD_SIZE" in os.environ:
         if "MASTER_PORT" not in os.environ:
             raise UserError(
@@ -127,14 +141,18 @@ def _start_processes(args: argparse.Namespace) -> None:
             "WORLD_SIZE is set but MASTER_ADDR is not; start the ranks with "
             "`torchrun --nproc-per-node N pretrain_gpt.py ...`"
         )
-    # `python pretrain_gpt.py` is one rank and needs no port, which another run could occupy.
+    # `python pretrain_gpt.py` runs one rank. It uses no port, because another run could occupy it.
     dist.init_process_group(
         args.distributed_backend, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout
     )
 
 
 def set_seeds(args: argparse.Namespace) -> None:
-    """Seed Python, numpy and torch. The seed differs between pipeline stages only."""
+    """Seed the random number generators of Python, NumPy and torch.
+
+    The seed depends on the pipeline stage; tensor-parallel and expert-parallel ranks differ only
+    in megatron-core's generators.
+    """
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -147,7 +165,7 @@ def set_seeds(args: argparse.Namespace) -> None:
 
 
 def finalize() -> None:
-    """Destroy the process groups, because torch warns about leaked ones."""
+    """Destroy the process groups, because torch warns about groups that remain at exit."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
-"""The log line of an iteration in Megatron-LM's format, the same values for TensorBoard, and the
-values that are computed only for them: the parameters' norm and the FLOPs.
+"""Log lines in Megatron-LM's format, and the same values for TensorBoard.
+
+The parameter norm and the number of FLOPs, which only the log uses, are also computed here.
 """
 
 import argparse
@@ -29,28 +30,30 @@ from megatron.training.train_step import StepResult
 
 @dataclass
 class TrainingProgress:
-    """The counters of a run, all of which are saved in its checkpoints."""
+    """The progress of a run, which is saved in its checkpoints."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
-    skipped_iterations: int = 0  #: since iteration 0, as in Megatron-LM's checkpoints
-    #: recent usual losses and gradient norms, the reference that a loss spike is compared with
+    #: number of iterations skipped since iteration 0, as in Megatron-LM's checkpoints
+    skipped_iterations: int = 0
+    #: recent normal losses and gradient norms, the reference for detecting a loss spike
     levels: Levels = field(default_factory=dict)
 
 
 @dataclass
 class LogInterval:
-    """Sums over the iterations between two log lines."""
+    """Sums over the iterations since the last log line."""
 
+    #: time at which the interval started, from `time.perf_counter`, in seconds
     started: float = field(default_factory=time.perf_counter)
-    iterations: int = 0
-    skipped: int = 0  #: iterations whose gradients overflowed
-    nan: int = 0  #: iterations with a loss that is not finite
-    losses: dict[str, float] = field(default_factory=dict)
+    iterations: int = 0  #: number of iterations in the interval
+    skipped: int = 0  #: number of iterations that were skipped because gradients overflowed
+    nan: int = 0  #: number of iterations with a loss that is not finite
+    losses: dict[str, float] = field(default_factory=dict)  #: sum of each loss over the iterations
 
     def add(self, step: StepResult) -> None:
-        """Add one iteration. A loss that is not finite is included, so that the mean shows it."""
+        """Add one iteration. Losses that are not finite are included, so the mean shows them."""
         self.iterations += 1
         self.skipped += step.skipped
         self.nan += any(not math.isfinite(loss) for loss in step.losses.values())
@@ -58,18 +61,18 @@ class LogInterval:
             self.losses[name] = self.losses.get(name, 0.0) + loss
 
     def mean_losses(self) -> dict[str, float]:
-        """Return the losses, averaged over the iterations."""
+        """Return the mean of each loss over the iterations."""
         return {name: loss / self.iterations for name, loss in self.losses.items()}
 
 
 @dataclass(frozen=True)
 class LogValues:
-    """Values of a log line that are not summed over its iterations."""
+    """Values of a log line that are not accumulated in `LogInterval`."""
 
     learning_rate: float
     loss_scale: float
     params_norm: float | None
-    seconds: float  #: seconds per iteration
+    seconds: float  #: duration of an iteration, in seconds
 
 
 def log_line(
@@ -79,7 +82,7 @@ def log_line(
     step: StepResult,
     numbers: LogValues,
 ) -> str:
-    """Return the log line. Tools parse it, so every part is spelled as Megatron-LM spells it."""
+    """Return the log line in exactly the format of Megatron-LM, because tools parse it."""
     parts = [
         f" [{stamp()}] iteration {progress.iteration:8d}/{args.train_iters:8d}",
         f" consumed samples: {progress.consumed_train_samples:12d}",
@@ -111,7 +114,10 @@ def log_line(
 
 
 def event_folder_problem(args: argparse.Namespace) -> str | None:
-    """Return why this rank cannot write to `--tensorboard-dir`; None if it can or need not."""
+    """Return why this rank cannot write to `--tensorboard-dir`.
+
+    Return None if it can write there, or does not have to.
+    """
     if args.tensorboard_dir is None or not is_last_rank():
         return None
     folder = Path(args.tensorboard_dir)
@@ -128,10 +134,10 @@ def event_folder_problem(args: argparse.Namespace) -> str | None:
 
 
 class TensorBoard:
-    """A writer of one value per scalar and iteration, under Megatron-LM's names.
+    """A TensorBoard writer for the values of each iteration, under the names of Megatron-LM.
 
-    Only the rank that prints the log writes. If writing fails, training continues and the run ends
-    with an error.
+    Only the last rank, which also prints the losses, writes event files. If writing fails,
+    training continues, and the run ends with an error.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -140,7 +146,7 @@ class TensorBoard:
         self._folder = args.tensorboard_dir
         self._interval = args.tensorboard_log_interval
         if args.tensorboard_dir is not None and is_last_rank():
-            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+            from torch.utils.tensorboard import SummaryWriter  # the import takes a second
 
             _silence_event_threads()
             with self._failures("the start"):
@@ -148,20 +154,20 @@ class TensorBoard:
                 self._writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=1000)
 
     def write(self, iteration: int, scalars: dict[str, float | None]) -> None:
-        """Add the scalars that are not None, every `--tensorboard-log-interval` iterations."""
+        """Write the scalars that are not None, every `--tensorboard-log-interval` iterations."""
         if iteration % self._interval:
             return
         self._add(iteration, {name: value for name, value in scalars.items() if value is not None})
 
     def write_evaluation(self, iteration: int, losses: dict[str, float]) -> None:
-        """Add the validation losses, independently of `--tensorboard-log-interval`."""
+        """Write the validation losses, regardless of `--tensorboard-log-interval`."""
         self._add(iteration, {f"{name} validation": loss for name, loss in losses.items()})
 
     def close(self) -> None:
         """Write the queued values and close the event file."""
         if self._writer is not None:
             with self._failures("the end"):
-                self._writer.flush()  # raises the writing thread's errors as well
+                self._writer.flush()  # also raises an error of the writing thread
                 self._writer.close()
 
     def _add(self, iteration: int, scalars: dict[str, float]) -> None:
@@ -172,7 +178,7 @@ class TensorBoard:
 
     @contextmanager
     def _failures(self, where: str) -> Iterator[None]:
-        """Stop writing at the first error of the file system, and print a warning."""
+        """Catch the first `OSError` in the block, print a warning, and stop writing event files."""
         try:
             yield
         except OSError as error:
@@ -184,9 +190,9 @@ class TensorBoard:
 
 
 def _silence_event_threads() -> None:
-    """Suppress the traceback of a thread that fails to write event files.
+    """Suppress the traceback of a TensorBoard thread that fails to write event files.
 
-    The thread keeps its exception, and the next call of the writer raises it.
+    The thread keeps its exception, and the next call to the writer raises it.
     """
     previous = threading.excepthook
 
@@ -199,7 +205,7 @@ def _silence_event_threads() -> None:
 
 
 def scalars(progress: TrainingProgress, step: StepResult, numbers: LogValues) -> dict[str, Any]:
-    """Return the values of one iteration under the names that TensorBoard shows."""
+    """Return the values of one iteration by their name in TensorBoard."""
     return {
         "learning-rate": numbers.learning_rate,
         "batch-size": get_current_global_batch_size(),
@@ -215,7 +221,10 @@ def scalars(progress: TrainingProgress, step: StepResult, numbers: LogValues) ->
 
 
 def params_norm(model: list[torch.nn.Module]) -> float:
-    """Return the L2 norm of all parameters, each counted once. All ranks must call it."""
+    """Return the L2 norm of all parameters of the model. Must be called on all ranks.
+
+    A parameter that several ranks or pipeline stages hold is counted once.
+    """
     dense = torch.zeros(1, dtype=torch.float64, device=device.current())
     experts = torch.zeros_like(dense)
     for chunk in model:
@@ -229,10 +238,11 @@ def params_norm(model: list[torch.nn.Module]) -> float:
 
 
 def flops_per_token(args: argparse.Namespace) -> float:
-    """Return the FLOPs of the matmuls per token, counted once forward and twice backward.
+    """Return the number of matmul FLOPs per token, for the forward and backward passes.
 
-    They are the projections, Q K^T and P V under a causal mask (half of the square), the MLP or
-    the experts that a token is routed to, the routers, and the output layer.
+    The backward pass counts as two forward passes. The matmuls are the projections, Q K^T and P V
+    under a causal mask (half of the attention matrix), the MLP or the experts that a token is
+    routed to, the routers, and the output layer.
     """
     multiplications = args.hidden_size * args.padded_vocab_size
     for has_experts in _expert_layers(args):
@@ -241,7 +251,7 @@ def flops_per_token(args: argparse.Namespace) -> float:
 
 
 def _expert_layers(args: argparse.Namespace) -> list[int]:
-    """Return 1 for each layer that has experts and 0 for each that has a dense MLP."""
+    """Return one number per layer: 1 if it has experts, 0 if it has a dense MLP."""
     frequency = args.moe_layer_freq
     if not args.num_moe_experts:
         return [0] * args.num_layers
@@ -251,7 +261,7 @@ def _expert_layers(args: argparse.Namespace) -> list[int]:
 
 
 def _attention(args: argparse.Namespace) -> float:
-    """Return the multiplications per token of an attention layer."""
+    """Return the number of multiplications per token in an attention layer."""
     s, h, heads = args.seq_length, args.hidden_size, args.num_attention_heads
     if not args.multi_latent_attention:
         query, key = heads * args.kv_channels, args.num_query_groups * args.kv_channels
@@ -277,5 +287,5 @@ def _experts(args: argparse.Namespace) -> float:
 
 
 def _mlp_matrices(args: argparse.Namespace) -> int:
-    """Return the number of weight matrices of an MLP."""
+    """Return the number of weight matrices in an MLP."""
     return 3 if args.swiglu or args.quick_geglu else 2

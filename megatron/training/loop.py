@@ -1,4 +1,4 @@
-"""The loop over the iterations of a run, which trains, logs, evaluates and saves."""
+"""The training loop, which also logs, evaluates and saves checkpoints."""
 
 import math
 import time
@@ -38,7 +38,7 @@ from megatron.training.train_step import StepResult, TrainingState, train_step, 
 
 
 class TrainingLoop:
-    """The loop over the iterations of a run, with its batches, counters and event files."""
+    """The training loop of a run, with its batches, counters and TensorBoard writer."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class TrainingLoop:
         self.saved_at: int | None = progress.iteration if resumes_in_place(run.args) else None
 
     def run(self) -> None:
-        """Train until --train-iters is reached or there is a reason to stop earlier."""
+        """Train until `--train-iters` is reached or there is a reason to stop earlier."""
         print_rank_0(f"[before the start of training step] datetime: {stamp()}")
         for chunk in self.state.model:
             chunk.train()
@@ -119,8 +119,8 @@ class TrainingLoop:
             self._save()
 
     def _watch(self, step: StepResult) -> None:
-        """Update the usual loss and gradient norm, and write the collection's ring at a spike."""
-        # The norm of fp16 gradients that overflowed under loss scaling is not a spike.
+        """Check the iteration for a loss spike, and report it to the tensor collection."""
+        # If fp16 gradients overflow under loss scaling, their norm does not indicate a spike.
         grad_norm = None if step.skipped else step.grad_norm
         self.loss_spikes.look(self.progress.iteration, step.losses["lm loss"], grad_norm)
         self.progress.levels = self.loss_spikes.levels
@@ -153,10 +153,10 @@ class TrainingLoop:
                 self.timers.log(names, normalizer=max(interval.iterations, 1))
 
     def _check_finite(self, step: StepResult) -> None:
-        """Stop at a loss or gradient norm that is not finite, after it is printed.
+        """Stop the run if a loss or the gradient norm is not finite. It was printed before.
 
         Raises:
-            RunError: on every rank, naming the value and the iteration.
+            RunError: on every rank, if a loss or the gradient norm is not finite.
         """
         if not self.args.check_for_nan_in_loss_and_grad or step.skipped:
             return
@@ -172,7 +172,10 @@ class TrainingLoop:
                 )
 
     def _reason_to_stop(self) -> str | None:
-        """Return why to stop before --train-iters, or None; the same on every rank."""
+        """Return the reason to stop before `--train-iters`, or None if there is none.
+
+        The result is the same on every rank.
+        """
         args, iteration = self.args, self.progress.iteration
         if reason := tensor_saver.finished():
             return reason
@@ -198,7 +201,8 @@ class TrainingLoop:
             self.progress.consumed_valid_samples += (
                 self.args.eval_iters * get_current_global_batch_size()
             )
-            if self.plotted_at != self.progress.iteration:  # it may be evaluated twice
+            # The last iteration may be evaluated twice, in `_iterate` and in `_evaluate_at_end`.
+            if self.plotted_at != self.progress.iteration:
                 self.tensorboard.write_evaluation(self.progress.iteration, losses)
             self.plotted_at = self.progress.iteration
         print_evaluation(losses, where)
@@ -211,7 +215,7 @@ class TrainingLoop:
             self._evaluate("test", f"{where} test set")
 
     def _save(self) -> None:
-        """Write a checkpoint, unless one of this iteration was already written."""
+        """Write a checkpoint, unless there is already one of this iteration."""
         if self.args.save is None or self.saved_at == self.progress.iteration:
             return
         paused = time.perf_counter()
@@ -221,9 +225,10 @@ class TrainingLoop:
         self.interval.started += time.perf_counter() - paused
 
     def _export(self, *, early: bool) -> None:
-        """Write the weights to --save-hf, unless the run stopped early and can be resumed.
+        """Write the weights to `--save-hf`, unless the run stopped early and can be resumed.
 
-        The command that resumes it would otherwise be refused, because the folder is not empty.
+        If they were written then, the command that resumes the run would be refused, because the
+        folder would not be empty.
         """
         if self.args.save_hf is None:
             return

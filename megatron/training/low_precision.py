@@ -1,7 +1,7 @@
-"""Configure the formats of the matmuls from the flags, and audit the model that was built.
+"""Configuration of the matmul formats from the flags, and the format audit of the model.
 
-Flags that bypass the formats or the tensor collection are refused here, before anything is built.
-`megatron.core` refuses them again where it can detect them, for other trainers than this one.
+Flags that bypass the formats or the tensor collection are refused before the model is built. For
+the sake of other trainers, `megatron.core` also refuses such a flag where it can detect it.
 """
 
 import argparse
@@ -18,10 +18,11 @@ from megatron.training.errors import UserError
 
 
 def configure_formats(args: argparse.Namespace) -> None:
-    """Set the formats of this process. Must be called before the model is built.
+    """Set the number formats of this process. Must be called before the model is built.
 
     Raises:
-        UserError: if a format is unknown, or a flag would bypass a format or the collection.
+        UserError: if a format is invalid, or if a flag bypasses the formats or the tensor
+            collection.
     """
     try:
         formats = policy.configure(
@@ -50,14 +51,16 @@ def configure_formats(args: argparse.Namespace) -> None:
 def audit_model(
     args: argparse.Namespace, chunks: Sequence[torch.nn.Module], iteration: int
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the formats of every matmul from the next iteration on. All ranks must call it.
+    """Return the format audit: the formats of every matmul from the next iteration on.
+
+    Must be called on all ranks.
 
     Returns:
-        The audit as lines of text, and as plain values for the run card, with one entry for each
-        part of a recipe's schedule.
+        The audit as lines of text and, for the run card, as a list of dictionaries. The list has
+        one entry for each period in which the recipe's formats stay the same.
 
     Raises:
-        UserError: if a part of the recipe would have no effect.
+        UserError: if a part of the recipe has no effect.
     """
     try:
         recipe_check.check(chunks, args.seq_length)

@@ -1,7 +1,7 @@
-"""The entry point, which turns the errors of a run into an exit status and one line on stderr.
+"""The entry point, which turns errors into an exit status and one line on stderr.
 
-megatron-core is imported inside the guarded block. The import takes seconds, and Ctrl-C must end
-the program without a traceback during it as well.
+megatron-core is imported inside the guarded block, because the import takes seconds and Ctrl-C
+must not print a traceback during that time either.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from megatron.training.signals import interruptible
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `pretrain_gpt.py` with these arguments and return its exit status."""
+    """Run `pretrain_gpt.py` with the given arguments and return its exit status."""
     try:
         with interruptible():
             return _run(argv)
@@ -34,14 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave_now(status: int) -> NoReturn:
-    """End the process without running destructors.
+    """End the process immediately, without running destructors.
 
-    If peers are already gone, gloo aborts a process that destroys its groups, and the exit status
-    would be a different one.
+    If other ranks have already exited, gloo aborts a process that destroys its process groups,
+    which would change the exit status.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    for child in multiprocessing.active_children():  # a checkpoint's writers would outlive us
+    for child in multiprocessing.active_children():  # checkpoint writers would outlive this process
         child.kill()
         child.join(timeout=5)
     os._exit(status)
@@ -49,9 +49,10 @@ def _leave_now(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection during imports, and exempt the imported objects from later ones.
+    """Disable garbage collection in the block, and exempt the objects it creates from later ones.
 
-    Imports leave little garbage, and searching for it takes more than one of their seven seconds.
+    The block contains imports, which leave little garbage. They take seven seconds, more than one
+    of which would be spent on garbage collection.
     """
     gc.disable()
     try:
@@ -72,7 +73,7 @@ def _run(argv: Sequence[str] | None) -> int:
         from megatron.training.printing import Log, finish_log
         from megatron.training.training import pretrain
 
-    with contextlib.redirect_stdout(Log(sys.stdout)):  # megatron-core prints too
+    with contextlib.redirect_stdout(Log(sys.stdout)):  # megatron-core also writes to stdout
         pretrain(parse_args(argv))
         finalize()
     finish_log()

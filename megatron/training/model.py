@@ -1,5 +1,6 @@
-"""The pipeline stages of this rank, wrapped for mixed precision and data parallelism, and their
-optimizer and schedule.
+"""Construction of the model, its optimizer and the schedule.
+
+The pipeline stages of this rank are wrapped for mixed precision and data parallelism.
 """
 
 import argparse
@@ -27,10 +28,10 @@ from megatron.training.printing import print_rank_0
 
 
 def check_buildable(args: argparse.Namespace) -> None:
-    """Refuse flags that the wheel's local layers do not support without Transformer Engine.
+    """Refuse flags that the local layers of the megatron-core wheel do not support.
 
     Raises:
-        UserError: naming the flag.
+        UserError: if such a flag is given without `--transformer-impl transformer_engine`.
     """
     if args.transformer_impl != "local":
         return
@@ -54,7 +55,7 @@ def check_buildable(args: argparse.Namespace) -> None:
 
 
 def padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
-    """Return the vocabulary size, rounded up so that all tensor-parallel ranks get equal shards."""
+    """Return the vocabulary size, padded to give tensor-parallel ranks shards of equal size."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     padded = -(-vocab_size // multiple) * multiple
     print_rank_0(f"> vocabulary: {vocab_size} tokens, padded to {padded}")
@@ -82,10 +83,11 @@ def _layer_spec(run: RunConfig, vp_stage: int | None):
 
 
 def _checked_stage(run: RunConfig, vocab_size: int, vp_stage: int | None) -> GPTModel:
-    """Build a stage. If megatron-core refuses it, the user must change a flag.
+    """Build a pipeline stage, and turn an error of megatron-core into a `UserError`.
 
     Raises:
-        UserError: with megatron-core's own message, which names the configuration's fields.
+        UserError: if megatron-core refuses the configuration; its own message, which names the
+            fields of the configuration, is included.
     """
     try:
         return build_stage(run, vocab_size, vp_stage)
@@ -98,7 +100,7 @@ def _checked_stage(run: RunConfig, vocab_size: int, vp_stage: int | None) -> GPT
 
 
 def build_stage(run: RunConfig, vocab_size: int, vp_stage: int | None = None) -> GPTModel:
-    """Build one pipeline stage, which is the whole model if there is no pipeline parallelism."""
+    """Build one pipeline stage; without pipeline parallelism, this is the whole model."""
     args = run.args
     spec = _layer_spec(run, vp_stage)
     mtp_spec = None
@@ -128,7 +130,7 @@ def build_stage(run: RunConfig, vocab_size: int, vp_stage: int | None = None) ->
 
 
 def build_chunks(run: RunConfig, vocab_size: int) -> list[torch.nn.Module]:
-    """Build the stages of this rank: one, or several with the interleaved schedule."""
+    """Build the pipeline stages of this rank, several if the schedule is interleaved."""
     stages = run.args.virtual_pipeline_model_parallel_size
     chunks = [
         _checked_stage(run, vocab_size, vp_stage)
@@ -145,14 +147,15 @@ def build_chunks(run: RunConfig, vocab_size: int) -> list[torch.nn.Module]:
 
 
 def build_model(run: RunConfig, vocab_size: int) -> list[torch.nn.Module]:
-    """Build the stages of this rank and wrap them for training, with buffers for gradients."""
+    """Build the pipeline stages of this rank and wrap them in `DistributedDataParallel`."""
     chunks = build_chunks(run, vocab_size)
     wrapped = [
         DistributedDataParallel(
             config=run.transformer,
             ddp_config=run.ddp,
             module=chunk,
-            # Reductions of later stages overlap with the backward pass of earlier ones anyway.
+            # The gradient reduction of every stage but the first overlaps with computation even
+            # without buckets.
             disable_bucketing=index > 0 or bool(run.args.overlap_param_gather_with_optimizer_step),
         )
         for index, chunk in enumerate(chunks)
@@ -164,7 +167,7 @@ def build_model(run: RunConfig, vocab_size: int) -> list[torch.nn.Module]:
 
 
 def _print_size(chunks: list[torch.nn.Module]) -> None:
-    """Print the number of parameters on each model-parallel rank."""
+    """Print the number of parameters on this model-parallel rank, once per data-parallel group."""
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
         return
     count = sum(p.numel() for chunk in chunks for p in chunk.parameters())
@@ -178,7 +181,7 @@ def _print_size(chunks: list[torch.nn.Module]) -> None:
 
 
 def build_optimizer(run: RunConfig, model: list[torch.nn.Module]) -> MegatronOptimizer:
-    """Build megatron-core's optimizer, without weight decay on biases and norms."""
+    """Build megatron-core's optimizer, without weight decay for biases and norms."""
     return get_megatron_optimizer(
         config=run.optimizer,
         model_chunks=model,
@@ -190,7 +193,7 @@ def build_optimizer(run: RunConfig, model: list[torch.nn.Module]) -> MegatronOpt
 def build_scheduler(
     args: argparse.Namespace, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
-    """Build the schedule of learning rate and weight decay, counted in samples."""
+    """Build the schedule of the learning rate and weight decay, whose unit is one sample."""
     batch = args.global_batch_size
     decay_steps = args.lr_decay_samples or (args.lr_decay_iters or args.train_iters) * batch
     warmup_steps = args.lr_warmup_samples or args.lr_warmup_iters * batch

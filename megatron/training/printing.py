@@ -1,5 +1,7 @@
-"""Log lines on stdout. Several ranks share one stdout, so each line is written in one call, which
-keeps the lines of different ranks apart.
+"""Functions that print log lines to stdout.
+
+Several ranks share stdout. Each line is written in one call, so that lines of different ranks do
+not mix.
 """
 
 import contextlib
@@ -12,11 +14,11 @@ import torch.distributed as dist
 
 from megatron.training.errors import RankError
 
-_write_errors: list[OSError] = []  #: the first error of writing the log
+_write_errors: list[OSError] = []  #: first error that occurred while writing the log, if any
 
 
 class Log:
-    """A wrapper of stdout that records the first write error, so that training continues."""
+    """A wrapper around stdout that records the first write error and lets training continue."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -25,7 +27,7 @@ class Log:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text, or discard it after the first error."""
+        """Write text. After the first error, text is discarded."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -33,7 +35,7 @@ class Log:
             return len(text)
 
     def flush(self) -> None:
-        """Flush the stream; an error is recorded and not raised."""
+        """Flush the stream. An error is recorded instead of raised."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -41,7 +43,7 @@ class Log:
 
 
 def _write(message: str) -> None:
-    """Write a line. The first error is recorded and printed to stderr, and training continues."""
+    """Write a line to the log. Errors are not raised; the first one is printed to stderr."""
     log = Log(sys.stdout)
     log.write(message + "\n")
     log.flush()
@@ -60,17 +62,17 @@ def _give_up(error: OSError) -> None:
 
 
 def _redirect_to_null() -> None:
-    """Redirect stdout to the null device, so that no later write can fail."""
+    """Redirect stdout to the null device, so that later writes cannot fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
 
 
 def finish_log() -> None:
-    """Check at the end of a run that the log is complete.
+    """Check that the log is complete, at the end of a run.
 
     Raises:
-        RankError: if lines are missing for a reason other than a closed pipe.
+        RankError: if lines could not be written for a reason other than a closed pipe.
     """
     if _write_errors and not isinstance(_write_errors[0], BrokenPipeError):
         raise RankError(
@@ -86,12 +88,12 @@ def print_rank_0(message: str) -> None:
 
 
 def is_last_rank() -> bool:
-    """Return whether this is the last rank, which knows the loss and prints it."""
+    """Return whether this is the last rank, which has the loss and prints it."""
     return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 
 def print_rank_last(message: str) -> None:
-    """Print a line on the last rank only, which is in the last pipeline stage."""
+    """Print a line on the last rank only. This rank belongs to the last pipeline stage."""
     if is_last_rank():
         _write(message)
 

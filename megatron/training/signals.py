@@ -1,12 +1,13 @@
-"""Ctrl-C and SIGTERM: every rank stops on its own, at once and without a traceback.
+"""Handling of Ctrl-C and SIGTERM: every rank stops on its own, without a traceback.
 
-torchrun passes the signal to all ranks, so the ranks need not agree on anything. A rank that waits
-in a collective runs Python's handler only after its peers are gone and the collective has failed.
-It then finds the signal pending and stops as well.
+torchrun passes the signal to all ranks, so the ranks need no communication to stop. While a rank
+waits in a collective operation, its Python signal handler cannot run. The handler runs as soon as
+the collective fails because the other ranks have exited, and then this rank stops as well.
 
-The handler raises `Interrupted`. While a tensor is being collected, it raises it at the end of that
-step. An exception may get lost in code that C++ calls back (autograd, destructors). The signal is
-therefore also recorded, and the training loop checks for it at every micro-batch.
+The handler raises `Interrupted`; if a tensor is being collected, the exception is delayed until
+that step is complete. An exception may be lost in Python code that is called from C++ (autograd,
+destructors). The signal is therefore also recorded, and the training loop checks for it in every
+micro-batch.
 """
 
 import contextlib
@@ -19,14 +20,14 @@ from megatron.collection.deferred_signals import signals_deferred
 from megatron.training.errors import Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-#: seconds during which a second signal counts as the first one; torchrun and the program that
-#: started it both pass a signal on
+#: duration in seconds during which further signals are ignored, because torchrun and the program
+#: that started it may both pass on the same signal
 _SAME_SIGNAL_SECONDS = 3.0
-_received: int | None = None  #: number of the first signal
+_received: int | None = None  #: number of the first signal received; None if there was none
 
 
 def raise_if_received() -> None:
-    """Raise `Interrupted` if a signal was received and its exception got lost.
+    """Raise `Interrupted` again if a signal was received, in case its first exception was lost.
 
     Raises:
         Interrupted: if a signal was received.
@@ -37,7 +38,10 @@ def raise_if_received() -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn signals into `Interrupted` within the block; a second one, later, ends the process."""
+    """Raise `Interrupted` when the process receives Ctrl-C or SIGTERM within the block.
+
+    Another signal more than three seconds later ends the process immediately.
+    """
     global _received
     _received = None
     owner, received_at = os.getpid(), 0.0
@@ -45,7 +49,7 @@ def interruptible() -> Iterator[None]:
     def handle(number: int, frame) -> None:
         nonlocal received_at
         global _received
-        if os.getpid() != owner:  # a worker process that was forked from this one
+        if os.getpid() != owner:  # this is a worker process, which inherited the handler
             os._exit(128 + number)
         if _received is None:
             _received, received_at = number, time.monotonic()
@@ -62,5 +66,5 @@ def interruptible() -> Iterator[None]:
 
 
 def _interrupt(error: Interrupted) -> None:
-    """Raise `error` now, or at the end of a collection step that must not be interrupted."""
+    """Raise `error` now or, if a tensor is being collected, at the end of that step."""
     signals_deferred.interrupt(error)

@@ -1,5 +1,6 @@
-"""One training iteration: forward and backward passes over the micro-batches, the reduction of
-gradients, and the steps of the optimizer and its schedule.
+"""A training iteration: the forward and backward passes and the optimizer step.
+
+The schedule of the learning rate advances after the optimizer step.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from megatron.training.expert_losses import expert_losses
 
 @dataclass
 class TrainingState:
-    """The pipeline stages of this rank, their optimizer and its schedule."""
+    """The pipeline stages of this rank, their optimizer, and the schedule."""
 
     model: list[torch.nn.Module]
     optimizer: MegatronOptimizer
@@ -30,21 +31,22 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one iteration, the same on every rank."""
+    """The result of one iteration, which is the same on every rank."""
 
-    losses: dict[str, float]
-    skipped: bool  #: True if fp16 gradients overflowed, so that no weight changed
+    losses: dict[str, float]  #: mean of each loss over the iteration
+    skipped: bool  #: whether fp16 gradients overflowed, in which case the weights are not updated
     grad_norm: float | None
     num_zeros: int | None
-    max_attention_logit: float | None = None  #: set with --log-max-attention-logit
+    max_attention_logit: float | None = None  #: None without `--log-max-attention-logit`
 
 
 @contextlib.contextmanager
 def whole_weights(model: list[torch.nn.Module], run: RunConfig) -> Iterator[None]:
-    """Gather the updated weights of this rank's stages, and keep them gathered within the block.
+    """Gather the updated weights of all data-parallel ranks for the duration of the block.
 
-    With --overlap-param-gather the distributed optimizer's ranks exchange them only in the next
-    forward pass. A checkpoint that is written before it would hold outdated shards.
+    With `--overlap-param-gather`, the ranks of the distributed optimizer exchange their updated
+    shards only in the next forward pass. A checkpoint written before that would contain outdated
+    weights.
     """
     gathered_late = run.ddp.use_distributed_optimizer and run.ddp.overlap_param_gather
     for chunk in model if gathered_late else ():
@@ -62,7 +64,7 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> dict[str, float]:
-    """Run every micro-batch of an iteration through the pipeline, and return the mean losses."""
+    """Run all micro-batches of an iteration through the pipeline, and return the mean losses."""
     args = run.args
     per_micro_batch = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -80,7 +82,7 @@ def run_schedule(
 def train_step(
     forward_step: Callable, batches: list[MicroBatches], state: TrainingState, run: RunConfig
 ) -> StepResult:
-    """Run one iteration. If the gradients overflow, the weights are not updated."""
+    """Run one training iteration. If the gradients overflow, the weights are not updated."""
     for chunk in state.model:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The sequence of a run: check, build the model and the data, train, and shut down."""
+"""The steps of a run: check the flags, build the model and the data, train, and shut down."""
 
 from megatron.core import tensor_saver
 from megatron.core.num_microbatches_calculator import update_num_microbatches
@@ -31,10 +31,10 @@ from megatron.training.train_step import TrainingState
 
 
 def pretrain(run: RunConfig) -> None:
-    """Run the training that the command line describes.
+    """Run the training that the command line specifies.
 
     Raises:
-        UserError: on every rank, if the user's flags or data cannot be used.
+        UserError: on every rank, if the flags or the data are invalid.
     """
     args = run.args
     model.check_buildable(args)
@@ -89,10 +89,12 @@ def pretrain(run: RunConfig) -> None:
 
 
 def _check_event_files(tensorboard: TensorBoard) -> None:
-    """Fail at the end of a run if TensorBoard's event files are incomplete. All ranks must call it.
+    """Raise an error if TensorBoard's event files are incomplete, at the end of a run.
+
+    Must be called on all ranks.
 
     Raises:
-        RunError: on every rank, if event files are incomplete.
+        RunError: on every rank, if the event files are incomplete.
     """
     try:
         all_succeed(tensorboard.failure)
@@ -104,7 +106,7 @@ def _check_event_files(tensorboard: TensorBoard) -> None:
 
 
 def _connect(run: RunConfig, state: TrainingState) -> None:
-    """Set the hooks with which megatron-core's schedules scale losses and reduce gradients."""
+    """Set the functions that megatron-core's schedules call to scale losses and sync gradients."""
     from megatron.core.distributed import finalize_model_grads
 
     config, ddp = run.transformer, run.ddp
