@@ -18,9 +18,8 @@ from types import TracebackType
 import numpy as np
 
 PIECE = 4 << 20  #: size of one write, in bytes; smaller files are written through the cache
-_UNIT = (
-    mmap.PAGESIZE
-)  #: alignment that O_DIRECT requires of addresses, offsets and lengths, in bytes
+#: Alignment of addresses, offsets and lengths that O_DIRECT requires, in bytes.
+_UNIT = mmap.PAGESIZE
 _REFUSALS = (
     errno.EINVAL,
     errno.EOPNOTSUPP,

@@ -1,10 +1,10 @@
 """Table of all flags of the tensor collection: name, type, default, help and reader.
 
-The parser of `pretrain_gpt.py`, the drivers, `settings.read_settings`, the computed size of a
-collection, docs/collection.md and the tests read this table. A new flag takes an entry here and a
-parameter of its reader's `parse`. `python -m megatron.collection.flag_tables` then updates the
-printed tables. This module imports only the standard library, because the drivers read it without
-torch.
+The parser of `pretrain_gpt.py`, the drivers, `settings.read_settings`, the size estimate of a
+collection, docs/collection.md and the tests use this table. To add a flag, add an entry here and a
+parameter to the function that reads it, then run `python -m megatron.collection.flag_tables` to
+update the documentation. This module imports only the standard library, because the drivers use it
+without torch.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Reader(Enum):
-    """The function that reads a flag, below `megatron.collection`."""
+    """Function that reads a flag, named relative to `megatron.collection`."""
 
     SESSION = "session.configure"
     SELECTION = "selection.Selection.parse"
@@ -23,35 +23,35 @@ class Reader(Enum):
 
 
 class Topic(Enum):
-    """The section of the driver's manual that describes a flag."""
+    """Section of the driver's manual that describes a flag."""
 
     WHAT = "What to collect"
     WHEN = "When"
     HOW_MUCH = "How much"
-    NONE = ""  #: the driver sets the flag itself
+    NONE = ""  #: not in the manual, because the driver sets the flag itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
     """One flag of the collection."""
 
-    name: str  #: spelled with underscores, as in Python
+    name: str  #: name with underscores and without the leading hyphens
     type: type  #: type of one value; bool for a switch
     default: Any = None
-    many: bool = False  #: whether it takes one or more values
-    metavar: str = ""  #: name of the value in `--help`; empty for a switch
-    help: str  #: text of `pretrain_gpt.py --help` and docs/collection.md
-    brief: str = ""  #: text of the driver's manual
+    many: bool = False  #: whether the flag accepts several values
+    metavar: str = ""  #: placeholder for the value in `--help`; empty for a switch
+    help: str  #: description in `pretrain_gpt.py --help` and docs/collection.md
+    brief: str = ""  #: description in the driver's manual
     topic: Topic = Topic.NONE
     reader: Reader
 
     @property
     def option(self) -> str:
-        """Return the flag as a command line spells it."""
+        """Spelling of the flag on the command line."""
         return "--" + self.name.replace("_", "-")
 
 
-# script/driver.sh reads the lines `name="collect_..."`.
+# script/driver.sh searches this file for the lines `name="collect_..."`.
 FLAGS = (
     Flag(
         name="save_tensors",
@@ -287,19 +287,25 @@ FLAGS = (
         topic=Topic.WHEN,
         reader=Reader.RING,
     ),
-)  #: in the order of `--help`
+)  #: all flags, in the order in which `--help` lists them
 
 
 def read_by(reader: Reader) -> tuple[Flag, ...]:
-    """Return the flags that one function reads."""
+    """Return the flags that `reader` reads."""
     return tuple(flag for flag in FLAGS if flag.reader is reader)
 
 
 def by_reader(values: dict[str, Any]) -> dict[Reader, dict[str, Any]]:
-    """Sort the values of flags by the function that reads them.
+    """Group the values of flags by the function that reads them.
+
+    Args:
+        values: values of flags, by the names of the flags.
+
+    Returns:
+        One dictionary per reader, which may be empty.
 
     Raises:
-        ValueError: a name that is no flag of the collection.
+        ValueError: if a name is not a flag of the collection.
     """
     readers = {flag.name: flag.reader for flag in FLAGS}
     if unknown := sorted(values.keys() - readers.keys()):

@@ -1,11 +1,12 @@
-"""Hold tensors that wait to be written in host memory that is bounded and reused.
+"""Hold copies of tensors in host memory until they are written; the memory is bounded and reused.
 
-A tensor is copied before training changes it, and the copy lives until a writer thread has written
-it to disk. All copies together stay below a limit. Freed memory is kept for the next tensor of the
-same size, because a training run has few sizes. New memory costs a CPU more in page faults than the
-copy itself, and new pinned memory costs milliseconds per buffer.
+A tensor is copied before training changes it, and the copy exists until a writer thread has written
+it to disk. The total size of the copies is limited. Released buffers are kept for later tensors of
+the same size, because a training run has only a few different sizes. Using new memory causes page
+faults, which take a CPU longer than the copy itself, and new pinned memory takes milliseconds per
+buffer.
 
-A buffer has exactly the bytes of its tensor, because `torch.save` writes a whole storage.
+A buffer is exactly as large as its tensor, because `torch.save` writes the whole storage.
 """
 
 import threading
@@ -17,60 +18,62 @@ import torch
 
 @dataclass(eq=False)
 class HostCopy:
-    """A tensor's own copy on the host, in memory of `HostBuffers`."""
+    """Copy of a tensor in host memory from a `HostBuffers` pool."""
 
     tensor: torch.Tensor
     _memory: "HostBuffers"
     _buffer: torch.Tensor
-    _kind: tuple[int, bool]  #: bytes of the buffer, and whether it is pinned
-    _copied: torch.cuda.Event | None  #: None if the copy is complete already
-    scales: dict[str, "HostCopy"] = field(default_factory=dict)  #: scales of codes, by name
+    _kind: tuple[int, bool]  #: size of the buffer in bytes, and whether it is pinned
+    _copied: torch.cuda.Event | None  #: event that marks the end of the copy; None for CPU tensors
+    scales: dict[str, "HostCopy"] = field(default_factory=dict)  #: copies of the scales, by name
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the tensor and its scales."""
+        """Size of the tensor and its scales, in bytes."""
         return self._kind[0] + sum(part.nbytes for part in self.scales.values())
 
     def wait(self) -> None:
-        """Wait for the copy from the device; the tensor must not be read before."""
+        """Wait until the copy from the device is complete; do not read the tensor before that."""
         for part in self.scales.values():
             part.wait()
         if self._copied is not None:
-            # A new thread is on the first device, and would create a context there.
+            # The current device of a new thread is device 0; synchronizing there would create
+            # another CUDA context.
             with torch.cuda.device(self._copied.device):
                 self._copied.synchronize()
 
     def release(self) -> None:
-        """Give the memory back; the tensor must not be read afterwards."""
+        """Return the memory to the pool; do not read the tensor afterward."""
         for part in self.scales.values():
             part.release()
         self._memory._take_back(self._buffer, self._kind)
 
 
 class HostBuffers:
-    """A bounded pool of host memory; see the module's docstring."""
+    """Bounded pool of host memory for copies of tensors."""
 
     def __init__(self, limit: int):
-        self.limit = limit  #: bytes
-        self.used = 0  #: bytes of the copies that exist
-        self.peak = 0  #: maximum of the bytes of copies and spare memory together
+        self.limit = limit  #: maximum size of the pool, in bytes
+        self.used = 0  #: size of the copies not yet released, in bytes
+        self.peak = 0  #: maximum size so far of the copies and the spare buffers, in bytes
         self.changed = threading.Condition()  #: notified whenever a copy is released
-        #: Spare buffers by size and whether pinned, least recently used first.
+        #: Spare buffers by size and whether they are pinned, least recently used first.
         self._spare: dict[tuple[int, bool], list[torch.Tensor]] = {}
         self._spare_bytes = 0
 
     def copy(self, tensor: torch.Tensor, make_room: Callable[[], bool]) -> HostCopy | None:
-        """Return a contiguous copy of `tensor`; from a CUDA device it arrives later.
+        """Return a contiguous copy of `tensor`; copies from a CUDA device complete later.
 
-        The copy is queued in the caller's stream, so that later writes to the tensor come after it.
+        Such a copy is queued on the current stream, so that later writes to the tensor happen after
+        it. Call `HostCopy.wait` before reading it.
 
         Args:
             tensor: a tensor on any device, with any strides.
-            make_room: called while memory is short; it waits for a release or forces one, and
-                returns False to give up.
+            make_room: called while memory is short; waits until memory is released, or releases
+                some, and returns False to give up.
 
         Returns:
-            The copy; None if there is no room.
+            The copy; None if there is no room for it.
         """
         pinned = tensor.is_cuda
         kind = (tensor.numel() * tensor.element_size(), pinned)
@@ -82,8 +85,10 @@ class HostBuffers:
         copied = None
         if pinned:
             stream = torch.cuda.current_stream(tensor.device)
-            tensor.record_stream(stream)  # another stream may own its memory and reuse it
-            copied = torch.cuda.Event(blocking=True)  # so that waiting does not keep a core busy
+            tensor.record_stream(
+                stream
+            )  # the memory may belong to another stream, which would reuse it
+            copied = torch.cuda.Event(blocking=True)  # waiting threads sleep instead of spinning
             copied.record(stream)
         return HostCopy(copy, self, buffer, kind, copied)
 
@@ -112,7 +117,7 @@ class HostBuffers:
         return of_kind.pop()
 
     def _shrink(self, most: int) -> None:
-        """Free spare memory until at most `most` bytes are left."""
+        """Free spare buffers until they take at most `most` bytes."""
         pinned = False
         while self._spare_bytes > most:
             kind = next(iter(self._spare))
@@ -122,7 +127,7 @@ class HostBuffers:
                 pinned |= kind[1]
             else:
                 del self._spare[kind]
-        if pinned:  # torch caches pinned memory per size
+        if pinned:  # otherwise torch keeps the freed pinned memory in its cache
             torch.accelerator.empty_host_cache()
 
     def _take_back(self, buffer: torch.Tensor, kind: tuple[int, bool]) -> None:
@@ -134,5 +139,8 @@ class HostBuffers:
 
 
 def taken_by(size: int, pinned: bool) -> int:
-    """Return the bytes that a buffer takes: torch allocates pinned memory in powers of two."""
+    """Return the number of bytes allocated for a buffer of `size` bytes.
+
+    torch rounds the size of pinned memory up to a power of two.
+    """
     return 1 << (size - 1).bit_length() if pinned and size else size

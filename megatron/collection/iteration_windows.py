@@ -1,9 +1,9 @@
 """Select the iterations to collect, as windows with a step.
 
-Iterations are numbered as in the log: the first one is 1, also in a resumed run. Both ends of a
-window belong to it, and its step starts at its first iteration, not at 0. For example,
-`--collect-start 100 --collect-every 50` equals `--collect-iterations 100-:50` and selects 100, 150,
-200 and so on.
+Iterations are numbered as in the log: the first iteration of the run is 1, and a resumed run
+continues the numbering. A window includes both of its ends, and its steps are counted from its
+first iteration, not from 0. For example, `--collect-start 100 --collect-every 50` is equivalent to
+`--collect-iterations 100-:50` and selects 100, 150, 200 and so on.
 """
 
 import re
@@ -16,16 +16,16 @@ ENDLESS = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """Windows of iterations in ascending order, without overlap."""
+    """Set of iterations, as non-overlapping windows in ascending order."""
 
     windows: tuple[range, ...] = (range(1, ENDLESS),)
-    source: str = ""  #: the flags that set the windows, for messages; empty by default
+    source: str = ""  #: flags that define the windows, for messages; empty by default
 
     def __contains__(self, iteration: int) -> bool:
         return any(iteration in window for window in self.windows)
 
     def after(self, done: int) -> "Iterations":
-        """Return the iterations after the first `done` of the run."""
+        """Return the selected iterations after iteration `done`."""
         remaining = []
         for window in self.windows:
             passed = max(0, -(-(done + 1 - window.start) // window.step))
@@ -34,12 +34,12 @@ class Iterations:
         return Iterations(tuple(remaining), self.source)
 
     def until(self, last: int) -> "Iterations":
-        """Return the iterations up to and including `last`."""
+        """Return the selected iterations up to and including `last`."""
         cut = (range(w.start, min(w.stop, last + 1), w.step) for w in self.windows)
         return Iterations(tuple(filter(None, cut)), self.source)
 
     def count(self) -> int | None:
-        """Return the number of iterations; None if there is no end."""
+        """Return the number of selected iterations; None if it is unlimited."""
         if any(window.stop >= ENDLESS for window in self.windows):
             return None
         return sum(map(len, self.windows))
@@ -50,10 +50,11 @@ class Iterations:
 
     @classmethod
     def parse(cls, spec: str | None, start: int | None, every: int | None) -> "Iterations":
-        """Read --collect-iterations, or --collect-start and --collect-every.
+        """Parse --collect-iterations (`spec`), or --collect-start and --collect-every.
 
         Raises:
-            ValueError: if the form is unknown, windows overlap or go back, or both forms are given.
+            ValueError: if a value is invalid, the windows overlap or are not in ascending order, or
+                --collect-iterations is combined with one of the other flags.
         """
         if spec is None:
             return cls._from_counts(start, every)
@@ -105,7 +106,11 @@ def _window(part: str, spec: str) -> range:
 def how_many(control_iter: int | None, iterations: Iterations, done: int) -> int:
     """Return the number of iterations to collect before training stops; 0 if it does not stop.
 
-    The default of `control_iter` is 1, or the number of iterations that --collect-iterations names.
+    Args:
+        control_iter: requested number; None stands for all iterations that --collect-iterations
+            selects, or for 1 without that flag.
+        iterations: the selected iterations.
+        done: number of iterations completed before this run.
 
     Raises:
         ValueError: if fewer than `control_iter` iterations are selected.
@@ -119,17 +124,24 @@ def how_many(control_iter: int | None, iterations: Iterations, done: int) -> int
             f"--control-iter {control_iter} is never reached: {iterations.source} names {named} "
             "iteration(s); lower it, or leave it out to collect all of them"
         )
-    # a resumed run has collected the other iterations before
+    # The other selected iterations were collected before this run was resumed.
     return min(control_iter, remaining) if remaining else control_iter
 
 
 def check_in_run(
     iterations: Iterations, control_iter: int, done: int, train_iters: int | None
 ) -> None:
-    """Refuse windows that this run never reaches, and more iterations than it trains.
+    """Refuse a selection that this run cannot collect because training ends before.
+
+    Args:
+        iterations: the selected iterations.
+        control_iter: number of iterations to collect; 0 for no limit.
+        done: number of iterations completed before this run.
+        train_iters: last iteration of the run, if known.
 
     Raises:
-        ValueError: if there is no iteration to collect, or fewer than `control_iter`.
+        ValueError: if the run trains none of the selected iterations, or fewer than `control_iter`
+            of them.
     """
     if train_iters is not None and done >= train_iters:
         return
@@ -144,7 +156,7 @@ def check_in_run(
         )
     if count is None or count >= control_iter:
         return
-    # a resumed run has collected the other iterations before
+    # Before this run was resumed, it may have collected the other iterations.
     whole = iterations if train_iters is None else iterations.until(train_iters)
     named = whole.count()
     if named is not None and named < control_iter:

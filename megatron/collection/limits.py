@@ -1,13 +1,14 @@
-"""Limits on what a collection may write, and on the memory that it may use.
+"""Limits on how much a collection may write and how much memory it may use.
 
-The limit of host memory applies to a machine, and each of its ranks has an equal share. All other
-limits apply to the run. Each rank that writes has an equal share of the files and bytes and checks
-only its own share, which needs no communication. A rank that has used its share up therefore blocks
-no other, but other ranks cannot use what is left of a share. Free disk space is checked before
-every tensor. Ranks that check at the same moment see the same free space, so the limit on it may be
-missed by one tensor per rank.
+The limit on host memory applies to each machine and is divided equally among the machine's ranks.
+The limits on files and bytes apply to the whole run and are divided equally among the ranks that
+write. Each rank checks only its own share, which needs no communication. A rank that has used up
+its share therefore does not stop the others, but they cannot use what another rank has left.
 
-The limits count `.pt` files. The index takes about one kilobyte per tensor in addition.
+Free disk space is checked before every tensor. Ranks that check at the same time see the same free
+space, so they may exceed this limit by one tensor per rank.
+
+The limits count `.pt` files only. The index takes about one kilobyte more per tensor.
 """
 
 import shutil
@@ -18,15 +19,15 @@ from typing import Any, Protocol
 from megatron.collection.memory_limit import machine_memory
 
 GIB = 1 << 30
-ENDLESS = 2.0**60  #: files or GiB: a larger limit is taken for a mistake
-OVERHEAD = 4096  #: upper bound of the bytes that a file has in addition to its tensor's
-KEEP_FREE = 1.0  #: GiB of the disk that stay free by default
-KEEP_FREE_SHARE = 0.05  #: share of a disk that stays free if this is less than `KEEP_FREE`
-HOST_SHARE = 0.1  #: share of the machine's memory that a collection may use by default
+ENDLESS = 2.0**60  #: upper bound for a limit, in files or GiB; a larger value is an error
+OVERHEAD = 4096  #: upper bound for the size of a file beyond its tensor, in bytes
+KEEP_FREE = 1.0  #: disk space that stays free by default, in GiB
+KEEP_FREE_SHARE = 0.05  #: fraction of a disk that stays free if it is less than `KEEP_FREE`
+HOST_SHARE = 0.1  #: fraction of the machine's memory that a collection may use by default
 
 
 class Disk(Protocol):
-    """The result of `shutil.disk_usage`."""
+    """Type of the result of `shutil.disk_usage`, in bytes."""
 
     total: int
     free: int
@@ -34,12 +35,16 @@ class Disk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits; None means no limit, and the default for `keep_free` and `host_bytes`."""
+    """Limits of a collection.
+
+    None means no limit for `max_bytes` and `max_files`, and the default for `keep_free` and
+    `host_bytes`.
+    """
 
     max_bytes: int | None = None
     max_files: int | None = None
-    keep_free: int | None = None  #: bytes of the disk that stay free; 0 disables the check
-    host_bytes: int | None = None  #: bytes of memory for tensors that wait to be written
+    keep_free: int | None = None  #: disk space that stays free, in bytes; 0 disables the check
+    host_bytes: int | None = None  #: memory for tensors waiting to be written, in bytes
 
     @classmethod
     def parse(
@@ -50,10 +55,10 @@ class Limits:
         collect_keep_free_gib: float | None = None,
         collect_max_host_gib: float | None = None,
     ) -> "Limits":
-        """Read the flags of the same names.
+        """Return the limits that the flags with the same names as the parameters set.
 
         Raises:
-            ValueError: if a limit is not a number or allows nothing.
+            ValueError: if a limit is not a number or is out of range.
         """
         for flag, value in {
             "--collect-max-gib": collect_max_gib,
@@ -75,15 +80,15 @@ class Limits:
         )
 
     def share(self, ranks: int, on_machine: int = 1) -> "Limits":
-        """Return the share of one rank.
+        """Return one rank's share of the limits.
 
         Args:
-            ranks: number of ranks that write, which share files and bytes.
-            on_machine: number of ranks on this machine, which share its memory.
+            ranks: number of ranks that write; they share the files and bytes.
+            on_machine: number of ranks on this machine; they share its memory.
 
         Raises:
-            ValueError: if there is less than one file per rank, or the memory exceeds the
-                machine's.
+            ValueError: if the share is less than one file, or the limit on host memory exceeds the
+                machine's memory.
         """
         if self.max_files is not None and self.max_files < ranks:
             raise ValueError(
@@ -104,7 +109,7 @@ class Limits:
         )
 
     def kept_free(self, folder: Path) -> int:
-        """Return the bytes that stay free on the file system of `folder`."""
+        """Return the space that must stay free on the file system of `folder`, in bytes."""
         return self._kept_on(shutil.disk_usage(folder).total)
 
     def _kept_on(self, disk: int) -> int:
@@ -113,7 +118,7 @@ class Limits:
         return int(min(KEEP_FREE * GIB, KEEP_FREE_SHARE * disk))
 
     def exceeded_by_files(self, files: int, size: int) -> str | None:
-        """Return which limit a number of files of `size` bytes in total exceeds, if any."""
+        """Return a message if `files` files of `size` bytes in total exceed a limit."""
         if self.max_files is not None and files > self.max_files:
             return f"--collect-max-files lets this rank write {self.max_files}"
         if self.max_bytes is not None and size > self.max_bytes:
@@ -121,12 +126,12 @@ class Limits:
         return None
 
     def exceeded_on_disk(self, folder: Path, needed: int, disk: Disk | None = None) -> str | None:
-        """Return a message if `needed` further bytes would leave too little of the disk free.
+        """Return a message if writing `needed` bytes would leave too little free disk space.
 
         Args:
             folder: a folder on the disk.
-            needed: bytes to be written.
-            disk: the last known usage of the disk; None to ask for it now.
+            needed: number of bytes to be written.
+            disk: last known usage of the disk; None to query it now.
         """
         if self.keep_free == 0:
             return None
@@ -147,12 +152,12 @@ class Limits:
 
 
 def default_host_bytes() -> int:
-    """Return a tenth of the memory of this machine, container or job."""
+    """Return the default limit on host memory: a tenth of the available memory, in bytes."""
     return int(machine_memory() * HOST_SHARE)
 
 
 def gib(size: float) -> str:
-    """Return a number of bytes as text, in the unit of the flags or a smaller one."""
+    """Format a number of bytes in GiB, MiB, KiB or bytes, with four significant digits."""
     for unit, factor in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(size) >= factor:
             return f"{size / factor:.4g} {unit}"

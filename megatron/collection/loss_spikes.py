@@ -1,22 +1,23 @@
-"""Detect loss spikes: a loss or a gradient norm that is not finite, or that jumps.
+"""Detect loss spikes: a loss or a gradient norm that is not finite or that jumps.
 
-The rule applies to each of the two numbers separately:
+The following rules apply to each of the two numbers separately:
 
-1. A value is compared with a level: the median of the last 32 usual values or of the last 5,
-   whichever is lower. The short median follows a loss that falls. The long median keeps the level
-   from creeping up with a slow rise.
-2. A value jumps if it is above a multiple of the level: 1.25 for the loss, 100 for the gradient
-   norm, which reaches 44 in ordinary runs with small batches. The start of a run is rough, so after
-   n < 8 usual values the excess over the level must be 8/n times as large. A loss must then be 3
-   times the level after one iteration, 2 times after two, and 1.5 times after four.
+1. A value is compared with a level, which is the lower of two medians: that of the last 32 normal
+   values and that of the last 5. The short median follows a falling loss. The long median keeps the
+   level from rising along with a slow increase.
+2. A value jumps if it exceeds a multiple of the level: 1.25 for the loss, 100 for the gradient
+   norm, which reaches 44 in ordinary runs with small batches. The values fluctuate more at the start
+   of a run, so after n < 8 normal values the excess over the level must be 8/n times as large. A
+   loss must then exceed 3 times the level after one iteration, 2 times after two, and 1.5 times
+   after four.
 3. A jump must also exceed the level by 12 times the noise. The noise is the mean rise or the mean
-   fall from one usual value to the next, whichever is smaller: a trend has only one of them. It is
-   computed over all usual values and over the last 8 steps, and the larger result counts.
-4. An unusual value never enters the medians. After 32 finite unusual values in a row, these become
-   the new usual values.
+   fall between consecutive normal values, whichever is smaller, so that a trend does not count as
+   noise. It is computed over all steps and over the last 8, and the larger result is used.
+4. An unusual value does not enter the medians. After 32 finite unusual values in a row, however,
+   these become the new normal values.
 
-A falling value is never unusual. A value of exactly zero comes from a batch in which no token
-counts: it is ignored. For negative values the excess is relative to the level's magnitude.
+A falling value is never unusual. A value of exactly zero is ignored, because it comes from a batch
+in which no token counts. For negative values, the excess is relative to the magnitude of the level.
 
 The inputs are the same on every rank, so all ranks reach the same result without communication.
 """
@@ -29,19 +30,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-WINDOW = 32  #: usual values of the long median; also how long a new level must last
-RECENT = 5  #: usual values of the short median
-ENOUGH = 8  #: usual values after which the excess is no longer increased
-NOISE = 12  #: a jump must exceed the level by this multiple of the noise
+WINDOW = 32  #: number of values in the long median, and of unusual values that set a new level
+RECENT = 5  #: number of values in the short median
+ENOUGH = 8  #: number of normal values from which on the required excess is no longer increased
+NOISE = 12  #: multiple of the noise by which a jump must exceed the level
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
 
-Levels = dict[str, list[float]]  #: the last usual values by LOSS and GRAD_NORM, oldest first
+Levels = dict[str, list[float]]  #: recent normal values by LOSS and GRAD_NORM, oldest first
 
 
 @dataclass(frozen=True, slots=True)
 class Jumps:
-    """The multiples of the level above which a value jumps; 0 disables the check."""
+    """Multiples of the level above which a value counts as a jump; 0 disables the check."""
 
     loss: float = 1.25
     grad_norm: float = 100.0
@@ -50,10 +51,10 @@ class Jumps:
     def parse(
         cls, collect_loss_jump: float | None = None, collect_grad_norm_jump: float | None = None
     ) -> "Jumps":
-        """Read the flags of the same names.
+        """Return the factors that the flags with the same names as the parameters set.
 
         Raises:
-            ValueError: if a factor is not finite, or so low that every iteration exceeds it.
+            ValueError: if a factor is neither 0 nor a finite number above 1.
         """
         for flag, value in {
             "--collect-loss-jump": collect_loss_jump,
@@ -71,10 +72,10 @@ class Jumps:
 
 
 def checked_levels(stored: Any) -> Levels:
-    """Return the levels stored in a checkpoint, after checking their types.
+    """Return the levels stored in a checkpoint after validating them.
 
     Raises:
-        ValueError: if the checkpoint holds something else.
+        ValueError: if `stored` has another structure or holds values that are not finite.
     """
     valid = isinstance(stored, dict) and all(
         name in (LOSS, GRAD_NORM)
@@ -91,7 +92,7 @@ def checked_levels(stored: Any) -> Levels:
 
 
 class _Watched:
-    """A watched number: its usual values, and the unusual values since the last usual one."""
+    """Recent normal values of the loss or gradient norm, and the unusual values after them."""
 
     def __init__(self, name: str, factor: float, usual: Sequence[float]):
         self.name, self._factor = name, factor
@@ -99,7 +100,10 @@ class _Watched:
         self._unusual: deque[float] = deque(maxlen=WINDOW)
 
     def judge(self, value: float) -> str | None:
-        """Return why a value is unusual; None if it is usual, which also records it."""
+        """Return why `value` is unusual; None if it is normal or zero.
+
+        Finite values other than zero are recorded.
+        """
         if not math.isfinite(value):
             self._unusual.clear()
             return f"{self.name} {value}"
@@ -127,7 +131,7 @@ class _Watched:
         return min(statistics.median_low(window) for window in self._windows())
 
     def _bound(self) -> float:
-        """Return the largest value that is usual."""
+        """Return the largest value that counts as normal."""
         values = list(self.usual)
         excess = (self._factor - 1) * max(ENOUGH / len(values), 1)
         by_factor = min(
@@ -142,7 +146,7 @@ class _Watched:
 
 
 def _noise(steps: list[float]) -> float:
-    """Return the mean rise or the mean fall, whichever is smaller: a trend has only one of them."""
+    """Return the smaller of the mean rise and the mean fall, so that a trend is not noise."""
     if not steps:
         return 0.0
     rise, fall = (statistics.fmean(max(sign * step, 0.0) for step in steps) for sign in (1, -1))
@@ -150,10 +154,10 @@ def _noise(steps: list[float]) -> float:
 
 
 class LossSpikeDetector:
-    """Detector of unusual iterations, which reports consecutive ones once."""
+    """Detector of unusual iterations, which reports only the first of consecutive ones."""
 
     def __init__(self, jumps: Jumps, levels: Mapping[str, Sequence[float]] | None = None):
-        """Start with the usual values of a resumed run, or with none."""
+        """Start with the normal values `levels` of a resumed run, or with none."""
         levels = levels or {}
         self._watched = [
             _Watched(LOSS, jumps.loss, levels.get(LOSS, ())),
@@ -163,16 +167,20 @@ class LossSpikeDetector:
 
     @property
     def levels(self) -> Levels:
-        """Return the last usual values, which a checkpoint stores for a resumed run."""
+        """Recent normal values, which a checkpoint stores for resuming the run."""
         return {watched.name: list(watched.usual) for watched in self._watched}
 
     def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:
-        """Return what is unusual about an iteration; None if it is usual or the last was unusual.
+        """Check an iteration, and return a message if an unusual phase begins with it.
 
         Args:
-            iteration: its number, for the message.
-            loss: its loss, or None if it is unknown.
-            grad_norm: its gradient norm, or None if it is unknown.
+            iteration: number of the iteration, for the message.
+            loss: loss of the iteration; None if it is unknown.
+            grad_norm: gradient norm of the iteration; None if it is unknown.
+
+        Returns:
+            A message on what is unusual; None if the iteration is normal, or if the previous
+            iteration was unusual too.
         """
         reasons = [
             why

@@ -1,6 +1,6 @@
-"""Find the memory of this machine, or the smaller part that a container or a batch job may use.
+"""Determine how much memory this process may use on the machine, in its container or batch job.
 
-The kernel kills a process that uses more than that.
+The kernel kills processes that exceed this limit.
 """
 
 import os
@@ -12,13 +12,13 @@ OWN = Path("/proc/self/cgroup")
 
 
 def machine_memory() -> int:
-    """Return the bytes of memory that this process may use."""
+    """Return the amount of memory that this process may use, in bytes."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *_limits_of_groups()])
 
 
 def _limits_of_groups() -> Iterator[int]:
-    """Yield the memory limits of the control groups that contain this process."""
+    """Yield the memory limits of the control groups that contain this process, in bytes."""
     try:
         lines = OWN.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -32,14 +32,14 @@ def _limits_of_groups() -> Iterator[int]:
         else:
             continue
         group = root / path.lstrip("/")
-        # In a container the path may be that of the host; the mounted parents then count.
+        # In a container, the path may be valid only on the host; the mounted parents still apply.
         for folder in (group, *group.parents):
             if folder.is_relative_to(root):
                 yield from _number(folder / name)
 
 
 def _number(file: Path) -> Iterator[int]:
-    """Yield the number in a file, if the file exists and holds one."""
+    """Yield the number in `file` if the file can be read and contains one."""
     try:
         text = file.read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,9 +1,9 @@
-"""Give every layer its name and number in the whole model, across pipeline stages.
+"""Assign every module its name and layer number in the whole model, across pipeline stages.
 
-A module's own name is local to its pipeline stage (`decoder.layers.0` exists on every stage), and a
-linear layer does not know the number of its layer. `GPTModel` is the only place that sees every
-module with its name, and assigns both once. Experts need the same: each rank of an expert-parallel
-group counts its own experts from 0.
+The name of a module is local to its pipeline stage (`decoder.layers.0` exists on every stage), and
+a linear layer does not know the number of the transformer layer that contains it. Only `GPTModel`
+sees all modules with their names, so it assigns both once. Experts are renumbered too, because each
+rank of an expert-parallel group counts its own experts from 0.
 """
 
 from __future__ import annotations
@@ -21,46 +21,49 @@ LM_HEAD = "output_layer"
 
 @dataclass(frozen=True, slots=True)
 class ModuleIdentity:
-    """The name and the layer number of a module in the whole model."""
+    """Name and layer number of a module in the whole model."""
 
-    #: dotted name with the global numbers of layer and expert, as in
-    #: decoder.layers.5.mlp.experts.local_experts.63.linear_fc1
+    #: Dotted name with the global numbers of the layer and the expert, such as
+    #: decoder.layers.5.mlp.experts.local_experts.63.linear_fc1.
     name: str
-    layer_idx: int  #: global number from 0; -1 outside a transformer layer
+    layer_idx: int  #: global layer number, counted from 0; -1 outside the transformer layers
 
     @property
     def is_lm_head(self) -> bool:
-        """Return whether this is the projection onto the vocabulary, which is not quantized."""
+        """True for the projection onto the vocabulary, which is not quantized."""
         return self.name.rpartition(".")[2] == LM_HEAD
 
 
 class Identified:
-    """A module that `assign_identities` names; outside a model it has no identity."""
+    """Base class of the modules to which `assign_identities` assigns an identity."""
 
-    identity: ModuleIdentity | None = None
-    group_copies: int  #: ranks that hold a copy of each query group; for attention only
+    identity: ModuleIdentity | None = None  #: None for a module outside a model
+    group_copies: int  #: number of ranks that hold a copy of each query group; attention only
 
 
 def transformer_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the transformer and multi-token-prediction layers of this rank with local names."""
+    """Yield the local name and the module of each layer of this rank.
+
+    The layers are the transformer layers and the multi-token-prediction layers.
+    """
     for name, module in model.named_modules():
         if re.search(r"(^|\.)layers\.\d+$", name) and hasattr(module, "layer_number"):
             yield name, module
 
 
 def assign_identities(model: torch.nn.Module) -> None:
-    """Give every `Identified` module of `model` its global name and layer number.
+    """Assign a global name and layer number to every `Identified` module of `model`.
 
-    The number is that of the enclosing transformer layer, whose `layer_number` megatron-core counts
-    globally from 1. Multi-token-prediction layers count from 1 too; they keep their own name and
-    follow the decoder's layers.
+    The layer number is computed from `layer_number` of the enclosing transformer layer, which
+    megatron-core counts globally from 1. Multi-token-prediction layers, which are also counted from
+    1, keep their own names and are numbered after the decoder's layers.
     """
     for name, module in model.named_modules():
         if isinstance(module, Identified):
             module.identity = ModuleIdentity(name, -1)
         if isinstance(attention := getattr(module, "core_attention", None), Identified):
-            # With more ranks than groups, core attention gets a configuration with as many groups
-            # as there are ranks. Only the layer around it knows the true number.
+            # If there are more ranks than query groups, the configuration of core attention has as
+            # many groups as ranks. Only the enclosing module knows the true number.
             groups = attention.config.num_query_groups, module.config.num_query_groups
             attention.group_copies = groups[0] // groups[1]
     for local_name, layer in transformer_layers(model):
@@ -75,7 +78,10 @@ def assign_identities(model: torch.nn.Module) -> None:
 
 
 def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield this rank's parameters with their names in the whole model; shared ones come once."""
+    """Yield the global name and the value of each parameter of this rank.
+
+    A shared parameter is yielded once.
+    """
     layers = {f"{name}.": layer for name, layer in transformer_layers(model)}
     for name, parameter in model.named_parameters():
         prefix = next((prefix for prefix in layers if name.startswith(prefix)), None)
@@ -87,7 +93,7 @@ def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
 
 
 def _first_expert(layer: torch.nn.Module) -> int:
-    """Return the global number of this rank's first expert; 0 in a layer without experts."""
+    """Return the global index of this rank's first expert; 0 for a layer without experts."""
     of_experts = (getattr(module, "local_expert_indices", None) for module in layer.modules())
     return next((indices[0] for indices in of_experts if indices), 0)
 
@@ -97,10 +103,10 @@ def _with_global_expert(name: str, first: int) -> str:
 
 
 def unwrapped(name: str) -> str:
-    """Return a module's name without the prefixes `module.` that wrappers such as DDP add."""
+    """Return `name` without the `module.` prefixes that wrappers such as DDP add."""
     return re.sub(r"^(module\.)+", "", name)
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key for module names that puts layers.10 after layers.9."""
+    """Return a key that sorts module names numerically, so that layers.10 follows layers.9."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -1,5 +1,5 @@
-"""Select layers or ranks by number: `all`, or a comma-separated list of numbers, ranges, `first`
-and `last`.
+"""Parse a selection of layers or ranks: `all`, or a comma-separated list of numbers and ranges, in
+which `first` and `last` are allowed too.
 """
 
 import re
@@ -8,18 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NumberSelection:
-    """A set of numbers that count from 0.
+    """Set of layer or rank numbers, which are counted from 0."""
 
-    None selects every number, including -1, which stands for a module outside the layers.
-    """
-
+    #: Selected numbers; None selects all, including -1, the number of modules outside the layers.
     numbers: frozenset[int] | None = None
 
     def __contains__(self, number: int) -> bool:
         return self.numbers is None or number in self.numbers
 
     def count(self, total: int) -> int:
-        """Return how many of `total` numbers are selected."""
+        """Return how many of the numbers below `total` are selected."""
         return total if self.numbers is None else len(self.numbers)
 
     @classmethod
@@ -27,13 +25,13 @@ class NumberSelection:
         """Parse a selection such as `all`, `first,last` or `0,2-4`.
 
         Args:
-            spec: the value of the flag.
+            spec: value of the flag.
             total: number of layers or ranks, if known.
-            flag: name of the flag, for messages.
-            what: plural noun for what is numbered, for messages.
+            flag: name of the flag, for error messages.
+            what: "layers" or "ranks", for error messages.
 
         Raises:
-            ValueError: if the form is unknown, or a number is out of range.
+            ValueError: if `spec` cannot be parsed or a number is out of range.
         """
         if spec == "all":
             return cls()
@@ -57,7 +55,7 @@ class NumberSelection:
 
 
 def _range(part: str, total: int | None) -> tuple[int, int] | None:
-    """Return the first and the last number of one part; None if it cannot be parsed."""
+    """Return the first and last number of one range; None if `part` cannot be parsed."""
     if part == "first":
         return 0, 0
     if part == "last" and total is not None:
