@@ -15,65 +15,75 @@
 # tiny).
 #
 # Mode and type, as the first two words or as options
-#   --mode M                   single, batch or quick (single)
+#   --mode M                   single, batch or quick (default: single)
 #   --quant-type TYPE          X, linear_X, FA_X or FA_linear_X for a format X; bf16 or none for no
-#                              quantization; upper or lower case; not with batch (the type that
-#                              CUSTOM_QUANT_TYPE or script/quant_type_modifier.py sets, otherwise
-#                              mxfp8)
+#                              quantization; upper or lower case; not with batch (default: the
+#                              type that CUSTOM_QUANT_TYPE or script/quant_type_modifier.py sets,
+#                              otherwise mxfp8)
 #   --quant-recipe FILE        instead of a type: a file with formats per layer, as in
-#                              examples/recipes (QUANT_RECIPE if set); TYPE is then
+#                              examples/recipes (default: QUANT_RECIPE if set); TYPE is then
 #                              recipe_<the file's name>
 #   --quant-audit              print the formats of each matmul, and stop before training
 # What to collect
-#   --control-iter N           iterations, then stop; 0: never stop by itself (1, or as many as
-#                              --collect-iterations names; 0 with a ring or a flag file)
-#   --collect-start N          the first of them (1), as the log counts
-#   --collect-every N          every N-th from there on (1)
-#   --collect-iterations SPEC  in place of these two: 7, 1-3,100- or 100-200:10 (every 10th)
-#   --collect-micro-batches N  the first N micro-batches of each iteration; 0: all (1)
-#   --collect-layers SPEC      all, or numbers: first,last or 0,2-4 (all; quick: first,last)
-#   --collect-modules LIST     linear_fc*,mlp.*,core_attention: a module's name or the end of it
-#                              (all)
-#   --collect-tensors LIST     input,grad_output,...; all,attention_probs adds what comes on request
-#                              only: attention_scores, attention_probs, codes (all)
-#   --collect-operations LIST  forward, backward or both (forward,backward)
-#   --collect-ranks SPEC       world ranks that write, as layers (all)
+#   --control-iter N           iterations to collect before training stops; 0: never stop (default:
+#                              1, or all of --collect-iterations; 0 with a ring or a flag file)
+#   --collect-start N          first iteration to collect, as the log counts (default: 1)
+#   --collect-every N          collect every N-th iteration from the first on (default: 1)
+#   --collect-iterations SPEC  instead of the two above: 7, 1-3,100- or 100-200:10 (every 10th)
+#   --collect-micro-batches N  number of micro-batches per iteration; 0: all (default: 1)
+#   --collect-layers SPEC      all, or numbers: first,last or 0,2-4 (default: all; quick:
+#                              first,last)
+#   --collect-modules LIST     module names or their ends: linear_fc*,mlp.*,core_attention (default:
+#                              all)
+#   --collect-tensors LIST     input,grad_output,...; attention_scores, attention_probs and codes
+#                              are collected on request only, all,codes adds codes (default: all
+#                              others)
+#   --collect-operations LIST  forward, backward or both (default: forward,backward)
+#   --collect-ranks SPEC       world ranks that write: all, first,last or 0,2-4 (default: all)
 #   --collect-slice LIST       a part of each tensor, by the letters of its dims: s=0:128,h=0:256:2
 # When
-#   --collect-flag-file FILE   collect while this file is there: touch and rm switch a running job
-#   --collect-ring K           hold the last K iterations in memory; write them when the loss or the
-#                              gradient norm is not finite or jumps, or training ends with an error
-#   --collect-ring-events N    with a ring: how often it is written before collecting ends (3)
-#   --collect-loss-jump X      a loss above X times the median of recent usual losses is a jump; the
-#                              first 8 iterations need more; 0: never a jump (1.25)
-#   --collect-grad-norm-jump X the same for the gradient norm; use about 4 with large batches (100)
+#   --collect-flag-file FILE   collect while this file exists: touch and rm switch a running job
+#   --collect-ring K           keep the last K iterations in memory; write them if the loss or the
+#                              gradient norm is not finite or jumps, or if training ends with an
+#                              error
+#   --collect-ring-events N    with a ring: number of times it is written before collecting ends
+#                              (default: 3)
+#   --collect-loss-jump X      a loss above X times the median of recent normal losses is a jump;
+#                              the first 8 iterations need a larger factor; 0: no loss is a jump
+#                              (default: 1.25)
+#   --collect-grad-norm-jump X the same for the gradient norm; use about 4 with large batches
+#                              (default: 100)
 # How much
-#   --collect-plan             print tensors and bytes of what is selected, and stop before training
-#   --collect-max-gib X        GiB that all ranks together may write (no limit)
-#   --collect-max-files N      the same for files (no limit)
-#   --collect-keep-free-gib X  GiB of the disk that stay free (1, or 5% of a disk below 20 GiB)
-#   --collect-max-host-gib X   GiB of memory for what waits to be written, or in a ring (a tenth of
-#                              the machine's)
+#   --collect-plan             print the tensors and bytes of the selection, and stop before
+#                              training
+#   --collect-max-gib X        GiB that all ranks together may write (default: no limit)
+#   --collect-max-files N      number of .pt files that all ranks together may write (default: no
+#                              limit)
+#   --collect-keep-free-gib X  GiB of the disk to keep free (default: 1, or 5% of a disk below 20
+#                              GiB)
+#   --collect-max-host-gib X   GiB of memory for tensors that wait to be written, or in a ring
+#                              (default: a tenth of the machine's memory)
 #   --yes                      collect more than 10 GB without a limit (COLLECT_YES=1)
 # Where to
-#   --tensor-path DIR          base folder; the tensors go to DIR/TYPE/ (TENSOR_SAVE_DIR if set,
-#                              otherwise enhanced_tensor_logs); --tensor-dir and --tensor-save-dir
+#   --tensor-path DIR          base folder; the tensors go to DIR/TYPE/ (default: TENSOR_SAVE_DIR
+#                              if set, otherwise enhanced_tensor_logs); --tensor-dir and --tensor-save-dir
 #                              are aliases
 # What to train
-#   --tokenizer-path P         see TOKENIZER of the training script (model/llama3.2-1b)
-#   --data-path P              see DATA of the training script
-#                              (dataset/wikipedia_processed/wikipedia_processed_text_document)
-#   --dtype D                  bf16, fp16, fp32 or fp8 (bf16)
-#   --preset P                 1b or tiny (1b with a CUDA device and data, otherwise tiny)
+#   --tokenizer-path P         see TOKENIZER of the training script (default: model/llama3.2-1b)
+#   --data-path P              see DATA of the training script (default:
+#                              dataset/wikipedia_processed/wikipedia_processed_text_document)
+#   --dtype D                  bf16, fp16, fp32 or fp8 (default: bf16)
+#   --preset P                 1b or tiny (default: 1b with a CUDA device and data, otherwise
+#                              tiny)
 #   --train-iters N, --micro-batch-size N, --global-batch-size N, --seq-length N, --lr X
 #                              override the preset's values
-#   --nproc N                  processes, one per GPU (NPROC if set, otherwise 1)
+#   --nproc N                  processes, one per GPU (default: NPROC if set, otherwise 1)
 #   --checkpoint-path DIR      save checkpoints in DIR/TYPE, and resume from the one found there
-#                              (none: save nothing)
+#                              (default: none, which saves nothing)
 #   --                         words after it go to pretrain_gpt.py and take precedence
 # Watching
 #   --stall-timeout S          stop and fail if neither a tensor nor a line of the log arrives for S
-#                              seconds; 0: never (600)
+#                              seconds; 0: never (default: 600)
 #   --verbose                  show the training output too
 #   -h, --help                 print this
 #

@@ -73,8 +73,8 @@ FLAGS = (
         metavar="N",
         help="with --save-tensors: iterations to collect before training stops; 0: never (default: "
         "1, or all that --collect-iterations names; 0 with --collect-ring and --collect-flag-file)",
-        brief="iterations, then stop; 0: never stop by itself (1, or as many as "
-        "--collect-iterations names; 0 with a ring or a flag file)",
+        brief="iterations to collect before training stops; 0: never stop (default: 1, or all "
+        "of --collect-iterations; 0 with a ring or a flag file)",
         topic=Topic.WHAT,
         reader=Reader.SESSION,
     ),
@@ -83,7 +83,7 @@ FLAGS = (
         type=int,
         metavar="N",
         help="first iteration to collect, as the log counts them (default: 1)",
-        brief="the first of them (1), as the log counts",
+        brief="first iteration to collect, as the log counts (default: 1)",
         topic=Topic.WHAT,
         reader=Reader.SELECTION,
     ),
@@ -92,7 +92,7 @@ FLAGS = (
         type=int,
         metavar="N",
         help="collect every N-th iteration from the first on (default: 1)",
-        brief="every N-th from there on (1)",
+        brief="collect every N-th iteration from the first on (default: 1)",
         topic=Topic.WHAT,
         reader=Reader.SELECTION,
     ),
@@ -102,7 +102,7 @@ FLAGS = (
         metavar="SPEC",
         help="in place of the two above, iterations and windows, both ends included: 7, 1-3,100- "
         "or 100-200:10 (every 10th)",
-        brief="in place of these two: 7, 1-3,100- or 100-200:10 (every 10th)",
+        brief="instead of the two above: 7, 1-3,100- or 100-200:10 (every 10th)",
         topic=Topic.WHAT,
         reader=Reader.SELECTION,
     ),
@@ -112,7 +112,7 @@ FLAGS = (
         default=1,
         metavar="N",
         help="micro-batches to collect of each iteration; 0: all (default: 1)",
-        brief="the first N micro-batches of each iteration; 0: all (1)",
+        brief="number of micro-batches per iteration; 0: all (default: 1)",
         topic=Topic.WHAT,
         reader=Reader.SELECTION,
     ),
@@ -122,7 +122,7 @@ FLAGS = (
         default="all",
         metavar="SPEC",
         help='layers to collect: "all", "first,last", "0,2-4" (default: all)',
-        brief="all, or numbers: first,last or 0,2-4 (all; quick: first,last)",
+        brief="all, or numbers: first,last or 0,2-4 (default: all; quick: first,last)",
         topic=Topic.WHAT,
         reader=Reader.SELECTION,
     ),
@@ -133,7 +133,7 @@ FLAGS = (
         metavar="GLOB",
         help="modules to collect (default: all), each a glob for the whole dotted name or for its "
         "end: linear_fc*, mlp.*, core_attention",
-        brief="linear_fc*,mlp.*,core_attention: a module's name or the end of it (all)",
+        brief="module names or their ends: linear_fc*,mlp.*,core_attention (default: all)",
         topic=Topic.WHAT,
         reader=Reader.SELECTION,
     ),
@@ -145,8 +145,8 @@ FLAGS = (
         help="tensors to collect, by the names that records have: input weight output query ...; "
         "attention_scores, attention_probs and `codes`, what each matmul multiplied as the format "
         "stores it, come on request only: `all attention_probs codes` adds them (default: all)",
-        brief="input,grad_output,...; all,attention_probs adds what comes on request only: "
-        "attention_scores, attention_probs, codes (all)",
+        brief="input,grad_output,...; attention_scores, attention_probs and codes are collected"
+        " on request only, all,codes adds codes (default: all others)",
         topic=Topic.WHAT,
         reader=Reader.SELECTION,
     ),
@@ -156,7 +156,7 @@ FLAGS = (
         many=True,
         metavar="OPERATION",
         help="forward, backward or both (default: both)",
-        brief="forward, backward or both (forward,backward)",
+        brief="forward, backward or both (default: forward,backward)",
         topic=Topic.WHAT,
         reader=Reader.SELECTION,
     ),
@@ -166,7 +166,7 @@ FLAGS = (
         default="all",
         metavar="SPEC",
         help='world ranks that write: "all", "first,last", "0,2-4" (default: all)',
-        brief="world ranks that write, as layers (all)",
+        brief="world ranks that write: all, first,last or 0,2-4 (default: all)",
         topic=Topic.WHAT,
         reader=Reader.SELECTION,
     ),
@@ -190,7 +190,7 @@ FLAGS = (
         help="print tensors and bytes of the selection, by layer, tensor, iteration and rank, and "
         "whether limits and disk suffice; then stop, before training. Takes the time of one "
         "iteration",
-        brief="print tensors and bytes of what is selected, and stop before training",
+        brief="print the tensors and bytes of the selection, and stop before training",
         topic=Topic.HOW_MUCH,
         reader=Reader.SESSION,
     ),
@@ -201,7 +201,7 @@ FLAGS = (
         help="GiB of .pt files that the run may write (default: no limit). Each rank that collects "
         "has an equal share; a rank that has used its share up stops collecting, and training "
         "goes on",
-        brief="GiB that all ranks together may write (no limit)",
+        brief="GiB that all ranks together may write (default: no limit)",
         topic=Topic.HOW_MUCH,
         reader=Reader.LIMITS,
     ),
@@ -210,7 +210,7 @@ FLAGS = (
         type=int,
         metavar="N",
         help="the same for the number of .pt files (default: no limit)",
-        brief="the same for files (no limit)",
+        brief="number of .pt files that all ranks together may write (default: no limit)",
         topic=Topic.HOW_MUCH,
         reader=Reader.LIMITS,
     ),
@@ -220,7 +220,7 @@ FLAGS = (
         metavar="X",
         help="GiB of the disk that stay free, 0: the disk may fill up (default: 1, or 5% of a disk "
         "smaller than 20 GiB)",
-        brief="GiB of the disk that stay free (1, or 5% of a disk below 20 GiB)",
+        brief="GiB of the disk to keep free (default: 1, or 5% of a disk below 20 GiB)",
         topic=Topic.HOW_MUCH,
         reader=Reader.LIMITS,
     ),
@@ -231,7 +231,8 @@ FLAGS = (
         help="GiB of a machine's memory for tensors that wait to be written, or in a ring; where "
         "they are used up training waits for the disk (default: a tenth of the memory). Each of "
         "the machine's ranks has an equal share",
-        brief="GiB of memory for what waits to be written, or in a ring (a tenth of the machine's)",
+        brief="GiB of memory for tensors that wait to be written, or in a ring (default: a "
+        "tenth of the machine's memory)",
         topic=Topic.HOW_MUCH,
         reader=Reader.LIMITS,
     ),
@@ -241,7 +242,7 @@ FLAGS = (
         metavar="FILE",
         help="collect while this file exists; every iteration checks it at its beginning, so that "
         "`touch` and `rm` switch a running job",
-        brief="collect while this file is there: touch and rm switch a running job",
+        brief="collect while this file exists: touch and rm switch a running job",
         topic=Topic.WHEN,
         reader=Reader.FLAG_FILE,
     ),
@@ -252,8 +253,8 @@ FLAGS = (
         help="hold the last K iterations in memory, and write them only when the loss or the "
         "gradient norm is not finite or jumps, or training ends with an error (not by Ctrl-C or "
         "SIGTERM); with K of 2 or more the iteration before the jump is kept too",
-        brief="hold the last K iterations in memory; write them when the loss or the gradient norm "
-        "is not finite or jumps, or training ends with an error",
+        brief="keep the last K iterations in memory; write them if the loss or the gradient "
+        "norm is not finite or jumps, or if training ends with an error",
         topic=Topic.WHEN,
         reader=Reader.RING,
     ),
@@ -263,7 +264,7 @@ FLAGS = (
         metavar="N",
         help="with --collect-ring: how often the ring is written before collecting ends (default: "
         "3)",
-        brief="with a ring: how often it is written before collecting ends (3)",
+        brief="with a ring: number of times it is written before collecting ends (default: 3)",
         topic=Topic.WHEN,
         reader=Reader.RING,
     ),
@@ -272,9 +273,9 @@ FLAGS = (
         type=float,
         metavar="X",
         help="with --collect-ring: a loss jumps if it is above this multiple of the median of "
-        "recent usual losses; the first 8 iterations need more; 0 switches it off (default: 1.25)",
-        brief="a loss above X times the median of recent usual losses is a jump; the first 8 "
-        "iterations need more; 0: never a jump (1.25)",
+        "recent normal losses; the first 8 iterations need more; 0 switches it off (default: 1.25)",
+        brief="a loss above X times the median of recent normal losses is a jump; the first 8 "
+        "iterations need a larger factor; 0: no loss is a jump (default: 1.25)",
         topic=Topic.WHEN,
         reader=Reader.RING,
     ),
@@ -283,7 +284,7 @@ FLAGS = (
         type=float,
         metavar="X",
         help="the same for the gradient norm; use about 4 with large batches (default: 100)",
-        brief="the same for the gradient norm; use about 4 with large batches (100)",
+        brief="the same for the gradient norm; use about 4 with large batches (default: 100)",
         topic=Topic.WHEN,
         reader=Reader.RING,
     ),

@@ -45,7 +45,7 @@ def test_the_manual_of_a_ring_names_the_defaults_that_hold():
         ("--collect-grad-norm-jump", Jumps().grad_norm),
     ):
         described = manual.partition(f"{option} ")[2].partition(" --collect-")[0]
-        assert f"({default:g})" in described
+        assert f"(default: {default:g})" in described
 
 
 SELECTION = {
