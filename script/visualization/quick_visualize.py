@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw a first overview of collected tensors: quick_analysis.png and tensor_stats.txt.
+"""Draw a first overview of the collected tensors: quick_analysis.png and tensor_stats.txt.
 
     python script/visualization/quick_visualize.py --tensor_dir enhanced_tensor_logs/mxfp8 \\
         --output_dir draw
@@ -22,7 +22,7 @@ from tensor_visualizer import begin, run
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draw the overview; return the exit status."""
+    """Draw the overview, and return the exit status."""
     return run("quick", __doc__, arguments)
 
 

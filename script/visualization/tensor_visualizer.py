@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Draw all figures of collected tensors, and write report.html.
+"""Draw all figures of the collected tensors, and write report.html.
 
     python script/visualization/tensor_visualizer.py --tensor_dir enhanced_tensor_logs \\
         --output_dir draw
     python script/visualization/visualize_tensors.py --output_dir draw    # an alias
 
 This script runs `python -m megatron.analysis draw DIR` and also accepts its other options, such as
---formats, --figures and --run; see `python -m megatron.analysis draw --help`. Default folders are
-in the root of the repository; a folder that you give is relative to the current one.
+--formats, --figures and --run; see `python -m megatron.analysis draw --help`. The default folders
+are in the root of the repository; a folder given as an option is relative to the current folder.
 
 Exit status: 0 everything is drawn; 2 wrong option or folder; 3 drawn without the files that could
 not be read.
@@ -28,14 +28,23 @@ if str(ROOT) not in sys.path:
 
 
 def default_folder(name: str) -> str:
-    """Return the path of a folder in the root; relative if the root is the current folder."""
+    """Return the path of a folder in the repository root.
+
+    The path is relative if the root is the current folder, and absolute otherwise.
+    """
     return name if Path.cwd() == ROOT else str(ROOT / name)
 
 
 def run(command: str, description: str | None, arguments: list[str] | None) -> int:
-    """Run a command of `python -m megatron.analysis`; return the exit status.
+    """Run a command of `python -m megatron.analysis`, and return the exit status.
 
-    This program takes the folders as options; the command takes the first as an argument.
+    This program takes both folders as options, while the command takes the folder of tensors as a
+    positional argument.
+
+    Args:
+        command: name of the command, such as "draw".
+        description: text of the program's help.
+        arguments: command-line arguments; None uses `sys.argv`.
     """
     from megatron.console import ArgumentParser, about_unknown
 
@@ -67,17 +76,17 @@ def run(command: str, description: str | None, arguments: list[str] | None) -> i
 
     folder = known.tensor_dir
     if folder.startswith("-"):
-        folder = f"./{folder}"  # so that it is not taken for an option
+        folder = f"./{folder}"  # so that it is not parsed as an option
     return analysis([command, folder, "--output-dir", known.output_dir, *others])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draw all figures; return the exit status."""
+    """Draw all figures, and return the exit status."""
     return run("draw", __doc__, arguments)
 
 
 def begin(main: Callable[[], int]) -> NoReturn:
-    """Run the main function of a program and exit with its status."""
+    """Run a program's main function, and exit with the status that it returns."""
     from megatron.console import run_main
 
     run_main(main)

@@ -1,5 +1,5 @@
-"""Figures from the statistics of a dump: one module per folder below the output folder.
+"""Figures drawn from the statistics of a dump, with one module per output folder.
 
-The other modules hold what these share: `figure_data` (tables and sums), `sheet` (the figure around
-the axes), `exponent_histograms`, `sums`, `deviations` and `scale_maps`.
+The other modules hold shared code: `figure_data` (tables and sums), `sheet` (layout, title and
+legend of a figure), `exponent_histograms`, `sums`, `deviations` and `scale_maps`.
 """

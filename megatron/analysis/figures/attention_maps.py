@@ -1,4 +1,4 @@
-"""attention_maps/: attention probabilities, and the quantization error of each head."""
+"""Draw the folder `attention_maps`: attention probabilities, and quantization errors per head."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from megatron.analysis.plots.style import decades
 from megatron.analysis.stats.errors import decibels
 from megatron.fake_quant import fake_quantize, get_format
 
-HEADS = 8  #: largest number of heads drawn per layer
-LAYERS = 8  #: largest number of layers drawn, evenly spaced
-PIXELS = 512  #: largest side of a map in pixels
-CHUNK = 1 << 20  #: values processed at a time
+HEADS = 8  #: maximum number of heads drawn per layer
+LAYERS = 8  #: maximum number of layers drawn, evenly spaced
+PIXELS = 512  #: maximum width and height of a map, in pixels
+CHUNK = 1 << 20  #: approximate number of values processed at a time
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield probabilities_L<layer> and head_error.
+    """Yield the figures "probabilities_L<layer>" and "head_error".
 
-    One layer is in memory at a time if each figure is drawn before the next one is requested. A
-    layer that cannot be loaded is left out.
+    Only one layer is in memory at a time if each figure is drawn before the next one is requested.
+    For a layer that cannot be loaded, the yielded function raises `NothingToDrawError`.
     """
     rows = latest(figure_data)
     source = source_of(rows)
@@ -71,7 +71,7 @@ def _refuse(why: str) -> Figure:
 
 
 def latest(figure_data: FigureData) -> pd.DataFrame:
-    """Return one row per layer, from the last iteration of the newest run."""
+    """Return the attention probabilities of the newest run's last iteration, one row per layer."""
     table = figure_data.tensors
     probs = table[table["tensor_name"] == "attention_probs"]
     if probs.empty:
@@ -86,16 +86,16 @@ def latest(figure_data: FigureData) -> pd.DataFrame:
 
 
 def source_of(rows: pd.DataFrame) -> str:
-    """Return a phrase that names the run and the iteration of the rows that `latest` chose."""
+    """Return a phrase that names the run and the iteration of the rows returned by `latest`."""
     first = rows.iloc[0]
     run = f"{first['quant_type']} run {first['run_id'] or '(unknown)'}"
     return f"{run} (the newest), iteration {first['iteration']} (its last)"
 
 
 def formats_of(figure_data: FigureData, tensor: int) -> list[str]:
-    """Return the formats that the statistics have for a tensor.
+    """Return the formats for which the statistics contain errors of the tensor.
 
-    Some formats cannot be computed for a tensor with missing parts.
+    Some formats cannot be evaluated on a tensor with missing parts.
     """
     uses = figure_data.uses
     computed = set(uses.loc[uses["tensor"] == tensor, "quantized_format"])
@@ -103,7 +103,11 @@ def formats_of(figure_data: FigureData, tensor: int) -> list[str]:
 
 
 def by_head(probs: Tensor) -> Tensor:
-    """Return the tensor as [batch, heads, queries, keys]; a missing batch dimension is added."""
+    """Return the tensor with shape [batch, heads, queries, keys], adding a missing batch dimension.
+
+    Raises:
+        NothingToDrawError: the tensor has fewer than three dimensions, or no values.
+    """
     if probs.dim() < 3:
         raise NothingToDrawError(f"attention_probs of shape {list(probs.shape)} have no heads")
     if not probs.numel():
@@ -112,7 +116,13 @@ def by_head(probs: Tensor) -> Tensor:
 
 
 def probabilities(probs: Tensor, title: str, source: str, warning: str = "") -> Figure:
-    """Draw the probabilities of the first sequence, one map per head."""
+    """Draw the attention probabilities of the first sequence, one map per head.
+
+    Args:
+        probs: probabilities [batch, heads, queries, keys].
+        source: phrase that names the run and the iteration.
+        warning: line about unfinished runs, or an empty string.
+    """
     heads = min(probs.shape[1], HEADS)
     columns = min(4, heads)
     rows = -(-heads // columns)
@@ -142,7 +152,7 @@ def probabilities(probs: Tensor, title: str, source: str, warning: str = "") -> 
 
 
 def entropy(probs: Tensor) -> float:
-    """Return the entropy in bits of probabilities [queries, keys], averaged over queries."""
+    """Return the entropy in bits of probabilities [queries, keys], averaged over the queries."""
     total = 0.0
     for part in torch.split(probs, queries_at_once(probs)):
         p = part.double()
@@ -152,12 +162,19 @@ def entropy(probs: Tensor) -> float:
 
 
 def queries_at_once(head: Tensor, multiple: int = 1) -> int:
-    """Return the number of queries with about `CHUNK` values, as a multiple of `multiple`."""
+    """Return the number of queries to process at a time, a multiple of `multiple`.
+
+    The queries have about `CHUNK` values in total.
+
+    Args:
+        head: probabilities [queries, keys] of one head.
+        multiple: number that the result is a multiple of.
+    """
     return max(CHUNK // (head.shape[-1] * multiple), 1) * multiple
 
 
 def head_errors(probs: Tensor, fmt: str) -> list[float]:
-    """Return the SQNR in dB of the probabilities of each head, quantized along keys as in P V."""
+    """Return the SQNR in dB of each head's probabilities, quantized along keys as in P V."""
     largest = largest_finite(probs) if get_format(fmt).has_tensor_scale else None
     ratios = []
     for head in range(probs.shape[1]):
@@ -170,20 +187,23 @@ def head_errors(probs: Tensor, fmt: str) -> list[float]:
 
 
 def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]:
-    """Return the sums of squares of the values of one sequence and of their errors.
+    """Return the sum of squares of one sequence's values, and that of their quantization errors.
+
+    Values whose quantization error is not finite are excluded from both sums.
 
     Args:
-        head: probabilities [queries, keys]; some queries are processed at a time.
-        largest: magnitude that determines the scale of the whole tensor, if the format has one.
+        head: probabilities [queries, keys] of one head, processed in chunks of queries.
+        largest: largest magnitude in the tensor, which determines its tensor scale; None if the
+            format has no tensor scale.
     """
     size = get_format(fmt).block_size or 1
     signal = noise = 0.0
     for number, part in enumerate(torch.split(head, queries_at_once(head, size))):
-        if largest is not None:  # in extra rows: as many as a square block has
+        if largest is not None:  # in extra rows before the part, as many as a square block has
             ahead = part.new_zeros(size, part.shape[1])
             ahead[0, 0] = largest
             part = torch.cat([ahead, part])
-        # a seed makes stochastic rounding reproducible
+        # The seed makes stochastic rounding reproducible.
         quantized = fake_quantize(part.contiguous(), fmt, axis=-1, seed=number)
         if largest is not None:
             part, quantized = part[size:], quantized[size:]
@@ -197,10 +217,12 @@ def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]
 
 
 def head_error(data: pd.DataFrame, source: str, warning: str = "") -> Figure:
-    """Draw the SQNR by layer and head, one panel per format.
+    """Draw the SQNR of each layer and head as a heatmap, one panel per format.
 
     Args:
-        data: columns `format`, `row` (layer), `column` (head), `value` (SQNR in dB).
+        data: table with columns `format`, `row` (layer), `column` (head) and `value` (SQNR in dB).
+        source: phrase that names the run and the iteration.
+        warning: line about unfinished runs, or an empty string.
     """
     formats = list(dict.fromkeys(data["format"]))
     heads, layers = data["column"].max() + 1, data["row"].nunique()

@@ -1,4 +1,4 @@
-"""block_analysis/: scales, headroom, range and codes of blocks."""
+"""Draw the folder `block_analysis`: the scales, headroom, range and codes of blocks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,18 @@ from megatron.analysis.stats import HEADROOM_EDGES
 from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E8M0
 from megatron.fake_quant import get_format
 
-MAPS = 6  #: tensors per figure of scale maps, one per place, the lowest SQNR first
-MOST_CODES = 256  #: largest number of codes that a bar chart shows
+MAPS = 6  #: maximum number of scale maps per figure
+MOST_CODES = 256  #: maximum number of codes in a bar chart
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield scale_map_<format>, blocks and code_usage."""
+    """Yield the figures "scale_map_<format>" for each format, "blocks" and "code_usage".
+
+    Formats with square blocks have no scale map.
+
+    Raises:
+        NothingToDrawError: none of the formats stores a scale byte per block.
+    """
     formats = figure_data.with_blocks()
     if not formats:
         raise NothingToDrawError("none of the formats has blocks; add mxfp8 to --formats")
@@ -46,9 +52,10 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def worst(figure_data: FigureData, fmt: str, count: int) -> pd.DataFrame:
-    """Return the tensor with the lowest SQNR of each place, the lowest SQNR first.
+    """Return at most `count` tensors sorted by increasing SQNR, one per module and tensor name.
 
-    The SQNR is that of blocks along the last dimension, as in the maps.
+    Of all tensors with the same module and tensor name, the one with the lowest SQNR is chosen. The
+    SQNR is measured with blocks along the last dimension, as in the maps.
     """
     uses = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
     if uses.empty:
@@ -61,14 +68,14 @@ def worst(figure_data: FigureData, fmt: str, count: int) -> pd.DataFrame:
 
 
 def scale_maps(figure_data: FigureData, fmt: str) -> Figure:
-    """Draw the scale maps of the tensors with the lowest SQNR."""
+    """Draw the block scales of the tensors with the lowest SQNR, one map per tensor."""
     rows = worst(figure_data, fmt, MAPS)
     drawn = []
     for row in rows.itertuples():
         try:
             drawn.append((row, scale_map(figure_data.load(row.tensor), fmt)))
         except (UnreadableTensorError, ValueError):
-            continue  # only a part of it was collected, or its file was removed meanwhile
+            continue  # only part of the tensor was collected, or its file has been removed
     if not drawn:
         raise NothingToDrawError("no tensor with values was collected whole, or its file is gone")
     columns = min(3, len(drawn))
@@ -94,13 +101,13 @@ def scale_maps(figure_data: FigureData, fmt: str) -> Figure:
 
 
 def summed(figure_data: FigureData, formats: Iterable[str]) -> dict[str, FormatSum]:
-    """Return the summed histograms of the formats that have any."""
+    """Return the summed histograms by format, without the formats that have none."""
     totals = {name: figure_data.summed(name) for name in formats}
     return {name: total for name, total in totals.items() if total is not None}
 
 
 def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
-    """Draw histograms of the headroom, the dynamic range and the scale of blocks."""
+    """Draw histograms of the headroom, the dynamic range and the scales of blocks."""
     totals = summed(figure_data, formats)
     if not totals:
         raise NothingToDrawError("no tensor was collected whole")
@@ -145,7 +152,7 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
 
 
 def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
-    """Return the formats whose counts equal those of another, so that one curve hides another."""
+    """Return the formats with the same counts as another format, whose curves hide each other."""
     return [
         name
         for name, own in counts.items()
@@ -154,9 +161,12 @@ def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
 
 
 def without_zeros_and_nan(figure_data: FigureData, fmt: str, scales: np.ndarray) -> np.ndarray:
-    """Return the number of blocks by E8M0 byte, without blocks of zeros only and blocks with a NaN.
+    """Return the number of blocks by E8M0 byte, excluding all-zero blocks and blocks with NaN.
 
-    Blocks of zeros store the smallest scale.
+    All-zero blocks store the smallest scale, so their number is subtracted from the first count.
+
+    Args:
+        scales: number of blocks for each of the 256 E8M0 bytes.
     """
     uses = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
     counts: np.ndarray = scales.copy()
@@ -166,7 +176,10 @@ def without_zeros_and_nan(figure_data: FigureData, fmt: str, scales: np.ndarray)
 
 
 def _headroom(totals: dict[str, FormatSum]) -> pd.DataFrame:
-    """Return the blocks by headroom for `plot_counts`, without empty bins at both ends."""
+    """Return the number of blocks by headroom, for `plot_counts`.
+
+    Bins that are empty in all formats are removed at both ends.
+    """
     edges, step = HEADROOM_EDGES, HEADROOM_EDGES[1] - HEADROOM_EDGES[0]
     occupied = np.flatnonzero(sum(total.headroom for total in totals.values()))
     chosen = slice(int(occupied[0]), int(occupied[-1]) + 1) if len(occupied) else slice(None)
@@ -180,7 +193,12 @@ def _headroom(totals: dict[str, FormatSum]) -> pd.DataFrame:
 
 
 def _by_number(counts: dict[str, np.ndarray], first: int) -> pd.DataFrame:
-    """Return counts of whole numbers, the first of which is `first`, without 0.01 % at each end."""
+    """Return the counts as a table for `plot_counts`, without 0.01 % of the total at each end.
+
+    Args:
+        counts: for each format, the number of blocks with the integers `first`, `first + 1`, ...
+        first: integer that the first count belongs to.
+    """
     longest = max(len(part) for part in counts.values())
     padded = {name: np.pad(part, (0, longest - len(part))) for name, part in counts.items()}
     below = np.cumsum(sum(padded.values()))
@@ -196,7 +214,7 @@ def _by_number(counts: dict[str, np.ndarray], first: int) -> pd.DataFrame:
 
 
 def code_usage(figure_data: FigureData) -> Figure:
-    """Draw how often each code of the formats' elements occurs."""
+    """Draw how often each element code occurs, one panel per format."""
     small = [
         name
         for name in figure_data.formats

@@ -1,4 +1,4 @@
-"""comparisons/: runs of different quantization types, compared with each other."""
+"""Draw the folder `comparisons`, which compares runs of different quantization types."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from megatron.analysis.plots.style import nothing
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield exponents_by_type, rms_by_type and deviation."""
+    """Yield the figures "exponents_by_type", "rms_by_type" and "deviation".
+
+    Raises:
+        NothingToDrawError: the dump has fewer than two quantization types.
+    """
     types = list(dict.fromkeys(figure_data.tensors["quant_type"]))
     if len(types) < 2:
         only = types[0] if types else "no type"
@@ -37,7 +41,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def exponents_by_type(figure_data: FigureData, types: list[str]) -> Figure:
-    """Draw the values by magnitude, one outline per type of the run."""
+    """Draw histograms of the magnitudes, one outline per quantization type."""
     kinds = figure_data.kinds(figure_data.tensors)
     figure, axes = sheet(4.6 * len(kinds), 4.2, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
@@ -53,7 +57,7 @@ def exponents_by_type(figure_data: FigureData, types: list[str]) -> Figure:
 
 
 def rms_by_type(figure_data: FigureData) -> Figure:
-    """Draw the root mean square by layer, one line per type."""
+    """Draw the root mean square of the tensors by layer, one line per quantization type."""
     kinds = figure_data.kinds(figure_data.tensors)
     figure, axes = sheet(4.2 * len(kinds), 4.2, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
@@ -68,7 +72,7 @@ def rms_by_type(figure_data: FigureData) -> Figure:
 
 
 def deviation(figure_data: FigureData) -> Figure:
-    """Draw the deviation of each run from the run without quantization, by layer."""
+    """Draw the relative distance of each run from the unquantized run, by layer."""
     data = figure_data.deviations
     if data.empty:
         raise NothingToDrawError(
@@ -99,7 +103,7 @@ def deviation(figure_data: FigureData) -> Figure:
 
 
 def _last(data: pd.DataFrame) -> str:
-    """Return the iteration that was compared, or one per type if they differ."""
+    """Return the iteration that was compared, or a list by quantization type if they differ."""
     last = data.groupby("quant_type")["iteration"].first()
     if last.nunique() == 1:
         return str(last.iloc[0])

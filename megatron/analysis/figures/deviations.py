@@ -1,4 +1,4 @@
-"""The distance of each run of a dump from the run without quantization, tensor by tensor."""
+"""Compute the distance of each run of a dump from the unquantized run, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.analysis.dump.tensor_files import UnreadableTensorError
 
-#: Columns that identify the same tensor in two runs on the same data.
+#: Columns that together identify a tensor in every run on the same data.
 SAME = ("iteration", "micro_batch", "data_rank", "layer_idx", "module", "operation", "tensor_name")
-BASELINES = ("bf16", "none")  #: types without quantization, by preference
-CHUNK = 1 << 22  #: values compared at a time
+BASELINES = ("bf16", "none")  #: unquantized types, in order of preference
+CHUNK = 1 << 22  #: number of values compared at a time
 
 
 def deviations(
@@ -24,14 +24,18 @@ def deviations(
 ) -> pd.DataFrame:
     """Return the relative distance of each tensor from the same tensor of the unquantized run.
 
-    The columns are `quant_type`, `kind`, `layer_idx`, `iteration` and `deviation`: |x - x0| / |x0|
-    in the Euclidean norm. Each type is compared in the last iteration that it shares with the
-    unquantized run. The table is empty if every run quantizes, or if no tensor has a counterpart.
+    Each quantization type is compared in the last iteration that it shares with the unquantized
+    run.
 
     Args:
         tensors: the table `FigureData.tensors`.
-        load: returns the tensor of a row.
-        bar: wraps the rows and a title in a progress bar.
+        load: function that returns the tensor with the given index in `tensors`.
+        bar: function that takes the rows and a title, and returns the rows with a progress bar.
+
+    Returns:
+        A table with the columns `quant_type`, `kind`, `layer_idx`, `iteration` and `deviation`. The
+        deviation is |x - x0| / |x0| in the Euclidean norm. The table is empty if every run is
+        quantized, or if no tensor has a counterpart.
     """
     baseline = next((name for name in BASELINES if (tensors["quant_type"] == name).any()), None)
     columns = ["quant_type", "kind", "layer_idx", "iteration", "deviation"]
@@ -50,13 +54,16 @@ def deviations(
         try:
             distance = relative_distance(load(row.tensor), load(int(row.base)))
         except (UnreadableTensorError, ValueError):
-            continue  # a file is in the list of problems, or parts of the tensor are missing
+            continue  # a file is corrupt (listed among the problems), or parts are missing
         rows.append((row.quant_type, row.kind, row.layer_idx, row.iteration, distance))
     return pd.DataFrame(rows, columns=columns)
 
 
 def relative_distance(x: Tensor, base: Tensor) -> float:
-    """Return |x - base| / |base| in float64; NaN if the shapes differ or `base` is zero."""
+    """Return |x - base| / |base| in the Euclidean norm, computed in float64.
+
+    The result is NaN if the shapes differ or `base` is zero.
+    """
     if x.shape != base.shape:
         return float("nan")
     difference = norm = 0.0

@@ -1,7 +1,7 @@
-"""distributions/: the spread of the values of each tensor.
+"""Draw the folder `distributions`: the distribution of the values of each tensor.
 
-Quantiles and densities come from the counts of bfloat16 patterns, summed over tensors. They are
-exact to one bfloat16 step.
+Quantiles and densities are computed from the counts of bfloat16 bit patterns, summed over tensors.
+They are exact to one bfloat16 step.
 """
 
 from __future__ import annotations
@@ -27,20 +27,26 @@ from megatron.analysis.plots.density import plot_density
 from megatron.analysis.plots.exponent_histogram import plot_exponent_histogram
 from megatron.analysis.plots.quantiles import plot_quantiles
 
-MOST = 36  #: largest number of panels per figure
-REACH = 12.0  #: standard deviations that a histogram shows at most
-BINS = 96  #: bins of a histogram
+MOST = 36  #: maximum number of panels per figure
+REACH = 12.0  #: maximum distance from zero in a histogram, in standard deviations
+BINS = 96  #: number of bins of a histogram
 
 _PATTERNS = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
 with np.errstate(invalid="ignore"):  # patterns of signaling NaN
     _VALUES = _PATTERNS.view(np.float32).astype(np.float64)
 _FINITE = np.isfinite(_VALUES)
-#: Finite patterns from the most negative value to the largest.
+#: Finite bfloat16 patterns, sorted by value from the most negative to the largest.
 _RISING = np.flatnonzero(_FINITE)[np.argsort(_VALUES[_FINITE], kind="stable")]
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield exponents, histogram (several if there are many places), box and qq."""
+    """Yield the figures "exponents", "histogram", "box" and "qq".
+
+    More than `MOST` panels are split into "histogram", "histogram_2" and so on.
+
+    Raises:
+        NothingToDrawError: no values were counted.
+    """
     if not figure_data.sums.patterns:
         raise NothingToDrawError("no tensor has a value that could be counted")
     yield "exponents", partial(exponents, figure_data)
@@ -53,7 +59,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def exponents(figure_data: FigureData) -> Figure:
-    """Draw histograms of the exponents above the ranges of the formats."""
+    """Draw a histogram of the exponents per kind of tensor, with the format ranges below it."""
     judged = figure_data.judged if figure_data.formats else figure_data.tensors
     kinds = figure_data.kinds(judged)
     figure, axes = sheet(5.4 * len(kinds), 5.0, 1, len(kinds))
@@ -73,7 +79,7 @@ def exponents(figure_data: FigureData) -> Figure:
 
 
 def histogram(figure_data: FigureData, places: Sequence[str]) -> Figure:
-    """Draw the density of the values, one panel per place."""
+    """Draw the density of the values, one panel per place (module and tensor name)."""
     columns = min(4, len(places))
     rows = -(-len(places) // columns)
     figure, axes = sheet(3.1 * columns, 2.1 * rows + 0.9, rows, columns)
@@ -95,7 +101,7 @@ def histogram(figure_data: FigureData, places: Sequence[str]) -> Figure:
 
 
 def box(figure_data: FigureData) -> Figure:
-    """Draw one box of the magnitudes per place."""
+    """Draw a box plot of the magnitudes, one box per place (module and tensor name)."""
     rows = [
         {"name": figure_data.label(place), "group": place.rpartition(" ")[2]}
         | magnitude_quantiles(figure_data.sums.patterns[place])
@@ -110,7 +116,10 @@ def box(figure_data: FigureData) -> Figure:
 
 
 def quantile_quantile(figure_data: FigureData) -> Figure:
-    """Draw the quantiles of each place against those of a normal distribution."""
+    """Draw the quantiles of the values against those of a normal distribution.
+
+    Each place (module and tensor name) has one curve.
+    """
     kinds = figure_data.kinds(figure_data.tensors)
     figure, axes = sheet(4.9 * len(kinds), 6.2, 1, len(kinds))
     normal = NormalDist()
@@ -138,7 +147,13 @@ def quantile_quantile(figure_data: FigureData) -> Figure:
 
 
 def magnitude_quantiles(patterns: NDArray[np.int64]) -> dict[str, float]:
-    """Return five quantiles of the magnitudes (1 to 99 %) and the largest; zeros count."""
+    """Return the 1, 25, 50, 75 and 99 % quantiles of the magnitudes, and the largest magnitude.
+
+    Zeros are included. All results are NaN if `patterns` has no counts.
+
+    Args:
+        patterns: number of values with each bfloat16 bit pattern.
+    """
     magnitudes = patterns[: 1 << 15] + patterns[1 << 15 :]
     total = int(magnitudes.sum())
     if not total:
@@ -151,7 +166,11 @@ def magnitude_quantiles(patterns: NDArray[np.int64]) -> dict[str, float]:
 
 
 def moments(patterns: NDArray[np.int64]) -> tuple[float, float]:
-    """Return the mean and the standard deviation of the finite values."""
+    """Return the mean and the standard deviation of the finite values.
+
+    Args:
+        patterns: number of values with each bfloat16 bit pattern.
+    """
     counts, values = patterns[_FINITE].astype(np.float64), _VALUES[_FINITE]
     total = max(counts.sum(), 1.0)
     mean = float(counts @ values / total)
@@ -161,9 +180,14 @@ def moments(patterns: NDArray[np.int64]) -> tuple[float, float]:
 def standard_quantiles(
     patterns: NDArray[np.int64], shares: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the quantiles of the values in standard deviations from the mean.
+    """Return the quantiles of the finite values, in standard deviations from the mean.
 
-    A quantile beyond which less than one value lies is NaN.
+    A quantile is NaN if fewer than one value is expected beyond it. All quantiles are NaN if the
+    standard deviation is zero.
+
+    Args:
+        patterns: number of values with each bfloat16 bit pattern.
+        shares: probabilities of the quantiles, between 0 and 1.
     """
     counts = patterns[_RISING]
     mean, std = moments(patterns)
@@ -177,9 +201,12 @@ def standard_quantiles(
 
 
 def density(patterns: NDArray[np.int64]) -> pd.DataFrame | None:
-    """Return the density of the values in even bins, in units of the standard deviation.
+    """Return the density of the values in bins of equal width, or None if all values are equal.
 
-    Return None if all values are the same.
+    Bin edges and densities are in units of the standard deviation.
+
+    Args:
+        patterns: number of values with each bfloat16 bit pattern.
     """
     std = moments(patterns)[1]
     if not std > 0:

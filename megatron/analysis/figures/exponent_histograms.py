@@ -1,4 +1,4 @@
-"""The data of exponent histograms: shares of values per binade, and the ranges of the formats."""
+"""Compute the data of exponent histograms: the share of values per binade and the format ranges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.analysis.figures.figure_data import FigureData, trimmed
 from megatron.fake_quant import get_format
 from megatron.fake_quant.inspect import format_properties
 
-#: Explanation of the bars below an exponent histogram.
+#: Part of a figure's note that explains the bars below an exponent histogram.
 RANGE_NOTE = (
     "bars: the range of each format (thin: subnormal); in block formats, bars hold for a block "
     "with the median scale, and the line extends to blocks with other scales"
@@ -23,7 +23,8 @@ RANGE_NOTE = (
 def exponent_shares(figure_data: FigureData, kind: str) -> pd.DataFrame:
     """Return the share of values per binade and tensor name, for `plot_exponent_histogram`.
 
-    Only the tensors of one kind by which formats are judged count.
+    Only tensors of the given kind are counted. If the figures have formats, only tensors by which
+    formats are judged are counted.
     """
     table = figure_data.judged[figure_data.judged["kind"] == kind]
     if not figure_data.formats:
@@ -36,9 +37,12 @@ def exponent_shares(figure_data: FigureData, kind: str) -> pd.DataFrame:
 
 
 def binade_shares(counts: Mapping[str, NDArray[np.int64]]) -> pd.DataFrame:
-    """Return the share of values per binade for counts by name, for `plot_exponent_histogram`.
+    """Return the share of values per binade and name, for `plot_exponent_histogram`.
 
-    Names without any value are left out.
+    Names whose counts are all zero are omitted. So are the lowest 0.01 % of all values.
+
+    Args:
+        counts: for each name, the number of values in each of the 255 binades.
     """
     chosen = trimmed(sum(counts.values(), start=np.zeros(255, dtype=np.int64)))
     frames = [
@@ -56,17 +60,27 @@ def binade_shares(counts: Mapping[str, NDArray[np.int64]]) -> pd.DataFrame:
 
 
 def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
-    """Return exponents of the smallest, smallest normal and largest number of each format.
+    """Return the base-2 logarithms of the limits of each format's range.
 
-    The range of a block (or tensor) is that of the elements times its scale. `smallest`, `normal`
-    and `largest` hold for the median scale in `table`, `lowest` and `highest` for all scales.
-    `table` has columns `quantized_format`, `scale_median`, `scale_min`, `scale_max` and `amax`.
+    The range of a block (or tensor) is the range of the elements times the scale. Formats with
+    bfloat16 elements are omitted, and formats whose scales are unknown.
+
+    Args:
+        formats: names of the formats.
+        table: rows of `FigureData.judged`. The columns `quantized_format`, `scale_median`,
+            `scale_min`, `scale_max` and `amax` are used.
+
+    Returns:
+        One row per format. At the median scale, `smallest` is the smallest positive number,
+        `normal` the smallest normal number and `largest` the largest number. `lowest` is the
+        smallest number at the smallest scale, and `highest` the largest number at the largest
+        scale.
     """
     rows = []
     for name in formats:
         fmt, uses = get_format(name), table[table["quantized_format"] == name]
         if fmt.element.name == "bfloat16":
-            continue  # its range holds every value
+            continue  # every value is within its range
         shift = low = high = 0.0
         finer_exponents = 0
         largest = float(format_properties.positive_values(fmt.element)[-1])
@@ -76,14 +90,14 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
             target, finer_exponents = fmt.scaling.target, fmt.scaling.finer_exponents
             shift = uses["scale_median"].median()
             low, high = uses["scale_min"].min(), uses["scale_max"].max()
-            if target is not None:  # times the scale of the tensor
+            if target is not None:  # multiply by the tensor scale
                 shift += _shifts(uses["amax"], target)[0]
                 own = [_shifts(uses["amax"][[at]], target)[0] for at in uses.index]
                 low, high = (uses["scale_min"] + own).min(), (uses["scale_max"] + own).max()
         if math.isnan(shift):
             continue
-        # In HiFloat4, the bit per 8 values and the bit per 4 values can each double an element. The
-        # smallest numbers are those of groups with neither bit set.
+        # In HiFloat4, one bit per 8 values and one bit per 4 values can each double an element. The
+        # smallest numbers occur where neither bit is set.
         smallest = math.log2(float(format_properties.positive_values(fmt.element)[0]))
         rows.append(
             {
@@ -100,7 +114,10 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _shifts(amax: pd.Series[float], target: float) -> tuple[float, float, float]:
-    """Return log2 of the tensor scale for the median, the smallest and the largest amax."""
+    """Return log2 of the tensor scale for the median, the smallest and the largest positive amax.
+
+    The tensor scale is amax / target. All results are 0 if no amax is positive.
+    """
     known = amax[amax > 0]
     if known.empty:
         return 0.0, 0.0, 0.0

@@ -1,5 +1,6 @@
-"""The data of all figures of a dump: its statistics as tables with short names, and the sums of the
-histograms of its tensors.
+"""Provide the data of all figures of a dump.
+
+The data are the statistics as tables with short names, and the summed histograms of the tensors.
 """
 
 from __future__ import annotations
@@ -28,33 +29,38 @@ from megatron.analysis.store import TensorStore
 from megatron.fake_quant import get_format
 
 KINDS = {"forward": "Activations", "weight": "Weights", "gradient": "Gradients"}
-#: GEMMs by precedence: an operand that several of them quantize is shown as the first does it.
+#: GEMMs in order of precedence. If several GEMMs quantize an operand, the figures show it as
+#: quantized for the first of them.
 USES = ("fprop", "dgrad", "wgrad")
 _LAYER = re.compile(r"^(.*\blayers\.\d+\.)")
 _EXPERT = re.compile(r"\blocal_experts\.\d+\b")
-#: Parts of a module's name that carry no information.
+#: Parts of a module's name that carry no information and are removed from its short name.
 _NOISE = ("self_attention.", "mlp.", "linear_")
 
-Make = Callable[[], Figure | str]  #: draws a figure or writes a text
+Make = Callable[[], Figure | str]  #: function that draws a figure or returns the text of a file
 
 
 class NothingToDrawError(Exception):
-    """The dump lacks what a figure needs; the message says what that is."""
+    """Exception for data that a figure needs and the dump lacks; the message names the data."""
 
 
 @dataclass(eq=False)
 class FigureData:
-    """A dump with its statistics, in the form that the figures use."""
+    """Data of a dump in the form that the figures use.
+
+    Throughout the figures, a "place" is a module's short name followed by a tensor name, such as
+    `qkv input`. It stands for these tensors in all layers.
+    """
 
     store: TensorStore
     statistics: Statistics
     formats: tuple[str, ...]
-    progress: bool = False  #: show a bar on a terminal where many tensors are read
-    judge: str = OPERANDS  #: the tensors by which formats are judged, one of `JUDGED`
+    progress: bool = False  #: if True, show a progress bar on a terminal while reading many tensors
+    judge: str = OPERANDS  #: group of tensors by which formats are judged, one of `JUDGED`
 
     @functools.cached_property
     def tensors(self) -> pd.DataFrame:
-        """Return `Statistics.tensors` with short names in columns of their own.
+        """Table `Statistics.tensors` with additional columns and without missing names.
 
         The new columns are `tensor` (the index), `part` (the module's short name), `place` (part
         and tensor name), `kind` (one of `KINDS`) and `operand` (whether a matmul reads the tensor).
@@ -77,13 +83,15 @@ class FigureData:
 
     @functools.cached_property
     def uses(self) -> pd.DataFrame:
-        """Return one row per tensor and format, with the columns of the tensor.
+        """Table of quantization errors, with one row per tensor and format.
 
-        Blocks run along the reduction axis of the first GEMM of `USES` that reads the tensor, and
-        along the last dimension if no GEMM reads it.
+        The columns of `tensors` are included.
+
+        Blocks run along the reduction axis of the first GEMM in `USES` that reads the tensor. If no
+        GEMM reads the tensor, they run along its last dimension.
         """
         table = self.statistics.formats.copy()
-        # as categories, they would be sorted in the order of the categories
+        # Categorical columns would be sorted in the order of their categories.
         for name in ("quantized_format", "axis", "used_by"):
             table[name] = table[name].astype(object).fillna("").astype(str)
         if table.empty:
@@ -99,15 +107,18 @@ class FigureData:
 
     @functools.cached_property
     def judged(self) -> pd.DataFrame:
-        """Return the rows of `uses` by which formats are judged, operands or results (`judge`)."""
+        """Rows of `uses` by which formats are judged: operands or results, as `judge` says."""
         operands = self.uses["operand"].astype(bool)
         return self.uses[operands if self.judge == OPERANDS else ~operands]
 
     def kinds(self, table: pd.DataFrame) -> list[str]:
-        """Return the members of `KINDS` that occur in a table, `tensors` or `uses`.
+        """Return the kinds of tensors in the table, in the order of `KINDS`.
+
+        Args:
+            table: rows of `tensors` or `uses`.
 
         Raises:
-            NothingToDrawError: there is no row.
+            NothingToDrawError: the table has no rows.
         """
         kinds = [kind for kind in KINDS if (table["kind"] == kind).any()]
         if not kinds:
@@ -118,7 +129,7 @@ class FigureData:
 
     @property
     def nothing_judged(self) -> str:
-        """The reason why no format can be judged."""
+        """Message that explains why no format can be judged."""
         if self.uses.empty:
             return "no tensor has values that a format could be applied to"
         other = next(name for name in JUDGED if name != self.judge)
@@ -126,7 +137,7 @@ class FigureData:
 
     @functools.cached_property
     def sums(self) -> Sums:
-        """Return the histograms of all tensors, summed by layer, place and format; read once."""
+        """Histograms of all tensors, summed by layer, place and format; read on first access."""
         if self.tensors.empty:
             return Sums({}, {}, {})
         axes = self.uses.set_index(["tensor", "quantized_format"])["axis"].to_dict()
@@ -134,27 +145,27 @@ class FigureData:
 
     @functools.cached_property
     def deviations(self) -> pd.DataFrame:
-        """Return the table of `deviations.deviations`, which loads two tensors per row."""
+        """Table computed by `deviations.deviations`, which loads two tensors per row."""
         return deviations(self.tensors, self.load, self._bar)
 
     def _bar(self, rows: Sequence[Any], what: str) -> Iterable[Any]:
-        """Return an iterator over the rows that shows a progress bar."""
-        hidden = None if self.progress else True  # None: hidden where there is no terminal
+        """Return an iterable over the rows that shows a progress bar labeled `what`."""
+        hidden = None if self.progress else True  # None hides the bar if there is no terminal
         bar: Iterable[Any] = tqdm(rows, desc=what, unit="tensor", disable=hidden, leave=False)
         return bar
 
     @functools.cached_property
     def _records(self) -> pd.DataFrame:
-        """Return the records of the store, indexed by path."""
+        """Records of the store, indexed by path."""
         records = self.store.records
         return records.set_index(records["path"].map(str), drop=False)
 
     def load(self, tensor: int) -> Tensor:
-        """Return the logical tensor of a row of `tensors`.
+        """Return the tensor with the given index in `tensors`, assembled from its shards.
 
         Raises:
             UnreadableTensorError: a file is corrupt.
-            ValueError: a shard is missing, or the shards do not fit together.
+            ValueError: a shard is missing, or the shards are inconsistent.
         """
         row = self.statistics.tensors.loc[tensor]
         record = self._records.loc[str(row["path"])]
@@ -164,29 +175,29 @@ class FigureData:
 
     @property
     def places(self) -> list[str]:
-        """Return all places in the order of a forward pass and then of a backward pass."""
+        """All places: first those of activations and weights, then those of gradients."""
         order = {"forward": 0, "weight": 0, "gradient": 1}
         table = self.tensors.assign(order=self.tensors["kind"].map(order))
         return list(dict.fromkeys(table.sort_values("order", kind="stable")["place"]))
 
     def places_of(self, *kinds: str) -> list[str]:
-        """Return the places of some kinds: forward, weight, gradient."""
+        """Return the places of tensors of the given kinds (`forward`, `weight`, `gradient`)."""
         chosen = set(self.tensors.loc[self.tensors["kind"].isin(kinds), "place"])
         return [place for place in self.places if place in chosen]
 
     def judged_places(self, *kinds: str) -> list[str]:
-        """Return the places by which formats are judged, of the given kinds or of all kinds."""
+        """Return the places by which formats are judged, restricted to `kinds` if any are given."""
         table = self.judged[self.judged["kind"].isin(kinds)] if kinds else self.judged
         chosen = set(table["place"])
         return [place for place in self.places if place in chosen]
 
     @property
     def places_apart(self) -> list[str]:
-        """Return all places: first those of operands, then those of results."""
+        """All places: first those of operands, then those of results."""
         return sorted(self.places, key=lambda place: place not in self._operand_places)
 
     def label(self, place: str) -> str:
-        """Return the name of a place, with the suffix `(result)` if no matmul reads its tensors."""
+        """Return the place, with the suffix `(result)` if no matmul reads its tensors."""
         return place if place in self._operand_places else f"{place} (result)"
 
     @functools.cached_property
@@ -194,9 +205,14 @@ class FigureData:
         return set(self.tensors.loc[self.tensors["operand"], "place"])
 
     def summed(self, fmt: str, places: Iterable[str] | None = None) -> FormatSum | None:
-        """Return the histograms of one format, summed over layers and the given places.
+        """Return the histograms of one format, summed over layers and places.
 
-        Only places by which formats are judged count.
+        Only places by which formats are judged are included. The result is None if there are no
+        histograms.
+
+        Args:
+            fmt: name of the format.
+            places: places to include; None includes all.
         """
         judged = self.judged_places()
         wanted = set(judged) if places is None else {*judged} & {*places}
@@ -213,12 +229,12 @@ class FigureData:
 
     @property
     def origin(self) -> str:
-        """Return a phrase with the number of tensors, their types and iterations."""
+        """Phrase that states the number of tensors, their quantization types and the iterations."""
         return self._origin(self.tensors, "tensors")
 
     @property
     def judged_origin(self) -> str:
-        """Return the same phrase for the tensors by which formats are judged."""
+        """Phrase like `origin`, but for the tensors by which formats are judged."""
         chosen = self.tensors.loc[self.judged["tensor"].unique()]
         return self._origin(chosen, f"{self.judge} of matmuls")
 
@@ -231,18 +247,18 @@ class FigureData:
 
     @functools.cached_property
     def alarm(self) -> str:
-        """Return one line about runs that did not finish, or an empty string if all did."""
+        """Line about runs that did not finish, or an empty string if all runs finished."""
         return alarm(self.store)
 
     def headline(self, figure: Figure, title: str, note: str = "") -> None:
-        """Write the title of a figure, the note below it, and a warning on unfinished runs."""
+        """Write the title of a figure, a note below it, and a warning about unfinished runs."""
         headline(figure, title, note, self.alarm)
 
 
 def short_module(name: str) -> str:
-    """Return a short name: `qkv` for `decoder.layers.3.self_attention.linear_qkv`.
+    """Return a module's short name: `qkv` for `decoder.layers.3.self_attention.linear_qkv`.
 
-    All experts of a layer get the same name.
+    All experts of a layer have the same short name.
     """
     rest = _EXPERT.sub("experts", _LAYER.sub("", name))
     for word in _NOISE:
@@ -259,12 +275,20 @@ def kind_of(tensor_name: str, operation: str | None) -> str:
 
 
 def _first_use(used_by: str) -> int:
-    """Return the position in `USES` of an operand's first GEMM, or its length if there is none."""
+    """Return the index in `USES` of the first GEMM that reads an operand.
+
+    The result is `len(USES)` if `used_by` names none of these GEMMs.
+    """
     return min((place for place, name in enumerate(USES) if name in used_by), default=len(USES))
 
 
 def trimmed(counts: NDArray[np.int64], tail: float = 1e-4) -> slice:
-    """Return the range of binades that holds all values but the lowest `tail` of them."""
+    """Return the slice of binades that contain values, without the lowest values.
+
+    Args:
+        counts: number of values in each of the 255 binades.
+        tail: share of the values, the smallest in magnitude, to leave out.
+    """
     present = np.flatnonzero(counts)
     if not len(present):
         return slice(120, 128)
@@ -274,9 +298,14 @@ def trimmed(counts: NDArray[np.int64], tail: float = 1e-4) -> slice:
 
 
 def medians(table: pd.DataFrame, group: str, x: str, column: str) -> pd.DataFrame:
-    """Return the median of a column by group and x, for `plot_lines`.
+    """Return the median of a column for each pair of group and x, for `plot_lines`.
 
-    The groups are in the order of their first appearance.
+    The groups are in the order of their first appearance in the table.
+
+    Args:
+        group: name of the column with the groups.
+        x: name of the column with the x values.
+        column: name of the column whose median is computed.
     """
     data = table.groupby([group, x], sort=False)[column].median().reset_index()
     order = {name: place for place, name in enumerate(dict.fromkeys(table[group]))}
@@ -285,7 +314,12 @@ def medians(table: pd.DataFrame, group: str, x: str, column: str) -> pd.DataFram
 
 
 def median_of(table: pd.DataFrame, keys: Sequence[str], what: str) -> str:
-    """Return a phrase: the number of tensors whose median a cell, dot or point shows."""
+    """Return a phrase that says how many tensors each cell, dot or point is the median of.
+
+    Args:
+        keys: columns that identify a cell, dot or point.
+        what: word for it in the phrase, such as "cell".
+    """
     sizes = table.groupby(list(keys)).size()
     if sizes.empty or sizes.max() == 1:
         return f"a {what} is one tensor"
@@ -295,10 +329,10 @@ def median_of(table: pd.DataFrame, keys: Sequence[str], what: str) -> str:
 
 
 def layer_name(layer: int) -> str:
-    """Return the label of a layer; -1 stands for an unknown layer and has the label `?`."""
+    """Return the label of a layer, such as `L3`; the label of an unknown layer (-1) is `?`."""
     return f"L{layer}" if layer >= 0 else "?"
 
 
 def file_name(fmt: str) -> str:
-    """Return a format's name without the colons that some file systems refuse."""
+    """Return a format's name with hyphens for colons, which some file systems do not allow."""
     return fmt.replace(":", "-")

@@ -1,4 +1,4 @@
-"""global_statistics/: the dump as a whole in numbers, as JSON and as text."""
+"""Write the folder `global_statistics`: a summary of the whole dump, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUMBERS = ("sqnr_db", "cosine", "relative_bias", "underflow", "saturated", "axis
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield global_statistics.json and global_statistics.txt."""
+    """Yield the files "global_statistics.json" and "global_statistics.txt"."""
     numbers = summary(figure_data)
     text = json.dumps(numbers, indent=1, allow_nan=False) + "\n"
     yield "global_statistics.json", lambda: text
@@ -29,7 +29,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def summary(figure_data: FigureData) -> dict[str, Any]:
-    """Return the numbers of the dump as a whole; a number that does not exist is None."""
+    """Return the statistics of the whole dump as values for JSON; an undefined number is None."""
     table = figure_data.tensors
     finite = int(table["finite"].sum())
     overall = {
@@ -75,14 +75,17 @@ def summary(figure_data: FigureData) -> dict[str, Any]:
 
 
 def _pooled_rms(table: pd.DataFrame) -> float:
-    """Return the root mean square of the finite values of all tensors together."""
+    """Return the root mean square of the finite values of all tensors; NaN if there are none."""
     finite = table["finite"].sum()
     squares = (table["rms"].fillna(0.0) ** 2 * table["finite"]).sum()
     return math.sqrt(squares / finite) if finite else math.nan
 
 
 def _format(figure_data: FigureData, name: str) -> dict[str, Any]:
-    """Return the lowest, median and highest numbers over the tensors that judge a format."""
+    """Return the lowest, median and highest value of each column in `NUMBERS` for a format.
+
+    Only the tensors by which formats are judged are included.
+    """
     uses = figure_data.judged[figure_data.judged["quantized_format"] == name]
     numbers: dict[str, Any] = {"tensors": len(uses)}
     for column in NUMBERS:
@@ -97,7 +100,7 @@ def _format(figure_data: FigureData, name: str) -> dict[str, Any]:
 
 
 def _plain(value: float) -> float | str | None:
-    """Return a number for JSON, which has neither NaN (None) nor Inf (a text)."""
+    """Return a value that JSON can represent: None for NaN, and a string for infinity."""
     value = float(value)
     if math.isnan(value):
         return None

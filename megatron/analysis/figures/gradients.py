@@ -1,4 +1,4 @@
-"""gradients/: statistics of the gradients by layer, magnitude and format."""
+"""Draw the folder `gradients`: statistics of the gradients by layer, magnitude and format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ from megatron.analysis.plots.style import percent
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield by_layer, exponents, underflow, and iterations if the dump has more than one."""
+    """Yield the figures "by_layer" and "exponents", and others if the dump has their data.
+
+    "underflow" needs formats, and "iterations" needs gradients of several iterations.
+
+    Raises:
+        NothingToDrawError: the dump has no gradients.
+    """
     gradients = figure_data.tensors[figure_data.tensors["kind"] == "gradient"]
     if gradients.empty:
         raise NothingToDrawError("no gradient was collected; collect backward operations too")
@@ -44,7 +50,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def exponents(figure_data: FigureData) -> Figure:
-    """Draw the gradients by magnitude above the ranges of the formats."""
+    """Draw a histogram of gradient magnitudes, with the range of each format below it."""
     gradients = judged_gradients(figure_data)
     figure, axes = sheet(9.0, 5.2)
     ranges = format_ranges(figure_data.formats, gradients)
@@ -56,7 +62,7 @@ def exponents(figure_data: FigureData) -> Figure:
 
 
 def underflow(figure_data: FigureData) -> Figure:
-    """Draw the share of gradients that become zero and their SQNR, by layer."""
+    """Draw the share of gradients that become zero, and the SQNR of the gradients, by layer."""
     gradients = judged_gradients(figure_data)
     figure, axes = sheet(9.0, 4.4, 1, 2)
     for ax, column, label in zip(
@@ -78,7 +84,7 @@ def judged_gradients(figure_data: FigureData) -> pd.DataFrame:
     """Return the rows of `FigureData.judged` that are gradients.
 
     Raises:
-        NothingToDrawError: there is none.
+        NothingToDrawError: there are no such rows.
     """
     gradients = figure_data.judged[figure_data.judged["kind"] == "gradient"]
     if gradients.empty:

@@ -1,4 +1,4 @@
-"""heatmaps/: one number per layer and tensor, or per layer and iteration."""
+"""Draw the folder `heatmaps`: one number per layer and tensor, or per layer and iteration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ from megatron.analysis.plots.heatmap import plot_heatmap
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield sqnr_<format>, sqnr_by_iteration_<format>, amax, rms and kurtosis."""
+    """Yield the figures "sqnr_<format>", "amax", "rms" and "kurtosis".
+
+    If the dump has several iterations, also yield "sqnr_by_iteration_<format>".
+
+    Raises:
+        NothingToDrawError: no tensor could be read.
+    """
     if figure_data.tensors.empty:
         raise NothingToDrawError("no tensor could be read")
     norm = sqnr_norm(figure_data)
@@ -45,7 +51,13 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def cells(table: pd.DataFrame, value: str, column: str, order: list[object]) -> pd.DataFrame:
-    """Return the median of `value` by layer and `column`, for `plot_heatmap`."""
+    """Return the median of a column for each cell of a heatmap, for `plot_heatmap`.
+
+    Args:
+        value: name of the column whose median is computed.
+        column: name of the column whose values are the columns of the heatmap; its rows are layers.
+        order: columns of the heatmap from left to right.
+    """
     values = table.groupby(["layer_idx", column])[value].median()
     layers = sorted(table["layer_idx"].unique())
     index = pd.MultiIndex.from_product([layers, order], names=["layer", "column"])
@@ -54,7 +66,7 @@ def cells(table: pd.DataFrame, value: str, column: str, order: list[object]) -> 
 
 
 def sqnr_norm(figure_data: FigureData) -> Normalize:
-    """Return one color scale for all formats, so that their figures can be compared."""
+    """Return one SQNR color scale for all formats, so that their figures can be compared."""
     finite = figure_data.judged["sqnr_db"].replace([np.inf, -np.inf], np.nan).dropna()
     if finite.empty:
         return Normalize(0, 40)
@@ -63,9 +75,9 @@ def sqnr_norm(figure_data: FigureData) -> Normalize:
 
 
 def layer_by_tensor_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) -> Figure:
-    """Draw the SQNR of one format by layer and place."""
+    """Draw the SQNR of one format by layer and place (module and tensor name)."""
     uses = figure_data.judged[figure_data.judged["quantized_format"] == fmt]
-    figure_data.kinds(uses)  # raises if there is no row
+    figure_data.kinds(uses)  # raises NothingToDrawError if there are no rows
     data = cells(uses, "sqnr_db", "place", list(figure_data.judged_places()))
     figure, axes = _sheet_for(data)
     plot_heatmap(data, label="SQNR (dB)", norm=norm, ax=axes[0])
@@ -98,7 +110,7 @@ def layer_by_iteration_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) 
 
 
 def layer_by_tensor_value(figure_data: FigureData, column: str, title: str, label: str) -> Figure:
-    """Draw a statistic of the values by layer and place, on a logarithmic color scale."""
+    """Draw a column of `tensors` by layer and place, on a logarithmic color scale."""
     data = cells(figure_data.tensors, column, "place", list(figure_data.places_apart))
     data = data.assign(column=data["column"].map(figure_data.label))
     positive = data["value"][data["value"] > 0]
@@ -113,6 +125,6 @@ def layer_by_tensor_value(figure_data: FigureData, column: str, title: str, labe
 
 
 def _sheet_for(data: pd.DataFrame) -> tuple[Figure, list[Axes]]:
-    """Return a figure whose size follows the number of cells."""
+    """Return a figure and its axes, with a size that suits the number of heatmap cells."""
     columns, rows = data["column"].nunique(), min(data["row"].nunique(), 60)
     return sheet(min(max(7.0, 2.2 + 0.48 * columns), 26.0), min(max(3.2, 2.3 + 0.32 * rows), 20.0))

@@ -1,4 +1,7 @@
-"""hifp8_analysis/: the values and the error in each region of HiFloat8's tapered precision."""
+"""Draw the folder `hifp8_analysis`: values and errors by region of HiFloat8's tapered precision.
+
+A region is a range of binades with the same number of mantissa bits.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ from megatron.analysis.plots.stacked_shares import plot_stacked_shares
 from megatron.analysis.plots.style import INK, percent
 from megatron.fake_quant import get_format
 
-#: Color, first and last binade of each region, by name. The mantissa has 3 bits around 1, and 2 and
-#: 1 bits farther away. The denormal numbers are powers of two. The largest number is 2^15.
+#: Color, first binade and last binade of each region. The mantissa has 3 bits near 1, and 2 bits and
+#: then 1 bit farther away. The denormal numbers are powers of two. The largest number is 2^15.
 REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "lost (becomes zero)": ("#b3261e", (-127, -24)),
     "denormal: powers of two": ("#e0a458", (-23, -16)),
@@ -34,11 +37,11 @@ REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "saturated (from 1.25 · 2¹⁵)": ("#7a1f4b", (16, 127)),
 }
 LOST, SATURATED = next(iter(REGIONS)), list(REGIONS)[-1]
-EXPONENTS = np.arange(255) - 127  #: exponents of the binades of a histogram
+EXPONENTS = np.arange(255) - 127  #: exponent of each binade of a histogram
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield regions, error_by_region, error_by_magnitude and code_usage."""
+    """Yield "regions", "error_by_region", "error_by_magnitude" and "code_usage"."""
     fmt = hifloat8_format(figure_data)
     for title, make in (
         ("regions", regions),
@@ -50,7 +53,11 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def hifloat8_format(figure_data: FigureData) -> str:
-    """Return the first HiFloat8 format without a scale, because a scale would shift the regions."""
+    """Return the first HiFloat8 format without a scale; a scale would shift the regions.
+
+    Raises:
+        NothingToDrawError: there is no such format.
+    """
     for name in figure_data.formats:
         fmt = get_format(name)
         if fmt.element.tapered and fmt.scaling is None:
@@ -59,11 +66,12 @@ def hifloat8_format(figure_data: FigureData) -> str:
 
 
 def by_region(total: FormatSum) -> pd.DataFrame:
-    """Return the number of values and the squared error of each region.
+    """Return the number of nonzero values and the sum of squared errors in each region.
 
-    Values that underflow or are clipped were counted during quantization. If any value of the
-    highest binade was clipped, the whole error of that binade counts as error of clipped values:
-    the sum does not separate it from values below 1.25 * 2^15, which round to 2^15.
+    Values that underflow or saturate were counted during quantization. In the binades from 2^15 up,
+    the squared error of saturated values is not known separately from the error of values below
+    1.25 * 2^15, which round to 2^15. If such a binade has a saturated value, its whole error is
+    therefore attributed to saturation.
     """
     inside_range = total.values - total.underflow - total.saturated
     error = total.squared_error.copy()
@@ -82,7 +90,7 @@ def by_region(total: FormatSum) -> pd.DataFrame:
 
 
 def region_shares(total: FormatSum) -> pd.DataFrame:
-    """Return the share of each region in the nonzero values and in the squared error."""
+    """Return each region's share of the nonzero values and of the squared error."""
     table = by_region(total)
     for column in ("values", "error"):
         table[column] /= table[column].sum() or 1.0
@@ -90,7 +98,7 @@ def region_shares(total: FormatSum) -> pd.DataFrame:
 
 
 def regions(figure_data: FigureData, fmt: str) -> Figure:
-    """Draw the share of the values in each region, one bar per place."""
+    """Draw the share of the values in each region, one bar per place (module and tensor name)."""
     sums = {place: figure_data.summed(fmt, [place]) for place in figure_data.judged_places()}
     rows = [
         {"name": place, "part": part, "share": share}
@@ -111,12 +119,15 @@ def regions(figure_data: FigureData, fmt: str) -> Figure:
 
 
 def visible_percent(share: float) -> str:
-    """Return a share in percent, or `<0.0001 %` if it is below one in a million."""
+    """Return a share as a percentage, or `<0.0001 %` if it is positive and below 1e-6."""
     return "<0.0001 %" if 0 < share < 1e-6 else percent(share)
 
 
 def error_by_region(figure_data: FigureData, fmt: str) -> Figure:
-    """Draw the share of the values and of the squared error in each region."""
+    """Draw each region's share of the values and of the squared error.
+
+    There is one panel per kind of tensor.
+    """
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.8 * len(kinds), 4.4, 1, len(kinds), sharey=True)
     names = list(REGIONS)
@@ -151,7 +162,7 @@ def error_by_region(figure_data: FigureData, fmt: str) -> Figure:
 
 
 def error_by_magnitude(figure_data: FigureData, fmt: str) -> Figure:
-    """Draw the relative error by magnitude over colored bands for the regions."""
+    """Draw the relative error by magnitude, with a colored band behind each region."""
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.8 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):

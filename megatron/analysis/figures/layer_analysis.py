@@ -1,4 +1,4 @@
-"""layer_analysis/: statistics of activations and weights by layer and iteration."""
+"""Draw the folder `layer_analysis`: statistics of the tensors by layer and iteration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ STATISTICS = (("rms", "root mean square"), ("amax", "largest magnitude"), ("kurt
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield activations, weights, and iterations if the dump has more than one."""
+    """Yield the figures "activations" and "weights", and "iterations" if there are several.
+
+    A kind of tensor that the dump lacks has no figure.
+
+    Raises:
+        NothingToDrawError: no tensor could be read.
+    """
     table = figure_data.tensors
     if table.empty:
         raise NothingToDrawError("no tensor could be read")
@@ -43,7 +49,15 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 def statistics_by(
     figure_data: FigureData, table: pd.DataFrame, *, x: str, xlabel: str, group: str, title: str
 ) -> Figure:
-    """Draw the `STATISTICS` of a table side by side over the column `x`, one line per group."""
+    """Draw the `STATISTICS` of the tensors side by side, one line per group.
+
+    Args:
+        table: rows of `FigureData.tensors`.
+        x: name of the column on the x-axis.
+        xlabel: label of the x-axis.
+        group: name of the column with the groups.
+        title: title of the figure.
+    """
     figure, axes = sheet(13.5, 4.4, 1, len(STATISTICS))
     for ax, (column, label) in zip(axes, STATISTICS, strict=True):
         data = medians(table, group, x, column)

@@ -1,4 +1,4 @@
-"""overflow_analysis/: the values that formats lose at both ends of their range."""
+"""Draw the folder `overflow_analysis`: values lost at both ends of a format's range."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from megatron.analysis.plots.style import percent
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield underflow, saturation, underflow_by_magnitude and special_values."""
+    """Yield "underflow", "saturation", "underflow_by_magnitude" and "special_values".
+
+    Raises:
+        NothingToDrawError: no format was requested.
+    """
     if not figure_data.formats:
         raise NothingToDrawError("no format was asked for; name some in --formats")
     for name, column, title in (
@@ -42,7 +46,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def underflow_by_magnitude(figure_data: FigureData) -> Figure:
-    """Draw the share of values that become zero, by magnitude."""
+    """Draw the share of values that become zero by magnitude, one panel per kind of tensor."""
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.6 * len(kinds), 4.2, 1, len(kinds), sharey=True)
     for ax, kind in zip(axes, kinds, strict=True):
@@ -71,7 +75,7 @@ def underflow_by_magnitude(figure_data: FigureData) -> Figure:
 
 
 def special_values(figure_data: FigureData) -> Figure:
-    """Draw the number of NaN and Inf values by layer and place."""
+    """Draw the number of NaN and Inf values by layer and place (module and tensor name)."""
     table = figure_data.tensors.assign(
         count=figure_data.tensors["nan"] + figure_data.tensors["inf"]
     )

@@ -1,4 +1,4 @@
-"""quantization_analysis/: the error of each format on the same tensors."""
+"""Draw the folder `quantization_analysis`: the errors of all formats on the same tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ from megatron.analysis.plots.lines import plot_lines
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield sqnr_by_layer, sqnr_by_tensor, error_by_magnitude, bias and row_against_column."""
+    """Yield the figures of the quantization errors.
+
+    They are "sqnr_by_layer", "sqnr_by_tensor", "error_by_magnitude", "bias" and
+    "row_against_column".
+
+    Raises:
+        NothingToDrawError: no format was requested.
+    """
     if not figure_data.formats:
         raise NothingToDrawError("no format was asked for; name some in --formats")
     by = partial(by_tensor, figure_data)
@@ -45,7 +52,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def by_layer(figure_data: FigureData) -> Figure:
-    """Draw the SQNR of the formats by layer, one panel per kind of tensor."""
+    """Draw the SQNR of each format by layer, one panel per kind of tensor."""
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.2 * len(kinds), 4.4, 1, len(kinds), sharey=True)
     for ax, kind in zip(axes, kinds, strict=True):
@@ -64,7 +71,14 @@ def by_layer(figure_data: FigureData) -> Figure:
 def by_tensor(
     figure_data: FigureData, column: str, *, xlabel: str, title: str, shares: bool = False
 ) -> Figure:
-    """Draw a column of `judged` for all formats side by side, one row per place."""
+    """Draw the median of a column of `judged` as one dot per format, one row per place.
+
+    Args:
+        column: name of the column.
+        xlabel: label of the x-axis.
+        title: title of the figure.
+        shares: if True, the values are shares, shown as percentages.
+    """
     uses = figure_data.judged.dropna(subset=[column])
     if uses.empty:
         raise NothingToDrawError(
@@ -89,7 +103,10 @@ def by_tensor(
 
 
 def magnitude_errors(figure_data: FigureData, kind: str) -> pd.DataFrame:
-    """Return the mean relative error per binade and format, for `plot_error_by_magnitude`."""
+    """Return the mean relative error per binade and format, for `plot_error_by_magnitude`.
+
+    The lowest 0.1 % of the values are left out.
+    """
     places = figure_data.judged_places(kind)
     chosen = trimmed(figure_data.sums.binades_of(set(places)), 1e-3)
     frames = []
@@ -108,7 +125,7 @@ def magnitude_errors(figure_data: FigureData, kind: str) -> pd.DataFrame:
 
 
 def error_by_magnitude(figure_data: FigureData) -> Figure:
-    """Draw the relative error of the formats by magnitude, one panel per kind of tensor."""
+    """Draw the relative error of each format by magnitude, one panel per kind of tensor."""
     kinds = figure_data.kinds(figure_data.judged)
     figure, axes = sheet(4.6 * len(kinds), 4.4, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):

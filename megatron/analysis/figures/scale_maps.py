@@ -1,7 +1,7 @@
-"""The scales of a tensor's blocks as a table, for an image of them.
+"""Compute a table of the block scales of a tensor, from which an image is drawn.
 
-Blocks run along the last dimension, and the other dimensions are flattened to rows. The table of a
-large tensor has evenly spaced rows and the first blocks of each.
+Blocks run along the last dimension, and the other dimensions are flattened into rows. For a large
+tensor, the table contains evenly spaced rows, and only the first blocks of each row.
 """
 
 from __future__ import annotations
@@ -13,19 +13,24 @@ from torch import Tensor
 
 from megatron.fake_quant import get_format, quantize
 
-ROWS, BLOCKS = 160, 160  #: largest size of an image in rows and blocks
-CHUNK = 1 << 20  #: values copied at a time
+ROWS, BLOCKS = 160, 160  #: maximum number of rows, and of blocks per row, in an image
+CHUNK = 1 << 20  #: maximum number of values copied at a time
 
 
 def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCKS) -> pd.DataFrame:
     """Return the base-2 logarithms of the stored scales.
 
-    The index is the number of the row, and a column's name is the position of the block's first
-    value. An E8M0 scale gives its byte - 127. An NVFP4 scale gives log2 of the E4M3 number, which
-    is computed with the scale of the whole tensor. NaN marks a block of zeros only or with a NaN.
+    For an E8M0 scale, the result is its byte minus 127. For an NVFP4 scale, it is log2 of the
+    stored E4M3 number, which depends on the tensor scale. The result is NaN for a block that has
+    only zeros or contains NaN.
+
+    Returns:
+        A table whose index is the row number; a column is named after the position of the block's
+        first value in the row.
 
     Raises:
-        ValueError: the format has no scale per block of a row, or the tensor has no values.
+        ValueError: the format does not have one scale per block of a row, or the tensor has no
+            values.
     """
     known = get_format(fmt)
     size = known.block_size
@@ -52,7 +57,10 @@ def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCK
 
 
 def _two_level(table: Tensor, taken: Tensor, fmt: str) -> Tensor:
-    """Return the scales of NVFP4; an extra row with the largest value sets the tensor's scale."""
+    """Return the base-2 logarithms of the NVFP4 block scales of the rows `taken` from `table`.
+
+    An extra row with the largest value of the whole table determines the tensor scale.
+    """
     largest = torch.zeros(1, taken.shape[1])
     largest[0, 0] = largest_finite(table)
     scales = quantize(torch.cat([taken, largest]), fmt, axis=-1).scales.blocks
@@ -62,7 +70,10 @@ def _two_level(table: Tensor, taken: Tensor, fmt: str) -> Tensor:
 
 
 def largest_finite(tensor: Tensor) -> float:
-    """Return the largest finite magnitude or 0, and copy at most `CHUNK` values at a time."""
+    """Return the largest finite magnitude, or 0 if no value is finite.
+
+    At most `CHUNK` values are copied at a time.
+    """
     largest = 0.0
     for part in torch.split(tensor.reshape(-1), CHUNK):
         finite = part[part.isfinite()]

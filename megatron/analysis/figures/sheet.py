@@ -1,4 +1,4 @@
-"""The figure around the axes: its size, title, notes and legend."""
+"""Create figures, and write the title, notes and legend around their axes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from matplotlib.figure import Figure
 
 from megatron.analysis.plots.style import ALARM, FAINT
 
-LETTERS = 15  #: characters of a note per inch
+LETTERS = 15  #: maximum number of characters per inch in the lines of a note
 
 
 def sheet(
     width: float, height: float, rows: int = 1, columns: int = 1, **kw: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure that needs no window, and its axes as a list."""
+    """Return a figure with a grid of axes, and a flat list of the axes; no window is opened.
+
+    Args:
+        width: width of the figure in inches.
+        height: height of the figure in inches.
+        rows: number of rows of axes.
+        columns: number of columns of axes.
+        kw: keyword arguments passed to `Figure.subplots`.
+    """
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.03)  # type: ignore[union-attr,call-arg]
     axes = figure.subplots(rows, columns, squeeze=False, **kw)
@@ -25,7 +33,7 @@ def sheet(
 
 
 def share_y(axes: Sequence[Axes]) -> None:
-    """Give all axes with data the same y range, and label only the first of them."""
+    """Set the same y range for all axes that have data, and keep the y labels of the first only."""
     drawn = [ax for ax in axes if ax.has_data()]
     limits = [ax.get_ylim() for ax in drawn]
     for ax in drawn:
@@ -36,7 +44,11 @@ def share_y(axes: Sequence[Axes]) -> None:
 
 
 def legend(figure: Figure, axes: Iterable[Axes], *, columns: int = 8) -> None:
-    """Add one legend for all axes below them."""
+    """Add one legend for all axes at the bottom of the figure.
+
+    Args:
+        columns: maximum number of legend columns.
+    """
     handles: dict[str, Any] = {}
     for ax in axes:
         for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -55,7 +67,8 @@ def headline(figure: Figure, title: str, note: str = "", warning: str = "") -> N
     width = int(figure.get_figwidth() * LETTERS)
     lines = [(line, FAINT) for line in textwrap.wrap(note, width)]
     lines += [(line, ALARM) for line in textwrap.wrap(warning, width)]
-    # constrained layout reserves space for the title only, so it gets empty lines for the notes
+    # Constrained layout reserves space for the title only. Empty lines in the title make room for
+    # the notes.
     text = title + "\n" * len(lines)
     figure.suptitle(text, x=0.012, ha="left", fontsize=13, fontweight="bold")
     for number, (line, color) in enumerate(lines):

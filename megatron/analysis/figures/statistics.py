@@ -1,4 +1,4 @@
-"""statistics/: the scale of every tensor in one figure, and all numbers as CSV."""
+"""Write the folder `statistics`: the value range of every tensor in one figure, and CSV files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from megatron.analysis.stats.export import with_safe_texts
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield scales, tensors.csv and formats.csv."""
+    """Yield the figure "scales" and the files "tensors.csv" and "formats.csv".
+
+    Raises:
+        NothingToDrawError: no tensor could be read.
+    """
     if figure_data.tensors.empty:
         raise NothingToDrawError("no tensor could be read")
     yield "scales", partial(scales, figure_data)
@@ -24,7 +28,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def scales(figure_data: FigureData) -> Figure:
-    """Draw the rms and the range of the values of each place, the whole model on one page."""
+    """Draw the RMS and the range of the magnitudes, one row per place (module and tensor name)."""
     table = figure_data.tensors
     data = table.groupby("place")[["m0.01", "rms", "amax"]].median()
     data = data.reindex(figure_data.places_apart).reset_index()

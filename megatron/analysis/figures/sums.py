@@ -1,7 +1,7 @@
-"""Sums of the histograms of a dump's tensors.
+"""Sum the histograms of a dump's tensors.
 
-Every tensor's histograms are read once. The memory grows with the number of layers and places, not
-with the number of tensors.
+The histograms of each tensor are read once. Memory use grows with the number of layers and places
+(a place is a module and tensor name), but not with the number of tensors.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron.fake_quant import get_format
 from megatron.fake_quant.code_points import code_values
 from megatron.fake_quant.inspect import format_properties
 
-Key = tuple[int, str, str]  #: layer, place, and format or quantization type
+Key = tuple[int, str, str]  #: layer index, place, and format or quantization type
 
 
 @dataclass(frozen=True)
 class FormatSum:
-    """The arrays of `FormatArrays`, summed over tensors."""
+    """Sums of the arrays of `FormatArrays` over several tensors."""
 
     values: Counts
     underflow: Counts
@@ -40,7 +40,7 @@ class FormatSum:
 
     @classmethod
     def of(cls, arrays: FormatArrays) -> FormatSum:
-        """Return the sum over a single tensor."""
+        """Return the sums for a single tensor."""
         return cls(**{field.name: getattr(arrays, field.name) for field in fields(cls)})
 
     def __add__(self, other: FormatSum) -> FormatSum:
@@ -53,14 +53,20 @@ class FormatSum:
 
 @dataclass(frozen=True)
 class Sums:
-    """Histograms of groups of tensors."""
+    """Summed histograms of groups of tensors."""
 
-    formats: dict[Key, FormatSum]  #: sums by layer, place and format
-    binades: dict[Key, Counts]  #: [255] values by magnitude, by layer, place and quantization type
-    patterns: dict[str, Counts]  #: [65536] values by bfloat16 pattern, by place
+    formats: dict[Key, FormatSum]  #: sums for each layer, place and format
+    #: number of values per binade [255], for each layer, place and quantization type
+    binades: dict[Key, Counts]
+    patterns: dict[str, Counts]  #: number of values per bfloat16 pattern [65536], for each place
 
     def binades_of(self, places: set[str], quant_type: str | None = None) -> Counts:
-        """Return the counts of some places over all layers, of one quantization type or of all."""
+        """Return the number of values per binade, summed over all layers.
+
+        Args:
+            places: places to include.
+            quant_type: quantization type to include; None includes all types.
+        """
         total = np.zeros(255, dtype=np.int64)
         for (_, place, name), counts in self.binades.items():
             if place in places and quant_type in (None, name):
@@ -78,9 +84,10 @@ def add_up(
 
     Args:
         tensors: table with the columns `tensor`, `layer_idx`, `place` and `quant_type`.
-        arrays: returns the histograms of a tensor.
-        axes: axis of the blocks whose histograms count, by tensor and format.
-        bar: wraps the rows and a title in a progress bar.
+        arrays: function that returns the histograms of the tensor with the given index.
+        axes: for each tensor and format, the block axis whose histograms are added; histograms of
+            the other axis are ignored.
+        bar: function that takes the rows and a title, and returns the rows with a progress bar.
     """
     sums = Sums({}, {}, {})
     rows = tensors[["tensor", "layer_idx", "place", "quant_type"]].itertuples(index=False)
@@ -97,9 +104,10 @@ def add_up(
 
 
 def code_usage(fmt: str, total: FormatSum) -> pd.DataFrame:
-    """Return the count of each code that rounding can produce, for `plot_code_usage`.
+    """Return the number of occurrences of each code that rounding can produce.
 
-    Codes are sorted by the number that they stand for, with -0 before 0.
+    The table is for `plot_code_usage`. Codes are sorted by the values that they represent, with -0
+    before 0. Codes for NaN and infinity are left out.
     """
     element = get_format(fmt).element
     values = code_values(element).numpy().astype(np.float64)
@@ -119,7 +127,7 @@ def _add(sums: dict, key: object, counts: Counts) -> None:  # type: ignore[type-
 
 
 def _longer(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
-    """Return the sum of two arrays, the shorter one padded with zeros at its end."""
+    """Return the sum of two 1-D arrays; the shorter array is padded with zeros at the end."""
     if len(a) < len(b):
         a, b = b, a
     total: NDArray[Any] = a.copy()

@@ -1,7 +1,8 @@
-"""Plot functions, one per module: tidy data in, Axes out. They load, compute and save nothing.
+"""Plot functions, one per module, which draw tidy data on Matplotlib Axes.
 
-The module `heatmap` defines `plot_heatmap`, and so on for every module except `style`. A function
-can also be imported from this package, which then imports its module alone.
+They do not load, compute or save anything. The module `heatmap` defines `plot_heatmap`, and every
+other module except `style` follows the same pattern. A function can also be imported from this
+package, which then imports only the module of the function.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from pkgutil import iter_modules
 from typing import Any
 
 _MODULES = {f"plot_{module.name}": module.name for module in iter_modules(__path__)}
-del _MODULES["plot_style"]  # colors and axes that all plots share
+del _MODULES["plot_style"]  # defines the shared style and no plot function
 
 __all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a plot function on its first use."""
+    """Return a plot function, importing its module on first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

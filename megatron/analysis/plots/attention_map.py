@@ -1,4 +1,4 @@
-"""One head's attention probabilities as an image."""
+"""Draw one head's attention probabilities as an image."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from matplotlib.colors import LogNorm
 
 from megatron.analysis.plots.style import TRACK
 
-LOWEST = 1e-4  #: lowest probability with a color of its own
+LOWEST = 1e-4  #: lowest probability on the color scale; smaller ones have the same color
 
 
 def plot_attention_map(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw one pixel per pair of a query (down) and a key (across); masked pairs (0) are gray.
+    """Draw one pixel per pair of query (y-axis) and key (x-axis); masked pairs are gray.
 
     Args:
-        data: probabilities; index and columns are the positions of queries and keys.
+        data: probabilities, with the positions of queries as index and of keys as columns. Masked
+            pairs have the probability 0.
     """
     ax = plt.gca() if ax is None else ax
     values = data.to_numpy(dtype=float)

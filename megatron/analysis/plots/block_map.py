@@ -1,4 +1,4 @@
-"""The scales of a tensor's blocks as an image, with rows of the tensor down and blocks across."""
+"""Draw the block scales of a tensor as an image, with one row per row of the tensor."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def plot_block_map(
     powers: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw one pixel per block.
+    """Draw one pixel per block, colored by the block's scale.
 
     Args:
-        data: base-2 logarithms of the scales. The index is the number of the row, and a column's
-            name is the position of the block's first value. NaN (a block of zeros, or without a
-            scale) is gray.
-        rows, columns: labels of the axes.
-        powers: whether all scales are powers of two. The color bar labels other scales by value.
+        data: base-2 logarithms of the scales. The index is the row number, and a column's name is
+            the position of the block's first value. NaN (a block of zeros, or without a scale) is
+            gray.
+        rows: label of the y-axis.
+        columns: label of the x-axis.
+        powers: if True, label the color bar with powers of two; otherwise, with scales that occur.
     """
     ax = plt.gca() if ax is None else ax
     colors = plt.get_cmap("magma").with_extremes(bad=TRACK)
@@ -54,7 +55,10 @@ def plot_block_map(
 
 
 def scale_ticks(logarithms: NDArray[np.float64], most: int = 6) -> list[tuple[float, str]]:
-    """Return positions and labels of ticks: scales that occur, evenly spread over the color bar."""
+    """Return the positions and labels of at most `most` ticks of the color bar.
+
+    The ticks are scales that occur, spread about evenly over the color bar.
+    """
     scales = np.unique(logarithms[np.isfinite(logarithms)])
     if not len(scales):
         return []
@@ -64,5 +68,5 @@ def scale_ticks(logarithms: NDArray[np.float64], most: int = 6) -> list[tuple[fl
 
 
 def _named(numbers: list[int]):  # type: ignore[no-untyped-def]
-    """Return a tick formatter that shows the number of a row or value instead of the pixel."""
+    """Return a tick formatter that labels the pixel at index `i` with `numbers[i]`."""
     return lambda x, _: str(numbers[int(x)]) if 0 <= x < len(numbers) and x == int(x) else ""

@@ -1,4 +1,4 @@
-"""The spread of magnitudes, one box per tensor, on an axis of powers of two."""
+"""Draw box plots of magnitudes, one box per tensor, on an axis of powers of two."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ from megatron.analysis.plots.style import (
 
 
 def plot_boxes(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw one box per row: the middle half, the median, whiskers from 1 % to 99 %, the largest.
+    """Draw one horizontal box per row of the data.
+
+    A box covers the middle half of the magnitudes and shows the median. The whiskers extend from
+    the 1 % quantile to the 99 % quantile, and a tick marks the largest magnitude. If the 1 %
+    quantile is zero, a triangle marks the left end of the whisker.
 
     Args:
-        data: columns `name`, `group` (its color), and the magnitudes `p1`, `p25`, `p50`, `p75`,
-            `p99`, `largest`. A mark at the left end of the axis stands for zero.
+        data: table with columns `name`, `group` (which determines the color), and the magnitudes
+            `p1`, `p25`, `p50`, `p75`, `p99` and `largest`.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:

@@ -1,4 +1,4 @@
-"""The frequency of each code of a format, in the order of the numbers that the codes stand for."""
+"""Draw the frequency of each code of a format, sorted by the numbers that the codes represent."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from megatron.analysis.plots.style import (
 def plot_code_usage(
     data: pd.DataFrame, *, title: str = "", scaled: bool = True, ax: Axes | None = None
 ) -> Axes:
-    """Draw one bar per code, from the most negative number to the largest; unused codes are marked.
+    """Draw one bar per code, sorted by the code's number, and mark unused codes in red.
 
     Args:
-        data: columns `format` (one), `value` (rising, -0 before 0), `count`.
-        scaled: whether the format multiplies these numbers by a scale.
+        data: table with columns `format` (the same in all rows), `value` (in ascending order, with
+            -0 before 0) and `count`.
+        scaled: whether the format multiplies the numbers by a scale.
     """
     ax = plt.gca() if ax is None else ax
     counts = data["count"].to_numpy(dtype=float)

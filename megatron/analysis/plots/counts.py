@@ -1,4 +1,4 @@
-"""Histograms of blocks, one outline per format: headroom, range, scales."""
+"""Draw histograms of a property of blocks, such as headroom, range or scale, by format."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def plot_counts(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw one histogram per format.
+    """Draw one histogram of blocks per format.
 
     Args:
-        data: columns `format`, `left`, `right`, `count`; bins in rising order without gaps.
+        data: table with columns `format`, `left`, `right` and `count`. The bins are in ascending
+            order without gaps.
     """
     ax = plt.gca() if ax is None else ax
     if not data["count"].any():

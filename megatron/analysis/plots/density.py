@@ -1,4 +1,4 @@
-"""The density of values in units of their standard deviation, on a logarithmic axis."""
+"""Draw the density of values, in units of their standard deviation, on a logarithmic axis."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron.analysis.plots.style import FAINT, FILL, color_of, decades, guide,
 
 
 def plot_density(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw the histogram as a density, with a normal distribution for comparison.
+    """Draw one density per group, with a normal distribution for comparison.
 
     Args:
-        data: columns `group`, `left`, `right` (in standard deviations) and `density`; bins in
-            rising order.
+        data: table with columns `group`, `left`, `right` (in standard deviations) and `density`.
+            The bins are in ascending order.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:

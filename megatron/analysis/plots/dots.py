@@ -1,4 +1,4 @@
-"""A quantity by name, one dot per group: formats side by side on the same tensors."""
+"""Draw a quantity by name, with one dot per group, to compare formats on the same tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.analysis.plots.style import (
     right_of_title,
 )
 
-ZERO = "0"  #: label of the tick for zero on a logarithmic axis
+ZERO = "0"  #: label of the tick that represents zero on a logarithmic axis
 
 
 def plot_dots(
@@ -29,12 +29,14 @@ def plot_dots(
     shares: bool = False,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw one row per name, from top to bottom in the order of first appearance.
+    """Draw one row of dots per name, from top to bottom in the order of first appearance.
+
+    Infinite values are marked at the right end of the axis.
 
     Args:
-        data: columns `group`, `name`, `value`.
-        shares: whether the values are shares, which are drawn on a logarithmic axis. A tick at its
-            left end stands for exactly zero. Infinite values are marked at the right end.
+        data: table with columns `group`, `name` and `value`.
+        shares: if True, the values are shares, drawn on a logarithmic axis. The tick at the left
+            end of the axis represents zero.
     """
     ax = plt.gca() if ax is None else ax
     if not np.isfinite(data["value"].astype(float)).any():
@@ -87,14 +89,14 @@ def plot_dots(
 
 
 def _floor(values: pd.Series[float]) -> float:
-    """Return the position of zero, one decade below the smallest share."""
+    """Return the position of zero on the axis, one to two decades below the smallest share."""
     positive = values[values > 0]
     smallest = float(positive.min()) if len(positive) else 1e-3
     return float(10.0 ** (np.floor(np.log10(smallest)) - 1))
 
 
 def _share_axis(ax: Axes, floor: float, largest: float) -> None:
-    """Label the decades in percent and the left end with zero."""
+    """Make the x-axis logarithmic, and label its decades as percentages and `floor` as zero."""
     ax.set_xscale("log")
     ax.set_xlim(floor / 1.6, max(2 * largest, 20 * floor))
     first, last = round(np.log10(floor)) + 1, int(np.floor(np.log10(ax.get_xlim()[1])))

@@ -1,4 +1,4 @@
-"""The relative error of formats by the magnitude of the values."""
+"""Draw the relative error of formats by the magnitude of the values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def plot_error_by_magnitude(data: pd.DataFrame, *, title: str = "", ax: Axes | N
     """Draw the mean relative error of the values in each binade, one step line per format.
 
     Args:
-        data: columns `format`, `exponent`, `relative_error`; exponents without gaps, NaN if
-            there is no value.
+        data: table with columns `format`, `exponent` and `relative_error`. The exponents have no
+            gaps; the error of a binade without values is NaN.
     """
     ax = plt.gca() if ax is None else ax
     if not data["relative_error"].notna().any():
@@ -31,7 +31,8 @@ def plot_error_by_magnitude(data: pd.DataFrame, *, title: str = "", ax: Axes | N
             label=str(name),
         )
     positive = data["relative_error"][data["relative_error"] > 0]
-    low, high = (positive.min(), positive.max()) if len(positive) else (0.01, 1.0)  # all exact
+    # Without positive errors, all values are exact.
+    low, high = (positive.min(), positive.max()) if len(positive) else (0.01, 1.0)
     ax.set_ylim(0.7 * float(low), 1.5 * float(high))
     ax.set_yscale("log")
     ax.set_xlim(data["exponent"].min(), data["exponent"].max() + 1)

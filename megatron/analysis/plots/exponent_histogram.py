@@ -1,4 +1,4 @@
-"""The share of values in each binade, above the ranges of the formats."""
+"""Draw the share of values in each binade, with the ranges of the formats below it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron.analysis.plots.style import (
     quiet,
 )
 
-LANE = 0.085  #: share of the axes' height for the range of one format
-LANES = 0.45  #: largest share of the axes' height for all ranges
+LANE = 0.085  #: height of one format's range bar, as a fraction of the axes' height
+LANES = 0.45  #: maximum height of all range bars together, as a fraction of the axes' height
 
 
 def plot_exponent_histogram(
@@ -28,14 +28,16 @@ def plot_exponent_histogram(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the share of values in each binade, one outline per group, above the formats' ranges.
+    """Draw the share of values in each binade as one outline per group, with range bars below it.
 
     Args:
-        data: columns `group`, `exponent` and `share`, the share of the group's values that have a
-            magnitude from 2**exponent up to below 2**(exponent + 1); exponents without gaps.
-        ranges: columns `format`, `smallest`, `normal` and `largest`, the exponents of the smallest,
-            smallest normal and largest number of a format. Each format has a bar below the
-            histogram. A thin line from `lowest` to `highest` is the range over all block scales.
+        data: table with columns `group`, `exponent` and `share`, which is the share of the group's
+            values whose magnitude is at least 2**exponent and below 2**(exponent + 1). The
+            exponents have no gaps.
+        ranges: table with columns `format`, `smallest`, `normal` and `largest`: the exponents of a
+            format's smallest, smallest normal and largest number. Each format has a bar below the
+            histogram. If the table has columns `lowest` and `highest`, a thin line between them
+            shows the range over all block scales.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:
@@ -68,7 +70,7 @@ def plot_exponent_histogram(
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))
     guide(ax)
     ax.set(xlabel="magnitude", ylabel="share of values in a binade")
-    if lanes:  # leave space for the names of the formats
+    if lanes:  # leave space between the axis and its label for the names of the formats
         longest = max(len(str(lane["format"])) for lane in lanes)
         ax.yaxis.labelpad = max(ax.yaxis.labelpad, 5.0 * longest - 26)
     ax.set_title(title, loc="left")
@@ -76,14 +78,16 @@ def plot_exponent_histogram(
 
 
 def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], size: float) -> None:
-    """Draw the bar of one format, thin for subnormal numbers, and its name at the left.
+    """Draw the range bar of one format, thinner for subnormal numbers, with its name on the left.
 
     Args:
-        seen: exponents at both ends of the axis.
-        size: height of the bar relative to the usual one; below 1 if there are many bars.
+        lane: row of the table `ranges`.
+        y: vertical position of the bar.
+        seen: exponents at the two ends of the x-axis.
+        size: factor for the height of the bar; below 1 if there are many bars.
     """
     color = color_of(str(lane["format"]))
-    # without `lowest` and `highest`, no line is drawn
+    # Without `lowest` and `highest`, the bar hides the thin line.
     lane = {"lowest": lane["smallest"], "highest": lane["largest"]} | lane
     parts = (
         ("lowest", "highest", 1.0),

@@ -1,4 +1,4 @@
-"""A heat map of two categories: layer and tensor, or layer and iteration."""
+"""Draw a heatmap over two categories, such as layer and tensor, or layer and iteration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm, Normalize
 
 from megatron.analysis.plots.style import FAINT, INK, TRACK, decades, nothing
 
-MOST_NUMBERS = 700  #: largest number of cells that are labeled with their values
+MOST_NUMBERS = 700  #: maximum number of cells for which the cells are labeled with their values
 
 
 def plot_heatmap(
@@ -28,12 +28,16 @@ def plot_heatmap(
     """Draw one cell per row of `data`, colored by its value and, if space allows, labeled with it.
 
     Args:
-        data: columns `row`, `column`, `value`; rows and columns in the order of their first
-            appearance. A cell that is missing or NaN is gray; inf has the color of the largest.
-        label: label of the color bar, the quantity and its unit.
+        data: table with columns `row`, `column` and `value`. Rows and columns are drawn in the
+            order of their first appearance. A cell is gray if it is missing or NaN; infinity has
+            the color of the largest value.
+        label: label of the color bar: the quantity and its unit.
+        digits: format specification of the labels, such as ".1f".
+        cmap: name of the colormap.
+        norm: normalization of the colors; None adapts it to the finite values.
 
     Raises:
-        ValueError: a cell has two values.
+        ValueError: a cell has more than one value.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:
@@ -71,7 +75,7 @@ def plot_heatmap(
 
 
 def _label_cells(ax: Axes, rows: list[object], columns: list[object]) -> None:
-    """Label the middle of the cells, and only some of them if there are many."""
+    """Label rows and columns at the center of their cells; if there are many, label only some."""
     for names, setter, most in ((rows, ax.set_yticks, 40), (columns, ax.set_xticks, 60)):
         every = math.ceil(len(names) / most)
         chosen = range(0, len(names), every)

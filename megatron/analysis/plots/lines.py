@@ -1,4 +1,4 @@
-"""A quantity by layer or iteration, one line per group."""
+"""Draw a quantity by layer or iteration, one line per group."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatron.analysis.plots.style import (
     right_of_title,
 )
 
-EXACT, ZERO = "▴ infinite", "▾ zero"  #: explanations of the marks at the ends of the axis
-NOISE = 0.1  #: an axis extends at least this share of the median value to both sides
-NARROW = 8.0  #: smallest ratio of largest to smallest value for a logarithmic axis
+EXACT, ZERO = "▴ infinite", "▾ zero"  #: explanations of the marks at the ends of the y-axis
+NOISE = 0.1  #: minimum half span of a linear axis, as a fraction of the median value
+NARROW = 8.0  #: minimum ratio of the largest to the smallest value for a logarithmic axis
 
 
 def plot_lines(
@@ -34,20 +34,21 @@ def plot_lines(
 ) -> Axes:
     """Draw one line per group through its values.
 
-    Infinity, and zero on a logarithmic axis, are marked at the end of the axis. NaN is left out.
+    Infinity, and zero on a logarithmic axis, are marked at the end of the y-axis. NaN is omitted.
 
     Args:
-        data: columns `group`, `x` (whole numbers), `value`.
-        logarithmic: whether ratios matter. An axis over less than a decade is linear nevertheless,
-            and extends at least a tenth of the median value to both sides.
-        least: the smallest span of a linear axis, so that noise does not fill it.
+        data: table with columns `group`, `x` (integers) and `value`.
+        logarithmic: if True, use a logarithmic y-axis. If the largest positive value is less than
+            `NARROW` times the smallest, the axis stays linear and extends at least a tenth of the
+            median value above and below the middle.
+        least: minimum span of a linear y-axis, so that noise does not fill it.
     """
     ax = plt.gca() if ax is None else ax
     if not np.isfinite(data["value"].astype(float)).any():
         return nothing(ax, title)
     numbers = data["value"].astype(float)
     positive = numbers[np.isfinite(numbers) & (numbers > 0)]
-    # a logarithmic axis over less than a decade would have no tick
+    # A logarithmic axis over less than a decade might have no labeled tick.
     log = logarithmic and len(positive) > 0 and positive.max() >= NARROW * positive.min()
     if logarithmic and not log and len(positive):
         least = max(least, 2 * NOISE * float(positive.median()))
@@ -79,7 +80,7 @@ def plot_lines(
         ax.set_yscale("log")
         decades(ax.yaxis)
     elif logarithmic:
-        # no common factor above the axes, because it would push the title up
+        # The default formatter could write a common factor above the axes and push the title up.
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.4g}"))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0.04, y=0.08)
@@ -92,7 +93,7 @@ def plot_lines(
 
 
 def _widen(ax: Axes, values: pd.Series[float], least: float) -> None:
-    """Widen a linear axis to a span of at least `least` around the middle of the values."""
+    """Widen the y-axis to a span of at least `least`, centered between the extreme values."""
     low, high = ax.get_ylim()
     if high - low < least and len(values):
         middle = (float(values.min()) + float(values.max())) / 2
@@ -100,7 +101,7 @@ def _widen(ax: Axes, values: pd.Series[float], least: float) -> None:
 
 
 def _at_the_edge(ax: Axes, x: pd.Series, color: str, *, top: bool) -> None:
-    """Draw marks at the upper or lower end of the axes."""
+    """Draw a mark at each `x`, at the upper or lower end of the y-axis."""
     if x.empty:  # a line without points has no extent, which upsets the figure's layout
         return
     ax.plot(

@@ -1,4 +1,4 @@
-"""The number of values in each octave, which shows the exponent range that a format needs."""
+"""Draw the number of values in each octave, which shows the exponent range that a format needs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from megatron.analysis.plots.style import (
 def plot_magnitude_histogram(
     data: pd.DataFrame, *, title: str = "", note: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw one lightly filled outline per group over the exponents of two.
+    """Draw the number of values by exponent as one outline per group.
+
+    If there are at most two groups, the area below the outlines is lightly filled.
 
     Args:
-        data: columns `group`, `exponent` and `count`, the number of values of the group that have a
-            magnitude from 2**exponent up to below 2**(exponent + 1). The exponents have no gaps and
-            are the same for every group.
-        note: text about the values that the picture does not show.
+        data: table with columns `group`, `exponent` and `count`, which is the number of the group's
+            values whose magnitude is at least 2**exponent and below 2**(exponent + 1). The
+            exponents have no gaps and are the same for every group.
+        note: text about values that the histogram does not show.
     """
     ax = plt.gca() if ax is None else ax
     groups = data["group"].nunique()

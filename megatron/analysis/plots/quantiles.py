@@ -1,4 +1,4 @@
-"""A Q-Q plot: quantiles of the values against those of a normal distribution."""
+"""Draw a Q-Q plot: quantiles of the values against quantiles of a normal distribution."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from matplotlib.ticker import FuncFormatter
 
 from megatron.analysis.plots.style import FAINT, color_of, guide, nothing, quiet
 
-LINEAR = 10.0  #: largest number of standard deviations on the linear part of the axis
+LINEAR = 10.0  #: end of the linear part of the y-axis, in standard deviations
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 
 def plot_quantiles(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw one line per group; normal values lie on the diagonal, heavy tails beyond its ends.
+    """Draw one line per group, and a dotted diagonal on which normally distributed values lie.
+
+    Groups with heavy tails leave the diagonal near its ends.
 
     Args:
-        data: columns `group`, `normal` and `value`, the quantiles in standard deviations.
+        data: table with columns `group`, `normal` and `value`. The last two are quantiles, in
+            standard deviations.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:
         return nothing(ax, title)
     ends = (float(data["normal"].min()), float(data["normal"].max()))
     ax.plot(ends, ends, color=FAINT, linewidth=1, linestyle=":", label="normal", zorder=1)
-    drawn: dict[str, int] = {}  #: number of lines by color; they differ in their dashes
+    drawn: dict[str, int] = {}  # number of lines per color; lines of one color differ in dashes
     for name, part in data.groupby("group", sort=False):
         color = color_of(str(name).rpartition(" ")[2])
         dashes = DASHES[drawn.get(color, 0) % len(DASHES)]

@@ -1,4 +1,4 @@
-"""The rms and the range of each tensor, on an axis of powers of two."""
+"""Draw the RMS and the range of magnitudes of each tensor, on an axis of powers of two."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from megatron.analysis.plots.style import color_of, guide, nothing, powers_of_tw
 
 
 def plot_scales(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw one row per tensor: a dot at the rms (open for gradients) and a line over the range.
+    """Draw one row per tensor, with a dot at the RMS and a line from `low` to `high`.
+
+    The dot is open for gradients.
 
     Args:
-        data: columns `name`, `group` (its color), `low`, `rms` and `high`. Zeros and NaN
-            are left out.
+        data: table with columns `name`, `group` (which determines the color), `low`, `rms` and
+            `high`. A zero or NaN is not drawn; a line without `low` begins at the RMS.
     """
     ax = plt.gca() if ax is None else ax
     if data.empty:

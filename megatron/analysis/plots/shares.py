@@ -1,4 +1,4 @@
-"""The share of tensors and of values by group, as labeled bars."""
+"""Draw the share of tensors and of values by group, as labeled bars."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron.analysis.plots.style import (
     short_count,
 )
 
-MOST = 8  #: largest number of rows; further ones are drawn as one
+MOST = 8  #: maximum number of rows; if there are more, the last row is the sum of the others
 HEIGHT = 0.36  #: height of a bar, relative to the distance between rows
 
 
 def plot_shares(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw two bars per row: its share of all tensors and of all values.
+    """Draw two bars per row: its share of all tensors and its share of all values.
 
-    Unlike a pie chart, bars keep small shares readable and compare two quantities.
+    Unlike a pie chart, bars keep small shares readable and allow comparing two quantities.
 
     Args:
-        data: columns `name`, `tensors` and `values`; rows are drawn from top to bottom.
+        data: table with columns `name`, `tensors` and `values`. Rows are drawn from top to bottom.
     """
     ax = plt.gca() if ax is None else ax
     rows = _fold(data)
@@ -44,7 +44,7 @@ def plot_shares(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) 
             _label(ax, 1.24, y, f"{short_count(int(row[column]))} {column}", ink)
     ax.set_yticks(range(len(rows)), [str(name) for name in rows["name"]])
     ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.set_xlim(0, 1.66)  # the labels stand in two columns right of the bars
+    ax.set_xlim(0, 1.66)  # leaves space for two columns of labels to the right of the bars
     ax.set_xticks([])
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "bottom", "left"]].set_visible(False)
@@ -57,7 +57,7 @@ def _label(ax: Axes, x: float, y: float, text: str, ink: str) -> None:
 
 
 def _fold(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows; if there are more than `MOST`, the last ones are summed in one row."""
+    """Return at most `MOST` rows; if there are more, the remaining rows are summed in the last."""
     if len(data) <= MOST:
         return data
     head, rest = data.iloc[: MOST - 1], data.iloc[MOST - 1 :]

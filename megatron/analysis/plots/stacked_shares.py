@@ -1,4 +1,4 @@
-"""Parts of a whole, one stacked bar per name: the share of values in each region of a format."""
+"""Draw parts of a whole as stacked bars, such as the share of values in each region of a format."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def plot_stacked_shares(
     xlabel: str = "share of values",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw one bar per name, its parts in the order of `colors`.
+    """Draw one stacked bar per name, with its parts in the order of `colors`.
 
     Args:
-        data: columns `name`, `part` and `share`; the shares of a name add up to one.
+        data: table with columns `name`, `part` and `share`. The shares of a name add up to one.
+        colors: color of each part.
     """
     ax = plt.gca() if ax is None else ax
     names = list(dict.fromkeys(data["name"]))

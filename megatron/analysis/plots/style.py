@@ -1,4 +1,4 @@
-"""The style that all figures share: one color per name, short numbers, axes without clutter."""
+"""Style shared by all figures: one color per name, short numbers and uncluttered axes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.fake_quant.inspect.value_grids import COLORS
 from megatron.fake_quant.names import ALIASES
 from megatron.fake_quant.quant_type import split_type
 
-#: The color of each format in every figure.
+#: Color of each format, the same in every figure.
 FORMAT_COLORS = {
     "none": "#9a9a9a",
     "bf16": "#4c4c4c",
@@ -26,7 +26,7 @@ FORMAT_COLORS = {
 }
 LAYER_COLORS = {"attention": "#8e5c8b", "linear": "#b3922e"}
 OPERATION_COLORS = {"forward": "#1f7a7a", "backward": "#c4587c"}
-#: The color of each tensor; a gradient has the color of its tensor.
+#: Color of each tensor name; a gradient has the color of its tensor.
 TENSOR_COLORS = {
     "input": "#1f7a7a",
     "weight": "#b3922e",
@@ -39,14 +39,15 @@ TENSOR_COLORS = {
 }
 INK = "#222222"  #: color of text
 FAINT = "#6f6f6f"  #: color of notes and axes
-RULE = "#d9d9d9"  #: color of lines that guide the eye
-TRACK = "#f1f2f3"  #: color of the background of a bar, which it fills at 100 %
+RULE = "#d9d9d9"  #: color of grid lines
+TRACK = "#f1f2f3"  #: color of missing cells, and of the background behind a bar
 FILL = 0.12  #: opacity of the area below an outline
-ALARM = "#b3261e"  #: color of NaN, Inf and files that could not be read
+ALARM = "#b3261e"  #: color of warnings, such as NaN, Inf and unreadable files
 
-#: Shift toward white for a type that covers only some operations, from the color of its format.
+#: How far the color of a quantization type with this prefix, which restricts the quantized
+#: operations, is shifted from its format's color toward white (0: not at all, 1: white).
 _SCOPES = {"FA_linear_": 0.2, "linear_": 0.4, "FA_": 0.6}
-#: Colors of unknown names, distinct from each other and from those of the formats.
+#: Colors of unknown names, distinct from each other and from the colors of the formats.
 _SPARE = ("#0f7173", "#b3922e", "#7b4b94", "#c06c84", "#6b7a8f", "#8c6d46", "#557a46", "#3f88c5")
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -67,7 +68,7 @@ RC: dict[Any, Any] = {
     "ytick.color": FAINT,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
-    # names of modules and folders may contain dollar signs, so no text is a formula
+    # Names of modules and folders may contain dollar signs, so no text is parsed as a formula.
     "text.parse_math": False,
     "legend.frameon": False,
     "legend.fontsize": 9,
@@ -75,9 +76,9 @@ RC: dict[Any, Any] = {
 
 
 def color_of(name: str) -> str:
-    """Return the color of a format, quantization type, layer type, operation or tensor.
+    """Return the color of a format, quantization type, layer type, operation or tensor name.
 
-    An unknown name always gets the same color, too.
+    An unknown name has a color that is computed from its characters, and so is always the same.
     """
     for table in (LAYER_COLORS, OPERATION_COLORS, FORMAT_COLORS, TENSOR_COLORS):
         if name in table:
@@ -85,9 +86,9 @@ def color_of(name: str) -> str:
     if name.removeprefix("grad_") in TENSOR_COLORS:
         return TENSOR_COLORS[name.removeprefix("grad_")]
     kind, _, variant = name.partition(":")
-    if variant and kind in FORMAT_COLORS:  # `mxfp8:rceil`: one of eight shades
+    if variant and kind in FORMAT_COLORS:  # such as `mxfp8:rceil`: one of eight shades
         return lighter(FORMAT_COLORS[kind], 0.2 + 0.07 * (zlib.crc32(variant.encode()) % 8))
-    if variant and kind == "mx":  # `mx:e3m4:b16:rceil`: any hue, darker than the named formats
+    if variant and kind == "mx":  # such as `mx:e3m4:b16:rceil`: any hue, in a dark shade
         hue = zlib.crc32(variant.encode()) % 360 / 360
         return str(to_hex(hls_to_rgb(hue, 0.36, 0.45)))
     if name in ALIASES:
@@ -99,7 +100,10 @@ def color_of(name: str) -> str:
 
 
 def colors_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the colors of several names, as `color_of` but distinct for unknown names."""
+    """Return the colors of several names, like `color_of`, but distinct for unknown names.
+
+    If there are more unknown names than spare colors, colors repeat.
+    """
     colors: dict[str, str] = {}
     for name in names:
         color = color_of(name)
@@ -112,22 +116,30 @@ def colors_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def lighter(color: str, share: float) -> str:
-    """Return `color` moved toward white by `share`."""
+    """Return a lighter shade of a color.
+
+    Args:
+        color: a Matplotlib color.
+        share: how far the color moves toward white, from 0 (not at all) to 1 (white).
+    """
     red, green, blue = (value + (1.0 - value) * share for value in to_rgb(color))
     return str(to_hex((red, green, blue)))
 
 
 def short_count(count: float) -> str:
-    """Return a count in at most five characters and a unit: 983, 12.4 K, 1.56 M."""
+    """Return a count with three significant digits and a unit prefix: 983, 12.4 K, 1.56 M."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
-        # three digits of 999.5 or more of the smaller unit would read 1e+03
+        # In the smaller unit, 999.5 or more would be formatted as 1e+03.
         if count >= 0.9995 * size:
             return f"{count / size:.3g} {unit}"
     return f"{count:g}"
 
 
 def percent(share: float) -> str:
-    """Return a share in percent with three significant digits; less than all is never 100 %."""
+    """Return a share as a percentage with three significant digits, or "-" for NaN.
+
+    A share below 1 is never shown as 100 %.
+    """
     if math.isnan(share):
         return "-"
     text = f"{100 * share:.3g}"
@@ -137,15 +149,15 @@ def percent(share: float) -> str:
 
 
 def powers_of_two(axis: Axis, most: int = 9) -> None:
-    """Label whole exponents as powers of two, at no more than `most` ticks."""
+    """Label an axis of exponents with powers of two at integers, with about `most` ticks at most."""
     axis.set_major_locator(MaxNLocator(nbins=most, integer=True))
     axis.set_major_formatter(FuncFormatter(lambda x, _: power(2, round(x))))
 
 
 def decades(axis: Axis) -> None:
-    """Label the ticks of a logarithmic axis, as numbers if all are short, or as powers of ten.
+    """Label the ticks of a logarithmic axis with plain numbers or, if these are long, powers of ten.
 
-    Ticks between decades have no label unless no decade is visible.
+    Ticks between decades are labeled only if the view contains fewer than two powers of ten.
     """
 
     def name(x: float) -> str:
@@ -157,12 +169,12 @@ def decades(axis: Axis) -> None:
     if not low > 0 or math.floor(math.log10(high)) - math.ceil(math.log10(low)) >= 1:
         axis.set_minor_formatter(NullFormatter())
     else:
-        # the labels of 0.06 to 0.09 would overlap
+        # Only 2 and 5 times a power of ten are labeled, because other labels would overlap.
         axis.set_minor_formatter(FuncFormatter(lambda x, _: name(x) if _leads(x) else ""))
 
 
 def _leads(x: float) -> bool:
-    """Return whether a number is 2 or 5 times a power of ten."""
+    """Return True if a number is 2 or 5 times a power of ten."""
     return x > 0 and round(x / 10.0 ** math.floor(math.log10(x) + 1e-9)) in (2, 5)
 
 
@@ -177,18 +189,18 @@ def _decade(x: float, *, short: bool) -> str:
 
 
 def power(base: int, exponent: int) -> str:
-    """Return a power as text with a raised exponent, such as 2⁻³."""
+    """Return a power as text with a superscript exponent, such as 2⁻³."""
     return f"{base}{str(exponent).translate(_RAISED)}"
 
 
 def guide(ax: Axes, axis: Literal["both", "x", "y"] = "y") -> None:
-    """Draw thin lines behind the data."""
+    """Draw thin grid lines behind the data."""
     ax.grid(axis=axis, color=RULE, linewidth=0.8)
     ax.set_axisbelow(True)
 
 
 def nothing(ax: Axes, title: str, why: str = "no values to draw") -> Axes:
-    """Write on the axes why there is nothing to draw."""
+    """Write a message on empty axes that says why there is nothing to draw."""
     ax.text(0.5, 0.5, why, color=FAINT, ha="center", va="center", transform=ax.transAxes)
     ax.set_xticks([])
     ax.set_yticks([])
@@ -197,12 +209,12 @@ def nothing(ax: Axes, title: str, why: str = "no values to draw") -> Axes:
 
 
 def quiet(ax: Axes) -> Axes:
-    """Remove the spines and shorten the ticks, which carry no information."""
+    """Hide the top and right spines and shorten the ticks."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(length=3)
     return ax
 
 
 def right_of_title(ax: Axes, note: str) -> None:
-    """Write a note at the right end of the line of the axes' title."""
+    """Write a note next to the title of the axes, at the right end."""
     ax.set_title(note, loc="right", color=FAINT, fontsize=9, fontweight="normal")

@@ -1,4 +1,4 @@
-"""A histogram of values around zero, with a logarithmic axis of counts."""
+"""Draw a histogram of values around zero, with a logarithmic axis of counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 
 from megatron.analysis.plots.style import FAINT, color_of, decades, lighter, quiet, right_of_title
 
-ALL = "all values"  #: the group that is drawn filled, behind the others
+ALL = "all values"  #: name of the group that is drawn filled, behind the other groups
 
 
 def plot_value_histogram(
@@ -17,10 +17,10 @@ def plot_value_histogram(
     """Draw one outline per group over the filled histogram of all values.
 
     Args:
-        data: columns `group`, `label` (name in the legend), `left`, `right` and `count`, one row
-            per bin. Bins are in rising order and the same for every group. The group `all values`
-            is filled.
-        note: text about the values that the picture does not show.
+        data: table with columns `group`, `label` (name in the legend), `left`, `right` and `count`,
+            one row per bin. The bins are in ascending order and the same for every group. The group
+            `all values` is filled.
+        note: text about values that the histogram does not show.
     """
     ax = plt.gca() if ax is None else ax
     for name, part in data.groupby("group", sort=False):
@@ -40,7 +40,7 @@ def plot_value_histogram(
                 zorder=3,
             )
     # The axis begins below 1, so that a bin with a single value is visible. The limits are set
-    # before the scale, which warns if the data are empty.
+    # first, because setting a logarithmic scale on empty data warns.
     ax.set_ylim(0.7, 4.0 * max(float(data["count"].max()), 1.0))
     ax.set_yscale("log")
     decades(ax.yaxis)

@@ -1,7 +1,7 @@
-"""report.html: one file to open by double click or to send, without network or server.
+"""Write report.html, a self-contained page that a browser can open without network or server.
 
-It contains its data as JSON (`content.py`), our script (`page.js`, which lists the sections) and
-Plotly's JavaScript, which draws the figures.
+It contains its data as JSON (`content.py`), the page's script (`page.js`, which lists the sections)
+and Plotly's JavaScript, which draws the figures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HERE = Path(__file__).parent
 
 
 def write_report(figure_data: FigureData, path: Path) -> Path:
-    """Write the page whole or not at all.
+    """Write the report atomically, and return the path of the file.
 
     Raises:
         ImportError: plotly, which provides the JavaScript, is not installed.
@@ -29,13 +29,13 @@ def write_report(figure_data: FigureData, path: Path) -> Path:
 
 
 def render(data: dict[str, Any]) -> str:
-    """Return the page with the given content."""
+    """Return the HTML page with the given content; see `content.content`."""
     from plotly.offline import get_plotlyjs
 
     parts = {
         "title": html.escape(str(data["title"])),
         "style": _part("page.css"),
-        # escaped, so that no text of the data can end the script element that holds it
+        # "<" is escaped, so that no text in the data can end the script element that contains it.
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "plotly": get_plotlyjs(),
         "script": _part("page.js"),

@@ -1,11 +1,15 @@
-"""The facts and the audit on the card of a run; a card may be forged and hold anything."""
+"""Read the facts and the format audit from a run card.
+
+A run card is not trusted: it may contain anything.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-#: Keys of the card, its groups and the arguments that are shown.
+#: Keys of the run card that the report shows: single values (`FACTS`), groups of values (`GROUPS`)
+#: and entries of the group "arguments" (`ARGUMENTS`).
 FACTS = ("quant_type", "started", "status", "reason", "device", "seed", "iterations", "platform")
 GROUPS = ("versions", "topology", "git")
 ARGUMENTS = (
@@ -25,7 +29,7 @@ ARGUMENTS = (
 
 
 def facts(card: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and values from a card, without unknown values."""
+    """Return the names and values to show from a run card, omitting missing values."""
     pairs = [(name, as_text(card.get(name))) for name in FACTS]
     for group in GROUPS:
         parts = {name: as_text(value) for name, value in _mapping(card.get(group)).items()}
@@ -36,7 +40,7 @@ def facts(card: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def audit(card: Mapping[str, Any]) -> list[str]:
-    """Return the format of each matmul as the run printed it."""
+    """Return the lines of the format audit: the format of each matmul, as printed by the run."""
     lines = []
     for part in _list(card.get("quantization")):
         if not isinstance(part, Mapping):
@@ -51,7 +55,7 @@ def audit(card: Mapping[str, Any]) -> list[str]:
 
 
 def as_text(value: object) -> str:
-    """Return a single value as text, or its type if it is a collection."""
+    """Return a scalar as text, an empty string for None, or the type name of any other value."""
     if value is None or isinstance(value, (str, int, float)):
         return "" if value is None else str(value)
     return f"({type(value).__name__})"

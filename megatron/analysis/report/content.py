@@ -1,4 +1,4 @@
-"""The content of the report as plain data, in which numbers are finite or None."""
+"""Build the content of the report as JSON data, without NaN or infinite numbers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron.analysis.report.details import details
 from megatron.analysis.stats.result import words_of_repeats
 from megatron.analysis.text_table import shown
 
-MOST_DETAILS = 800  #: largest number of tensors that a click opens
-WORST = 60  #: largest number of rows of a table of worst tensors
-NAMED = 24  #: largest number of tensors that a warning links to
+MOST_DETAILS = 800  #: maximum number of tensors whose details the report contains
+WORST = 60  #: maximum number of rows in a table of the tensors with the lowest SQNR
+NAMED = 24  #: maximum number of tensors that a warning links to
 
 
 def content(figure_data: FigureData) -> dict[str, Any]:
-    """Return everything that the page shows."""
+    """Return all data that the page shows."""
     tensors = figure_data.tensors
     layers = sorted(int(layer) for layer in tensors["layer_idx"].unique())
     repeats = figure_data.statistics.repeats
@@ -72,12 +72,12 @@ def content(figure_data: FigureData) -> dict[str, Any]:
 
 
 def runs_of(tensors: pd.DataFrame) -> list[str]:
-    """Return the ids of the runs in the order of the table, the empty id for an unknown run."""
+    """Return the run IDs in the order of the table; an unknown run has the empty ID."""
     return list(dict.fromkeys(tensors["run_id"].fillna("").astype(str)))
 
 
 def run(figure_data: FigureData, run_id: str) -> dict[str, Any]:
-    """Return the facts and the audit of a run."""
+    """Return the facts and the format audit of a run, and a summary of its tensors."""
     tensors = figure_data.tensors
     own = tensors[tensors["run_id"].fillna("") == run_id]
     card: Mapping[str, Any] = figure_data.store.run_card(run_id) if run_id else {}
@@ -94,11 +94,11 @@ def run(figure_data: FigureData, run_id: str) -> dict[str, Any]:
 
 
 def cells(figure_data: FigureData) -> list[list[Any]]:
-    """Return one row per cell of the heat map.
+    """Return one row per cell of the heatmap.
 
-    A row holds the run, iteration, layer, place and number of tensors of the cell, and for each
-    format the median SQNR and the tensor with the lowest one. An SQNR is None if it is unknown and
-    "inf" if there is no error.
+    A row contains the run, iteration, layer, place (module and tensor name) and number of tensors
+    of the cell. Two entries per format follow: the median SQNR in dB, and the tensor with the
+    lowest SQNR. An SQNR is None if it is unknown, and "inf" if there is no error.
     """
     runs = {name: i for i, name in enumerate(runs_of(figure_data.tensors))}
     places = {name: i for i, name in enumerate(figure_data.places)}
@@ -120,9 +120,13 @@ def cells(figure_data: FigureData) -> list[list[Any]]:
 
 
 def format_medians(figure_data: FigureData, column: str, order: Sequence[Any]) -> list[list[Any]]:
-    """Return one list per format: the median SQNR by the values of a column.
+    """Return the median SQNR per format and value of a column, as one list per format.
 
-    A median is over all runs and iterations, and None if no tensor has an SQNR.
+    Each median is taken over all runs and iterations; it is None if no SQNR is known.
+
+    Args:
+        column: name of the column.
+        order: values of the column, in the order of each list.
     """
     groups = figure_data.judged.groupby(["quantized_format", column], sort=False)[
         "sqnr_db"
@@ -132,9 +136,9 @@ def format_medians(figure_data: FigureData, column: str, order: Sequence[Any]) -
 
 
 def worst(figure_data: FigureData) -> dict[str, list[list[Any]]]:
-    """Return the tensors with the lowest SQNR by format.
+    """Return the tensors with the lowest SQNR for each format.
 
-    A row holds a tensor with its SQNR, underflow, saturation and relative bias.
+    A row contains a tensor's index, SQNR in dB, underflow, saturation and relative bias.
     """
     columns = ["sqnr_db", "underflow", "saturated", "relative_bias"]
     rows_by_format = {}
@@ -150,7 +154,10 @@ def worst(figure_data: FigureData) -> dict[str, list[list[Any]]]:
 
 
 def by_type(figure_data: FigureData) -> list[list[Any]]:
-    """Return the median deviation from the run without quantization by type, kind and layer."""
+    """Return the median deviation from the unquantized run by quantization type, kind and layer.
+
+    Only the last iteration that was compared is included.
+    """
     data = figure_data.deviations
     if data.empty:
         return []
@@ -160,7 +167,10 @@ def by_type(figure_data: FigureData) -> list[list[Any]]:
 
 
 def positions(figure_data: FigureData) -> list[list[int]]:
-    """Return the run, iteration, layer and place of each tensor, which identify its cell."""
+    """Return the run, iteration, layer and place of each tensor, which identify its heatmap cell.
+
+    Runs and places are indices.
+    """
     tensors = figure_data.tensors
     runs = {name: i for i, name in enumerate(runs_of(tensors))}
     places = {name: i for i, name in enumerate(figure_data.places)}
@@ -177,7 +187,7 @@ def positions(figure_data: FigureData) -> list[list[int]]:
 
 
 def names(figure_data: FigureData) -> list[str]:
-    """Return one line per tensor that describes it."""
+    """Return a one-line description of each tensor."""
     tensors = figure_data.tensors
     several = tensors.groupby("quant_type")["run_id"].nunique().max() > 1
     return [
@@ -191,10 +201,11 @@ def names(figure_data: FigureData) -> list[str]:
 
 
 def chosen_tensors(figure_data: FigureData, named: Sequence[Sequence[int]]) -> list[int]:
-    """Return the tensors that a click opens, at most `MOST_DETAILS`.
+    """Return at most `MOST_DETAILS` tensors, whose details a click in the report opens.
 
-    First come the first tensor of each list of `named`, then the second of each list, and so on.
-    Other tensors follow, with the last iteration of each run and the lowest SQNR first.
+    The first tensors of all lists in `named` come first, then their second tensors, and so on.
+    Other tensors follow. Among them, tensors by which formats are judged precede the rest, then the
+    last iterations of each run, and then the lowest SQNRs.
     """
     first = [i for rank in itertools.zip_longest(*named) for i in rank if i is not None]
     chosen = [*dict.fromkeys([*first, *_latest_and_lowest(figure_data)])]
@@ -213,7 +224,7 @@ def _latest_and_lowest(figure_data: FigureData) -> list[int]:
 
 
 def plain(value: float) -> float | str | None:
-    """Return a number with six significant digits for JSON: NaN as None, Inf as a text."""
+    """Return a value for JSON: six significant digits, None for NaN, and a string for infinity."""
     value = float(value)
     if math.isnan(value):
         return None

@@ -1,4 +1,7 @@
-"""The details that a click in the report opens: histogram, error and block maps of a tensor."""
+"""Build the details of a tensor that a click in the report opens.
+
+The details are the tensor's statistics, histogram, quantization errors and block maps.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ from megatron.analysis.stats.result import Counts
 from megatron.analysis.text_table import shown as printed
 from megatron.fake_quant import get_format
 
-ROWS, BLOCKS = 48, 48  #: largest size of a block map in pixels
-NO_SCALE = -128  #: byte of a block without a scale
-#: Columns of `FigureData.tensors` and of `FigureData.uses` that are shown.
+ROWS, BLOCKS = 48, 48  #: maximum number of rows, and of blocks per row, in a block map
+NO_SCALE = -128  #: byte that represents a block without a scale
+#: Columns of `FigureData.tensors` (`VALUES`) and of `FigureData.uses` (`NUMBERS`) to show.
 VALUES = (
     "count",
     "min",
@@ -55,7 +58,7 @@ NUMBERS = (
 
 
 def details(figure_data: FigureData, chosen: Sequence[int]) -> dict[str, Any]:
-    """Return the details of the chosen tensors by tensor."""
+    """Return the details of each chosen tensor, with the tensor's index as a string as the key."""
     uses = {
         tensor: part
         for tensor, part in figure_data.uses[figure_data.uses["tensor"].isin(list(chosen))].groupby(
@@ -94,10 +97,17 @@ def _detail(figure_data: FigureData, tensor: int, uses: pd.DataFrame | None) -> 
 def _in_format(
     use: dict[str, Any], part: FormatArrays, binades: Counts, shown: slice
 ) -> dict[str, Any]:
-    """Return the losses and the error of one format in each binade that is shown."""
+    """Return the errors of one format, in total and for each binade in `shown`.
+
+    Args:
+        use: row of `FigureData.uses`.
+        part: histograms of the format.
+        binades: number of finite nonzero values of the tensor in each binade.
+        shown: binades to include.
+    """
     values = part.values[shown]
     error = np.where(values > 0, part.relative_error[shown] / np.maximum(values, 1), np.nan)
-    # a format with blocks never returns Inf, so every value outside `part.values` became NaN
+    # A format with blocks never returns infinity, so every value not in `part.values` became NaN.
     poisoned = binades - part.values if use["poisoned"] else np.zeros_like(binades)
     return {
         "axis": use["axis"],
@@ -112,7 +122,10 @@ def _in_format(
 
 
 def _maps(figure_data: FigureData, tensor: int) -> dict[str, Any]:
-    """Return block maps along the last dimension, or none if parts of the tensor are missing."""
+    """Return the maps of blocks along the last dimension, by format.
+
+    The result is empty if the tensor cannot be loaded, for instance because parts are missing.
+    """
     formats = [name for name in figure_data.with_blocks() if not get_format(name).square]
     if not formats:
         return {}
@@ -132,7 +145,10 @@ def _e4m3_codes(values: NDArray[np.float64]) -> NDArray[np.uint8]:
 
 
 def _packed(table: pd.DataFrame, fmt: str) -> dict[str, Any]:
-    """Return the scales as signed bytes: exponents of E8M0 scales, codes of NVFP4's E4M3 scales."""
+    """Return a scale map with one Base64-encoded signed byte per block.
+
+    The byte is the exponent of an E8M0 scale, or the code of an E4M3 scale (NVFP4).
+    """
     exponents = table.to_numpy()
     powers = get_format(fmt).block_scale == "E8M0"
     stored = exponents if powers else _e4m3_codes(2.0**exponents)
@@ -150,7 +166,10 @@ def _packed(table: pd.DataFrame, fmt: str) -> dict[str, Any]:
 
 
 def short(value: Any) -> float | int | str | None:
-    """Return a number for JSON: five significant digits, whole numbers exact, NaN as None."""
+    """Return a value for JSON: five significant digits, None for NaN, and a string for infinity.
+
+    Integers below 2**53 in magnitude are exact.
+    """
     number = float(value)
     if math.isnan(number):
         return None
