@@ -50,8 +50,7 @@ class TensorStore:
     """The tensors in a folder and its subfolders, in the order in which they were written.
 
     Raises:
-        ValueError: if the folder does not exist, is not a folder, or contains no readable `.pt`
-            file.
+        ValueError: if the folder does not exist, is not a folder, or contains no `.pt` file.
     """
 
     def __init__(self, folder: str | Path):
@@ -154,7 +153,7 @@ class TensorStore:
         Raises:
             ValueError: if the tensor has no codes, or `record` is a table that does not have
                 exactly one row.
-            UnreadableTensorError: if the file is corrupt or contradicts its record.
+            UnreadableTensorError: if the file is corrupt or does not contain codes and scales.
         """
         record = self._row(record)
         metadata = {name: _field(record, name) for name in ("codes", "format")}

@@ -1,4 +1,4 @@
-"""Read the codes and scales of a matmul's operand, which `--collect-tensors codes` stores."""
+"""Read the codes and scales of matmul operands, which `--collect-tensors codes` saves."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron.fake_quant.scales import Scales
 
 
 def read_codes(path: Path, metadata: dict[str, Any]) -> QuantizedTensor:
-    """Return the memory-mapped operand of a `..._codes` file; `dequantize` returns its values.
+    """Return the memory-mapped operand in a `..._codes` file; `dequantize` computes its values.
 
     Args:
         metadata: the fields `codes` and `format` of the file's record.
 
     Raises:
-        UnreadableTensorError: the file is corrupt, or contradicts its record.
+        UnreadableTensorError: if the file is corrupt or does not contain codes and scales.
     """
     payload = read_payload(path)
     content = payload if isinstance(payload, dict) else {}
@@ -30,7 +30,8 @@ def read_codes(path: Path, metadata: dict[str, Any]) -> QuantizedTensor:
     if not isinstance(tensor, Tensor) or not all(isinstance(x, Tensor) for x in parts.values()):
         raise UnreadableTensorError(path, "holds no codes and scales")
     codes = metadata["codes"]
-    name = str(metadata["format"]).partition("+")[0]  # a Hadamard transform precedes quantization
+    # a suffix such as "+H16" stands for a Hadamard transform, which is not part of the format
+    name = str(metadata["format"]).partition("+")[0]
     return QuantizedTensor(
         tensor,
         Scales(blocks=parts.get("blocks"), tensor=parts.get("tensor")),

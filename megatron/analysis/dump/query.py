@@ -1,8 +1,8 @@
 """Select rows of a dump's table by conditions on its columns.
 
 The table has one row per tensor. Its columns are the fields of `TensorRecord`, the coordinates of
-the rank, and the location of the file (`record_columns`). An unknown value, as of a file without
-metadata, is None, or NA in a column of numbers.
+the rank, and the location of the file; see `record_columns`. An unknown value is None, or NA in a
+column of integers. Values are unknown if a file has no metadata, for example.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pandas as pd
 from megatron.analysis.dump.record_columns import COLUMNS, WHOLE
 from megatron.tensor_record import COMPONENTS, TENSOR_NAMES
 
-#: Names of conditions that differ from the columns.
+#: Condition names that differ from the column names.
 _ALIASES = {"layer": "layer_idx", "world": "rank"}
-#: Values that a column can have; other columns take any value.
+#: Valid values of some columns; the other columns accept any value.
 _ACCEPTED: Mapping[str, Collection[str]] = {
     "layer_type": TENSOR_NAMES,
     "operation": ("forward", "backward"),
@@ -33,7 +33,7 @@ def matching(records: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFra
     """Return the rows of `records` for which every condition holds; see `TensorStore.select`.
 
     Raises:
-        ValueError: an unknown column, or a value that the column can never have.
+        ValueError: if a column is unknown, or a value is never valid for its column.
     """
     keep = np.ones(len(records), dtype=bool)
     for condition, wanted in conditions.items():
@@ -43,7 +43,7 @@ def matching(records: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFra
                 f"no condition {condition!r}; choose from {', '.join(_ALIASES)}, "
                 f"{', '.join(COLUMNS)}"
             )
-        if isinstance(wanted, range) and name in WHOLE:  # may be too long to be enumerated
+        if isinstance(wanted, range) and name in WHOLE:  # may be too long to list its elements
             keep &= _in_range(records[name], wanted)
             continue
         several = isinstance(wanted, Collection) and not isinstance(wanted, str)
@@ -54,7 +54,7 @@ def matching(records: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFra
 
 
 def _in_range(column: pd.Series[Any], wanted: range) -> Any:
-    """Return which numbers of a column a range contains; unknown ones are not contained."""
+    """Return a mask of the rows whose value is in a range; unknown values are not in any range."""
     if not wanted:
         return np.zeros(len(column), dtype=bool)
     known = column.notna().to_numpy()
@@ -76,7 +76,7 @@ def _check(name: str, values: list[Any]) -> None:
 
 
 def _holds(column: pd.Series[Any], name: str, values: list[Any]) -> Any:
-    """Return which rows have one of `values`; None stands for unknown."""
+    """Return a mask of the rows that have one of `values`; None selects unknown values."""
     if name == "module":
         modules = {module for module in column.unique() if isinstance(module, str)}
         matches = [
@@ -98,5 +98,5 @@ def _is_size(values: list[Any]) -> bool:
 
 
 def is_module(name: str, pattern: str) -> bool:
-    """Return whether a shell pattern matches a dotted module name, or its end after some dot."""
+    """Return whether a shell pattern matches a dotted module name, or the part after any dot."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")

@@ -1,18 +1,20 @@
 """Reassemble a logical tensor from the shards that the ranks of a run hold.
 
-The field `dims` describes the sharding. It has one letter per dimension, followed by the group that
-shards it in brackets. After a bar come the groups over which the tensor is a partial sum.
+The field `dims` of a record describes the sharding. It has one letter per dimension; if a parallel
+group shards the dimension, the name of the group follows in brackets. A vertical bar precedes the
+groups whose ranks hold partial sums.
 
-    s b h[tp]              joined along h, in order of the tensor-parallel rank
-    s[cp:zigzag] b h       of 2 * cp_size chunks along s, rank r has those numbered r and
+    s b h[tp]              shards are joined along h, in the order of the tensor-parallel ranks
+    s[cp:zigzag] b h       s is divided into 2 * cp_size chunks; rank r holds chunks r and
                            2 * cp_size - 1 - r
-    s b o | partial[tp]    added over the tensor-parallel ranks
-    s b g[tp:2] d          joined along g; every two consecutive ranks hold the same part
-    s b g[tp:2] d | partial[tp:2]    every two consecutive ranks hold addends of one part
+    s b o | partial[tp]    partial sums are added over the tensor-parallel ranks
+    s b g[tp:2] d          shards are joined along g; each pair of consecutive ranks holds the
+                           same shard
+    s b g[tp:2] d | partial[tp:2]    as before, but each pair holds partial sums of its shard
 
-Ranks of a group that `dims` does not name hold replicas. Data-parallel ranks hold different data,
-except for weights. Experts have groups of their own: the data-parallel rank of an expert's tensor
-is its rank among those that hold the same expert ("expert data parallel").
+If `dims` does not name a group, its ranks hold replicas. Data-parallel ranks hold different data,
+except for weights. Experts have their own groups: the data-parallel rank of an expert's tensor is
+its rank among the ranks that hold the same expert ("expert data parallel").
 """
 
 from __future__ import annotations
@@ -36,26 +38,26 @@ _LETTER = re.compile(
     r"(?P<letter>\w+)(\[(?P<group>\w+)((?P<zigzag>:zigzag)|:(?P<copies>[1-9]\d*))?\])?"
 )
 _PARTIAL = re.compile(r"partial\[(\w+(?:,\w+)*)(:[1-9]\d*)?\]")
-NAMED = 8  #: number of missing shards that a message lists
-_EXPERT = r"\blocal_experts\.\d+\b"  # in the name of an expert's module
+NAMED = 8  #: maximum number of missing shards that a message lists
+_EXPERT = r"\blocal_experts\.\d+\b"  # matches the module names of experts
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The division of a tensor among the ranks of one parallel group."""
+    """The way in which a tensor is divided among the ranks of one parallel group."""
 
     group: str
-    axis: int | None  #: dimension that is divided; None if the ranks hold addends of a sum
-    zigzag: bool = False  #: whether each rank holds one chunk of each half of the dimension
-    copies: int = 1  #: number of consecutive ranks that share a part
-    summed: bool = False  #: whether these ranks hold addends of the part, not copies
+    axis: int | None  #: dimension that is divided; None if the ranks hold partial sums
+    zigzag: bool = False  #: whether each rank holds a chunk from each half of the dimension
+    copies: int = 1  #: number of consecutive ranks that hold the same part
+    summed: bool = False  #: whether these ranks hold partial sums of the part, not copies
 
 
 def parse_dims(dims: str) -> list[Cut]:
-    """Return how `dims` divides a tensor, one cut per group.
+    """Parse `dims`, and return one cut per group that divides the tensor.
 
     Raises:
-        ValueError: `dims` does not have the form that the module's docstring describes.
+        ValueError: if `dims` does not have the form that the module's docstring describes.
     """
     letters, _, sums = dims.partition("|")
     cuts = []
@@ -82,9 +84,10 @@ def parse_dims(dims: str) -> list[Cut]:
 
 
 def data_ranks(records: pd.DataFrame) -> Any:
-    """Return the data-parallel rank whose data each record holds; 0 for weights, which are shared.
+    """Return the data-parallel rank of each record; it is 0 for weights, which all ranks share.
 
-    Megatron numbers ranks with etp varying fastest, then ep, then expert data parallel, then pp.
+    For experts, the result is the expert-data-parallel rank. In Megatron's numbering of ranks, etp
+    varies fastest, then ep, then expert data parallel, then pp.
     """
     dp = records["dp"].fillna(0).to_numpy(dtype=np.int64)
     experts = records["module"].str.contains(_EXPERT, regex=True, na=False).to_numpy(dtype=bool)
@@ -97,10 +100,14 @@ def data_ranks(records: pd.DataFrame) -> Any:
 
 
 def reassemble(records: pd.DataFrame, load: Callable[[Any], Tensor]) -> Tensor:
-    """Return the logical tensor whose shards and replicas are given by `records`.
+    """Return the logical tensor whose shards and replicas are listed in `records`.
+
+    Args:
+        records: the shards and replicas, one per row.
+        load: function that returns the tensor of a row.
 
     Raises:
-        ValueError: shards are missing, duplicated, or do not fit together; replicas differ.
+        ValueError: if shards are missing, duplicated or do not fit together, or replicas differ.
     """
     rows = list(records.itertuples())
     first = rows[0]
@@ -141,7 +148,11 @@ def reassemble(records: pd.DataFrame, load: Callable[[Any], Tensor]) -> Tensor:
 
 
 def _size(records: pd.DataFrame, group: str, of_tensor: str) -> int:
-    """Return the number of ranks in a group."""
+    """Return the size of a parallel group according to the records.
+
+    Raises:
+        ValueError: if a rank or the size is unknown, or the sizes differ.
+    """
     name = f"{group}_size"
     sizes = records[name].dropna().unique() if name in records else []
     if len(sizes) != 1 or records[group].isna().any():
@@ -155,7 +166,7 @@ def _size(records: pd.DataFrame, group: str, of_tensor: str) -> int:
 def _check_complete(
     cells: dict[tuple[int, ...], list[Any]], cuts: Sequence[Cut], sizes: list[int], of_tensor: str
 ) -> None:
-    # a damaged record may claim any size, so only the first few missing shards are searched for
+    # stop after the first few missing shards, because a damaged record may claim any group size
     most = len(cells) + NAMED + 1
     expected = itertools.product(*(range(min(size, most)) for size in sizes))
     gaps = list(itertools.islice((index for index in expected if index not in cells), NAMED + 1))
@@ -172,10 +183,10 @@ def _check_complete(
 
 
 def one_of_replicas(copies: Sequence[Any], load: Callable[[Any], Tensor]) -> Tensor:
-    """Return the tensor of which every record is a replica.
+    """Load all replicas of a tensor, and return the first after checking that they are equal.
 
     Raises:
-        ValueError: the replicas differ in some bit.
+        ValueError: if two replicas are not bit-identical.
     """
     first = load(copies[0])
     for row in copies[1:]:
@@ -189,7 +200,7 @@ def one_of_replicas(copies: Sequence[Any], load: Callable[[Any], Tensor]) -> Ten
 
 
 def differences(first: Tensor, second: Tensor) -> str:
-    """Return how two tensors differ; empty if they are the same bit for bit."""
+    """Return a description of how two tensors differ, or "" if they are bit-identical."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return (
             f"{list(second.shape)} {second.dtype} is not {list(first.shape)} {first.dtype}; "
@@ -203,13 +214,16 @@ def differences(first: Tensor, second: Tensor) -> str:
 
 
 def bits(x: Tensor) -> Tensor:
-    """Return the bit patterns of a tensor, in which equal NaN are equal and -0 differs from +0."""
+    """Return the bit patterns of a tensor as integers.
+
+    Bit patterns distinguish -0 from +0, and NaN values with the same bits are equal.
+    """
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return x.contiguous().view(sizes.get(x.element_size(), torch.int64))
 
 
 def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor: str) -> Tensor:
-    """Join or add the last group's ranks, then those of the group before it, and so on."""
+    """Join or add the shards of one group after another, from the last cut to the first."""
     for cut in reversed(cuts):
         groups: dict[tuple[int, ...], list[Tensor]] = {}
         for index in sorted(shards):
@@ -227,7 +241,7 @@ def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor:
 
 
 class _CopiesDifferError(Exception):
-    """Raised if ranks that should hold the same part hold different ones."""
+    """Raised if ranks that should hold copies of the same part hold different values."""
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
@@ -245,7 +259,7 @@ def _one_of(copies: list[Tensor], cut: Cut) -> Tensor:
 
 
 def _of_group(parts: list[Tensor], cut: Cut) -> Tensor:
-    """Return the tensor whose parts the ranks of one group hold, in the order of the ranks."""
+    """Combine the parts held by the ranks of one group; `parts` is in the order of the ranks."""
     if cut.axis is None:
         return _sum(parts)
     if cut.copies > 1:

@@ -1,8 +1,8 @@
-"""Store the records of many tensors as columns, which need much less memory than dicts.
+"""Store the records of many tensors as columns, which need much less memory than dictionaries.
 
-A dump of 100,000 tensors is read in batches, and only the values of a batch are kept. Equal texts
-and equal shapes are stored once, so no reader may modify them. The coordinates of a rank are stored
-as an index into a short list.
+A dump may have 100,000 tensors, so its records are read in batches and only their values are kept.
+Equal strings and equal shapes are stored once, so they must not be modified. The coordinates of a
+rank are stored as an index into a short list.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import pandas as pd
 from megatron.bounded_files import printable
 from megatron.tensor_record import TensorRecord
 
-#: One tensor: the fields of TensorRecord, and `bytes`; unknown ones are missing or None.
+#: The record of one tensor: the fields of `TensorRecord`, and `bytes`. Unknown fields are missing
+#: or None.
 Row = dict[str, Any]
 
-GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")  #: parallel groups in which a record has a rank
-#: Columns with the coordinates of the rank; `rank` is the record's `world`.
+GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")  #: parallel groups whose ranks a record contains
+#: Columns with the coordinates of the rank; `rank` is the coordinate that a record calls `world`.
 RANK_COLUMNS = ("rank", "world_size", *(name for g in GROUPS for name in (g, f"{g}_size")))
 FIELDS = tuple(item.name for item in fields(TensorRecord) if item.name != "rank")
 COLUMNS = (*FIELDS, *RANK_COLUMNS, "bytes", "path", "source")
@@ -35,7 +36,7 @@ _OF_ROW = (*FIELDS, "bytes")
 
 
 def _types() -> dict[str, tuple[type, ...]]:
-    """Return the types that each field's values may have besides None, from `TensorRecord`."""
+    """Return the types that `TensorRecord` allows for each field, apart from None."""
     types: dict[str, tuple[type, ...]] = {"bytes": (int,)}
     for name, hint in get_type_hints(TensorRecord).items():
         parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
@@ -45,27 +46,27 @@ def _types() -> dict[str, tuple[type, ...]]:
 
 
 _TYPES = _types()
-#: Columns of whole numbers.
+#: Columns that contain integers.
 WHOLE = (*(name for name in _OF_ROW if _TYPES[name] == (int,)), *RANK_COLUMNS)
-_IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: names of the rank's coordinates in a record
+_IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: names of the coordinates of a rank in a record
 _SIZES = ("shape", "global_shape")
 _UNKNOWN = dict.fromkeys((*_OF_ROW, "rank"))
-_Coordinates = tuple[int | None, ...]  #: a rank's values in the order of _IN_RECORD
-_LOWEST = {"layer_idx": -1}  #: lowest value of a field that holds whole numbers; 0 by default
-_TEXT_LIMIT = 1000  #: longest text in characters; module names have some 60
-_AXES_LIMIT = 64  #: largest number of sizes in a shape
-_TOO_LARGE = 2**63  #: numbers in a record fit into 64 bits
+_Coordinates = tuple[int | None, ...]  #: coordinates of a rank in the order of _IN_RECORD
+_LOWEST = {"layer_idx": -1}  #: minimum values of integer fields, where they are not 0
+_TEXT_LIMIT = 1000  #: maximum length of a string in characters; module names have about 60
+_AXES_LIMIT = 64  #: maximum number of dimensions in a shape
+_TOO_LARGE = 2**63  #: numbers in a record must be smaller, to fit into 64 bits
 
 
 class WrongTypeError(ValueError):
-    """Raised for a value that is not allowed in its field of a record."""
+    """Raised if a field of a record has a value of the wrong type or an impossible value."""
 
 
 class _Texts(dict[Any, Any]):
-    """A cache that keeps one printable copy of equal texts and maps None to itself.
+    """A cache that maps equal strings to one shared printable copy, and None to None.
 
-    Control characters are escaped here, before a text reaches a table, log line, figure or page. A
-    module name with a newline could otherwise forge a line of output.
+    Control characters are escaped here, before a string reaches a table, log, figure or page.
+    Otherwise, a module name with a newline could forge a line of output.
     """
 
     def __missing__(self, text: str | None) -> str | None:
@@ -81,13 +82,13 @@ class _Texts(dict[Any, Any]):
 
 
 class _Sizes(dict[Any, Any]):
-    """A cache that keeps one list of equal shapes."""
+    """A cache that maps equal shapes to one shared list."""
 
     def of(self, shape: list[int] | None) -> list[int] | None:
-        """Return the cached list that is equal to `shape`.
+        """Return the cached list that is equal to `shape`, after adding it if necessary.
 
         Raises:
-            WrongTypeError: the shape is not a list of sizes.
+            WrongTypeError: if the shape is not a list of sizes.
         """
         if shape is None:
             return None
@@ -99,27 +100,28 @@ class _Sizes(dict[Any, Any]):
 
 
 class Columns:
-    """The columns of a growing table."""
+    """A table to which records are added; each column is stored as a list."""
 
     def __init__(self) -> None:
         self.of: dict[str, list[Any]] = {name: [] for name in (*_OF_ROW, "path", "source")}
         self._texts, self._sizes = _Texts(), _Sizes()
-        self._coordinates: dict[_Coordinates, int] = {}  #: number of each rank's coordinates
-        self._rank_of_row: list[int] = []  #: number of the coordinates of each row
+        self._coordinates: dict[_Coordinates, int] = {}  #: indices of distinct coordinates
+        self._rank_of_row: list[int] = []  #: index of the coordinates of each row
 
     def __len__(self) -> int:
         return len(self._rank_of_row)
 
     def add(self, rows: Sequence[Row], paths: Sequence[str], source: str) -> None:
-        """Append all rows, or none if one is invalid; missing fields are unknown.
+        """Append rows; if one of them is invalid, append none.
 
         Args:
-            rows: keys that `Row` does not have are ignored.
-            paths: the files of the rows.
-            source: where the rows come from: index, file or name.
+            rows: records to append. Missing fields count as unknown, and keys that are not fields
+                of `Row` are ignored.
+            paths: path of the file of each row.
+            source: source of the rows: `index`, `file` or `name`.
 
         Raises:
-            WrongTypeError: a value that is not allowed in its field.
+            WrongTypeError: if a field has a value that is not allowed.
         """
         if not rows:
             return
@@ -127,7 +129,7 @@ class Columns:
             transposed: Any = zip(*map(operator.itemgetter(*_OF_ROW), rows), strict=True)
             columns = dict(zip(_OF_ROW, transposed, strict=True))
             ranks = [row["rank"] for row in rows]
-        except KeyError:  # a dump of another program may lack fields
+        except KeyError:  # dumps of other programs may lack fields
             self.add([_UNKNOWN | row for row in rows], paths, source)
             return
         for name, values in columns.items():
@@ -150,7 +152,10 @@ class Columns:
             raise WrongTypeError(f"{name} {error}") from None
 
     def _numbers(self, ranks: Iterable[Any]) -> list[int]:
-        """Return the number of each rank's coordinates; most rows repeat the previous rank."""
+        """Return the index of each row's coordinates in `_coordinates`.
+
+        Most rows have the same rank as the previous row, so its index is reused.
+        """
         last: Any = None
         number = -1
         numbers = []
@@ -170,24 +175,24 @@ class Columns:
         return numbers
 
     def truncate(self, length: int) -> None:
-        """Keep only the first rows."""
+        """Remove all rows after the first `length` rows."""
         for values in (*self.of.values(), self._rank_of_row):
             del values[length:]
 
     def order(self, positions: Iterable[int]) -> list[int]:
-        """Return these rows sorted by run, then in the order of writing, then by path."""
+        """Return row numbers sorted by run, then by the time of writing, then by path."""
         columns = [self.of[name] for name in ("run_id", "timestamp", "counter", "path")]
         keys = [(a or "", b or "", c or 0, d) for a, b, c, d in zip(*columns, strict=True)]
         return sorted(positions, key=keys.__getitem__)
 
     def table(self, positions: Sequence[int]) -> pd.DataFrame:
-        """Return these rows as a table, in this order."""
+        """Return the rows with the given numbers as a table, in the given order."""
         at = np.array(positions, dtype=np.int64)
         columns: dict[str, Any] = {}
         for name, values in self.of.items():
             if name in WHOLE:
                 columns[name] = _whole_numbers(values, at)
-            else:  # dtype object, because pandas would turn None into NaN, and lists into columns
+            else:  # dtype object keeps pandas from changing None into NaN and lists into columns
                 column = np.fromiter(values, dtype=object, count=len(values))
                 columns[name] = pd.Series(column[at], dtype=object)
         ranks = np.array(self._rank_of_row, dtype=np.int64)[at]
@@ -199,7 +204,11 @@ class Columns:
 
 
 def _check(name: str, values: Sequence[Any]) -> None:
-    """Refuse values with a wrong type and impossible values. None means unknown."""
+    """Refuse values of the wrong type and impossible values; None means unknown.
+
+    Raises:
+        WrongTypeError: if a value is refused.
+    """
     lowest = _LOWEST.get(name, 0)
     if name in WHOLE and set(map(type, values)) == {int}:
         with contextlib.suppress(OverflowError):
@@ -229,10 +238,10 @@ def _is_finite(value: float) -> bool:
 
 
 def _check_sizes(name: str, sizes: Any) -> None:
-    """Refuse a value that is not a list of sizes.
+    """Refuse a value that is not a valid list of sizes.
 
     Raises:
-        WrongTypeError: if it is not such a list; the message says why.
+        WrongTypeError: if the value is refused; the message gives the reason.
     """
     if not isinstance(sizes, list) or len(sizes) > _AXES_LIMIT:
         actual = (
@@ -265,7 +274,7 @@ _CHECKS = {"slice": _check_slice, "codes": _check_codes}
 
 
 def _check_coordinates(coordinates: dict[str, int | None]) -> None:
-    """Refuse the coordinates of a rank that no run can have."""
+    """Refuse coordinates of a rank that are impossible, such as a rank beyond its group's size."""
     for name, value in coordinates.items():
         lowest = 1 if name.endswith("_size") else 0
         if value is not None and value < lowest:
@@ -277,13 +286,16 @@ def _check_coordinates(coordinates: dict[str, int | None]) -> None:
 
 
 def _short(value: Any) -> str:
-    """Return a value in the form used in messages; lists and objects are shown by type only."""
+    """Return a short description of a value for a message.
+
+    Lists, dictionaries and other objects are described by their type only.
+    """
     kind = type(value).__name__
     return reprlib.repr(value) if isinstance(value, (bool, int, float, str)) else f"a {kind}"
 
 
 def _whole_numbers(values: Sequence[int | None], at: Any) -> Any:
-    """Return the numbers at these positions: int64, or Int64 with NA if some are unknown."""
+    """Return the numbers at positions `at` as int64, or as Int64 with NA if some are unknown."""
     if None not in values:
         return np.array(values, dtype=np.int64)[at]
     unknown = np.fromiter((value is None for value in values), dtype=bool, count=len(values))[at]

@@ -1,7 +1,7 @@
 """Report how the runs of a dump ended, according to their run cards.
 
-The status in a run card is `running` until the run replaces it at its end. A status of `running`
-therefore means that the run was killed or is still writing, and its dump may be incomplete.
+A run card has the status `running` until the run ends and writes its final status. If the status is
+still `running`, the run was killed or is not finished, and its dump may be incomplete.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ UNKNOWN = "end unknown: there is no run card"
 NO_END = "no end in its run card: it was killed, or is still writing"
 _WORDS = {"limited": "ended by a limit", "failed": "failed", "aborted": "training was aborted"}
 _WHY = ("limit", "error", "reason")
-_LONGEST = 90  #: longest reason in characters
+_LONGEST = 90  #: maximum length of a description of how a run ended, in characters
 
 
 def ending(card: Mapping[str, Any]) -> str:
-    """Return how a run ended, in words; `finished` if it ended as planned."""
+    """Return a description of how a run ended; it is "finished" if the run ended as planned."""
     if not card:
         return UNKNOWN
     status = card.get("status")
@@ -38,7 +38,10 @@ def ending(card: Mapping[str, Any]) -> str:
 
 
 def unfinished(store: TensorStore) -> dict[str, str]:
-    """Return how each unfinished run with a card ended, by run id."""
+    """Return a description of how each unfinished run ended, by run ID.
+
+    Runs without a card are left out.
+    """
     endings = {}
     for run_id in store.runs():
         card = store.run_card(run_id) if run_id else {}
@@ -48,7 +51,7 @@ def unfinished(store: TensorStore) -> dict[str, str]:
 
 
 def alarm(store: TensorStore) -> str:
-    """Return a line for a figure on the unfinished runs; empty if there are none."""
+    """Return a line about the unfinished runs for a figure, or "" if all runs finished."""
     named = [
         f"run {run_id} ({store.run_card(run_id).get('quant_type') or 'unknown type'}): {words}"
         for run_id, words in unfinished(store).items()
@@ -60,5 +63,5 @@ def alarm(store: TensorStore) -> str:
 
 
 def remarks_on(endings: Mapping[str, str]) -> list[str]:
-    """Return one printable line per run that did not finish."""
+    """Return one printable line per run in `endings`, which is a result of `unfinished`."""
     return [shown(f"run {run_id}: {words}") for run_id, words in endings.items()]

@@ -1,8 +1,8 @@
 """Scan a dump's folder for tensor files, indexes and run cards.
 
-The fields of a tensor come from the run's index if it has one, otherwise from the metadata in the
-file, otherwise from the file's name. Nothing is written. An unreadable file is listed as a
-`Problem` and does not affect the others.
+The fields of a tensor are read from an index that lists its file. If there is none, they are read
+from the metadata in the file, or else from the file name. Nothing is written to the folder. An
+unreadable file is listed as a `Problem` and does not affect the others.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from megatron.analysis.dump.tensor_files import (
 from megatron.bounded_files import UnusableFileError, printable, walk
 from megatron.tensor_record import FILENAME_FORM, parse_filename, read_lines
 
-MOST_EVENTS = 100_000  #: events in one index; a rank writes a few
-MOST_INDEXES = 100_000  #: indexes below one folder; there is one per rank and run
-#: File names without a folder; the surrogates U+DC80 to U+DCFF stand for bytes that are not UTF-8.
+MOST_EVENTS = 100_000  #: maximum number of events in one index; a rank normally writes a few
+MOST_INDEXES = 100_000  #: maximum number of indexes in a dump; each rank of a run writes one
+#: Pattern of file names without a folder. The surrogates U+DC80 to U+DCFF represent bytes that are
+#: not valid UTF-8.
 _FILE_NAME = re.compile(r"[^/\0\ud800-\udc7f\udd00-\udfff]{1,252}\.pt")
 
 
 @dataclass(frozen=True)
 class ScanResult:
-    """The contents of a dump's folder."""
+    """The tensors, events, run cards and problems found in a dump's folder."""
 
-    records: pd.DataFrame  #: one row per tensor, in the order of writing
-    missing: pd.DataFrame  #: records in an index whose file is missing
-    events: list[dict[str, Any]]  #: lines of the indexes that are not records
-    cards: dict[str, dict[str, Any]]  #: run cards by run id
+    records: pd.DataFrame  #: one row per tensor, sorted by run and time of writing
+    missing: pd.DataFrame  #: records of an index whose file is missing
+    events: list[dict[str, Any]]  #: lines of the indexes that report an event
+    cards: dict[str, dict[str, Any]]  #: run cards by run ID
     problems: list[Problem]  #: files that were left out
 
 
 @dataclass
 class _Files:
-    """The paths of the files below a folder, by kind."""
+    """The paths of the dump files in a folder and its subfolders, by kind."""
 
     tensors: list[str] = field(default_factory=list)
     indexes: list[str] = field(default_factory=list)
@@ -57,10 +58,10 @@ class _Files:
 def scan(folder: Path) -> ScanResult:
     """Find all tensors in a folder and its subfolders.
 
-    Only files that no index names are opened.
+    A tensor file is opened only if no index lists it.
 
     Raises:
-        ValueError: the folder is missing, is no folder, or holds no `.pt` file.
+        ValueError: if the folder does not exist, is not a folder, or contains no `.pt` file.
     """
     if not folder.exists():
         raise ValueError(f"no folder {folder}; collect tensors first, or name another folder")
@@ -92,7 +93,7 @@ def scan(folder: Path) -> ScanResult:
         detail = f" ({len(indexed)} are in its index)" if indexed else ""
         if files.cards and not indexed:
             detail = f" ({Path(files.cards[0]).name} is of a run that has saved none)"
-        if problems:  # for example, a folder that cannot be listed
+        if problems:  # for example, a subfolder that cannot be listed
             raise ValueError(f"no .pt file can be read in {folder} or below{detail}; {problems[0]}")
         raise ValueError(
             f"no .pt file in {folder} or below{detail}; collect tensors first, or name "
@@ -105,9 +106,9 @@ def scan(folder: Path) -> ScanResult:
 
 
 def _by_path(paths: list[str], problems: list[Problem]) -> dict[str, int]:
-    """Return the row of each file.
+    """Return the row number of each path.
 
-    A file with several rows is a problem, and its last row counts.
+    If a path occurs more than once, its last row is used, and the path is added to `problems`.
     """
     indexed = {path: position for position, path in enumerate(paths)}
     if len(indexed) < len(paths):
@@ -119,10 +120,10 @@ def _by_path(paths: list[str], problems: list[Problem]) -> dict[str, int]:
 
 
 def _walk(folder: Path, problems: list[Problem]) -> _Files:
-    """Return the paths of the files below a folder.
+    """Return the paths of the dump files in a folder and its subfolders.
 
-    Links to folders are not followed, so that no link leads in a circle. A folder that cannot be
-    listed, or whose name is that of a dump's file, is a problem.
+    Links to folders are not followed, because they may form a cycle. A folder is added to
+    `problems` if it cannot be listed or if it has the name of a dump file.
     """
     files = _Files()
     by_kind = {_TENSOR: files.tensors, _INDEX: files.indexes, _CARD: files.cards}
@@ -150,7 +151,7 @@ _TENSOR, _INDEX, _CARD = "a tensor file", "an index", "a run card"
 
 
 def _kind_of(name: str) -> str | None:
-    """Return the kind of dump file that has such a name; None if there is none."""
+    """Return the kind of dump file that a file name indicates, or None."""
     if name.endswith(".pt"):
         return _TENSOR
     if name.startswith("index_") and name.endswith(".jsonl"):
@@ -159,11 +160,14 @@ def _kind_of(name: str) -> str | None:
 
 
 def _read_cards(paths: list[str], problems: list[Problem]) -> dict[str, dict[str, Any]]:
-    """Return the run cards by the run id in the file's name; the first card of a run counts."""
+    """Return the run cards by the run ID in their file names.
+
+    If a run has several cards, the first one is used.
+    """
     cards: dict[str, dict[str, Any]] = {}
     for path in map(Path, paths):
         try:
-            # the run ids in records have the same printable form
+            # run IDs in records are escaped in the same way
             run_id = printable(path.stem.removeprefix("run_"), limit=1000)
             cards.setdefault(run_id, read_run_card(path))
         except ValueError as error:
@@ -174,7 +178,10 @@ def _read_cards(paths: list[str], problems: list[Problem]) -> dict[str, dict[str
 def _read_index(
     index: str, columns: Columns, events: list[dict[str, Any]], problems: list[Problem]
 ) -> None:
-    """Add the records and events of one index; a damaged index is a problem and adds nothing."""
+    """Add the records and events of one index to `columns` and `events`.
+
+    If the index is damaged, it is added to `problems`, and none of its lines are used.
+    """
     parent = index[: index.rindex(os.sep) + 1]
     before = len(columns)
     own_events: list[dict[str, Any]] = []
@@ -197,10 +204,10 @@ def _read_index(
 
 
 def _paths(lines: list[Row], parent: str) -> list[str]:
-    """Return the paths of the files that the lines of an index name.
+    """Return the paths of the files listed in the lines of an index.
 
     Raises:
-        WrongTypeError: if a line names no file, or one in another folder.
+        WrongTypeError: if a line has no file, or one whose name is not a plain `.pt` file name.
     """
     try:
         names = [line["file"] for line in lines]
@@ -215,7 +222,12 @@ def _paths(lines: list[Row], parent: str) -> list[str]:
 
 
 def _row_of_file(path: Path) -> tuple[Row, str]:
-    """Return the row of a file that no index names, and its source: "file" or "name"."""
+    """Return the record of a file that no index lists, and its source: "file" or "name".
+
+    Raises:
+        UnreadableTensorError: if the file is unreadable, or has neither metadata nor a name in the
+            form `FILENAME_FORM`.
+    """
     tensor, metadata = read_tensor(path)
     named = parse_filename(path.name)
     if named is not None:

@@ -1,9 +1,10 @@
 """Check the archive of a `.pt` file before torch reads it.
 
-`torch.load(weights_only=True)` runs no code, but it unpacks compressed members into memory, and
-spends minutes on a pickle of millions of objects. It also builds kinds of tensors that no reader of
-a dump accepts (nested, sparse, quantized, subclasses). An archive that torch.save writes for one
-tensor is uncompressed and has a small pickle. Every other archive is refused before torch reads it.
+`torch.load(weights_only=True)` does not run code from the file, but it unpacks compressed members
+into memory and takes minutes for a pickle of millions of objects. It also builds kinds of tensors
+that the analysis does not support (nested, sparse, quantized, and subclasses). When torch.save
+writes one tensor, the archive is uncompressed and has a small pickle. Any other archive is refused
+before torch reads it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import torch
 
 from megatron.bounded_files import open_regular
 
-PICKLE_LIMIT = 1 << 20  #: largest pickle in bytes; that of a tensor and its metadata has some 2,000
-MEMBER_LIMIT = 1000  #: largest number of members; an archive of one tensor has 7
-DIRECTORY_LIMIT = 1 << 20  #: size of the archive's directory in bytes
+#: Maximum size of the pickle, in bytes; a tensor and its metadata need about 2,000.
+PICKLE_LIMIT = 1 << 20
+MEMBER_LIMIT = 1000  #: maximum number of members; an archive with one tensor has 7
+DIRECTORY_LIMIT = 1 << 20  #: maximum size of the archive's directory, in bytes
 
-_TAIL = (1 << 16) + 22  #: bytes at the end of an archive in which its end record must lie
+#: Maximum distance in bytes of an archive's end record from the end of the file.
+_TAIL = (1 << 16) + 22
 _END, _END64, _LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _FOREIGN = "not an archive of torch.save: corrupt, truncated, or written by another program"
 _CODE = "it holds objects other than tensors and plain values; loading them could run code"
-#: Functions that rebuild dense tensors with values in plain memory.
+#: Classes and functions that the pickle of a dense tensor may name.
 _PLAIN = frozenset(
     {
         "torch._utils._rebuild_tensor",
@@ -40,7 +43,7 @@ _PLAIN = frozenset(
         "torch.storage.TypedStorage",
     }
 )
-#: Functions that rebuild other kinds of tensors, which torch would accept.
+#: Prefixes of functions that rebuild other kinds of tensors; torch.load would accept them.
 _OTHER = (
     "torch._utils._rebuild",
     "torch._tensor._rebuild",
@@ -51,15 +54,16 @@ _OTHER = (
 
 
 class ArchiveError(ValueError):
-    """Raised for an archive that is refused; the message says why, without the file's name."""
+    """Raised if an archive is refused; the message gives the reason but not the file name."""
 
 
 def check_archive(path: Path) -> None:
-    """Refuse a file that is not a plain archive of torch.save.
+    """Refuse a file that is not a plain archive written by torch.save.
 
     Raises:
-        ArchiveError: if it is not; the message says why.
-        FileNotFoundError, UnusableFileError: raised by `open_regular`.
+        ArchiveError: if the file is refused.
+        FileNotFoundError: if the file does not exist.
+        UnusableFileError: if the file is not a regular file or cannot be opened.
     """
     with open_regular(path) as file:
         size = file.seek(0, 2)
@@ -85,7 +89,7 @@ def check_archive(path: Path) -> None:
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """Refuse an archive with a huge directory, because Python would read it all into memory."""
+    """Refuse an archive with a huge directory, because Python would read all of it into memory."""
     file.seek(max(size - _TAIL, 0))
     tail = file.read(_TAIL)
     at = tail.rfind(_END)
@@ -123,7 +127,7 @@ def _pickle_of(archive: zipfile.ZipFile) -> bytes:
 
 
 def _check_globals(pickled: bytes) -> None:
-    """Refuse a pickle that names classes or functions that a plain tensor does not need."""
+    """Refuse a pickle that names a class or function not needed for a plain tensor."""
     try:
         named = [
             str(argument).replace(" ", ".", 1)
@@ -143,7 +147,7 @@ def _check_globals(pickled: bytes) -> None:
 
 
 def _is_of_torch(name: str) -> bool:
-    """Return whether a name is that of one of torch's dtypes or storage classes."""
+    """Return whether `name` refers to a dtype or a storage class of torch."""
     module, _, own = name.rpartition(".")
     if module != "torch":
         return False

@@ -1,4 +1,4 @@
-"""Read one file of a dump, a tensor or a run card, without running code from the file."""
+"""Read a tensor file or a run card of a dump without running code from the file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from megatron.analysis.dump.tensor_archive import ArchiveError, check_archive
 from megatron.bounded_files import UnusableFileError, printable, read_json
 
-PATH_LIMIT = 4096  #: longest path in a message, in characters
-WHY_LIMIT = 1000  #: longest reason in a message, in characters
-TEXT_LIMIT = 20_000  #: longest text in a run card, in characters
-#: Largest number of dimensions of a tensor; NumPy accepts 64, and a matmul's operand has 2 to 4.
+PATH_LIMIT = 4096  #: maximum length of a path in a message, in characters
+WHY_LIMIT = 1000  #: maximum length of a reason in a message, in characters
+TEXT_LIMIT = 20_000  #: maximum length of a string in a run card, in characters
+#: Maximum number of dimensions of a tensor; a matmul operand has 2 to 4, and NumPy allows 64.
 DIMENSIONS = 16
-EMPTY_SIZES = 1 << 24  #: largest product of the nonzero sizes of a tensor without values
-#: Dtypes that a dump may contain; statistics and checks support no others.
+EMPTY_SIZES = 1 << 24  #: maximum product of the nonzero sizes of an empty tensor
+#: Dtypes that a dump may contain; statistics and checks do not support any others.
 DTYPES = frozenset(
     {
         torch.bool,
@@ -46,7 +46,7 @@ DTYPES = frozenset(
 
 
 class UnreadableTensorError(ValueError):
-    """Raised for a file without a readable tensor; the message names the file and the reason."""
+    """Raised if a file contains no readable tensor; the message gives the file and the reason."""
 
     def __init__(self, path: Path, why: str):
         self.why = printable(why, limit=WHY_LIMIT)
@@ -55,21 +55,22 @@ class UnreadableTensorError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A file that was left out, and why."""
+    """A file that was left out, and the reason."""
 
     path: Path
     why: str
 
     def __str__(self) -> str:
-        """Return one line that is safe to print, even if the file has a hostile name."""
+        """Return one line that is safe to print, with control characters escaped."""
         return f"{printable(self.path, limit=PATH_LIMIT)}: {printable(self.why, limit=WHY_LIMIT)}"
 
 
 def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
-    """Return the memory-mapped tensor of a file, and its metadata if the file has any.
+    """Return the memory-mapped tensor in a file, and its metadata or None.
 
     Raises:
-        UnreadableTensorError: the file holds no tensor that can be read without running code.
+        UnreadableTensorError: if the file does not contain a supported tensor that can be read
+            without running code, or its metadata gives another dtype.
     """
     payload = read_payload(path)
     metadata = None
@@ -91,7 +92,7 @@ def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
 
 
 def _unusable(tensor: Tensor) -> str:
-    """Return why a tensor is refused; empty if its values can be read in the file's own memory."""
+    """Return the reason for refusing a tensor, or "" if it is accepted."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"does not hold a plain dense tensor (but a {type(tensor).__name__})"
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -115,10 +116,10 @@ def _unusable(tensor: Tensor) -> str:
 
 
 def read_payload(path: Path) -> Any:
-    """Return the object in a file of torch.save, with its tensors memory-mapped.
+    """Return the object in a file written by torch.save, with its tensors memory-mapped.
 
     Raises:
-        UnreadableTensorError: the file cannot be read, or not without running code.
+        UnreadableTensorError: if the file cannot be read without running code.
     """
     try:
         check_archive(path)
@@ -136,7 +137,7 @@ def read_payload(path: Path) -> Any:
         raise UnreadableTensorError(path, prefix + why) from None
 
 
-#: Types of the fields of a run card that are read; any field may be missing or null.
+#: Expected types of the fields of a run card that are used; any of them may be missing or null.
 _CARD = {
     "arguments": dict,
     "quantization": list,
@@ -144,14 +145,14 @@ _CARD = {
     "status": str,
     "iterations": int,
 }
-_PARTS = {"quantization": dict, "ranks": dict}  #: types of the items of these lists
+_PARTS = {"quantization": dict, "ranks": dict}  #: expected types of the items of these lists
 
 
 def read_run_card(path: Path) -> dict[str, Any]:
-    """Return the content of a run card, with all texts in printable form.
+    """Return the content of a run card, with all strings in printable form.
 
     Raises:
-        ValueError: if the file cannot be read, or is not a run card.
+        ValueError: if the file cannot be read or is not a run card.
     """
     try:
         card = read_json(path)
@@ -175,10 +176,10 @@ def read_run_card(path: Path) -> dict[str, Any]:
 
 
 def in_printable_form(value: Any) -> Any:
-    """Return a JSON value in which every text is on one line and safe to print.
+    """Return a copy of a JSON value in which every string is on one line and safe to print.
 
-    Run cards and index events reach logs, figures and pages through many paths. Escaping their
-    texts here, once, makes them harmless in all of these.
+    Strings of run cards and index events appear in logs, figures and pages. Escaping them once,
+    when they are read, makes them safe everywhere.
     """
     if isinstance(value, str):
         return (
@@ -192,7 +193,7 @@ def in_printable_form(value: Any) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an exception on one line."""
+    """Return the first line of an exception's message, in printable form."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     text = str(error).strip()

@@ -1,1 +1,1 @@
-"""Verify a dump: its files, its completeness, and its matmuls, recomputed from their operands."""
+"""Verify a dump: check its files and completeness, and recompute its matmuls."""

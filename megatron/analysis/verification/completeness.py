@@ -1,19 +1,19 @@
-"""Check a run for completeness: find the tensors that it must have saved and that are missing.
+"""Check the completeness of a run: find tensors that it should have saved but that are missing.
 
-For every micro-batch of an iteration, the run passes through all layers. In each pass, every matmul
-on every rank of its pipeline stage saves the tensors of `TENSOR_NAMES`. All passes of an iteration
-share a weight, so a weight may be saved in one of them only. The expected passes, modules and ranks
-are those that occur anywhere in the run's records, and those that follow from the arguments in the
-run card. The check therefore finds a single lost tensor as well as a lost rank, layer or
-micro-batch.
+A pass is the processing of one micro-batch by all layers. In each pass, every rank of a pipeline
+stage saves the tensors listed in `TENSOR_NAMES` for every matmul of the stage. All passes of an
+iteration share the same weights, so a weight may be saved in only one of them. The expected passes,
+modules and ranks are collected from all records of the run and from the arguments in the run card.
+The check therefore finds a single missing tensor as well as a missing rank, layer or micro-batch.
 
-If a module lacks a tensor in all passes and on all ranks, the run may never have saved it: a frozen
-weight has no gradient. The numbers of the records decide (`counter_gaps`). Each rank numbers its
-records without gaps, so if no number is missing, no record was lost. The tensor is then reported as
-a note, and otherwise as missing.
+If a tensor of a module is missing in all passes and on all ranks, the run may never have saved it.
+For example, a frozen weight has no gradient. The counters of the records decide such cases (see
+`counter_gaps`). Each rank numbers its records without gaps, so no record was lost if no number is
+missing. The tensor is then reported in a note; otherwise, it is reported as missing.
 
-A rank whose collection ended early (a limit, a full disk, a killed run) lacks the records after
-that, which is also a note. So is the first part of an iteration that a ring buffer dropped.
+If collection on a rank ended early (because of a limit, a full disk or a killed run), all later
+records of the rank are missing, which is also reported in a note. The same applies to the first
+part of an iteration that was dropped from a ring buffer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.analysis.verification.results import Finding
 from megatron.tensor_record import OF_ITERATION, ON_REQUEST, TENSOR_NAMES
 
 _PASS = ["iteration", "micro_batch"]  #: columns that identify a pass
-#: Arguments in the run card that must be numbers; other values are ignored.
+#: Arguments of the run card that must be integers; values of other types are ignored.
 _NUMBERS = (
     "control_iter",
     "global_batch_size",
@@ -40,12 +40,13 @@ _NUMBERS = (
     "collect_micro_batches",
     "num_layers",
 )
-NAMED = 16  #: missing ranks that are listed one by one
-#: A run has records for most combinations of its passes, modules and ranks. If far more of these
-#: combinations are missing than present, the records do not come from one run.
+NAMED = 16  #: maximum number of missing ranks that are listed one by one
+#: Limits on the number of expected combinations of pass, module and rank: at most `DENSE` for each
+#: record, plus `SMALL`. One run has records for most combinations; if there are far more
+#: combinations than records, the records come from different runs.
 DENSE, SMALL = 50, 100_000
-_ENDS = ("limited", "failed", "dropped")  #: events after which a rank wrote no more records
-#: Arguments that select iterations, with their values that select all. The records show which
+_ENDS = ("limited", "failed", "dropped")  #: events that explain missing records of a rank
+#: Arguments that select iterations, with the values that select all of them. The records show which
 #: passes were selected.
 _ITERATIONS = {
     "collect_iterations": (None,),
@@ -54,7 +55,7 @@ _ITERATIONS = {
     "collect_ring": (None,),
     "collect_flag_file": (None,),
 }
-#: Arguments that select tensors within an iteration, with their values that select all.
+#: Arguments that select tensors within an iteration, with the values that select all of them.
 _TENSORS = {
     "collect_modules": (None,),
     "collect_tensors": (None,),
@@ -68,13 +69,13 @@ _TENSORS = {
 class _Run:
     """The records, the run card and the events of one run."""
 
-    records: pd.DataFrame  #: all records of its files and its indexes
+    records: pd.DataFrame  #: all records from files and indexes
     card: Mapping[str, Any]
-    events: Sequence[Mapping[str, Any]]  #: events in its indexes
+    events: Sequence[Mapping[str, Any]]  #: events from the indexes
 
     @property
     def where(self) -> str:
-        """Return the run's name in findings."""
+        """Name of the run in findings."""
         return f"run {self.records['run_id'].iloc[0]}"
 
     @property
@@ -84,7 +85,7 @@ class _Run:
 
     @cached_property
     def last_iterations(self) -> dict[int, int]:
-        """Return the last iteration of each rank that ended early; it may lack tensors."""
+        """Last iteration of each rank that ended early, by rank; this iteration may be incomplete."""
         if self.finished:
             ended = set(rank for rank, _ in self.ends)
         else:
@@ -102,7 +103,7 @@ class _Run:
 
     @property
     def ends(self) -> list[tuple[int, str]]:
-        """Return the ranks that reported that they wrote no more records, with the reason."""
+        """Ranks that reported an event of `_ENDS`, each with a description of the event."""
         return [
             (
                 _rank_of(event),
@@ -114,7 +115,7 @@ class _Run:
 
     @cached_property
     def partial(self) -> set[tuple[int, int]]:
-        """Return each rank and iteration for which the rank reported that it left tensors out."""
+        """Pairs (rank, iteration) for which the rank reported that it left out tensors."""
         return {
             (_rank_of(event), event["iteration"])
             for event in self.events
@@ -123,12 +124,12 @@ class _Run:
 
     @property
     def early(self) -> bool:
-        """Return whether the run ended in its first iteration, whose records may be incomplete."""
+        """Return whether the run ended early, in its first iteration, which may be incomplete."""
         return bool(self.last_iterations) and self.records["iteration"].nunique() == 1
 
 
 def _rank_of(event: Mapping[str, Any]) -> int:
-    """Return the rank that wrote an event; 0 if the event does not name one."""
+    """Return the rank that wrote an event, or 0 if the event does not contain a rank."""
     coordinates = event.get("rank")
     rank = coordinates.get("world", 0) if isinstance(coordinates, dict) else 0
     return rank if type(rank) is int else 0
@@ -139,12 +140,12 @@ def check_run(
     card: Mapping[str, Any],
     events: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[Finding]:
-    """Yield the findings on the completeness of one run.
+    """Yield findings on the completeness of one run.
 
     Args:
-        records: all records of the run's files and indexes.
-        card: its run card.
-        events: the other lines of its indexes.
+        records: all records of the run, from files and indexes.
+        card: run card of the run; empty if it has none.
+        events: events in the indexes of the run.
     """
     run = _Run(records, card, events)
     yield from _how_it_ended(run)
@@ -167,7 +168,7 @@ def check_run(
 
 
 def _how_it_ended(run: _Run) -> Iterator[Finding]:
-    """Report a missing run card, and a run or a rank that did not end as planned."""
+    """Report a missing run card, and a run or rank that did not end as planned."""
     status = run.card.get("status")
     if not run.card:
         text = "there is none: arguments and formats are taken from the records"
@@ -181,7 +182,12 @@ def _how_it_ended(run: _Run) -> Iterator[Finding]:
 
 
 def _selection(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Return the arguments that left something out, as flags."""
+    """Return the arguments that restricted collection, as command-line flags.
+
+    Args:
+        card: run card.
+        harmless: names of arguments, with the values that do not restrict collection.
+    """
     args = card.get("arguments") or {}
     return [
         f"--{name.replace('_', '-')} {args[name]}"
@@ -191,7 +197,7 @@ def _selection(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]])
 
 
 def _against_card(run: _Run) -> Iterator[Finding]:
-    """Report iterations, micro-batches and layers that are missing according to the run card."""
+    """Report iterations, micro-batches and layers that the run card implies but no record has."""
     records = run.records
     args = {
         name: value
@@ -224,9 +230,9 @@ def _against_card(run: _Run) -> Iterator[Finding]:
 
 
 def _without(count: int, present: Iterable[Any]) -> list[tuple[int, int]]:
-    """Return the numbers below `count` that are not present, as ranges (first, last).
+    """Return the numbers from 0 to `count - 1` that are not in `present`, as ranges (first, last).
 
-    Ranges stay short even if a damaged file claims a huge number of layers or ranks.
+    Ranges need little memory even if a damaged file claims a huge number of layers or ranks.
     """
     gaps, low = [], 0
     for number in sorted({int(each) for each in present if 0 <= int(each) < count}):
@@ -237,7 +243,7 @@ def _without(count: int, present: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 def _ranks(run: _Run) -> Iterator[Finding]:
-    """Report ranks without records if other ranks of their pipeline stage have some."""
+    """Report ranks that have no records although other ranks of their pipeline stage have some."""
     first = run.records.iloc[0]
     if pd.isna(first["world_size"]) or pd.isna(first["pp_size"]):
         return
@@ -261,9 +267,11 @@ def _ranks(run: _Run) -> Iterator[Finding]:
 
 
 def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
-    """Report each tensor that is missing in a pass.
+    """Report each tensor that is missing from a pass.
 
-    lost_some: whether some rank's numbering shows that records were lost
+    Args:
+        run: the run to check.
+        lost_some: whether gaps in the counters of a rank show that records were lost.
     """
     records = run.records
     present = _passes_of_tensors(records)
@@ -304,9 +312,10 @@ def _missing(run: _Run, *, lost_some: bool) -> Iterator[Finding]:
 
 
 def _passes_of_tensors(records: pd.DataFrame) -> set[tuple[int, int, int, str, str]]:
-    """Return rank, pass, module and name of each tensor that is present.
+    """Return the rank, iteration, micro-batch, module and name of each tensor that is present.
 
-    A tensor that an iteration may have once (a weight) counts in all passes of the iteration.
+    A tensor that may be saved only once per iteration (`OF_ITERATION`, such as a weight) counts as
+    present in all passes of the iteration.
     """
     names = ["rank", *_PASS, "module", "tensor_name"]
     present = set(records[names].itertuples(index=False, name=None))
@@ -321,7 +330,11 @@ def _passes_of_tensors(records: pd.DataFrame) -> set[tuple[int, int, int, str, s
 
 
 def _ranks_of_modules(records: pd.DataFrame) -> dict[str, list[int]]:
-    """Return the ranks that hold each module: those of its stage; for an expert, of its group."""
+    """Return the ranks that should have records of each module.
+
+    These are all ranks of the module's pipeline stage. For an expert, only the ranks of the stage
+    with the same expert-parallel rank are included.
+    """
     coordinates = records.drop_duplicates("rank")[["rank", "pp", "ep"]].fillna(0)
     ranks: dict[str, list[int]] = {}
     for (module, pp), of_stage in records.groupby(["module", records["pp"].fillna(0)], sort=False):

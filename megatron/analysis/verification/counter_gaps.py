@@ -1,4 +1,4 @@
-"""Find gaps in the numbers of each rank's records; without gaps, no record was lost."""
+"""Find gaps in the counters of each rank's records, which show that records were lost."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-Range = tuple[int, int]  #: first and last number
+Range = tuple[int, int]  #: first and last number of a range
 
 
 def gaps(records: pd.DataFrame) -> dict[int, list[Range]]:
-    """Return the numbers below the last one that no record of a run has, by rank."""
+    """Return the counters, up to the last one of each rank, that no record has, by rank.
+
+    Counters start at 1. Ranks without gaps are left out.
+    """
     missing = {}
     numbered = records[records["counter"].notna()]
     for rank, of_rank in numbered.groupby("rank"):
@@ -25,14 +28,17 @@ def gaps(records: pd.DataFrame) -> dict[int, list[Range]]:
 
 
 def within(records: pd.DataFrame, rank: int, ranges: Sequence[Range], iteration: int) -> bool:
-    """Return whether all gaps of a rank come after its records of earlier iterations."""
+    """Return whether all gaps of a rank come after its records from before `iteration`."""
     earlier = records[(records["rank"] == rank) & (records["iteration"] < iteration)]
     last = earlier["counter"].max()
     return bool(pd.isna(last) or min(low for low, _ in ranges) > last)
 
 
 def in_words(ranges: Sequence[Range], most: int = 8) -> str:
-    """Return ranges as text: (1, 1), (2, 3), (7, 7) as "1-3, 7"."""
+    """Return a description of ranges, for example "1-3, 7" for (1, 1), (2, 3), (7, 7).
+
+    At most `most` ranges are listed.
+    """
     runs: list[list[int]] = []
     for low, high in ranges:
         if runs and low == runs[-1][1] + 1:

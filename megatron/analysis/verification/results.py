@@ -1,9 +1,9 @@
 """Recompute the results of one run, pass by pass, and define the findings of a verification.
 
-This module decides which records belong to one matmul, and in which formats it was computed. If the
-run card does not describe attention, a causal mask, the usual scale and no dropout are assumed. If
-no attention result of the run then agrees, these assumptions may be wrong, and attention counts as
-not checked.
+This module determines which records belong to the same matmul, and the formats of the matmul. If
+the run card does not describe attention, the module assumes a causal mask, the default scale and no
+dropout. If no attention result of the run agrees under these assumptions, the assumptions may be
+wrong, and attention counts as not checked.
 """
 
 from __future__ import annotations
@@ -27,39 +27,42 @@ from megatron.fake_quant.gemm import SLOTS
 from megatron.tensor_record import CODES, OF_ITERATION
 
 _UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, scale and dropout"
-#: Columns that identify a pass. A pass of a linear layer belongs to one rank, and a pass of
-#: attention to the ranks that share its sequences.
+#: Columns that identify a pass through a layer. A linear layer is checked on each rank separately,
+#: and attention on all ranks that share its sequences together.
 _LINEAR_PASS = ["iteration", "micro_batch", "module", "rank"]
 _ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
-CheckedResult = tuple[str, Any, Outcome]  #: kind of layer, record, and outcome
+CheckedResult = tuple[str, Any, Outcome]  #: kind of layer, record of the result, and outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An error of a dump, or a note on something that does not make the dump wrong."""
+    """An error found in a dump, or a note about something harmless."""
 
-    what: str  #: the kind, one word or two
-    where: str  #: a file, or a part of the run
+    what: str  #: kind of the finding, in one or two words
+    where: str  #: affected file or part of the run
     text: str
     note: bool = False
 
     def __str__(self) -> str:
-        """Return one line that is safe to print, even if it quotes hostile names of a dump."""
+        """Return one line that is safe to print, with control characters in names escaped."""
         kind = "note" if self.note else "ERROR"
         return f"{kind}  {self.what}: {shown(self.where)}: {shown(self.text)}"
 
 
 @dataclass(frozen=True)
 class Results:
-    """The outputs and gradients of one run."""
+    """The outputs and gradients of one run, which are checked by recomputing them."""
 
     store: TensorStore
-    records: pd.DataFrame  #: records with good files; each forward tensor once
+    records: pd.DataFrame  #: records whose files are good, without repeated passes
     card: Mapping[str, Any]
     slack: float
 
     def check(self, progress: Callable[[], object]) -> Iterator[CheckedResult]:
-        """Yield every result with its outcome."""
+        """Check every result, and yield the kind of layer, the record and the outcome.
+
+        `progress` is called after each pass.
+        """
         of_attention = self.records["layer_type"] == "attention"
         once = self._of_iteration()
         for key, rows in self._passes(self.records[~of_attention], _LINEAR_PASS):
@@ -92,9 +95,9 @@ class Results:
         return records.groupby(keys, sort=False, dropna=False)
 
     def _of_iteration(self) -> dict[tuple[Any, ...], dict[str, Any]]:
-        """Return the records of weights and their codes for each iteration, module and rank.
+        """Return the records of weights and their codes, by iteration, module and rank.
 
-        All micro-batches share them, so they may be saved with one micro-batch only.
+        All micro-batches of an iteration share them, so they may be saved with only one.
         """
         shared: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in self.records[self.records["tensor_name"].isin(OF_ITERATION)].itertuples():
@@ -105,7 +108,7 @@ class Results:
         return {row.tensor_name: self.store.load(row) for row in rows if row.codes is None}
 
     def _codes(self, by_name: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the values of a linear layer's operands whose codes were saved, by slot."""
+        """Return the operands of a linear layer whose codes were saved, dequantized, by slot."""
         return {
             slot: dequantize(self.store.load_codes(by_name[name]))
             for slot, name in zip(SLOTS, CODES["linear"], strict=True)
@@ -113,11 +116,13 @@ class Results:
         }
 
     def _linear(self, rows: pd.DataFrame, once: Mapping[str, Any]) -> Iterator[tuple[Any, Outcome]]:
-        """Yield the results of one pass of a layer on one rank.
+        """Yield the record and outcome of each result of a linear layer in one pass on one rank.
 
-        If the records allow several interpretations of the formats, the best outcome counts.
+        If several combinations of formats are possible, the best outcome is used.
 
-        once: the iteration's shared records by name, see `_of_iteration`
+        Args:
+            rows: records of the pass.
+            once: records that the passes of the iteration share, by name; see `_of_iteration`.
         """
         by_name = dict(once) | {row.tensor_name: row for row in rows.itertuples()}
         first = rows.iloc[0]
@@ -142,7 +147,10 @@ class Results:
         yield from ((by_name[name], outcome) for name, outcome in best.items())
 
     def _attention(self, rows: pd.DataFrame) -> Iterator[tuple[Any, Outcome]]:
-        """Yield the results of one pass of a layer on the ranks that share its sequences."""
+        """Yield the record and outcome of each result of attention in one pass.
+
+        `rows` contains the records of all ranks that share the sequences.
+        """
         ranks = [of_rank for _, of_rank in rows.groupby("cp", sort=True, dropna=False)]
         by_rank = [{row.tensor_name: row for row in of_rank.itertuples()} for of_rank in ranks]
         try:
@@ -159,25 +167,29 @@ class Results:
             yield from ((row, reason) for row in results.itertuples())
 
 
-#: Exceptions of torch for operands with incompatible shapes, and of reading damaged files.
+#: Exceptions raised by torch for operands with incompatible shapes, and by reading damaged files.
 _IMPOSSIBLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, MemoryError)
 
 
 def _impossible(error: Exception) -> Recomputation:
-    """Return the outcome of a pass whose tensors do not belong to one matmul."""
+    """Return the outcome for a pass whose recomputation raised `error`."""
     why = str(error).strip().partition("\n")[0]
     text = f"its pass cannot be recomputed ({type(error).__name__}: {why})"
     return Recomputation(exact=False, excess=math.inf, text=text)
 
 
 def _check_whole(rows: Iterable[Any]) -> None:
-    """Refuse slices, because the sums over the rest of the tensor cannot be recomputed."""
+    """Refuse partially collected tensors, because matmuls need complete operands.
+
+    Raises:
+        NotCheckedError: if a tensor was collected with `--collect-slice`.
+    """
     if any(row.slice is not None for row in rows):
         raise NotCheckedError("collected with --collect-slice: a part of an operand or result")
 
 
 def _better(first: Outcome | None, second: Outcome) -> Outcome:
-    """Return the outcome with the smaller deviation of two interpretations of the formats."""
+    """Return the outcome with the smaller deviation; a missing or unchecked outcome is worse."""
     if first is None or isinstance(first, NotCheckedError):
         return second
     if isinstance(second, NotCheckedError):
@@ -189,7 +201,8 @@ def _attention_formats(by_rank: list[dict[str, Any]], card: Mapping[str, Any]) -
     """Return the formats of QK^T and PV, from the audit in the run card or from the records.
 
     Raises:
-        NotCheckedError: the run has a recipe, and its card has no audit.
+        NotCheckedError: if the run used a recipe and its card has no audit, or if the audit or a
+            format is not understood.
     """
     records = {name: row for by_name in by_rank for name, row in by_name.items()}
     first = next(iter(records.values()))

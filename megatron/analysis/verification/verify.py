@@ -1,14 +1,15 @@
 """Verify that a dump can be trusted: read every file, and recompute every result.
 
-1. Files: each is readable, has the shape and dtype of its record, and holds finite values only.
-2. Replicas: ranks that should hold the same tensor hold the same bits, and a repeated forward pass
-   (activation recomputation) has saved the same bits as the first.
-3. Linear layers and attention: each output and gradient follows from the saved operands under the
-   recorded formats, or from their codes if they were rounded stochastically. `recompute_linear`
-   and `recompute_attention` say which deviations are allowed, and why.
-4. Completeness: every tensor that the run must have saved is present (`completeness`).
+1. Files: each file is readable, agrees with the shape and dtype in its record, and contains only
+   finite values.
+2. Replicas: tensors that should be equal on several ranks are bit-identical. The same applies to
+   tensors that activation recomputation saved again.
+3. Linear layers and attention: each output and gradient can be recomputed from the saved operands
+   in the recorded formats, or from the codes of operands that were rounded stochastically.
+   `recompute_linear` and `recompute_attention` describe and justify the allowed deviations.
+4. Completeness: every tensor that the run should have saved is present; see `completeness`.
 
-Nothing is skipped silently: results that cannot be checked are counted, with the reason.
+No check is skipped silently: results that cannot be checked are counted by reason.
 """
 
 from __future__ import annotations
@@ -35,43 +36,44 @@ from megatron.analysis.verification.results import Finding, Results
 
 @dataclass
 class Verdict:
-    """The findings of a verification, and the number of checks behind them."""
+    """The findings of a verification, and the numbers of results that were and were not checked."""
 
     findings: list[Finding] = field(default_factory=list)
-    checked: Counter[str] = field(default_factory=Counter)  #: successful checks by kind
-    unchecked: Counter[str] = field(default_factory=Counter)  #: unchecked tensors by reason
+    checked: Counter[str] = field(default_factory=Counter)  #: number of successful checks, by kind
+    #: Number of unchecked tensors, by reason.
+    unchecked: Counter[str] = field(default_factory=Counter)
 
     @property
     def errors(self) -> list[Finding]:
-        """Return the findings that make the dump wrong, without the notes."""
+        """Findings that are errors, without the notes."""
         return [finding for finding in self.findings if not finding.note]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A verification of one dump with its settings."""
+    """A verification of one dump, and its settings."""
 
     store: TensorStore
-    exact: bool = False  #: require bit-identical results, as on the machine of the run
-    slack: float = 1.0  #: factor on the deviation that rounding allows
-    progress: Callable[[], object] = lambda: None  #: called once per file and once per pass
+    exact: bool = False  #: whether results must be bit-identical
+    slack: float = 1.0  #: factor by which the allowed deviations are multiplied
+    progress: Callable[[], object] = lambda: None  #: function called after each file and each pass
     verdict: Verdict = field(default_factory=Verdict)
 
     @staticmethod
     def steps(store: TensorStore) -> int:
-        """Return about how often `progress` will be called."""
+        """Return the approximate number of calls of `progress`, for a progress bar."""
         keys = ["run_id", "rank", "iteration", "micro_batch", "module"]
         return len(store) + len(store.records[keys].drop_duplicates())
 
     def run(self) -> Verdict:
-        """Check the whole dump."""
+        """Check the whole dump and return the verdict."""
         store, findings = self.store, self.verdict.findings
         findings += [Finding("file", str(bad.path), bad.why) for bad in store.problems]
         for row in store.missing.itertuples():
             why = "an index names it, but it is not there"
             findings.append(Finding("file", str(row.path), why))
         records = store.records.assign(data_rank=data_ranks(store.records))
-        # an array, because an empty list would select columns
+        # an array, because pandas interprets an empty list as a selection of columns
         good = records[np.array([self._file_is_good(row) for row in records.itertuples()], bool)]
         known = good[_identified(good) & good["dims"].notna()]
         if bare := len(good) - len(known):
@@ -90,7 +92,9 @@ class Verification:
     def _run(self, run_id: str, good: pd.DataFrame) -> None:
         """Check the completeness and the results of one run.
 
-        good: the run's records whose files are good
+        Args:
+            run_id: ID of the run.
+            good: records of the run whose files passed the check.
         """
         card = self.store.run_card(run_id)
         records = pd.concat(
@@ -104,7 +108,13 @@ class Verification:
             self._count(group, row, outcome)
 
     def _count(self, what: str, row: Any, outcome: Outcome) -> None:
-        """Count a result as checked or unchecked, or add a finding if it is wrong."""
+        """Count a result as checked or unchecked, or add a finding if it is wrong.
+
+        Args:
+            what: kind of layer, such as "attention".
+            row: record of the result.
+            outcome: outcome of its recomputation.
+        """
         if isinstance(outcome, NotCheckedError):
             self.verdict.unchecked[str(outcome)] += 1
             return
@@ -116,7 +126,10 @@ class Verification:
             self.verdict.checked[f"results of {what}, {how}"] += 1
 
     def _file_is_good(self, row: Any) -> bool:
-        """Return whether a file agrees with its record; add findings on it and its values."""
+        """Return whether a file is readable and agrees with its record.
+
+        If it does not, or if it contains NaN or Inf, a finding is added.
+        """
         self.progress()
         try:
             tensor = self.store.load(row)
@@ -127,7 +140,7 @@ class Verification:
             return False
         self.verdict.checked["files"] += 1
         if tensor.is_floating_point() and tensor.element_size() == 1:
-            tensor = tensor.float()  # torch has no isfinite for 8 bits
+            tensor = tensor.float()  # torch.isfinite does not support 8-bit floats
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             nan = int(tensor.isnan().sum())
             text = f"{nan} NaN and {int(tensor.isinf().sum())} Inf of {tensor.numel()} values"
@@ -135,7 +148,11 @@ class Verification:
         return True
 
     def _check_metadata(self, row: Any, tensor: Tensor) -> None:
-        """Refuse a tensor whose dtype or global shape contradicts its record."""
+        """Refuse a tensor whose dtype or shape contradicts its record.
+
+        Raises:
+            ValueError: if the tensor is refused, or the `dims` of its record are invalid.
+        """
         dtype = str(tensor.dtype).removeprefix("torch.")
         if row.dtype is not None and dtype != row.dtype:
             raise ValueError(f"holds {dtype}, but its record says {row.dtype}")
@@ -157,7 +174,10 @@ class Verification:
             )
 
     def _without_recomputed(self, records: pd.DataFrame) -> pd.DataFrame:
-        """Return the records without repeated passes, whose tensors are compared with the first."""
+        """Return the records without those of repeated forward passes.
+
+        The tensors of a repeated pass are compared with the tensors of the first pass.
+        """
         keys = [*IDENTITY, "rank"]
         ordered = records.sort_values("counter", kind="stable")
         again = ordered.duplicated(keys)
@@ -170,7 +190,7 @@ class Verification:
         return ordered[~again].sort_index()
 
     def _replicas(self, records: pd.DataFrame) -> None:
-        """Compare the replicas of each shard with its first one."""
+        """Compare all replicas of each shard with the first replica."""
         firsts: dict[tuple[Any, ...], Any] = {}
         for row in records.itertuples():
             shard = tuple(getattr(row, cut.group) for cut in parse_dims(row.dims))
@@ -189,10 +209,10 @@ class Verification:
 
 
 def verify(store: TensorStore, *, exact: bool = False, slack: float = 1.0) -> Verdict:
-    """Check a dump and return what is wrong with it; the options are those of `Verification`."""
+    """Check a dump and return the verdict; see `Verification` for the options."""
     return Verification(store, exact, slack).run()
 
 
 def _identified(records: pd.DataFrame) -> Any:
-    """Return which records name their run, pass, rank and layer."""
+    """Return a mask of the records that identify a tensor: its run, pass, rank, layer and name."""
     return records[[*IDENTITY, "rank"]].notna().all(axis=1)
