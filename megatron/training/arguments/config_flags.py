@@ -1,10 +1,10 @@
 """Command-line flags that are generated from megatron-core's configuration dataclasses.
 
-Every field that can be written on a command line becomes a flag: `hidden_size` is `--hidden-size`,
-and a bool has `--x` and `--no-x`. The wheel's metadata (`argparse_meta`) and `HISTORICAL` hold the
-flags that Megatron-LM spells differently. A generated flag that is not given stays None, so that
-its default can be derived from the device and other flags. If nothing is derived, the dataclass's
-own default applies.
+Every field whose type can be expressed on a command line becomes a flag: `hidden_size` is set by
+`--hidden-size`, and a field `x` of type bool by `--x` and `--no-x`. Flags that Megatron-LM spells
+differently are listed in the metadata of the wheel's fields (`argparse_meta`) and in `HISTORICAL`.
+A generated flag that is not given stays None, so that its default can be derived from the device
+and other flags. If no default is derived, the default of the dataclass applies.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any, Literal, Union
 
 import torch
 
-#: fields without a flag, and the reason
+#: fields that have no flag, with the reason
 EXCLUDED: dict[str, str] = {
     "params_dtype": "follows from --bf16 and --fp16",
     "pipeline_dtype": "follows from --bf16 and --fp16",
@@ -35,20 +35,20 @@ EXCLUDED: dict[str, str] = {
 }
 
 
-#: fields that share their name with a flag of this program and do not take its value
+#: fields that have the same name as a flag of this program but a different meaning
 ANOTHER_MEANING = ("quant_recipe",)
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """Another flag for a generated field."""
+    """An additional flag for a field that already has a generated flag."""
 
     flag: str
-    field: str
-    value: Any = None  #: value that the flag sets; None if the flag takes a value
+    field: str  #: name of the field that the flag sets
+    value: Any = None  #: value to which the flag sets the field; None if the flag takes a value
 
 
-#: Megatron-LM's flags whose name differs from the field's
+#: flags of Megatron-LM whose name differs from the name of the field
 HISTORICAL = (
     Spelling("--num-experts", "num_moe_experts"),
     Spelling("--no-bias-gelu-fusion", "bias_activation_fusion", False),
@@ -65,18 +65,21 @@ HISTORICAL = (
     Spelling("--use-torch-optimizer-for-cpu-offload", "use_torch_optimizer_for_cpu_offload", True),
     Spelling("--no-initialization", "perform_initialization", False),
 )
-#: defaults of Megatron-LM that differ from the dataclass's; its q_lora_rank of 512 would always
-#: compress the queries
+#: defaults of Megatron-LM that differ from those of the dataclass, whose q_lora_rank of 512 would
+#: always compress the queries
 HISTORICAL_DEFAULTS = {"q_lora_rank": None}
-#: text that follows the wheel's own sentence in the help of a field
+#: text to append to the wheel's description of a field in `--help`
 ADDED_HELP = {"cp_comm_type": "; the local layers support only all_gather, of keys and values"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """Read a number, or a list built from lists, `+` and `*` such as `([0]*1+[1]*26)`.
+    """Parse an integer, or an expression of lists, `+` and `*` such as `([0]*1+[1]*26)`.
 
-    Megatron-LM evaluates the text as Python; this function only parses it.
+    Megatron-LM evaluates the string as Python code. This function runs no code.
+
+    Raises:
+        argparse.ArgumentTypeError: if the string is neither an integer nor such an expression.
     """
 
     def value(node: ast.expr) -> Any:
@@ -100,7 +103,7 @@ def layer_pattern(text: str) -> int | list[int]:
 
 
 def int_pair(text: str) -> tuple[int, int]:
-    """Read `128,0` or `(128, 0)`."""
+    """Parse a pair of integers, such as `128,0` or `(128, 0)`."""
     try:
         first, second = (int(part) for part in text.strip("() ").split(","))
     except ValueError as error:
@@ -109,14 +112,17 @@ def int_pair(text: str) -> tuple[int, int]:
 
 
 def dtype(text: str) -> torch.dtype:
-    """Read the name of a dtype of the optimizer's state."""
+    """Return the dtype named by `text`: fp32, bf16 or fp16."""
     if text not in _DTYPES:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_DTYPES)}")
     return _DTYPES[text]
 
 
 class _OneOrMore(argparse.Action):
-    """An action for fields of type `str | list[str]` that stores a single value without a list."""
+    """An argparse action that stores a list of one value as that value.
+
+    It is used for fields such as `str | list[str]`.
+    """
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
@@ -132,9 +138,9 @@ def _enum_member(kind: type[enum.Enum]):
 
 
 def flag_options(field_type: Any) -> dict[str, Any] | None:
-    """Return the argparse options for a field of this type.
+    """Return the keyword arguments of `add_argument` for a field of this type.
 
-    None means that no command line can express the type (callables, objects).
+    Return None if values of the type cannot be given on a command line (callables, objects).
     """
     origin = typing.get_origin(field_type)
     parts = [p for p in typing.get_args(field_type) if p is not type(None)]
@@ -167,7 +173,7 @@ def flag_options(field_type: Any) -> dict[str, Any] | None:
 
 
 def default_of(field: Field) -> Any:
-    """Return the value of a field whose flag is not given."""
+    """Return the default value of a field."""
     if field.name in HISTORICAL_DEFAULTS:
         return HISTORICAL_DEFAULTS[field.name]
     if field.default is not MISSING:
@@ -176,7 +182,7 @@ def default_of(field: Field) -> Any:
 
 
 def flagged_fields(config: type) -> dict[str, Field]:
-    """Return the fields of `config` that have a flag, by name."""
+    """Return the fields of `config` that have a generated flag, by name."""
     return {
         f.name: f
         for f in fields(config)
@@ -190,7 +196,14 @@ def flagged_fields(config: type) -> dict[str, Field]:
 def add_config_arguments(
     parser: argparse.ArgumentParser, config: type, title: str, *, documents: bool
 ) -> None:
-    """Add a group with one flag for each field of `config` that has none in the parser yet."""
+    """Add a group with one flag for each field of `config` that does not have a flag yet.
+
+    Args:
+        parser: parser to which the flags are added.
+        config: configuration dataclass of megatron-core.
+        title: title of the group in `--help`.
+        documents: whether to read the help texts from megatron-core's source.
+    """
     group = parser.add_argument_group(title)
     taken = {action.dest for action in parser._actions}
     help_of = _field_documents(config) if documents else {}
@@ -235,9 +248,9 @@ def _add_spelling(group, spelling: Spelling, parser, options: dict | None = None
 
 
 def config_kwargs(args: argparse.Namespace, config: type) -> dict[str, Any]:
-    """Return the given and derived values of the fields of `config`.
+    """Return the keyword arguments for `config`: the given and the derived values.
 
-    Fields without such a value are left out, so that the dataclass's default applies.
+    Fields whose flag is None are omitted, so that the default of the dataclass applies.
     """
     return {
         f.name: value
@@ -249,7 +262,10 @@ def config_kwargs(args: argparse.Namespace, config: type) -> dict[str, Any]:
 
 
 def fill_defaults(args: argparse.Namespace, configs: list[type]) -> None:
-    """Set flags that are still None to their defaults; the first class with the field decides."""
+    """Set flags that are still None to the default of their field.
+
+    If several classes have the field, the first one takes precedence.
+    """
     for config in configs:
         for name, field in flagged_fields(config).items():
             if getattr(args, name, None) is None:
@@ -267,7 +283,7 @@ def _shown(value: Any) -> str:
 
 
 def _field_documents(config: type) -> dict[str, str]:
-    """Return the first sentence of each field's docstring, by field, from the classes' source."""
+    """Return the first sentence of each field's docstring, read from the source of the classes."""
     documents: dict[str, str] = {}
     for base in reversed(config.__mro__[:-1]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body

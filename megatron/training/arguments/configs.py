@@ -1,4 +1,4 @@
-"""Build megatron-core's configuration objects from the command line."""
+"""Construction of megatron-core's configuration objects from the command line."""
 
 import argparse
 
@@ -20,11 +20,11 @@ def params_dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 def _checked(config: type, kwargs: dict):
-    """Build a configuration. If megatron-core refuses it, the user must change a flag.
+    """Build a configuration object, and turn an error of megatron-core into a `UserError`.
 
     Raises:
-        UserError: with megatron-core's own message. It names fields: `hidden_size` is
-            `--hidden-size`.
+        UserError: if megatron-core refuses the values. Its own message is included; a field
+            `hidden_size` in it corresponds to the flag `--hidden-size`.
     """
     try:
         return config(**kwargs)
@@ -43,7 +43,7 @@ def _checked(config: type, kwargs: dict):
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    """Return the configuration of the model."""
+    """Return megatron-core's configuration of the model."""
     config = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     kwargs = config_kwargs(args, config)
     if args.multi_latent_attention:
@@ -65,7 +65,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
-    """Return the configuration of the optimizer."""
+    """Return megatron-core's configuration of the optimizer."""
     return _checked(
         OptimizerConfig,
         config_kwargs(args, OptimizerConfig) | {"params_dtype": params_dtype(args)},
@@ -73,7 +73,7 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
 
 
 def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
-    """Return the configuration of data parallelism and its gradient reduction."""
+    """Return megatron-core's configuration of data parallelism and gradient reduction."""
     return _checked(
         DistributedDataParallelConfig, config_kwargs(args, DistributedDataParallelConfig)
     )

@@ -1,9 +1,9 @@
 """Defaults that depend on other flags, on the device and on the installed packages.
 
-Megatron-LM requires some of these flags from its user, such as `--no-masked-softmax-fusion` without
-apex. Here they are derived, and a flag is only needed for another value. A given flag is kept
-unless it contradicts another. Sequence parallelism without tensor parallelism, for example, is
-turned off, with a note in the log.
+Megatron-LM requires the user to set some of these flags, such as `--no-masked-softmax-fusion` if
+Apex is not installed. Here they are derived, and a flag is needed only to choose another value. A
+given flag is kept unless it contradicts another one. For example, sequence parallelism without
+tensor parallelism is turned off, with a note in the log.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import torch
 
 from megatron.training.errors import UserError
 
-#: defaults of megatron-core's fields that are read before its configurations are built
+#: defaults of the megatron-core fields that are read before its configuration objects are built
 _BASICS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -37,12 +37,12 @@ _BASICS = {
 
 
 def installed(module: str) -> bool:
-    """Return whether a module can be imported, without importing it."""
+    """Return whether a module is installed, without importing it."""
     return find_spec(module) is not None
 
 
 def derive(args: argparse.Namespace) -> list[str]:
-    """Derive the flags that are not given, and return notes for the log about changed ones."""
+    """Set the flags that were not given, and return notes for the log about changed flags."""
     for name, value in _BASICS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -81,10 +81,12 @@ def _derive_ranks(args: argparse.Namespace, notes: list[str]) -> None:
 
 
 def _derive_p2p(args: argparse.Namespace) -> None:
-    """Overlap the messages of the interleaved schedule with computation, as Megatron-LM does.
+    """Set the flags of pipeline communication.
 
-    With two pipeline ranks nothing else is correct. Both neighbors are the same rank, and batched
-    messages to it are matched by their order, so that activations would arrive as gradients.
+    As in Megatron-LM, the interleaved schedule overlaps messages with computation by default. With
+    two pipeline ranks, this is the only correct choice: the previous and the next rank are the
+    same, and batched messages to it are matched by their order, so that activations would be
+    received as gradients.
     """
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     _default(args, "overlap_p2p_comm", interleaved)
@@ -94,8 +96,9 @@ def _derive_p2p(args: argparse.Namespace) -> None:
             "--no-overlap-p2p-communication or use more pipeline ranks"
         )
     _default(args, "batch_p2p_comm", not args.overlap_p2p_comm)
-    # The memory of an output is freed once its message is posted. That is safe with NCCL, whose
-    # stream keeps the order. gloo may still be reading it, and would send overwritten memory.
+    # The memory of a stage's output is freed as soon as the send is posted. This is safe with
+    # NCCL, because its operations are ordered on a CUDA stream. gloo, however, may still be
+    # reading the memory, and would send data that has been overwritten.
     freed_too_early = args.overlap_p2p_comm and args.distributed_backend == "gloo"
     _default(args, "deallocate_pipeline_outputs", not freed_too_early)
     if freed_too_early and args.deallocate_pipeline_outputs:
@@ -106,7 +109,10 @@ def _derive_p2p(args: argparse.Namespace) -> None:
 
 
 def _virtual_stages(args: argparse.Namespace) -> int | None:
-    """Return the stages per rank of the interleaved schedule; None for the plain schedule."""
+    """Return the number of stages per rank in the interleaved schedule.
+
+    Return None if the schedule is not interleaved.
+    """
     layers, stages = (
         args.num_layers_per_virtual_pipeline_stage,
         args.num_virtual_stages_per_pipeline_rank,
@@ -139,7 +145,7 @@ def _derive_model(args: argparse.Namespace) -> None:
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
     if args.group_query_attention and args.num_query_groups is None:
-        args.num_query_groups = 1  # Megatron-LM's default of --num-query-groups
+        args.num_query_groups = 1  # the default of --num-query-groups in Megatron-LM
     _default(args, "max_position_embeddings", args.seq_length)
     _default(args, "create_attention_mask_in_dataloader", args.reset_attention_mask)
     if args.split is None and args.data_path is not None:
@@ -156,7 +162,10 @@ def _derive_precision(args: argparse.Namespace) -> None:
 
 
 def _derive_fusions(args: argparse.Namespace) -> None:
-    """Enable fused functions on CUDA devices; on a CPU, compiling them only costs time."""
+    """Enable fused functions on CUDA devices, and refuse fusions whose package is missing.
+
+    On the CPU, fused functions bring no speedup and take time to compile.
+    """
     cuda = torch.cuda.is_available()
     _default(args, "bias_dropout_fusion", cuda)
     biased_gelu = not (args.squared_relu or args.quick_geglu) and args.add_bias_linear is not False

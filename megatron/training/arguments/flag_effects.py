@@ -1,10 +1,11 @@
-"""Refuse flags that would have no effect, because a silent no-op misleads.
+"""Checks that refuse flags without effect, because silently ignoring a flag is misleading.
 
-`UNREAD` lists flags that no code reads on the paths that this program supports, with the reason.
-`NEEDS` lists flags that have an effect only together with another one. A flag that disables
-something, or that has its default value, is always accepted: the result is what it requests.
+`UNREAD` lists the flags that are not read by any code that this program uses, with the reason.
+`NEEDS` lists the flags that have an effect only together with another flag. A flag that disables
+something, or that is set to its default value, is always accepted, because the run then does what
+the flag requests.
 
-All other flags are read by some code, which tests/data/option_readers.txt lists.
+All other flags are read by some code; tests/data/option_readers.txt lists where.
 """
 
 import argparse
@@ -27,7 +28,8 @@ _FSDP = "this trainer wraps the model for plain data parallelism, not with FSDP"
 _MUON = "the optimizers here are adam and sgd"
 _MAMBA = "it is for models with Mamba layers"
 
-#: flags that no code of the local layers or of this trainer reads, by the reason
+#: pairs of a reason and the names of the flags that, for this reason, neither the local layers nor
+#: this trainer read
 _UNREAD_BY_REASON = (
     (
         _TE,
@@ -92,7 +94,7 @@ _UNREAD_BY_REASON = (
     ),
 )
 
-#: reason why no code reads a flag, by the flag's name
+#: reason why a flag is not read, by the name of the flag
 UNREAD: dict[str, str] = {
     name: why for why, names in _UNREAD_BY_REASON for name in names.split()
 } | {
@@ -120,11 +122,11 @@ CUDA_ONLY = _names("""
 
 @dataclass(frozen=True)
 class Need:
-    """A condition without which its flags have no effect."""
+    """A condition without which some flags have no effect."""
 
-    what: str
-    met: Callable[[argparse.Namespace], object]
-    flags: frozenset[str]
+    what: str  #: description of the condition for the error message, usually a flag
+    met: Callable[[argparse.Namespace], object]  #: function that checks the condition
+    flags: frozenset[str]  #: names of the flags that need the condition
 
 
 def _need(what: str, met: Callable[[argparse.Namespace], object], flags: str) -> Need:
@@ -302,15 +304,15 @@ NEEDS = (
 def check_effects(
     args: argparse.Namespace, given: set[str], default_of: Callable[[str], object]
 ) -> None:
-    """Refuse a given flag that would have no effect.
+    """Refuse a flag on the command line that would have no effect.
 
     Args:
-        args: all flags, including those that a Hugging Face checkpoint sets.
+        args: all flags, including those set by a Hugging Face checkpoint.
         given: names of the flags on the command line.
         default_of: function that returns the default value of a flag.
 
     Raises:
-        UserError: naming the flag, the reason and what to do.
+        UserError: if a flag would have no effect; the message gives the reason and a remedy.
     """
     local = args.transformer_impl in (None, "local")
     for name in sorted(given):

@@ -1,6 +1,6 @@
-"""Checks of the flags of mixtures of experts and multi-latent attention.
+"""Checks of the flags for mixtures of experts and multi-latent attention.
 
-They refuse what cannot be built here and what would be ignored.
+The checks refuse models that cannot be built here and flags that would be ignored.
 """
 
 import argparse
@@ -8,16 +8,16 @@ import argparse
 from megatron.training.arguments.defaults import installed
 from megatron.training.errors import UserError
 
-#: packages that the code of a flag needs
+#: name of the package that a flag requires, by the name of the flag
 _PACKAGES = {
     "moe_permute_fusion": "transformer_engine",
     "moe_router_fusion": "transformer_engine",
     "moe_latent_size": "transformer_engine",
     "moe_grouped_gemm": "grouped_gemm",
 }
-#: kinds of load balancing that the wheel's router supports
+#: load balancing types that the wheel's router supports
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
-#: reasons why this trainer does not read a flag
+#: flags that this trainer does not read, with the reason
 _UNREAD = {
     "cache_mla_latents": "it is for inference",
     "qk_clip": "the optimizers here do not clip the weights of queries and keys",
@@ -28,7 +28,7 @@ def check_experts(args: argparse.Namespace) -> None:
     """Refuse a mixture of experts that cannot be built or would not train as requested.
 
     Raises:
-        UserError: naming the flag.
+        UserError: if a flag is invalid or needs another flag or package.
     """
     if not args.num_moe_experts:
         return
@@ -82,7 +82,7 @@ def _check_expert_sizes(args: argparse.Namespace) -> None:
 
 
 def _check_balancing(args: argparse.Namespace) -> None:
-    """Refuse an unknown kind of load balancing, which the wheel's router would ignore."""
+    """Refuse an unknown load balancing type, which the wheel's router would ignore."""
     kinds = args.moe_router_load_balancing_type or []
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         if kind not in BALANCING:
@@ -93,10 +93,10 @@ def _check_balancing(args: argparse.Namespace) -> None:
 
 
 def check_mla(args: argparse.Namespace) -> None:
-    """Refuse multi-latent attention that cannot be built, and flags that nothing here reads.
+    """Refuse flags that the local layers ignore or that contradict multi-latent attention.
 
     Raises:
-        UserError: naming the flag.
+        UserError: if a flag is refused.
     """
     if args.transformer_impl != "local":
         return

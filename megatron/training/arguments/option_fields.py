@@ -1,8 +1,8 @@
-"""Flags as dataclass fields: `option` declares a flag, and `add_options` adds a class's flags to a
-parser.
+"""Command-line flags that are declared as dataclass fields.
 
-The flag of field `a_b` is `--a-b`, unless `flags` gives other spellings. A bool that is True or
-None by default has `--no-x` as well as `--x`.
+`option` declares a flag, and `add_options` adds all flags of a class to a parser. The flag of a
+field `a_b` is `--a-b`, unless `flags` gives other spellings. A Boolean field `x` whose default is
+True or None has the flag `--no-x` in addition to `--x`.
 """
 
 import argparse
@@ -19,13 +19,21 @@ def option(
     minimum: float | None = None,
     **argparse_options: Any,
 ) -> Any:
-    """Return a dataclass field with the help, spellings, bound and argparse options of a flag."""
+    """Return a dataclass field that declares a flag.
+
+    Args:
+        default: default value of the flag.
+        help: text for `--help`.
+        flags: spellings of the flag; derived from the name of the field by default.
+        minimum: smallest accepted value, or None.
+        argparse_options: further keyword arguments of `add_argument`.
+    """
     metadata = {"help": help, "flags": flags, "minimum": minimum, "argparse": argparse_options}
     return field(default=default, metadata=metadata)
 
 
 def minimums(groups: Sequence[type]) -> dict[str, float]:
-    """Return the smallest accepted value of each flag that has one, by the field's name."""
+    """Return the smallest accepted value of each flag that declares one, by field name."""
     return {
         f.name: f.metadata["minimum"]
         for group in groups
@@ -35,7 +43,10 @@ def minimums(groups: Sequence[type]) -> dict[str, float]:
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
-    """Add a group with one flag per field of a dataclass, titled with the class's docstring."""
+    """Add a group of flags to a parser, with one flag per field of a dataclass.
+
+    The docstring of the dataclass is the title of the group.
+    """
     group = parser.add_argument_group(options.__doc__)
     for f in fields(options):
         argument = dict(f.metadata["argparse"])

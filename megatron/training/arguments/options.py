@@ -1,11 +1,11 @@
-"""Flags that are not fields of megatron-core's configurations, with one dataclass per group of
-`--help` and one field per flag.
+"""Declarations of the flags that are not fields of megatron-core's configurations.
 
-Names and defaults are Megatron-LM's unless the help text says otherwise. The flags of the tensor
-collection are in `megatron.collection.flags`.
+There is one dataclass per group of `--help`, with one field per flag. Names and defaults are the
+same as in Megatron-LM unless the help text says otherwise. The flags of the tensor collection are
+in `megatron.collection.flags`.
 """
 
-# ruff: noqa: RUF009  (`option` is a dataclass field)
+# ruff: noqa: RUF009  (`option` returns a dataclass field)
 
 from dataclasses import dataclass, make_dataclass
 
@@ -349,7 +349,7 @@ class QuantizationOptions:
 
 
 def _collection_option(flag: Flag) -> tuple[str, object, object]:
-    """Return name, type and field of one flag of the collection."""
+    """Return the name, type and dataclass field of a flag of the tensor collection."""
     if flag.type is bool:
         return flag.name, bool, option(flag.default, flag.help)
     values = {"nargs": "+"} if flag.many else {}

@@ -1,4 +1,4 @@
-"""Checks that the ranks and the model can be divided as the parallel sizes require."""
+"""Checks that the parallel sizes divide the ranks and the model evenly."""
 
 import argparse
 
@@ -6,10 +6,10 @@ from megatron.training.errors import UserError
 
 
 def check_layout(args: argparse.Namespace) -> None:
-    """Refuse a parallel layout that does not divide the ranks or the model evenly.
+    """Refuse parallel sizes that do not divide the ranks or the model evenly.
 
     Raises:
-        UserError: naming the flags.
+        UserError: if the parallel sizes are refused; the message names the flags.
     """
     _check_ranks(args)
     _check_widths(args)
@@ -50,7 +50,11 @@ def _check_ranks(args: argparse.Namespace) -> None:
 
 
 def _check_widths(args: argparse.Namespace) -> None:
-    """Check the inner widths of MLPs; megatron-core checks those of attention."""
+    """Check the hidden sizes of MLPs and experts; megatron-core checks the sizes of attention.
+
+    Raises:
+        UserError: if tensor parallelism cannot divide a size evenly.
+    """
     tp = args.tensor_model_parallel_size
     etp = args.expert_tensor_parallel_size or tp
     for flag, width, ranks in (

@@ -1,9 +1,9 @@
-"""Parse the command line of `pretrain_gpt.py`.
+"""Parser for the command line of `pretrain_gpt.py`.
 
-The flags of the model, the optimizer and data-parallel training are generated from megatron-core's
-configuration dataclasses (config_flags.py). All others are fields of the dataclasses in options.py
-and the entries of `megatron.collection.flags`. Missing values are derived in defaults.py, and
-contradictions are refused in validation.py.
+The flags of the model, the optimizer and data parallelism are generated from megatron-core's
+configuration dataclasses (config_flags.py). All other flags are declared in options.py and in
+`megatron.collection.flags`. Missing values are derived in defaults.py, and contradictory values
+are refused in validation.py.
 """
 
 import argparse
@@ -28,7 +28,8 @@ from megatron.training.arguments.validation import complete
 from megatron.training.errors import UserError
 from megatron.training.hf import flags as hf
 
-#: titles of the generated groups; if two classes share a field, the first one defines the flag
+#: title of the group of flags that is generated from each class; if two classes have the same
+#: field, the first class defines the flag
 CONFIGS = {
     TransformerConfig: "Transformer (generated from megatron-core's TransformerConfig)",
     MLATransformerConfig: "Multi-latent attention (generated from megatron-core's "
@@ -38,7 +39,8 @@ CONFIGS = {
     "DistributedDataParallelConfig)",
 }
 
-#: generated fields by name; the first class that has the field takes precedence
+#: fields with a generated flag, by name; if two classes have the same field, the first class takes
+#: precedence
 _GENERATED = {
     name: field for config in reversed(CONFIGS) for name, field in flagged_fields(config).items()
 }
@@ -69,7 +71,7 @@ examples:
 
 
 def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
-    """Return the parser with every flag.
+    """Return the parser of all flags.
 
     Args:
         documents: whether to read the help texts of generated flags from megatron-core's source,
@@ -84,7 +86,7 @@ def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         advice="`python pretrain_gpt.py --help` lists every option",
-        error_type=UserError,  # so that a single rank reports the error
+        error_type=UserError,  # reported by one rank only
     )
     before, after = options.GROUPS[:1], options.GROUPS[1:]
     for group in before:
@@ -97,15 +99,21 @@ def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
 
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
-    """Return all spellings of the parser's flags, sorted."""
+    """Return all spellings of the parser's flags in alphabetical order."""
     return sorted(parser._option_string_actions)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, derive missing values and check the result.
 
+    Args:
+        argv: command-line arguments; those of this process by default.
+
+    Returns:
+        The configuration of the run.
+
     Raises:
-        UserError: naming what was given, what is accepted, and what to do.
+        UserError: if an argument is unknown, invalid or without effect.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser(documents=bool({"-h", "--help"} & set(argv)))
@@ -130,7 +138,7 @@ def _default(parser: argparse.ArgumentParser, name: str) -> Any:
 
 
 def _unknown_argument(argument: str, known: list[str]) -> str:
-    """Return the error message for an argument that the parser does not know."""
+    """Return the error message for an unknown argument."""
     if not argument.startswith("--"):
         return f"{argument!r} belongs to no option; put a flag before it or remove it"
     flag = argument.split("=")[0]

@@ -1,4 +1,7 @@
-"""Complete and check the command line. Every error says what was given and what to do."""
+"""Derivation of missing values, and checks of all values on the command line.
+
+Each error message states what was given and how to correct it.
+"""
 
 import argparse
 import math
@@ -23,21 +26,25 @@ from megatron.training.hf.architectures import Model
 
 @dataclass
 class RunConfig:
-    """The flags of a run with their effective values, and megatron-core's configurations."""
+    """The configuration of a run: its flags and megatron-core's configuration objects."""
 
-    args: argparse.Namespace
+    args: argparse.Namespace  #: values of all flags, both given and derived
     transformer: TransformerConfig
     optimizer: OptimizerConfig
     ddp: DistributedDataParallelConfig
-    notes: list[str]  #: log lines about flags whose given value was changed
-    hf: Model | None = None  #: architecture of --load-hf, or the one that --save-hf writes
+    notes: list[str]  #: messages for the log about flags whose values were changed or filled in
+    hf: Model | None = None  #: architecture of the checkpoint in --load-hf or --save-hf, if any
 
 
 def complete(args: argparse.Namespace, generated: list[type]) -> RunConfig:
-    """Derive missing values, check all values, and build megatron-core's configurations.
+    """Derive missing values, check all values, and build megatron-core's configuration objects.
+
+    Args:
+        args: flags as parsed, which are completed in place.
+        generated: configuration classes from whose fields flags are generated.
 
     Raises:
-        UserError: if a check below fails.
+        UserError: if a value is missing or invalid.
     """
     _check_required(args)
     _check_numbers(args)
@@ -52,7 +59,8 @@ def complete(args: argparse.Namespace, generated: list[type]) -> RunConfig:
         ddp=configs.ddp_config(args),
         notes=notes,
     )
-    for config in (run.ddp, run.optimizer, run.transformer):  # the last one takes precedence
+    # If several configurations have a field, the value of the last configuration is kept.
+    for config in (run.ddp, run.optimizer, run.transformer):
         for name in flagged_fields(type(config)):
             setattr(args, name, getattr(config, name))
     fill_defaults(args, generated)
@@ -75,7 +83,8 @@ def _check_required(args: argparse.Namespace) -> None:
         raise UserError(f"{given} of --train-iters and --train-samples was given; give one")
 
 
-#: smallest accepted values of generated flags and of the collection's; options.py holds the others
+#: smallest accepted values of the generated flags and of those of the tensor collection; the others
+#: are in options.py
 _MINIMUMS = {
     **dict.fromkeys(
         (
@@ -100,7 +109,7 @@ _MINIMUMS = {
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuse numbers that are not finite or below their minimum."""
+    """Refuse numbers that are below their minimum or not finite."""
     for name, minimum in (_MINIMUMS | minimums(GROUPS)).items():
         value = getattr(args, name)
         if value is not None and not (value >= minimum and math.isfinite(value)):
@@ -174,7 +183,7 @@ def _check_model(args: argparse.Namespace) -> None:
 
 
 def _check_local_only(args: argparse.Namespace) -> None:
-    """Refuse flags that only Transformer Engine's layers read, which would silently do nothing."""
+    """Refuse flags that only Transformer Engine's layers read, and the local layers ignore."""
     for flag, value in (("--fp8-format", args.fp8), ("--fp4-format", args.fp4)):
         if value:
             raise UserError(

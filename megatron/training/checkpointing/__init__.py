@@ -1,8 +1,10 @@
-"""Write, find, check and read checkpoints.
+"""Checkpoints: writing, finding, checking and reading them.
 
-save_load.py                       a checkpoint as a whole: written, and loaded into a run
-files.py                           its folder, the tracker file, and the rename that completes it
-compatibility.py                   what it records of its run, and which runs may load it
-common_state.py optimizer_state.py random_state.py     its parts
-safe_reading.py index.py checked_archive.py plain_pickle.py     read it without running its code
+save_load.py            saves a run to a checkpoint and loads it
+files.py                manages checkpoint folders and the tracker file
+compatibility.py        records the run in a checkpoint, and refuses one that does not fit
+common_state.py, optimizer_state.py, random_state.py
+                        handle the parts of a checkpoint
+safe_reading.py, index.py, checked_archive.py, plain_pickle.py
+                        read a checkpoint without running code that it contains
 """

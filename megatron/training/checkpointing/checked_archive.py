@@ -1,9 +1,10 @@
-"""Check archives of `torch.save` from untrusted files before torch opens them.
+"""Checks of untrusted `torch.save` archives before torch opens them.
 
-torch's own `weights_only=True` runs no code, but it believes what a file claims: a compressed
-member, a storage or a bytearray of a terabyte is allocated, and a tensor of one stored number can
-have a million rows. The archive must therefore be stored without compression, its pickle may name
-only what checkpoints hold, and every tensor must be backed by bytes of the file.
+With `weights_only=True`, torch runs no code from the file, but it trusts the sizes in it. It
+allocates a compressed member, a storage or a bytearray of a terabyte, and accepts a tensor with a
+million rows that stores a single number. The archive must therefore be uncompressed, its pickle may
+name only classes and functions that checkpoints need, and the file must contain the bytes of every
+tensor.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import torch
 from megatron.training.checkpointing import plain_pickle
 from megatron.training.checkpointing.plain_pickle import Global, Record, UnsafePickleError
 
-PICKLE_LIMIT = 1 << 26  #: bytes of the pickle within an archive; tensors lie beside it
+#: maximum size in bytes of the pickle in an archive, which does not include the tensors' values
+PICKLE_LIMIT = 1 << 26
 _REBUILD = "torch._utils._rebuild_tensor_v2"
-#: Bytes per element by the name of the storage's class.
+#: size of an element in bytes, by the name of the storage class
 _STORAGES = {
     "torch.DoubleStorage": 8,
     "torch.FloatStorage": 4,
@@ -36,7 +38,7 @@ _STORAGES = {
     "torch.ByteStorage": 1,
     "torch.BoolStorage": 1,
 }
-#: The function that rebuilds an array, under its names in NumPy 2 and NumPy 1.
+#: names of the function that rebuilds an array, in NumPy 2 and in NumPy 1
 _ARRAY = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
 _PLAIN = {
     _REBUILD,
@@ -54,11 +56,11 @@ _ARRAY_DTYPE = re.compile(r"[iuf][1248]|b1")
 
 
 def load(content: bytes) -> Any:
-    """Return the object that `torch.save` wrote, with tensors on the CPU.
+    """Return the object in an archive written by `torch.save`, with tensors on the CPU.
 
     Raises:
-        ValueError: if the content is not such an archive, is damaged, or holds more than plain
-            values, tensors and NumPy arrays of numbers.
+        ValueError: if the content is not such an archive, is damaged, or contains anything other
+            than plain values, tensors and NumPy arrays of numbers.
     """
     stream = io.BytesIO(content)
     check(stream)
@@ -71,7 +73,7 @@ def load(content: bytes) -> Any:
             return torch.load(stream, map_location="cpu", weights_only=True)
     except torch.OutOfMemoryError:
         raise
-    except pickle.UnpicklingError:  # torch's message recommends disabling weights_only
+    except pickle.UnpicklingError:  # do not repeat torch's advice to disable weights_only
         raise ValueError("its pickle is not as torch.save writes it") from None
     except Exception as error:  # a damaged archive can raise almost any exception
         why = str(error).partition("\n")[0] or type(error).__name__
@@ -79,10 +81,10 @@ def load(content: bytes) -> Any:
 
 
 def check(stream: IO[bytes]) -> None:
-    """Refuse an archive that torch must not open.
+    """Refuse an archive that is not safe for torch to open.
 
     Raises:
-        ValueError: if it is damaged or unsafe; the message gives the reason.
+        ValueError: if the archive is damaged or unsafe; the message gives the reason.
     """
     size = stream.seek(0, io.SEEK_END)
     try:
@@ -103,16 +105,18 @@ def _is_known(name: str) -> bool:
 
 
 def _classes_of_dtypes() -> list[type]:
-    """Return the classes of NumPy's number types, which torch needs to be listed one by one."""
+    """Return NumPy's classes of numeric dtypes, each of which torch must be told to allow."""
     codes = "i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 b1"
     return [type(np.dtype(code)) for code in codes.split()]
 
 
 def _members(archive: zipfile.ZipFile, size: int) -> dict[str, int]:
-    """Return the size in bytes of each member; members are stored uncompressed.
+    """Return the size of each member of the archive in bytes, by name.
 
     Raises:
-        ValueError: if a member is compressed, or the sizes add up to more than the file.
+        ValueError: if a member is compressed or encrypted, if two members have the same name, if
+            the sizes add up to more than the size of the file, or if there is not exactly one
+            pickle.
     """
     sizes: dict[str, int] = {}
     for member in archive.infolist():
@@ -129,10 +133,10 @@ def _members(archive: zipfile.ZipFile, size: int) -> dict[str, int]:
 
 
 def _check_objects(root: Any, storages: dict[str, int]) -> None:
-    """Check every object once, no matter how often it is referenced.
+    """Check all objects in a parsed pickle, each once, no matter how often it is referenced.
 
     Raises:
-        ValueError: if an object is not built the way torch and NumPy build it.
+        ValueError: if an object is not constructed as torch and NumPy construct it.
     """
     prefix = next(iter(storages), "archive/data/0").partition("/")[0]
     seen: set[int] = set()
@@ -179,7 +183,11 @@ def _check_record(record: Record) -> None:
 
 
 def _check_tensor(arguments: tuple[Any, ...], prefix: str, storages: dict[str, int]) -> None:
-    """Refuse a tensor with more elements than its storage, or a storage that is not in the file."""
+    """Refuse a tensor that is larger than its storage, or whose storage is not in the file.
+
+    Raises:
+        ValueError: if the tensor is refused.
+    """
     try:
         storage, _, shape, stride, *_ = arguments
         _, kind, key, _, count = storage.arguments

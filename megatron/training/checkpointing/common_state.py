@@ -1,4 +1,4 @@
-"""Read `common.pt`, the state that a checkpoint stores once for all ranks, and check its types."""
+"""Reader of `common.pt`, which holds the state that a checkpoint stores once for all ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from megatron.training.checkpointing.files import COMMON
 from megatron.training.checkpointing.index import DamagedError
 from megatron.training.checkpointing.optimizer_state import NUMERIC
 
-COMMON_LIMIT = 256 * MEBIBYTE  #: settings and the scheduler's state take a few kilobytes
-_LARGEST = (1 << 53) - 1  #: largest accepted count; above it float64 skips integers
+COMMON_LIMIT = 256 * MEBIBYTE  #: maximum size in bytes; normally it is a few kilobytes
+#: largest accepted count; up to here, float64 can represent every integer
+_LARGEST = (1 << 53) - 1
 _COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_iterations")
-_DEPTH = 4  #: levels of nested lists in a setting
+_DEPTH = 4  #: maximum number of nested levels of lists in a setting
 
 
 def read_common(folder: str | Path) -> Any:
-    """Return the state that a checkpoint stores once for all ranks, with types still unchecked.
+    """Return the content of `common.pt`, without checking the types of its parts.
 
     Raises:
-        DamagedError: if the file cannot be used; the message names it and the reason.
+        DamagedError: if the file cannot be used; the message names the file and the reason.
     """
     path = Path(folder, COMMON)
     try:
@@ -37,12 +38,13 @@ def read_common(folder: str | Path) -> Any:
 
 
 def check_common(common: Any) -> dict[str, Any]:
-    """Return the content of `common.pt` after checking the types of its parts.
+    """Check the types of the parts of `common.pt`, and return its content.
 
-    Content without `progress` comes from another program; the caller refuses it.
+    Content without `progress` was written by another program. It is returned unchecked, and the
+    caller refuses it.
 
     Raises:
-        ValueError: if a part has another type; the message names the part and its value.
+        ValueError: if a part has the wrong type; the message names the part and its value.
     """
     _require(common, "its content", _is_settings, "a dictionary")
     if "progress" not in common:
@@ -64,10 +66,11 @@ def check_common(common: Any) -> dict[str, Any]:
 
 
 def check_groups(groups: list[dict[str, Any]]) -> None:
-    """Refuse optimizer settings that are not finite numbers: the first step would fail on them.
+    """Refuse optimizer settings that are not finite numbers, which the first step would fail on.
 
     Raises:
-        ValueError: if a setting is not a number; the message names it and its value.
+        ValueError: if a setting is not a finite number; the message names the setting and its
+            value.
     """
     for group in groups:
         for name in NUMERIC:
@@ -88,7 +91,10 @@ def _is_settings(value: Any) -> bool:
 
 
 def _is_settings_or_parts(value: Any) -> bool:
-    """Return whether `value` is a dictionary; chained optimizers number their states."""
+    """Return whether `value` is a dictionary whose keys are strings or integers.
+
+    Chained optimizers use integers as the keys of their states.
+    """
     return isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value)
 
 
@@ -97,7 +103,10 @@ def _is_texts(value: Any) -> bool:
 
 
 def _is_progress(value: Any) -> bool:
-    """Return whether the counts are valid; `checked_levels` checks the levels of the losses."""
+    """Return whether `value` holds the progress of a run, with valid counts.
+
+    The recent losses and gradient norms in it are checked by `checked_levels` instead.
+    """
     if not _is_settings(value) or value.keys() != {*_COUNTS, "levels"}:
         return False
     return all(_is_count(value[name]) for name in _COUNTS)
@@ -120,7 +129,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_numeric(value: Any) -> bool:
-    """Return whether `value` is a number or a short list of numbers, such as Adam's betas."""
+    """Return whether `value` is a finite number or a short list of them, such as Adam's betas."""
     if isinstance(value, (list, tuple)):
         return len(value) <= _DEPTH and all(map(_is_number, value))
     return _is_number(value)

@@ -1,8 +1,8 @@
-"""Describe a run in its checkpoint, and refuse a checkpoint that does not fit the run loading it.
+"""Description of a run in its checkpoint, and checks that a checkpoint fits the run that loads it.
 
-Weights only fit a model of the same shapes, and are only valid in a model that computes the same
-function. A run that resumes with other data or another format is not the run that was started. It
-is refused unless the user requests the change explicitly.
+Weights fit only a model with the same shapes, and are valid only in a model that computes the same
+function. A run that resumes with different data or another number format is no longer the same run.
+It is therefore refused unless the user explicitly requests the change.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from megatron.training.errors import RunError, UserError
 from megatron.training.hf.flags import converts, differing, flag_of
 from megatron.training.printing import print_rank_0
 
-#: Flags that the shapes of the weights depend on: a run that differs in any of them cannot load a
-#: checkpoint.
+#: flags that determine the shapes of the weights; a run can load a checkpoint only if all of them
+#: are the same
 ARCHITECTURE = (
     "num_layers",
     "hidden_size",
@@ -47,9 +47,8 @@ ARCHITECTURE = (
     "v_head_dim",
     "qk_layernorm",
 )
-#: Flags that change what the model computes with the same weights. A checkpoint loads into a model
-#: that differs in them, but the result is another model. --save-hf writes some of them to a
-#: config.json.
+#: flags that change what the model computes with the same weights; if they differ, a checkpoint can
+#: be loaded, but the result is a different model. `--save-hf` writes some of them to config.json.
 COMPUTATION = (
     "swiglu",
     "quick_geglu",
@@ -88,9 +87,11 @@ COMPUTATION = (
     "moe_router_group_topk",
     "moe_expert_capacity_factor",
 )
-LONGEST = "max_position_embeddings"  #: written by --save-hf; follows --seq-length in a resumed run
-OPTIMIZER = ("use_distributed_optimizer", "optimizer")  #: flags that the optimizer's state needs
-#: Hyperparameters that the optimizer's state contains; the scheduler's state has its own.
+#: flag that `--save-hf` writes to config.json; in a resumed run, its default is `--seq-length`
+LONGEST = "max_position_embeddings"
+#: flags that must be the same for the optimizer's state to be loaded
+OPTIMIZER = ("use_distributed_optimizer", "optimizer")
+#: hyperparameters in the optimizer's state; the scheduler's state contains its own
 NUMBERS = (
     "adam_beta1",
     "adam_beta2",
@@ -99,7 +100,7 @@ NUMBERS = (
     "decoupled_lr",
     "decoupled_min_lr",
 )
-#: Flags that the ranks' random states depend on.
+#: flags that must be the same for the random states of the ranks to be loaded
 LAYOUT = (
     "world_size",
     "tensor_model_parallel_size",
@@ -109,9 +110,9 @@ LAYOUT = (
     "expert_tensor_parallel_size",
     "use_tp_pp_dp_mapping",
 )
-#: The flags that a checkpoint records.
+#: all flags that a checkpoint records
 RECORDED = (*ARCHITECTURE, *COMPUTATION, LONGEST, *LAYOUT, *OPTIMIZER, *NUMBERS)
-#: The properties of a run that are compared, and the flag that sets each.
+#: properties of a run that must not change when it resumes, and the flag that sets each of them
 RUN = {
     "format": "--custom-quant-type and its like",
     "data": "--data-path",
@@ -120,20 +121,23 @@ RUN = {
     "sequence length": "--seq-length",
     "type": "--bf16, --fp16 or neither",
 }
-_HEAD = 2**16  #: bytes that are hashed at the start of each data file
+_HEAD = 2**16  #: number of bytes at the start of each data file that are hashed
 
 
 def run_description(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the part of a checkpoint that describes its run, as plain values.
+    """Return the description of a run that is stored in its checkpoints.
+
+    Returns:
+        The recorded flags under `args`, and the properties in `RUN` under `run`.
 
     Raises:
-        OSError: if the data no longer exists.
+        OSError: if the training data cannot be read.
     """
     return {"args": {name: getattr(args, name) for name in RECORDED}, "run": _run(args)}
 
 
 def _run(args: argparse.Namespace) -> dict[str, str]:
-    """Return the properties in RUN, as text."""
+    """Return the properties of this run that `RUN` lists, as strings."""
     return {
         "format": _format(),
         "data": _data(args),
@@ -149,9 +153,9 @@ def _type(args: argparse.Namespace) -> str:
 
 
 def _format() -> str:
-    """Return the effective quantization type, with a digest of the recipe's rules if there is one.
+    """Return the quantization type in effect, with a digest of the recipe's rules if there is one.
 
-    The digest does not depend on the path of the recipe's file.
+    The digest does not depend on the path of the recipe file.
     """
     formats = policy.current()
     if formats.recipe is None:
@@ -161,7 +165,7 @@ def _format() -> str:
 
 
 def _data(args: argparse.Namespace) -> str:
-    """Describe the data sets by their names and contents, independently of their folders."""
+    """Describe the datasets by their names and contents, regardless of their folders."""
     parts = []
     for split in ("", "train", "valid", "test"):
         blend = getattr(args, f"{split}_data_path" if split else "data_path")
@@ -176,7 +180,7 @@ def _data(args: argparse.Namespace) -> str:
 
 @functools.cache
 def _contents(prefix: str) -> str:
-    """Return a short digest of a pair of files, computed from their sizes and first bytes."""
+    """Return a short digest of a pair of .idx and .bin files, from their sizes and first bytes."""
     content = b""
     for suffix in (".idx", ".bin"):
         path = Path(prefix + suffix)
@@ -190,7 +194,7 @@ def _digest(data: bytes) -> str:
 
 
 def check_model(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Refuse a checkpoint of another program or another model.
+    """Refuse a checkpoint of another program or of a different model.
 
     Raises:
         UserError: if the checkpoint does not fit; the message names each difference.
@@ -226,10 +230,13 @@ def check_model(args: argparse.Namespace, common: dict[str, Any], folder: Path) 
 
 
 def check_run(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Refuse to resume with other data, another format, seed, sequence length or type. Collective.
+    """Refuse to resume a run if one of the properties listed in `RUN` has changed.
+
+    Must be called on all ranks.
 
     Raises:
-        UserError: on all ranks, if a property differs; the message has both values.
+        UserError: on all ranks, if a property differs and `--allow-changed-run` is not given; the
+            message has both values.
     """
     first_rank_does(lambda: _compare_runs(args, common["run"], folder))
 
@@ -256,10 +263,10 @@ def _compare_runs(args: argparse.Namespace, there: dict[str, str], folder: Path)
 
 
 def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Refuse an optimizer state that does not fit this run's optimizer.
+    """Refuse a checkpoint whose optimizer state does not fit the optimizer of this run.
 
     Raises:
-        UserError: if it does not fit; the message has both values.
+        UserError: if the state is missing or does not fit; the message names the difference.
     """
     if not common["has_optim"]:
         raise UserError(
@@ -279,7 +286,8 @@ def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Pa
             f"{here}; give the same type or --no-load-optim"
         )
     there, here = common["args"]["expert_model_parallel_size"], args.expert_model_parallel_size
-    # Experts on several ranks have an optimizer of their own; otherwise there is only one.
+    # With expert parallelism, the experts have an optimizer of their own. Otherwise there is only
+    # one optimizer.
     if args.num_moe_experts and (there > 1) != (here > 1):
         raise UserError(
             f"{folder} was written with --expert-model-parallel-size {there}, this run has {here}: "
@@ -291,10 +299,11 @@ def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Pa
 
 
 def _check_numbers(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Refuse optimizer hyperparameters that differ, unless a flag says which ones to use.
+    """Refuse different optimizer hyperparameters, unless a flag selects which ones to use.
 
     Raises:
-        UserError: if hyperparameters differ and neither flag is set.
+        UserError: if hyperparameters differ, and neither `--override-opt_param-scheduler` nor
+            `--use-checkpoint-opt_param-scheduler` is given.
     """
     differences = [
         f"{flag_of(name)} is {common['args'][name]} there and {getattr(args, name)} here"
@@ -316,10 +325,10 @@ def _check_numbers(args: argparse.Namespace, common: dict[str, Any], folder: Pat
 
 
 def random_states_fit(args: argparse.Namespace, common: dict[str, Any]) -> bool:
-    """Return whether the checkpoint's random states are to be loaded.
+    """Return whether to load the random states from the checkpoint.
 
     Raises:
-        UserError: if they are requested, but the checkpoint has none.
+        UserError: if random states are requested, but the checkpoint does not contain any.
     """
     if not args.load_rng or args.finetune:
         return False

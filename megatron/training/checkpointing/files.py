@@ -1,4 +1,7 @@
-"""Name the folders of checkpoints, find the one to read, and put a new one in place."""
+"""Management of checkpoint folders and the tracker file.
+
+The functions find the checkpoint to read, and rename a new checkpoint once it is complete.
+"""
 
 import argparse
 import contextlib
@@ -22,24 +25,25 @@ from megatron.training.errors import UserError
 from megatron.training.printing import print_rank_0
 
 TRACKER = "latest_checkpointed_iteration.txt"
-COMMON = "common.pt"  #: the state that is the same on every rank
-INDEX = ".metadata"  #: the index: which file holds which part of which tensor
+COMMON = "common.pt"  #: name of the file with the state that is the same on every rank
+INDEX = ".metadata"  #: name of the index, which states the file of each part of a tensor
 _ITERATION = re.compile(r"[0-9]{1,15}")
 _FOLDER = re.compile(r"iter_([0-9]{7,15})")
-_TRACKER_LIMIT = 1024  #: bytes
-#: The content of `metadata.json` in a checkpoint of the one format that is read here.
+_TRACKER_LIMIT = 1024  #: maximum size of the tracker file, in bytes
+#: content of `metadata.json` in a checkpoint of the only format that can be read
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-#: Names of a checkpoint that was being written, and of one that was being replaced.
+#: pattern for the names of checkpoint folders that were being written (.partial) or replaced (.old)
+#: when a run was killed
 _LEFTOVER = re.compile(r"iter_\d{7,}\.(partial|old)")
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file, or a folder's list of entries, is on the disk."""
+    """Flush a file, or the list of entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -48,22 +52,22 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Wait until a folder and everything in it is on the disk."""
+    """Flush a folder and everything in it to disk."""
     for path in folder.rglob("*"):
         fsync(path)
     fsync(folder)
 
 
 def checkpoint_folder(directory: str, iteration: int) -> Path:
-    """Return the folder of a checkpoint."""
+    """Return the path of the checkpoint folder for an iteration."""
     return Path(directory, f"iter_{iteration:07d}")
 
 
 def latest_iteration(directory: str) -> int | None:
-    """Return the iteration that the tracker file names; None if there is no such file.
+    """Return the iteration in the tracker file, or None if there is no tracker file.
 
     Raises:
-        UserError: if the file holds something other than an iteration.
+        UserError: if the file cannot be read or does not contain an iteration.
     """
     path = Path(directory, TRACKER)
     advice = "give --ckpt-step with one of the folder's iterations"
@@ -80,7 +84,7 @@ def latest_iteration(directory: str) -> int | None:
 
 
 def iterations_in(directory: str) -> list[int]:
-    """Return the iterations that have a checkpoint folder, in ascending order."""
+    """Return the iterations for which there is a checkpoint folder, in ascending order."""
     if not Path(directory).is_dir():
         return []
     matches = (_FOLDER.fullmatch(path.name) for path in Path(directory).iterdir())
@@ -88,10 +92,12 @@ def iterations_in(directory: str) -> list[int]:
 
 
 def check_save_directory(args: argparse.Namespace) -> None:
-    """Refuse, before training, a `--save` that checkpoints cannot be written to. Collective.
+    """Refuse a `--save` folder that cannot be written or that belongs to another run.
+
+    Must be called on all ranks, before training starts.
 
     Raises:
-        UserError: if the folder cannot be written, or holds the checkpoints of another run.
+        UserError: on all ranks, if the folder is refused.
     """
     if args.save is None:
         return
@@ -124,14 +130,20 @@ def _problem_with(args: argparse.Namespace) -> str | None:
 
 
 def resumes_in_place(args: argparse.Namespace) -> bool:
-    """Return whether the run resumes from the folder that it also saves to."""
+    """Return whether the run resumes from the same folder that it saves checkpoints to."""
     if args.load is None or args.save is None or args.finetune:
         return False
     return Path(args.load).resolve() == Path(args.save).resolve()
 
 
 def begin(final: Path) -> Path:
-    """Create the folder to write a checkpoint to, and remove leftovers of killed runs beside it."""
+    """Create and return the temporary folder to which a checkpoint is written.
+
+    Temporary and replaced checkpoints that killed runs left in the same directory are removed.
+
+    Args:
+        final: folder to which the checkpoint is renamed once it is complete.
+    """
     for path in final.parent.iterdir():
         if path.is_dir() and _LEFTOVER.fullmatch(path.name):
             replaced = path.with_suffix("").exists()
@@ -143,9 +155,10 @@ def begin(final: Path) -> Path:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Rename the complete folder to its final name once it is on the disk.
+    """Flush a complete checkpoint to disk and rename its folder from `partial` to `final`.
 
-    An existing checkpoint of the same iteration, from before a rewind, is replaced.
+    If there already is a checkpoint of this iteration, because the run resumed from an earlier one,
+    it is replaced.
     """
     fsync_tree(partial)
     if final.exists():
@@ -163,7 +176,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 def write_tracker(directory: Path, iteration: int) -> None:
     """Write the tracker file, which names the latest complete checkpoint."""
     partial = directory / f"{TRACKER}.partial"
-    # Writing to an existing path would follow a link, or block on a FIFO.
+    # If the path already existed, writing to it could follow a link or block on a FIFO.
     partial.unlink(missing_ok=True)
     partial.write_text(str(iteration), encoding="utf-8")
     fsync(partial)
@@ -172,10 +185,10 @@ def write_tracker(directory: Path, iteration: int) -> None:
 
 
 def undo_replacement(args: argparse.Namespace) -> None:
-    """Undo a replacement that was interrupted. Collective.
+    """Restore a checkpoint whose replacement was interrupted.
 
-    A run can be killed after `put_in_place` has moved the outdated checkpoint of an iteration away
-    and before the new one has its name.
+    A run can be killed in `put_in_place` after the outdated checkpoint was renamed, and before the
+    new one has its final name. Must be called on all ranks.
     """
     if args.load is None:
         return
@@ -183,25 +196,30 @@ def undo_replacement(args: argparse.Namespace) -> None:
         for outdated in Path(args.load).glob("iter_*.old"):
             final = outdated.with_suffix("")
             if not final.exists():
-                with contextlib.suppress(OSError):  # `folder_to_load` reports it as missing
+                with contextlib.suppress(OSError):  # `folder_to_load` reports the missing folder
                     outdated.rename(final)
     dist.barrier()
 
 
 def resumes(args: argparse.Namespace) -> bool:
-    """Return whether `--load` names a checkpoint, which then takes precedence over `--load-hf`."""
+    """Return whether the run resumes from a checkpoint in `--load`.
+
+    Such a checkpoint takes precedence over `--load-hf`.
+    """
     if args.load is None:
         return False
     return args.ckpt_step is not None or latest_iteration(args.load) is not None
 
 
 def folder_to_load(args: argparse.Namespace) -> Path | None:
-    """Return the checkpoint to read, or None to start a new run.
+    """Return the folder of the checkpoint to load, or None to start a new run.
 
-    A new run starts if no `--load` is given, or if it is an empty folder that is also `--save`.
+    A new run starts if `--load` is not given, or if `--load` and `--save` are the same folder and
+    it contains no checkpoint.
 
     Raises:
-        UserError: if any other folder has no complete checkpoint to read.
+        UserError: if `--load` is any other folder without a complete checkpoint of the requested
+            iteration.
     """
     if args.load is None:
         return None
@@ -232,7 +250,7 @@ def folder_to_load(args: argparse.Namespace) -> Path | None:
 
 
 def _problem_in(folder: Path) -> str | None:
-    """Return why a folder is not a complete checkpoint; None if it is one."""
+    """Return why a folder is not a complete checkpoint, or None if it is one."""
     try:
         refuse_special_files(folder)
         for name in (COMMON, INDEX):

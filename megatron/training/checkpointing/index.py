@@ -1,7 +1,7 @@
-"""Read the index of a checkpoint, `.metadata`: which file holds which part of which tensor.
+"""Reader of a checkpoint's index, `.metadata`, which states the file of each part of a tensor.
 
-torch unpickles the index and imports whatever it names. This module reads it as data, checks every
-number against the files, and then builds the classes of an index and no others.
+torch unpickles the index, and imports any module that it names. This module instead parses it as
+data, checks its numbers against the files, and creates only the objects that an index needs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from megatron.training.checkpointing import plain_pickle
 from megatron.training.checkpointing.files import INDEX
 from megatron.training.checkpointing.plain_pickle import Global, Record
 
-INDEX_LIMIT = 1 << 30  #: bytes; 10,000 tensors on 1,000 ranks take a tenth of this
-DIMENSIONS = 64  #: largest number of dimensions, as in torch
+#: maximum size of an index file, in bytes; 10,000 tensors on 1,000 ranks take a tenth of this
+INDEX_LIMIT = 1 << 30
+DIMENSIONS = 64  #: maximum number of dimensions of a tensor, as in torch
 _LARGEST = (1 << 63) - 1
 _CLASSES = "torch.distributed.checkpoint."
-#: All names that an index may contain, including placeholders of older megatron-core versions.
+#: pattern of the class and function names that an index may contain, including placeholders of
+#: older versions of megatron-core
 _KNOWN = re.compile(
     r"torch\.distributed\.checkpoint\.(metadata|filesystem|planner)\.\w+|torch\.Size"
     r"|torch\.(u?int\d+|b?float\d+\w*|bool|complex\d+)|torch\.serialization\._get_layout"
@@ -44,14 +46,17 @@ _KNOWN = re.compile(
 
 
 class DamagedError(ValueError):
-    """An unusable file of a checkpoint; the message names it.
+    """An error that names a checkpoint file that cannot be used.
 
-    Ranks send this error to each other by pickle, which needs a constructor with one argument.
+    Its constructor takes a single argument, because ranks pickle this error to send it to each
+    other.
     """
 
 
 def read_index(folder: Path) -> Metadata:
-    """Return the index of a checkpoint after checking that its files exist and are long enough.
+    """Return the index of a checkpoint after checking it against the files.
+
+    All files must exist and be at least as long as the index states.
 
     Raises:
         DamagedError: if a file cannot be used; the message names the file and the reason.
@@ -99,7 +104,11 @@ def _expected(name: str, entry: TensorStorageMetadata | BytesStorageMetadata) ->
 
 
 def _state(item: Any, kind: str) -> dict[str, Any]:
-    """Return the fields of an object of the given class."""
+    """Return the fields of an object, which must be of the given class.
+
+    Raises:
+        ValueError: if the object is of another class or has no fields.
+    """
     if not isinstance(item, Record) or item.kind != _CLASSES + kind:
         raise ValueError(f"it has {_described(item)} in place of a {kind.partition('.')[2]}")
     state = {} if item.state is None else item.state
@@ -138,7 +147,10 @@ def _chunk(name: str, item: Any, size: torch.Size) -> ChunkStorageMetadata:
 
 
 def _properties(name: str, item: Any) -> TensorProperties:
-    """Return the dtype alone: torch deprecated the other properties and reads none of them."""
+    """Return the properties of a tensor with only the dtype set.
+
+    The other properties are deprecated, and torch does not read them.
+    """
     if not isinstance(item, Record) or item.kind != _CLASSES + "metadata.TensorProperties":
         raise ValueError(f"it has no properties for {name}")
     kind = item.state[0] if type(item.state) is tuple and item.state else None
@@ -162,7 +174,7 @@ def _counts(number: Any) -> bool:
 
 
 def _place(key: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
-    """Return where a part of a tensor, or an object, is stored."""
+    """Return the index key of a tensor part or an object, and the byte range that stores it."""
     named = _state(key, "metadata.MetadataIndex")
     name, offset = named.get("fqn"), named.get("offset")
     state = _state(place, "filesystem._StorageInfo")
@@ -180,7 +192,11 @@ def _place(key: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
 
 
 def _check_files(folder: Path, index: Metadata) -> None:
-    """Refuse files that are missing, not regular, or shorter than the index says."""
+    """Refuse files that are missing, not regular, or shorter than the index states.
+
+    Raises:
+        DamagedError: if a file is refused.
+    """
     ends: dict[str, int] = {}
     for place in index.storage_data.values():
         end = place.offset + place.length

@@ -1,8 +1,8 @@
-"""Prepare the optimizer for its state in a checkpoint, and correct that state after loading.
+"""Corrections of the optimizer's state before and after a checkpoint is loaded.
 
-megatron-core's distributed optimizer was written for the Adam of Transformer Engine and apex. With
-torch's own Adam it needs the three corrections here. This module also restores hyperparameters from
-the command line that loading has replaced.
+megatron-core's distributed optimizer was written for the Adam implementations of Transformer Engine
+and Apex. With Adam from torch, it needs the three corrections in this module. The module also
+restores hyperparameters from the command line that were replaced by loading.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ def _parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
 
 
 def allocate(optimizer: MegatronOptimizer) -> None:
-    """Allocate the state that a checkpoint is loaded into.
+    """Allocate the optimizer state into which a checkpoint is loaded.
 
-    The wheel reads the step count from the existing state before it allocates any.
+    This is needed because the wheel reads the step count from the state before allocating it.
     """
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
@@ -30,9 +30,10 @@ def allocate(optimizer: MegatronOptimizer) -> None:
 
 
 def _keep_step(part: DistributedOptimizer) -> None:
-    """Add the step to each parameter's loaded tensors: the wheel expects every entry of the state.
+    """Add the current step count to the loaded tensors of each parameter.
 
-    The checkpoint stores the step once instead of per parameter, and it is set from there later.
+    The wheel expects every entry of the state, but the checkpoint stores the step count only once.
+    The loaded step count is set later.
     """
     assign = part._set_main_param_and_optimizer_states
 
@@ -45,10 +46,10 @@ def _keep_step(part: DistributedOptimizer) -> None:
 
 
 def separate_steps(optimizer: MegatronOptimizer) -> None:
-    """Give each parameter a step count of its own after loading.
+    """Give each parameter its own step count after loading.
 
-    The wheel gives all of them the same tensor, which torch's Adam would advance once per parameter
-    instead of once per iteration.
+    The wheel assigns the same tensor to all parameters. In each iteration, torch's Adam would then
+    increment it once per parameter instead of once.
     """
     for part in _parts(optimizer):
         for state in part.optimizer.state.values():
@@ -56,18 +57,21 @@ def separate_steps(optimizer: MegatronOptimizer) -> None:
                 state["step"] = state["step"].clone()
 
 
-#: Settings of a parameter group that come from the command line. The scheduler sets the learning
-#: rate and the weight decay in each iteration.
+#: names of the numeric settings of a parameter group that are set from the command line; the
+#: scheduler sets the learning rate and the weight decay in each iteration
 _NUMBERS = ("max_lr", "min_lr", "lr_mult", "wd_mult", "betas", "eps", "momentum")
-NUMERIC = (*_NUMBERS, "lr", "weight_decay")  #: all numeric settings of a parameter group
+NUMERIC = (*_NUMBERS, "lr", "weight_decay")  #: names of all numeric settings
 
 
 def numbers(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Return each parameter group's settings from the command line."""
+    """Return the settings of each parameter group that are set from the command line."""
     return [{k: group[k] for k in _NUMBERS if k in group} for group in optimizer.param_groups]
 
 
 def set_numbers(optimizer: MegatronOptimizer, settings: list[dict[str, Any]]) -> None:
-    """Restore settings that loading has replaced; loading keeps the order of the groups."""
+    """Restore the settings of each parameter group that were replaced by loading.
+
+    Loading does not change the order of the groups.
+    """
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)

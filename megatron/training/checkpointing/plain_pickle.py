@@ -1,11 +1,11 @@
-"""Read a pickle as data: nothing is imported, no class is instantiated and no function is called.
+"""A pickle parser that imports no modules, instantiates no classes and calls no functions.
 
-`pickle.load` calls any function that the file names, so an untrusted checkpoint could run any
-command. `parse` runs the pickle's own stack machine. It represents a name as a `Global`, and an
-object as a `Record` of its class's name and its arguments. Only names that the caller accepts are
-allowed, and only the operations that `pickle.dump` and `torch.save` write for checkpoints. Time and
-memory are proportional to the size of the file. The price is speed: about a million operations per
-second.
+`pickle.load` calls any function that the file names, so an untrusted checkpoint could run arbitrary
+commands. `parse` executes the stack operations of the pickle, but represents a class or function as
+a `Global`, and an object as a `Record` with the name of its class and the arguments. Only names
+that the caller accepts are allowed, and only operations that `pickle.dump` and `torch.save` write
+for checkpoints. Time and memory are proportional to the size of the file. The parser is slower than
+`pickle.load`: it executes about a million operations per second.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any
 
 
 class UnsafePickleError(ValueError):
-    """A pickle with content that no checkpoint needs, and that could run code."""
+    """An error for a pickle whose content no checkpoint needs and might run code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """The name of a class or function."""
+    """A reference to a class or function by name."""
 
-    name: str
+    name: str  #: dotted name, including the module
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An object that the pickle describes; `state` would be passed to its `__setstate__`."""
+    """An object described by the pickle, which is not instantiated."""
 
-    kind: str
+    kind: str  #: dotted name of the class, or of the function that returns the object
     arguments: tuple[Any, ...]
-    state: Any = None
+    state: Any = None  #: value that `pickle.load` would pass to `__setstate__`
 
 
-PERSISTENT = "persistent"  #: kind of a record that stands for data outside the pickle
+PERSISTENT = "persistent"  #: `kind` of a record that represents data outside the pickle
 _KEYS = (str, int, float, type(None), Record)
 _DATA = (
     "PROTO",
@@ -79,15 +79,17 @@ _DATA = (
 
 
 def parse(data: bytes, *, known: Callable[[str], bool]) -> Any:
-    """Return the content of a pickle, with `Global` and `Record` in place of all but plain values.
+    """Return the content of a pickle, with each object replaced by a `Record`.
+
+    Classes and functions are replaced by a `Global`. Plain values are returned as they are.
 
     Args:
-        data: the whole pickle.
-        known: returns whether a dotted name is accepted.
+        data: content of the whole pickle.
+        known: function that returns whether a dotted name is accepted.
 
     Raises:
         UnsafePickleError: if a name or an operation is not accepted.
-        ValueError: if `data` is not a pickle, or a truncated one.
+        ValueError: if `data` is not a pickle, or is damaged or truncated.
     """
     try:
         return _Machine(data, known).load()
@@ -101,14 +103,17 @@ def parse(data: bytes, *, known: Callable[[str], bool]) -> Any:
 
 
 class _Operations(dict[int, Callable[[Any], None]]):
-    """Table of the accepted operations by their codes."""
+    """A table of the accepted operations by opcode."""
 
     def __missing__(self, code: int) -> Callable[[Any], None]:
         raise UnsafePickleError(f"it has the operation 0x{code:02x}, which no checkpoint has")
 
 
 class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
-    """The standard library's unpickler in Python, with fewer operations and no side effects."""
+    """A subclass of the standard library's Python unpickler that has no side effects.
+
+    It accepts fewer operations than its base class.
+    """
 
     def __init__(self, data: bytes, known: Callable[[str], bool]):
         super().__init__(io.BytesIO(data))
@@ -124,7 +129,7 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
         return Record(PERSISTENT, identifier if type(identifier) is tuple else (identifier,))
 
     def reduce(self) -> None:
-        """Represent a call, or the creation of an object, as a record."""
+        """Represent a function call or the creation of an object as a record."""
         arguments = self.stack.pop()
         function = self.stack[-1]
         if type(function) is not Global or type(arguments) is not tuple:
@@ -132,7 +137,7 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
         self.stack[-1] = Record(function.name, arguments)
 
     def build(self) -> None:
-        """Store the state of an object in its record."""
+        """Store the state of an object in the record that represents it."""
         state = self.stack.pop()
         record = self.stack[-1]
         if type(record) is not Record:
@@ -140,20 +145,23 @@ class _Machine(pickle._Unpickler):  # type: ignore[name-defined]
         record.state = state
 
     def set_item(self) -> None:
-        """Add a key and its value."""
+        """Add a key and its value to the dictionary on the stack."""
         value = self.stack.pop()
         key = self.stack.pop()
         self._add([key, value])
 
     def set_items(self) -> None:
-        """Add keys and their values."""
+        """Add several keys and their values to the dictionary on the stack."""
         items = self.pop_mark()
         self._add(items)
 
     def _add(self, items: list[Any]) -> None:
-        """Add items, with simple keys only: the hash of nested tuples can take forever."""
+        """Add keys and values to the dictionary on the stack.
+
+        Tuples are refused as keys, because computing the hash of nested tuples can take forever.
+        """
         target = self.stack[-1]
-        if type(target) is Record:  # such as an OrderedDict, whose items are not needed
+        if type(target) is Record:  # for example an OrderedDict, whose items are not needed
             return
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, _KEYS):

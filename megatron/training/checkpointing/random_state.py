@@ -1,4 +1,4 @@
-"""Collect and restore the random states of a rank for a checkpoint."""
+"""Functions that collect and restore the random states of a rank for a checkpoint."""
 
 import random
 from typing import Any
@@ -23,19 +23,25 @@ def current() -> dict[str, Any]:
 
 
 def sharded(values: dict[str, Any] | None) -> ShardedObject:
-    """Wrap this rank's random states as one shard of the checkpoint's object, one per rank."""
+    """Wrap the random states of this rank as one shard of a checkpoint object.
+
+    The object has one shard per rank.
+
+    Args:
+        values: random states; None if they are to be loaded.
+    """
     return ShardedObject("rng_state", values, (dist.get_world_size(),), (dist.get_rank(),))
 
 
 def restore(values: dict[str, Any]) -> None:
-    """Restore the random states of a checkpoint.
+    """Restore the random states of this rank.
 
     Raises:
-        ValueError: if they do not have the form that `current` returns.
+        ValueError: if `values` does not have the form that `current` returns.
     """
     try:
         _restore(values)
-    except Exception as error:  # each generator raises exceptions of its own
+    except Exception as error:  # the generators raise exceptions of different types
         why = str(error) or type(error).__name__
         raise ValueError(
             f"its random states do not have the form that this program writes ({why})"

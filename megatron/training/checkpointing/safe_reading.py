@@ -1,12 +1,13 @@
-"""Replace the parts of megatron-core's checkpoint reader that let a file run code.
+"""Replacements for the parts of megatron-core's checkpoint reader that let a file run code.
 
+    file            in megatron-core                   here
     .metadata       torch unpickles it                 read by `index`
     *.distcp        torch unpickles random states      checked and read by `checked_archive`
     common.pt       torch unpickles it if an           read by `common_state`
                     environment variable requests it
 
-The wheel's strategies look up their reader and planner in their module at each load. Both are
-replaced there, so every checkpoint that this process reads is read by this module.
+At each load, the strategies of the wheel look up the reader and the planner in their own module.
+Importing this module replaces both there, so that all checkpoints in this process are read safely.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from megatron.training.checkpointing.index import DamagedError, read_index
 
 
 class CommonStrategy(TorchCommonLoadStrategy):
-    """The wheel's strategy for `common.pt`, which reads through `read_common`."""
+    """A strategy for megatron-core that reads `common.pt` with `read_common`."""
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
         """Return the content of `common.pt`."""
@@ -43,7 +44,10 @@ class CommonStrategy(TorchCommonLoadStrategy):
 
 
 class Window(io.RawIOBase):
-    """A byte range of a file as a file object; unlike torch's, it can seek from its end."""
+    """A file object for a byte range of another file.
+
+    Unlike the corresponding class in torch, it can seek relative to the end of the range.
+    """
 
     def __init__(self, file: IO[bytes], start: int, length: int):
         self._file, self._start, self._length = file, start, length
@@ -75,10 +79,10 @@ class Window(io.RawIOBase):
 
 
 class Reader(CachedMetadataFileSystemReader):
-    """Subclass of torch's file reader that checks each part before opening it."""
+    """A subclass of megatron-core's file reader that checks each part before torch opens it."""
 
     def read_metadata(self) -> Metadata:
-        """Return the index, which is read once and then cached."""
+        """Return the index of the checkpoint, which is read once and then cached."""
         if self._cached_metadata is None:
             index = read_index(Path(self.path))
             meta = dataclasses.replace(index.storage_meta, load_id=self.load_id)
@@ -86,17 +90,18 @@ class Reader(CachedMetadataFileSystemReader):
         return self._cached_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the parts of a plan.
+        """Read the tensors and objects of a plan.
 
         Raises:
-            DamagedError: if a file does not hold what the index says; the message names it.
+            DamagedError: if the content of a file does not match the index; the message names the
+                file.
         """
         self._file: Path = Path(self.path)
         try:
             return super().read_data(plan, planner)
         except (DamagedError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # a part of the wrong kind can raise almost any exception
+        except Exception as error:  # unexpected content can raise almost any exception
             why = printable(error, limit=300) or type(error).__name__
             raise DamagedError(f"{self._file} does not hold what its index says: {why}") from None
 
@@ -111,10 +116,16 @@ class Reader(CachedMetadataFileSystemReader):
 
 
 class Planner(wheel.MCoreLoadPlanner):
-    """Subclass of the wheel's planner that checks every object before unpickling it."""
+    """A subclass of megatron-core's planner that checks every object before unpickling it."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Store a loaded object in the state: a rank's random states or a layer's extra state."""
+        """Unpickle an object safely and store it in the state dictionary.
+
+        The object is the random states of a rank or the extra state of a layer.
+
+        Raises:
+            DamagedError: if the object is unsafe or does not have the expected form.
+        """
         name = read_item.dest_index.fqn
         try:
             objects = checked_archive.load(value.getvalue())
@@ -136,7 +147,10 @@ class Planner(wheel.MCoreLoadPlanner):
 
 
 def _holds_bytes(objects: list[Any]) -> bool:
-    """Return whether Transformer Engine would unpickle anything; without FP8 it writes nothing."""
+    """Return whether an extra state has content, which Transformer Engine would unpickle.
+
+    Without FP8, the extra state is empty.
+    """
     return any(not (i is None or (isinstance(i, torch.Tensor) and not i.numel())) for i in objects)
 
 

@@ -1,12 +1,14 @@
-"""Save and load checkpoints in megatron-core's distributed format and Megatron-LM's folders.
+"""Functions that save and load checkpoints in megatron-core's distributed format.
+
+The folders are named as in Megatron-LM:
 
     DIR/latest_checkpointed_iteration.txt      the iteration to resume from, written last
-    DIR/iter_0000010/                          one checkpoint; iter_0000010.partial while written
+    DIR/iter_0000010/                          a checkpoint; iter_0000010.partial until complete
 
-Tensors are stored by their global name and position, so that a checkpoint loads into another
-tensor, pipeline or data-parallel size. Random states belong to a rank and are loaded only into the
-layout that wrote them. In that layout a resumed run repeats the losses of an uninterrupted one bit
-for bit.
+Tensors are stored by their global name and position, so that a checkpoint can be loaded with
+different tensor-, pipeline- and data-parallel sizes. Random states belong to a rank, and are loaded
+only if the parallel layout is the same. In this case, the losses of a resumed run are bitwise
+identical to those of an uninterrupted run.
 """
 
 import argparse
@@ -56,17 +58,19 @@ from megatron.training.logging import TrainingProgress
 from megatron.training.printing import print_rank_0
 from megatron.training.train_step import TrainingState
 
-VERSION = 3.0  #: Megatron-LM's version number of this layout
-#: Words that mark torch.save's errors on a full disk.
+VERSION = 3.0  #: version number of this checkpoint layout in Megatron-LM
+#: strings in the messages of the errors that `torch.save` raises if the disk is full
 _TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream error")
-_LONGEST = 500  #: characters of a library's error message that are shown
+_LONGEST = 500  #: maximum number of characters to show of an error message from a library
 
 
 def save_checkpoint(run: RunConfig, trained: TrainingState, progress: TrainingProgress) -> None:
-    """Write a checkpoint; it becomes the latest once it is complete. Collective.
+    """Write a checkpoint, and record it as the latest one once it is complete.
+
+    Must be called on all ranks.
 
     Raises:
-        RunError: if it cannot be written; earlier checkpoints stay intact.
+        RunError: if the checkpoint cannot be written; earlier checkpoints are not affected.
     """
     args = run.args
     final = checkpoint_folder(args.save, progress.iteration)
@@ -105,7 +109,12 @@ def save_checkpoint(run: RunConfig, trained: TrainingState, progress: TrainingPr
 
 @contextmanager
 def _write_errors(final: Path) -> Iterator[None]:
-    """Report any error that writing a checkpoint raises as a `RunError`."""
+    """Convert errors of writing a checkpoint in the block to a `RunError`.
+
+    Raises:
+        RunError: if the block raises an error of the file system, of `torch.save` or of the
+            checkpoint library.
+    """
     try:
         yield
     except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
@@ -119,15 +128,18 @@ def _write_errors(final: Path) -> Iterator[None]:
 
 @contextmanager
 def _read_errors(folder: Path) -> Iterator[None]:
-    """Report any error that reading a checkpoint raises as a `UserError`.
+    """Convert errors of reading a checkpoint in the block to a `UserError`.
 
     A damaged file can raise almost any exception in the libraries that read it.
+
+    Raises:
+        UserError: if the block raises an error other than an interruption or a lack of GPU memory.
     """
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
         raise
-    except (Exception, CheckpointException) as error:  # the latter is only a BaseException
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         _pass_interruption(error)
         raise UserError(
             f"the checkpoint {folder} cannot be read: {_reason(error)}; give --ckpt-step with an "
@@ -136,7 +148,7 @@ def _read_errors(folder: Path) -> Iterator[None]:
 
 
 def _pass_interruption(error: BaseException) -> None:
-    """Raise the interruption of a rank that torch has collected as a failure."""
+    """Raise `Interrupted` if torch collected it as the failure of a rank."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
     for failure, _ in failures:
         if isinstance(failure, Interrupted):
@@ -144,13 +156,20 @@ def _pass_interruption(error: BaseException) -> None:
 
 
 def _read_index(folder: Path) -> None:
-    """Read the index before torch does: torch prints one traceback per rank for a damaged index."""
+    """Read the index before torch does, which would print one traceback per rank on errors.
+
+    Raises:
+        UserError: if the index or a file that it names cannot be used.
+    """
     with _read_errors(folder):
         read_index(folder)
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error's message as one line; torch collects each rank's errors with tracebacks."""
+    """Return the message of an error as one line.
+
+    If torch collected the errors of several ranks, return the message of the first one.
+    """
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     text = " ".join(str(error).split())
@@ -160,10 +179,16 @@ def _reason(error: BaseException) -> str:
 
 
 def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
-    """Resume from `--load`, or start from `--load-hf`; return the run's progress. Collective.
+    """Load the checkpoint in `--load` or the weights in `--load-hf`, if given.
+
+    Must be called on all ranks.
+
+    Returns:
+        The progress of the run, which is zero unless the run resumes from a checkpoint.
 
     Raises:
-        UserError: if there is no checkpoint, or it belongs to another model.
+        UserError: if there is no checkpoint in `--load`, or if it is damaged or does not fit the
+            run.
     """
     args = run.args
     undo_replacement(args)
@@ -225,7 +250,7 @@ def load_checkpoint(run: RunConfig, trained: TrainingState) -> TrainingProgress:
 
 
 def _read_common(folder: Path) -> dict[str, Any]:
-    """Return the state that is the same on every rank, after checking its types."""
+    """Read the state that is the same on every rank, check its types, and return it."""
     common = read_common(folder)
     with _named(folder / COMMON):
         return check_common(common)
@@ -233,7 +258,7 @@ def _read_common(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Prefix a `ValueError` with the file that the wrong value comes from."""
+    """Prepend the path of a file to the message of a `ValueError` raised in the block."""
     try:
         yield
     except ValueError as error:
@@ -241,7 +266,14 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _common(args: argparse.Namespace, progress: TrainingProgress, **has: bool) -> dict[str, Any]:
-    """Return the state that is the same on every rank."""
+    """Return the state that is stored once for all ranks.
+
+    Args:
+        args: arguments of the run.
+        progress: progress of the run.
+        has: `has_optim` and `has_rng`, which state whether the checkpoint contains the states of
+            the optimizer and of the random number generators.
+    """
     return {
         "checkpoint_version": VERSION,
         "iteration": progress.iteration,
@@ -260,7 +292,7 @@ def _load_scheduler(trained: TrainingState, state: dict[str, Any]) -> None:
             "--override-opt_param-scheduler to take the command line's or "
             "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
         ) from error
-    # While loading, the wheel takes a step before it reads the weight decay.
+    # `load_state_dict` applies the schedule before it reads the weight decay, so apply it again.
     trained.scheduler.step(0)
 
 
@@ -277,7 +309,10 @@ def _model_state(trained: TrainingState) -> dict[str, Any]:
 
 
 def _metadata() -> dict[str, Any]:
-    """Return megatron-core's layout settings: all state by global position, so it can reshard."""
+    """Return the settings of megatron-core's checkpoint layout.
+
+    All state is stored by global position, so that it can be loaded with other parallel sizes.
+    """
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
