@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print or run a training that sets the formats of the attention matmuls, Q K^T and P V.
+"""Print or run a training command that sets the formats of the attention matmuls, Q K^T and P V.
 
     python3 script/flash_attention_config.py --list
     python3 script/flash_attention_config.py --model llama31-8b --dataset wikipedia \\
@@ -7,11 +7,12 @@
     python3 script/flash_attention_config.py --model llama32-1b --dataset dolma --preset tiny \\
         --fa-quantization qk_mxfp8,pv_hifp8 --linear-quantization mxfp4 --dry-run
 
-qk_X quantizes the operands of Q K^T and of its gradient matmuls, pv_X those of P V, qk_pv_X both.
-The linear layers stay in high precision unless --linear-quantization sets a format. All other
-options are those of script/train_config.py, whose `--quantization FA_X` equals qk_X here.
+qk_X quantizes the operands of Q K^T and of its gradient matmuls, pv_X does so for P V, and qk_pv_X
+for both. The linear layers stay in high precision unless --linear-quantization sets a format. All
+other options are the same as in script/train_config.py, whose `--quantization FA_X` equals qk_X
+here.
 
-Exit status: that of the training; 1 a file is missing; 2 wrong option.
+Exit status: the exit status of the training; 1 a file is missing; 2 wrong option.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def attention_formats(text: str) -> dict[str, str]:
-    """Return the formats of Q K^T and P V that a text such as `qk_mxfp8,pv_hifp8` names.
+    """Return the formats of Q K^T and P V from a string such as `qk_mxfp8,pv_hifp8`.
+
+    The keys are "qk" and "pv"; a matmul without a format has the value "none".
 
     Raises:
-        ConfigError: if a name is unknown, or two names set the format of the same matmul.
+        ConfigError: a name is unknown, or two names set the format of the same matmul.
     """
     chosen: dict[str, str] = {}
     for given in text.split(","):

@@ -6,16 +6,16 @@
     python3 script/quant_type_modifier.py --restore
 
 No source file is edited. The formats are stored in .quant_settings.json in the root of the
-repository, or in the file that QUANT_SETTINGS_FILE names. Formats that are not given stay as they
-are. The flags of a run, a recipe and the environment take precedence over this file. --check prints
-each effective format and its source.
+repository, or in the file that QUANT_SETTINGS_FILE names. Formats that are not given stay
+unchanged. The flags of a run, a recipe and the environment take precedence over this file. --check
+prints each effective format and its source.
 
-Before the first change the file is copied to <file>.backup, which later changes do not touch.
---restore returns to the state before the first change. Several calls at a time are safe.
+Before the first change, the file is copied to <file>.backup, which later changes do not touch.
+--restore returns to the state before the first change. Concurrent calls are safe.
 
-Exit status: 0; 1 the file cannot be used, or --check finds formats that a run would refuse; 2 wrong
-option. A change is made whatever the environment contains; a setting there that would stop a run
-causes a warning.
+Exit status: 0 success; 1 the file cannot be used, or --check finds formats that a run would refuse;
+2 wrong option. A change is made whatever the environment contains; if a setting in the environment
+would stop a run, a warning is printed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPERATIONS = {"linear": "linear layers", "qk": "Q K^T", "pv": "P V"}
 
 
 class SettingsFile:
-    """The settings file with its backup and its lock, which are in the same folder."""
+    """Settings file with its backup file and lock file, which are in the same folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,15 +46,22 @@ class SettingsFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock until the end of the block; other processes wait for it."""
-        if self._lock.exists() and not self._lock.is_file():  # a FIFO would block
+        """Hold the lock until the end of the `with` block; other processes wait for it.
+
+        Raises:
+            ValueError: the path of the lock exists and is not a regular file.
+        """
+        if self._lock.exists() and not self._lock.is_file():  # opening a FIFO would block
             raise ValueError(f"{self._lock} is not a regular file; remove it")
         with self._lock.open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file closes, however that happens
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
             yield
 
     def change(self, formats: dict[str, str]) -> None:
-        """Set the formats of some operations; the others stay."""
+        """Set the formats of the given operations; the other operations stay unchanged.
+
+        Before the first change, the backup file is written.
+        """
         from megatron.bounded_files import read_text
         from megatron.fake_quant.settings import read_settings
 
@@ -66,10 +73,10 @@ class SettingsFile:
             _replace(self.path, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
     def restore(self) -> bool:
-        """Return to the state before the first change; return False if there was no change.
+        """Restore the state before the first change; return False if there was no change.
 
         Raises:
-            ValueError: if the backup file was not written by this script.
+            ValueError: the backup file was not written by this script.
         """
         from megatron.bounded_files import read_json
 
@@ -94,7 +101,7 @@ class SettingsFile:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace the text of a file atomically."""
+    """Write text to a file atomically, replacing its contents."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -138,10 +145,10 @@ def _check_together(options: argparse.Namespace) -> None:
 
 
 def parsed(options: argparse.Namespace) -> dict[str, str]:
-    """Return the formats that the options name, spelled as `megatron.fake_quant` does.
+    """Return the formats given as options, by operation, with canonical names.
 
     Raises:
-        ConfigError: if there is no such format.
+        ConfigError: a format is unknown.
     """
     from megatron.fake_quant.quant_type import DEFAULT_TYPE, parse_format
 
@@ -159,10 +166,14 @@ def parsed(options: argparse.Namespace) -> dict[str, str]:
 
 
 def report(file: SettingsFile, formats: dict[str, str]) -> None:
-    """Print the effective formats, and warn if another source overrides one that was just set.
+    """Print the effective formats, and warn if another source overrides a format that was just set.
+
+    Args:
+        file: the settings file.
+        formats: formats that were just set, by operation.
 
     Raises:
-        ValueError: if a source names an unknown format, which a run would refuse.
+        ValueError: a source names an unknown format, which a run would refuse.
     """
     from megatron.fake_quant.policy import resolve
 
@@ -206,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[ERROR] {error}", file=sys.stderr)
         return error.status
     except BrokenPipeError:
-        raise  # nobody reads the output any more, but the change is made
+        raise  # the reader of the output has gone, but the change was made
     except (OSError, ValueError) as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 1

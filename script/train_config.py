@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print or run the training of one cell of the experiment matrix.
+"""Print or run the training command of one experiment in the matrix.
 
     python3 script/train_config.py --list
     python3 script/train_config.py --model llama31-8b --dataset wikipedia --quantization bf16
@@ -9,10 +9,11 @@
         --quantization linear_mxfp4 --training-config fast --preset tiny -- --seed 7
 
 A quantization names matmuls and a format: FA_mxfp8 quantizes Q K^T, linear_mxfp8 the linear layers,
-FA_linear_mxfp8 both, and mxfp8 both and P V. Flags after -- are passed to pretrain_gpt.py and take
-precedence. The tables are in script/configs/; docs/experiments.md describes them.
+FA_linear_mxfp8 both of these, and mxfp8 both of these and P V. Flags after -- are passed to
+pretrain_gpt.py and take precedence. The tables are in script/configs/; docs/experiments.md
+describes them.
 
-Exit status: that of the training; 1 a file is missing; 2 wrong option.
+Exit status: the exit status of the training; 1 a file is missing; 2 wrong option.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def formats_of(name: str) -> Formats:
-    """Return the flags of a quantization.
+    """Return the training flags for a quantization, and the name for the run.
 
     Raises:
-        ConfigError: if there is no such quantization.
+        ConfigError: the quantization is unknown.
     """
     more = (
         "; give any other after --, as in `--quantization settings -- --custom-quant-type nvfp4:2d`"
@@ -62,7 +63,7 @@ def formats_of(name: str) -> Formats:
 
 
 def list_tables() -> str:
-    """Return a list of all accepted names."""
+    """Return text that lists all accepted names."""
     lines = ["models"]
     for name, model in MODELS.items():
         count = model.full.architecture.parameters()

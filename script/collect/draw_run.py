@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Run a drawing command for a driver script, and end it when the driver ends.
+"""Run a drawing command for a driver script, and stop it when the driver ends.
 
     python script/collect/draw_run.py -- python script/visualization/tensor_visualizer.py ...
 
-The command writes to the output of this process. At Ctrl-C or SIGTERM, and when a process listed in
-the variable LAB_DRIVERS has ended, the command and every process that it started are stopped.
-Finished files stay.
+The command writes to the output of this process. On Ctrl-C or SIGTERM, and when a process listed in
+the environment variable LAB_DRIVERS has ended, the command and every process that it started are
+stopped. Finished files are kept.
 
-Exit status: that of the command, or 128+n after signal n.
+Exit status: the command's exit status, or 128+n after signal n.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron.console import ArgumentParser, run_main
 from process_tree import ProcessTree
 from run import TICK, Interrupts, drivers, fail
 
-GRACE = 10.0  #: seconds before a command that does not end by itself is killed
+GRACE = 10.0  #: time in seconds between asking the command to end and killing it
 KEPT = "the drawing was stopped; finished files stay, and the same command draws the rest"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command, watch it, and stop it if necessary; return the exit status."""
+    """Run the command, stop it if necessary, and return the exit status."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,7 +71,7 @@ def watch(tree: ProcessTree, interrupts: Interrupts) -> int | None:
 
 
 def hint(number: int) -> str:
-    """Return advice for the user after a signal that this process did not send."""
+    """Return advice for the user when a signal that this process did not send ended the command."""
     if number == signal.SIGKILL:
         return "if memory was short, give fewer --workers"
     return "run it again"

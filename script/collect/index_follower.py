@@ -1,10 +1,11 @@
-"""Follow the index files that a run appends to while it collects, and count the tensors in them.
+"""Read the index files that a run appends to while it collects, and count the tensors in them.
 
-Only the run that was started with our token is followed. Other runs may have written to the same
-folder, or may be writing to it now; their files are ignored. Standard library only.
+Only the run that was started with this program's token is followed. Other runs may have written to
+the same folder, or may be writing to it now; their files are ignored. This module uses only the
+standard library.
 
-The folder is not trusted: FIFOs and devices are never opened, and lines, texts and numbers are
-bounded. `IndexFollower.problems` names each file that cannot be followed.
+The folder is not trusted: FIFOs and devices are never opened, and the sizes of lines, strings and
+numbers are limited. `IndexFollower.problems` names each file that cannot be followed.
 """
 
 from __future__ import annotations
@@ -27,36 +28,37 @@ from megatron.bounded_files import (
 )
 from megatron.tensor_record import LINE_LIMIT
 
-#: Environment variable of the command that holds our token. The collector copies every variable
+#: Environment variable that passes the token to the command. The collector copies every variable
 #: whose name begins with TENSOR_SAVE to the run card.
 TOKEN_VARIABLE = "TENSOR_SAVE_LAUNCH"
-TEXT_LIMIT = 1000  #: longest text that is shown, in characters
-COUNTED = ("phase", "component", "operation", "layer_idx")  #: fields that the report counts by
+TEXT_LIMIT = 1000  #: maximum length of a string that is shown, in characters
+COUNTED = ("phase", "component", "operation", "layer_idx")  #: fields by which tensors are counted
 
 
 @dataclass
 class Tally:
-    """Counts of the tensors that have been written so far."""
+    """Counts of the tensors written so far, and the events of the collection."""
 
     tensors: int = 0
     bytes: int = 0
     runs: set[str] = field(default_factory=set)
     ranks: set[int] = field(default_factory=set)
     iterations: set[int] = field(default_factory=set)
-    limits: list[str] = field(default_factory=list)  #: the limit that stopped a rank, one per rank
-    dropped: int = 0  #: tensors that limits left out
+    #: reason why a limit ended the collection, one entry per rank that has reached a limit
+    limits: list[str] = field(default_factory=list)
+    dropped: int = 0  #: number of tensors left out because of a limit
     dropped_bytes: int = 0
-    kept: set[str] = field(default_factory=set)  #: reasons for which a ring was written
-    let_go: set[str] = field(default_factory=set)  #: reasons for which a ring was discarded
+    kept: set[str] = field(default_factory=set)  #: events for which a ring buffer was written
+    let_go: set[str] = field(default_factory=set)  #: events at which a ring buffer was discarded
     counts: dict[str, Counter[Any]] = field(
         default_factory=lambda: {name: Counter() for name in COUNTED}
     )
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Count one line of an index.
+        """Count the record on one line of an index.
 
         Raises:
-            ValueError: if the collector cannot have written a field; nothing is counted then.
+            ValueError: the collector cannot have written this record; nothing is counted.
         """
         if not isinstance(record, Mapping):
             raise ValueError("not a record")
@@ -92,7 +94,11 @@ class Tally:
 
 
 def _whole(fields: Mapping[str, Any], name: str) -> int:
-    """Return a field that holds a whole number of at most 64 bits; 0 if the field is missing."""
+    """Return the integer in a field, or 0 if the field is missing.
+
+    Raises:
+        ValueError: the field is not an integer of at most 64 bits.
+    """
     value = fields.get(name, 0)
     if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
         raise ValueError(f"{name} is not a whole number")
@@ -100,27 +106,27 @@ def _whole(fields: Mapping[str, Any], name: str) -> int:
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
-    """Return a field as a text that is safe to print; "None" if the field is missing."""
+    """Return a field as a string that is safe to print, or "None" if the field is missing."""
     return printable(fields.get(name), limit=TEXT_LIMIT)
 
 
 class IndexFollower:
-    """A reader of our run's indexes, which reads each complete line once."""
+    """Reader of the index files of one run, which counts each complete line once."""
 
     def __init__(self, folder: Path, token: str):
         self.folder = folder
         self.tally = Tally()
-        self.problems: list[str] = []  #: files that cannot be followed, and why
+        self.problems: list[str] = []  #: messages about files that cannot be followed
         self._token = token
         self._offsets: dict[Path, int] = {}
         self._foreign = set(folder.glob("index_*.jsonl"))  # indexes of earlier runs
 
     def poll(self, *, last: bool = False) -> int:
-        """Read the new lines and return the number of tensors in them.
+        """Read new lines of the indexes, and return the number of tensors in them.
 
         Args:
-            last: whether the run has ended. Then an index without a run card counts as ours; before
-                that, the follower waits for the card.
+            last: whether the run has ended. If it has, an index without a run card is counted as
+                part of the run. Otherwise, such an index is not read until its card exists.
         """
         before = self.tally.tensors
         for index in sorted(set(self.folder.glob("index_*.jsonl")) - self._foreign):
@@ -136,7 +142,10 @@ class IndexFollower:
         return self.tally.tensors - before
 
     def _is_ours(self, index: Path) -> bool | None:
-        """Return whether the run's card holds our token; None while there is no card."""
+        """Return whether the index belongs to the followed run: whether its run card has the token.
+
+        The result is None if the run card does not exist yet.
+        """
         run_id = index.stem.removeprefix("index_").rpartition("_rank")[0]
         try:
             card = read_json(self.folder / f"run_{run_id}.json")
@@ -151,7 +160,10 @@ class IndexFollower:
         return isinstance(environment, dict) and environment.get(TOKEN_VARIABLE) == self._token
 
     def _read(self, index: Path) -> None:
-        """Count the complete lines after those already read; skip lines that are not records."""
+        """Count the complete lines that were appended since the last read.
+
+        Lines that are not records are skipped.
+        """
         try:
             with open_regular(index) as file:
                 file.seek(self._offsets[index])
@@ -167,7 +179,10 @@ class IndexFollower:
 
 
 def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the size and the content of each finished line; a line that is too long is empty."""
+    """Yield the size in bytes and the content of each complete line.
+
+    The content of a line longer than `LINE_LIMIT` is replaced with an empty string.
+    """
     length, whole = 0, True
     while piece := file.readline(LINE_LIMIT):
         length += len(piece)
@@ -175,4 +190,4 @@ def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             yield length, piece if whole else b""
             length, whole = 0, True
         else:
-            whole = False  # too long, or still being written
+            whole = False  # the line is too long, or is still being written

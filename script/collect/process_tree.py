@@ -1,10 +1,10 @@
 """Run a command, and watch and reliably stop the whole tree of processes that it starts.
 
-A process group is not enough: torchrun starts each of its workers in a session of its own, and a
-process whose parent dies gets another parent. On Linux this process therefore becomes the reaper of
-its descendants: an orphan becomes its child, and a walk down from here finds the whole tree.
-Elsewhere every process that was ever seen in the tree is remembered. Standard library only; Linux
-and macOS.
+A process group is not enough: torchrun starts each of its workers in a separate session, and a
+process whose parent dies gets a new parent. On Linux, this process therefore becomes the subreaper
+of its descendants: orphans become its children, so that all descendants can be found from here. On
+other systems, every process that was ever seen in the tree is remembered. This module uses only
+the standard library, and supports Linux and macOS.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import IO
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
-_POLL = 0.05  #: seconds between two checks while waiting for processes to end
-_BUSY = 20  #: longest time that processes may stay busy, in grace periods
+_POLL = 0.05  #: time in seconds between two checks while waiting for processes to end
+_BUSY = 20  #: maximum time to wait for busy processes, in grace periods
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One process of the system's process table."""
+    """Row of the system's process table, which describes one process."""
 
     parent: int
-    dead: bool  #: true for a zombie, of which only the exit status is left
-    started: str  #: start time, which tells two processes apart that had the same number in turn
+    dead: bool  #: True for a zombie, which has ended and only keeps its exit status
+    started: str  #: start time, which distinguishes processes that reuse the same process ID
 
 
 class ProcessTree:
-    """A command in a session of its own; `stop` ends it with all its descendants."""
+    """Command that runs in its own session; `stop` ends it with all its descendants."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class ProcessTree:
         """Start the command.
 
         Args:
-            command: the words of the command.
-            output: the file for its standard output and standard error; None to share those of
-                this process.
-            environment: its environment variables.
-            drivers: processes that wait for the command; see `lost_driver`.
+            command: the program to run and its arguments.
+            output: file for the standard output and standard error of the command. None means that
+                the command uses the same streams as this process.
+            environment: environment variables of the command.
+            drivers: process IDs of the scripts that wait for the command; see `lost_driver`.
         """
         self._table = _process_table()
         rows = {pid: self._table.get(pid) for pid in drivers}
@@ -71,14 +71,14 @@ class ProcessTree:
             stderr=None if output is None else subprocess.STDOUT,
             env=environment,
             start_new_session=True,
-            # If this process is killed and cannot clean up, the kernel asks the command to end.
+            # If this process is killed and cannot clean up, the kernel sends SIGTERM to the command.
             preexec_fn=None
             if libc is None
             else lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
         )
 
     def wait(self, seconds: float) -> int | None:
-        """Return the command's exit status, or None if it still runs after `seconds`."""
+        """Return the command's exit status, or None if it is still running after `seconds`."""
         self._look()
         try:
             return self.process.wait(timeout=seconds)
@@ -86,12 +86,15 @@ class ProcessTree:
             return None
 
     def lost_driver(self) -> int | None:
-        """Return a driver that was dead at the last check, or None if all were alive."""
+        """Return the process ID of a driver that has ended, or None if all are running.
+
+        The result refers to the process table read last, for instance by `wait`.
+        """
         lost = (p for p, started in self._drivers.items() if not _lives(self._table, p, started))
         return next(lost, None)
 
     def members(self) -> list[int]:
-        """Return the processes of the tree that are alive."""
+        """Return the IDs of the tree's running processes."""
         table = self._look()
         return [pid for pid, started in self._seen.items() if _lives(table, pid, started)]
 
@@ -101,16 +104,18 @@ class ProcessTree:
         at_once: Callable[[], bool] = bool,
         busy: Callable[[], bool] = bool,
     ) -> list[int]:
-        """Ask every process to end, and kill those that do not.
+        """Ask every process of the tree to end, and kill the processes that do not.
 
         Args:
-            grace: seconds between the request and the kill.
-            at_once: returns whether to kill without further waiting.
-            busy: returns whether the processes do something that is worth waiting for, such as
-                writing tensors. The grace period then starts again, at most `_BUSY` times.
+            grace: time in seconds between the request to end and the kill.
+            at_once: function that returns True if the processes must be killed without waiting.
+            busy: function that returns True if the processes are doing something worth waiting
+                for, such as writing tensors. The grace period then starts again, but the total
+                time is at most `_BUSY` grace periods.
 
         Returns:
-            The processes that survive even that: stuck in the kernel, or owned by another user.
+            The IDs of processes that could not be killed, because they are stuck in the kernel or
+            belong to another user.
         """
         for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
             signaled: set[int] = set()
@@ -132,7 +137,7 @@ class ProcessTree:
         return members
 
     def _look(self) -> dict[int, _Row]:
-        """Read the process table, reap dead orphans, and remember which processes are ours."""
+        """Read the process table, reap dead orphans, and remember the processes of the tree."""
         table = _process_table()
         here, family = os.getpid(), {os.getpid()}
         children: dict[int, list[int]] = {}
@@ -166,15 +171,18 @@ def _lives(table: dict[int, _Row], pid: int, started: str) -> bool:
 
 
 def _process_table() -> dict[int, _Row]:
-    """Return all processes by number, read from /proc if it exists and from `ps` otherwise."""
+    """Return all processes of the system by process ID.
+
+    They are read from /proc if it exists, and from the output of `ps` otherwise.
+    """
     if not (_PROC / "self" / "stat").exists():
         return _ask_ps()
     table = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
-            # A process can end between the listing and the reading.
+            # A process can end after /proc was listed and before its file is read.
             with contextlib.suppress(OSError, IndexError):
-                # The name in parentheses may contain spaces and parentheses.
+                # The process name is in parentheses, and may itself contain spaces and parentheses.
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 table[int(entry.name)] = _Row(int(fields[1]), fields[0] in "ZX", fields[19])
     return table
@@ -191,5 +199,5 @@ def _ask_ps() -> dict[int, _Row]:
 
 
 def _prctl() -> ctypes.CDLL | None:
-    """Return the C library if it has Linux's prctl; None otherwise."""
+    """Return the C library on Linux, where it provides `prctl`; None on other systems."""
     return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

@@ -6,8 +6,8 @@
 
 The command's output goes to a new file in --log-dir. Progress is read from the index files that
 the run appends to. The run ends when the command ends. The command and every process that it
-started are stopped at Ctrl-C or SIGTERM. They are also stopped if neither a tensor nor a line of
-the log arrives for --stall-timeout seconds. Collected tensors stay: nothing is ever deleted.
+started are stopped on Ctrl-C or SIGTERM. They are also stopped if no tensor is written and the log
+does not grow for --stall-timeout seconds. Collected tensors are kept: nothing is ever deleted.
 
 Exit status: 0 all tensors were collected; 1 training failed, stalled, or ended early; 2 wrong
 option; 3 training succeeded, but a limit set by the user ended the collection before all tensors
@@ -35,17 +35,17 @@ from megatron.console import ArgumentParser, run_main
 from process_tree import ProcessTree
 from view import REMOVED, LogFile, ProgressLine, print_report
 
-#: Environment variable that script/driver.sh sets to the numbers of the driver scripts that wait
-#: for this process, outermost first.
+#: Environment variable in which script/driver.sh lists the process IDs of the driver scripts that
+#: wait for this process, outermost first.
 DRIVERS_VARIABLE = "LAB_DRIVERS"
-LIMITED = 3  #: exit status of a collection that a limit has ended
-TICK = 0.2  #: seconds between two reads of the indexes
+LIMITED = 3  #: exit status if a limit ended the collection early
+TICK = 0.2  #: time in seconds between two reads of the indexes
 STOPPED = "training was stopped"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the options, and the command after `--`."""
+    """Parse the options and the command, which follows `--`."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,19 +89,24 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Interrupts:
-    """The first signal that arrives; a second one more than a second later means "at once"."""
+    """Signal handler that records the first signal in `number`.
+
+    A signal that arrives more than one second after the first sets `at_once`, which means that
+    processes are killed without waiting.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
         self.at_once = False
         self._since = 0.0
         for number in SIGNALS:
-            # Under nohup, SIGHUP is ignored and stays ignored.
+            # Under nohup, SIGHUP is ignored and must stay ignored.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # The terminal and a driver that forwards signals may both send the same one.
+        # The terminal may send a signal that a driver forwards as well, so the same signal can
+        # arrive twice within a short time.
         if self.number is None:
             self.number, self._since = number, time.monotonic()
         elif time.monotonic() - self._since > 1.0:
@@ -109,7 +114,7 @@ class Interrupts:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command, watch it and report; return the exit status."""
+    """Run the command, show its progress, print the report, and return the exit status."""
     args = parse_arguments(arguments)
     interrupts = Interrupts()
     for folder, option in ((args.tensor_dir, "--tensor-path"), (args.log_dir, "--log-dir")):
@@ -133,11 +138,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status, why = watch(tree, follower, interrupts, log, args)
     finally:
-        # A command that has ended by itself may have left processes behind.
+        # Even a command that has ended by itself may have left processes running.
         left = tree.stop(
             args.grace,
             at_once=lambda: interrupts.at_once,
-            busy=lambda: follower.poll() > 0,  # tensors in memory are still being written
+            busy=lambda: follower.poll() > 0,  # True while tensors are still being written
         )
     follower.poll(last=True)
     print_report(follower.tally, args, log, time.monotonic() - started)
@@ -159,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report_limits(follower: IndexFollower) -> bool:
-    """Print the limits that ranks have reached; return whether there are any."""
+    """Print the limits that ranks have reached, and return True if there are any."""
     for limit in follower.tally.limits:
         print(f"[WARNING] the collection is not complete: {limit}", file=sys.stderr, flush=True)
     return bool(follower.tally.limits)
@@ -172,14 +177,19 @@ def watch(
     log: LogFile,
     args: argparse.Namespace,
 ) -> tuple[int | None, str | None]:
-    """Follow the run; return its exit status if it ended, and the reason if it must be stopped."""
+    """Follow the run until it ends or must be stopped.
+
+    Returns:
+        The exit status of the command, or None if it is still running; and the reason why the run
+        must be stopped, or None if it ended by itself.
+    """
     latest, logged = time.monotonic(), 0
     with ProgressLine(args.name, args.control_iter, log, verbose=args.verbose) as progress:
         while True:
             status = tree.wait(TICK)
             before, logged = logged, log.size()
             if follower.poll(last=status is not None) or logged != before:
-                latest = time.monotonic()  # the log also shows iterations that are not collected
+                latest = time.monotonic()  # the log also grows in iterations without collection
             progress.update(follower.tally)
             if interrupts.number is not None:
                 name = signal.Signals(interrupts.number).name
@@ -196,13 +206,17 @@ def watch(
 
 
 def drivers() -> list[int]:
-    """Return the process numbers of the driver scripts that started this process."""
+    """Return the process IDs of the driver scripts that wait for this process."""
     words = os.environ.get(DRIVERS_VARIABLE, "").split()
     return [int(word) for word in words if word.isdecimal()]
 
 
 def judge(status: int | None, follower: IndexFollower, args: argparse.Namespace) -> str | None:
-    """Return what is wrong with a run that ended by itself; None if it is complete."""
+    """Return the reason why a run is incomplete, or None if it is complete or a limit ended it.
+
+    Args:
+        status: exit status of the command; None if it was stopped.
+    """
     tally = follower.tally
     if status is None:
         return STOPPED
@@ -227,7 +241,11 @@ def judge(status: int | None, follower: IndexFollower, args: argparse.Namespace)
 
 
 def check_writable(folder: Path) -> str | None:
-    """Make the folder and write to it; return the reason if that fails, None otherwise."""
+    """Create the folder if needed and test that it is writable.
+
+    Returns:
+        The reason why it is not writable, or None if it is.
+    """
     probe = folder / f".write_test_{os.getpid()}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -239,21 +257,24 @@ def check_writable(folder: Path) -> str | None:
 
 
 def open_log(folder: Path, name: str) -> tuple[Path, IO[bytes]]:
-    """Create a new file for this run's output; earlier files are never written to."""
+    """Create a new log file for the command's output, and return its path and the open file.
+
+    Existing files are never written to.
+    """
     safe = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
     stamp = time.strftime("%Y%m%d_%H%M%S")
     for attempt in range(1000):
         path = folder / f"collect_{safe}_{stamp}{f'_{attempt}' if attempt else ''}.log"
         try:
             path.open("xb").close()
-            return path, path.open("ab")  # append mode: writing survives a truncation of the log
+            return path, path.open("ab")  # append mode still works if the log is truncated
         except FileExistsError:
             continue
     raise AssertionError(f"1000 logs within one second in {folder}")
 
 
 def fail(message: str) -> int:
-    """Print an error in the project's form and return the exit status."""
+    """Print an error message to standard error, and return the exit status 1."""
     print(f"[ERROR] {message}", file=sys.stderr, flush=True)
     return 1
 

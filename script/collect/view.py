@@ -1,7 +1,7 @@
-"""Show a collection to the user: the live progress, the end of the log, the final report.
+"""Show the live progress of a collection, the end of its log, and the final report.
 
-A terminal gets one progress bar; a file or a pipe gets one line every few seconds. The bar needs
-tqdm, all else the standard library only.
+On a terminal, progress is shown as a bar; in a file or a pipe, as one line every few seconds. The
+bar needs tqdm; everything else uses only the standard library.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any, TextIO
 from index_follower import Tally
 from megatron.bounded_files import printable
 
-EVERY = 5.0  #: seconds between two progress lines without a terminal
-QUIET = 30.0  #: seconds between two such lines while no tensor arrives
-TAIL = 1 << 16  #: bytes at the end of the log that are searched for errors
-PIECE = 1 << 20  #: bytes of the log that are read at a time
-WIDEST = 4096  #: longest line of the log that is shown, in characters
+EVERY = 5.0  #: time in seconds between two progress lines if there is no terminal
+QUIET = 30.0  #: time in seconds between two progress lines while no tensors are written
+TAIL = 1 << 16  #: size of the end of the log that is searched for errors, in bytes
+PIECE = 1 << 20  #: maximum size of a chunk of the log that is read at a time, in bytes
+WIDEST = 4096  #: maximum length of a line of the log that is shown, in characters
 REMOVED = " (it was removed during the run)"  #: suffix for the path of a log that was removed
-SHOWN = 15  #: lines of the log that are shown after a failure
+SHOWN = 15  #: maximum number of lines of the log that are shown after a failure
 
 
 class LogFile:
-    """The growing log of the command, which stays readable even if the file is removed."""
+    """Growing log of the command, which stays readable even if the file is removed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -40,7 +40,7 @@ class LogFile:
         return os.fstat(self._log.fileno()).st_size
 
     def is_there(self) -> bool:
-        """Return whether the log still exists under its path."""
+        """Return whether the log still exists at its path."""
         try:
             return self.path.stat().st_ino == os.fstat(self._log.fileno()).st_ino
         except OSError:
@@ -57,17 +57,17 @@ class LogFile:
             complete = text[: text.rfind(b"\n") + 1]
             if not complete and len(text) < PIECE:
                 return
-            complete = complete or text  # a line longer than a piece
+            complete = complete or text  # part of a line longer than PIECE
             self._offset += len(complete)
             yield from _shown_lines(complete)
 
     def end(self) -> list[str]:
-        """Return the last lines, without empty ones."""
+        """Return the nonempty lines in the last `TAIL` bytes of the log."""
         self._log.seek(max(self._log.seek(0, 2) - TAIL, 0))
         return [line.rstrip() for line in _shown_lines(self._log.read(TAIL)) if line.strip()]
 
     def show_end(self, out: TextIO) -> None:
-        """Print each distinct error line of the command, or its last lines if it has none."""
+        """Print each distinct error at the end of the log, or the last lines if there are none."""
         lines = self.end()
         errors = [line[line.index("[ERROR]") :] for line in lines if "[ERROR]" in line]
         for line in dict.fromkeys(errors):
@@ -79,13 +79,13 @@ class LogFile:
 
 
 def _shown_lines(text: bytes) -> list[str]:
-    """Return the lines of a log with control characters escaped."""
+    """Return the lines of a part of the log, with control characters escaped."""
     lines = text.decode(errors="replace").expandtabs().splitlines()
     return [printable(line, limit=WIDEST) for line in lines]
 
 
 class ProgressLine:
-    """The progress display; a context manager, so that the bar is always closed."""
+    """Progress display, used as a context manager so that the bar is always closed."""
 
     def __init__(self, name: str, expected: int, log: LogFile, *, verbose: bool):
         self.name = name
@@ -118,13 +118,13 @@ class ProgressLine:
             self._bar.close()
 
     def update(self, tally: Tally) -> None:
-        """Show the current tally, and with --verbose the new lines of the log."""
+        """Show the current counts and, with `--verbose`, the new lines of the log."""
         if self._verbose:
             for line in self._log.new_lines():
                 print(line)
             sys.stdout.flush()
         if self._bar is not None:
-            # An iteration is complete when the next one begins.
+            # The latest iteration is not counted, because it is complete only when the next begins.
             self._bar.n = max(len(tally.iterations) - 1, 0)
             self._bar.set_description_str(self._line(tally))
             return
@@ -147,7 +147,12 @@ class ProgressLine:
 def print_report(
     tally: Tally, args: argparse.Namespace, log: LogFile, seconds: float, out: TextIO | None = None
 ) -> None:
-    """Print the counts, and where the tensors and the log are."""
+    """Print the counts of the collection, and the paths of the tensors and the log.
+
+    Args:
+        seconds: duration of the run in seconds.
+        out: file to print to; None prints to standard output.
+    """
     lines = [f"{args.name}: {tally.tensors} tensors, {size(tally.bytes)}, in {seconds:.1f} s"]
     if tally.tensors:
         lines += [
@@ -174,7 +179,7 @@ def print_report(
 
 
 def layers(tally: Tally) -> str:
-    """Return the number of tensors per layer; adjacent layers with equal counts are grouped."""
+    """Return the number of tensors per layer as text, grouping adjacent layers with equal counts."""
     counts = sorted(tally.counts["layer_idx"].items())
     parts = []
     for (number, _), group in groupby(
@@ -187,7 +192,7 @@ def layers(tally: Tally) -> str:
 
 
 def ranges(numbers: Any) -> str:
-    """Return the sorted numbers as text, with consecutive ones as `first-last`."""
+    """Return the sorted numbers as text, with runs of consecutive numbers as `first-last`."""
     parts = []
     for _, group in groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0]):
         members = [number for _, number in group]
@@ -196,7 +201,7 @@ def ranges(numbers: Any) -> str:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes in decimal units with three digits."""
+    """Return a number of bytes as text, with three significant digits and a decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"

@@ -24,8 +24,8 @@ from megatron.analysis.plots.stacked_shares import plot_stacked_shares
 from megatron.analysis.plots.style import INK, percent
 from megatron.fake_quant import get_format
 
-#: Color, first binade and last binade of each region. The mantissa has 3 bits near 1, and 2 bits and
-#: then 1 bit farther away. The denormal numbers are powers of two. The largest number is 2^15.
+#: Color, first binade and last binade of each region. The mantissa has 3 bits near 1, and fewer bits
+#: (2, then 1) farther away. The denormal numbers are powers of two. The largest number is 2^15.
 REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "lost (becomes zero)": ("#b3261e", (-127, -24)),
     "denormal: powers of two": ("#e0a458", (-23, -16)),

@@ -149,13 +149,17 @@ def percent(share: float) -> str:
 
 
 def powers_of_two(axis: Axis, most: int = 9) -> None:
-    """Label an axis of exponents with powers of two at integers, with about `most` ticks at most."""
+    """Label the integers on an axis of exponents as powers of two.
+
+    Args:
+        most: maximum number of intervals between ticks.
+    """
     axis.set_major_locator(MaxNLocator(nbins=most, integer=True))
     axis.set_major_formatter(FuncFormatter(lambda x, _: power(2, round(x))))
 
 
 def decades(axis: Axis) -> None:
-    """Label the ticks of a logarithmic axis with plain numbers or, if these are long, powers of ten.
+    """Label the ticks of a logarithmic axis with plain numbers, or with powers of ten if long.
 
     Ticks between decades are labeled only if the view contains fewer than two powers of ten.
     """
