@@ -1,4 +1,4 @@
-"""Configuration of the tensor collection from the flags, its plan, and the report at the end."""
+"""Functions that configure the tensor collection, print its plan and report its result."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -67,7 +67,7 @@ def configure_collection(
 ) -> None:
     """Configure the tensor collection. Must be called on all ranks.
 
-    The process groups must have been created.
+    The process groups must already exist.
 
     Args:
         args: arguments of the run.
@@ -186,7 +186,7 @@ def report_collection() -> None:
 
 
 def _reason_for_nothing(settings: Settings) -> str | None:
-    """Return the reason if collecting nothing is expected with these settings, otherwise None."""
+    """Return why no tensors were collected if the settings explain it, otherwise None."""
     if settings.flag_file is not None:
         no_file = f"{settings.flag_file.path} did not exist when an iteration began"
         return no_file if settings.ring is None else f"{no_file}, or nothing unusual happened"

@@ -20,7 +20,7 @@ _NOISE = (
 
 
 def prepare() -> None:
-    """Prepare this process for its device, and activate the CPU backend if CUDA is unavailable."""
+    """Set up this process for CUDA, or activate the CPU backend if CUDA is unavailable."""
     warnings.filterwarnings("ignore", message=_NOISE)
     # megatron-core overlaps tensor-parallel communication with GEMMs, which relies on kernels
     # running in the order in which they were launched.

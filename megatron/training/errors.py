@@ -27,7 +27,7 @@ class RunError(UserError):
 
 
 class RankError(RunError):
-    """A `RunError` that occurs on this rank alone, which must therefore print it."""
+    """A `RunError` that occurs on one rank only; this rank must print it."""
 
 
 class Interrupted(BaseException):

@@ -1,6 +1,6 @@
 """Log lines in Megatron-LM's format, and the same values for TensorBoard.
 
-The parameter norm and the number of FLOPs, which only the log uses, are also computed here.
+The norm of the parameters and the number of FLOPs per token are also computed here.
 """
 
 import argparse

@@ -153,7 +153,7 @@ class TrainingLoop:
                 self.timers.log(names, normalizer=max(interval.iterations, 1))
 
     def _check_finite(self, step: StepResult) -> None:
-        """Stop the run if a loss or the gradient norm is not finite. It was printed before.
+        """Stop the run if a loss or the gradient norm is not finite, after it has been printed.
 
         Raises:
             RunError: on every rank, if a loss or the gradient norm is not finite.
@@ -227,8 +227,8 @@ class TrainingLoop:
     def _export(self, *, early: bool) -> None:
         """Write the weights to `--save-hf`, unless the run stopped early and can be resumed.
 
-        If they were written then, the command that resumes the run would be refused, because the
-        folder would not be empty.
+        Otherwise, the command that resumes the run would be refused, because the folder would not
+        be empty.
         """
         if self.args.save_hf is None:
             return

@@ -1,4 +1,4 @@
-"""Construction of the model, its optimizer and the schedule.
+"""Construction of the model, its optimizer and the learning rate scheduler.
 
 The pipeline stages of this rank are wrapped for mixed precision and data parallelism.
 """
@@ -193,7 +193,7 @@ def build_optimizer(run: RunConfig, model: list[torch.nn.Module]) -> MegatronOpt
 def build_scheduler(
     args: argparse.Namespace, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
-    """Build the schedule of the learning rate and weight decay, whose unit is one sample."""
+    """Build the scheduler of the learning rate and weight decay, which counts samples."""
     batch = args.global_batch_size
     decay_steps = args.lr_decay_samples or (args.lr_decay_iters or args.train_iters) * batch
     warmup_steps = args.lr_warmup_samples or args.lr_warmup_iters * batch

@@ -1,6 +1,6 @@
 """A training iteration: the forward and backward passes and the optimizer step.
 
-The schedule of the learning rate advances after the optimizer step.
+The learning rate scheduler advances after the optimizer step.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from megatron.training.expert_losses import expert_losses
 
 @dataclass
 class TrainingState:
-    """The pipeline stages of this rank, their optimizer, and the schedule."""
+    """The pipeline stages of this rank, their optimizer, and the learning rate scheduler."""
 
     model: list[torch.nn.Module]
     optimizer: MegatronOptimizer

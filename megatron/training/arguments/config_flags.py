@@ -2,7 +2,7 @@
 
 Every field whose type can be expressed on a command line becomes a flag: `hidden_size` is set by
 `--hidden-size`, and a field `x` of type bool by `--x` and `--no-x`. Flags that Megatron-LM spells
-differently are listed in the metadata of the wheel's fields (`argparse_meta`) and in `HISTORICAL`.
+differently are listed in the metadata of the fields (`argparse_meta`) and in `HISTORICAL`.
 A generated flag that is not given stays None, so that its default can be derived from the device
 and other flags. If no default is derived, the default of the dataclass applies.
 """
@@ -68,7 +68,7 @@ HISTORICAL = (
 #: defaults of Megatron-LM that differ from those of the dataclass, whose q_lora_rank of 512 would
 #: always compress the queries
 HISTORICAL_DEFAULTS = {"q_lora_rank": None}
-#: text to append to the wheel's description of a field in `--help`
+#: text to append to megatron-core's description of a field in `--help`
 ADDED_HELP = {"cp_comm_type": "; the local layers support only all_gather, of keys and values"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -76,7 +76,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def layer_pattern(text: str) -> int | list[int]:
     """Parse an integer, or an expression of lists, `+` and `*` such as `([0]*1+[1]*26)`.
 
-    Megatron-LM evaluates the string as Python code. This function runs no code.
+    Megatron-LM evaluates the string as Python code. This function only parses it.
 
     Raises:
         argparse.ArgumentTypeError: if the string is neither an integer nor such an expression.
@@ -119,9 +119,9 @@ def dtype(text: str) -> torch.dtype:
 
 
 class _OneOrMore(argparse.Action):
-    """An argparse action that stores a list of one value as that value.
+    """An argparse action that stores a single value as it is, and several values as a list.
 
-    It is used for fields such as `str | list[str]`.
+    It is used for fields of type `str | list[str]`.
     """
 
     def __call__(self, parser, namespace, values, option_string=None):
@@ -248,7 +248,7 @@ def _add_spelling(group, spelling: Spelling, parser, options: dict | None = None
 
 
 def config_kwargs(args: argparse.Namespace, config: type) -> dict[str, Any]:
-    """Return the keyword arguments for `config`: the given and the derived values.
+    """Return the keyword arguments for the constructor of `config`, from the flags.
 
     Fields whose flag is None are omitted, so that the default of the dataclass applies.
     """

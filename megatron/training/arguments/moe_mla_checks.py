@@ -15,7 +15,7 @@ _PACKAGES = {
     "moe_latent_size": "transformer_engine",
     "moe_grouped_gemm": "grouped_gemm",
 }
-#: load balancing types that the wheel's router supports
+#: load balancing types that megatron-core's router supports
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 #: flags that this trainer does not read, with the reason
 _UNREAD = {
@@ -82,7 +82,7 @@ def _check_expert_sizes(args: argparse.Namespace) -> None:
 
 
 def _check_balancing(args: argparse.Namespace) -> None:
-    """Refuse an unknown load balancing type, which the wheel's router would ignore."""
+    """Refuse an unknown load balancing type, which megatron-core would ignore."""
     kinds = args.moe_router_load_balancing_type or []
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         if kind not in BALANCING:

@@ -105,7 +105,7 @@ def _is_known(name: str) -> bool:
 
 
 def _classes_of_dtypes() -> list[type]:
-    """Return NumPy's classes of numeric dtypes, each of which torch must be told to allow."""
+    """Return NumPy's numeric dtype classes, which torch must be told to allow one by one."""
     codes = "i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 b1"
     return [type(np.dtype(code)) for code in codes.split()]
 
@@ -133,7 +133,9 @@ def _members(archive: zipfile.ZipFile, size: int) -> dict[str, int]:
 
 
 def _check_objects(root: Any, storages: dict[str, int]) -> None:
-    """Check all objects in a parsed pickle, each once, no matter how often it is referenced.
+    """Check every object in a parsed pickle.
+
+    An object that is referenced several times is checked once.
 
     Raises:
         ValueError: if an object is not constructed as torch and NumPy construct it.

@@ -66,7 +66,7 @@ def check_common(common: Any) -> dict[str, Any]:
 
 
 def check_groups(groups: list[dict[str, Any]]) -> None:
-    """Refuse optimizer settings that are not finite numbers, which the first step would fail on.
+    """Refuse optimizer settings that are not finite numbers, on which the first step would fail.
 
     Raises:
         ValueError: if a setting is not a finite number; the message names the setting and its

@@ -46,7 +46,7 @@ _KNOWN = re.compile(
 
 
 class DamagedError(ValueError):
-    """An error that names a checkpoint file that cannot be used.
+    """An error for a checkpoint file that cannot be used; the message names the file.
 
     Its constructor takes a single argument, because ranks pickle this error to send it to each
     other.

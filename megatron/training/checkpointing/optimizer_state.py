@@ -21,7 +21,7 @@ def _parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
 def allocate(optimizer: MegatronOptimizer) -> None:
     """Allocate the optimizer state into which a checkpoint is loaded.
 
-    This is needed because the wheel reads the step count from the state before allocating it.
+    This is needed because megatron-core reads the step count from the state before allocating it.
     """
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
@@ -32,8 +32,8 @@ def allocate(optimizer: MegatronOptimizer) -> None:
 def _keep_step(part: DistributedOptimizer) -> None:
     """Add the current step count to the loaded tensors of each parameter.
 
-    The wheel expects every entry of the state, but the checkpoint stores the step count only once.
-    The loaded step count is set later.
+    megatron-core expects all entries of the state, but a checkpoint stores the step count only
+    once. The loaded step count is set later.
     """
     assign = part._set_main_param_and_optimizer_states
 
@@ -48,8 +48,8 @@ def _keep_step(part: DistributedOptimizer) -> None:
 def separate_steps(optimizer: MegatronOptimizer) -> None:
     """Give each parameter its own step count after loading.
 
-    The wheel assigns the same tensor to all parameters. In each iteration, torch's Adam would then
-    increment it once per parameter instead of once.
+    megatron-core assigns the same tensor to all parameters. In each iteration, torch's Adam would
+    then increment it once per parameter instead of once.
     """
     for part in _parts(optimizer):
         for state in part.optimizer.state.values():

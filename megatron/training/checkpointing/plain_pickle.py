@@ -18,7 +18,7 @@ from typing import Any
 
 
 class UnsafePickleError(ValueError):
-    """An error for a pickle whose content no checkpoint needs and might run code."""
+    """An error for a pickle with content that no checkpoint needs and that could run code."""
 
 
 @dataclass(frozen=True, slots=True)

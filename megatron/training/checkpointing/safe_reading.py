@@ -6,7 +6,7 @@
     common.pt       torch unpickles it if an           read by `common_state`
                     environment variable requests it
 
-At each load, the strategies of the wheel look up the reader and the planner in their own module.
+At each load, megatron-core's strategies look up the reader and the planner in their own module.
 Importing this module replaces both there, so that all checkpoints in this process are read safely.
 """
 
