@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _draw(chosen: list[str], output: Path) -> str:
-    """Write the picture and return a line that names its file."""
+    """Draw the chosen formats to the file `output`, and return a line that names the file."""
     try:
         from megatron.fake_quant.inspect.value_grids import picture
     except ModuleNotFoundError as error:
@@ -84,7 +84,7 @@ def _draw(chosen: list[str], output: Path) -> str:
 
 
 def _answer(arguments: argparse.Namespace) -> str:
-    """Return the output of the command."""
+    """Run the chosen command and return the text to print."""
     if arguments.command == "list":
         return format_table.markdown(map(get_format, arguments.format or FORMATS))
     if arguments.command == "picture":

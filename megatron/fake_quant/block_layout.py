@@ -1,11 +1,12 @@
-"""Views of a tensor as blocks, `[..., blocks, values]`, for any axis, shape and strides.
+"""Convert a tensor to blocks, `[..., blocks, values]`, and back, for any axis, shape and strides.
 
 Scaling and rounding work on blocks only. This module converts between blocks and two other orders
 of the same values: the order of the tensor, and *rows*, in which codes are stored. In rows, the
 axis along which blocks run is the last one, as tensor cores read it (for an operand of a matmul,
 the reduction axis is contiguous).
 
-A block that the axis does not fill is padded with zeros, which do not change its maximum.
+If the block size does not divide the axis, the last block is padded with zeros, which do not change
+its maximum.
 """
 
 from dataclasses import dataclass
@@ -19,19 +20,20 @@ from megatron.fake_quant.formats import Format
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Positions of the blocks in a tensor of one shape."""
+    """Positions of a format's blocks in a tensor of a given shape."""
 
     shape: tuple[int, ...]  #: shape of the tensor
     axis: int  #: axis along which blocks run, counted from the front
-    size: int | None  #: values per block; None if the whole tensor is one block
+    size: int | None  #: number of values per block; None if the whole tensor is one block
     square: bool  #: True for blocks of size x size over the last two axes
 
     @classmethod
     def of(cls, shape: tuple[int, ...], fmt: Format, axis: int) -> "BlockLayout":
-        """Return the layout of `fmt`, for an axis counted from either end.
+        """Return the layout of the blocks of `fmt` in a tensor. `axis` may be negative.
 
         Raises:
-            ValueError: if the axis is out of range, or the format's blocks need other dimensions.
+            ValueError: if the axis is out of range, or if the tensor lacks the dimensions that the
+                format's blocks need.
         """
         dims = len(shape)
         if dims == 0:
@@ -54,7 +56,7 @@ class BlockLayout:
         return cls(shape, axis % dims, fmt.block_size, fmt.square)
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """Return a view of the tensor with the axis last."""
+        """Return a view of `x` with the axis along which blocks run moved to the end."""
         return x.movedim(self.axis, -1) if self.shape else x
 
     def from_rows(self, rows: Tensor) -> Tensor:
@@ -62,7 +64,10 @@ class BlockLayout:
         return rows.movedim(-1, self.axis) if self.shape else rows
 
     def to_blocks(self, x: Tensor) -> Tensor:
-        """Return `[..., blocks, values]`; a square block is one row of `values`."""
+        """Return `x` as blocks, `[..., blocks, values]`. A square block becomes one row of values.
+
+        The last block along an axis is padded with zeros.
+        """
         if self.size is None:
             return x.reshape(1, -1)
         rows = self.to_rows(x)
@@ -74,7 +79,7 @@ class BlockLayout:
         return tiles.transpose(-3, -2).flatten(-2)
 
     def from_blocks(self, blocks: Tensor) -> Tensor:
-        """Undo `to_blocks` up to rows; `from_rows` restores the tensor's own order."""
+        """Convert blocks to rows. `from_rows` then restores the order of the tensor."""
         if self.size is None:
             return self.to_rows(blocks.reshape(self.shape))
         rows = blocks.flatten(-2)
@@ -86,7 +91,7 @@ class BlockLayout:
 
     @property
     def from_end(self) -> int:
-        """Axis counted from the end, which is negative; 0 for a tensor without dimensions."""
+        """Axis counted from the end, a negative number; 0 for a tensor without dimensions."""
         return self.axis - len(self.shape)
 
     @property

@@ -1,4 +1,4 @@
-"""Codes of elements: the value that each code stands for, and the code of each value."""
+"""Convert between the codes of an element type and the values that they stand for."""
 
 import functools
 import math
@@ -12,17 +12,18 @@ from torch import Tensor
 from megatron.fake_quant.formats import Element, ElementFormat, HiFloat8
 
 HIFLOAT8_NAN, HIFLOAT8_INF = 0x80, 0x6F
-#: First code, number of exponent bits and number of mantissa bits of each dot.
+#: First code, number of exponent bits and number of mantissa bits of each HiFloat8 dot; see
+#: `hifloat8.py`.
 HIFLOAT8_DOTS = ((0x60, 4, 1), (0x40, 3, 2), (0x20, 2, 3), (0x10, 1, 3))
-_DENORMAL_DOT = 4  #: bits of HiFloat8's longest dots, which no exponent follows
+_DENORMAL_DOT = 4  #: number of bits of HiFloat8's longest dots, which have no exponent field
 
 
 @functools.cache
 def code_values(element: Element) -> Tensor:
-    """Return the float32 number that each code stands for, by code: `[2^bits]`, on the CPU.
+    """Return the number that each code stands for, as a float32 CPU tensor `[2^bits]`.
 
     Raises:
-        ValueError: if the element is a cast, whose codes belong to torch.
+        ValueError: if the element type is a cast, which has no table of codes.
     """
     if element.is_cast:
         raise ValueError(f"{element.name} has no table of codes here; use x.to({element.dtype})")
@@ -43,7 +44,7 @@ def _element_widths(code: int, element: ElementFormat) -> tuple[int, ...]:
 
 
 def _magnitude(code: int, element: ElementFormat) -> float:
-    """Return the number that a code without its sign bit stands for."""
+    """Return the number that a code stands for; the code must have no sign bit."""
     exponent, mantissa = divmod(code, 1 << element.mantissa_bits)
     implicit = (1 << element.mantissa_bits) if exponent else 0
     value = math.ldexp(implicit + mantissa, max(exponent, 1) - element.bias - element.mantissa_bits)
@@ -53,7 +54,7 @@ def _magnitude(code: int, element: ElementFormat) -> float:
 
 
 def _hifloat8_value(code: int) -> float:
-    """Decode sign, dot, exponent and mantissa of a code: arXiv 2409.16626, table 1."""
+    """Return the number that a HiFloat8 code stands for (arXiv 2409.16626, table 1)."""
     if code == HIFLOAT8_NAN:
         return math.nan
     sign, magnitude = (-1.0 if code & 0x80 else 1.0), code & 0x7F
@@ -64,7 +65,8 @@ def _hifloat8_value(code: int) -> float:
     if magnitude < 16:
         width, exponent, bits = 0, 0, 3
     else:
-        # The dots 11, 10, 01 and 001 announce exponents of 4 to 1 bits; the first bit is the sign.
+        # The dots 11, 10, 01 and 001 are followed by exponents of 4, 3, 2 and 1 bits. The first bit
+        # of an exponent is its sign.
         _, width, bits = next(dot for dot in HIFLOAT8_DOTS if magnitude >= dot[0])
         field = magnitude >> bits & ((1 << width) - 1)
         leading = 1 << (width - 1)
@@ -83,10 +85,10 @@ def _hifloat8_widths(code: int, element: HiFloat8) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """The codes of one class of elements."""
+    """Functions that describe the codes of one class of element types."""
 
-    values: Callable[..., list[float]]  #: returns the number of each code of an element
-    widths: Callable[..., tuple[int, ...]]  #: returns the bits of each field of a code
+    values: Callable[..., list[float]]  #: returns the values of all codes of an element type
+    widths: Callable[..., tuple[int, ...]]  #: returns the number of bits of each field of a code
 
 
 _CODES: Mapping[type, _Codes] = MappingProxyType(
@@ -100,13 +102,16 @@ _CODES: Mapping[type, _Codes] = MappingProxyType(
 
 
 def field_widths(code: int, element: ElementFormat | HiFloat8) -> tuple[int, ...]:
-    """Return the number of bits of a code's sign, (in HiFloat8) dot, exponent and mantissa."""
+    """Return the number of bits of each field of a code.
+
+    The fields are sign, dot (in HiFloat8 only), exponent and mantissa.
+    """
     return _CODES[type(element)].widths(code, element)
 
 
 @functools.cache
 def _positive(element: ElementFormat | HiFloat8) -> tuple[Tensor, Tensor]:
-    """Return the numbers >= 0 (and Inf) that have codes, in ascending order, and these codes."""
+    """Return all values of an element type from 0 to Inf, in ascending order, and their codes."""
     values = code_values(element)
     codes = torch.arange(len(values))
     chosen = (values >= 0) & ~torch.signbit(values)
@@ -116,18 +121,19 @@ def _positive(element: ElementFormat | HiFloat8) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def nan_code(element: ElementFormat | HiFloat8) -> int | None:
-    """Return the code for NaN, None if the element has none."""
+    """Return the code for NaN, or None if the element type has no NaN."""
     codes = code_values(element).isnan().nonzero().flatten().tolist()
     if not codes:
         return None
-    # E5M2 has three per sign; the last is the one that torch and ml_dtypes write.
+    # E5M2 has three NaN codes per sign; torch and ml_dtypes write the last positive one.
     return int(codes[len(codes) // 2 - 1]) if len(codes) > 1 else int(codes[0])
 
 
 def encode(values: Tensor, element: ElementFormat | HiFloat8) -> Tensor:
-    """Return the uint8 codes of float32 `values`, each of which must be a number of the element.
+    """Return the uint8 codes of float32 `values`; each one must be a value of the element type.
 
-    NaN becomes the element's NaN, or zero if it has none; then the scale of its block is NaN.
+    NaN becomes the code for NaN. If the element type has no NaN, it becomes the code for zero; the
+    scale of its block is NaN in this case.
     """
     numbers, codes = (table.to(values.device) for table in _positive(element))
     magnitude = values.abs().nan_to_num_(0.0, posinf=math.inf)
@@ -144,14 +150,14 @@ def encode(values: Tensor, element: ElementFormat | HiFloat8) -> Tensor:
 
 
 def decode(codes: Tensor, element: ElementFormat | HiFloat8) -> Tensor:
-    """Return the float32 values of uint8 `codes`."""
+    """Return the float32 values that uint8 `codes` stand for."""
     return code_values(element).to(codes.device)[codes.int()]
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Pack two 4-bit codes per byte along the last axis, the first in the low half.
+    """Pack two 4-bit codes per byte along the last axis, with the first code in the low half.
 
-    The result is `[..., ceil(n / 2)]`; an odd end is filled with zero.
+    The result has the shape `[..., ceil(n / 2)]`. If n is odd, the last high half is zero.
     """
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
@@ -160,5 +166,5 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor, count: int) -> Tensor:
-    """Undo `pack_nibbles`; `count` is the length of the last axis."""
+    """Undo `pack_nibbles`; `count` is the length of the last axis before packing."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :count]

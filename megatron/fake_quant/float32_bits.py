@@ -1,8 +1,7 @@
-"""Constants of float32's bit layout, and powers of two built from bits.
+"""Define constants of the bit layout of float32, and build powers of two from bits.
 
-`log2` and `pow` are off by one near powers of two on some machines, and a number format is defined
-by its behavior there. Exponents are therefore read from bits, and powers of two are built from
-bits.
+On some machines, `log2` and `pow` are off by one near powers of two, where the behavior of a number
+format matters most. Exponents are therefore read from bits, and powers of two are built from bits.
 """
 
 MANTISSA_BITS = 23

@@ -1,4 +1,4 @@
-"""Convert a format to a string and back, so that a graph of operators can carry a `Format`.
+"""Convert a format to a string and back, so that a graph of operators can store a `Format`.
 
 Operators of `torch.library` take tensors, numbers and strings. A format that `get_format` knows is
 written as its name. Any other one, built from `Format` itself, is written as JSON with all of its
@@ -16,7 +16,7 @@ import torch
 from megatron.fake_quant.formats import Cast, Element, Format, Scaling
 from megatron.fake_quant.names import get_format
 
-#: Fields that define an element type or a scaling, by class.
+#: Names of the fields that define an element type or a scaling, by class.
 _FIELDS: dict[type, tuple[str, ...]] = {
     part: tuple(field.name for field in dataclasses.fields(part) if field.init)
     for part in (*get_args(Element), *get_args(Scaling))
@@ -25,7 +25,7 @@ _CLASSES = {part.__name__: part for part in _FIELDS}
 
 
 def to_text(fmt: Format) -> str:
-    """Return a string from which `from_text` makes an equal format.
+    """Return a string from which `from_text` rebuilds an equal format.
 
     Only plain string operations are used, because torch.compile cannot trace the json module.
     """
@@ -40,10 +40,10 @@ def to_text(fmt: Format) -> str:
 
 @functools.lru_cache(maxsize=1 << 10)
 def from_text(text: str) -> Format:
-    """Return the format that `to_text` wrote.
+    """Return the format that a string written by `to_text` describes.
 
     Raises:
-        ValueError: if the text is neither a format's name nor such a description.
+        ValueError: if the text is neither a format's name nor a description in JSON.
     """
     if not text.startswith("{"):
         return get_format(text)

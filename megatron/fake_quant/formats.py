@@ -1,11 +1,12 @@
-"""The number formats, as data.
+"""Define the number formats as data.
 
-A `Format` is an element type, a scaling of its values, and a rounding mode. Behavior lives
-elsewhere and reads the fields of these classes. Adding a format adds one constant here and one
-golden table in the tests, and no branch. `names.py` turns a user's name into a `Format`.
+A `Format` consists of an element type, a scaling of its values, and a rounding mode. The code that
+quantizes is in other modules and reads the fields of these classes. Adding a format takes one
+constant here and one golden table in the tests, and no new branch. `names.py` converts a user's
+name into a `Format`.
 
-Element types and scalings of different classes have the same attributes, so that readers need not
-ask for the class: what a class does not have is None, 0 or False.
+Element types and scalings of different classes have the same attributes, so that no code has to
+check for the class. An attribute that does not apply to a class is None, 0 or False.
 
 Sources: OCP Microscaling Formats (MX) v1.0, section 5 (elements, E8M0 scale) and 6.3 (conversion);
 NVFP4, arXiv 2509.25149 appendix B; HiFloat8, arXiv 2409.16626; HiFloat4, arXiv 2602.11287.
@@ -27,10 +28,10 @@ Rounding = Literal["nearest", "stochastic", "hybrid"]
 
 @dataclass(frozen=True, slots=True)
 class RoundingMode:
-    """Facts about one rounding mode; `rounding.py` implements it."""
+    """Description of one rounding mode; `rounding.py` implements it."""
 
-    suffix: str  #: follows a format's name and selects the mode; empty for the default mode
-    description: str  #: for `python -m megatron.fake_quant describe`
+    suffix: str  #: suffix of a format's name that selects the mode; empty for the default mode
+    description: str  #: text that `python -m megatron.fake_quant describe` prints
     random: bool = False  #: True if the mode draws random bits
 
 
@@ -56,19 +57,21 @@ def _check_choice(kind: str, value: str, choices: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ElementFormat:
-    """A number type described by its fields alone: sign, exponent and mantissa, saturating.
+    """A saturating element type with a sign, an exponent and a mantissa of fixed widths.
 
-    Values beyond `max` saturate, Inf too. Codes above that of `max` (one in E4M3, four in E5M2)
-    mean Inf if their mantissa is zero and NaN otherwise; no number rounds to them.
+    Values beyond `max` saturate, and so does Inf. Codes above the code of `max` (one in E4M3, four
+    in E5M2) stand for Inf if their mantissa is zero and for NaN otherwise; no number rounds to
+    them.
     """
 
     name: str
     exponent_bits: int
-    mantissa_bits: int  #: stored bits, without the implicit one
+    mantissa_bits: int  #: number of stored mantissa bits, without the implicit leading one
     bias: int
     max: float  #: largest finite magnitude
-    ties: Ties = "even"  #: direction in which "nearest" rounds a value half-way between neighbors
-    twos_complement: bool = False  #: two's complement with one zero, not sign-magnitude
+    ties: Ties = "even"  #: direction in which "nearest" rounds a value halfway between neighbors
+    #: True if codes are in two's complement, with a single zero; False for sign and magnitude
+    twos_complement: bool = False
 
     is_cast: ClassVar[Literal[False]] = False  #: True if torch's own cast does the rounding
     tapered: ClassVar[Literal[False]] = False  #: True if the number of mantissa bits varies
@@ -80,7 +83,7 @@ class ElementFormat:
 
     @property
     def emin(self) -> int:
-        """Exponent of the smallest normal number; below it the spacing stays constant."""
+        """Exponent of the smallest normal number; below that number the spacing is constant."""
         return 1 - self.bias
 
     @property
@@ -95,25 +98,27 @@ class ElementFormat:
 
     @property
     def smallest_normal(self) -> float:
-        """Smallest number with the full precision."""
+        """Smallest positive number with full precision."""
         return math.ldexp(1, self.emin)
 
     @property
     def negative_zero(self) -> bool:
-        """Return whether -0 is a number of its own."""
+        """True if the element type has a negative zero."""
         return not self.twos_complement
 
     @property
     def wider(self) -> "ElementFormat":
-        """The same type with larger numbers, which shows what saturation cut off."""
+        """Variant of this type with twice the maximum; it shows what saturation cut off."""
         return replace(self, max=2 * self.max)
 
 
 @dataclass(frozen=True, slots=True)
 class HiFloat8:
-    """HiFloat8 with tapered precision; its numbers and rounding are explained in `hifloat8.py`."""
+    """The HiFloat8 element type, which has tapered precision; see `hifloat8.py`."""
 
-    overflow: Overflow = "saturate"  #: to +-32768; "inf" is the paper's other behavior
+    #: "saturate" rounds values that are too large to +-32768; "inf", the paper's other option,
+    #: rounds them to +-Inf
+    overflow: Overflow = "saturate"
     name: str = field(default="hif8", init=False)
     bits: int = field(default=8, init=False)
 
@@ -134,18 +139,18 @@ class HiFloat8:
 
     @property
     def saturates(self) -> bool:
-        """Return whether numbers that are too large become the largest one."""
+        """True if values beyond the largest number are rounded to it."""
         return self.overflow == "saturate"
 
     @property
     def wider(self) -> "HiFloat8":
-        """The same type with overflow to Inf, which shows what saturation cut off."""
+        """Variant of this type that overflows to Inf; it shows what saturation cut off."""
         return HiFloat8(overflow="inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A dtype of torch, whose cast rounds to nearest even and overflows to Inf."""
+    """A torch dtype as an element type; its cast rounds to nearest even and overflows to Inf."""
 
     dtype: torch.dtype
 
@@ -174,29 +179,31 @@ class Cast:
 
     @property
     def smallest_normal(self) -> float:
-        """Smallest number with the full precision."""
+        """Smallest positive number with full precision."""
         return torch.finfo(self.dtype).tiny
 
     @property
     def source(self) -> str:
-        """Definition of the type."""
+        """Text that says where the element type is defined."""
         return f"torch.{self.name}, by torch's own cast"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockScaling:
-    """One E8M0 scale (a power of two from 2^-127 to 2^127, or NaN) for each block of values."""
+    """A scaling with one E8M0 scale (a power of two from 2^-127 to 2^127, or NaN) per block."""
 
     size: int
     rule: ScaleRule
-    square: bool = False  #: blocks of size x size over the last two axes instead of 1 x size
+    square: bool = False  #: True for blocks of size x size over the last two axes, not 1 x size
 
-    block_scale: ClassVar[str] = "E8M0"  #: number type of a block's scale; None without blocks
-    scale_bytes: ClassVar[int] = 1  #: bytes stored per block
-    finer_exponents: ClassVar[int] = 0  #: exponent that finer scales can add
-    target: ClassVar[None] = None  #: value that the tensor's scale maps its maximum to, if any
-    by_class: ClassVar[bool] = True  #: True if the value and one scale byte determine the result
-    variants: ClassVar[tuple[str, ...]] = (*get_args(ScaleRule), "2d")  #: accepted after the name
+    block_scale: ClassVar[str] = "E8M0"  #: number type of block scales; None if there are none
+    scale_bytes: ClassVar[int] = 1  #: number of bytes stored per block
+    finer_exponents: ClassVar[int] = 0  #: largest exponent that scales within a block can add
+    #: value to which the tensor's scale maps the tensor's maximum; None without a tensor scale
+    target: ClassVar[None] = None
+    by_class: ClassVar[bool] = True  #: True if a value and one scale byte determine the result
+    #: variants that a format's name accepts, each after a colon
+    variants: ClassVar[tuple[str, ...]] = (*get_args(ScaleRule), "2d")
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -206,10 +213,10 @@ class BlockScaling:
 
 @dataclass(frozen=True, slots=True)
 class TwoLevelScaling:
-    """NVFP4's scaling: one E4M3 scale per block, under one float32 scale of the whole tensor."""
+    """The scaling of NVFP4, with one E4M3 scale per block and one float32 scale per tensor."""
 
     size: int = 16
-    square: bool = False  #: blocks of size x size over the last two axes instead of 1 x size
+    square: bool = False  #: True for blocks of size x size over the last two axes, not 1 x size
 
     rule: ClassVar[None] = None
     block_scale: ClassVar[str] = "E4M3"
@@ -222,7 +229,7 @@ class TwoLevelScaling:
 
 @dataclass(frozen=True, slots=True)
 class GroupScaling:
-    """HiFloat4's scaling: an E6M2 scale per 64 values, an exponent bit per 8 and one per 4."""
+    """The scaling of HiFloat4: one E6M2 scale per 64 values, one exponent bit per 8 and per 4."""
 
     size: int = field(default=64, init=False)
     square: bool = field(default=False, init=False)
@@ -238,10 +245,10 @@ class GroupScaling:
 
 @dataclass(frozen=True, slots=True)
 class TensorScaling:
-    """One float32 scale for the whole tensor, which maps its largest magnitude to `target`."""
+    """A scaling with one float32 scale per tensor, which maps its largest magnitude to `target`."""
 
     target: float
-    power_of_two: bool = False  #: round the scale down to a power of two
+    power_of_two: bool = False  #: True if the scale is rounded down to a power of two
 
     size: ClassVar[None] = None
     square: ClassVar[bool] = False
@@ -263,11 +270,11 @@ Scaling: TypeAlias = BlockScaling | TwoLevelScaling | GroupScaling | TensorScali
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A number format as users name it: element type, scaling and rounding mode."""
+    """A named number format, which consists of an element type, a scaling and a rounding mode."""
 
     name: str
     element: Element
-    scaling: Scaling | None = None  #: None: elements are cast without a scale
+    scaling: Scaling | None = None  #: None if values are rounded without a scale
     rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
@@ -289,42 +296,42 @@ class Format:
 
     @property
     def is_cast(self) -> bool:
-        """Return whether torch's own cast does the whole work."""
+        """True if the format is a plain cast to a torch dtype."""
         return self.element.is_cast
 
     @property
     def block_size(self) -> int | None:
-        """Number of values along an axis that share a scale, None if blocks have no scales."""
+        """Number of values along an axis that share a scale; None without block scales."""
         return None if self.scaling is None else self.scaling.size
 
     @property
     def square(self) -> bool:
-        """Return whether blocks have two dimensions."""
+        """True if blocks are square and span the last two axes."""
         return self.scaling is not None and self.scaling.square
 
     @property
     def block_scale(self) -> str | None:
-        """Number type of a block's scale, such as E8M0; None if blocks have no scales."""
+        """Number type of block scales, such as E8M0; None if the format has no block scales."""
         return None if self.scaling is None else self.scaling.block_scale
 
     @property
     def scale_bytes(self) -> int:
-        """Number of bytes stored for the scale of one block; 0 if blocks have no scales."""
+        """Number of scale bytes stored per block; 0 if the format has no block scales."""
         return 0 if self.scaling is None else self.scaling.scale_bytes
 
     @property
     def scale_rule(self) -> ScaleRule | None:
-        """Rule by which an E8M0 scale follows from a block's maximum, None for other scales."""
+        """Rule that computes an E8M0 scale from a block's maximum; None for other scales."""
         return None if self.scaling is None else self.scaling.rule
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Return whether the whole tensor has a float32 scale."""
+        """True if the format has one float32 scale for the whole tensor."""
         return self.scaling is not None and self.scaling.target is not None
 
     @property
     def stochastic(self) -> bool:
-        """Return whether rounding draws random bits."""
+        """True if rounding draws random bits."""
         return ROUNDINGS[self.rounding].random
 
 
@@ -333,21 +340,23 @@ E5M2 = ElementFormat("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max=5734
 E3M2 = ElementFormat("e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0)
 E2M3 = ElementFormat("e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5)
 E2M1 = ElementFormat("e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
-#: Multiples of 1/64 in two's complement. They are those of E1M6 with this bias: a number below 1 is
-#: subnormal, and the spacing is the same on both sides of 1. OCP leaves the code of -2 unused.
+#: Multiples of 1/64 in two's complement. They are described as E1M6 with a bias of 1: numbers below
+#: 1 are subnormal, and the spacing is the same below and above 1. OCP leaves the code for -2
+#: unused.
 INT8 = ElementFormat(
     "int8", exponent_bits=1, mantissa_bits=6, bias=1, max=127 / 64, twos_complement=True
 )
-#: Element of HiFloat4: a sign and a multiple of 1/4.
+#: Element type of HiFloat4: a sign and a multiple of 1/4 up to 1.75.
 S1P2 = ElementFormat("s1p2", exponent_bits=1, mantissa_bits=2, bias=1, max=1.75, ties="away")
 
-#: Elements with a name. E4M3 and E5M2 spend codes on NaN and Inf, so their maximum does not follow
-#: from the name.
+#: Element types by name. E4M3 and E5M2 use some codes for NaN or Inf, so their maximum cannot be
+#: computed from the numbers of bits.
 ELEMENTS: Mapping[str, ElementFormat] = MappingProxyType(
     {element.name: element for element in (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)}
 )
 
-#: Scaling of the OCP specification: the block's largest power of two over the element's.
+#: Scaling of the OCP specification: the scale is the largest power of two at or below the block's
+#: maximum, divided by the element type's largest power of two.
 OCP = BlockScaling(32, "floor")
 
 FORMATS: Mapping[str, Format] = MappingProxyType(

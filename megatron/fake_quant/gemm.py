@@ -1,6 +1,6 @@
-"""One autograd function for every quantized matmul: linear, QK^T and PV.
+"""Define one autograd function for every quantized matmul: linear, QK^T and PV.
 
-All three are C = alpha A B^T, with or without leading batch dimensions:
+All three compute C = alpha A B^T, with or without leading batch dimensions:
 
     linear  y = x W^T        A = x [tokens, in]        B = W [out, in]
     QK^T    S = scale Q K^T  A = Q [queries, head_dim] B = K [keys, head_dim]
@@ -36,7 +36,7 @@ from megatron.fake_quant.random_bits import derive_seed, draw_seed
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The transform and the format of one operand of one GEMM; by default it stays unchanged."""
+    """Transform and format of one operand of a GEMM; by default, the operand stays unchanged."""
 
     format: Format | None = None  #: None if the operand is not quantized
     hadamard: Hadamard | None = None  #: transform along the reduction axis, before quantization
@@ -44,21 +44,25 @@ class Operand:
     def quantized(
         self, x: Tensor, *, axis: int, seed: int | Tensor | None = None, fill: bool = False
     ) -> Tensor:
-        """Return `x` as the GEMM receives it; `seed` is that of stochastic rounding.
+        """Return `x` as the GEMM receives it: transformed, then quantized.
 
-        fill: pad the axis with zeros if the transform's size does not divide it.
+        Args:
+            x: the operand.
+            axis: reduction axis of the GEMM.
+            seed: seed of stochastic rounding.
+            fill: True to pad the axis with zeros if the transform's size does not divide it.
         """
         x = self.rotated(x, axis=axis, fill=fill)
         return x if self.format is None else fake_quantize(x, self.format, axis=axis, seed=seed)
 
     def rotated(self, x: Tensor, *, axis: int, fill: bool = False) -> Tensor:
-        """Return `x` as it is before quantization; see `quantized`."""
+        """Return `x` after the transform and before quantization; see `quantized`."""
         if self.hadamard is None:
             return x
         return self.hadamard.apply(self.hadamard.filled(x, axis) if fill else x, axis)
 
     def __str__(self) -> str:
-        """Return the spelling of audits and records: `nvfp4:sr+H16:nvfp4`, `none`."""
+        """Return the text for audits and records, such as `nvfp4:sr+H16:nvfp4` or `none`."""
         name = "none" if self.format is None else self.format.name
         transform = self.hadamard
         return name if transform is None else f"{name}+H{transform.size}:{transform.signs}"
@@ -67,7 +71,8 @@ class Operand:
 AS_IT_IS = Operand()
 
 
-#: Callback with the slot, the tensor (rotated, not yet quantized), its operand, axis and seed.
+#: Callback that receives the slot, the tensor (transformed, not yet quantized), its operand, the
+#: reduction axis and the seed.
 Observer = Callable[[str, Tensor, Operand, int, int | Tensor | None], None]
 
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
@@ -75,23 +80,25 @@ SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
 
 @dataclass(frozen=True, slots=True)
 class GemmFormats:
-    """The six operand slots of one matmul and its gradients.
+    """Formats of the six operands in the GEMMs of one matmul and its two gradients.
 
     Raises:
         ValueError: if the two operands of a GEMM are transformed differently, which would change
-            the product.
+            the product; or if the backward pass is straight-through and one of its own operands is
+            set.
     """
 
-    fprop_a: Operand = AS_IT_IS  #: A along K, for C
-    fprop_b: Operand = AS_IT_IS  #: B along K, for C
-    dgrad_c: Operand = AS_IT_IS  #: dC along N, for dA
-    dgrad_b: Operand = AS_IT_IS  #: B along N, for dA
-    wgrad_c: Operand = AS_IT_IS  #: dC along M, for dB
-    wgrad_a: Operand = AS_IT_IS  #: A along M, for dB
-    #: The backward pass uses the forward pass's quantized operands, as with a straight-through
-    #: estimator; its own slots then have no format.
+    fprop_a: Operand = AS_IT_IS  #: A quantized along K, to compute C
+    fprop_b: Operand = AS_IT_IS  #: B quantized along K, to compute C
+    dgrad_c: Operand = AS_IT_IS  #: dC quantized along N, to compute dA
+    dgrad_b: Operand = AS_IT_IS  #: B quantized along N, to compute dA
+    wgrad_c: Operand = AS_IT_IS  #: dC quantized along M, to compute dB
+    wgrad_a: Operand = AS_IT_IS  #: A quantized along M, to compute dB
+    #: True if the backward pass uses the operands as the forward pass quantized them, as with a
+    #: straight-through estimator; the backward operands must then not be set
     straight_through: bool = False
-    #: A = P is quantized before its rows are divided by their sums, see `quantized_matmul`.
+    #: True if A, the probabilities P, is quantized before its rows are divided by their sums; see
+    #: `quantized_matmul`
     unnormalized: bool = False
 
     def __post_init__(self) -> None:
@@ -113,10 +120,10 @@ class GemmFormats:
             )
 
     def effective(self, slot: str) -> Operand:
-        """Return the operand that is used for a slot.
+        """Return the operand that a slot's GEMM actually uses.
 
-        In a straight-through backward pass, the gradient is not quantized, and the other operand is
-        that of the forward pass, quantized along the forward pass's axis.
+        In a straight-through backward pass, the gradient is not quantized. The other operand is the
+        one that the forward pass quantized, along the forward pass's axis.
         """
         of_forward = {"dgrad_b": "fprop_b", "wgrad_a": "fprop_a"}
         operand: Operand = getattr(
@@ -126,21 +133,21 @@ class GemmFormats:
 
     @property
     def stochastic(self) -> bool:
-        """Return whether any operand is rounded stochastically."""
+        """True if any operand is rounded stochastically."""
         formats = (getattr(self, slot).format for slot in SLOTS)
         return any(fmt is not None and fmt.stochastic for fmt in formats)
 
     @classmethod
     def uniform(cls, fmt: Format) -> "GemmFormats":
-        """Return formats in which all six operands have one format."""
+        """Return formats in which all six operands have the format `fmt`."""
         return cls(**dict.fromkeys(SLOTS, Operand(fmt)))  # type: ignore[arg-type]
 
 
 class _QuantizedMatmul(torch.autograd.Function):
-    """The autograd function behind `quantized_matmul`; see the module's docstring.
+    """Autograd function behind `quantized_matmul`; see the module's docstring.
 
-    The result is C. A straight-through backward pass needs the quantized operands. They are
-    returned too, because `torch.func` lets a function save only its inputs and results.
+    The main result is C. A straight-through backward pass also needs the quantized operands. They
+    are returned too, because `torch.func` lets a function save only its inputs and results.
     """
 
     generate_vmap_rule = True
@@ -162,7 +169,7 @@ class _QuantizedMatmul(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
         a_MK, b_NK, whole_MK, _, call = inputs
         ctx.call = call
-        # The backward pass runs in the autocast state of the forward pass, as the wheel's does.
+        # The backward pass runs in the forward pass's autocast state, as in megatron-core.
         ctx.device = a_MK.device.type
         ctx.autocast = _autocast_of(ctx.device)
         kept = list(output[1:])
@@ -198,7 +205,7 @@ class _QuantizedMatmul(torch.autograd.Function):
 
 
 def _autocast_of(device: str) -> tuple[bool, torch.dtype] | None:
-    """Return whether autocast is enabled, and its dtype; None for a device without autocast."""
+    """Return whether autocast is enabled and its dtype, or None if the device has no autocast."""
     if not torch.amp.is_autocast_available(device):
         return None
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -215,7 +222,8 @@ class _Call:
 
     def quantized(self, slot: str, x: Tensor, *, axis: int) -> Tensor:
         operand: Operand = getattr(self.formats, slot)
-        # The other operand is padded with as many zeros, so the sum over tokens is the same.
+        # Both operands of wgrad are padded with the same number of zeros, so their sum over tokens
+        # does not change.
         x = operand.rotated(x, axis=axis, fill=slot.startswith("wgrad"))
         if operand.format is None:
             return x
@@ -225,14 +233,14 @@ class _Call:
         return fake_quantize(x, operand.format, axis=axis, seed=seed)
 
     def keeps(self, whole_MK: Tensor | None) -> tuple[bool, bool]:
-        """Return whether the backward pass needs A, and B, as the forward pass quantized them."""
+        """Return, for A and for B, whether the backward pass needs the quantized operand."""
         formats = self.formats
         changed_a = formats.fprop_a != AS_IT_IS or whole_MK is not None
         through = formats.straight_through
         return through and changed_a, through and formats.fprop_b != AS_IT_IS
 
     def _seed(self, slot: str, x: Tensor, fmt: Format) -> int | Tensor | None:
-        """Return the seed of an operand, which the operand and its observer share."""
+        """Return the seed of an operand's stochastic rounding, or None for other rounding modes."""
         if not fmt.stochastic:
             return None
         if self.seed is None:
@@ -243,7 +251,7 @@ class _Call:
         return derived
 
     def rotated_back(self, grad: Tensor) -> Tensor:
-        """Undo the rotation along K in a gradient that used the forward pass's rotated operands."""
+        """Undo the transform along K in a gradient computed from the forward pass's operands."""
         hadamard = self.formats.fprop_a.hadamard
         if not self.formats.straight_through or hadamard is None:
             return grad
@@ -251,9 +259,9 @@ class _Call:
 
 
 def _matmul(a_MK: Tensor, bt_KN: Tensor, alpha: float) -> Tensor:
-    """Return alpha A B.
+    """Return `alpha * a_MK @ bt_KN`.
 
-    alpha is applied to the accumulator if the operation allows it, as in upstream's attention.
+    For 3-D operands, alpha is applied to the accumulator, as in megatron-core's attention.
     """
     if alpha == 1.0 or a_MK.dim() != 3:
         return _scaled(torch.matmul(a_MK, bt_KN), alpha)
@@ -275,25 +283,26 @@ def quantized_matmul(
     unnormalized: tuple[Tensor, Tensor] | None = None,
     observe: Observer | None = None,
 ) -> Tensor:
-    """`alpha * A @ B^T` with fake-quantized operands, forward and backward.
+    """Return `alpha * A @ B^T` with operands that are fake-quantized, forward and backward.
 
     Args:
-        a_MK: `[..., M, K]`. Tokens form one axis: blocks along M run over `[s, b]` together.
-        b_NK: `[..., N, K]`, with the same leading dimensions.
+        a_MK: A, with the shape `[..., M, K]`. All tokens form one axis, so blocks along M run over
+            `[s, b]` jointly.
+        b_NK: B, with the shape `[..., N, K]` and the same leading dimensions as A.
         formats: transform and format of each operand.
-        alpha: factor of the accumulated products.
-        seed: seed of stochastic rounding, from which each slot derives its own; drawn from torch's
-            default generator if None.
+        alpha: factor by which the accumulated products are multiplied.
+        seed: seed of stochastic rounding, from which a seed for each slot is derived. If None, a
+            seed is drawn from torch's default generator.
         unnormalized: e = exp(s - rowmax), `[..., M, K]`, and its row sums, `[..., M, 1]` (float32),
-            with A = e / sums, for attention's P V as flash-attention kernels compute it. C is then
-            Q(e) Q(B)^T / sums. The backward pass uses A, as in those kernels, which recompute it.
+            where A = e / sums. This computes PV as flash-attention kernels do: C is
+            Q(e) Q(B)^T / sums. The backward pass uses A, which these kernels recompute.
         observe: function that is called with each operand before it is quantized.
 
     Returns:
-        `[..., M, N]` in the operands' dtype.
+        C, with the shape `[..., M, N]` and the dtype of the operands.
 
     Raises:
-        ValueError: if the shapes do not fit.
+        ValueError: if the shapes of A and B do not match.
     """
     if a_MK.dim() < 2 or a_MK.dim() != b_NK.dim() or a_MK.shape[-1] != b_NK.shape[-1]:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Hadamard transforms along a matmul's reduction axis.
+"""Apply Hadamard transforms along the reduction axis of a matmul.
 
 Multiplying both operands by the same orthogonal matrix along the axis that they share does not
-change their product. It spreads an outlier over its neighbors, so that a block's scale suits the
-other values better. The matrix is block diagonal, with d x d blocks diag(s) H / sqrt(d). H is
-Sylvester's matrix (its entry i, j is -1 to the number of common one bits of i and j), and s are
-signs:
+change their product. The transform spreads an outlier over its neighbors, so that a block's scale
+suits the other values better. The matrix is block diagonal, with d x d blocks diag(s) H / sqrt(d).
+H is Sylvester's matrix: its entry i, j is (-1)^n, where n is the number of one bits that i and j
+have in common. s are signs:
 
     y_j = sum_i x_i s_i H_ij / sqrt(d)
 
@@ -57,7 +57,7 @@ class Hadamard:
             raise ValueError(f"unknown signs {self.signs!r}; choose none, nvfp4 or a seed")
 
     def matrix(self) -> Tensor:
-        """Return diag(s) H as float32 `[d, d]` of +-1, without the factor 1 / sqrt(d)."""
+        """Return diag(s) H without the factor 1 / sqrt(d), as float32 `[d, d]` of +1 and -1."""
         index = torch.arange(self.size)
         common = index.unsqueeze(1) & index
         odd = torch.zeros_like(common)
@@ -74,18 +74,18 @@ class Hadamard:
         return (1 - 2 * torch.randint(0, 2, (self.size,), generator=generator)).float()
 
     def apply(self, x: Tensor, axis: int = -1) -> Tensor:
-        """Transform `x` (float32, bfloat16 or float16) along `axis`, in a new tensor like it.
+        """Return a new tensor with `x` (float32, bfloat16 or float16) transformed along `axis`.
 
         The gradient is zero, as in `fake_quantize`.
 
         Raises:
-            ValueError: if the dtype is another one, the size does not divide the axis, or the axis
-                is out of range.
+            ValueError: if `x` has another dtype, if the size does not divide the axis, or if the
+                axis is out of range.
         """
         return self._times(x, axis, inverse=False)
 
     def filled(self, x: Tensor, axis: int) -> Tensor:
-        """Return `x`, padded at the end of `axis` with the zeros that `apply` needs."""
+        """Return `x`, padded with zeros at the end of `axis` to a multiple of the size."""
         missing = -x.shape[axis] % self.size
         if missing == 0:
             return x
@@ -122,7 +122,7 @@ class Hadamard:
 
 
 def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Tensor:
-    """Transform `x` along an axis that the size divides, with a fused kernel if there is one."""
+    """Transform `x` along an axis that the size divides; use a fused kernel if there is one."""
     matrix = transform.matrix().t() if inverse else transform.matrix()
     factor = float(torch.tensor(1 / math.sqrt(transform.size)))  # rounded to float32
     if x.numel() == 0:

@@ -1,10 +1,11 @@
-"""HiFloat4's three levels of scales for 64 values (HiF4, arXiv 2602.11287, algorithm 1).
+"""Compute HiFloat4's three levels of scales for 64 values (arXiv 2602.11287, algorithm 1).
 
     value = E6M2 * 2^(e8 + e16) * element
 
 E6M2 is an unsigned scale 2^(e - 48) * (1 + m / 4) from 2^-48 to 1.5 * 2^15. There is one bit e8 per
-8 neighbors and one bit e16 per 4. An element is a sign and a multiple of 1/4 up to 1.75. Let a be
-the largest magnitude of the group, and a8 and a4 those of 8 and 4 neighbors:
+8 neighboring values and one bit e16 per 4. An element is a sign and a multiple of 1/4 up to 1.75.
+Let a be the largest magnitude of the group of 64, a8 the largest of 8 neighbors, and a4 the largest
+of 4:
 
     E6M2 = a / 7, computed as bf16(a * bf16(1/7)) and rounded to E6M2, to nearest even
     R    = bf16(1 / E6M2)
@@ -13,16 +14,16 @@ the largest magnitude of the group, and a8 and a4 those of 8 and 4 neighbors:
     element: |x| * R / 2^(e8 + e16), rounded to nearest, ties away from zero, at most 1.75
 
 The products are exact here (in float64), as in the authors' numpy script. Their torch version
-rounds them to float32. On float32 data this can decide a tie the other way; on bf16 data both
-agree.
+rounds the products to float32. For float32 data this can break a tie the other way; for bf16 data
+both agree.
 
-R is not the exact inverse of E6M2 unless that is a power of two. This has two consequences, both of
-which belong to the algorithm. A value of the format may become its neighbor when it is quantized
-again. Stochastic rounding is unbiased about x * R * E6M2, which is up to 2^-9 away from x.
+R is not the exact inverse of E6M2 unless E6M2 is a power of two. This has two consequences, both of
+which belong to the algorithm. A value of the format may change to a neighboring value when it is
+quantized again. The mean of stochastic rounding is x * R * E6M2, which is up to 2^-9 away from x.
 
 Four bytes are stored per group: E6M2 (e * 4 + m; 255 is NaN), e8, and two bytes of e16, with the
 first neighbors in the highest bit. A NaN or an Inf makes its group NaN; a group of zeros has the
-smallest scale. Beyond 7 * 49152 the group's largest values saturate.
+smallest scale. Values saturate if the group's largest magnitude exceeds 7 * 49152.
 """
 
 import torch
@@ -36,14 +37,14 @@ NAN_BYTE = 255
 _BIAS = 48
 _LARGEST_BYTE = 254
 _SEVENTH = float(torch.tensor(1 / 7).bfloat16())
-#: bf16(1 / (1 + m / 4)) for m = 0 .. 3; halving is exact.
+#: bf16(1 / (1 + m / 4)) for m = 0, 1, 2 and 3. Multiplying by a power of two is exact.
 _RECIPROCALS = (1 / (1 + torch.arange(4) / 4)).bfloat16().double()
 _BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
 
 
 def _e6m2_bytes(amax: Tensor) -> Tensor:
-    """Return the E6M2 bytes (int32) for the largest magnitudes of groups (float32)."""
-    # float64 holds the product, which is rounded to the 8 bits of bf16 and then to 3.
+    """Return the E6M2 bytes (int32) of groups with the largest magnitudes `amax` (float32)."""
+    # The product is exact in float64. It is rounded to the 8 significand bits of bf16, then to 3.
     significand, exponent = torch.frexp(amax.double() * _SEVENTH)
     eight_bits = (significand * 256).round_()
     quarters = (eight_bits / 32).round_().int()  # 4 .. 8
@@ -59,7 +60,7 @@ def _e6m2_values(byte: Tensor) -> Tensor:
 
 
 def _e6m2_reciprocals(byte: Tensor) -> Tensor:
-    """Return R as float64. It is finite even for NaN, whose group becomes NaN in `scale_up`."""
+    """Return R as float64. R is finite even for the NaN byte; `scale_up` makes that group NaN."""
     mantissa = _RECIPROCALS.to(byte.device)[(byte & 3).long()]
     power = ((_BIAS - (byte >> 2) + BIAS) << MANTISSA_BITS).view(torch.float32)
     return mantissa * power
@@ -89,10 +90,10 @@ def _exponents(scales: Tensor) -> Tensor:
 def scale_down(
     blocks: Tensor, element: ElementFormat, scaling: GroupScaling
 ) -> tuple[Tensor, Scales]:
-    """Return the groups scaled to the range of their elements, and four bytes per group.
+    """Return the groups scaled to the range of the element type, and four scale bytes per group.
 
-    The exact products have more bits than float32. They are truncated, not rounded, so that a
-    half-way case stays one and a value below it stays below.
+    The exact products can have more bits than float32. They are truncated, not rounded, so that a
+    value halfway between two elements stays there, and a value below the midpoint stays below it.
     """
     stored = _group_scales(blocks)
     reciprocal = _e6m2_reciprocals(stored[..., 0].int()).unsqueeze(-1)
@@ -104,7 +105,7 @@ def scale_down(
 
 
 def scale_up(elements: Tensor, scales: Scales) -> Tensor:
-    """Undo `scale_down` exactly."""
+    """Multiply the elements by their scales, which is exact in float32."""
     stored = scales.block()
     e6m2 = _e6m2_values(stored[..., 0].int()).unsqueeze(-1)
     powers = (1 << _exponents(stored)).float()
@@ -112,7 +113,10 @@ def scale_up(elements: Tensor, scales: Scales) -> Tensor:
 
 
 def stored_scales(scaling: GroupScaling) -> Tensor:
-    """Return the factor of each E6M2 byte, first with all exponent bits clear, then all set."""
+    """Return the factor of each E6M2 byte, first with all exponent bits clear, then with all set.
+
+    The result has 512 entries.
+    """
     byte = torch.arange(256, dtype=torch.uint8)
     extremes = torch.tensor([0, 255], dtype=torch.uint8).repeat_interleave(256)
     stored = torch.stack([byte.repeat(2), *[extremes] * 3], dim=-1)
@@ -120,12 +124,12 @@ def stored_scales(scaling: GroupScaling) -> Tensor:
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
-    """Return the rounding modes of the format that have a fused kernel on a type of device."""
+    """Return the format's rounding modes that have a fused kernel on this device type."""
     return ("nearest",) if device == "cpu" and fmt.element == S1P2 else ()
 
 
 def describe(fmt: Format, scaling: GroupScaling, element: ElementFormat) -> ScaleDescription:
-    """Describe the three levels of scales."""
+    """Return a description of the three levels of scales."""
     return ScaleDescription(
         "HiFloat4, arXiv 2602.11287 algorithm 1",
         f"E6M2 per {scaling.size} values, 1 bit per 8, 1 bit per 4",

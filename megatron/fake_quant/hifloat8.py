@@ -1,8 +1,8 @@
-"""HiFloat8 (HiF8, arXiv 2409.16626): one byte whose precision tapers off with the distance from 1.
+"""Round to HiFloat8 (HiF8, arXiv 2409.16626), an 8-bit type that is most precise close to 1.
 
-A prefix code, the "dot", gives the number of exponent bits; the mantissa gets the rest. The
-exponent is stored as sign and magnitude. As the magnitude's leading 1 is implied, D bits cover the
-exponents +-2^(D-1) to +-(2^D - 1):
+A prefix code, the "dot", gives the number of exponent bits; the remaining bits are the mantissa.
+The exponent is stored as sign and magnitude. Because the magnitude's leading 1 is implied, D bits
+cover the exponents +-2^(D-1) to +-(2^D - 1):
 
     dot    D          exponents E      mantissa bits   values in a binade
     0001   0          0                3               8
@@ -23,16 +23,19 @@ That is, the spacing is 2^(E-4) times the largest power of two at or below |E|, 
 to the range from 2 to 16. In the bits of a float32, whose mantissa has 23 bits, one step of that
 spacing is the integer 2^19 times the same power of two. `_steps` computes it.
 
-The default rounding is the paper's TA: to nearest, ties away from zero. In bits, add half a step
-and clear the bits below a step. A carry runs into the exponent as it should, and the first number
-of the next binade is always a HiFloat8 value. Three places differ:
+The default rounding is the paper's TA: to nearest, ties away from zero. In terms of bits, it adds
+half a step and clears the bits below a step. A carry runs into the exponent as it should, and the
+first number of the next binade is always a HiFloat8 value. There are three special cases:
 
- *  Below 2^-22 the only neighbor is zero and half-way is 2^-23. So |x| < 2^-23 gives 0, and 2^-23
-    itself goes away from zero. Zero has no sign in this format: -0.0 and every underflow give +0.0.
- *  From 1.25 * 2^15 = 40960 on a value rounds to the code of Inf. By default it becomes +-32768
-    instead (`overflow="saturate"`), and so do +-Inf, as in Ascend's vector casts. `overflow="inf"`
-    gives Inf, the paper's other option and what its public simulators do.
- *  NaN stays NaN in both. (Ascend's saturating cast makes it 0, which would hide a diverged run.)
+ *  Below 2^-22 the neighbors are zero and 2^-22, and the midpoint is 2^-23. So |x| < 2^-23 gives 0,
+    and 2^-23 itself is rounded away from zero. Zero has no sign in this format: -0.0 and every
+    underflow give +0.0.
+ *  A magnitude of 1.25 * 2^15 = 40960 or more rounds to the code of Inf. By default the result is
+    +-32768 instead (`overflow="saturate"`), also for +-Inf, as in Ascend's vector casts. With
+    `overflow="inf"` it is +-Inf, which is the paper's other option and what its public simulators
+    do.
+ *  NaN stays NaN with both settings. (Ascend's saturating cast converts NaN to 0, which would hide
+    a diverged run.)
 
 The paper's hybrid rounding HR is TA below |E| = 4 and SR, "stochastic rounding", from there on,
 where E is the exponent of x. SR draws no random number; it takes one from the low bits of x. It
@@ -41,12 +44,12 @@ rounds up when F >= T, where
     float32          F the upper 14 of the discarded bits, T the lower 14 bits of the mantissa
     float16, bf16    F the upper 2 of the discarded bits, T = 2 t + 1 (t: the mantissa's last bit)
 
-(SR14 and SR2. The mantissa is that of x in its own dtype, so T depends on the dtype that x came
-from.) For E = -23 the only neighbors are 0 and 2^-22, and the discarded bits begin with the
+(These are called SR14 and SR2. The mantissa is taken from x in its original dtype, so T depends on
+that dtype.) For E = -23 the neighbors are 0 and 2^-22, and the discarded bits begin with the
 implicit one. The paper's rule has a consequence that looks like a mistake: under SR14 an x that
 *is* a HiFloat8 value has F = T = 0 and moves to the next value, for example from 16 to 20. The same
-happens to all bf16 data held in float32, so round bf16 tensors as bf16. Apart from HR, `stochastic`
-rounds with real random numbers, as for every other format.
+happens to all bf16 data stored as float32, so round bf16 tensors as bf16. Unlike HR, the mode
+`stochastic` rounds with real random numbers, as for every other format.
 
 The arithmetic uses integers, so neither the rounding mode of the processor nor flushing of
 subnormals can affect it.
@@ -72,10 +75,10 @@ from megatron.fake_quant.random_bits import RANDOM_BITS
 
 LARGEST_EXPONENT = 15
 SMALLEST_EXPONENT = -22
-HYBRID_FROM = 4  #: |E| from which on HR is SR
+HYBRID_FROM = 4  #: smallest |E| at which HR uses SR
 _LARGEST = power_of_two_bits(LARGEST_EXPONENT)
 _OVERFLOW = _LARGEST | 1 << (MANTISSA_BITS - 2)  #: 1.25 * 2^15
-_BEYOND = power_of_two_bits(LARGEST_EXPONENT + 1)  #: Inf in every rounding mode, as is all above it
+_BEYOND = power_of_two_bits(LARGEST_EXPONENT + 1)  #: 2^16; overflows in every rounding mode
 _SMALLEST = power_of_two_bits(SMALLEST_EXPONENT)
 _UNITS = 1 << RANDOM_BITS
 _UNITS_BELOW_SMALLEST = math.ldexp(_UNITS, -SMALLEST_EXPONENT)
@@ -83,11 +86,11 @@ _SMALLEST_NORMAL_FLOAT16 = power_of_two_bits(-14)
 
 
 class Position(NamedTuple):
-    """Position of each value between its two neighbors; all tensors are int32 but the mask."""
+    """Position of each value between its two neighbors; all tensors except the mask are int32."""
 
     magnitude: Tensor  #: bits of the value's magnitude
     way: Tensor  #: distance from the neighbor below, in units of 2^-24 of the spacing
-    small: Tensor  #: mask of the values below the smallest number
+    small: Tensor  #: mask of the values with a magnitude below 2^-22, the smallest number
 
 
 def round_between_neighbors(
@@ -97,12 +100,12 @@ def round_between_neighbors(
     random: Tensor | None,
     source: torch.dtype,
 ) -> Tensor:
-    """Round float32 `x` of any shape to HiFloat8 values, in a new float32 tensor.
+    """Return a new float32 tensor with the values of float32 `x` rounded to HiFloat8.
 
     Args:
-        x: values to round.
-        element: sets the result of an overflow.
-        goes_up: rule of the rounding mode, which chooses the neighbor away from zero.
+        x: values to round, of any shape.
+        element: element type, which determines the result of an overflow.
+        goes_up: rule of the rounding mode; it returns a mask of the values to round away from zero.
         random: for stochastic rounding, integers from 0 to 2^24 - 1 in the shape of `x`.
         source: dtype that `x` came from, for hybrid rounding.
     """
@@ -128,21 +131,24 @@ def round_between_neighbors(
 
 
 def nearest_up(position: Position, random: Tensor | None, source: torch.dtype) -> Tensor:
-    """Return where TA goes up: from half-way on."""
+    """Return a mask of the values that TA rounds up: all at or above the midpoint."""
     return position.way >= _UNITS // 2
 
 
 def stochastic_up(position: Position, random: Tensor | None, source: torch.dtype) -> Tensor:
-    """Return where stochastic rounding goes up, with the probability of the distance from below."""
+    """Return a random mask of the values to round up.
+
+    The probability is the distance from the neighbor below, relative to the spacing.
+    """
     assert random is not None
     return position.way > random
 
 
 def hybrid_up(position: Position, random: Tensor | None, source: torch.dtype) -> Tensor:
-    """Return where HR goes up: TA below |E| = 4, SR from there on."""
+    """Return a mask of the values that HR rounds up: by TA for |E| < 4, by SR for |E| >= 4."""
     magnitude, _, small = position
     up = nearest_up(position, random, source)
-    # The ends are those of TA: zero below 2^-23, Inf from 40960 on.
+    # The ends of the range are rounded as in TA: to zero below 2^-23, and to Inf from 40960 on.
     by_low_bits = _low_bits_up(position, source) & (up | ~small)
     by_low_bits |= magnitude >= _OVERFLOW
     uses_low_bits = ((magnitude >> MANTISSA_BITS) - BIAS).abs_() >= HYBRID_FROM
@@ -150,14 +156,14 @@ def hybrid_up(position: Position, random: Tensor | None, source: torch.dtype) ->
 
 
 def _low_bits_up(position: Position, source: torch.dtype) -> Tensor:
-    """Return where SR14 (float32) or SR2 (other sources) goes up."""
+    """Return a mask of the values that SR14 (float32) or SR2 (other sources) rounds up."""
     magnitude, way, _ = position
     if source == torch.float32:
         threshold = magnitude & ((1 << 14) - 1)
         return way >> (RANDOM_BITS - 14) >= threshold
     last = magnitude >> (16 if source == torch.bfloat16 else 13) & 1
     if source == torch.float16:
-        # The last bit of a subnormal is worth 2^-24 whatever its exponent.
+        # The last bit of a float16 subnormal is worth 2^-24, whatever the exponent of its value.
         small = magnitude < _SMALLEST_NORMAL_FLOAT16
         subnormals = torch.where(small, magnitude, 0).view(torch.float32)
         last = torch.where(small, subnormals.mul_(1 << 24).int() & 1, last)
@@ -165,7 +171,7 @@ def _low_bits_up(position: Position, source: torch.dtype) -> Tensor:
 
 
 def _steps(magnitude: Tensor) -> Tensor:
-    """Return the spacing of HiFloat8 at float32 patterns, in units of their last bit (int32)."""
+    """Return the spacing of HiFloat8 at float32 bit patterns, in units of the last bit (int32)."""
     distance = ((magnitude >> MANTISSA_BITS) - BIAS).abs_().float().clamp_(2, 16)
     power = distance.view(torch.int32).bitwise_and_(INFINITY).view(torch.float32)
     return power.mul_(1 << (MANTISSA_BITS - 4)).int()

@@ -1,9 +1,9 @@
-"""MX block scales: an E8M0 byte from each block's largest magnitude, and the number it encodes.
+"""Compute MX block scales: an E8M0 byte from each block's largest magnitude, and its factor.
 
-A scale is kept as its byte (exponent + 127, and 255 for NaN). The byte is what the format stores,
-and its two ends need care in float32. Byte 0 is 2^-127, a subnormal whose reciprocal is a normal
-number; byte 254 is 2^127, whose reciprocal is that subnormal. Values are therefore multiplied by a
-reciprocal that is built from bits; they are never divided.
+A scale is kept as its byte (exponent + 127, or 255 for NaN), which is what the format stores. The
+two ends of its range need care in float32. Byte 0 is 2^-127, a subnormal whose reciprocal is a
+normal number; byte 254 is 2^127, whose reciprocal is the same subnormal. Values are therefore
+multiplied by a reciprocal that is built from bits; they are never divided.
 
 Two points that the specification leaves open are decided here. A block with a NaN or an Inf becomes
 NaN as a whole: its scale is the NaN byte, because E8M0 has no Inf. A block of zeros gets the
@@ -22,21 +22,23 @@ from megatron.fake_quant.scales import ScaleDescription, Scales, block_shape, br
 
 NAN_BYTE = 255
 _MAX_BYTE = 254
-_HALF_POWER_BITS = 1 << (MANTISSA_BITS - 1)  #: 2^-127, half the smallest normal float32
+_HALF_POWER_BITS = 1 << (MANTISSA_BITS - 1)  #: bits of 2^-127, half the smallest normal float32
 _QUIET_NAN_BITS = 0x7FC00000
 _ULP = math.ldexp(1, -24)  #: spacing of float32 in [0.5, 1), where frexp puts significands
 
-#: Significand in [0.5, 1) of the block maximum from which on each rule doubles the scale of the
-#: floor rule (OCP v1.0, section 6.3).
+#: Threshold of each scale rule. The rule doubles the scale of the floor rule (OCP v1.0, section
+#: 6.3) if the significand of the block maximum, in [0.5, 1), is at or above the threshold.
 CARRY_FROM: dict[ScaleRule, Callable[[ElementFormat], float]] = {
-    # Never: the block's largest power of two maps to the element's, and values above the element's
-    # maximum saturate.
+    # The scale is never doubled: the block's largest power of two maps to the element type's, and
+    # values above the element type's maximum saturate.
     "floor": lambda element: 1.0,
-    # Anything but a power of two: ceil(log2 amax) - emax.
+    # The scale is doubled unless amax is a power of two: its exponent is ceil(log2 amax) - emax.
     "ceil": lambda element: 0.5 + _ULP,
-    # Beyond the element's maximum: the smallest scale at which nothing saturates, arXiv 2506.08027.
+    # The scale is doubled if amax would exceed the element type's maximum: it is the smallest scale
+    # at which nothing saturates (arXiv 2506.08027).
     "rceil": lambda element: math.frexp(element.max)[0] + _ULP,
-    # Values that round, half up, to the next power of two at the element's significand bits.
+    # The scale is doubled if amax, rounded half up to the element type's significand bits, is the
+    # next power of two.
     "even": lambda element: 1.0 - math.ldexp(1, -2 - element.mantissa_bits),
 }
 _RULES_IN_WORDS: dict[ScaleRule, str] = {
@@ -48,7 +50,7 @@ _RULES_IN_WORDS: dict[ScaleRule, str] = {
 
 
 def carry_from(fmt: Format) -> float:
-    """Return the entry of `CARRY_FROM` for a format with E8M0 scales."""
+    """Return the threshold in `CARRY_FROM` for a format with E8M0 scales."""
     assert isinstance(fmt.element, ElementFormat)
     assert fmt.scale_rule is not None
     return CARRY_FROM[fmt.scale_rule](fmt.element)
@@ -60,9 +62,9 @@ def carry_bits(fmt: Format) -> int:
 
 
 def scale_bytes(amax: Tensor, element: ElementFormat, rule: ScaleRule) -> Tensor:
-    """Return the E8M0 bytes (int32, same shape) of block maxima `amax` (float32, >= 0, NaN or Inf).
+    """Return the E8M0 bytes (int32) of blocks with the largest magnitudes `amax` (float32).
 
-    Exponents that are out of range saturate at the ends, 2^-127 and 2^127.
+    `amax` may contain NaN and Inf. Scales out of range are clamped to 2^-127 and 2^127.
     """
     significand, exponent = torch.frexp(amax)
     carry = significand >= CARRY_FROM[rule](element)
@@ -72,20 +74,20 @@ def scale_bytes(amax: Tensor, element: ElementFormat, rule: ScaleRule) -> Tensor
 
 
 def scale_values(byte: Tensor) -> Tensor:
-    """Return the float32 numbers 2^(byte - 127) of E8M0 bytes (int32); 255 is NaN."""
+    """Return the float32 numbers 2^(byte - 127) that E8M0 bytes (int32) encode; 255 is NaN."""
     bits = (byte << MANTISSA_BITS).masked_fill(byte == 0, _HALF_POWER_BITS)
     return bits.masked_fill(byte == NAN_BYTE, _QUIET_NAN_BITS).view(torch.float32)
 
 
 def scale_reciprocals(byte: Tensor) -> Tensor:
-    """Return the float32 numbers 2^(127 - byte); 255 is NaN."""
+    """Return the reciprocals 2^(127 - byte) of E8M0 scales as float32; 255 is NaN."""
     return scale_values((_MAX_BYTE - byte).masked_fill(byte == NAN_BYTE, NAN_BYTE))
 
 
 def scale_down(
     blocks: Tensor, element: ElementFormat, scaling: BlockScaling
 ) -> tuple[Tensor, Scales]:
-    """Return the blocks scaled to the range of their elements, and one scale byte per block."""
+    """Return the blocks scaled to the range of the element type, and one scale byte per block."""
     byte = scale_bytes(blocks.abs().amax(-1), element, scaling.rule)
     return blocks * scale_reciprocals(byte).unsqueeze(-1), Scales(byte.to(torch.uint8))
 
@@ -96,25 +98,25 @@ def scale_up(elements: Tensor, scales: Scales) -> Tensor:
 
 
 def stored_scales(scaling: BlockScaling) -> Tensor:
-    """Return the factor that each scale byte stands for."""
+    """Return the factor that each of the 256 scale bytes stands for."""
     byte = torch.arange(256, dtype=torch.uint8)
     return scale_up(torch.ones(256, 1), Scales(byte))[:, 0]
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
-    """Return the rounding modes of the format that have a fused kernel on a type of device."""
+    """Return the format's rounding modes that have a fused kernel on this device type."""
     return ("nearest", "stochastic") if fmt.element.ties == "even" else ()
 
 
 def source(fmt: Format) -> str:
-    """Return the document that defines the format."""
+    """Return a reference to the document that defines the format."""
     named = "" if fmt.element.name in ELEMENTS else ", with an element that is not among its own"
     rule = "; scale rule arXiv 2506.08027" if fmt.scale_rule == "rceil" else ""
     return f"OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3{named}{rule}"
 
 
 def describe(fmt: Format, scaling: BlockScaling, element: ElementFormat) -> ScaleDescription:
-    """Describe the scales, and each rule by which they can follow from a block's maximum."""
+    """Return a description of the scales and of every rule that can compute them."""
     rules = []
     for rule, words in _RULES_IN_WORDS.items():
         words = words.format(emax=element.emax, significand=element.mantissa_bits + 1)

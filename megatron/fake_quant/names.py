@@ -10,7 +10,7 @@ sr                      stochastic rounding
 hr                      HiFloat8's hybrid rounding
 inf                     HiFloat8 overflows to Inf instead of the largest number
 t15, t224, ...          one scale for the tensor, which maps its largest magnitude to 15, 224, ...
-pow2                    that scale is a power of two
+pow2                    the tensor's scale is a power of two
 """
 
 import difflib
@@ -55,15 +55,15 @@ _ELEMENT_BITS = 8
 _ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
     {mode.suffix: rounding for rounding, mode in ROUNDINGS.items() if mode.suffix}
 )
-#: All variants, in the order of help texts.
+#: All variants, in the order in which help and error messages list them.
 _VARIANTS = (*RULES, "2d", *_ROUNDINGS, "inf", _TARGET_HELP, "pow2")
 
 
 def get_format(name: str) -> Format:
-    """Return the format of that name; the module's docstring lists the accepted names.
+    """Return the format with the given name; the module's docstring lists the accepted names.
 
-    The name of the result has one canonical spelling: `HiF8:INF:hr` becomes `hifp8:hr:inf`. If the
-    block size does not divide an axis, the last block is shorter.
+    The name of the returned format has one canonical spelling: `HiF8:INF:hr` becomes
+    `hifp8:hr:inf`. If the block size does not divide an axis, the last block is shorter.
 
     Raises:
         ValueError: if there is no such format; the message lists the accepted names.
@@ -110,7 +110,7 @@ def _spelled_out(match: re.Match[str]) -> Format:
 
 
 def _kind(variant: str) -> str:
-    """Return the property that a variant changes; a name may change each property once."""
+    """Return the property that a variant changes; a name may change each property only once."""
     if variant in RULES:
         return "rule"
     if variant in _ROUNDINGS:
@@ -119,7 +119,7 @@ def _kind(variant: str) -> str:
 
 
 def _changed(fmt: Format, variant: str) -> Format:
-    """Return `fmt` with one change.
+    """Return `fmt` with one variant applied.
 
     Raises:
         ValueError: if the format does not accept the variant.
@@ -160,7 +160,7 @@ def _accepts(fmt: Format, variant: str) -> bool:
 
 
 def _canonical(base: Format, fmt: Format) -> str:
-    """Return the name of `fmt`, a variant of `base`: its changes in a fixed order."""
+    """Return the canonical name of `fmt`: the name of `base` and the changes in a fixed order."""
     changes: list[str] = []
     if fmt.scale_rule is not None and fmt.scale_rule != base.scale_rule:
         changes.append(fmt.scale_rule)
@@ -179,8 +179,8 @@ def _canonical(base: Format, fmt: Format) -> str:
 
 
 def _plain(x: float) -> str:
-    """Return all digits of a number, without an exponent: 15, 0.0625."""
-    # Strings only: torch.compile cannot trace the decimal module.
+    """Return a number with all of its digits and without an exponent, such as 15 or 0.0625."""
+    # Only strings are used, because torch.compile cannot trace the decimal module.
     digits, _, exponent = repr(x).partition("e")
     whole, _, fraction = digits.partition(".")
     point = len(whole) + int(exponent or 0)
@@ -191,14 +191,14 @@ def _plain(x: float) -> str:
 
 
 def get_element(name: str) -> ElementFormat:
-    """Return the named element, or any `eXmY` of at most 8 bits.
+    """Return the element type in `ELEMENTS` with this name, or any `eXmY` of at most 8 bits.
 
-    An element that is not named follows OCP's 4- and 6-bit types: the bias is 2^(X-1) - 1 and every
-    code is a finite number. Without mantissa bits a tie goes to the larger power of two, except
-    that half of the smallest number goes to zero.
+    An element type that is not in `ELEMENTS` follows OCP's 4- and 6-bit types: the bias is
+    2^(X-1) - 1 and every code is a finite number. If it has no mantissa bits, a tie is rounded to
+    the larger power of two, except that half of the smallest number is rounded to zero.
 
     Raises:
-        ValueError: if there is no such element.
+        ValueError: if there is no such element type.
     """
     if name in ELEMENTS:
         return ELEMENTS[name]
@@ -210,7 +210,7 @@ def get_element(name: str) -> ElementFormat:
             f"more exponent bits and at most {_ELEMENT_BITS} bits with the sign, as in 'e3m4'"
         )
     bias = (1 << (exponent_bits - 1)) - 1
-    # The largest code: exponent field all ones, mantissa all ones.
+    # In the largest code, all bits of the exponent and of the mantissa are ones.
     emax = (1 << exponent_bits) - 1 - bias
     largest = math.ldexp((2 << mantissa_bits) - 1, emax - mantissa_bits)
     return ElementFormat(name, exponent_bits, mantissa_bits, bias, largest)

@@ -1,6 +1,7 @@
-"""NVFP4's two levels of scales: an E4M3 scale per block under one float32 scale of the tensor.
+"""Compute NVFP4's two levels of scales: one E4M3 scale per block and a float32 scale per tensor.
 
-arXiv 2509.25149, appendix B. Let a be the largest magnitude of the tensor, and b that of a block:
+The definition is in arXiv 2509.25149, appendix B. Let a be the largest magnitude of the tensor, and
+b the largest magnitude of a block:
 
     encode = 6 * 448 / a            maps the tensor's largest value to the format's largest number
     decode = 1 / encode
@@ -13,14 +14,14 @@ float32(1/6). The codes and scales of its kernels are reproduced bit for bit for
 paper writes b / 6 * encode, which sometimes differs in the last bit.
 
 If s underflows to 0, its block becomes zeros; m is clamped to the largest float32, so that the
-codes stored beside it are not NaN. A tensor of zeros has encode = 1.
+codes of the block are not NaN. A tensor of zeros has encode = 1.
 
-Transformer Engine does not define NaN and Inf. As in MX, either one makes its block NaN, by the NaN
-code of E4M3, and does not count for a. (In Transformer Engine, one NaN makes every block's scale
-NaN.)
+Transformer Engine does not define the result for NaN and Inf. Here, as in MX, either one makes its
+block NaN, by the NaN code of E4M3, and is ignored when a is computed. (In Transformer Engine, one
+NaN makes every block's scale NaN.)
 
-With tensor parallelism, a is taken over the tensor that `fake_quantize` receives, which is a shard
-for a weight.
+With tensor parallelism, a is the maximum of the tensor that `fake_quantize` receives, which for a
+weight is a shard.
 """
 
 import torch
@@ -39,7 +40,7 @@ E4M3_NAN = 0x7F
 def scale_down(
     blocks: Tensor, element: ElementFormat, scaling: TwoLevelScaling
 ) -> tuple[Tensor, Scales]:
-    """Return the blocks scaled to the range of their elements, E4M3 scale bytes and `decode`."""
+    """Return the blocks scaled to the element type's range, and the E4M3 scales and `decode`."""
     whole = divide_by(finite_amax(blocks), scaling.target)
     amax = blocks.abs().amax(-1)
     block_scales = round_to(amax * (whole * SIXTH.to(whole.device)), E4M3)
@@ -61,12 +62,12 @@ def stored_scales(scaling: TwoLevelScaling) -> Tensor:
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
-    """Return the rounding modes of the format that have a fused kernel on a type of device."""
+    """Return the format's rounding modes that have a fused kernel on this device type."""
     return ("nearest", "stochastic") if fmt.element.ties == "even" else ()
 
 
 def describe(fmt: Format, scaling: TwoLevelScaling, element: ElementFormat) -> ScaleDescription:
-    """Describe the two levels of scales."""
+    """Return a description of the two levels of scales."""
     return ScaleDescription(
         "NVFP4, arXiv 2509.25149 appendix B, as Transformer Engine computes it",
         f"E4M3 per {brief_shape(fmt)} values, float32 per tensor",
