@@ -40,8 +40,8 @@ def read_common(folder: str | Path) -> Any:
 def check_common(common: Any) -> dict[str, Any]:
     """Check the types of the parts of `common.pt`, and return its content.
 
-    Content without `progress` was written by another program. It is returned unchecked, and the
-    caller refuses it.
+    Content without `progress` was written by another program. It is returned without further
+    checks, and the caller refuses it.
 
     Raises:
         ValueError: if a part has the wrong type; the message names the part and its value.
