@@ -181,7 +181,7 @@ class IndexFollower:
 def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield the size in bytes and the content of each complete line.
 
-    The content of a line longer than `LINE_LIMIT` is replaced with an empty string.
+    The content is empty if the line is longer than `LINE_LIMIT` bytes.
     """
     length, whole = 0, True
     while piece := file.readline(LINE_LIMIT):

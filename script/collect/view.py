@@ -179,7 +179,7 @@ def print_report(
 
 
 def layers(tally: Tally) -> str:
-    """Return the number of tensors per layer as text, grouping adjacent layers with equal counts."""
+    """Return the number of tensors per layer as text, grouping adjacent layers of equal count."""
     counts = sorted(tally.counts["layer_idx"].items())
     parts = []
     for (number, _), group in groupby(

@@ -1,4 +1,4 @@
-"""Draw the folder `attention_maps`: attention probabilities, and quantization errors per head."""
+"""Draw the figures in `attention_maps/`: attention probabilities and errors per head."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def queries_at_once(head: Tensor, multiple: int = 1) -> int:
 
     Args:
         head: probabilities [queries, keys] of one head.
-        multiple: number that the result is a multiple of.
+        multiple: factor of the result.
     """
     return max(CHUNK // (head.shape[-1] * multiple), 1) * multiple
 
@@ -187,7 +187,7 @@ def head_errors(probs: Tensor, fmt: str) -> list[float]:
 
 
 def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]:
-    """Return the sum of squares of one sequence's values, and that of their quantization errors.
+    """Return the sums of squares of one head's values and of their quantization errors.
 
     Values whose quantization error is not finite are excluded from both sums.
 
@@ -199,7 +199,7 @@ def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]
     size = get_format(fmt).block_size or 1
     signal = noise = 0.0
     for number, part in enumerate(torch.split(head, queries_at_once(head, size))):
-        if largest is not None:  # in extra rows before the part, as many as a square block has
+        if largest is not None:  # prepend it, in as many rows as a square block has
             ahead = part.new_zeros(size, part.shape[1])
             ahead[0, 0] = largest
             part = torch.cat([ahead, part])

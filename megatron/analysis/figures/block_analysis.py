@@ -1,4 +1,4 @@
-"""Draw the folder `block_analysis`: the scales, headroom, range and codes of blocks."""
+"""Draw the figures in `block_analysis/`: the scales, headroom, range and codes of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw the folder `comparisons`, which compares runs of different quantization types."""
+"""Draw the figures in `comparisons/`, which compares runs of different quantization types."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def deviation(figure_data: FigureData) -> Figure:
 
 
 def _last(data: pd.DataFrame) -> str:
-    """Return the iteration that was compared, or a list by quantization type if they differ."""
+    """Return the compared iteration as text, or one per quantization type if they differ."""
     last = data.groupby("quant_type")["iteration"].first()
     if last.nunique() == 1:
         return str(last.iloc[0])

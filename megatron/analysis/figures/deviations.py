@@ -41,7 +41,9 @@ def deviations(
     columns = ["quant_type", "kind", "layer_idx", "iteration", "deviation"]
     if baseline is None:
         return pd.DataFrame(columns=columns)
-    newest = tensors.drop_duplicates(["quant_type", *SAME], keep="last")  # one run per type
+    newest = tensors.drop_duplicates(
+        ["quant_type", *SAME], keep="last"
+    )  # the newest run of each type
     is_base = newest["quant_type"] == baseline
     texts = newest[list(SAME)].astype("string").fillna("")
     keys = pd.Series(list(texts.itertuples(index=False, name=None)), newest.index)

@@ -1,4 +1,4 @@
-"""Draw the folder `distributions`: the distribution of the values of each tensor.
+"""Draw the figures in `distributions/`: the distribution of the values of each tensor.
 
 Quantiles and densities are computed from the counts of bfloat16 bit patterns, summed over tensors.
 They are exact to one bfloat16 step.
@@ -32,7 +32,7 @@ REACH = 12.0  #: maximum distance from zero in a histogram, in standard deviatio
 BINS = 96  #: number of bins of a histogram
 
 _PATTERNS = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
-with np.errstate(invalid="ignore"):  # patterns of signaling NaN
+with np.errstate(invalid="ignore"):  # converting a signaling NaN warns
     _VALUES = _PATTERNS.view(np.float32).astype(np.float64)
 _FINITE = np.isfinite(_VALUES)
 #: Finite bfloat16 patterns, sorted by value from the most negative to the largest.
@@ -116,7 +116,7 @@ def box(figure_data: FigureData) -> Figure:
 
 
 def quantile_quantile(figure_data: FigureData) -> Figure:
-    """Draw the quantiles of the values against those of a normal distribution.
+    """Draw the quantiles of the values against the quantiles of a normal distribution.
 
     Each place (module and tensor name) has one curve.
     """

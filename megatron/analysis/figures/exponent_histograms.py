@@ -63,7 +63,7 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
     """Return the base-2 logarithms of the limits of each format's range.
 
     The range of a block (or tensor) is the range of the elements times the scale. Formats with
-    bfloat16 elements are omitted, and formats whose scales are unknown.
+    bfloat16 elements and formats with unknown scales are omitted.
 
     Args:
         formats: names of the formats.

@@ -41,7 +41,7 @@ Make = Callable[[], Figure | str]  #: function that draws a figure or returns th
 
 
 class NothingToDrawError(Exception):
-    """Exception for data that a figure needs and the dump lacks; the message names the data."""
+    """Error raised if the dump lacks the data that a figure needs; the message names the data."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class FigureData:
     """Data of a dump in the form that the figures use.
 
     Throughout the figures, a "place" is a module's short name followed by a tensor name, such as
-    `qkv input`. It stands for these tensors in all layers.
+    `qkv input`. It stands for the tensors with these names in all layers.
     """
 
     store: TensorStore
@@ -85,7 +85,7 @@ class FigureData:
     def uses(self) -> pd.DataFrame:
         """Table of quantization errors, with one row per tensor and format.
 
-        The columns of `tensors` are included.
+        It also has the columns of `tensors`.
 
         Blocks run along the reduction axis of the first GEMM in `USES` that reads the tensor. If no
         GEMM reads the tensor, they run along its last dimension.
@@ -175,7 +175,7 @@ class FigureData:
 
     @property
     def places(self) -> list[str]:
-        """All places: first those of activations and weights, then those of gradients."""
+        """All places, with activations and weights before gradients."""
         order = {"forward": 0, "weight": 0, "gradient": 1}
         table = self.tensors.assign(order=self.tensors["kind"].map(order))
         return list(dict.fromkeys(table.sort_values("order", kind="stable")["place"]))
@@ -193,7 +193,7 @@ class FigureData:
 
     @property
     def places_apart(self) -> list[str]:
-        """All places: first those of operands, then those of results."""
+        """All places, with operands of matmuls before results."""
         return sorted(self.places, key=lambda place: place not in self._operand_places)
 
     def label(self, place: str) -> str:
@@ -229,7 +229,7 @@ class FigureData:
 
     @property
     def origin(self) -> str:
-        """Phrase that states the number of tensors, their quantization types and the iterations."""
+        """Phrase with the numbers of tensors and iterations, and the quantization types."""
         return self._origin(self.tensors, "tensors")
 
     @property
@@ -318,7 +318,7 @@ def median_of(table: pd.DataFrame, keys: Sequence[str], what: str) -> str:
 
     Args:
         keys: columns that identify a cell, dot or point.
-        what: word for it in the phrase, such as "cell".
+        what: word for a cell, dot or point in the phrase.
     """
     sizes = table.groupby(list(keys)).size()
     if sizes.empty or sizes.max() == 1:

@@ -1,4 +1,4 @@
-"""Write the folder `global_statistics`: a summary of the whole dump, as JSON and as text."""
+"""Write the files in `global_statistics/`: a summary of the whole dump, as JSON and as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw the folder `gradients`: statistics of the gradients by layer, magnitude and format."""
+"""Draw the figures in `gradients/`: statistics of the gradients by layer, magnitude and format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw the folder `heatmaps`: one number per layer and tensor, or per layer and iteration."""
+"""Draw the figures in `heatmaps/`: one number per layer and tensor, or per layer and iteration."""
 
 from __future__ import annotations
 

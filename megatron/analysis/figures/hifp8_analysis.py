@@ -1,6 +1,7 @@
-"""Draw the folder `hifp8_analysis`: values and errors by region of HiFloat8's tapered precision.
+"""Draw the figures in `hifp8_analysis/`: values and errors by region of HiFloat8's precision.
 
-A region is a range of binades with the same number of mantissa bits.
+A region is a range of binades with the same number of mantissa bits, or one in which values
+underflow or saturate.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from megatron.analysis.plots.stacked_shares import plot_stacked_shares
 from megatron.analysis.plots.style import INK, percent
 from megatron.fake_quant import get_format
 
-#: Color, first binade and last binade of each region. The mantissa has 3 bits near 1, and fewer bits
-#: (2, then 1) farther away. The denormal numbers are powers of two. The largest number is 2^15.
+#: Color, first binade and last binade of each region. The mantissa has 3 bits near 1, then 2 bits,
+#: and 1 bit farther away. The denormal numbers are powers of two. The largest number is 2^15.
 REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "lost (becomes zero)": ("#b3261e", (-127, -24)),
     "denormal: powers of two": ("#e0a458", (-23, -16)),

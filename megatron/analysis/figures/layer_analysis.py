@@ -1,4 +1,4 @@
-"""Draw the folder `layer_analysis`: statistics of the tensors by layer and iteration."""
+"""Draw the figures in `layer_analysis/`: statistics of the tensors by layer and iteration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATISTICS = (("rms", "root mean square"), ("amax", "largest magnitude"), ("kurt
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield the figures "activations" and "weights", and "iterations" if there are several.
+    """Yield the figures "activations" and "weights", and "iterations" if the dump has several.
 
     A kind of tensor that the dump lacks has no figure.
 

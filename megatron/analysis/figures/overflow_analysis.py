@@ -1,4 +1,4 @@
-"""Draw the folder `overflow_analysis`: values lost at both ends of a format's range."""
+"""Draw the figures in `overflow_analysis/`: values lost at both ends of a format's range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw the folder `quantization_analysis`: the errors of all formats on the same tensors."""
+"""Draw the figures in `quantization_analysis/`: the errors of all formats on the same tensors."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def sheet(
 
 
 def share_y(axes: Sequence[Axes]) -> None:
-    """Set the same y range for all axes that have data, and keep the y labels of the first only."""
+    """Set the same y range for all axes that have data, and keep y labels only on the first."""
     drawn = [ax for ax in axes if ax.has_data()]
     limits = [ax.get_ylim() for ax in drawn]
     for ax in drawn:

@@ -1,4 +1,4 @@
-"""Write the folder `statistics`: the value range of every tensor in one figure, and CSV files."""
+"""Write the files in `statistics/`: a figure of the value range of every tensor, and CSV files."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from megatron.analysis.plots.style import (
     short_count,
 )
 
-MOST = 8  #: maximum number of rows; if there are more, the last row is the sum of the others
+MOST = 8  #: maximum number of rows; further rows are summed into the last one
 HEIGHT = 0.36  #: height of a bar, relative to the distance between rows
 
 
@@ -57,7 +57,7 @@ def _label(ax: Axes, x: float, y: float, text: str, ink: str) -> None:
 
 
 def _fold(data: pd.DataFrame) -> pd.DataFrame:
-    """Return at most `MOST` rows; if there are more, the remaining rows are summed in the last."""
+    """Return the data with at most `MOST` rows, summing all further rows into the last one."""
     if len(data) <= MOST:
         return data
     head, rest = data.iloc[: MOST - 1], data.iloc[MOST - 1 :]

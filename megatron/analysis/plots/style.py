@@ -159,7 +159,7 @@ def powers_of_two(axis: Axis, most: int = 9) -> None:
 
 
 def decades(axis: Axis) -> None:
-    """Label the ticks of a logarithmic axis with plain numbers, or with powers of ten if long.
+    """Label the ticks of a logarithmic axis as plain numbers or, if any are long, powers of ten.
 
     Ticks between decades are labeled only if the view contains fewer than two powers of ten.
     """

@@ -58,7 +58,7 @@ NUMBERS = (
 
 
 def details(figure_data: FigureData, chosen: Sequence[int]) -> dict[str, Any]:
-    """Return the details of each chosen tensor, with the tensor's index as a string as the key."""
+    """Return the details of the chosen tensors, keyed by the tensor's index as a string."""
     uses = {
         tensor: part
         for tensor, part in figure_data.uses[figure_data.uses["tensor"].isin(list(chosen))].groupby(
