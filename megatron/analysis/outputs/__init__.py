@@ -1,1 +1,1 @@
-"""The output folder: its table of outputs, and how they are drawn and written."""
+"""Draw the outputs and write them to the output folder."""

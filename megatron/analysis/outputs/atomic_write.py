@@ -1,4 +1,4 @@
-"""Write result files whole or not at all."""
+"""Write output files atomically, so that a file is never left incomplete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from megatron.bounded_files import check_regular, read_bytes
 
 
 def write(path: Path, content: bytes) -> Path:
-    """Write a file under a temporary name, then rename it; an earlier file is replaced."""
+    """Write a file under a temporary name and rename it, which replaces an earlier file.
+
+    Return `path`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -22,9 +25,13 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def write_keeping(path: Path, content: bytes) -> list[Path]:
-    """Write a file, and keep an earlier one with other content under a name with its time.
+    """Write a file; if an earlier file has other content, rename that file first.
 
-    Return the new names of the files that were kept.
+    The new name contains the modification time of the earlier file. If a file of this name already
+    exists, the earlier file is replaced instead.
+
+    Returns:
+        The new path of the earlier file, in a list; the list is empty if no file was renamed.
     """
     kept = []
     if path.exists() and not _holds(path, content):
@@ -38,10 +45,10 @@ def write_keeping(path: Path, content: bytes) -> list[Path]:
 
 
 def _holds(path: Path, content: bytes) -> bool:
-    """Return whether a file has this content.
+    """Return whether a file has the given content.
 
     Raises:
-        UnusableFileError: the file is not regular, or cannot be read.
+        UnusableFileError: if the file is not a regular file or cannot be read.
     """
     same_size = check_regular(path).st_size == len(content)
     return same_size and read_bytes(path, limit=len(content)) == content

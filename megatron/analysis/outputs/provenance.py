@@ -1,8 +1,9 @@
-"""The outputs that an earlier call left in the output folder.
+"""Keep track of the outputs that earlier calls left in the output folder.
 
-Figures of another dump are kept under a name with their time. Figures of the same dump are
-replaced, or left as they are if the same would be drawn again. A small file in the folder records
-the dump of each output, its files, and a fingerprint of everything that they depend on.
+Outputs of other dumps are renamed before new ones are drawn; the new name contains the modification
+time. Outputs of the same dump are replaced, or left unchanged if they are up to date. A small file
+in the folder records the dump of each output, the files of the output, and a fingerprint of
+everything that the output depends on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.analysis.outputs.render import Made
 from megatron.analysis.stats.cache import code_version
 from megatron.bounded_files import read_json, walk
 
-NAME = ".drawn.json"  #: file in the output folder that records earlier outputs
+NAME = ".drawn.json"  #: name of the file in the output folder that records earlier outputs
 _SOURCES = {".py", ".css", ".html", ".js"}
 _LIBRARIES = ("matplotlib", "numpy", "pandas", "plotly", "torch")
 
@@ -30,14 +31,16 @@ _LIBRARIES = ("matplotlib", "numpy", "pandas", "plotly", "torch")
 def fingerprint(dump: Path, excluded: Sequence[Path], *options: object) -> str:
     """Return a hash of everything that the outputs depend on.
 
-    These are every file of the dump (name, size, time of the last change), the sources of this
-    package and of `fake_quant`, the versions of the libraries, and the options.
+    The hash covers the name, size and modification time of every file of the dump, the source code
+    of this package and of `fake_quant`, the versions of libraries, and the options.
 
     Args:
-        excluded: folders within the dump that do not belong to it.
+        dump: folder of the dump.
+        excluded: folders inside the dump's folder that do not belong to the dump.
+        options: values that affect the outputs; they must be serializable as JSON.
     """
     digest = hashlib.sha256(json.dumps([str(dump.resolve()), *options]).encode())
-    # a library that is not installed has no version: only the report needs plotly
+    # the list is empty for a library that is not installed; only the report needs plotly
     versions = [[package.version for package in distributions(name=name)] for name in _LIBRARIES]
     digest.update(json.dumps([code_version(), *versions]).encode())
     for path in sorted(Path(__file__).parents[1].rglob("*")):
@@ -53,10 +56,12 @@ def fingerprint(dump: Path, excluded: Sequence[Path], *options: object) -> str:
 
 
 def unchanged(output: Path, names: Iterable[str], follows: str) -> dict[str, Made]:
-    """Return the outputs that would be drawn again exactly as they are in the folder.
+    """Return the outputs in the folder that are up to date and need not be drawn again.
 
     Args:
-        follows: the current `fingerprint`.
+        output: output folder.
+        names: names of the outputs to check.
+        follows: current `fingerprint`.
     """
     drawn, current = _read(output), {}
     for name in names:
@@ -70,9 +75,9 @@ def unchanged(output: Path, names: Iterable[str], follows: str) -> dict[str, Mad
 
 
 def set_aside(output: Path, names: Iterable[str], dump: Path) -> list[Path]:
-    """Rename the outputs of other dumps that would be overwritten, and return their new names.
+    """Rename outputs of other dumps that would be overwritten, and return their new paths.
 
-    The two files of the first look are left to `quick_analysis`, which keeps them itself.
+    The files of the first look are not renamed here, because `quick_analysis` does so itself.
     """
     drawn, kept = _read(output), []
     for name in names:
@@ -87,10 +92,10 @@ def set_aside(output: Path, names: Iterable[str], dump: Path) -> list[Path]:
 
 
 def remember(output: Path, dump: Path, made: Iterable[Made], follows: str) -> None:
-    """Record the files of each output, and delete older files that were not drawn again.
+    """Record the files of each output, and delete earlier files that were not drawn again.
 
-    Only files of the same dump are deleted. A figure of a format that is no longer requested would
-    otherwise look as current as the others.
+    Only files of the same dump are deleted. Otherwise, a figure of a format that is no longer
+    requested would appear to be up to date.
     """
     drawn = _read(output)
     for part in made:
@@ -98,12 +103,12 @@ def remember(output: Path, dump: Path, made: Iterable[Made], follows: str) -> No
         same = _of(drawn, part.name) == str(dump.resolve())
         for old in _files(drawn, part.name) if same else ():
             path = output / old
-            # the output's folder may be a link, which must not lead to files elsewhere
+            # the folder of the output may be a link; never delete files outside the output folder
             if old not in new and path.resolve().is_relative_to(output.resolve() / part.name):
                 path.unlink(missing_ok=True)
         drawn[part.name] = {
             "dump": str(dump.resolve()),
-            "follows": "" if part.failed else follows,  # a figure that failed is drawn again
+            "follows": "" if part.failed else follows,  # draw a failed output again next time
             "missing": part.missing,
             "files": new,
         }
@@ -111,7 +116,7 @@ def remember(output: Path, dump: Path, made: Iterable[Made], follows: str) -> No
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Return the size and the time of the last change; a missing file gets a stamp of its own."""
+    """Return the size of a file in bytes and its modification time in ns; (-1, -1) if missing."""
     try:
         stat = path.stat()
     except OSError:
@@ -120,20 +125,23 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _of(drawn: Mapping[str, Any], name: str) -> str | None:
-    """Return the dump of an output, or None if it is not recorded."""
+    """Return the path of the dump that an output shows, or None if it is not recorded."""
     entry = drawn.get(name)
     known = entry.get("dump") if isinstance(entry, dict) else None
     return known if isinstance(known, str) else None
 
 
 def _files(drawn: Mapping[str, Any], name: str) -> dict[str, list[int]]:
-    """Return the files of an output, relative to the output folder, with their stamps."""
+    """Return the recorded size and modification time of each file of an output.
+
+    Paths are relative to the output folder.
+    """
     files = drawn[name].get("files")
     return files if isinstance(files, dict) else {}
 
 
 def _read(output: Path) -> dict[str, Any]:
-    """Return the valid entries of the record of earlier outputs, which may be forged."""
+    """Return the recorded outputs; invalid entries are left out, because the file may be forged."""
     try:
         drawn = read_json(output / NAME)
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""The table of outputs: what each one holds, what it needs and which module draws it.
+"""List the outputs, with the contents, the required data and the module of each output.
 
-The module of an output is loaded when it is drawn, so that listing the outputs takes no time.
+A module is imported only when its output is drawn, so listing the outputs takes no time.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ if TYPE_CHECKING:
 
     from megatron.analysis.figures.figure_data import FigureData
 
-    #: The `draw` of a module of figures. It yields each figure's name with a function that draws
-    #: it, or a file's name and suffix with a function that returns its text. A function that lacks
-    #: data raises `NothingToDrawError`, and the other figures are still drawn.
+    #: Type of the function `draw` of a module that draws figures. It yields the name of each figure
+    #: with a function that draws the figure, or the name of a text file, including its suffix, with
+    #: a function that returns the text. If data is missing, such a function raises
+    #: `NothingToDrawError`; the other figures are still drawn.
     Draw = Callable[[FigureData], Iterator[tuple[str, Callable[[], Figure | str]]]]
 
 
 @dataclass(frozen=True)
 class Output:
-    """One name of `--figures`: a folder of figures, or files of its own."""
+    """An output that `--figures` can select: a folder of figures, or individual files."""
 
-    contents: str  #: shown by `--help`
-    module: str  #: module below `megatron.analysis` that draws the output
-    #: Properties of `FigureData` that the output reads and that take long to compute.
+    contents: str  #: description of the output for `--help`
+    module: str  #: name of the module that draws the output, relative to `megatron.analysis`
+    #: Properties of `FigureData` that the output needs and that are slow to compute.
     needs: tuple[str, ...] = ()
-    #: Outputs with a higher value are started earlier, so that no slow one is left for the end.
+    #: Outputs with higher values are started earlier, so that slow outputs do not finish last.
     slowness: int = 0
 
     def load(self) -> Draw:
-        """Import the module that draws the folder, and return its function `draw`."""
+        """Import the module that draws the output, and return its function `draw`."""
         draw: Draw = import_module(f"megatron.analysis.{self.module}").draw
         return draw
 
 
 SUMS, DEVIATIONS = "sums", "deviations"
-QUICK, REPORT = "quick", "report"  #: the outputs that are files, not folders of figures
-#: The outputs by name, which is also the name of a folder of figures.
+QUICK, REPORT = "quick", "report"  #: outputs that are files, not folders of figures
+#: Outputs by name; the folder of an output's figures has the same name.
 OUTPUTS = {
     QUICK: Output("quick_analysis.png and tensor_stats.txt, the first look", "quick"),
     "distributions": Output(

@@ -1,8 +1,9 @@
-"""Draw the outputs of a dump: figures, texts and the report.
+"""Draw the outputs of a dump: figures, text files and the report.
 
-Several outputs are drawn at a time by processes, because matplotlib holds the interpreter's lock.
-The processes are forked after the tables are computed, and share them. Each file is written under a
-temporary name and then renamed, so that an interrupted call leaves whole files only.
+Outputs are drawn in parallel by processes rather than threads, because matplotlib holds the global
+interpreter lock. The processes are forked after the tables have been computed, so that they share
+the tables. Each file is written under a temporary name and then renamed, so that an interrupted
+call leaves only complete files.
 """
 
 from __future__ import annotations
@@ -31,35 +32,35 @@ from megatron.analysis.outputs.registry import DEVIATIONS, OUTPUTS, QUICK, REPOR
 from megatron.analysis.plots.style import RC
 from megatron.analysis.quick import quick_analysis
 
-DPI = 150  #: resolution of PNG files
+DPI = 150  #: resolution of PNG files, in dots per inch
 
 
 @dataclass(frozen=True)
 class Order:
-    """Data and options that all outputs of one call share."""
+    """The data and options that all outputs of one call share."""
 
     figure_data: FigureData
     output: Path  #: folder that the files are written to
     image: str  #: file format of the figures, one of `IMAGES`
-    run: str | None  #: id of the only run to draw; None if all are drawn
-    cache: Path | None  #: folder of the cache of statistics; None if nothing is cached
+    run: str | None  #: ID of the run to draw; None if all runs are drawn
+    cache: Path | None  #: folder of the statistics cache; None if nothing is cached
 
 
 @dataclass
 class Made:
-    """The files of one output, and the figures that could not be drawn."""
+    """The result of drawing one output: its files, and the figures that could not be drawn."""
 
     name: str
     files: list[Path] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)  #: missing data, by output or figure
-    failed: dict[str, str] = field(default_factory=dict)  #: traceback of our bug, by figure
+    missing: dict[str, str] = field(default_factory=dict)  #: data that an output or figure lacks
+    failed: dict[str, str] = field(default_factory=dict)  #: tracebacks of bugs, by output or figure
 
 
 def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]:
-    """Draw the outputs, `workers` at a time, and yield each one as soon as it is complete.
+    """Draw the outputs, `workers` at a time, and yield each result as soon as it is complete.
 
     Raises:
-        ValueError: the system killed a process.
+        ValueError: if the operating system killed a process.
     """
     workers = min(workers, len(names))
     if workers <= 1 or "fork" not in multiprocessing.get_all_start_methods():
@@ -73,7 +74,7 @@ def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]
             jobs = [pool.submit(_make, name) for name in ordered]
             try:
                 yield from (job.result() for job in as_completed(jobs))
-            finally:  # after an interrupt or an error, do not draw the rest first
+            finally:  # after an interrupt or error, do not draw the rest
                 pool.shutdown(cancel_futures=True)
     except BrokenProcessPool:
         raise ValueError(
@@ -83,21 +84,24 @@ def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]
 
 
 def compute_shared_tables(figure_data: FigureData, names: Sequence[str]) -> None:
-    """Compute the tables that several outputs need, before processes are forked."""
+    """Compute the tables that the outputs share, before processes are forked."""
     needs = Counter(need for name in names for need in OUTPUTS[name].needs)
     _ = figure_data.uses
     if needs[SUMS]:
         _ = figure_data.sums
-    if needs[DEVIATIONS] > 1:  # a single output computes them while others are drawn
+    if needs[DEVIATIONS] > 1:  # a single output computes them in its own process
         _ = figure_data.deviations
 
 
-_order: list[Order] = []  # the order of this process, if it was forked to draw
-_making: list[str] = []  # the output that this process draws, if it was forked to draw
+_order: list[Order] = []  # in a forked process, its order; otherwise empty
+_making: list[str] = []  # in a forked process, the output that it is drawing, if any
 
 
 def _begin(order: Order) -> None:
-    """Prepare a forked process: one thread for torch, no progress bar, an end with its parent."""
+    """Prepare a forked process for drawing.
+
+    Limit torch to one thread, hide progress bars, and make the process exit with its parent.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -107,10 +111,10 @@ def _begin(order: Order) -> None:
 
 
 def _stop(*_: object) -> None:
-    """Interrupt the output that is being drawn, and start no other.
+    """Interrupt the output that is being drawn, and do not start another one.
 
-    A process that waits for work must not raise: half of a message would stay in the queue, and the
-    next process would read the rest of it.
+    A process that is waiting for work must not raise an exception. It might have read only part of
+    a message from the queue, and the next process would then read the rest.
     """
     _order.clear()
     if _making:
@@ -118,7 +122,7 @@ def _stop(*_: object) -> None:
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent does; a parent that is killed cannot stop this process itself."""
+    """Exit when the parent process exits, because a killed parent cannot stop this process."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
@@ -126,7 +130,7 @@ def _end_with_parent() -> None:
 
 def _make(name: str) -> Made:
     if not _order:
-        raise KeyboardInterrupt  # the executor raises it in the parent, too
+        raise KeyboardInterrupt  # the executor raises it again in the parent
     order = _order[0]
     _making.append(name)
     try:
@@ -138,12 +142,12 @@ def _make(name: str) -> Made:
 def make(name: str, order: Order) -> Made:
     """Draw one output of `OUTPUTS`.
 
-    A figure that fails is recorded in the result and does not stop the others, because computing
-    their statistics may have taken hours.
+    If a figure fails, the error is recorded in the result, and the other figures are still drawn,
+    because computing their statistics may have taken hours.
 
     Raises:
-        ImportError: a package is missing.
-        OSError: the output cannot be written.
+        ImportError: if a package is missing.
+        OSError: if the output cannot be written.
     """
     made = Made(name)
     try:
@@ -162,7 +166,7 @@ def make(name: str, order: Order) -> Made:
                 _draw(f"{name}/{title}", draw, order, made)
     except (NothingToDrawError, UnreadableTensorError) as error:
         made.missing[name] = str(error)
-    except (ImportError, OSError):  # every other output would fail, too
+    except (ImportError, OSError):  # all other outputs would fail, too
         raise
     except Exception as error:
         made.failed[name] = "".join(traceback.format_exception(error))
@@ -170,7 +174,7 @@ def make(name: str, order: Order) -> Made:
 
 
 def _draw(name: str, draw: Make, order: Order, made: Made) -> None:
-    """Draw and write one figure or text, or record why there is none."""
+    """Draw and write one figure or text file, or record the reason why this is not possible."""
     try:
         with matplotlib.rc_context(RC):
             drawn = draw()
@@ -189,7 +193,10 @@ def _draw(name: str, draw: Make, order: Order, made: Made) -> None:
 
 
 def picture(figure: Figure, image: str) -> bytes:
-    """Return the content of an image file, which does not depend on the time of drawing."""
+    """Return the content of an image file of a figure.
+
+    The file contains no time stamp, so that drawing the same figure again gives the same content.
+    """
     content = io.BytesIO()
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
     figure.savefig(content, format=image, dpi=DPI, metadata=undated[image])

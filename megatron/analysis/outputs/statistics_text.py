@@ -1,7 +1,7 @@
-"""The statistics of a dump as text in aligned columns, one line per tensor.
+"""Write the statistics of a dump as text with aligned columns and one line per tensor.
 
-Numbers have nine significant digits, which identify a float32. A fixed number of decimals would
-show gradients of 1e-7 as 0.0000.
+Numbers have nine significant digits, which are enough to identify a float32 value. With a fixed
+number of decimal places, gradients of 1e-7 would appear as 0.0000.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ TENSOR_COLUMNS = (
 def format_statistics(
     dump: TensorStore, measured: Measurements, problems: Sequence[Problem]
 ) -> str:
-    """Return the text: overall, by group, by tensor, and the files that could not be read."""
+    """Return the statistics of a dump as text.
+
+    The text contains the runs, the statistics overall, by group and by tensor, and the files that
+    could not be read.
+    """
     summary = measured.summary()
     lines = [
         f"Statistics of the tensors in {shown(dump.folder)}",
@@ -77,7 +81,7 @@ def format_statistics(
 
 
 def _runs(dump: TensorStore) -> list[str]:
-    """Return one line per run: its number of tensors and the facts on its card."""
+    """Return one line per run with its number of tensors and facts from its run card."""
     lines = []
     for run_id, count in dump.runs().items():
         card = dump.run_card(run_id) if run_id else {}
@@ -98,17 +102,18 @@ def _tensor_rows(dump: TensorStore, table: pd.DataFrame) -> Iterable[tuple[objec
 
 
 def _known(value: object) -> str:
-    """Return a field of the record as one word."""
+    """Format a field of a record for a table cell; unknown values are shown as "-"."""
     if isinstance(value, (list, tuple)):
         return "x".join(str(size) for size in value) or "scalar"
     if value is None or pd.isna(value):
         return "-"
-    if isinstance(value, float) and value.is_integer():  # pandas turns ints beside None into floats
+    # pandas changes integers to floats if a column contains None
+    if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value) or "-"
 
 
 def _numbers(summary: Moments) -> list[str]:
-    """Return the statistics with nine significant digits, and counts as whole numbers."""
+    """Format the statistics with nine significant digits; counts are shown as integers."""
     values = [getattr(summary, name) for name in STATISTICS]
     return [str(value) if isinstance(value, int) else f"{value:.9g}" for value in values]

@@ -85,7 +85,7 @@ class _Run:
 
     @cached_property
     def last_iterations(self) -> dict[int, int]:
-        """Last iteration of each rank that ended early, by rank; this iteration may be incomplete."""
+        """Last iteration of each rank that ended early, by rank; it may be incomplete."""
         if self.finished:
             ended = set(rank for rank, _ in self.ends)
         else:

@@ -1,18 +1,19 @@
 """Recompute attention, that is QK^T, softmax, PV and their gradients, from the saved operands.
 
-On the machine of the run the results are the same bit for bit. Another machine may sum in another
-order, which can change the last bit of a score. The probability is then rounded to its format, so
-that this bit can move an operand of PV by a whole step of the format. No bound per value can tell
-such a step from a mistake.
+On the machine of the run, the recomputed results are bit-identical. Another machine may sum in a
+different order, which can change the last bit of a score. The probabilities are then rounded to a
+format, so this bit can change an operand of PV by a whole step of the format. A bound for each
+value cannot distinguish such a step from an error.
 
-The effect of rounding is therefore measured: the recomputation is repeated with every score moved
-at random by one unit in the last place of its dtype. Between the saved result and the first
-recomputation, the norm of the difference and its largest value may be up to four times those
-between the two recomputations, plus four units in the last place of the result.
+Therefore, the effect of rounding is measured: the recomputation is repeated after changing every
+score at random by one unit in the last place of its dtype. The allowed difference between the saved
+result and the first recomputation is four times the difference between the two recomputations,
+plus four units in the last place of the result. Both the norm and the largest value of the
+difference are compared in this way.
 
-Supported is attention without dropout, causal or with a sliding window, and with any scale. The
-heads of values may be smaller than those of keys. For ranks that share a sequence (context
-parallelism), keys and values are gathered, and their gradients are summed.
+Supported is attention without dropout, with a causal or sliding-window mask and any scale. Heads
+of values may be smaller than heads of keys. If ranks share a sequence (context parallelism), their
+keys and values are gathered, and the gradients of keys and values are summed.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ from megatron.analysis.verification.recorded_formats import NotCheckedError, Sof
 from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
 from megatron.tensor_record import PAIRWISE
 
-MASKED = -10000.0  #: score that Megatron gives to a hidden key
-_TIMES = 4.0  #: allowed deviation as a multiple of the measured effect of rounding
+MASKED = -10000.0  #: score that Megatron assigns to a masked key
+_TIMES = 4.0  #: allowed deviation, as a multiple of the measured effect of rounding
 _OPERANDS, _GRADIENTS = ("query", "key", "value"), ("grad_query", "grad_key", "grad_value")
 _FORWARD = ("output", *PAIRWISE)
-RESULTS = (*_FORWARD, *_GRADIENTS)  #: tensors that follow from the operands
+RESULTS = (*_FORWARD, *_GRADIENTS)  #: tensors that can be recomputed from the operands
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionFormats:
-    """Formats of the two matmuls (None for high precision), and the softmax between them."""
+    """The formats of the two matmuls of attention, and the softmax between them.
+
+    The formats of a matmul are None if it is computed in high precision.
+    """
 
     qk: GemmFormats | None
     pv: GemmFormats | None
@@ -54,8 +58,11 @@ class AttentionFormats:
     def check(self, *, backward: bool) -> None:
         """Refuse formats that cannot be recomputed.
 
+        Args:
+            backward: whether to check the operands of the backward pass, too.
+
         Raises:
-            NotCheckedError: an operand is rounded stochastically.
+            NotCheckedError: if an operand is rounded stochastically.
         """
         for formats in (self.qk, self.pv):
             if formats is not None:
@@ -66,9 +73,12 @@ class AttentionFormats:
 def attention(
     ranks: Sequence[Mapping[str, Tensor]], formats: AttentionFormats, slack: float
 ) -> Iterator[tuple[int, str, Outcome]]:
-    """Check the results of the ranks of a context-parallel group; yield rank, name and outcome.
+    """Check the results of a context-parallel group, and yield the rank, name and outcome of each.
 
-    ranks: operands and results of each rank by name, in the order of the ranks
+    Args:
+        ranks: operands and results of each rank by name, in the order of the ranks.
+        formats: formats of the two matmuls, and the softmax.
+        slack: factor by which the allowed deviation is multiplied.
     """
     for operands, results in ((_OPERANDS, _FORWARD), ((*_OPERANDS, "grad_output"), _GRADIENTS)):
         saved_results = [
@@ -99,7 +109,11 @@ def attention(
 def _judge(saved: Tensor, again: Tensor, moved: Tensor, slack: float) -> Recomputation:
     """Compare a saved result with its recomputation.
 
-    moved: the recomputation with moved scores, which shows the effect of rounding
+    Args:
+        saved: the saved result.
+        again: the recomputed result.
+        moved: the result recomputed with changed scores, which shows the effect of rounding.
+        slack: factor by which the allowed deviation is multiplied.
     """
     if saved.shape != again.shape:
         return Recomputation(exact=False, excess=torch.inf, text=differences(again, saved))
@@ -134,16 +148,20 @@ def _recompute(
     backward: bool,
     move: bool = False,
 ) -> list[dict[str, Tensor]]:
-    """Return the output, scores and probabilities of each rank, or its gradients.
+    """Recompute the results of each rank: output, scores and probabilities, or gradients.
 
-    move: whether to move every score by one unit in the last place
+    Args:
+        ranks: operands of each rank by name, in the order of the ranks.
+        formats: formats of the two matmuls, and the softmax.
+        backward: whether to compute the gradients instead of the forward results.
+        move: whether to change every score by one unit in the last place.
     """
     key, value = (
         _gathered([held[name] for held in ranks]).detach().requires_grad_(backward)
         for name in ("key", "value")
     )
     by_rank: list[dict[str, Tensor]] = []
-    shares: list[Sequence[Tensor]] = []  #: each rank's addends of the gradients of keys and values
+    shares: list[Sequence[Tensor]] = []  #: partial sums of key and value gradients, by rank
     for rank, held in enumerate(ranks):
         query = held["query"].detach().requires_grad_(backward)
         hidden = _hidden(len(query), rank, len(ranks), formats.softmax.window)
@@ -169,9 +187,21 @@ def _attend(
     *,
     move: bool,
 ) -> dict[str, Tensor]:
-    """Return the scores, probabilities and output of attention for queries [s, b, heads, d].
+    """Return the scores, probabilities and output of attention.
 
-    The operations and their order are those of the layer; the output is [s, b, heads * d].
+    The operations are performed in the same order as in the layer.
+
+    Args:
+        query: queries of shape [s, b, heads, d].
+        key: keys of all ranks of the context-parallel group.
+        value: values of all ranks of the context-parallel group.
+        formats: formats of the two matmuls, and the softmax.
+        hidden: mask that is true where a key is hidden from a query.
+        move: whether to change every score by one unit in the last place.
+
+    Returns:
+        The results by name. The output has shape [s, b, heads * d], where d is the size of a head
+        of the values.
     """
     tokens, batch, heads, dim = query.shape
     softmax = formats.softmax
@@ -197,7 +227,7 @@ def _attend(
 def _masked(
     scores_BMN: Tensor, softmax: Softmax, hidden: Tensor, *, in_fp32: bool = True
 ) -> Tensor:
-    """Return the masked scores, which are the argument of the exponential function."""
+    """Return the scaled and masked scores, which are the input of softmax."""
     scores_BMN = scores_BMN.float() if in_fp32 else scores_BMN
     if softmax.coefficient is not None:
         scores_BMN = scores_BMN * softmax.coefficient
@@ -205,13 +235,13 @@ def _masked(
 
 
 def _unnormalized(masked_BMN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return e = exp(s - rowmax) in `dtype` and its row sums in float32, as in the layer."""
+    """Return `exp(scores - rowmax)` in `dtype` and its row sums in float32, as in the layer."""
     e_BMN = (masked_BMN - masked_BMN.amax(-1, keepdim=True)).exp()
     return e_BMN.to(dtype), e_BMN.sum(-1, keepdim=True)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    """Return [s, b, groups, d] as [b * heads, s, d]; heads that share a group get copies of it."""
+    """Reshape [s, b, groups, d] to [b * heads, s, d]; each group is copied for all of its heads."""
     if x.shape[2] != heads:
         x = x.repeat_interleave(heads // x.shape[2], dim=2)
     return x.reshape(x.shape[0], -1, x.shape[3]).transpose(0, 1)
@@ -235,7 +265,14 @@ def _matmul(
 
 
 def _hidden(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -> Tensor:
-    """Return [queries, keys]: whether a key of the sequence is hidden from a query of this rank."""
+    """Return a mask [queries, keys] that is true where a key is hidden from a query of this rank.
+
+    Args:
+        tokens: number of tokens on each rank.
+        rank: context-parallel rank.
+        size: size of the context-parallel group.
+        window: numbers of visible keys before and after a query; None for a causal mask.
+    """
     keys = torch.arange(tokens * size)
     chunks = keys.chunk(2 * size)
     queries = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]) if size > 1 else keys
@@ -245,7 +282,7 @@ def _hidden(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -
 
 
 def _gathered(parts: Sequence[Tensor]) -> Tensor:
-    """Join the zigzag chunks of all ranks in the order of the sequence."""
+    """Join the zigzag chunks of all ranks, in the order of the sequence."""
     if len(parts) == 1:
         return parts[0]
     halves = [part.chunk(2) for part in parts]
@@ -253,7 +290,7 @@ def _gathered(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _scattered(whole: Tensor, size: int) -> list[Tensor]:
-    """Return the zigzag chunks of each rank; the inverse of `_gathered`."""
+    """Divide a sequence into the zigzag chunks of each rank; this is the inverse of `_gathered`."""
     if size == 1:
         return [whole]
     chunks = whole.chunk(2 * size)

@@ -1,15 +1,16 @@
 """Recompute a linear layer's three GEMMs from its saved operands.
 
-A result is first computed as in the run, in the operands' dtype. On the same machine it is the same
-bit for bit. Another machine may sum in another order. Each value may then differ from the exact sum
-of its products by the bound that holds for every order of summation,
+A result is first recomputed as in the run, in the dtype of the operands. On the same machine, it is
+bit-identical. Another machine may sum in a different order. In this case, the difference between
+each value and the exact sum of its products must stay within a bound that holds for every order of
+summation:
 
     |saved - exact| <= gamma_K * sum |a||b| + u * |exact|,    gamma_K = K v / (1 - K v)
 
 (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). Matmuls of bf16, fp16 and
-float32 accumulate in float32, so v = 2^-24, half a unit in the last place. The sum is rounded once
-to the saved dtype, and u is half a unit in the last place of that dtype. A GPU that reduces in bf16
-or TF32 deviates more; `slack` multiplies the bound.
+float32 tensors accumulate in float32, so v = 2^-24, half a unit in the last place. The sum is
+rounded once to the dtype of the saved result, and u is half a unit in the last place of this dtype.
+A GPU that reduces in bf16 or TF32 deviates more; in this case, `slack` increases the bound.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ from megatron.analysis.dump.reassembly import bits
 from megatron.analysis.verification.recorded_formats import NotCheckedError
 from megatron.fake_quant.gemm import GemmFormats, Operand
 
-#: Operands from which each result of a linear layer follows.
+#: Operands from which each result of a linear layer is computed.
 LINEAR = {
     "output": ("input", "weight"),
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
-_ROWS = 1024  #: rows of a result that are computed at a time in float64
-_FLOAT32 = torch.finfo(torch.float32).eps / 2
+_ROWS = 1024  #: number of rows of a result that are computed in float64 at a time
+_FLOAT32 = torch.finfo(torch.float32).eps / 2  #: half a unit in the last place of float32
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
     """The comparison of a saved result with its recomputation."""
 
-    exact: bool  #: whether both are the same bit for bit
-    excess: float = 0.0  #: largest deviation as a multiple of the allowed one
-    text: str = ""  #: description of the largest deviation; empty if the result is exact
+    exact: bool  #: whether the two are bit-identical
+    excess: float = 0.0  #: largest ratio of a deviation to the allowed deviation
+    text: str = ""  #: description of the deviation; empty if the result is exact
 
     @property
     def wrong(self) -> bool:
-        """Return whether the deviation is larger than allowed; a NaN is."""
+        """Return whether the deviation exceeds the allowed one or is NaN."""
         return not self.exact and not self.excess <= 1
 
 
-#: The comparison of a result, or the reason why it was not checked.
+#: Comparison of a result with its recomputation, or the reason why it was not checked.
 Outcome = Recomputation | NotCheckedError
 
 
@@ -58,13 +59,13 @@ def linear(
     slack: float,
     codes: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Outcome]]:
-    """Check each saved result, and yield its name and outcome.
+    """Check each saved result of a linear layer, and yield its name and outcome.
 
     Args:
         tensors: operands and results by name.
         formats: formats of the operands in the run.
-        slack: factor on the allowed deviation.
-        codes: values of the operands whose codes were saved, by slot.
+        slack: factor by which the allowed deviation is multiplied.
+        codes: dequantized operands whose codes were saved, by slot.
     """
     for name, operands in LINEAR.items():
         if name not in tensors:
@@ -83,7 +84,11 @@ def linear(
 
 
 def as_outcome(error: Exception) -> Outcome:
-    """Return the outcome of a matmul that raised: not checked, or operands that do not fit."""
+    """Return the outcome of a matmul whose recomputation raised `error`.
+
+    The outcome is `error` itself if it is a `NotCheckedError`. Otherwise, it is a `Recomputation`
+    that reports operands that do not fit together.
+    """
     if isinstance(error, NotCheckedError):
         return error
     line = str(error).splitlines()[0]
@@ -93,9 +98,14 @@ def as_outcome(error: Exception) -> Outcome:
 def _operands(
     name: str, first: Tensor, second: Tensor, formats: GemmFormats, codes: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the two quantized factors of a result's GEMM.
+    """Return the two quantized factors of the GEMM that computes a result.
 
-    first, second: the operands in the order of LINEAR
+    Args:
+        name: name of the result.
+        first: the first operand of the result in `LINEAR`.
+        second: the second operand of the result in `LINEAR`.
+        formats: formats of the operands in the run.
+        codes: dequantized operands whose codes were saved, by slot.
     """
 
     def of(slot: str, x: Tensor, axis: int, *, fill: bool = False) -> Tensor:
@@ -115,19 +125,19 @@ def _operands(
 def quantized(
     operand: Operand, x: Tensor, axis: int, *, fill: bool = False, stored: Tensor | None = None
 ) -> Tensor:
-    """Return an operand as the GEMM read it.
+    """Return an operand as it entered the GEMM.
 
     Args:
         operand: format and transform of the operand.
         x: the saved tensor.
-        axis: the reduction axis.
-        fill: see `Operand.quantized`.
-        stored: the values of the saved codes, if there are any. They replace the values that were
-            rounded stochastically; otherwise they must equal the quantized `x`.
+        axis: reduction axis.
+        fill: whether to pad the axis for the transform; see `Operand.quantized`.
+        stored: dequantized values of the saved codes, if any. If the operand was rounded
+            stochastically, they are returned. Otherwise, they must equal the quantized `x`.
 
     Raises:
-        NotCheckedError: the operand was rounded stochastically, and no codes were saved.
-        ValueError: the codes do not belong to the tensor.
+        NotCheckedError: if the operand was rounded stochastically and no codes were saved.
+        ValueError: if the codes do not belong to the tensor.
     """
     if stored is None:
         check_not_random(operand)
@@ -149,7 +159,7 @@ def is_random(operand: Operand) -> bool:
 
 
 def check_not_random(*operands: Operand) -> None:
-    """Raise NotCheckedError if an operand is rounded stochastically."""
+    """Raise `NotCheckedError` if an operand is rounded stochastically."""
     if any(map(is_random, operands)):
         raise NotCheckedError("stochastic rounding: no codes were saved (--collect-tensors codes)")
 
@@ -159,8 +169,14 @@ def _compare(
 ) -> Recomputation:
     """Compare a saved result with the product of its factors.
 
-    formats: formats of the matmul if the result is a gradient; a straight-through pass with a
-        Hadamard transform rotates its gradients back
+    Args:
+        saved: the saved result.
+        a: the first factor.
+        b: the second factor.
+        formats: formats of the matmul if the result is a gradient, otherwise None. In a
+            straight-through pass with a Hadamard transform, the inverse transform is applied to
+            the product.
+        slack: factor by which the allowed deviation is multiplied.
     """
     if saved.shape != (a.shape[0], b.shape[1]):
         text = f"its operands give shape {[a.shape[0], b.shape[1]]}, but it has {list(saved.shape)}"
@@ -182,7 +198,7 @@ def _compare(
         exact, size = wide_a @ wide_b, wide_a.abs() @ size_b
         gamma = a.shape[1] * _FLOAT32 / (1 - a.shape[1] * _FLOAT32)
         allowed = gamma * size
-        if hadamard is not None:  # the inverse adds `size` terms, after a rounding to the dtype
+        if hadamard is not None:  # the inverse sums `size` values that were rounded to the dtype
             allowed += torch.finfo(saved.dtype).eps * exact.abs()
             root = torch.tensor(float(hadamard.size)).sqrt().double()
             turn = hadamard.matrix().double().t() / root
@@ -195,14 +211,16 @@ def _compare(
 
 
 def worst_of(saved: Tensor, exact: Tensor, allowed: Tensor, start: int = 0) -> Recomputation:
-    """Return the comparison of the value with the largest deviation relative to the allowed one.
+    """Find the value with the largest ratio of deviation to allowed deviation, and describe it.
 
-    One rounding to the saved dtype is allowed in addition. A value that is not finite must be the
-    same on both sides.
+    One rounding to the saved dtype is allowed in addition to `allowed`. Values that are not finite
+    must be the same in `saved` and `exact`.
 
     Args:
-        exact, allowed: exact values and allowed deviations, both float64.
-        start: number of the first row, for the message.
+        saved: saved values.
+        exact: exact values in float64.
+        allowed: allowed deviations in float64.
+        start: index of the first row in the whole result, for the message.
     """
     info = torch.finfo(saved.dtype)
     allowed = allowed + info.eps / 2 * exact.abs() * 1.001 + info.tiny * info.eps

@@ -1,10 +1,10 @@
 """Determine the formats of the six operands of a matmul from the records and run card of a dump.
 
-A record names the format of its own operand, in its forward and its backward use. It does not say
-whether the backward pass was straight-through. Attention's probabilities and the gradients of its
-scores have no record at all. The audit in the run card contains all of this, but a dump of another
-trainer has no audit. Several combinations of formats may then be possible, and a result is accepted
-if it follows from any of them.
+A record contains the formats of one operand, as used in the forward and the backward pass. It does
+not contain whether the backward pass was straight-through. The probabilities of attention are
+recorded only on request, and the gradients of its scores never. The audit in the run card contains
+all of this information, but dumps of other training programs have no audit. In this case, several
+combinations of formats may be possible, and a result is accepted if it agrees with any of them.
 """
 
 from __future__ import annotations
@@ -25,31 +25,35 @@ from megatron.fake_quant.recipe_operands import GEMMS
 _AUDIT_LINE = re.compile(
     r"(?P<module>\S+)\s+(?P<operation>linear|qk|pv)\s{2,}(?P<summary>\S.*?)\s{2,}\S.*"
 )
-_LINE_LIMIT = 1000  #: longest line of an audit in characters
-STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"  #: marks in an audit
+_LINE_LIMIT = 1000  #: maximum length of a line of an audit, in characters
+#: Suffixes in parentheses on a line of the format audit.
+STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"
 _MARK = re.compile(rf" \(({STRAIGHT}|{UNNORMALIZED})\)")
 
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """The operations of attention between its two matmuls."""
+    """The parameters of the operations between the two matmuls of attention."""
 
-    scale: float | None = None  #: factor of QK^T; None for 1 / sqrt(head dim)
-    coefficient: float | None = None  #: second factor of the scores, before the mask
-    #: numbers of keys before and after a query that are visible to it; None if causal
+    scale: float | None = None  #: factor applied to QK^T; None for 1 / sqrt(head dim)
+    coefficient: float | None = None  #: factor applied to the scores before masking
+    #: Numbers of keys before and after a query that it attends to; None for a causal mask.
     window: tuple[int, int] | None = None
-    in_fp32: bool = True  #: whether softmax is computed in float32 or in the dtype of the scores
+    in_fp32: bool = True  #: if false, softmax is computed in the dtype of the scores
 
 
 class NotCheckedError(Exception):
-    """Raised if a result cannot be recomputed from the saved tensors; the message says why."""
+    """Raised if a result cannot be recomputed from the saved tensors.
+
+    The message gives the reason.
+    """
 
 
 def parse_operand(name: str) -> Operand:
-    """Return the operand for a name in an audit or a record: `nvfp4:sr+H16:nvfp4`, `none`.
+    """Parse the name of an operand in an audit or a record: `nvfp4:sr+H16:nvfp4`, `none`.
 
     Raises:
-        NotCheckedError: an unknown format.
+        NotCheckedError: if the format is unknown.
     """
     format_name, _, transform = name.partition("+H")
     try:
@@ -63,7 +67,11 @@ def parse_operand(name: str) -> Operand:
 
 
 def uses(name: str | None) -> tuple[Operand, Operand]:
-    """Return the operand's forward and backward use according to a record's `format`."""
+    """Return the operand as used in the forward and in the backward pass.
+
+    Args:
+        name: the field `format` of a record; None if the operand was not quantized.
+    """
     if name is None:
         return AS_IT_IS, AS_IT_IS
     first, _, second = name.partition(" | ")
@@ -71,20 +79,21 @@ def uses(name: str | None) -> tuple[Operand, Operand]:
 
 
 def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]:
-    """Return the possible formats of a matmul, given the `format` of three records.
+    """Return the possible formats of a matmul, given the field `format` of three records.
 
     Args:
-        a, b: formats in the records of the operands A and B.
-        c: format in the record of the gradient of C.
+        a: format in the record of operand A.
+        b: format in the record of operand B.
+        c: format in the record of the gradient of the result C.
 
     Raises:
-        NotCheckedError: an unknown format, or formats that exclude each other.
+        NotCheckedError: if a format is unknown, or the formats are incompatible.
     """
     (fprop_a, wgrad_a), (fprop_b, dgrad_b), (dgrad_c, wgrad_c) = uses(a), uses(b), uses(c)
     candidates = []
     slots = (fprop_a, fprop_b, dgrad_c, dgrad_b, wgrad_c, wgrad_a)
-    # GemmFormats refuses different transforms of a gradient and an operand; such a pass can only be
-    # straight-through
+    # GemmFormats refuses different transforms of a gradient and an operand; if they differ, the
+    # pass must be straight-through
     with contextlib.suppress(ValueError):
         candidates.append(GemmFormats(**dict(zip(SLOTS, slots, strict=True))))  # type: ignore[arg-type]
     if dgrad_c == wgrad_c == AS_IT_IS and (fprop_a, fprop_b) == (wgrad_a, dgrad_b):
@@ -100,19 +109,19 @@ def of_card(
 ) -> GemmFormats | None:
     """Return the formats of a module's operation from the audit in the run card.
 
-    The result is None if the audit has no such operation.
+    The result is None if the audit does not contain the operation.
 
     Raises:
-        NotCheckedError: an unknown format or way to multiply, or an audit that cannot be read.
+        NotCheckedError: if a format or a suffix is unknown, or the audit cannot be parsed.
     """
     with _reading_an_audit():
         part = _part(card, iteration)
         if (entry := _entry(part, module, operation)) is not None:
             return _of_entry(entry)
-        if "operands" not in part:  # the audit consists of text only
+        if "operands" not in part:  # this audit consists of text lines only
             for line in part.get("matmuls", []):
                 if len(line) > _LINE_LIMIT:
-                    continue  # matching takes time quadratic in the length
+                    continue  # matching takes quadratic time
                 match = _AUDIT_LINE.fullmatch(line)
                 if match is None or match["operation"] != operation:
                     continue
@@ -124,11 +133,11 @@ def of_card(
 def softmax_of_card(card: Mapping[str, Any], module: str, iteration: int) -> Softmax | None:
     """Return the softmax of an attention layer from the run card.
 
-    It is described by the audit, and otherwise follows from the run's arguments. The result is None
-    if the card has neither.
+    The parameters are read from the audit, or else derived from the arguments of the run. The
+    result is None if the card has neither.
 
     Raises:
-        NotCheckedError: a softmax that is not recomputed; the message says why.
+        NotCheckedError: if this softmax cannot be recomputed; the message gives the reason.
     """
     with _reading_an_audit():
         softmax = (_entry(_part(card, iteration), module, "qk") or {}).get("softmax")
@@ -156,7 +165,7 @@ def softmax_of_card(card: Mapping[str, Any], module: str, iteration: int) -> Sof
 
 @contextlib.contextmanager
 def _reading_an_audit() -> Iterator[None]:
-    """Turn errors in reading a run card of an unknown form into NotCheckedError."""
+    """Raise `NotCheckedError` if the block fails because the run card has an unknown form."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -165,13 +174,16 @@ def _reading_an_audit() -> Iterator[None]:
 
 
 def _part(card: Mapping[str, Any], iteration: int) -> Mapping[str, Any]:
-    """Return the part of the audit that applies to an iteration; empty if there is none."""
+    """Return the part of the audit that applies to an iteration, or {} if there is none."""
     parts = [part for part in card.get("quantization") or [] if part["iteration"] <= iteration]
     return max(parts, key=lambda part: part["iteration"]) if parts else {}
 
 
 def _entry(part: Mapping[str, Any], module: str, operation: str) -> Mapping[str, Any] | None:
-    """Return the entry for a module's operation, in the form of `matmul_audit.for_card`."""
+    """Return the audit's entry for an operation of a module, or None if there is none.
+
+    The entry has the form that `matmul_audit.for_card` writes.
+    """
     for entry in part.get("operands", []):
         if entry["operation"] == operation and _covers(entry["modules"], module):
             return entry  # type: ignore[no-any-return]
@@ -184,7 +196,7 @@ def _of_entry(entry: Mapping[str, Any]) -> GemmFormats:
 
 
 def _marked(operands: Mapping[str, Operand], marks: set[str]) -> GemmFormats:
-    """Return the formats of a matmul from its operands by slot and its marks."""
+    """Return the formats of a matmul, given its operands by slot and its suffixes in the audit."""
     if unknown := sorted(marks - {STRAIGHT, UNNORMALIZED}):
         raise NotCheckedError(
             f"multiplied in a way that this version does not know: {', '.join(unknown)}"
@@ -196,7 +208,7 @@ def _marked(operands: Mapping[str, Operand], marks: set[str]) -> GemmFormats:
 
 
 def _softmax_of_arguments(args: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """Return the softmax that megatron-core derives from a run's arguments."""
+    """Return the parameters of softmax that megatron-core derives from the arguments of a run."""
     layer = re.search(r"(?<=layers\.)\d+", module)
     number = int(layer[0]) + 1 if layer else 1
     scale, coefficient = args.get("softmax_scale"), None
@@ -237,9 +249,10 @@ def _covers(names: str, module: str) -> bool:
 
 
 def _of_summary(summary: str, operation: str) -> GemmFormats:
-    """Return the formats from an audit's text.
+    """Return the formats of a matmul from its summary in an audit that consists of text.
 
-    The text is `mxfp8`, `high precision`, or `fprop mxfp8 x mxfp8, dgrad ... (straight-through)`.
+    A summary is, for example, `mxfp8`, `high precision` or
+    `fprop mxfp8 x mxfp8, dgrad ... (straight-through)`.
     """
     marks = set(_MARK.findall(summary))
     text = _MARK.sub("", summary)
