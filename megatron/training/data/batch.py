@@ -1,6 +1,6 @@
 """Feed micro-batches to the pipeline stages and compute the loss from their output.
 
-Shapes: b sequences of s tokens.
+In shapes, b is the micro-batch size and s is the sequence length.
 """
 
 import argparse
@@ -19,7 +19,10 @@ FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def _share(batch: dict[str, torch.Tensor] | None, args: argparse.Namespace) -> dict:
-    """Broadcast the first tensor-parallel rank's batch; its [b, s] fields go in one message."""
+    """Broadcast the batch of the first tensor-parallel rank; return it on every rank of the group.
+
+    All [b, s] fields are sent in one message.
+    """
     target = device.current()
     shape = (len(FIELDS), args.micro_batch_size, args.seq_length)
     if batch is not None:
@@ -62,10 +65,10 @@ def get_batch(batches: MicroBatches, args: argparse.Namespace) -> dict[str, torc
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor, *, args: argparse.Namespace
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the sum of the token losses, the number of tokens, and both as one tensor to log.
+    """Return the sum of the token losses, the number of tokens, and a dict with both for the log.
 
     Args:
-        loss_mask: 1 for each token that contributes to the loss, otherwise 0, [b, s].
+        loss_mask: 1 for each token that contributes to the loss and 0 for the others, [b, s].
         output: the loss of every token, [b, s].
         args: the run's arguments.
     """
@@ -83,7 +86,7 @@ def _weight_over_context(tokens: torch.Tensor) -> torch.Tensor:
 
     megatron-core divides the sum by this rank's tokens and averages the gradients over the ranks.
     Without this weight, a rank with few unmasked tokens would count as much as one with many.
-    The weight is 1 without --eod-mask-loss.
+    Without `--eod-mask-loss`, the weight is 1.
     """
     mean = tokens.to(torch.float32)
     group = parallel_state.get_context_parallel_group()
@@ -93,7 +96,10 @@ def _weight_over_context(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def forward_step(batches: MicroBatches, model: torch.nn.Module, *, args: argparse.Namespace):
-    """Run the model on one micro-batch; megatron-core's schedules call this on each stage."""
+    """Run the model on the next micro-batch; return its output and the function for its loss.
+
+    megatron-core's pipeline schedules call this function on each stage.
+    """
     batch = get_batch(batches, args)
     extra = {"loss_mask": batch["loss_mask"]} if args.mtp_num_layers else {}
     output = model(
@@ -113,8 +119,8 @@ def _computes_loss(model: torch.nn.Module) -> bool:
 def average_losses(per_micro_batch: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     """Return the mean loss per token over all micro-batches and data-parallel ranks.
 
-    Only the last pipeline stage computes it. It is broadcast to the other stages, because all ranks
-    must react in the same way to a loss that is not finite.
+    The last pipeline stage computes the mean and broadcasts it to the other stages, because all
+    ranks must react in the same way to a loss that is not finite.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     names = ["lm loss"]

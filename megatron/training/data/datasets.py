@@ -1,7 +1,7 @@
 """Build the data sets and iterate over their micro-batches.
 
-The data sets are megatron-core's: `.bin/.idx` pairs, blended and split, with their sample indices
-cached on disk. Only the ranks that feed a model read them: the first of each tensor-parallel group,
+megatron-core's data sets read `.bin/.idx` pairs, blend and split them, and cache sample indices on
+disk. Only the ranks that feed a model read the data: the first rank of each tensor-parallel group,
 on the first and last pipeline stages. Every rank still counts the samples, because the record of a
 collected tensor holds the index of the first sample in its micro-batch.
 """
@@ -32,9 +32,11 @@ SPLITS = ("train", "valid", "test")
 
 
 def stage_needs_data(args: argparse.Namespace) -> bool:
-    """Return whether this pipeline rank uses tokens: the first embeds, the last computes the loss.
+    """Return whether this pipeline stage needs the tokens of a batch.
 
-    A mask that depends on the documents, and multi-token prediction, need tokens on every stage.
+    The first stage embeds the tokens, and the last stage computes the loss from them. Every stage
+    needs them if the attention mask depends on document boundaries (`--reset-attention-mask`) or if
+    the model predicts several tokens (`--mtp-num-layers`).
     """
     return (
         parallel_state.is_pipeline_first_stage(ignore_virtual=True)
@@ -49,7 +51,7 @@ def _is_reader(args: argparse.Namespace) -> bool:
 
 
 def split_sizes(args: argparse.Namespace) -> dict[str, int]:
-    """Return how many samples the whole run takes from each split."""
+    """Return the number of samples that the whole run takes from each split."""
     per_evaluation = args.eval_iters * args.global_batch_size
     evaluations = args.train_iters // args.eval_interval + 1
     return {
@@ -60,7 +62,9 @@ def split_sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Check every index against its token file; one process per machine reads them. Collective.
+    """Check every index against its token file. Must be called on all ranks.
+
+    Only the first process of each machine reads the files.
 
     Raises:
         UserError: on all ranks, if an index is damaged.
@@ -70,7 +74,7 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def _problem(check: Callable[..., None], *arguments: object) -> str | None:
-    """Run a check on the first process of this machine and return the problem it finds, or None."""
+    """Run `check` on the first process of this machine; return its error message, or None."""
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         try:
             check(*arguments)
@@ -80,13 +84,15 @@ def _problem(check: Callable[..., None], *arguments: object) -> str | None:
 
 
 def _prefixes(args: argparse.Namespace) -> list[str]:
-    """Return the distinct data prefixes of the command line."""
+    """Return the data prefixes on the command line, without duplicates."""
     blends = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
     return list(dict.fromkeys(p for blend in blends if blend for p in blend_prefixes(blend)))
 
 
 def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils.data.Dataset]:
-    """Return the splits that this run uses; each is None on a rank that reads no data. Collective.
+    """Return the data sets of the splits that this run uses. Must be called on all ranks.
+
+    Every data set is None on a rank that reads no data.
 
     Raises:
         UserError: if the data is too small for its split, was made with another tokenizer, or
@@ -94,7 +100,7 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
     """
     for prefix in _prefixes(args):
         check_fits(prefix, tokenizer)
-    if args.mock_data:  # suppresses the warning that its indices are not cached
+    if args.mock_data:  # suppress the warning that the indices are not cached
         logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
     sizes = split_sizes(args)
     config = _dataset_config(args, tokenizer)
@@ -129,7 +135,11 @@ def build_datasets(args: argparse.Namespace, tokenizer) -> dict[str, torch.utils
 
 
 def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, float] | None]]:
-    """Yield (split index, prefix, range of its documents, or None for an empty range)."""
+    """Yield (split index, prefix, share) for each prefix of each split.
+
+    `share` holds the first and last document as fractions of the prefix's documents, or is None if
+    the split takes no documents.
+    """
     if config.blend is not None:
         for prefix in config.blend[0]:
             yield from ((index, prefix, share) for index, share in enumerate(config.split_matrix))
@@ -138,10 +148,12 @@ def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, fl
 
 
 def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[bool]:
-    """Drop an empty test part and refuse any other empty part: megatron-core would loop forever.
+    """Return `wanted`, set to False for an empty test split; refuse any other empty split.
+
+    megatron-core would loop forever on an empty split.
 
     Raises:
-        UserError: if a part that the run needs has no tokens.
+        UserError: if a training or validation split that the run needs has no tokens.
     """
     wanted = list(wanted)
     if config.blend_per_split is not None:
@@ -149,7 +161,7 @@ def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[b
     for index, prefix, share in _parts(config):
         if not wanted[index]:
             continue
-        # `indexed` keeps the memory of `lengths` alive.
+        # Keep a reference to `indexed`, because `lengths` is a view of its memory.
         indexed = IndexedDataset(prefix, mmap=config.mmap_bin_files)
         lengths = indexed.sequence_lengths
         first, last = (round(bound * len(lengths)) for bound in share or (0, 0))
@@ -189,9 +201,9 @@ def _dataset_config(args: argparse.Namespace, tokenizer) -> GPTDatasetConfig:
 
 
 def _cache(args: argparse.Namespace, blends: list[list[str] | None]) -> str:
-    """Return the cache folder of the sample indices for the current state of the data. Collective.
+    """Return the cache folder for the sample indices of these blends. Must be called on all ranks.
 
-    The first rank chooses the folder and writes the indices, and all other ranks read them there.
+    The first rank chooses the folder and writes the indices; the other ranks read them there.
     """
     prefixes = [prefix for blend in blends if blend for prefix in blend_prefixes(blend)]
     folder = args.data_cache_path or default_cache(prefixes)
@@ -209,8 +221,8 @@ def _cache(args: argparse.Namespace, blends: list[list[str] | None]) -> str:
 class MicroBatches:
     """Iterator over the micro-batches of one pipeline stage.
 
-    Each item is the index of the micro-batch's first sample, and the batch, or None on a rank that
-    reads no data.
+    Each item is a pair: the index of the micro-batch's first sample, and the batch. The batch is
+    None on a rank that reads no data.
     """
 
     def __init__(self, dataset, sampler: SequentialSampler, args: argparse.Namespace):
@@ -224,7 +236,7 @@ class MicroBatches:
                     batch_sampler=sampler,
                     num_workers=args.num_workers,
                     pin_memory=torch.cuda.is_available(),
-                    generator=torch.Generator(),  # the default draws from the run's random state
+                    generator=torch.Generator(),  # the default uses the run's random state
                 )
             )
 
@@ -241,7 +253,9 @@ class MicroBatches:
         return indices[0], None if self._batches is None else self._checked(next(self._batches))
 
     def _checked(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Refuse token ids beyond the embedding: on a GPU they trigger a device-side assert.
+        """Return `batch` if all of its token ids are in the vocabulary, or else raise an error.
+
+        On a GPU, an id outside the vocabulary would trigger a device-side assert in the embedding.
 
         Raises:
             RankError: if the data was made with another tokenizer, or its ids are damaged.
@@ -265,12 +279,13 @@ class MicroBatches:
 def micro_batches(
     args: argparse.Namespace, dataset, *, total: int, consumed: int
 ) -> list[MicroBatches]:
-    """Return an independent iterator over the samples for each model chunk of this rank.
+    """Return an independent iterator over the micro-batches for each model chunk of this rank.
 
-    Collective.
+    Must be called on all ranks.
 
     Args:
-        dataset: None on ranks that read no data; the first rank always reads.
+        args: the run's arguments.
+        dataset: the data set, or None on a rank that reads no data; the first rank always does.
         total: number of samples that the whole run takes.
         consumed: number of samples that the run has already taken.
 

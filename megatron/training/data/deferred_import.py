@@ -1,8 +1,9 @@
 """Import megatron-core's tokenizers without importing `transformers` before it is needed.
 
-The wheel imports `transformers` for any tokenizer, which takes two seconds. Only Hugging Face's
-tokenizers and chat templates use it. While the wheel's package is imported, stand-ins replace the
-two names that it imports from `transformers`; they import the library when they are called.
+megatron-core imports `transformers` for any tokenizer, which takes two seconds, although only
+Hugging Face's tokenizers and chat templates use it. While megatron-core's tokenizers are imported,
+stand-ins replace the two names that they import from `transformers`. The stand-ins import the
+library when they are called.
 """
 
 import importlib
@@ -18,7 +19,7 @@ _IMPORTER = "megatron.core.tokenizers.text.libraries"
 
 
 class _AutoTokenizer:
-    """Stand-in for `transformers.AutoTokenizer`; the wheel calls only this method."""
+    """Stand-in for `transformers.AutoTokenizer`; megatron-core calls only `from_pretrained`."""
 
     @staticmethod
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
@@ -33,9 +34,9 @@ def _compile_jinja_template(template: str) -> Any:
 
 @contextmanager
 def transformers_when_needed() -> Iterator[None]:
-    """Replace `transformers` by stand-ins while the wheel's tokenizers are imported.
+    """Replace `transformers` with stand-ins while megatron-core's tokenizers are imported.
 
-    Nothing else should import `transformers` within this context.
+    Other code must not import `transformers` within this context.
     """
     if "transformers" in sys.modules or _IMPORTER in sys.modules:
         yield

@@ -1,8 +1,8 @@
-"""Check the sample indices that megatron-core keeps on disk, before and after it loads them.
+"""Check the sample indices that megatron-core caches on disk, before and after it loads them.
 
-megatron-core loads its `.npy` files with `numpy.load(allow_pickle=True)`, which runs the code of a
-pickle in place of an array, and does not check the numbers. The folder usually lies beside the
-data, so it is as untrusted as the data.
+megatron-core loads its `.npy` files with `numpy.load(allow_pickle=True)`. If a file holds a pickle
+instead of an array, this call runs the code in the pickle. megatron-core does not check the numbers
+in an array either. The cache folder is usually next to the data, so it is as untrusted as the data.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.training.errors import UserError
 
-DTYPES = ("int16", "int32", "uint32", "int64")  #: the dtypes that megatron-core writes
-BLOCK = 1 << 22  #: samples that are checked at a time
+DTYPES = ("int16", "int32", "uint32", "int64")  #: dtypes that megatron-core writes
+BLOCK = 1 << 22  #: number of samples that are checked at a time
 
 
 def check_cached_files(folder: str | None) -> None:
-    """Refuse a folder of sample indices that holds anything but complete arrays of integers.
+    """Refuse a cache folder that holds a link, a special file, or a damaged `.npy` file.
+
+    Every `.npy` file must be a complete array of integers.
 
     Raises:
-        UserError: if a file is not such an array; the message names the file and the remedy.
+        UserError: if the folder is refused; the message names the file and the remedy.
     """
     if folder is None or not os.path.lexists(folder):
         return
@@ -49,7 +51,7 @@ def _advice(folder: str) -> str:
 
 
 def _check_array(path: Path) -> None:
-    """Refuse a file that is not a complete array of integers, without unpickling anything."""
+    """Refuse a file that is not a complete array of integers; nothing is unpickled."""
     with open_regular(path) as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -69,12 +71,12 @@ def _check_array(path: Path) -> None:
 
 
 def check_samples(dataset: Any, folder: str | None) -> None:
-    """Refuse sample indices that do not fit the data, whether they were loaded or just made.
+    """Refuse sample indices that do not match the data, whether they were loaded or just built.
 
-    Reads every index once: about 0.5 s for 10 million documents.
+    Every index is read once, which takes about 0.5 s for 10 million documents.
 
     Raises:
-        UserError: if an index does not fit; the message names the index and the remedy.
+        UserError: if an index does not match; the message names the index and the remedy.
     """
     try:
         if isinstance(dataset, BlendedDataset):
@@ -103,7 +105,7 @@ def _check_blend(blend: Any) -> None:
 
 
 def _check_documents(dataset: Any) -> None:
-    """Check that every document of the split occurs equally often."""
+    """Check that all documents of the split occur equally often."""
     documents, split = dataset.document_index, dataset.indices
     first, last = int(split.min()), int(split.max())
     if documents.ndim != 1 or not len(documents) or len(documents) % len(split):
@@ -137,7 +139,7 @@ def _check_places(dataset: Any) -> None:
 
 
 def _check_shuffle(dataset: Any) -> None:
-    """Check that every sample occurs exactly once."""
+    """Check that every sample occurs exactly once in the shuffled order."""
     order, samples = dataset.shuffle_index, len(dataset.sample_index) - 1
     seen = np.zeros(samples, dtype=bool)
     inside = order.ndim == 1 and len(order) == samples

@@ -1,11 +1,12 @@
-"""Check a `.bin/.idx` pair before anything is read through it.
+"""Check the index of a `.bin/.idx` pair before tokens are read from the pair.
 
-An index holds the length of every sequence, the byte at which it begins, and the bounds of the
-documents. megatron-core's writer leaves no gap between sequences. Lengths, positions and the size
-of the `.bin` file therefore determine each other, and a single wrong byte is found.
+An index holds the length of every sequence, the byte offset at which it begins, and the bounds of
+the documents. megatron-core's writer leaves no gaps between sequences. The lengths, the offsets and
+the size of the `.bin` file therefore determine each other, and a single wrong byte is detected.
 
-`read_header` costs one small read. `Index.problems` reads the whole index, 20 bytes per document,
-in blocks: about 0.3 s of one core for 10 million documents, in 50 MB of memory.
+`read_header` takes one small read. `Index.problems` reads the whole index, which has 20 bytes per
+document, in blocks. For 10 million documents this takes about 0.3 s on one core and 50 MB of
+memory.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import numpy as np
 from megatron.bounded_files import UnusableFileError, check_regular, open_regular
 from megatron.training.errors import UserError
 
-MARK = b"MMIDIDX\x00\x00"  #: the first bytes of every megatron-core index
-HEADER = struct.Struct("<9sQBQQ")  #: mark, version, dtype code, sequences, document bounds
-#: Integer dtypes by megatron-core's codes; codes 6 and 7 are floats, which cannot be token ids.
+MARK = b"MMIDIDX\x00\x00"  #: first bytes of every megatron-core index
+HEADER = struct.Struct("<9sQBQQ")  #: mark, version, dtype code, sequence count, bound count
+#: Integer dtypes by megatron-core's dtype code; 6 and 7 are floats, which cannot be token ids.
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 LENGTH = np.dtype("<i4")
 PLACE = np.dtype("<i8")
-BLOCK = 1 << 20  #: sequences that are checked at a time
+BLOCK = 1 << 20  #: number of sequences that are checked at a time
 ADVICE = "make the data again with script/data/preprocess.py, or get the files again"
 
 
@@ -48,14 +49,14 @@ class Index:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the `.bin` file holds, by its size."""
+        """Number of tokens in the `.bin` file, computed from its size."""
         return self.bin_size // self.dtype.itemsize
 
     def problems(self, *, allow_empty: bool = False) -> list[str]:
-        """Read the index once and return what is wrong with the pair, in the order of the file.
+        """Read the index once and return the problems that it shows, in the order of the file.
 
-        `allow_empty` accepts sequences without tokens and documents without sequences. They do not
-        harm training, but script/data/preprocess.py never writes them.
+        With `allow_empty`, sequences without tokens and documents without sequences are accepted.
+        They do not harm training, but script/data/preprocess.py never writes them.
         """
         problems = self._size_problems()
         if not problems:
@@ -67,7 +68,7 @@ class Index:
     def _size_problems(self) -> list[str]:
         needed = HEADER.size + (LENGTH.itemsize + PLACE.itemsize) * self.sequences
         needed += PLACE.itemsize * (self.documents + 1)
-        # multimodal data has one more byte per sequence, its mode
+        # The index of multimodal data has one more byte per sequence: the mode.
         if self.size in (needed, needed + self.sequences):
             return []
         return [f"the index has {self.size} bytes, but needs {needed}"]
@@ -121,8 +122,9 @@ def read_header(prefix: str) -> Index:
     """Read the header of an index and the sizes of both files.
 
     Raises:
-        FileNotFoundError: one of the two files is missing.
-        UnusableFileError: if one is not a regular file, or the `.idx` file is not a valid index.
+        FileNotFoundError: if one of the two files is missing.
+        UnusableFileError: if one of the two files is not a regular file, the `.bin` file is empty,
+            or the `.idx` file is not a valid index.
     """
     path = Path(f"{prefix}.idx")
     bin_size = check_regular(f"{prefix}.bin").st_size
@@ -148,7 +150,9 @@ def read_header(prefix: str) -> Index:
 
 
 def check_header(prefix: str) -> Index:
-    """Refuse a pair whose header or file size is wrong, with one small read. Both files must exist.
+    """Return the header of an index, and refuse a pair with a wrong header or index size.
+
+    Both files must exist. The check takes one small read.
 
     Raises:
         UserError: if the pair is wrong; the message names the file and the remedy.
@@ -163,10 +167,11 @@ def check_header(prefix: str) -> Index:
 
 
 def check_index(prefix: str) -> None:
-    """Read the whole index of a pair and refuse one that is wrong anywhere.
+    """Read the whole index of a pair and refuse an index with any error.
 
     Raises:
-        UserError: if the index is wrong; the message has the file, the first fault and the remedy.
+        UserError: if the index is wrong; the message names the file, the first error and the
+            remedy.
     """
     index = check_header(prefix)
     try:

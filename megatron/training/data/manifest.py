@@ -1,8 +1,8 @@
 """Read and write `PREFIX.json`, which records the tokenizer and the contents of a `.bin/.idx` pair.
 
 script/data/preprocess.py writes this manifest and training reads it. Training also accepts data
-without a manifest, made by other programs. It then cannot compare tokenizers, and only checks that
-the token ids of every batch are in the vocabulary.
+without a manifest, which other programs make. It then cannot compare the tokenizers; it only checks
+that the token ids of every batch are in the vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerRecord:
-    """The properties of a tokenizer that tokenized data depends on."""
+    """Properties of the tokenizer that data was made with."""
 
     type: str
     vocab_size: int
@@ -44,28 +44,28 @@ class TokenizerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The contents of `PREFIX.json`; the same input always results in the same manifest."""
+    """Contents of `PREFIX.json`; the same input always results in the same manifest."""
 
     schema_version: int = SCHEMA_VERSION
     tokenizer: TokenizerRecord
     dtype: str
     documents: int
     tokens: int
-    text_bytes: int  #: size of the documents in UTF-8
-    bad_lines: int  #: lines and rows of the input that were skipped
+    text_bytes: int  #: total size of the documents as UTF-8, in bytes
+    bad_lines: int  #: number of input lines and rows that were skipped
     json_key: str
     append_eod: bool
-    sources: tuple[tuple[str, int], ...]  #: name and bytes of each input file, in order
+    sources: tuple[tuple[str, int], ...]  #: name and size in bytes of each input file, in order
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Return the manifest that a JSON text describes.
+        """Return the manifest parsed from a JSON string.
 
         Raises:
-            ValueError: if the text is not a manifest; the message says why.
+            ValueError: if the string is not a manifest; the message gives the reason.
         """
         content = parse_json(text)
         version = content.get("schema_version") if isinstance(content, dict) else None
@@ -106,10 +106,10 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def _checked(value: dict[str, Any], kinds: dict[str, tuple[type, ...]], what: str) -> dict:
-    """Return a copy of `value` after checking that it has exactly these fields and types.
+    """Return a copy of `value` after checking that it has exactly the fields and types of `kinds`.
 
     Raises:
-        ValueError: if a field is wrong; the message names it.
+        ValueError: if a field is missing, unknown or of a wrong type; the message names it.
     """
     if odd := sorted(value.keys() ^ kinds.keys()):
         problem = "lacks" if odd[0] in kinds else "has the unknown field"
@@ -128,7 +128,7 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """Return the manifest of the data at `prefix`, or None if there is no such file.
+    """Return the manifest of the data at `prefix`, or None if the data has no manifest.
 
     Raises:
         UserError: if the file is not a manifest.

@@ -1,4 +1,4 @@
-"""Parse and check data set prefixes, and choose the cache folder of their sample indices."""
+"""Parse and check the prefixes of data sets, and choose the folder that caches sample indices."""
 
 import hashlib
 import math
@@ -11,13 +11,15 @@ from megatron.training.errors import UserError
 
 
 def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
-    """Split `0.3 a 0.7 b` into prefixes and weights, or `a b` into prefixes and None.
+    """Return the prefixes and weights of a data blend; the weights are None if none are given.
+
+    `0.3 a 0.7 b` has weights and `a b` has none. A blend with weights may also be one argument.
 
     Raises:
         UserError: if weights and prefixes do not alternate.
     """
     if len(values) == 1 and _exists(f"{values[0]}.idx"):
-        return list(values), None  # an existing file, even if its name looks like a blend
+        return list(values), None  # an existing data set, even if its name looks like a blend
     words = values[0].split()
     if len(values) == 1 and words and _is_number(words[0]):
         values = words  # scripts often pass a blend as one quoted argument
@@ -46,15 +48,15 @@ def _is_number(text: str) -> bool:
 
 
 def blend_prefixes(values: list[str]) -> list[str]:
-    """Return the prefixes of a blend."""
+    """Return the prefixes of a data blend, without its weights."""
     return parse_blend(values)[0]
 
 
 def _exists(path: str) -> bool:
-    """Return whether anything exists under this name, even if it is not a usable data file.
+    """Return whether `path` exists, even if it is not a regular file.
 
     Raises:
-        UserError: if no file can have this name.
+        UserError: if `path` is not a valid name for a file.
     """
     try:
         check_regular(path)
@@ -70,7 +72,7 @@ def check_prefix(prefix: str) -> None:
     """Refuse a prefix if one of its two files is missing, or its index has a wrong header or size.
 
     Raises:
-        UserError: if so; the message names the file and the most likely mistake.
+        UserError: if the check fails; the message names the file and the most likely mistake.
     """
     missing = [suffix for suffix in (".bin", ".idx") if not _exists(prefix + suffix)]
     if not missing:
@@ -85,16 +87,17 @@ def check_prefix(prefix: str) -> None:
 
 
 def default_cache(prefixes: list[str]) -> str | None:
-    """Return the default folder of the sample indices, or None if the data folder is read-only."""
+    """Return the default cache folder, or None if the folder of the data is not writable."""
     folder = Path(prefixes[0]).resolve().parent
     return str(folder / ".index_cache") if os.access(folder, os.W_OK) else None
 
 
 def index_state(prefixes: list[str]) -> str:
-    """Return a name for the current state of the `.idx` files; it changes when one is rewritten.
+    """Return a hash of the paths, sizes and modification times of the `.idx` files.
 
-    megatron-core names its sample indices after the prefix alone. It would therefore reuse the
-    indices of earlier data that had the same prefix.
+    megatron-core names its sample indices after the prefix alone, and would reuse the indices of
+    earlier data with the same prefix. The hash changes when an `.idx` file is rewritten, so it
+    serves as the name of a separate cache folder.
     """
     digest = hashlib.sha256()
     for prefix in prefixes:

@@ -1,8 +1,8 @@
-"""Sample a data set sequentially, split over the data-parallel ranks and resumable by a count.
+"""Divide the samples of a data set among the data-parallel ranks, in order.
 
 The data set shuffles its own index, so reading it in order yields a random order. The position of a
-run is therefore one number: the samples consumed so far. It is the same for every data-parallel
-size that divides the batch.
+run is therefore a single number: the count of samples consumed so far. A run can resume from this
+count with any data-parallel size that divides the batch.
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SequentialSampler:
-    """The sample indices of each micro-batch of one data-parallel rank.
+    """Sampler that yields the sample indices of each micro-batch of one data-parallel rank.
 
-    An incomplete last micro-batch is dropped.
+    Samples at the end that do not fill one micro-batch per rank are dropped.
     """
 
     total_samples: int
@@ -23,7 +23,7 @@ class SequentialSampler:
     data_parallel_size: int
 
     def __len__(self) -> int:
-        """Return the number of micro-batches left for each rank."""
+        """Return the number of micro-batches that remain for each rank."""
         step = self.micro_batch_size * self.data_parallel_size
         return max(self.total_samples - self.consumed_samples, 0) // step
 

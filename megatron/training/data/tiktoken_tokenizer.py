@@ -1,13 +1,13 @@
 """Read tokenizers in tiktoken's format: a text file with one `base64-of-the-bytes rank` per line.
 
 Llama 3's `tokenizer.model` and OpenAI's `*.tiktoken` files have this format. Such a file holds only
-the byte pairs. How text is split before they are merged, and which special tokens follow them, is
-convention. The number of ranks in the file selects a known convention; any other number selects
-Llama 3's. (The wheel's class of the same name reads a different format: JSON with the special
-tokens first.)
+the tokens that byte-pair merging produces. It states neither how text is split before merging nor
+which special tokens exist. The number of ranks in the file selects one of OpenAI's known encodings;
+any other number selects Llama 3's conventions. (megatron-core's own tiktoken class reads a
+different format: JSON with the special tokens first.)
 
-Text never produces special tokens: `<|end_of_text|>` in a document is split like any other word, as
-Llama 3's own code does with user input.
+Text never produces special tokens: `<|end_of_text|>` in a document is split like any other word.
+Llama 3's own code treats user input in the same way.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from megatron.bounded_files import MEBIBYTE, read_bytes
 from megatron.core.tokenizers.text.libraries.abstract_tokenizer import MegatronTokenizerTextAbstract
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
-FILE_LIMIT = 256 * MEBIBYTE  #: the largest vocabularies take 4 MB
-LARGEST_RANK = 1 << 24  #: about 20 times the size of the largest vocabulary
-LONGEST_PIECE = 400_000  #: characters
-LONGEST_RUN = 25_000  #: characters, either all white space or none of them
+FILE_LIMIT = 256 * MEBIBYTE  #: maximum file size, in bytes; the largest vocabularies take 4 MB
+LARGEST_RANK = 1 << 24  #: exclusive upper bound of a rank; about 20 times the largest vocabulary
+LONGEST_PIECE = 400_000  #: maximum length of a piece of text, in characters
+#: Maximum length of a run of white space, or of other characters, in characters.
+LONGEST_RUN = 25_000
 _LONG = rf"{{{LONGEST_RUN + 1},}}"
 _LONG_RUN = re.compile(rf"(?<!\S)\S{_LONG}|(?<!\s)\s{_LONG}")  # matches only at the start of a run
 
@@ -53,18 +54,18 @@ _O200K = (
 
 @dataclass(frozen=True)
 class Family:
-    """The conventions of a tokenizer that its file of byte pairs does not state."""
+    """The conventions of a tokenizer that a tiktoken file does not state."""
 
     name: str
-    pattern: str  #: regular expression of the words within which bytes are merged
-    special_tokens: dict[str, int]  #: ids by name
+    pattern: str  #: regular expression that splits text into words; bytes are merged within a word
+    special_tokens: dict[str, int]  #: ids of the special tokens by name
     eod: str
     bos: str | None = None
     pad: str | None = None
 
 
 def _llama3(ranks: int) -> Family:
-    """Return Llama 3's family: 256 special tokens follow the ranks, under Llama 3.2's names."""
+    """Return Llama 3's conventions: the 256 ids after the ranks are Llama 3.2's special tokens."""
     names = [f"<|reserved_special_token_{number}|>" for number in range(256)]
     known = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id"}
     known |= {6: "start_header_id", 7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}
@@ -101,10 +102,10 @@ FAMILIES = {
 
 
 def _rank(digits: bytes) -> int:
-    """Return the rank that the digits stand for.
+    """Return the rank that `digits` spells.
 
     Raises:
-        ValueError: if they are not a number, or the number is larger than any vocabulary.
+        ValueError: if `digits` is not a number, or the number is not below `LARGEST_RANK`.
     """
     if not re.fullmatch(rb"[0-9]{1,9}", digits) or int(digits) >= LARGEST_RANK:
         raise ValueError(f"a rank above {LARGEST_RANK}")
@@ -112,10 +113,11 @@ def _rank(digits: bytes) -> int:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Return the ranks of the byte pairs in a tiktoken file.
+    """Return the rank of each token in a tiktoken file; a token is a byte string.
 
     Raises:
-        ValueError: if a line is not `base64 rank`, a byte has no rank, or a rank occurs twice.
+        ValueError: if a line is not `base64 rank`, a single byte has no rank, or two tokens have
+            the same rank.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_bytes(path, limit=FILE_LIMIT).split(b"\n"), start=1):
@@ -135,11 +137,11 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Split `text` into pieces that the library can process.
+    """Yield consecutive pieces of `text` that are short enough for tiktoken.
 
-    Its patterns overflow the stack on a million blanks in a row, and the library panics. The limits
-    are those of Llama 3's own tokenizer, so the ids are the same. Text within the limits is one
-    piece.
+    tiktoken's regular expressions overflow the stack on a million spaces in a row, and the library
+    panics. `LONGEST_PIECE` and `LONGEST_RUN` have the same values as in Llama 3's own tokenizer, so
+    the ids are the same. Text within these limits is yielded as one piece.
     """
     for start in range(0, len(text), LONGEST_PIECE):
         piece, done = text[start : start + LONGEST_PIECE], 0
@@ -151,7 +153,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 class TiktokenFile(MegatronTokenizerTextAbstract):
-    """A file in tiktoken's format, with megatron-core's interface of a tokenizer library."""
+    """Tokenizer read from a tiktoken file, with megatron-core's interface for such libraries."""
 
     chat_template = None
     mask_id = cls_id = sep_id = unk_id = None
@@ -171,7 +173,7 @@ class TiktokenFile(MegatronTokenizerTextAbstract):
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Ids by token; each byte of a token is shown as the Latin-1 character of that value."""
+        """Ids by token; each byte of a token is decoded as a Latin-1 character."""
         return {token: number for number, token in self.inv_vocab.items()}
 
     def text_to_ids(self, text: str) -> list[int]:
@@ -222,7 +224,7 @@ class TiktokenFile(MegatronTokenizerTextAbstract):
 
 
 class TiktokenTokenizer(MegatronTokenizerText):
-    """The tokenizer that training and data sets use, backed by a `TiktokenFile`."""
+    """Tokenizer with the interface that training and data sets use, backed by a `TiktokenFile`."""
 
     def _restore_model(self, **kwargs: object) -> TiktokenFile:
         return TiktokenFile(self.path)

@@ -1,10 +1,11 @@
-"""Build tokenizers from files on disk, under Megatron-LM's names for their types.
+"""Build tokenizers from files on disk; the tokenizer types have the same names as in Megatron-LM.
 
-The classes are the wheel's (`megatron.core.tokenizers`). This module adds the following. It guesses
-the type from the path, and explains a wrong path before a library fails on it. It never takes a
-missing folder for the name of a model on the Hugging Face hub, so nothing is downloaded. It reads
-tiktoken's format with `tiktoken_tokenizer`. It tokenizes texts in batches, which is faster than one
-at a time. Its fingerprint shows whether data was made with the tokenizer that training uses.
+The tokenizer classes come from megatron-core (`megatron.core.tokenizers`). This module guesses the
+type of a tokenizer from its path, and reports a wrong path before a library fails on it. It never
+interprets a missing folder as the name of a model on the Hugging Face hub, so nothing is
+downloaded. It reads tiktoken's format with `tiktoken_tokenizer`. It can tokenize many strings in
+one call, which is faster than one call per string. It also computes a fingerprint of a tokenizer,
+which shows whether data was made with the tokenizer that training uses.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ TOKENIZER_TYPES = (
 )
 
 _SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".bpe", ".vocab")
-#: Names of small files that transformers reads in addition to `tokenizer.json`.
+#: Names of the small configuration files that transformers reads in addition to `tokenizer.json`.
 _CONFIGURATION = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "config.json",
 )
-#: Accepted names of tokenizer classes. transformers accepts any of its classes by name, and some of
-#: them load others.
+#: Pattern of the class names that a configuration file may contain. transformers itself accepts the
+#: name of any of its classes, but some of these classes load further classes.
 _TOKENIZER_CLASS = re.compile(r"(?!Rag|Auto)\w*Tokenizer\w*|\w+Backend")
-#: Names of the files of which AutoTokenizer needs at least one in a folder.
+#: File names; AutoTokenizer needs at least one of these files in a folder.
 HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def guess_tokenizer_type(path: str | Path) -> str:
-    """Return the type of the tokenizer at `path`, which is a file or the folder of a model."""
+    """Return the type of the tokenizer at `path`, which is a tokenizer file or a model folder."""
     path = Path(path)
     _refuse_special(path)
     if not path.exists():
@@ -62,8 +63,8 @@ def guess_tokenizer_type(path: str | Path) -> str:
         )
     if path.is_file():
         return "HuggingFaceTokenizer" if path.suffix == ".json" else _type_of_file(path)
-    # Hugging Face's files take precedence. A Llama 2 folder has an equivalent tokenizer.json and
-    # tokenizer.model; in a Llama 3 folder tokenizer.model is not a SentencePiece model.
+    # Hugging Face's files take precedence. In a Llama 2 folder, tokenizer.json and tokenizer.model
+    # are equivalent; in a Llama 3 folder, tokenizer.model is not a SentencePiece model.
     if any((path / name).is_file() for name in HUGGING_FACE_FILES):
         return "HuggingFaceTokenizer"
     if (file := _file_in(path)) is not None:
@@ -75,10 +76,10 @@ def guess_tokenizer_type(path: str | Path) -> str:
 
 
 def _file_in(folder: Path) -> Path | None:
-    """Return the tokenizer's file in a folder that has no Hugging Face tokenizer.
+    """Return the path of the tokenizer.model or .tiktoken file in a folder, or None.
 
     Raises:
-        UserError: if there are several.
+        UserError: if the folder has no tokenizer.model and several .tiktoken files.
     """
     if (folder / "tokenizer.model").is_file():
         return folder / "tokenizer.model"
@@ -92,7 +93,7 @@ def _file_in(folder: Path) -> Path | None:
 
 
 def _type_of_file(path: Path) -> str:
-    """Return the type of a tokenizer.model by its content: tiktoken's format is text."""
+    """Return the type of a tokenizer file; its first line shows whether it is a tiktoken file."""
     with path.open("rb") as file:
         first = file.readline(1000)
     tiktoken = re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", first)
@@ -104,12 +105,12 @@ def build_tokenizer(
     model_path: str | Path | None = None,
     vocab_size: int | None = None,
 ) -> MegatronTokenizerText:
-    """Return the tokenizer of `tokenizer_type`; None guesses the type from `model_path`.
+    """Return a tokenizer of type `tokenizer_type`; if None, guess the type from `model_path`.
 
-    It has tokenize(text) -> list[int], detokenize(ids) -> str, vocab_size, eod (None if the
-    tokenizer has no such token) and the rest of the interface that megatron-core's data sets use.
-    `vocab_size` is for the NullTokenizer, whose text consists of numbers: the ids from 0 to
-    vocab_size - 1, with eod = vocab_size.
+    The tokenizer provides tokenize(text) -> list[int], detokenize(ids) -> str, vocab_size, eod
+    (None if there is no end-of-document token), and the rest of the interface that megatron-core's
+    data sets use. The argument `vocab_size` applies only to the NullTokenizer. It reads text that
+    consists of numbers, which are the token ids from 0 to vocab_size - 1; eod is vocab_size.
     """
     if tokenizer_type is None and model_path is not None:
         tokenizer_type = guess_tokenizer_type(model_path)
@@ -140,15 +141,16 @@ def build_tokenizer(
     return make(Path(model_path))
 
 
-#: Text that different tokenizers split differently: spaces, digits, cases, scripts, code, an emoji.
+#: Text that different tokenizers split differently. It contains repeated spaces, digits, code,
+#: upper and lower case, several scripts and an emoji.
 PROBE = "Hello  world's 12345.67\n\tdef f(x): return x**2  # naïve, 漢字かな 한국어 Привет 🙂\r\n"
 
 
 def fingerprint(tokenizer: MegatronTokenizerText) -> str:
-    """Return a digest that is equal for tokenizers with the same tokens and end-of-document id.
+    """Return a hash that is equal for tokenizers with the same tokens and end-of-document id.
 
-    It covers a tokenizer's behavior (the token of every id, and the ids of `PROBE`) and not its
-    files, which each release of a library writes slightly differently.
+    It is computed from a tokenizer's behavior (the token of every id, and the ids of `PROBE`). The
+    tokenizer's files are not used, because each release of a library writes them differently.
     """
     digest = hashlib.sha256()
     digest.update(f"{tokenizer.vocab_size} {tokenizer.eod}\n".encode())
@@ -160,17 +162,17 @@ def fingerprint(tokenizer: MegatronTokenizerText) -> str:
 
 
 def batch_encoder(tokenizer: MegatronTokenizerText) -> Callable[[list[str]], list[list[int]]]:
-    """Return a function that tokenizes many texts faster than one `tokenizer.tokenize` per text.
+    """Return a function that tokenizes a list of strings faster than `tokenizer.tokenize` does.
 
-    The ids are the same. The wheel is slower because it asks Hugging Face's tokenizers for the
-    tokens as strings and then for the id of each.
+    The ids are the same. megatron-core's `tokenize` is slower with a Hugging Face tokenizer because
+    it first obtains the tokens as strings and then looks up the id of each string.
     """
     inner = tokenizer._tokenizer
     if tokenizer.library == "huggingface" and getattr(inner.tokenizer, "is_fast", False):
         backend = inner.tokenizer.backend_tokenizer
 
         def encode(texts: list[str]) -> list[list[int]]:
-            # The file may request truncation and padding; the wheel's own calls disable both.
+            # tokenizer.json may enable truncation and padding; megatron-core's calls disable both.
             backend.no_truncation()
             backend.no_padding()
             backend.encode_special_tokens = inner.tokenizer.split_special_tokens
@@ -184,10 +186,10 @@ def batch_encoder(tokenizer: MegatronTokenizerText) -> Callable[[list[str]], lis
 
 
 def _refuse_special(path: Path) -> None:
-    """Refuse a FIFO, device or socket where a tokenizer's file would be opened.
+    """Refuse a FIFO, device or socket in place of a tokenizer file.
 
     Raises:
-        UserError: if there is one; the message names it.
+        UserError: if there is such a file; the message names it.
     """
     try:
         if path.is_dir():
@@ -205,7 +207,7 @@ def _sentencepiece(path: Path) -> MegatronTokenizerText:
         raise UserError(f"{file} does not exist; a SentencePieceTokenizer needs a .model file")
     try:
         return _from_wheel("sentencepiece", file)
-    except (RuntimeError, OSError) as error:  # which one depends on sentencepiece's release
+    except (RuntimeError, OSError) as error:  # depends on sentencepiece's version
         raise UserError(
             f"{file} is not a SentencePiece model; if it belongs to Llama 3, give the type "
             "TikTokenizer, or the folder with its tokenizer.json and HuggingFaceTokenizer"
@@ -251,10 +253,10 @@ def _hugging_face(path: Path) -> MegatronTokenizerText:
 
 
 def _check_configuration(folder: Path) -> None:
-    """Refuse configuration files that do not hold the settings of a tokenizer.
+    """Refuse a configuration file that is damaged or does not describe a tokenizer.
 
     Raises:
-        UserError: if there is one; the message names it.
+        UserError: if there is such a file; the message names it.
     """
     for name in _CONFIGURATION:
         path = folder / name
@@ -291,9 +293,10 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 
 
 def _from_wheel(library: str, path: Path | None, **options: object) -> MegatronTokenizerText:
-    """Build the tokenizer with megatron-core.
+    """Return the tokenizer that megatron-core builds.
 
-    The import takes seconds, so it is here: a wrong path is reported without it.
+    Importing megatron-core's tokenizers takes seconds. The import is in this function so that a
+    wrong path is reported without this delay.
     """
     with warnings.catch_warnings(), transformers_when_needed():
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
