@@ -1,4 +1,4 @@
-"""Load and save weights in the Hugging Face format (safetensors beside a config.json).
+"""Load and save weights in the Hugging Face format (safetensors files and a config.json).
 
 llama.py deepseek_v2.py    architectures: flags, config.json and the sources of each model tensor
 architectures.py           find the architecture of a config.json or a command line
@@ -8,6 +8,6 @@ reading.py loading.py      read files into the model; each rank reads only what 
 writing.py folders.py      write the ranks' weights to files, either completely or not at all
 convert.py                 convert between the formats without training
 
-A model tensor is a parameter of megatron-core's model; a source tensor is one of a Hugging Face
-checkpoint.
+A model tensor is a parameter of megatron-core's model; a source tensor is a tensor of a Hugging
+Face checkpoint.
 """

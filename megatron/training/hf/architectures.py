@@ -46,12 +46,12 @@ class Model:
 
     @property
     def tensors(self) -> dict[str, Layout]:
-        """Layouts of all model tensors by their names in the whole model."""
+        """Layouts of all model tensors, by their names in the unpartitioned model."""
         return self.architecture.tensors(self.config)
 
     @property
     def sources(self) -> dict[str, Source]:
-        """All source tensors by their names."""
+        """Source tensors by name."""
         return {s.name: s for layout in self.tensors.values() for s in layout.sources}
 
 
@@ -90,10 +90,10 @@ def read_model(folder: str) -> Model:
 
 
 def flags_of(model: Model, folder: str) -> dict[str, Any]:
-    """Return the flags that the command line must have for a checkpoint.
+    """Return the values that the model flags must have for a checkpoint.
 
     Raises:
-        UserError: if the config.json requires something unsupported, or lacks a number.
+        UserError: if the config.json requires an unsupported feature, or lacks a value.
     """
     where = Path(folder, CONFIG)
     try:
@@ -105,7 +105,7 @@ def flags_of(model: Model, folder: str) -> dict[str, Any]:
 
 
 def model_of(args: argparse.Namespace) -> Model:
-    """Return the model that a complete command line describes; `vocab_size` is still missing."""
+    """Return the model that a complete command line describes; its config lacks `vocab_size`."""
     architecture = DEEPSEEK_V2 if args.multi_latent_attention else LLAMA
     config = {"architectures": [architecture.name], "model_type": architecture.model_type}
     return Model(architecture, config | architecture.config(args) | {"hidden_act": "silu"})

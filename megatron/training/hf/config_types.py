@@ -5,9 +5,9 @@ from typing import Any
 
 from megatron.bounded_files import printable
 
-_WIDEST = 1 << 31  #: largest dimension; a larger tensor could not be indexed
+_WIDEST = 1 << 31  #: maximum size of a dimension; a larger tensor could not be indexed
 _MOST_LAYERS = 10_000
-_MOST_PARTS = 1 << 16  #: largest number of heads, of experts, and largest head dimension
+_MOST_PARTS = 1 << 16  #: maximum number of heads or experts, and maximum head dimension
 _COUNTS = {
     "vocab_size": _WIDEST,
     "hidden_size": _WIDEST,
@@ -22,7 +22,7 @@ _COUNTS = {
     "num_hidden_layers": _MOST_LAYERS,
     "num_attention_heads": _MOST_PARTS,
     "num_key_value_heads": _MOST_PARTS,
-}  #: upper bounds of values that are at least 1
+}  #: upper bounds of the values that must be at least 1
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -36,7 +36,7 @@ _SIZES = {
     "n_routed_experts": _MOST_PARTS,
     "n_shared_experts": _MOST_PARTS,
     "num_experts_per_tok": _MOST_PARTS,
-}  #: upper bounds of values that are at least 0
+}  #: upper bounds of the values that must be at least 0
 _NUMBERS = ("rms_norm_eps", "rope_theta", "attention_dropout", "routed_scaling_factor")
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob")
 _TEXTS = ("hidden_act", "topk_method", "scoring_func")
@@ -46,10 +46,13 @@ _ROPE_FLAGS = ("truncate",)
 
 
 def check_types(config: dict[str, Any]) -> None:
-    """Refuse values that no model has; most missing or null values have a default.
+    """Refuse a config.json with a missing value, or with a value that no model has.
+
+    Most values may be missing or null, because they have a default.
 
     Raises:
-        ValueError: if a value is wrong; the message reads `NAME VALUE, which is ...`.
+        ValueError: if a value is wrong or missing; the message reads `NAME VALUE, which is ...` or
+            `no NAME`.
     """
     for name in _REQUIRED:
         if config.get(name) is None:

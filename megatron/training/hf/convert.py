@@ -1,4 +1,4 @@
-"""Convert weights from one format into the other: `--save-hf` with `--train-iters 0`.
+"""Convert weights between the checkpoint formats: `--save-hf` with `--train-iters 0`.
 
 The model is built without an optimizer and without gradient buffers, so a conversion needs memory
 only for the weights and one file.
@@ -17,6 +17,7 @@ def convert(run: RunConfig) -> None:
 
     Raises:
         UserError: on all ranks, if the weights cannot be read.
+        RunError: on all ranks, if the weights cannot be written.
     """
     print_rank_0("> converting weights: nothing is trained or evaluated (--train-iters 0)")
     chunks = model.build_chunks(run, run.args.padded_vocab_size)

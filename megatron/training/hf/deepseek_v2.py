@@ -1,12 +1,12 @@
 """Map DeepSeek-V2-Lite (DeepseekV2ForCausalLM) to this program's flags and model tensors.
 
 In the positional part of queries and keys, transformers rotates pairs of neighboring rows as
-complex numbers. megatron-core's multi-latent attention first sorts the same rows into halves, for
-queries and keys alike. Every product of a query and a key is therefore the same sum, and the
-conversion keeps the order of the rows.
+complex numbers. megatron-core's multi-latent attention first moves the rows of each pair into two
+halves, in queries and keys alike. The dot product of a query and a key therefore has the same
+terms, and the conversion keeps the order of the rows.
 
-In transformers the latent's norm has an epsilon of 1e-6, independent of `rms_norm_eps`. Here both
-norms use `--norm-epsilon`. In the published models the two values are equal.
+In transformers, the norm of the latent has an epsilon of 1e-6, independent of `rms_norm_eps`. In
+this program, both norms use `--norm-epsilon`. The two values are equal in the published models.
 """
 
 import argparse
@@ -16,14 +16,14 @@ from megatron.training.hf.layouts import Layout, Source, columns, rows, whole
 from megatron.training.hf.llama import BLOCKS, check_blocks, gated, norms, outside_of_layers
 from megatron.training.hf.rope import Unsupported, yarn_flags
 
-LATENT_NORM_EPSILON = 1e-6  #: fixed in transformers
+LATENT_NORM_EPSILON = 1e-6  #: epsilon of the latent's norm, which transformers hard-codes
 
 
 def flags(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags that the command line must have for this config.json.
+    """Return the values that the model flags must have for this config.json.
 
     Raises:
-        Unsupported: if the config.json requires something that this program cannot compute.
+        Unsupported: if the config.json requires a feature that this program lacks.
     """
     check_blocks(config)
     _check_attention(config)
@@ -141,14 +141,14 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def layer_pattern(pattern: int | list[int], layers: int) -> list[int]:
-    """Return `--moe-layer-freq` as one number per layer: 1 for a layer with experts."""
+    """Return `--moe-layer-freq` as one number per layer: 1 for a layer with experts, else 0."""
     if isinstance(pattern, int):
         return [int(index % pattern == 0) for index in range(layers)]
     return list(pattern)
 
 
 def tensors(config: dict[str, Any]) -> dict[str, Layout]:
-    """Return the layouts of all model tensors by their names in the whole model."""
+    """Return the layouts of all model tensors, by their names in the unpartitioned model."""
     layouts = outside_of_layers(config)
     hidden = config["hidden_size"]
     for index in range(config["num_hidden_layers"]):

@@ -1,9 +1,10 @@
-"""Classify the fields of the model's configuration by how a Hugging Face checkpoint expresses them.
+"""Classify the fields of the model configuration by how a Hugging Face checkpoint expresses them.
 
-A checkpoint consists of weights and a config.json. A flag that changes the logits is therefore
-either expressed in config.json, or must have the one value that transformers computes. Every field
-of the wheel's configuration and every flag of the model is in exactly one of these classes. A test
-compares them with the wheel's dataclasses. The classes follow from the wheel's code.
+A checkpoint consists of weights and a config.json. A flag that changes the logits must therefore
+either be expressed in config.json or have the one value that transformers supports. Every field of
+megatron-core's model configuration and every model flag is in exactly one of the classes below,
+which a test compares with megatron-core's dataclasses. The classification is based on
+megatron-core's code.
 """
 
 from megatron.training.hf.llama import BLOCKS
@@ -13,7 +14,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Fields with one value that transformers computes; any other is refused.
+#: Fields for which transformers supports only one value; any other value is refused.
 FIXED = frozenset(BLOCKS) | _names("""
     activation_func gated_linear_unit
     moe_router_enable_expert_bias moe_router_group_topk moe_router_num_groups
@@ -21,7 +22,7 @@ FIXED = frozenset(BLOCKS) | _names("""
     qk_layernorm
 """)
 
-#: Fields that the config.json of at least one architecture holds.
+#: Fields that the config.json of at least one architecture expresses.
 EXPRESSED = _names("""
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
     layernorm_epsilon multi_latent_attention
@@ -48,7 +49,7 @@ TRAINING = _names("""
     barrier_with_L1_time use_mcore_models
 """)
 
-#: Fields that choose types, kernels or an order of summation: results differ only by rounding.
+#: Fields that choose dtypes, kernels or an order of summation; results differ only by rounding.
 NUMERICS = _names("""
     fp16 bf16 params_dtype pipeline_dtype enable_autocast autocast_dtype deterministic_mode
     batch_invariant_mode fp32_residual_connection attention_softmax_in_fp32
@@ -67,7 +68,7 @@ NUMERICS = _names("""
     disable_parameter_transpose_cache
 """)
 
-#: Fields that partition the model over ranks, schedule its work or save memory.
+#: Fields that partition the model among ranks, schedule its work or save memory.
 LAYOUT = _names("""
     tensor_model_parallel_size pipeline_model_parallel_comm_backend pipeline_model_parallel_size
     virtual_pipeline_model_parallel_size sequence_parallel context_parallel_size

@@ -1,8 +1,8 @@
-"""Fill in the command line of `--load-hf` from a config.json, and check it for `--save-hf`.
+"""Fill in the model flags for `--load-hf` from a config.json, and check them for `--save-hf`.
 
-With `--load-hf` the flags of the architecture need not be given: they are read from the checkpoint
-and logged. A given flag that contradicts the checkpoint is refused, not overridden. The user still
-chooses precision, parallelism, batch size and schedule.
+With `--load-hf`, the flags of the architecture need not be given: they are read from the checkpoint
+and logged. A given flag that contradicts the checkpoint causes an error; it is not overridden. The
+user still chooses the precision, the parallelism, the batch size and the schedule.
 """
 
 import argparse
@@ -21,7 +21,7 @@ _FIELDS = {field.name: field for field in fields(MLATransformerConfig)}
 
 
 def given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
-    """Return the options that the command line sets explicitly."""
+    """Return the names of the options that the command line sets explicitly."""
     unset = object()
     seeded = argparse.Namespace(**{action.dest: unset for action in parser._actions})
     parser.parse_known_args(argv, seeded)
@@ -34,7 +34,9 @@ def converts(args: argparse.Namespace) -> bool:
 
 
 def prepare(args: argparse.Namespace, given: set[str]) -> tuple[Model | None, list[str]]:
-    """Fill in the flags that `--load-hf` determines; return its model and lines for the log.
+    """Fill in the flags that `--load-hf` determines; return the model and lines for the log.
+
+    The model is None without `--load-hf`.
 
     Raises:
         UserError: if a flag contradicts the checkpoint.
@@ -91,7 +93,7 @@ def _fill(args: argparse.Namespace, given: set[str], model: Model) -> list[str]:
         "perform_initialization": False,  # every weight is loaded; otherwise the run stops
     }
     if model.architecture is DEEPSEEK_V2:
-        training["moe_router_dtype"] = "fp32"  # transformers computes it so even in bf16
+        training["moe_router_dtype"] = "fp32"  # as in transformers, even for bf16 models
     filled = {
         name: value
         for name, value in (expected | training).items()
@@ -112,20 +114,20 @@ def _fill(args: argparse.Namespace, given: set[str], model: Model) -> list[str]:
 
 
 def _default(args: argparse.Namespace, name: str) -> Any:
-    """Return the value that an option has without the checkpoint."""
+    """Return the value that an option would have without the checkpoint."""
     value = getattr(args, name)
     return default_of(_FIELDS[name]) if value is None and name in _FIELDS else value
 
 
 def _spelled(name: str, value: Any) -> str:
-    """Return an option as it is spelled on the command line, with its value."""
+    """Return an option and its value as they are written on the command line."""
     if isinstance(value, bool):
         return flag_of(name if value else f"no_{name}")
     return f"{flag_of(name)} {_shown(value)}"
 
 
 def _fill_conversion(args: argparse.Namespace, model: Model | None) -> None:
-    """Set options that every run requires but a conversion does not use."""
+    """Set the options that every run requires but a conversion does not use."""
     args.save_optim = args.load_optim = args.load_rng = False
     args.mock_data = args.data_path is None and args.train_data_path is None
     defaults: dict[str, Any] = {"lr": 0.0, "micro_batch_size": 1}
@@ -162,7 +164,7 @@ def describe(args: argparse.Namespace) -> Model:
 
 
 def differing(expected: dict[str, Any], args: argparse.Namespace) -> list[str]:
-    """Return the options whose values differ from the expected ones."""
+    """Return the names of the options whose values differ from the expected values."""
     return [
         name
         for name, value in expected.items()
@@ -191,13 +193,17 @@ def _shown(value: Any) -> str:
 
 
 def check_vocabulary(args: argparse.Namespace, model: Model | None, tokens: int) -> int:
-    """Return the vocabulary size of the model: the tokenizer's, or the checkpoint's larger one.
+    """Return the model's vocabulary size: the checkpoint's with `--load-hf`, or the tokenizer's.
+
+    Without `--load-hf`, the tokenizer's size is also stored in the config.json of the model.
 
     Args:
-        tokens: the tokenizer's vocabulary size.
+        args: the run's arguments.
+        model: the model that is loaded or exported, or None if there is neither.
+        tokens: vocabulary size of the tokenizer.
 
     Raises:
-        UserError: if the tokenizer has more ids than the checkpoint has rows.
+        UserError: if the tokenizer has more ids than the checkpoint's embedding has rows.
     """
     if model is None:
         return tokens
@@ -214,10 +220,10 @@ def check_vocabulary(args: argparse.Namespace, model: Model | None, tokens: int)
 
 
 def name_special_tokens(args: argparse.Namespace, model: Model | None, tokenizer: Any) -> None:
-    """Add the ids of the begin and end tokens to the config.json of a model trained from scratch.
+    """Add the ids of the BOS and EOS tokens to the config.json of a model trained from scratch.
 
-    An id is null if the tokenizer has no such token: transformers would replace a missing entry by
-    Llama's own.
+    An id is null if the tokenizer has no such token; transformers would replace a missing entry
+    with Llama's default.
     """
     if model is None or args.load_hf is not None:
         return
@@ -230,9 +236,9 @@ def name_special_tokens(args: argparse.Namespace, model: Model | None, tokenizer
 
 
 def tokenizer_file(args: argparse.Namespace) -> tuple[Path, str] | None:
-    """Return the file of a SentencePiece or tiktoken tokenizer, and its name beside the weights.
+    """Return the path of a SentencePiece or tiktoken tokenizer and its file name in the export.
 
-    Other tokenizers have more than one file; the result is None.
+    Return None for other tokenizers, which have more than one file.
     """
     if args.tokenizer_type not in ("SentencePieceTokenizer", "TikTokenizer"):
         return None
@@ -244,7 +250,7 @@ def tokenizer_file(args: argparse.Namespace) -> tuple[Path, str] | None:
 
 
 def tokenizer_folder(args: argparse.Namespace) -> Path | None:
-    """Return the folder with the tokenizer's files to copy beside exported weights, if any."""
+    """Return the folder whose tokenizer files are copied to the export, or None."""
     if args.tokenizer_type == "HuggingFaceTokenizer":
         path = Path(args.tokenizer_model)
         return path.parent if path.is_file() else path

@@ -1,8 +1,8 @@
-"""Manage the folder that `--save-hf` writes: check it before training and rename it when complete.
+"""Manage the output folder of `--save-hf`: check it before training and rename it when complete.
 
-DIR.partial      while it is written; a marker file shows that this program may remove it.
-                 config.json, which every reader needs, is written last
-DIR              the complete folder
+DIR.partial      name of the folder while it is written; a marker file shows that this program may
+                 remove it. config.json, which every reader needs, is written last
+DIR              name of the complete folder
 """
 
 import json
@@ -18,7 +18,7 @@ from megatron.training.errors import RunError, UserError
 from megatron.training.hf.architectures import CONFIG
 from megatron.training.hf.reading import INDEX
 
-#: Files that accompany weights: a tokenizer, and the settings of text generation.
+#: Names of the files that accompany weights: tokenizer files and the settings of text generation.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,10 +35,10 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 
 def check_target(folder: str) -> None:
-    """Refuse a folder that cannot be written or is not empty.
+    """Refuse an output folder that cannot be written or is not empty.
 
     Raises:
-        UserError: if so; the message gives the reason.
+        UserError: if the folder is refused; the message gives the reason.
     """
     path = Path(folder)
     try:
@@ -70,10 +70,10 @@ def _is_ours(partial: Path) -> bool:
 
 
 def begin(folder: str) -> Path:
-    """Create the folder to write to, and remove one that an interrupted run has left.
+    """Create the partial folder, after removing one that an interrupted run left behind.
 
     Raises:
-        RunError: if something else has that name.
+        RunError: if a file or folder of that name exists that this program did not create.
     """
     partial = _partial(folder)
     if partial.exists():
@@ -93,7 +93,7 @@ def _foreign(partial: Path) -> str:
 
 
 def put_in_place(partial: Path, folder: str) -> None:
-    """Rename the complete folder to its final name.
+    """Rename the partial folder to its final name when it is complete.
 
     Raises:
         RunError: if the name was taken in the meantime.
@@ -119,7 +119,7 @@ def write_index(folder: Path, file_of: dict[str, str], total: int) -> None:
 
 def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
     """Write the config.json of the model, with the dtype of the written weights."""
-    # `auto_map` names code beside the original config.json, which is not copied.
+    # `auto_map` refers to code next to the original config.json, and this code is not copied.
     settings = {name: value for name, value in config.items() if name != "auto_map"}
     name = "dtype" if "dtype" in settings else "torch_dtype"
     text = json.dumps(settings | {name: _NAMES[dtype]}, indent=2)
@@ -129,12 +129,13 @@ def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> No
 def copy_companions(
     folder: Path, source: Path | None, file: tuple[Path, str] | None = None
 ) -> None:
-    """Copy the tokenizer's files beside the weights.
+    """Copy the tokenizer's files and the settings of text generation to the folder of the weights.
 
     Args:
-        source: a folder with such files.
-        file: the tokenizer's only file, and its name beside the weights; it takes precedence over
-            a file of that name in `source`.
+        folder: folder of the weights.
+        source: folder that holds such files, or None.
+        file: path of a tokenizer that consists of one file, and the file's name in `folder`. It
+            takes precedence over a file with this name in `source`.
     """
     for name in COMPANIONS if source is not None else ():
         if (source / name).is_file():

@@ -1,9 +1,10 @@
 """Describe how model tensors are assembled from source tensors, for any number of ranks.
 
-A layout lists strips: ranges of rows (or columns) of one or several source tensors, in the order in
-which the tensor-parallel ranks hold them. Each rank holds the pieces of these strips that fall into
-its shard. The same pieces determine what a rank reads from a checkpoint, and where its weights go
-when a checkpoint is written.
+A model tensor is a parameter of megatron-core's model; a source tensor is a tensor of a Hugging
+Face checkpoint. A layout lists strips: ranges of rows (or columns) of one or several source
+tensors, in the order in which the tensor-parallel ranks hold them. Each rank holds the pieces of
+these strips that fall into its shard. The pieces determine what a rank reads from a checkpoint, and
+where its weights go when a checkpoint is written.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of a Hugging Face checkpoint."""
+    """Name and shape of a tensor of a Hugging Face checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,29 +33,29 @@ class Piece:
     """The part of a strip that one rank holds."""
 
     source: Source
-    dim: int  #: 0: rows, 1: columns
-    start: int  #: in the source tensor
-    stop: int  #: in the source tensor
-    offset: int  #: start in the rank's shard
+    dim: int  #: dimension along which the piece is cut: 0 for rows, 1 for columns
+    start: int  #: first index in the source tensor
+    stop: int  #: end index in the source tensor, exclusive
+    offset: int  #: first index in the rank's shard
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sources of a model tensor and their order."""
+    """The source tensors of a model tensor, and how their strips are divided among the ranks."""
 
     sources: tuple[Source, ...]
     strips: Callable[[int], list[Strip]]  #: function from the number of ranks to the strips
     dim: int = 0  #: dimension along which the strips are concatenated
-    split: bool = True  #: True: each rank has a shard; False: every rank has the whole tensor
-    padded: bool = False  #: True if the last ranks may hold padding after the strips
+    split: bool = True  #: whether each rank has a shard; if not, every rank has the whole tensor
+    padded: bool = False  #: whether the last ranks may hold padding after the strips
 
     def pieces(self, *, rank: int, ranks: int, length: int) -> list[Piece]:
-        """Return the pieces that one rank holds.
+        """Return the pieces of the source tensors that one rank holds.
 
         Args:
-            rank: the rank's number among the ranks that share the tensor.
-            ranks: the number of those ranks.
-            length: size of the rank's shard along `dim`.
+            rank: index of the rank in the group of ranks that share the tensor.
+            ranks: number of ranks in this group.
+            length: size of each rank's shard along `dim`.
         """
         if not self.split:
             rank, ranks = 0, 1
@@ -75,14 +76,15 @@ class Layout:
 
 
 def whole(source: Source) -> Layout:
-    """Return the layout of a tensor that every rank holds entirely: a norm or the router."""
+    """Return the layout of a tensor that every rank holds entirely, such as a norm's weight."""
     return Layout((source,), lambda _: [Strip(source, 0, source.shape[0])], split=False)
 
 
 def rows(*sources: Source) -> Layout:
-    """Return a layout that gives each rank an equal share of each source's rows, concatenated.
+    """Return a layout in which each rank holds an equal share of the rows of every source.
 
-    The gate and up projections of an MLP form one model tensor in this way.
+    A rank's shares are concatenated. The gate and up projections of an MLP form one model tensor in
+    this way.
     """
 
     def strips(ranks: int) -> list[Strip]:
@@ -96,20 +98,23 @@ def rows(*sources: Source) -> Layout:
 
 
 def columns(source: Source) -> Layout:
-    """Return a layout that gives each rank an equal share of the columns.
+    """Return a layout in which each rank holds an equal share of the columns.
 
-    It belongs to projections back to the hidden size.
+    Projections back to the hidden size have this layout.
     """
     return Layout((source,), lambda _: [Strip(source, 0, source.shape[1])], dim=1)
 
 
 def vocabulary(source: Source) -> Layout:
-    """Return the layout of one row per token; the source has no padding, the last ranks may."""
+    """Return the layout of a tensor with one row per token, such as the embedding.
+
+    The source has no padding rows, but the shards of the last ranks may have some.
+    """
     return Layout((source,), lambda _: [Strip(source, 0, source.shape[0])], padded=True)
 
 
 def query_groups(*sources: Source, groups: int) -> Layout:
-    """Return a layout that concatenates queries, keys and values within each query group."""
+    """Return a layout that holds the query, key and value rows of each query group together."""
 
     def strips(_: int) -> list[Strip]:
         return [

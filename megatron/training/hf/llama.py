@@ -1,7 +1,7 @@
 """Map Llama 2 and 3 (LlamaForCausalLM) to this program's flags and model tensors.
 
-Both programs rotate pairs of rows that are half a head apart, so rows need no reordering except by
-query group.
+transformers and megatron-core both rotate pairs of rows that are half a head apart. The rows are
+therefore reordered only to form query groups.
 """
 
 import argparse
@@ -11,8 +11,8 @@ from megatron.training.hf.layouts import Layout, Source, columns, query_groups, 
 from megatron.training.hf.layouts import whole as same
 from megatron.training.hf.rope import LLAMA3, Unsupported, llama3_flags
 
-#: Flags that every model with Llama's blocks shares; any other value changes the logits.
-#: hf/fields.py lists every field of the configuration, so that a new one is classified.
+#: Flag values that all models with Llama's blocks share; any other value would change the logits.
+#: hf/fields.py classifies every field of the model configuration, so that no flag is missing here.
 BLOCKS: dict[str, Any] = {
     "normalization": "RMSNorm",
     "swiglu": True,
@@ -42,10 +42,10 @@ BLOCKS: dict[str, Any] = {
     "linear_attention_freq": None,
     "moe_apply_probs_on_input": False,
     "moe_expert_capacity_factor": None,
-    "moe_input_jitter_eps": None,  # the wheel's router adds the noise in evaluation too
+    "moe_input_jitter_eps": None,  # megatron-core adds the noise in evaluation too
     "moe_latent_size": None,
     "moe_router_force_load_balancing": False,
-    "moe_router_load_balancing_type": "aux_loss",  # or another one of LOSSES_ONLY
+    "moe_router_load_balancing_type": "aux_loss",  # any of LOSSES_ONLY is accepted
     "moe_router_topk_limited_devices": None,
 }
 
@@ -54,10 +54,10 @@ LOSSES_ONLY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 def flags(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags that the command line must have for this config.json.
+    """Return the values that the model flags must have for this config.json.
 
     Raises:
-        Unsupported: if the config.json requires something that this program cannot compute.
+        Unsupported: if the config.json requires a feature that this program lacks.
     """
     check_blocks(config)
     heads = config["num_attention_heads"]
@@ -81,7 +81,7 @@ def flags(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_blocks(config: dict[str, Any]) -> None:
-    """Refuse features that neither Llama's nor DeepSeek's blocks have here."""
+    """Refuse features that this program supports in neither Llama's nor DeepSeek's blocks."""
     if config.get("hidden_act", "silu") != "silu":
         raise Unsupported(f"hidden_act {config['hidden_act']!r}; here it is silu")
     for name in ("attention_bias", "mlp_bias"):
@@ -115,7 +115,7 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tensors(config: dict[str, Any]) -> dict[str, Layout]:
-    """Return the layouts of all model tensors by their names in the whole model."""
+    """Return the layouts of all model tensors, by their names in the unpartitioned model."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     groups = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or hidden // heads
@@ -141,8 +141,8 @@ def tensors(config: dict[str, Any]) -> dict[str, Layout]:
 def outside_of_layers(config: dict[str, Any]) -> dict[str, Layout]:
     """Return the layouts of the embedding, the last norm and the output layer.
 
-    A tied output layer has the embedding as its source; only a separate last pipeline stage holds a
-    copy of it.
+    The source of a tied output layer is the embedding. The model holds a copy of it only if the
+    last pipeline stage is not also the first.
     """
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     embedding = vocabulary(Source("model.embed_tokens.weight", (vocab, hidden)))
@@ -167,7 +167,7 @@ def norms(target: str, source: str, hidden: int) -> dict[str, Layout]:
 
 
 def gated(target: str, source: str, hidden: int, inner: int) -> dict[str, Layout]:
-    """Return the layouts of a gated MLP, whose gate and up projections are one model tensor."""
+    """Return the layouts of a gated MLP, whose gate and up projections form one model tensor."""
     gate, up = (Source(f"{source}{name}_proj.weight", (inner, hidden)) for name in ("gate", "up"))
     down = Source(f"{source}down_proj.weight", (hidden, inner))
     return {

@@ -22,11 +22,11 @@ from megatron.training.printing import print_rank_0
 def parts(
     chunks: list[torch.nn.Module], tensors: dict[str, Layout]
 ) -> Iterator[tuple[str, torch.nn.Parameter, Layout, list[Piece]]]:
-    """Yield each parameter of this rank with its name, its layout and the pieces it consists of.
+    """Yield the name, the parameter, the layout and the pieces of each parameter of this rank.
 
     Args:
-        chunks: this rank's model chunks.
-        tensors: layouts of all model tensors by their names in the whole model.
+        chunks: model chunks of this rank.
+        tensors: layouts of all model tensors, by their names in the unpartitioned model.
     """
     for chunk in unwrap_model(chunks):
         for name, parameter in global_parameters(chunk):
@@ -37,7 +37,7 @@ def parts(
 
 
 def _place(name: str) -> tuple[int, int]:
-    """Return this rank's number among the ranks that share a tensor, and their count."""
+    """Return this rank's index in the group of ranks that share a tensor, and the group's size."""
     if ".local_experts." in name:
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
@@ -50,7 +50,9 @@ def _place(name: str) -> tuple[int, int]:
 
 
 def check_weights(run: RunConfig) -> None:
-    """Check, before the model is built, that its weights can be read. Collective.
+    """Check, before the model is built, that its weights can be read.
+
+    Must be called on all ranks. A run that resumes from a checkpoint is not checked.
 
     Raises:
         UserError: on all ranks, if they cannot be read.
@@ -75,7 +77,7 @@ def check_weights(run: RunConfig) -> None:
 
 @torch.no_grad()
 def load_weights(chunks: list[torch.nn.Module], model: Model, folder: str) -> None:
-    """Read this rank's share of every tensor. Collective.
+    """Load this rank's share of every tensor into the model. Must be called on all ranks.
 
     Raises:
         UserError: on all ranks, if a file cannot be read.

@@ -22,17 +22,19 @@ from megatron.training.hf.layouts import Piece, Source
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-#: Largest number of open files; pages read from an open file stay mapped and count as memory.
+#: Maximum number of open files. Pages that were read from an open file stay mapped and count as
+#: used memory.
 OPEN_FILES = 4
-#: Accepted dtypes: plain numbers that need no separate scales.
+#: Accepted dtypes: safetensors' names of the float dtypes that need no separate scales.
 PLAIN = ("F64", "F32", "F16", "BF16")
-#: Suffix of tensors that are computed from the config.json; older checkpoints store them.
+#: Suffix of the names of tensors that are computed from the config.json; they are not loaded, but
+#: older checkpoints store them.
 COMPUTED = ".rotary_emb.inv_freq"
-INDEX_LIMIT = 256 * MEBIBYTE  #: an index takes about 100 bytes per tensor
+INDEX_LIMIT = 256 * MEBIBYTE  #: maximum size of an index, in bytes; it takes about 100 per tensor
 
 
 class Weights:
-    """Reader of a checkpoint's tensors, to be used as a context manager."""
+    """Context manager that reads the tensors of a checkpoint."""
 
     def __init__(self, folder: str):
         self.folder = Path(folder)
@@ -49,10 +51,11 @@ class Weights:
         self._files.clear()
 
     def _index(self) -> dict[str, str]:
-        """Return the name of each tensor's file.
+        """Return the name of the file that holds each tensor.
 
         Raises:
-            UserError: if a file is missing, or the folder has no safetensors files.
+            UserError: if the index is damaged, a file is missing, or the folder has no safetensors
+                files.
         """
         index = self.folder / INDEX
         try:
@@ -94,7 +97,7 @@ class Weights:
         )
 
     def _open(self, name: str):
-        """Return an open file; the `OPEN_FILES` that were opened last stay open."""
+        """Open a file, or return it if it is open; the last `OPEN_FILES` opened files stay open."""
         if name not in self._files:
             path = self.folder / name
             if len(self._files) == OPEN_FILES:
@@ -111,9 +114,10 @@ class Weights:
         return self._files[name]
 
     def check_count(self, layers: int, experts: int) -> None:
-        """Refuse a config.json that claims more layers than there are tensors.
+        """Refuse a config.json that claims more layers or experts than there are tensors.
 
-        This check precedes the comparison by name, which lists all claimed tensors in memory.
+        This check comes before the comparison by name, because that comparison needs a list of all
+        claimed tensors in memory.
 
         Raises:
             UserError: if there are too few tensors; the message gives both numbers.
@@ -126,11 +130,11 @@ class Weights:
             )
 
     def check(self, expected: dict[str, Source], *, tied: bool) -> None:
-        """Open every file and compare its tensors with the model's.
+        """Open every file and compare its tensors with the tensors that the model expects.
 
         Raises:
-            UserError: if tensors are missing, superfluous or of another shape; the message names
-                the first ones.
+            UserError: if tensors are missing, unexpected, or of a wrong shape or dtype; the message
+                names the first of them.
         """
         missing = [name for name in expected if name not in self._file_of]
         if missing:

@@ -1,4 +1,4 @@
-"""Translate the rotary position settings of a config.json, in their older and newer spelling.
+"""Translate the rotary embedding settings of a config.json, in both their older and newer form.
 
 rope_theta, rope_scaling {"type" or "rope_type": ...}     before transformers 5, and as published
 rope_parameters {"rope_theta", "rope_type", ...}          since transformers 5
@@ -6,7 +6,7 @@ rope_parameters {"rope_theta", "rope_type", ...}          since transformers 5
 
 from typing import Any
 
-#: Parameters of Llama 3's scaling that are constants in the wheel's rotary embedding.
+#: Parameters of Llama 3's scaling that are constants in megatron-core's rotary embedding.
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -15,11 +15,11 @@ LLAMA3 = {
 
 
 class Unsupported(ValueError):
-    """A setting of a config.json that this program cannot compute."""
+    """Error raised for a config.json that requires a feature this program lacks."""
 
 
 def parameters(config: dict[str, Any]) -> tuple[str, float, dict[str, Any]]:
-    """Return the kind of scaling (`default` if none), the base, and the scaling's parameters."""
+    """Return the kind of scaling ("default" for none), the base, and the scaling's parameters."""
     numbers = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = numbers.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kinds = [numbers.pop(name, None) for name in ("rope_type", "type")]
@@ -27,10 +27,10 @@ def parameters(config: dict[str, Any]) -> tuple[str, float, dict[str, Any]]:
 
 
 def llama3_flags(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags of Llama's rotary positions.
+    """Return the flags for the rotary embedding of a Llama model.
 
     Raises:
-        Unsupported: if the scaling is not Llama 3's, or its frequency bounds are not the wheel's.
+        Unsupported: if the scaling is not Llama 3's, or its parameters differ from `LLAMA3`.
     """
     kind, base, numbers = parameters(config)
     flags: dict[str, Any] = {"rotary_base": base, "use_rope_scaling": kind == "llama3"}
@@ -47,10 +47,10 @@ def llama3_flags(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def yarn_flags(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags of the rotary positions of multi-latent attention.
+    """Return the flags for the rotary embedding of multi-latent attention.
 
     Raises:
-        Unsupported: if the scaling is not YaRN, or a variant that the wheel does not compute.
+        Unsupported: if the scaling is not YaRN, or is a variant that megatron-core does not have.
     """
     kind, base, numbers = parameters(config)
     if kind == "default":
@@ -73,8 +73,8 @@ def yarn_flags(config: dict[str, Any]) -> dict[str, Any]:
         "original_max_position_embeddings": int(length),
         "beta_fast": float(numbers.get("beta_fast") or 32),
         "beta_slow": float(numbers.get("beta_slow") or 1),
-        # transformers uses mscale only together with mscale_all_dim. The wheel always uses it, and
-        # 1 has the same effect as no mscale.
+        # transformers uses mscale only together with mscale_all_dim. megatron-core always uses it;
+        # a value of 1 has the same effect as no mscale.
         "mscale": float(mscale) if all_dim else 1.0,
         "mscale_all_dim": float(all_dim),
     }

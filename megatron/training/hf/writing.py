@@ -1,9 +1,10 @@
 """Write the weights of all ranks to a Hugging Face checkpoint.
 
-The first rank assembles one source tensor after another from the ranks' parts, and writes a file
-when it is full. It needs memory for one file and one tensor, the other ranks for their part of one
-tensor. Files are numbered from the shapes alone, before they are written. After each file all ranks
-learn whether writing it failed.
+A source tensor is a tensor of the checkpoint. The first rank assembles the source tensors one by
+one from the parts that the ranks hold, and writes each file once it has all of its tensors. The
+first rank needs memory for one file and one tensor; every other rank needs memory for its part of
+one tensor. The tensors are assigned to numbered files in advance, based on their shapes. After each
+file, all ranks learn whether writing it failed.
 """
 
 from collections.abc import Iterator
@@ -32,13 +33,13 @@ from megatron.training.hf.loading import parts
 from megatron.training.hf.reading import SINGLE
 from megatron.training.printing import print_rank_0
 
-FILE_BYTES = 2 * 2**30  #: largest size of a file, unless a single tensor is larger
+FILE_BYTES = 2 * 2**30  #: maximum size of a file, in bytes, unless a single tensor is larger
 
-ShardRange = tuple[int, int, int]  #: dimension, start and stop in a source tensor
+ShardRange = tuple[int, int, int]  #: (dimension, start, stop) of a part of a source tensor
 
 
 def check_export(run: RunConfig) -> None:
-    """Check, before training, that `--save-hf` can be written. Collective.
+    """Check, before training, that `--save-hf` can be written. Must be called on all ranks.
 
     Raises:
         UserError: on all ranks, if it cannot be written.
@@ -49,7 +50,7 @@ def check_export(run: RunConfig) -> None:
 
 @torch.no_grad()
 def save_weights(run: RunConfig, chunks: list[torch.nn.Module]) -> None:
-    """Write the weights to `--save-hf`. Collective.
+    """Write the weights to `--save-hf`. Must be called on all ranks.
 
     Raises:
         RunError: on all ranks, if a file cannot be written.
@@ -88,7 +89,7 @@ def save_weights(run: RunConfig, chunks: list[torch.nn.Module]) -> None:
 
 @contextmanager
 def _write_errors(folder: str) -> Iterator[None]:
-    """Report any error that writing the weights raises as a `RunError`."""
+    """Convert an error that is raised while the weights are written to a `RunError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -100,7 +101,7 @@ def _write_errors(folder: str) -> Iterator[None]:
 
 @dataclass
 class _LocalParts:
-    """The parts of a source tensor that this rank holds."""
+    """Parts of a source tensor that this rank holds."""
 
     parts: list[tuple[torch.Tensor, Piece]] = field(default_factory=list)
 
@@ -109,13 +110,13 @@ class _LocalParts:
         return [(p.dim, p.start, p.stop) for _, p in self.parts]
 
     def message(self) -> torch.Tensor:
-        """Return all parts, flattened and concatenated."""
+        """Return all parts, flattened and concatenated into one tensor."""
         views = [t.narrow(p.dim, p.offset, p.stop - p.start) for t, p in self.parts]
         return torch.cat([view.reshape(-1) for view in views])
 
 
 class _Export:
-    """The source tensors, gathered from all ranks in the order in which they are written."""
+    """Export that gathers source tensors from all ranks, in the order in which they are written."""
 
     def __init__(self, model: Model, chunks: list[torch.nn.Module], dtype: torch.dtype):
         self.dtype = dtype
@@ -132,7 +133,10 @@ class _Export:
         )
 
     def gather(self, source: Source) -> torch.Tensor | None:
-        """Return the whole tensor on the first rank and None on the others. Collective."""
+        """Return the whole tensor on the first rank and None on the others.
+
+        Must be called on all ranks.
+        """
         whole = torch.empty(source.shape, dtype=self.dtype) if _is_first() else None
         for rank, ranges in enumerate(self._ranges_of_ranks):
             if source.name in ranges:
@@ -157,7 +161,7 @@ class _Export:
             _put(message.cpu(), whole, [(span, _shape(source, span)) for span in ranges])
 
     def file_name(self, number: int) -> str:
-        """Return the name of a file; `number` counts from 0."""
+        """Return the name of the file with index `number`, counted from 0."""
         if len(self.files) == 1:
             return SINGLE
         return f"model-{number + 1:05d}-of-{len(self.files):05d}.safetensors"
@@ -175,7 +179,10 @@ def _is_first() -> bool:
 
 
 def _cut(sources: list[Source], itemsize: int) -> list[list[Source]]:
-    """Distribute the tensors over files of at most `FILE_BYTES`."""
+    """Distribute the tensors over files of at most `FILE_BYTES`.
+
+    A tensor that is larger than `FILE_BYTES` gets a file of its own.
+    """
     files: list[list[Source]] = [[]]
     room = FILE_BYTES
     for source in sources:
@@ -189,7 +196,10 @@ def _cut(sources: list[Source], itemsize: int) -> list[list[Source]]:
 
 
 def _local_parts(model: Model, chunks: list[torch.nn.Module]) -> dict[str, _LocalParts]:
-    """Return the parts that this rank contributes; one rank contributes for all equal copies."""
+    """Return the parts that this rank contributes, by the name of their source tensor.
+
+    If several ranks hold equal copies of a part, only one of them contributes it.
+    """
     tied = bool(model.config.get("tie_word_embeddings"))
     local: dict[str, _LocalParts] = {}
     for name, parameter, layout, pieces in parts(chunks, model.tensors):
