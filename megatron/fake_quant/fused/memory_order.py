@@ -1,13 +1,15 @@
-"""The order in which a kernel reads a tensor's memory."""
+"""Order in which a kernel reads a tensor's memory."""
 
 from torch import Tensor
 
 
 def without_gaps(x: Tensor, *, in_order: bool) -> tuple[Tensor, list[int]]:
-    """Return `x` or a copy of it without gaps, and the order of its dimensions in memory.
+    """Return `x` without gaps in its memory, and its dimensions in the order of memory.
 
-    in_order: keep the dimensions in order, because the position of a value matters (random bits,
-        square blocks).
+    `x` itself is returned if its memory has no gaps, otherwise a contiguous copy.
+
+    in_order: True to keep the dimensions in order, because the position of a value matters (for
+        random bits and square blocks).
     """
     order = list(range(x.ndim))
     if in_order or x.is_contiguous():

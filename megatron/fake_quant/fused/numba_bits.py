@@ -1,8 +1,9 @@
-"""Functions that the CPU kernels share: arithmetic on the bits of one number at a time.
+"""Bit-level arithmetic on single numbers, shared by the CPU kernels.
 
-The kernels repeat `reference.py` operation by operation, so that the bits are the same; tests check
-this. Arrays hold int32 for float32 and int16 for bfloat16. In numba the sum of two int32 is an
-int64, which would halve the number of values in a vector register, so results are cast back.
+The kernels perform the same operations as `reference.py`, so that the results are equal bit for
+bit; tests check this. Arrays hold the bits of float32 values as int32, and the bits of bfloat16
+values as int16. In numba, the sum of two int32 numbers is an int64, which would halve the number of
+values in a vector register. Results are therefore cast back to int32.
 """
 
 import functools
@@ -21,25 +22,26 @@ SIGN = np.int32(-(1 << 31))
 MAGNITUDE = np.int32(0x7FFFFFFF)
 INFINITY = np.int32(0x7F800000)
 NAN = np.int32(0x7FC00000)
-POWER_254 = np.int32(254 << 23)  #: minus the bits of a power of two, this is its reciprocal's bits
+#: Bits of 2^127: subtracting the bits of a power of two gives the bits of its reciprocal.
+POWER_254 = np.int32(254 << 23)
 ZERO, ONE = np.int32(0), np.float32(1)
 UNITS = np.float32(1 << RANDOM_BITS)
-UNUSED = np.uint32(32 - RANDOM_BITS)  #: bits of a random word that rounding does not use
+UNUSED = np.uint32(32 - RANDOM_BITS)  #: number of low bits of a random word that are discarded
 
 
 class Element(NamedTuple):
-    """Fields of an `ElementFormat` in bits."""
+    """Parameters of an `ElementFormat`, as the integers with which the kernels compute."""
 
-    lowest: np.int32  #: bits of 2^emin
-    top: np.int32  #: bits of the largest number
-    mantissa: np.int32  #: number of mantissa bits, shifted to the exponent field
+    lowest: np.int32  #: float32 bits of 2^emin
+    top: np.int32  #: float32 bits of the largest number
+    mantissa: np.int32  #: number of mantissa bits, shifted left to the exponent field of a float32
     emax: np.int32  #: exponent of the largest number
-    zero_sign: np.int32  #: the sign bit, or 0 if there is a single zero
+    zero_sign: np.int32  #: mask for the sign of a zero: the sign bit, or 0 if -0 does not exist
 
 
 @functools.cache
 def element_bits(element: ElementFormat) -> Element:
-    """Return an element type as the kernels take it."""
+    """Return the parameters of an element type in the form that the kernels take."""
 
     def bits_of(x: float) -> Any:
         return np.float32(x).view(np.int32)
@@ -54,7 +56,7 @@ def element_bits(element: ElementFormat) -> Element:
 
 
 class Random(NamedTuple):
-    """Key of stochastic rounding."""
+    """Key from which the random bits of stochastic rounding are generated."""
 
     on: bool
     key0: np.uint32
@@ -62,7 +64,7 @@ class Random(NamedTuple):
 
 
 def _sources() -> list[Path]:
-    """Return the files that the fused kernels are compiled from."""
+    """Return the source files from which the fused kernels are compiled."""
     here = Path(__file__).parent
     return [*sorted(here.glob("*.py")), here.parent / "random_bits.py"]
 
@@ -81,12 +83,15 @@ def as_bits(x: Any) -> Any:
 
 
 def widen(stored: Any) -> Any:
-    """Return the bits of the float32 that an array's float32 or bfloat16 stands for."""
+    """Convert the stored bits of a float32 or bfloat16 value to float32 bits."""
     raise NotImplementedError("only in compiled code")
 
 
 def narrow(bits: Any, like: Any) -> Any:
-    """Undo `widen` by rounding to nearest even; a NaN must be the canonical one."""
+    """Convert float32 bits to the integer dtype of `like`, rounding to nearest even.
+
+    This function undoes `widen`. A NaN must be the canonical NaN.
+    """
     raise NotImplementedError("only in compiled code")
 
 
@@ -106,10 +111,11 @@ def _narrow(bits: Any, like: Any) -> Any:
 
 @inlined
 def nearest_even(magnitude: Any, element: Any) -> Any:
-    """Round a finite magnitude to the nearest element, ties to even.
+    """Round a finite magnitude to the nearest value of the element type, ties to even.
 
-    The spacing of float32 at 2^(23 - mantissa bits) times the binade is the element's spacing in
-    the binade. Adding and subtracting that power of two therefore rounds.
+    The shifter is 2^(23 - mantissa bits) times the power of two at the start of the magnitude's
+    binade. At the shifter, float32 numbers have the same spacing as the element type has in the
+    binade. Adding and then subtracting the shifter therefore rounds the magnitude.
     """
     binade = max(np.int32(magnitude & INFINITY), element.lowest)
     shifter = as_float(np.int32(binade + (np.int32(23 << 23) - element.mantissa)))
@@ -118,7 +124,7 @@ def nearest_even(magnitude: Any, element: Any) -> Any:
 
 @inlined
 def stochastic(magnitude: Any, element: Any, random: Any) -> Any:
-    """Round a finite magnitude stochastically, see `rounding._stochastic`."""
+    """Round a finite magnitude stochastically; see `rounding._stochastic`."""
     spacing = np.int32(max(np.int32(magnitude & INFINITY), element.lowest) - element.mantissa)
     steps = np.float32(as_float(magnitude) * as_float(np.int32(POWER_254 - spacing)))
     whole = np.float32(np.int32(steps))
@@ -128,10 +134,11 @@ def stochastic(magnitude: Any, element: Any, random: Any) -> Any:
 
 @inlined
 def fill_random(buffer: Any, index: Any, count: Any, random: Any) -> Any:
-    """Fill `buffer` with the random bits of the values from number `index` (int64) on.
+    """Fill `buffer` with the random bits of `count` values, starting at value `index` (int64).
 
-    Return the position in the buffer at which they begin. The buffer is filled in groups of four,
-    see `random_bits.py`, and must hold 7 numbers more than count.
+    Random bits are generated in groups of four values; see `random_bits.py`. Values before `index`
+    may therefore precede it in the buffer, which must have room for `count + 7` numbers. Return the
+    position of value `index` in the buffer.
     """
     first = index >> 2
     skipped = index & 3

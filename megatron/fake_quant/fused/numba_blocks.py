@@ -1,4 +1,7 @@
-"""CPU kernels for formats with block scales: one pass over memory, no temporaries."""
+"""CPU kernels for formats with block scales.
+
+They make one pass over memory and allocate no temporary tensors.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,9 +33,9 @@ from megatron.fake_quant.nvfp4 import SIXTH
 from megatron.fake_quant.tensor_scale import divide_by
 
 FRACTION = np.int32(0x7FFFFF)
-HALF_POWER = np.int32(1 << 22)  #: 2^-127
+HALF_POWER = np.int32(1 << 22)  #: bits of 2^-127
 FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
-COLUMNS = 512  #: width of a tile; the rows of its blocks stay in the nearest cache
+COLUMNS = 512  #: width of a tile in values, so small that the tile's rows stay in the cache
 E4M3 = Element(
     np.int32((127 - 6) << 23),
     np.int32((127 + 8) << 23 | 6 << 20),
@@ -43,18 +46,18 @@ E4M3 = Element(
 
 
 class Rule(NamedTuple):
-    """Numbers by which a block's scale follows from its maximum."""
+    """Constants with which a block's scale is computed from its maximum."""
 
-    carry_from: np.int32  #: E8M0: mantissa of a maximum from which on the scale is doubled
-    encode: np.float32  #: NVFP4: `encode` of the tensor over 6; 0 for E8M0
-    decode: np.float32  #: NVFP4: `decode` of the tensor; 1 for E8M0
+    carry_from: np.int32  #: E8M0: minimum mantissa of a block's maximum that doubles the scale
+    encode: np.float32  #: NVFP4: the tensor's `encode`, divided by 6; 0 for E8M0
+    decode: np.float32  #: NVFP4: the tensor's `decode`; 1 for E8M0
 
 
 def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
-    """Return the rule of a format with E8M0 or E4M3 block scales.
+    """Return the scale constants of a format with E8M0 or E4M3 block scales.
 
-    finite_amax: returns the tensor's largest finite magnitude; called only if there is a tensor
-        scale.
+    finite_amax: function that returns the tensor's largest finite magnitude; called only if the
+        format has a tensor scale.
     """
     if fmt.scaling is None or fmt.scaling.target is None:
         return Rule(np.int32(carry_bits(fmt)), np.float32(0), np.float32(1))
@@ -65,7 +68,7 @@ def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
 
 @inlined
 def e8m0(amax: Any, element: Any, rule: Any) -> Any:
-    """Return the byte of a block's scale, -1 for NaN; see `mx.scale_bytes`."""
+    """Return the E8M0 byte of a block's scale, or -1 for NaN; see `mx.scale_bytes`."""
     if amax >= INFINITY:
         return np.int32(-1)
     exponent, fraction = amax >> 23, np.int32(amax & FRACTION)
@@ -87,7 +90,10 @@ def power(byte: Any) -> Any:
 
 @inlined
 def block_scale(amax: Any, element: Any, rule: Any) -> Any:
-    """Return the factors of a block's values before and after rounding, and its sign mask."""
+    """Return a block's factors before and after rounding, and the mask for its sign bits.
+
+    A block with an Inf or a NaN gets NaN factors and a mask of zero.
+    """
     if amax >= INFINITY:
         return as_float(NAN), as_float(NAN), ZERO
     if rule.encode == 0:
@@ -100,13 +106,16 @@ def block_scale(amax: Any, element: Any, rule: Any) -> Any:
 
 @inlined
 def scaled_down(bits: Any, down: Any, element: Any) -> Any:
-    """Return a value's magnitude, scaled to the element's range, in bits."""
+    """Return the bits of a value's magnitude after scaling, clamped to the element's maximum."""
     return min(as_bits(as_float(np.int32(bits & MAGNITUDE)) * down), element.top)
 
 
 @inlined
 def scaled_up(rounded: Any, bits: Any, up: Any, keep: Any, element: Any, rule: Any) -> Any:
-    """Undo `scaled_down`, with the sign of `bits` if the block keeps its signs."""
+    """Multiply a rounded magnitude by its scale and restore the sign of `bits`.
+
+    `keep` is the block's mask for sign bits; see `block_scale`. Return the bits of the result.
+    """
     sign = np.int32(bits & keep)
     if rounded == 0:
         sign = np.int32(sign & element.zero_sign)
@@ -126,10 +135,10 @@ def line(
     index: Any,
     buffer: Any,
 ) -> Any:
-    """Quantize neighbors in memory, each with a scale of its own.
+    """Quantize consecutive values in memory, each with its own scale.
 
-    `index` is the position of the first one in the tensor. The line covers many blocks, because
-    entering the loop costs time.
+    `index` is the position of the first value in the tensor. One call covers many blocks, because
+    starting a loop takes time.
     """
     if random.on:
         drawn = buffer[fill_random(buffer, index, len(src), random) :]
@@ -148,7 +157,7 @@ def line(
 def rows(
     src: Any, dst: Any, size: Any, element: Any, rule: Any, random: Any, start: Any, stop: Any
 ) -> None:
-    """Quantize blocks along the last axis of `[rows, n]`, in the rows from start to stop."""
+    """Quantize blocks along the last axis of a `[rows, n]` array, in rows `start` to `stop - 1`."""
     n = src.shape[1]
     width = max(COLUMNS // size, 1) * size
     keep, buffer = np.empty(width, np.int32), np.empty(width + 7, np.int32)
@@ -181,9 +190,10 @@ def columns(
     start: Any,
     stop: Any,
 ) -> None:
-    """Quantize blocks along the middle axis of `[outer, n, inner]`, or square ones of the last two.
+    """Quantize an `[outer, n, inner]` array in blocks along the middle axis, or in square blocks.
 
-    start and stop count blocks of rows; the blocks of one matrix come before those of the next.
+    Square blocks extend over the last two axes. `start` and `stop` count groups of `size` rows; the
+    groups of one matrix come before the groups of the next matrix.
     """
     n, inner = src.shape[1], src.shape[2]
     blocks = (n + size - 1) // size

@@ -1,4 +1,4 @@
-"""Compilation of CPU kernels by numba, with a cache on disk."""
+"""Compilation of CPU kernels with numba, which caches them on disk."""
 
 import functools
 import hashlib
@@ -13,7 +13,7 @@ Function = Callable[..., Any]
 
 
 def inlined(function: Function) -> Any:
-    """Compile a function that numba inlines into its callers."""
+    """Compile a helper function that numba inlines into its callers."""
     return numba.njit(inline="always", error_model="numpy")(function)
 
 
@@ -22,15 +22,15 @@ def kernel_compiler(
 ) -> Callable[[Function], Any]:
     """Return a decorator that compiles kernels and caches them on disk.
 
-    numba checks only the file of a kernel. It would keep using a cached kernel after a helper in
-    another file, which it inlined, was edited. The name of the cache's folder therefore depends on
-    the contents of all sources.
+    To detect changes, numba checks only the file that defines the kernel. It would keep using a
+    cached kernel after an edit of an inlined helper in another file. The name of the cache folder
+    therefore contains a hash of all source files.
 
     Args:
-        name: beginning of the name of the cache's folder.
-        folder: folder of the kernels, whose `__pycache__` holds the cache unless
+        name: first part of the name of the cache folder.
+        folder: folder that contains the kernels; its `__pycache__` holds the cache unless
             `NUMBA_CACHE_DIR` is set.
-        sources: returns the files that the kernels are compiled from.
+        sources: function that returns the source files from which the kernels are compiled.
     """
 
     @functools.cache
@@ -42,7 +42,7 @@ def kernel_compiler(
         )
 
     def kernel(function: Function) -> Any:
-        """Compile a kernel that runs without the interpreter's lock."""
+        """Compile a kernel that releases the interpreter lock (GIL) while it runs."""
         config: Any = numba.config
         before, config.CACHE_DIR = config.CACHE_DIR, str(cache())
         try:

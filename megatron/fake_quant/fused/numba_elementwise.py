@@ -1,4 +1,4 @@
-"""CPU kernels for formats without block scales, and for the maximum of a tensor."""
+"""CPU kernels for formats without block scales, and for a tensor's largest finite magnitude."""
 
 from typing import Any
 
@@ -25,21 +25,21 @@ from megatron.fake_quant.random_bits import RANDOM_BITS
 FRACTION = np.int32(0x7FFFFF)
 UNITS = np.int32(1 << RANDOM_BITS)
 LARGEST = np.int32((127 + 15) << 23)
-OVERFLOW = np.int32(LARGEST | 1 << 21)  #: 1.25 * 2^15
+OVERFLOW = np.int32(LARGEST | 1 << 21)  #: bits of 1.25 * 2^15, at which HiFloat8 overflows
 SMALLEST = np.int32((127 - 22) << 23)
 HALF_SMALLEST = np.int32((127 - 23) << 23)
 SMALLEST_NORMAL_FLOAT16 = np.int32((127 - 14) << 23)
 UNITS_BELOW_SMALLEST = np.float32(2.0 ** (RANDOM_BITS + 22))
-PIECE = 1024  #: values per batch of random bits
+PIECE = 1024  #: number of values for which random bits are generated at a time
 NEAREST, STOCHASTIC, HYBRID = 0, 1, 2
 FROM_FLOAT32, FROM_BFLOAT16, FROM_FLOAT16 = 0, 1, 2
 
 
 @kernel
 def finite_amax(src: Any, start: Any, stop: Any) -> Any:
-    """Return the largest finite magnitude of `src[start:stop]`, in bits."""
+    """Return the bits of the largest finite magnitude in `src[start:stop]`."""
     amax = ZERO
-    part = src[start:stop]  # Indices from 0 need no check for negative ones.
+    part = src[start:stop]  # A loop from 0 needs no check for negative indices.
     for i in range(len(part)):
         magnitude = np.int32(widen(part[i]) & MAGNITUDE)
         amax = max(amax, magnitude if magnitude < INFINITY else ZERO)
@@ -48,7 +48,10 @@ def finite_amax(src: Any, start: Any, stop: Any) -> Any:
 
 @inlined
 def element_value(bits: Any, rounded: Any, up: Any, element: Any) -> Any:
-    """Return the result from the input and the rounded magnitude, all in bits."""
+    """Return the bits of the result: the rounded magnitude times `up`, with the input's sign.
+
+    The result of a NaN is the canonical NaN.
+    """
     sign = np.int32(bits & SIGN)
     if rounded == 0:
         sign = np.int32(sign & element.zero_sign)
@@ -60,7 +63,7 @@ def element_value(bits: Any, rounded: Any, up: Any, element: Any) -> Any:
 def elements(
     src: Any, dst: Any, down: Any, up: Any, element: Any, random: Any, start: Any, stop: Any
 ) -> None:
-    """Multiply every value by `down`, round it to the element, and multiply it by `up`."""
+    """Multiply every value by `down`, round it to the element type and multiply it by `up`."""
     read, written = src[start:stop], dst[start:stop]
     if random.on:
         buffer = np.empty(PIECE + 7, np.int32)
@@ -82,7 +85,7 @@ def elements(
 
 @inlined
 def steps_of(magnitude: Any) -> Any:
-    """Return HiFloat8's spacing at a magnitude of at least 2^-22, in units of the last bit."""
+    """Return HiFloat8's spacing at a magnitude of 2^-22 or more, in units of float32's last bit."""
     distance = abs(np.int32(np.int32(magnitude >> 23) - 127))
     shift = 20 + (distance >= 4) + (distance >= 8) + (distance >= 16)
     return np.int32(np.int32(1) << np.int32(shift))
@@ -90,7 +93,10 @@ def steps_of(magnitude: Any) -> Any:
 
 @inlined
 def nearest_hifloat8(magnitude: Any) -> Any:
-    """Round to nearest, ties away from zero; the result may exceed the largest number."""
+    """Round a magnitude to the nearest HiFloat8 value, ties away from zero.
+
+    The result may exceed HiFloat8's largest number; the caller handles the overflow.
+    """
     lifted = max(magnitude, SMALLEST)
     steps = steps_of(lifted)
     rounded = np.int32(np.int32(lifted + (steps >> 1)) & np.int32(-steps))
@@ -99,7 +105,10 @@ def nearest_hifloat8(magnitude: Any) -> Any:
 
 @inlined
 def carries_by_low_bits(magnitude: Any, way: Any, source: Any) -> Any:
-    """Return whether SR14 or SR2 goes up; `way` is the distance from below, in units of 2^-24."""
+    """Return whether the hybrid mode's rule SR14 or SR2 rounds up; see `hifloat8.py`.
+
+    `way` is the distance from the neighbor below, in units of 2^-24 of the spacing.
+    """
     if source == FROM_FLOAT32:
         return (way >> (RANDOM_BITS - 14)) >= (magnitude & ((1 << 14) - 1))
     if source == FROM_BFLOAT16:
@@ -113,7 +122,10 @@ def carries_by_low_bits(magnitude: Any, way: Any, source: Any) -> Any:
 
 @inlined
 def other_hifloat8(magnitude: Any, rounding: Any, source: Any, random: Any) -> Any:
-    """Round by the hybrid or the stochastic mode; the result may exceed the largest number."""
+    """Round a magnitude to HiFloat8 in the hybrid or the stochastic mode.
+
+    The result may exceed HiFloat8's largest number; the caller handles the overflow.
+    """
     small = magnitude < SMALLEST
     steps = steps_of(max(magnitude, SMALLEST))
     below = ZERO if small else np.int32(magnitude & np.int32(-steps))
@@ -134,7 +146,11 @@ def other_hifloat8(magnitude: Any, rounding: Any, source: Any, random: Any) -> A
 
 @inlined
 def hifloat8_value(bits: Any, scaled: Any, rounded: Any, up: Any, beyond: Any) -> Any:
-    """Return the result from the input, its scaled and its rounded magnitude, all in bits."""
+    """Return the bits of the result: the rounded magnitude times `up`, with the input's sign.
+
+    A rounded magnitude above HiFloat8's largest number becomes `beyond` first. The result is the
+    canonical NaN if `scaled`, the magnitude before rounding, is a NaN.
+    """
     if rounded > LARGEST:
         rounded = beyond
     sign = np.int32(bits & SIGN) if rounded != 0 else ZERO
@@ -155,9 +171,9 @@ def hifloat8(
     start: Any,
     stop: Any,
 ) -> None:
-    """Multiply every value by `down`, round it to HiFloat8, and multiply it by `up`.
+    """Multiply every value by `down`, round it to HiFloat8 and multiply it by `up`.
 
-    Overflow becomes `beyond`.
+    `beyond` holds the bits of the magnitude that replaces an overflow.
     """
     read, written = src[start:stop], dst[start:stop]
     # Twice the largest number overflows in every rounding mode.

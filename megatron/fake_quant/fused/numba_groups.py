@@ -1,6 +1,6 @@
 """CPU kernel for HiFloat4, whose groups of 64 values have three levels of scales.
 
-Products are float64 and exact, as in `hifloat4.py`.
+Products are computed in float64, where they are exact, as in `hifloat4.py`.
 """
 
 from typing import Any
@@ -22,22 +22,22 @@ from megatron.fake_quant.fused.numba_bits import (
 from megatron.fake_quant.fused.numba_compile import inlined
 
 GROUP = 64
-COLUMNS = 64  #: columns that are transposed to rows at a time
+COLUMNS = 64  #: number of columns that are transposed to rows at a time
 BIAS = 48
 LARGEST_BYTE = 254
-MANTISSA = 52  #: mantissa bits of a float64
+MANTISSA = 52  #: number of mantissa bits of a float64
 DOUBLE_BIAS = 1023
-SEVENTH = 73 / 512  #: bf16(1 / 7)
-RECIPROCALS = (1.0, 205 / 256, 171 / 256, 73 / 128)  #: bf16(1 / (1 + m / 4))
+SEVENTH = 73 / 512  #: 1 / 7, rounded to bfloat16
+RECIPROCALS = (1.0, 205 / 256, 171 / 256, 73 / 128)  #: 1 / (1 + m / 4), rounded to bfloat16
 
 
 @inlined
 def e6m2(amax: Any) -> Any:
-    """Return the byte of a group's scale from its largest magnitude, a float32 above 0."""
+    """Return the E6M2 byte of a group's scale; `amax` is the group's maximum, a float32 above 0."""
     product = np.float64(np.float64(amax) * SEVENTH).view(np.int64)
     exponent = (product >> MANTISSA) - DOUBLE_BIAS
     fraction = (product & ((1 << MANTISSA) - 1)) | (1 << MANTISSA)
-    # To 8 significant bits (bf16), then to 3, each time to nearest even.
+    # Round to 8 significant bits (bfloat16), then to 3, both times to nearest even.
     dropped = MANTISSA - 7
     eight = (fraction + (1 << (dropped - 1)) - 1 + ((fraction >> dropped) & 1)) >> dropped
     three = (eight + 15 + ((eight >> 5) & 1)) >> 5
@@ -46,7 +46,10 @@ def e6m2(amax: Any) -> Any:
 
 @inlined
 def element(bits: Any, reciprocal: Any, up: Any) -> Any:
-    """Multiply a value by `reciprocal`, round it to quarters, and multiply it by `up`."""
+    """Multiply a value by `reciprocal`, round it to a multiple of 1/4 and multiply it by `up`.
+
+    Rounded magnitudes above 7/4 become 7/4.
+    """
     quarters = np.float64(as_float(np.int32(bits & MAGNITUDE))) * reciprocal * 4
     rounded = np.float32(min(np.floor(quarters + 0.5), 7.0)) * np.float32(0.25)
     return np.int32(as_bits(rounded * up) | np.int32(bits & SIGN))
@@ -54,7 +57,7 @@ def element(bits: Any, reciprocal: Any, up: Any) -> Any:
 
 @inlined
 def one_group(group: Any) -> Any:
-    """Quantize 64 float32, given as bits, in place."""
+    """Quantize a group of 64 float32 values in place; the array holds their bits."""
     amax = ZERO
     for j in range(GROUP):
         amax = max(amax, np.int32(group[j] & MAGNITUDE))
@@ -63,7 +66,8 @@ def one_group(group: Any) -> Any:
             group[j] = NAN
         return
     byte = e6m2(as_float(amax)) if amax > 0 else 0
-    # Powers of two from bits: 2^(48 - e) in float64, 2^(e - 48) in float32.
+    # Built from bits, where e and m are the fields of the byte: `power` is 2^(48 - e) in float64,
+    # and `scale` is 2^(e - 48) * (1 + m / 4) in float32.
     power = np.int64((DOUBLE_BIAS + BIAS - (byte >> 2)) << MANTISSA).view(np.float64)
     reciprocal = RECIPROCALS[byte & 3] * power
     scale = as_float(np.int32(((127 - BIAS) << 23) + (byte << 21)))
@@ -83,9 +87,10 @@ def one_group(group: Any) -> Any:
 
 @kernel
 def hifloat4(src: Any, dst: Any, start: Any, stop: Any) -> None:
-    """Quantize groups along the middle axis of `[outer, n, inner]`.
+    """Quantize groups along the middle axis of an `[outer, n, inner]` array.
 
-    start and stop count groups of rows.
+    `start` and `stop` count groups of 64 rows; the groups of one matrix come before the groups of
+    the next matrix.
     """
     n, inner = src.shape[1], src.shape[2]
     groups = (n + GROUP - 1) // GROUP
@@ -95,7 +100,7 @@ def hifloat4(src: Any, dst: Any, start: Any, stop: Any) -> None:
         count = min(GROUP, n - first)
         for left in range(0, inner, COLUMNS):
             width = min(COLUMNS, inner - left)
-            buffer[:, count:] = 0  # A group of NaN may have overwritten the padding.
+            buffer[:, count:] = 0  # A group of NaNs may have overwritten the padding.
             for i in range(count):
                 for j in range(width):
                     buffer[j, i] = widen(src[outer, first + i, left + j])

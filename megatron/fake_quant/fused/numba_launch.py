@@ -1,4 +1,7 @@
-"""Fused quantization on the CPU: choose a kernel, its constants and its number of threads."""
+"""Fused quantization on the CPU.
+
+This module chooses the kernel for a tensor, the kernel's constants and the number of threads.
+"""
 
 import functools
 import math
@@ -38,9 +41,9 @@ _ROUNDINGS = {
     "stochastic": numba_elementwise.STOCHASTIC,
     "hybrid": numba_elementwise.HYBRID,
 }
-_LEAST = 1 << 15  #: values from which on another thread is worth its start
+_LEAST = 1 << 15  #: minimum number of values for which another thread saves time
 
-Flat = NDArray[np.integer[Any]]  #: bits of a tensor in the order of memory
+Flat = NDArray[np.integer[Any]]  #: bits of a tensor's values, in the order of memory
 
 
 def _finite_amax(src: Flat) -> Tensor:
@@ -58,7 +61,7 @@ def _random(seed: int | None) -> numba_bits.Random:
 def _groups(
     src: Flat, dst: Flat, fmt: Format, shape: list[int], axis: int, seed: int | None
 ) -> None:
-    """Quantize memory of this shape in HiFloat4's groups along `axis`."""
+    """Quantize `src` into `dst`, both viewed with `shape`, in HiFloat4's groups along `axis`."""
     size = GROUP
     outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     tensors = (array.reshape(outer, n, inner) for array in (src, dst))
@@ -69,7 +72,10 @@ def _groups(
 def _blocks(
     src: Flat, dst: Flat, fmt: Format, shape: list[int], axis: int, seed: int | None
 ) -> None:
-    """Quantize memory of this shape in blocks along `axis`, or in square ones of the last two."""
+    """Quantize `src` into `dst`, both viewed with `shape`, in blocks along `axis`.
+
+    The square blocks of a square format extend over the last two axes instead.
+    """
     assert isinstance(fmt.element, ElementFormat)
     assert fmt.block_size is not None
     size = fmt.block_size
@@ -80,7 +86,7 @@ def _blocks(
     element = numba_bits.element_bits(fmt.element)
     rule = numba_blocks.make_rule(fmt, functools.partial(_finite_amax, src))
     if inner == 1 and not fmt.square:
-        # Short rows that end with a block can be cut and joined to give each thread its part.
+        # Rows of whole blocks can be cut between blocks, so that all threads get equal parts.
         width = next((w for w in (16 * size, size) if n % w == 0), n)
         matrices = (array.reshape(-1, width) for array in (src, dst))
         work = functools.partial(numba_blocks.rows, *matrices, size, element, rule, _random(seed))
@@ -93,12 +99,12 @@ def _blocks(
         numba_threads.run(work, outer * -(-n // size), -(-_LEAST // (size * inner)))
 
 
-#: Kernels for block scales, by the scales' number type.
+#: Functions that quantize formats with block scales, by the number type of the scales.
 _BLOCK_KERNELS = {"E8M0": _blocks, "E4M3": _blocks, "E6M2": _groups}
 
 
 def _elements(src: Flat, dst: Flat, fmt: Format, source: int, seed: int | None) -> None:
-    """Quantize memory value by value."""
+    """Quantize `src` into `dst` value by value, for a format without block scales."""
     down, up = map(np.float32, factors(fmt, functools.partial(_finite_amax, src)))
     if fmt.scaling is not None:
         source = numba_elementwise.FROM_FLOAT32
@@ -121,7 +127,10 @@ def _memory(dense: Tensor, order: list[int]) -> Flat:
 
 
 def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
-    """Multiply `x` by a block-diagonal matrix along `axis`, see `hadamard.py`."""
+    """Multiply `x` along `axis` by `factor` and a block-diagonal matrix; see `hadamard.py`.
+
+    Every block on the matrix's diagonal is `matrix`.
+    """
     out, size = torch.empty_like(x), matrix.shape[0]
     if x.dtype == torch.float16:
         x = x.float()
@@ -140,7 +149,7 @@ def rotate(x: Tensor, matrix: Tensor, factor: float, axis: int) -> Tensor:
 
 
 def fake_quantize(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Tensor:
-    """See `reference.fake_quantize`.
+    """Quantize and dequantize `x` with a CPU kernel; see `reference.fake_quantize`.
 
     Raises:
         ValueError: if there is no CPU kernel for the format's rounding mode.

@@ -1,4 +1,7 @@
-"""CPU kernels for the Hadamard transform, which sum in the reference's order in one pass."""
+"""CPU kernels for the Hadamard transform.
+
+They make one pass over memory and add in the same order as the reference implementation.
+"""
 
 from typing import Any
 
@@ -16,19 +19,22 @@ from megatron.fake_quant.fused.numba_bits import (
 )
 from megatron.fake_quant.fused.numba_compile import inlined
 
-COLUMNS = 256  #: width of a tile
+COLUMNS = 256  #: width of a tile in values
 
 
 @inlined
 def finished(total: Any, factor: Any) -> Any:
-    """Return a sum times `factor`, in bits, with the canonical NaN."""
+    """Return the bits of `total * factor`; every NaN becomes the canonical NaN."""
     bits = as_bits(np.float32(total * factor))
     return NAN if np.int32(bits & MAGNITUDE) > INFINITY else bits
 
 
 @kernel
 def rows(src: Any, dst: Any, matrix: Any, factor: Any, start: Any, stop: Any) -> None:
-    """Multiply `[blocks, d]` by the `[d, d]` matrix and by `factor`, from block start to stop."""
+    """Multiply a `[blocks, d]` array by the `[d, d]` matrix and by `factor`.
+
+    Only blocks `start` to `stop - 1` are computed.
+    """
     size = matrix.shape[0]
     total = np.empty(size, np.float32)
     for block in range(start, stop):
@@ -45,7 +51,7 @@ def rows(src: Any, dst: Any, matrix: Any, factor: Any, start: Any, stop: Any) ->
 
 @kernel
 def columns(src: Any, dst: Any, matrix: Any, factor: Any, start: Any, stop: Any) -> None:
-    """Do the same as `rows` along the middle axis of `[blocks, d, inner]`."""
+    """Do the same as `rows`, but along the middle axis of a `[blocks, d, inner]` array."""
     size, inner = matrix.shape[0], src.shape[2]
     total = np.empty(COLUMNS, np.float32)
     for block in range(start, stop):

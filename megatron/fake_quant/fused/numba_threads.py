@@ -1,10 +1,10 @@
-"""Run a kernel on several threads, if possible on those that torch computes with.
+"""Run a kernel on several threads, if possible on torch's own threads.
 
 torch's OpenMP threads do not sleep after an operation. They spin for some milliseconds, to be ready
-for the next one. Threads of our own would compete with them for the cores: on two cores a kernel
-right after a copy took 1.4 to 1.9 times as long (MXFP8 and HiFloat8, memory used again). Work
-therefore runs on torch's threads, through the function that compilers call for
-`#pragma omp parallel`. The function is part of GNU's binary interface; the runtimes of LLVM and
+for the next operation. Additional threads would compete with them for the cores: on two cores, a
+kernel that ran right after a copy took 1.4 to 1.9 times as long (MXFP8 and HiFloat8, with reused
+memory). Kernels therefore run on torch's threads, through the function that compilers call for
+`#pragma omp parallel`. This function is part of GNU's binary interface; the runtimes of LLVM and
 Intel export it too.
 """
 
@@ -23,10 +23,11 @@ import torch
 Work = Callable[[int, int], Any]
 Parallel = Callable[[Callable[[], None], int], None]
 
-PARTS = 4  #: parts per thread, so that other threads can take over from a delayed one
+PARTS = 4  #: number of parts per thread; if a thread is delayed, other threads take its parts
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-_forked = False  #: True after a fork, which OpenMP's threads do not survive; GNU's runtime hangs
+#: True in a forked process. OpenMP's threads do not survive a fork, and GNU's runtime would hang.
+_forked = False
 
 
 def _after_fork() -> None:
@@ -40,10 +41,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def run(work: Work, count: int, least: int = 1) -> list[Any]:
-    """Call `work(start, stop)` on parts of `range(count)` that are at least `least` long.
+    """Call `work(start, stop)` for each part of `range(count)`, on several threads.
 
-    The parts run on as many threads as torch may use. Return their results in order, or raise the
-    error of a part.
+    Every part has at least `least` items, unless `count` is smaller. At most as many threads are
+    used as torch is configured to use. Return the results in the order of the parts. If a part
+    raises an error, raise that error.
     """
     pieces = max(1, count // least)
     threads = min(torch.get_num_threads(), pieces)
@@ -61,7 +63,7 @@ def run(work: Work, count: int, least: int = 1) -> list[Any]:
                 return
             try:
                 results[part] = work(edges[part], edges[part + 1])
-            except BaseException as error:  # must not reach the OpenMP runtime
+            except BaseException as error:  # An error must not reach the OpenMP runtime.
                 errors.append(error)
 
     parallel = None if _forked else _openmp()
@@ -73,11 +75,11 @@ def run(work: Work, count: int, least: int = 1) -> list[Any]:
 
 @functools.cache
 def _openmp() -> Parallel | None:
-    """Return a function that runs work on torch's threads, None if they are not OpenMP's."""
+    """Return a function that runs work on torch's OpenMP threads, or None if torch has none."""
     if not sys.platform.startswith("linux") or "backend: OpenMP" not in _backend():
         return None
     try:
-        # The lookup includes the library's dependencies, among them the runtime that torch uses.
+        # The lookup also searches the library's dependencies, such as torch's OpenMP runtime.
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         start = library.GOMP_parallel
     except (OSError, AttributeError):

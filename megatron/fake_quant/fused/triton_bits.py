@@ -1,10 +1,12 @@
-"""Functions that the Triton kernels share: arithmetic on the bits of many numbers at a time.
+"""Bit-level arithmetic on tensors of numbers, shared by the Triton kernels.
 
-This is the counterpart of `numba_bits.py`, with the same arithmetic on int32 bits of float32. It
-avoids operations that differ between GPUs: a NaN is written as bits, bfloat16 is rounded with
-integers, and every division is IEEE's. Kernels must be launched with `enable_fp_fusion=False`.
+This is the counterpart of `numba_bits.py` and does the same arithmetic on the bits of float32
+values, held as int32. It avoids operations that differ between GPUs: NaN is written as bits,
+bfloat16 is rounded in integer arithmetic, and every division is rounded as IEEE 754 requires.
+Kernels must be launched with `enable_fp_fusion=False`.
 
-Names in capitals are constants: Triton compiles one kernel per combination of their values.
+Names in capitals are compile-time constants: Triton compiles one kernel per combination of their
+values.
 """
 
 from collections.abc import Callable
@@ -20,9 +22,11 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
 NAN_FLOAT16 = tl.constexpr(0x7E00)
-POWER_254 = tl.constexpr(254 << 23)  #: minus a power of two's bits: its reciprocal
+#: Bits of 2^127: subtracting the bits of a power of two gives the bits of its reciprocal.
+POWER_254 = tl.constexpr(254 << 23)
 UNITS = tl.constexpr(float(1 << random_bits.RANDOM_BITS))
-UNUSED = tl.constexpr(32 - random_bits.RANDOM_BITS)  #: bits of a random word not used
+#: Number of low bits of a random word that are discarded.
+UNUSED = tl.constexpr(32 - random_bits.RANDOM_BITS)
 ROUNDS = tl.constexpr(random_bits.ROUNDS)
 MULTIPLIER_0 = tl.constexpr(random_bits.MULTIPLIERS[0])
 MULTIPLIER_1 = tl.constexpr(random_bits.MULTIPLIERS[1])
@@ -31,8 +35,8 @@ KEY_STEP_1 = tl.constexpr(random_bits.KEY_STEPS[1])
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function for the device; TRITON_INTERPRET=1 at import interprets it instead."""
-    # Triton would compile another kernel whenever a random key is a multiple of 16.
+    """Compile a function for the GPU, or interpret it if TRITON_INTERPRET=1 is set at import."""
+    # Otherwise, Triton would compile another kernel for random keys that are multiples of 16.
     keys = [name for name in ("key0", "key1") if name in function.__code__.co_varnames]
     return triton.jit(function, do_not_specialize=keys)
 
@@ -49,7 +53,7 @@ def as_bits(x: tl.tensor) -> tl.tensor:
 
 @compiled
 def widen(stored: tl.tensor) -> tl.tensor:
-    """Return the bits of the float32 that a loaded value stands for."""
+    """Convert loaded values to float32 and return their bits."""
     if stored.dtype == tl.bfloat16:
         bits = stored.to(tl.int16, bitcast=True).to(tl.int32) << 16
     else:
@@ -59,7 +63,9 @@ def widen(stored: tl.tensor) -> tl.tensor:
 
 @compiled
 def narrow(bits: tl.tensor, dtype: tl.constexpr, EXACT: tl.constexpr) -> tl.tensor:
-    """Undo `widen` by rounding to nearest even; a NaN must be the canonical one.
+    """Convert float32 bits to values of `dtype`, rounding to nearest even.
+
+    This function undoes `widen`. A NaN must be the canonical NaN.
 
     EXACT: True if bfloat16 can represent every value, so that no rounding is needed.
     """
@@ -78,13 +84,16 @@ def narrow(bits: tl.tensor, dtype: tl.constexpr, EXACT: tl.constexpr) -> tl.tens
 
 @compiled
 def round_by(magnitude: tl.tensor, shifter: tl.tensor) -> tl.tensor:
-    """Round to the float32 spacing of a power of two, by adding and subtracting it."""
+    """Round a magnitude to a multiple of float32's spacing at `shifter`, a power of two.
+
+    Adding and then subtracting the shifter rounds the magnitude.
+    """
     return as_bits((as_float(magnitude) + shifter) - shifter)
 
 
 @compiled
 def nearest_even(magnitude: tl.tensor, LOWEST: tl.constexpr, MANTISSA: tl.constexpr) -> tl.tensor:
-    """Round a finite magnitude to the nearest element; see `numba_bits.py`."""
+    """Round a finite magnitude to the nearest value of the element type; see `numba_bits.py`."""
     binade = tl.maximum(magnitude & INFINITY, LOWEST)
     return round_by(magnitude, as_float(binade) * (1 << (23 - MANTISSA)))
 
@@ -93,7 +102,7 @@ def nearest_even(magnitude: tl.tensor, LOWEST: tl.constexpr, MANTISSA: tl.conste
 def stochastic(
     magnitude: tl.tensor, random: tl.tensor, LOWEST: tl.constexpr, MANTISSA: tl.constexpr
 ) -> tl.tensor:
-    """Round a finite magnitude stochastically, see `rounding._stochastic`."""
+    """Round a finite magnitude stochastically; see `rounding._stochastic`."""
     spacing = tl.maximum(magnitude & INFINITY, LOWEST) - (MANTISSA << 23)
     steps = as_float(magnitude) * as_float(-spacing + POWER_254)
     whole = steps.to(tl.int32).to(tl.float32)
@@ -103,7 +112,7 @@ def stochastic(
 
 @compiled
 def philox(counter: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
-    """Return the four random words of 64-bit counters, see `random_bits.py`."""
+    """Return the four random words of each 64-bit counter; see `random_bits.py`."""
     c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
     k0, k1 = key0.to(tl.uint32, bitcast=True), key1.to(tl.uint32, bitcast=True)
@@ -117,7 +126,7 @@ def philox(counter: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
 
 @compiled
 def random_each(place: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
-    """Return the random bits of the values at these positions (int64) in the tensor."""
+    """Return the random bits of the values at the positions `place` (int64) in the tensor."""
     w0, w1, w2, w3 = philox(place >> 2, key0, key1)
     odd = (place & 1) == 1
     words = tl.where((place & 2) == 0, tl.where(odd, w1, w0), tl.where(odd, w3, w2))
@@ -126,7 +135,10 @@ def random_each(place: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor
 
 @compiled
 def random_fours(first: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
-    """Return the random bits `[..., 2, 2]` of four values from each position, a multiple of 4."""
+    """Return the random bits of four consecutive values from each position, as `[..., 2, 2]`.
+
+    The positions in `first` must be multiples of 4.
+    """
     w0, w1, w2, w3 = philox(first >> 2, key0, key1)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return (words >> UNUSED).to(tl.int32)

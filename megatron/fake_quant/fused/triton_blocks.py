@@ -1,6 +1,6 @@
-"""The GPU kernel for formats with block scales, the counterpart of `numba_blocks.py`.
+"""GPU kernel for formats with block scales, the counterpart of `numba_blocks.py`.
 
-A program holds a tile of values in registers. It reads each value once and writes it once.
+Each program holds a tile of values in registers. It reads and writes each value once.
 """
 
 import triton.language as tl
@@ -25,7 +25,7 @@ from megatron.fake_quant.nvfp4 import SIXTH as SIXTH_TENSOR
 
 FRACTION = tl.constexpr(0x7FFFFF)
 SMALLEST_NORMAL = tl.constexpr(1 << 23)
-HALF_POWER = tl.constexpr(1 << 22)  #: 2^-127
+HALF_POWER = tl.constexpr(1 << 22)  #: bits of 2^-127
 FLOAT32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 SIXTH = tl.constexpr(SIXTH_TENSOR.item())
 E4M3_LOWEST = tl.constexpr((127 - 6) << 23)
@@ -40,7 +40,7 @@ def power(byte: tl.tensor) -> tl.tensor:
 
 @compiled
 def e8m0(amax: tl.tensor, EMAX: tl.constexpr, CARRY_FROM: tl.constexpr) -> tl.tensor:
-    """Return the byte of a block's scale from its finite maximum, see `mx.scale_bytes`."""
+    """Return the E8M0 byte of a block's scale from its finite maximum; see `mx.scale_bytes`."""
     subnormal = amax < SMALLEST_NORMAL
     lifted = tl.where(subnormal, as_bits(as_float(amax) * 4294967296.0), amax)  # times 2^32
     exponent = (lifted >> 23) - tl.where(subnormal, 32, 0)
@@ -50,7 +50,7 @@ def e8m0(amax: tl.tensor, EMAX: tl.constexpr, CARRY_FROM: tl.constexpr) -> tl.te
 
 @compiled
 def e4m3(amax: tl.tensor, encode: tl.tensor, decode: tl.tensor) -> tl.tensor:
-    """Return NVFP4's multiplier and scale of a block, see `nvfp4.py`."""
+    """Return the multiplier and the scale of an NVFP4 block; see `nvfp4.py`."""
     scaled = tl.minimum(as_bits(as_float(amax) * (encode * SIXTH)), E4M3_TOP)
     scale = as_float(nearest_even(scaled, E4M3_LOWEST, 3))
     product = scale * decode
@@ -67,9 +67,9 @@ def drawn(
     key1: tl.tensor,
     RANDOM: tl.constexpr,
 ) -> tl.tensor:
-    """Return the random bits of a tile.
+    """Return the random bits of the values in a tile.
 
-    RANDOM: 4 if every four neighbors of a row share one block of random words, otherwise 1.
+    RANDOM: 4 if every four neighbors in a row share one block of random words, otherwise 1.
     """
     A: tl.constexpr = place.shape[0]
     COLUMNS: tl.constexpr = place.shape[1] * place.shape[2]
@@ -107,14 +107,14 @@ def blocks(
     T: tl.constexpr,
     B: tl.constexpr,
 ) -> tl.tensor:
-    """Quantize consecutive matrices `[rows, columns]` in blocks of HEIGHT x WIDTH.
+    """Quantize consecutive `[rows, columns]` matrices in blocks of HEIGHT x WIDTH values.
 
-    A tile `[A, T, B]` holds T blocks side by side, whose height A and width B are rounded up to
-    powers of two. If the height of a block is 1, the tile holds A rows of such blocks. A matrix has
-    `bands` rows of `tiles` tiles.
+    A tile `[A, T, B]` holds T blocks side by side; A and B are their height and width, rounded up
+    to powers of two. If HEIGHT is 1, the tile holds A rows of T blocks instead. Each matrix is
+    divided into `bands` rows of `tiles` tiles.
 
-    TARGET: target of the tensor's scale for NVFP4, 0 for E8M0 scales.
-    RANDOM: 0 to round to nearest; for other values see `drawn`.
+    TARGET: target of the tensor's scale for NVFP4; 0 for E8M0 scales.
+    RANDOM: 0 to round to nearest; see `drawn` for other values.
     """
     program = tl.program_id(0)
     band = program // tiles

@@ -1,4 +1,4 @@
-"""GPU kernels for formats without block scales, and for the maximum of a tensor.
+"""GPU kernels for formats without block scales, and for a tensor's largest finite magnitude.
 
 This is the counterpart of `numba_elementwise.py`.
 """
@@ -22,10 +22,11 @@ from megatron.fake_quant.fused.triton_bits import (
 )
 from megatron.fake_quant.random_bits import RANDOM_BITS
 
-SMALLEST_FLOAT32 = tl.constexpr(2.0**-126)  #: smallest normal number
+SMALLEST_FLOAT32 = tl.constexpr(2.0**-126)  #: smallest normal float32
 FLOAT32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 LARGEST = tl.constexpr((127 + 15) << 23)
-OVERFLOW = tl.constexpr((127 + 15) << 23 | 1 << 21)  #: 1.25 * 2^15
+#: Bits of 1.25 * 2^15, at which HiFloat8 overflows.
+OVERFLOW = tl.constexpr((127 + 15) << 23 | 1 << 21)
 SMALLEST = tl.constexpr((127 - 22) << 23)
 HALF_SMALLEST = tl.constexpr((127 - 23) << 23)
 SMALLEST_NORMAL_FLOAT16 = tl.constexpr((127 - 14) << 23)
@@ -40,7 +41,10 @@ HALF_WAY = tl.constexpr(1 << (RANDOM_BITS - 1))
 def finite_amax(
     src: tl.tensor, amax: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, REPEATS: tl.constexpr
 ) -> tl.tensor:
-    """Raise `amax`, which starts at 0, to the bits of the largest finite magnitude."""
+    """Store the bits of the largest finite magnitude in `amax`, which must be 0 before the launch.
+
+    Every program raises `amax` to the maximum of its own values.
+    """
     first = tl.program_id(0).to(tl.int64) * (BLOCK * REPEATS)
     left = tl.minimum(count - first, BLOCK * REPEATS).to(tl.int32)
     largest = tl.zeros([BLOCK], tl.int32)
@@ -54,7 +58,7 @@ def finite_amax(
 
 @compiled
 def encode_scale(amax: tl.tensor, TARGET: tl.constexpr) -> tl.tensor:
-    """Return TARGET over the maximum, clamped as in `tensor_scale.divide_by`."""
+    """Return TARGET divided by the tensor's maximum, clamped as in `tensor_scale.divide_by`."""
     magnitude = tl.load(amax)
     quotient = tl.div_rn(tl.full([], TARGET, tl.float32), as_float(magnitude))
     held = tl.minimum(tl.maximum(quotient, SMALLEST_FLOAT32), FLOAT32_MAX)
@@ -63,7 +67,7 @@ def encode_scale(amax: tl.tensor, TARGET: tl.constexpr) -> tl.tensor:
 
 @compiled
 def binades_from_one(magnitude: tl.tensor) -> tl.tensor:
-    """Return 3 minus the mantissa bits of HiFloat8 at a magnitude of at least 2^-22."""
+    """Return 3 minus the number of HiFloat8's mantissa bits at a magnitude of 2^-22 or more."""
     distance = tl.abs((magnitude >> 23) - 127)
     return (
         tl.where(distance >= 4, 1, 0)
@@ -74,15 +78,16 @@ def binades_from_one(magnitude: tl.tensor) -> tl.tensor:
 
 @compiled
 def nearest_hifloat8(magnitude: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
-    """Round a magnitude of at least 2^-23 to nearest, ties away from zero.
+    """Round a magnitude of 2^-23 or more to the nearest HiFloat8 value, ties away from zero.
 
-    The result may exceed the largest number. The last bit of a float32 affects only ties, where it
-    is 0. Setting it makes the neighbor away from zero the nearer one.
+    The result may exceed HiFloat8's largest number; the caller handles the overflow. The last bit
+    of the float32 matters only in a tie, where it is 0. Setting it makes the neighbor away from
+    zero the nearer one.
     """
     lifted = tl.maximum(tl.minimum(magnitude | 1, LIMIT), SMALLEST)
     exponent = as_float((lifted >> 23) | TWO_TO_23) - (8388608.0 + 127.0)
-    # The square is at least 8, 32, 128 and 512 where the mantissa has 3, 2, 1 and 0 bits. On a GPU,
-    # float32 is twice as fast as comparing and adding integers.
+    # Where the mantissa has 3, 2, 1 and 0 bits, `square` is at least 8, 32, 128 and 512. On a GPU,
+    # float32 arithmetic is twice as fast as comparing and adding integers.
     square = (exponent + exponent) * exponent + 8.0
     shift = as_float((as_bits(square) >> 1) & INFINITY) * TWO_TO_82  # 2^20 to 2^23
     return round_by(lifted, as_float(lifted & INFINITY) * shift)
@@ -90,7 +95,10 @@ def nearest_hifloat8(magnitude: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
 
 @compiled
 def carries_by_low_bits(magnitude: tl.tensor, way: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return whether SR14 or SR2 goes up; `way` is the distance from below, in units of 2^-24."""
+    """Return whether the hybrid mode's rule SR14 or SR2 rounds up; see `hifloat8.py`.
+
+    `way` is the distance from the neighbor below, in units of 2^-24 of the spacing.
+    """
     if dtype == tl.float32:
         carries = (way >> (BITS - 14)) >= (magnitude & ((1 << 14) - 1))
     else:
@@ -106,9 +114,9 @@ def carries_by_low_bits(magnitude: tl.tensor, way: tl.tensor, dtype: tl.constexp
 
 @compiled
 def other_hifloat8(magnitude: tl.tensor, random: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Round stochastically, or by the hybrid mode if `random` is None.
+    """Round a magnitude to HiFloat8 stochastically, or in the hybrid mode if `random` is None.
 
-    The result may exceed the largest number.
+    The result may exceed HiFloat8's largest number; the caller handles the overflow.
     """
     small = magnitude < SMALLEST
     shift = 20 + binades_from_one(tl.maximum(magnitude, SMALLEST))
@@ -135,7 +143,7 @@ def element(
     TOP: tl.constexpr,
     MANTISSA: tl.constexpr,
 ) -> tl.tensor:
-    """Round to an `ElementFormat` stochastically, or to nearest if `random` is None."""
+    """Round a magnitude to an `ElementFormat` stochastically, or to nearest if `random` is None."""
     magnitude = tl.minimum(magnitude, TOP)
     if random is None:
         rounded = nearest_even(magnitude, LOWEST, MANTISSA)
@@ -152,7 +160,11 @@ def hifloat8(
     ROUNDING: tl.constexpr,
     SOURCE: tl.constexpr,
 ) -> tl.tensor:
-    """Round to HiFloat8; under "nearest", results for values below 2^-23 are undefined."""
+    """Round a magnitude to HiFloat8 and replace an overflow by BEYOND.
+
+    If ROUNDING is "nearest", the result for a magnitude below 2^-23 is undefined, and the caller
+    must replace it by zero.
+    """
     # Twice the largest number overflows in every rounding mode.
     LIMIT: tl.constexpr = min(BEYOND, LARGEST + (1 << 23))
     if ROUNDING == "nearest":
@@ -182,9 +194,12 @@ def elements(
     ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Quantize value by value, scaled down before and up after if TARGET is not 0.
+    """Quantize value by value, for a format without block scales.
 
-    BEYOND: bits of the result of HiFloat8's overflow; 0 if the element is an `ElementFormat`.
+    If TARGET is not 0, every value is multiplied by the tensor's scale before rounding and by its
+    reciprocal afterward.
+
+    BEYOND: bits of the magnitude that replaces an overflow of HiFloat8; 0 for an `ElementFormat`.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)

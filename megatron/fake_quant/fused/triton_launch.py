@@ -1,11 +1,14 @@
-"""Fused quantization on CUDA devices: choose a Triton kernel, its tiles and its constants.
+"""Fused quantization on CUDA devices.
 
-The kernels have not run on a GPU yet. Tests run them in Triton's interpreter against the reference,
-compile them for sm_90, and search the assembler code for instructions that would change bits.
+This module chooses the Triton kernel for a tensor, its tiles and its constants. The kernels have
+not run on a GPU yet. Tests run them in Triton's interpreter and compare the results with
+`reference.py`. They also compile the kernels for sm_90 and search the assembly code for
+instructions that would change the results.
 
-No step waits for the device: a first kernel leaves the maximum of the tensor, from which its scale
-follows, in device memory. A kernel is compiled the first time that a format is used for a type of
-tensor. This takes a second; later processes load it from Triton's cache on disk.
+No step waits for the device: if a format needs the tensor's maximum for its scale, one kernel
+stores the maximum in device memory and the next kernel reads it there. Triton compiles a kernel the
+first time that a combination of its constants is used. This takes a second; later processes load
+the kernel from Triton's cache on disk.
 """
 
 import functools
@@ -28,32 +31,34 @@ from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.scalings import kernel_roundings
 
-TILE = 1 << 14  #: bytes that a program holds in registers, if blocks are not larger
-_PER_WARP = TILE // 4  #: bytes per warp: eight loads of 16 bytes per thread
-_WIDE = 32  #: desired width of a tile in values, if the tile has at most `_MOST` values
+TILE = (
+    1 << 14
+)  #: size of the tile that a program holds in registers, in bytes, unless a block is larger
+_PER_WARP = TILE // 4  #: size of a tile's part per warp, in bytes: 8 loads of 16 bytes per thread
+_WIDE = 32  #: desired width of a tile in values, if the tile then has at most `_MOST` values
 _MOST = 1 << 15
-LARGEST_BITS = power_of_two_bits(LARGEST_EXPONENT)  #: HiFloat8's largest number
-_REPEATS = 8  #: tiles per program that searches the maximum
+LARGEST_BITS = power_of_two_bits(LARGEST_EXPONENT)  #: bits of HiFloat8's largest number
+_REPEATS = 8  #: number of tiles per program in the search for the maximum
 
 Constants = dict[str, Any]
 
 
 class LaunchConfig(NamedTuple):
-    """A kernel with its constants for a format, a shape and a dtype."""
+    """Kernel and launch parameters for one format, shape and dtype."""
 
     kernel: Any
     programs: int
     numbers: tuple[int, ...]
-    constants: Constants  #: arguments in the kernel's order
+    constants: Constants  #: compile-time arguments, in the kernel's order
     options: Constants
     amax: bool  #: True if the kernel needs the tensor's maximum
-    ready: dict[tuple[int, bool], Any]  #: compiled kernels, by device and alignment of memory
+    ready: dict[tuple[int, bool], Any]  #: compiled kernels, by device index and 16-byte alignment
 
     def launch(self, src: Tensor, *arguments: Any) -> None:
-        """Launch on the current stream, bypassing Triton's binder after the first time.
+        """Launch the kernel on the current stream; later launches bypass Triton's argument binder.
 
-        The binder takes longer than the kernel, which takes 20 microseconds for 4096 x 4096
-        bfloat16.
+        The binder takes longer than the kernel itself, which is estimated to take 20 microseconds
+        for a 4096 x 4096 bfloat16 matrix.
         """
         arguments = (src, *arguments, *self.numbers, *self.constants.values())
         key = (src.get_device(), src.data_ptr() % 16 == 0)
@@ -61,12 +66,12 @@ class LaunchConfig(NamedTuple):
             self.ready[key][(self.programs, 1, 1)](*arguments)
         else:
             compiled = self.kernel[(self.programs, 1, 1)](*arguments, **self.options)
-            if compiled is not None:  # The interpreter returns None.
+            if compiled is not None:  # Triton's interpreter returns None.
                 self.ready[key] = compiled
 
 
 def _bits(x: float) -> int:
-    """Return the bits of a positive float32."""
+    """Return the float32 bits of a positive number."""
     return int(struct.unpack("i", struct.pack("f", x))[0])
 
 
@@ -102,7 +107,11 @@ def _scaling(fmt: Format, element: ElementFormat) -> Constants:
 
 
 def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> LaunchConfig:
-    """Configure memory of this shape with blocks along `axis`, or square ones of the last two."""
+    """Return the launch configuration for blocks along `axis`, or for square blocks.
+
+    `shape` is the shape of the tensor, with its dimensions in the order of memory. Square blocks
+    extend over the last two dimensions.
+    """
     assert isinstance(fmt.element, ElementFormat)
     assert fmt.block_size is not None
     size = fmt.block_size
@@ -113,7 +122,7 @@ def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> La
     else:
         height, width = min(size, shape[axis]), 1
     outer, rows, columns = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    if height == 1 and columns == 1:  # blocks along rows, which can be joined if they end evenly
+    if height == 1 and columns == 1:  # Blocks run along rows; rows of whole blocks can be joined.
         rows, columns = outer, rows
         outer = 1
         if columns % width == 0:
@@ -155,7 +164,9 @@ def _elements(fmt: Format, count: int, itemsize: int) -> LaunchConfig:
 
 @functools.lru_cache(maxsize=1 << 14)
 def plan(fmt: Format, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> LaunchConfig:
-    """Return the launch configuration that quantizes memory of this shape and dtype.
+    """Return the launch configuration for quantizing a tensor of this dtype.
+
+    `shape` and `axis` refer to the tensor's dimensions in the order of memory.
 
     Raises:
         ValueError: if there is no CUDA kernel for the format's rounding mode.
@@ -176,18 +187,21 @@ def amax_plan(count: int, dtype: torch.dtype) -> LaunchConfig:
 
 
 def _key(seed: int | None) -> tuple[int, int]:
-    """Return the two words of the seed as int32."""
+    """Return the low and the high word of the seed as int32 numbers; zeros if there is no seed."""
     words = (0, 0) if seed is None else (seed & WORD, seed >> 32)
     return words[0] - ((words[0] >> 31) << 32), words[1]
 
 
 def check() -> None:
-    """Raise Triton's error if it cannot launch a kernel here."""
+    """Raise Triton's own error if it cannot launch kernels on this machine."""
     driver.active.get_current_target()
 
 
 def fake_quantize(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Tensor:
-    """See `reference.fake_quantize`; for formats for which `dispatch.find` returns this kernel."""
+    """Quantize and dequantize `x` with a Triton kernel; see `reference.fake_quantize`.
+
+    The format must be one for which `dispatch.find` returns this function.
+    """
     src, order = without_gaps(x, in_order=seed is not None or fmt.square)
     result = torch.empty_like(src)
     shape = tuple(src.shape[dim] for dim in order)
