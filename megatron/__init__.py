@@ -1,8 +1,7 @@
-"""Search this tree's `megatron` first, and the installed megatron-core second.
+"""Extend the package path, so that this tree comes first and the installed megatron-core second.
 
-The wheel ships `megatron` as a namespace package, so it has no `__init__.py` that this file could
-shadow by accident. Extending the path here makes `megatron.core` and any other installed part of
-`megatron` reachable behind this tree.
+The megatron-core wheel ships `megatron` as a namespace package without an `__init__.py`, so this
+file shadows none. Modules that this tree lacks are imported from the installed package.
 """
 
 from pkgutil import extend_path

@@ -1,12 +1,12 @@
-"""Read small files from untrusted folders in bounded time and memory. Standard library only.
+"""Read small files from untrusted folders in bounded time and memory.
 
 Settings, recipes, manifests, run cards and the JSON files of a Hugging Face folder may come from an
-untrusted source. Every function here opens regular files only, because a FIFO blocks forever and
-`/dev/zero` never ends. It reads at most `limit` bytes and raises `UnusableFileError`, whose message
-names the file. Links to regular files are followed: the cache of the Hugging Face hub consists of
-them.
+untrusted source. The functions here open regular files only, because a FIFO blocks forever and
+`/dev/zero` never ends. They read at most `limit` bytes and raise an `UnusableFileError` that names
+the file. Links to regular files are followed, because the cache of the Hugging Face Hub consists of
+such links. A missing file raises a `FileNotFoundError`, so that callers can use a default.
 
-A missing file raises `FileNotFoundError`, so that a caller can treat it as "nothing is set".
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MEBIBYTE = 1 << 20
-TEXT_LIMIT = 16 * MEBIBYTE  #: parsing JSON of this size takes up to 400 MB of memory
-DEPTH_LIMIT = 64  #: levels of nested lists and objects
+TEXT_LIMIT = 16 * MEBIBYTE  #: default size limit, in bytes; parsing it takes up to 400 MB
+DEPTH_LIMIT = 64  #: maximum nesting depth of JSON lists and objects
 
 _KINDS = {
     stat.S_ISDIR: "a folder",
@@ -34,16 +34,17 @@ _KINDS = {
 
 
 class NeverWaiting(io.BufferedReader):
-    """A file opened with O_NONBLOCK that raises where it would wait for another process.
+    """Reader of a file opened with O_NONBLOCK, which raises an error instead of waiting.
 
-    Some files of /proc look regular and have no end. Python returns None for such a read.
+    Some files in /proc look like regular files but wait for other processes. Python returns None
+    when a read would wait.
     """
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Return up to `size` bytes.
 
         Raises:
-            BlockingIOError: there is nothing to read now, and the file has not ended.
+            BlockingIOError: if the read would have to wait for another process.
         """
         content: bytes | None = super().read(size)
         if content is None:
@@ -52,7 +53,10 @@ class NeverWaiting(io.BufferedReader):
 
 
 class UnusableFileError(ValueError):
-    """An unusable file; the message reads `PATH: why`, and `path` and `why` are attributes."""
+    """Error for a file that cannot be used, with the message `PATH: why`.
+
+    The attributes `path` and `why` hold the two parts.
+    """
 
     def __init__(self, path: str | os.PathLike[str], why: str):
         super().__init__(f"{printable(os.fspath(path), limit=1000)}: {why}")
@@ -61,9 +65,9 @@ class UnusableFileError(ValueError):
 
 
 def printable(text: object, *, limit: int = 200) -> str:
-    """Return `text` on one line, with control characters escaped, cut to `limit` characters.
+    """Return at most `limit` characters of `text`, with unprintable characters escaped.
 
-    Text from a file could otherwise forge lines of output or control the terminal.
+    Otherwise text from a file could forge lines of output or control the terminal.
     """
     string = str(text)
     pieces = [c if c.isprintable() else _escaped(c) for c in string[:limit]]
@@ -75,11 +79,11 @@ def _escaped(character: str) -> str:
 
 
 def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
-    """Return the status of a regular file, or of the one that a link leads to.
+    """Return the result of `stat` for a regular file, following links.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        UnusableFileError: if it is a folder, FIFO, device or socket, or its folder is inaccessible.
+        FileNotFoundError: if the file does not exist.
+        UnusableFileError: if the path is a folder, FIFO, device or socket, or is inaccessible.
     """
     try:
         status = Path(path).stat()
@@ -95,10 +99,10 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file for reading, without ever waiting for another process.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        UnusableFileError: if it is not a regular file, or cannot be opened.
+        FileNotFoundError: if the file does not exist.
+        UnusableFileError: if it is not a regular file or cannot be opened.
     """
-    check_regular(path)  # merely opening a device can have side effects
+    check_regular(path)  # even opening a device can have side effects
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -106,7 +110,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     except OSError as error:
         raise UnusableFileError(path, _reason(error)) from None
     try:
-        _refuse_special(path, os.fstat(number))  # the file may have been replaced since the check
+        _refuse_special(path, os.fstat(number))  # the file may have been replaced meanwhile
         return NeverWaiting(io.FileIO(number, "rb"))
     except BaseException:
         os.close(number)
@@ -114,16 +118,16 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def refuse_special_files(folder: Path, *, concerns: Callable[[str], bool] = bool) -> None:
-    """Refuse a folder with an entry that is neither a regular file nor a folder.
+    """Refuse a folder that contains anything but regular files and folders.
 
-    A library that reads the whole folder would open such an entry.
+    Call it before a library that opens every file in the folder.
 
     Args:
-        folder: the folder to check; a missing one is left to the caller.
-        concerns: returns whether an entry of this name would be read.
+        folder: folder to check; a missing folder is not an error here.
+        concerns: returns whether an entry with a given name would be read; others are not checked.
 
     Raises:
-        UnusableFileError: if there is such an entry; the message names it.
+        UnusableFileError: if an entry is refused or cannot be checked; the message names it.
     """
     try:
         paths = sorted(path for path in folder.iterdir() if concerns(path.name))
@@ -139,15 +143,15 @@ def refuse_special_files(folder: Path, *, concerns: Callable[[str], bool] = bool
 def walk(
     folder: str | os.PathLike[str], unreadable: Callable[[OSError], object]
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield each folder from `folder` on, with the names of its folders and of its other entries.
+    """Yield the path, the subfolder names and the other names of each folder in a tree.
 
-    This is `os.walk` without recursion: before Python 3.12, a thousand folders inside one another
-    end `os.walk` with a RecursionError. Links to folders are listed and not followed. A caller
-    may remove and sort names of folders in place.
+    This is `os.walk` without recursion: before Python 3.12, a thousand nested folders cause a
+    RecursionError in `os.walk`. Links to folders are listed but not followed. The caller may remove
+    or sort the subfolder names in place.
 
     Args:
-        folder: where to begin.
-        unreadable: is called with the error of each folder that cannot be listed.
+        folder: root of the tree.
+        unreadable: called with the error of each folder that cannot be listed.
     """
     waiting = [os.fspath(folder)]
     while waiting:
@@ -163,7 +167,7 @@ def walk(
             continue
         yield parent, folders, others
         for name in reversed(folders):
-            path = os.path.join(parent, name)  # noqa: PTH118 # as a string, for speed
+            path = os.path.join(parent, name)  # noqa: PTH118 # faster than a Path
             if not os.path.islink(path):  # noqa: PTH114
                 waiting.append(path)
 
@@ -171,7 +175,7 @@ def walk(
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link that leads in a circle
+    except OSError:  # a link that leads back to itself
         return False
 
 
@@ -179,8 +183,8 @@ def read_bytes(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> byte
     """Return the content of a regular file of at most `limit` bytes.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        UnusableFileError: if it is not a regular file, too large, or unreadable.
+        FileNotFoundError: if the file does not exist.
+        UnusableFileError: if it is not a regular file, is too large or cannot be read.
     """
     with open_regular(path) as file:
         try:
@@ -194,10 +198,10 @@ def read_bytes(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> byte
 
 
 def read_text(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> str:
-    """Return the UTF-8 text of a regular file, without a byte order mark.
+    """Return the text of a regular UTF-8 file, without a byte order mark.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError: if the file does not exist.
         UnusableFileError: as in `read_bytes`, or if the content is not UTF-8.
     """
     content = read_bytes(path, limit=limit)
@@ -211,13 +215,13 @@ def read_text(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> str:
 def read_json(
     path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT, depth: int = DEPTH_LIMIT
 ) -> Any:
-    """Return the value of a JSON file.
+    """Return the value in a JSON file.
 
-    Duplicate keys, lone surrogates and more than `depth` levels are refused.
+    Duplicate keys, lone surrogates and more than `depth` nested levels are refused.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        UnusableFileError: as in `read_text`, or if the content is not such JSON.
+        FileNotFoundError: if the file does not exist.
+        UnusableFileError: as in `read_text`, or if the content is not JSON or is refused.
     """
     try:
         return parse_json(read_text(path, limit=limit), depth=depth)
@@ -228,10 +232,11 @@ def read_json(
 
 
 def parse_json(text: str, *, depth: int = DEPTH_LIMIT) -> Any:
-    """Return the value of a JSON text, with the limits of `read_json`.
+    """Return the value of a JSON string, with the same restrictions as `read_json`.
 
     Raises:
-        ValueError: if the text is refused; the message says why, and where if that is known.
+        ValueError: if the text is not JSON or is refused; the message gives the reason and, if
+            known, the position.
     """
     try:
         value = json.loads(text, object_pairs_hook=_without_twins)
@@ -251,7 +256,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_values(value: Any, depth: int) -> None:
-    """Refuse deep nesting and lone surrogates, without recursion."""
+    """Refuse values with lone surrogates or more than `depth` nested levels, without recursion."""
     level = [value]
     for _ in range(depth + 1):
         _refuse_surrogates(item for item in level if isinstance(item, str))

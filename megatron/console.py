@@ -1,9 +1,9 @@
-"""The command line of every program: its parser, and its end if nobody reads the output.
+"""Parse the command lines of all programs, and keep them running when nobody reads their output.
 
-Standard library only.
+Options may be written with underscores instead of hyphens, because Megatron-LM and older scripts of
+this project use underscores. The error for an unknown option suggests similar known options.
 
-Options are accepted with underscores in place of hyphens, because Megatron-LM and older scripts of
-this project use underscores. The error for an unknown option suggests the nearest known ones.
+This module imports only the standard library.
 """
 
 import argparse
@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-SHOWN = 3  #: largest number of names in a suggestion
+SHOWN = 3  #: maximum number of names in a suggestion
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that are most like `name`, the best first.
+    """Return the known names that are most similar to `name`, the most similar first.
 
-    Hyphens, underscores and case do not count as differences.
+    Case is ignored, and hyphens and underscores are considered equal.
     """
     folded = {_folded(option): option for option in known}
     close = difflib.get_close_matches(_folded(name), folded, n=SHOWN, cutoff=0.6)
@@ -29,13 +29,13 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `, did you mean X?` for the nearest known names, or an empty string."""
+    """Return `, did you mean X?` with similar known names, or an empty string if there are none."""
     near = nearest(name, known)
     return f", did you mean {' or '.join(near)}?" if near else ""
 
 
 def hyphenated(word: str) -> str:
-    """Return an option with hyphens: `--tensor_dir=a_b` becomes `--tensor-dir=a_b`."""
+    """Return an option spelled with hyphens: `--tensor_dir=a_b` becomes `--tensor-dir=a_b`."""
     name, equals, value = word.partition("=")
     if not name.startswith("--"):
         return word
@@ -47,9 +47,9 @@ def _folded(name: str) -> str:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An argparse parser with errors of the form `[ERROR] problem; what to do`.
+    """Parser with error messages of the form `[ERROR] problem; what to do`.
 
-    Its options may be written with underscores.
+    Options may be written with underscores instead of hyphens.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class ArgumentParser(argparse.ArgumentParser):
         error_type: type[Exception] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Make a parser.
+        """Create a parser.
 
         Args:
-            args: as argparse takes them.
-            advice: end of every error message; by default it names the program's --help.
-            error_type: exception to raise for a wrong command line. None ends the process.
-            kwargs: as argparse takes them.
+            args: positional arguments of `argparse.ArgumentParser`.
+            advice: end of every error message; by default it refers to `--help`.
+            error_type: exception to raise for an invalid command line; None to exit the process.
+            kwargs: keyword arguments of `argparse.ArgumentParser`.
         """
         super().__init__(*args, **kwargs)
         self._advice = advice
         self._error_type = error_type
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error, or print it in the project's form and end with status 2."""
+        """Raise an exception of the chosen type, or print the message and exit with status 2."""
         text = f"{message}; {self._advice or f'see {self.prog} --help'}"
         if self._error_type is not None:
             raise self._error_type(text)
@@ -81,21 +81,21 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse the known options, whether they are spelled with hyphens or underscores."""
+        """Parse the known options, spelled with hyphens or underscores."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args(self._respelled(words), namespace)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse all options; refuse unknown ones and suggest the nearest option."""
+        """Parse all options; for an unknown one, suggest similar options in the error message."""
         parsed, others = self.parse_known_args(args, namespace)
         if others:
             self.error(about_unknown(others, self.all_options()))
         return parsed
 
     def all_options(self) -> list[str]:
-        """Return the options of this parser and of its subcommands."""
+        """Return the names of all options of this parser and its subcommands."""
         options = dict.fromkeys(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -104,10 +104,10 @@ class ArgumentParser(argparse.ArgumentParser):
         return list(options)
 
     def _respelled(self, words: Sequence[str]) -> list[str]:
-        """Return the words with the options before `--` in the spelling of this parser.
+        """Return the command-line arguments with the options spelled as this parser knows them.
 
-        Hyphens and underscores are interchangeable, because some of Megatron-LM's own options have
-        underscores.
+        Arguments after `--` stay unchanged. The parser's own spelling may contain underscores, as
+        some of Megatron-LM's options do.
         """
         known = self._option_string_actions
         spelled = {hyphenated(option): option for option in known}
@@ -123,7 +123,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def about_unknown(words: Sequence[str], options: Iterable[str]) -> str:
-    """Return the error message about unrecognized words."""
+    """Return the error message about unrecognized command-line arguments."""
     first = words[0].partition("=")[0]
     if not first.startswith("-"):
         return f"unrecognized arguments: {' '.join(words)}"
@@ -131,29 +131,29 @@ def about_unknown(words: Sequence[str], options: Iterable[str]) -> str:
 
 
 class _Outliving(io.FileIO):
-    """A descriptor whose writes are discarded once the reader of its pipe has ended."""
+    """Raw file whose output is discarded once the reader of its pipe has exited."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
             nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self.fileno())  # for child processes too
+            os.dup2(nothing, self.fileno())  # so that child processes use it too
             os.close(nothing)
             return memoryview(data).nbytes
 
 
 def outlive_readers() -> None:
-    """Let this process go on when the reader of its output ends, as `head -n 1` does.
+    """Let this process continue when the reader of its output exits, as `head -n 1` does.
 
-    A collection or a drawing of hours must not end with the pager that shows its messages. The
-    exit status stays the one of the work.
+    A program that works for hours must not end when the pager that shows its messages is closed.
+    The exit status still tells whether the work has succeeded.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
             number = stream.fileno()
-        except (AttributeError, OSError, ValueError):  # closed, or no file
+        except (AttributeError, OSError, ValueError):  # closed, or not a file
             continue
         stream.flush()
         writer = io.BufferedWriter(_Outliving(number, "w", closefd=False))
@@ -171,9 +171,10 @@ def outlive_readers() -> None:
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
-    """Run the main function of a program and exit with its status.
+    """Run the main function of a program and exit with the status that it returns.
 
-    Ctrl-C is one line and status 130. SIGTERM is status 143, after temporary files were removed.
+    On Ctrl-C, print one line and exit with status 130. On SIGTERM, exit with status 143; the usual
+    cleanup, such as the removal of temporary files, still runs.
     """
     outlive_readers()
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -1,16 +1,15 @@
-"""Run megatron-core 0.16.1 without a CUDA device: with CPU tensors and gloo, and no other change.
+"""Run megatron-core 0.16.1 without a CUDA device, with CPU tensors and the gloo backend.
 
-megatron-core uses `torch.cuda` everywhere: as its device, for streams and random states, and in
-`device="cuda"`. `activate()` gives each of these names a meaning on the CPU, as an out-of-tree
-accelerator does. The current device is the CPU, its only stream is the order of the program, and
-its random generator is torch's default one. `NAMES` lists every replaced name with the reason.
-Functions that work without CUDA (memory statistics, `empty_cache`) are not replaced, and nothing is
-replaced if CUDA is available.
+megatron-core uses `torch.cuda` everywhere: for the current device, streams and random states, and
+in `device="cuda"`. `activate()` replaces each of these names by a CPU implementation, as an
+out-of-tree accelerator does. The current device is then the CPU, all streams run in program order,
+and the random generator is torch's default one. `NAMES` lists every replaced name and the reason.
+Functions that work without CUDA (memory statistics, `empty_cache`) are not replaced.
 
-What it gives up: the names stay replaced until the process ends, so a program that needs to know
-whether there is a GPU must call `torch.cuda.is_available()`. `Tensor.type()` of a CPU tensor
-returns `torch.cuda.FloatTensor`, because the wheel's optimizers accept nothing else. Times between
-events are 0.0.
+Limitations: the names stay replaced until the process ends, so a program that needs to know whether
+there is a GPU must call `torch.cuda.is_available()`. `Tensor.type()` of a CPU tensor returns
+`torch.cuda.FloatTensor`, because megatron-core's optimizers accept nothing else. The elapsed time
+between two events is always 0.0.
 """
 
 import contextlib
@@ -27,18 +26,18 @@ import torch.cuda.random
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-#: Switches off torch.compile, which the wheel uses for its fused functions. On a CPU, compiling
-#: takes longer than training a small model; set the variable to 0 to compile anyway.
+#: Environment variable that disables torch.compile, which megatron-core uses for fused functions.
+#: On a CPU, compiling takes longer than training a small model; set it to 0 to compile anyway.
 DYNAMO = "TORCHDYNAMO_DISABLE"
-#: Module that warns whenever a seeded region draws from the CPU's generator. Here that generator is
-#: the device's, so it would warn once per layer.
+#: Module that warns whenever a seeded region uses the CPU's random generator. Here the CPU is the
+#: device, so the warning would appear once per layer.
 SEED_TRACKER = "megatron.core.tensor_parallel.random"
 _tensor_type = torch.Tensor.type
 _active = False
 
 
 class _Stream:
-    """The only stream of a CPU, where every call completes its work and waiting does nothing."""
+    """Stand-in for a CUDA stream on the CPU; all work completes at once, so nothing waits."""
 
     cuda_stream = 0
 
@@ -57,7 +56,7 @@ class _Stream:
 
 
 class _Event:
-    """A point in that stream, which is always reached."""
+    """Stand-in for a CUDA event on the CPU; it is always complete."""
 
     def __init__(self, *args, **kwargs): ...
     def record(self, *args): ...
@@ -71,14 +70,18 @@ class _Event:
 
 
 class _Generators:
-    """Stand-in for the tuple with one generator per device; any index is accepted."""
+    """Stand-in for `torch.cuda.default_generators`; any index returns the CPU's generator."""
 
     def __getitem__(self, index):
         return torch.default_generator
 
 
 def _returning(value: Any) -> Callable:
-    """Return a new function, because torch._dynamo refuses one object under two torch names."""
+    """Return a new function that returns `value`.
+
+    Each replaced name needs its own function, because torch._dynamo refuses to find one object
+    under two torch names.
+    """
     return lambda *args, **kwargs: value
 
 
@@ -94,7 +97,7 @@ def _on_cpu(factory: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = CPU
-        kwargs.pop("pin_memory", None)  # pinned memory only speeds up copies to a device
+        kwargs.pop("pin_memory", None)  # pinning only speeds up copies to a GPU
         return factory(*args, **kwargs)
 
     return wrapped
@@ -102,9 +105,9 @@ def _on_cpu(factory: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Name:
-    """A replaced name under `torch`, its new value, and why megatron-core needs it."""
+    """Name in `torch` to be replaced, its new value, and the reason why megatron-core needs it."""
 
-    path: str
+    path: str  #: dotted name without the leading `torch.`
     value: Any
     reason: str
 
@@ -166,13 +169,14 @@ def _is_no_shared_generator_warning(record: logging.LogRecord) -> bool:
 
 
 def activate() -> bool:
-    """Replace the torch names that megatron-core uses; return whether this call did it.
+    """Replace the torch names that megatron-core uses; return False if that was done before.
 
-    Call it before importing megatron-core, whose fused functions are compiled, or not, at import.
+    Call it before importing megatron-core, which decides at import whether to compile its fused
+    functions.
 
     Raises:
-        RuntimeError: if megatron-core was imported before and holds torch's own names, or if CUDA
-            is available, because a process that mixes both would compute on the wrong device.
+        RuntimeError: if CUDA is available, because a process that mixes both would compute on the
+            wrong device, or if megatron-core has been imported and already uses the original names.
     """
     global _active
     if _active:
@@ -196,7 +200,7 @@ def activate() -> bool:
         setattr(owner, leaf, name.value)
     logging.getLogger(SEED_TRACKER).addFilter(_is_no_shared_generator_warning)
     os.environ.setdefault(DYNAMO, "1")
-    if "torch._dynamo" in sys.modules:  # it has read the variable already
+    if "torch._dynamo" in sys.modules:  # torch has already read the variable
         sys.modules["torch._dynamo"].config.disable = os.environ[DYNAMO] == "1"
     _active = True
     logger.info("no CUDA device: megatron-core runs on the CPU (%d torch names)", len(NAMES))
@@ -204,5 +208,5 @@ def activate() -> bool:
 
 
 def is_active() -> bool:
-    """Return whether `activate` has replaced the names in this process."""
+    """Return whether `activate` has replaced the torch names in this process."""
     return _active

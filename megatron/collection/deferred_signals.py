@@ -1,5 +1,4 @@
-"""Defer the exceptions of signal handlers while the collection runs code that must not be
-interrupted.
+"""Defer the exceptions of signal handlers while the collection must not be interrupted.
 
 A signal handler may raise an exception between any two instructions of the main thread, even
 between acquiring a lock and entering the block that releases it. The writer threads would then wait

@@ -20,10 +20,11 @@ import numpy as np
 PIECE = 4 << 20  #: size of one write, in bytes; smaller files are written through the cache
 #: Alignment of addresses, offsets and lengths that O_DIRECT requires, in bytes.
 _UNIT = mmap.PAGESIZE
+#: Error numbers with which a file system refuses O_DIRECT.
 _REFUSALS = (
     errno.EINVAL,
     errno.EOPNOTSUPP,
-)  #: error numbers of a file system that refuses O_DIRECT
+)
 
 
 class _Buffers(threading.local):

@@ -1,5 +1,7 @@
-"""Update the tables of the collection's flags in docs/collection.md and in the manual of
-run_tensor_collection.sh. Run this module after changing `flags.py`:
+"""Update the documentation of the collection's flags from `flags.py`.
+
+The flags are listed in docs/collection.md and in the manual of run_tensor_collection.sh. Run this
+module after changing `flags.py`:
 
     python -m megatron.collection.flag_tables
 

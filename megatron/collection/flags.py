@@ -52,6 +52,7 @@ class Flag:
 
 
 # script/driver.sh searches this file for the lines `name="collect_..."`.
+#: All flags, in the order in which `--help` lists them.
 FLAGS = (
     Flag(
         name="save_tensors",
@@ -288,7 +289,7 @@ FLAGS = (
         topic=Topic.WHEN,
         reader=Reader.RING,
     ),
-)  #: all flags, in the order in which `--help` lists them
+)
 
 
 def read_by(reader: Reader) -> tuple[Flag, ...]:

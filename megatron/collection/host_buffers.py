@@ -85,9 +85,8 @@ class HostBuffers:
         copied = None
         if pinned:
             stream = torch.cuda.current_stream(tensor.device)
-            tensor.record_stream(
-                stream
-            )  # the memory may belong to another stream, which would reuse it
+            # Otherwise another stream that owns the memory could reuse it too early.
+            tensor.record_stream(stream)
             copied = torch.cuda.Event(blocking=True)  # waiting threads sleep instead of spinning
             copied.record(stream)
         return HostCopy(copy, self, buffer, kind, copied)

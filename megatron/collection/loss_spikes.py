@@ -2,14 +2,14 @@
 
 The following rules apply to each of the two numbers separately:
 
-1. A value is compared with a level, which is the lower of two medians: that of the last 32 normal
-   values and that of the last 5. The short median follows a falling loss. The long median keeps the
+1. A value is compared with a level: the median of the last 32 normal values or the median of the
+   last 5, whichever is lower. The short median follows a falling loss. The long median keeps the
    level from rising along with a slow increase.
 2. A value jumps if it exceeds a multiple of the level: 1.25 for the loss, 100 for the gradient
-   norm, which reaches 44 in ordinary runs with small batches. The values fluctuate more at the start
-   of a run, so after n < 8 normal values the excess over the level must be 8/n times as large. A
-   loss must then exceed 3 times the level after one iteration, 2 times after two, and 1.5 times
-   after four.
+   norm, which reaches 44 in ordinary runs with small batches. The values fluctuate more at the
+   start of a run, so after n < 8 normal values the excess over the level must be 8/n times as
+   large. A loss must then exceed 3 times the level after one iteration, 2 times after two, and
+   1.5 times after four.
 3. A jump must also exceed the level by 12 times the noise. The noise is the mean rise or the mean
    fall between consecutive normal values, whichever is smaller, so that a trend does not count as
    noise. It is computed over all steps and over the last 8, and the larger result is used.

@@ -1,6 +1,4 @@
-"""Parse a selection of layers or ranks: `all`, or a comma-separated list of numbers and ranges, in
-which `first` and `last` are allowed too.
-"""
+"""Parse a selection of layers or ranks, such as `all`, `first,last` or `0,2-4`."""
 
 import re
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
-"""Measure what a selection would write, before anything is written.
+"""Determine how much a selection would write, without writing anything.
 
-The shapes that a matmul sees depend on the model, on every kind of parallelism, on recomputation
+The shapes of a matmul's tensors depend on the model, on every kind of parallelism, on recomputation
 and, with experts, on the data. The plan therefore uses no formulas: one iteration runs forward and
-backward with a writer that only counts, and the result applies to the other iterations. In these,
-only numbers in the metadata differ, which can change the size of a file. The plan accounts for
-that, so it equals what a run writes, to the byte. Experts get different tokens in every iteration:
-only the sizes of the iteration that ran are exact.
+backward with a writer that only counts, and its result is applied to the other iterations. Their
+files differ only in the numbers in the metadata, which can change the size of a file. The plan
+accounts for that, so its sizes match those of a run to the byte. There is one exception: experts
+get different tokens in every iteration, so their sizes are exact only for the iteration that ran.
 """
 
 import shutil
@@ -28,7 +28,7 @@ from megatron.tensor_record import TensorRecord
 
 @dataclass(frozen=True)
 class _Uncopied:
-    """Stand-in for a `HostCopy` that holds shapes and types only."""
+    """Stand-in for a `HostCopy` that has the shapes and dtypes of the tensors, but no values."""
 
     tensor: torch.Tensor
     scales: dict[str, torch.Tensor]
@@ -36,20 +36,20 @@ class _Uncopied:
 
     @property
     def held(self) -> int:
-        """Return the bytes of host memory that a copy would take."""
+        """Host memory that a real copy would take, in bytes."""
         parts = (self.tensor, *self.scales.values())
         return sum(taken_by(part.nbytes, self.pinned) for part in parts)
 
     def release(self) -> None:
-        """Do nothing: no memory is held."""
+        """Do nothing, because no memory is held."""
 
 
-#: A record, its tensors without values, and the size of its file in bytes.
+#: A record, its tensors without their values, and the size of its file in bytes.
 Counted = tuple[TensorRecord, _Uncopied, int]
 
 
 class CountingWriter(Writer):
-    """A writer that writes nothing, but records what would be written."""
+    """Writer that only records which files would be written."""
 
     def __init__(self) -> None:
         self.counted: list[Counted] = []
@@ -57,12 +57,12 @@ class CountingWriter(Writer):
     def hold(
         self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
     ) -> _Uncopied:
-        """Return tensors of the same shapes and types, without values."""
+        """Return uninitialized tensors with the same shapes and dtypes."""
         like = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in scales.items()}
         return _Uncopied(torch.empty(tensor.shape, dtype=tensor.dtype), like, tensor.is_cuda)
 
     def submit(self, copy: _Uncopied, record: TensorRecord) -> None:
-        """Add the record, the tensor's shape and type, and the size of its file to the list."""
+        """Append the record, the tensors without their values and the file size to `counted`."""
         size = serialize(copy.tensor, record, copy.scales)
         scales = {name: x.to("meta") for name, x in copy.scales.items()}
         on_meta = replace(copy, tensor=copy.tensor.to("meta"), scales=scales)
@@ -70,13 +70,13 @@ class CountingWriter(Writer):
 
 
 class Planner(Collector):
-    """A collector that writes nothing, without limits, ring or flag file."""
+    """Collector that only counts; limits, the ring buffer and the flag file do not apply."""
 
     def __init__(
         self, settings: Settings, run_id: str, *, coordinates: Mapping[str, int] | None = None
     ):
         writer = CountingWriter()
-        self.counted = writer.counted  #: the tensors that would have been written
+        self.counted = writer.counted  #: tensors that would have been written
         super().__init__(settings, run_id, writer=writer, coordinates=coordinates, limited=False)
 
 
@@ -85,27 +85,28 @@ class Segment:
     """Consecutive iterations of the plan in which one rank writes the same number of bytes."""
 
     start: int  #: position of the first iteration in the plan
-    stop: int  #: position after the last one
-    tensors: Counter[tuple[int, str, str]]  #: per iteration, by layer, layer type and name
-    bytes: Counter[tuple[int, str, str]]
-    held: int  #: bytes of host memory of a whole iteration
-    largest: int  #: bytes of host memory of the largest tensor
+    stop: int  #: position after the last iteration
+    #: Number of tensors per iteration, by layer number, layer type and tensor name.
+    tensors: Counter[tuple[int, str, str]]
+    bytes: Counter[tuple[int, str, str]]  #: size of these tensors' files, in bytes
+    held: int  #: host memory for all tensors of an iteration, in bytes
+    largest: int  #: host memory for the largest tensor, in bytes
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a plan that one rank writes, and its disk."""
+    """Part of a plan that one rank writes, and the free space of that rank's disk."""
 
     rank: int
     segments: list[Segment]
     host: str
-    free: int  #: free bytes of the disk
-    kept: int  #: bytes of the disk that stay free
+    free: int  #: free disk space, in bytes
+    kept: int  #: disk space that must stay free, in bytes
 
 
 @dataclass(frozen=True)
 class CollectionPlan:
-    """The plan of all ranks."""
+    """Plan of all ranks."""
 
     iterations: Sequence[int]
     shares: list[Share]
@@ -113,10 +114,13 @@ class CollectionPlan:
 
 
 def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[int]:
-    """Return the iterations that a run collects after `done` iterations, up to its end."""
+    """Return the iterations that a run collects from iteration `done` + 1 to its end.
+
+    With a ring buffer, these are the iterations of one event.
+    """
     left = settings.selection.iterations.after(done)
     most = settings.control_iter or train_iters
-    if settings.ring is not None:  # the iterations of one event
+    if settings.ring is not None:  # one event
         most = settings.ring.iterations
     return list(islice(takewhile(lambda iteration: iteration <= train_iters, left), most))
 
@@ -124,13 +128,16 @@ def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[
 def make_plan(
     planner: Planner, iterations: Sequence[int], samples: int, done: int
 ) -> CollectionPlan:
-    """Return the plan of all ranks, on every rank; collective, after one iteration has run.
+    """Return the plan of all ranks, after `planner` has counted one iteration.
+
+    Must be called on all ranks.
 
     Args:
-        planner: the collector of this rank.
-        iterations: the iterations to collect.
-        samples: sequences per iteration.
-        done: iterations done before the run; the data that ran is that of the next one.
+        planner: collector of this rank.
+        iterations: iterations to collect.
+        samples: number of sequences per iteration.
+        done: number of iterations completed before this run; the counted iteration is the one after
+            them.
     """
     folder = planner.settings.directory.absolute()
     folder = next(path for path in (folder, *folder.parents) if path.exists())
@@ -150,7 +157,7 @@ def _segments(
     samples: int,
     done: int,
 ) -> Iterator[Segment]:
-    """Yield runs of iterations whose numbers take the same space in all metadata."""
+    """Yield segments of iterations in which all metadata has the same size."""
     sizes = _Sizes(counted)
     first = [record.sample_idx for record, _, _ in counted if record.sample_idx is not None] or [0]
     begun, last = 0, None
@@ -171,7 +178,7 @@ def _segments(
 
 
 class _Sizes:
-    """Sizes of files whose records differ from the counted records only in numbers."""
+    """Cache of the sizes of files whose records differ from the counted ones only in numbers."""
 
     def __init__(self, counted: list[Counted]):
         self._counted = counted
@@ -185,9 +192,13 @@ class _Sizes:
         return (place, *(-1 if number is None else _width(number) for number in numbers))
 
     def segment(self, start: int, stop: int, iteration: int, passed: int) -> Segment:
-        """Return the segment whose first iteration is at `start`.
+        """Return the segment of the positions from `start` to `stop` in the plan.
 
-        Its samples come `passed` samples after those of the counted iteration.
+        Args:
+            start: position of the first iteration.
+            stop: position after the last iteration.
+            iteration: number of the first iteration.
+            passed: number of samples between the first iteration and the counted one.
         """
         tensors: Counter[tuple[int, str, str]] = Counter()
         size: Counter[tuple[int, str, str]] = Counter()
@@ -214,7 +225,10 @@ class _Sizes:
 
 
 def _width(number: int) -> int:
-    """Return the bytes that pickle takes for a whole number."""
+    """Return the number of bytes in which pickle stores a nonnegative integer.
+
+    8 stands for all integers from 2**31 on.
+    """
     if number < 1 << 8:
         return 1
     return 2 if number < 1 << 16 else 4 if number < 1 << 31 else 8

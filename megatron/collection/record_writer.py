@@ -1,10 +1,10 @@
 """Write records to disk so that neither a crash nor another run can damage them.
 
-A tensor is written under a temporary name and then hard-linked to its final name. A reader
-therefore never sees half a file, and a link, unlike a rename, never replaces an existing file. The
-index line is written after the file, so every line has its file. Each rank has an index of its own,
-so lines of different ranks never interleave. If another run has already used a file's name, which
-contains the time in seconds, the file gets the name of the next second.
+A file is written under a temporary name and then hard-linked to its final name. A reader therefore
+never sees an incomplete file, and a link, unlike a rename, never replaces an existing file. The
+index line is written after the file, so every line refers to an existing file. Each rank has its
+own index, so lines of different ranks never interleave. File names contain the time in seconds; if
+another run has already used a name, the next second is used instead.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from megatron.tensor_record import (
 
 
 def check_writable(directory: Path) -> None:
-    """Create `directory` and write one byte to it.
+    """Create `directory` if needed, and check that files can be written there.
 
     Raises:
         ValueError: if that fails; the message says why and what to do.
@@ -51,23 +51,27 @@ def check_writable(directory: Path) -> None:
 
 
 class CardFile:
-    """A run card, which is written when the run begins and replaced when it ends.
+    """Run card, which is written when the run begins and replaced when it ends.
 
-    Between the two, a file of zeros reserves space for the final card, so that a run whose disk is
-    full can still report it there.
+    Meanwhile, a file of zeros reserves space for the final card, so that the card can report a full
+    disk.
     """
 
-    ROOM = 64 << 10  #: bytes that are reserved
+    ROOM = 64 << 10  #: reserved space, in bytes
 
     def __init__(self, path: Path):
         self._path = path
         self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
 
     def write(self, content: dict[str, Any], *, last: bool) -> None:
-        """Replace the card with `content` atomically.
+        """Replace the card atomically.
+
+        Args:
+            content: new content of the card.
+            last: whether this is the final card; otherwise space is reserved for the next one.
 
         Raises:
-            OSError: if the file system refuses; the card is then unchanged.
+            OSError: if writing fails; the card is then unchanged.
         """
         text = json.dumps(content, indent=2, default=str) + "\n"
         try:
@@ -85,9 +89,10 @@ class CardFile:
 
 
 class _Counted:
-    """A file that counts its bytes and stores the file system's error.
+    """File wrapper that counts the bytes and keeps the file system's error.
 
-    torch's writer replaces that error with one of its own. Without a file, it only counts.
+    The error is kept because torch's writer replaces it with its own. Without a file, the wrapper
+    only counts.
     """
 
     def __init__(self, file: DirectFile | None):
@@ -107,7 +112,7 @@ class _Counted:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: `write` passes everything on at once."""
+        """Do nothing, because `write` does not buffer."""
 
 
 def serialize(
@@ -116,13 +121,13 @@ def serialize(
     scales: dict[str, torch.Tensor],
     file: DirectFile | None = None,
 ) -> int:
-    """Write the content of a `.pt` file, or only compute its size if there is no file.
+    """Write the content of a `.pt` file, or only compute its size if `file` is None.
 
     Returns:
-        The size in bytes.
+        Size of the content in bytes.
 
     Raises:
-        OSError: if the file system refuses.
+        OSError: if writing fails.
     """
     counted = _Counted(file)
     try:
@@ -136,14 +141,14 @@ def serialize(
 
 
 class RecordWriter:
-    """The writer of one rank into one folder. The first line creates the index."""
+    """Writer of one rank's records to a folder; the first index line creates the index file."""
 
     def __init__(self, directory: Path, run_id: str, rank: int):
         self.directory = directory
         self.run_id = run_id
         self.records = 0
         self.bytes = 0
-        self.latest = -math.inf  #: when the file system last accepted bytes; monotonic
+        self.latest = -math.inf  #: monotonic time at which the file system last accepted data
         self._index_path = directory / index_name(run_id, rank)
         self._index: FileIO | None = None
         self._card = CardFile(directory / run_card_name(run_id))
@@ -155,23 +160,23 @@ class RecordWriter:
         index: contextlib.AbstractContextManager,
         scales: dict[str, torch.Tensor],
     ) -> None:
-        """Store one tensor on the CPU and its index line.
+        """Write the file of one CPU tensor, then its index line.
 
         Args:
-            tensor: a contiguous tensor that fills its storage, as do the scales.
+            tensor: a contiguous tensor that fills its storage, as each of the scales must.
             record: metadata of the tensor.
-            index: lock that is held while the index is written, for several threads.
-            scales: scales of codes, by name; empty for other tensors.
+            index: lock to hold while the index line is written, because several threads write.
+            scales: scales of quantized codes, by name; empty for other tensors.
 
         Raises:
             OSError, RuntimeError: if the file system or torch's writer fails; no partial file is
-                left.
+                left behind.
         """
         while True:
             try:
                 size = self._write_file(tensor, record, scales)
                 break
-            except FileExistsError:  # another run in this folder, started in the same second
+            except FileExistsError:  # another run in this folder uses the name
                 record = replace(record, timestamp=_a_second_later(record.timestamp))
         line = record.to_metadata() | {"file": record.filename, "bytes": size}
         with index:
@@ -186,7 +191,7 @@ class RecordWriter:
     def _write_file(
         self, tensor: torch.Tensor, record: TensorRecord, scales: dict[str, torch.Tensor]
     ) -> int:
-        """Write one file, give it its final name and return its size."""
+        """Write one file, give it its final name and return its size in bytes."""
         partial = self.directory / f"{record.filename}.{self.run_id}{PARTIAL_SUFFIX}"
         try:
             with DirectFile(partial, self._has_taken) as file:
@@ -201,10 +206,10 @@ class RecordWriter:
         self.latest = time.monotonic()
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add a line to the index, as a whole or not at all.
+        """Append `line` to the index, either completely or not at all.
 
         Raises:
-            OSError: if the file system refuses.
+            OSError: if writing fails.
         """
         if self._index is None:
             self._index = self._index_path.open("ab", buffering=0)
@@ -218,7 +223,7 @@ class RecordWriter:
             raise
 
     def _publish(self, partial: Path, record: TensorRecord) -> None:
-        """Give the finished file its final name.
+        """Give the complete file its final name.
 
         Raises:
             FileExistsError: if another run has already used the name.
@@ -228,17 +233,17 @@ class RecordWriter:
             os.link(partial, path)
         except FileExistsError:
             raise
-        except OSError:  # a file system without hard links: check, then rename
+        except OSError:  # no hard links on this file system
             if path.exists():
                 raise FileExistsError(f"{path} exists already") from None
             partial.rename(path)
 
     def write_run_card(self, card: dict[str, Any], *, last: bool) -> None:
-        """Write the run card, or replace it with the last one."""
+        """Write the run card or replace the existing one; `last` marks the final card."""
         self._card.write(card, last=last)
 
     def close(self) -> None:
-        """Close the index."""
+        """Close the index file."""
         if self._index is not None:
             self._index.close()
 

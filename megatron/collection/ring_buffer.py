@@ -1,12 +1,13 @@
-"""Keep the last iterations of a run in host memory and write them only when something happens, so
-that the iterations before a loss spike can be inspected.
+"""Keep the last iterations of a run in host memory and write them only after an event.
 
-`--collect-ring K` holds K iterations, or as many as fit into `--collect-max-host-gib`. When
-`LossSpikeDetector` finds an unusual iteration, the ring writes it and the iterations before it, and
-starts empty again. It ends after a few such events, because a run that stays broken would fill the
-disk.
+The iterations before a loss spike can then be inspected.
 
-If a single iteration does not fit into memory, the ring holds the tensors that came first.
+`--collect-ring K` keeps K iterations, or as many as fit into `--collect-max-host-gib`. When
+`LossSpikeDetector` finds an unusual iteration, the ring buffer writes it and the iterations before
+it, and then starts empty again. Collection ends after a few such events, because a run that remains
+unstable would fill the disk.
+
+If not even one iteration fits into memory, the ring buffer keeps the first tensors of it.
 """
 
 import logging
@@ -20,17 +21,18 @@ from megatron.collection.loss_spikes import Jumps, Levels, LossSpikeDetector
 
 logger = logging.getLogger(__name__)
 
-EVENTS = 3  #: how often a ring is written by default
+EVENTS = 3  #: default number of events, that is, how often the ring buffer may be written
 
-Lost = list[tuple[int, dict[str, Any]]]  #: bytes and fields of the tensors that did not fit
+#: Size in bytes and fields of each tensor that did not fit into memory.
+Lost = list[tuple[int, dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class RingSettings:
-    """The values of the ring's flags."""
+    """Settings of the ring buffer, as its flags set them."""
 
-    iterations: int
-    events: int = EVENTS
+    iterations: int  #: maximum number of iterations in the ring buffer
+    events: int = EVENTS  #: maximum number of times that the ring buffer is written
     jumps: Jumps = field(default_factory=Jumps)
 
     @classmethod
@@ -40,10 +42,13 @@ class RingSettings:
         collect_ring_events: int | None = None,
         **jumps: float | None,
     ) -> "RingSettings | None":
-        """Read the flags of the same names; return None if no ring is requested.
+        """Return the settings that the flags with the same names as the parameters set.
+
+        Return None without `--collect-ring`.
 
         Raises:
-            ValueError: if the ring has no iterations, or its flags are given without a ring.
+            ValueError: if a value is invalid, or if `--collect-ring` is missing but another flag of
+                the ring buffer is set.
         """
         if collect_ring is None:
             given = {"collect_ring_events": collect_ring_events, **jumps}
@@ -81,47 +86,52 @@ class _Iteration:
 
 
 class RingBuffer:
-    """The ring of one rank."""
+    """Ring buffer of one rank, which keeps copies of the last iterations' tensors."""
 
     def __init__(self, settings: RingSettings, levels: Levels | None = None):
-        """Start empty, with the usual losses and gradient norms of a resumed run, or with none."""
+        """Create an empty ring buffer.
+
+        Args:
+            settings: settings of the ring buffer.
+            levels: recent normal losses and gradient norms of a resumed run; None for a new run.
+        """
         self.settings = settings
-        self.kept = 0  #: events so far
-        self._shortened = False  #: whether the ring is known to hold fewer iterations
+        self.kept = 0  #: number of events so far
+        self._shortened = False  #: whether a warning about too little memory was logged
         self._anomalies = LossSpikeDetector(settings.jumps, levels)
         self._iterations: deque[_Iteration] = deque()
 
     @property
     def over(self) -> bool:
-        """Return whether the ring has been written as often as allowed; the same on every rank."""
+        """True once `settings.events` events have happened; the same on every rank."""
         return self.kept >= self.settings.events
 
     def begin(self, iteration: int) -> None:
-        """Add an iteration, and drop the oldest one if the ring is full."""
+        """Start a new iteration; drop the oldest one if the ring buffer is full."""
         while len(self._iterations) >= self.settings.iterations:
             self._drop_oldest()
         self._iterations.append(_Iteration(iteration))
 
     def add(self, copy: HostCopy, fields: dict[str, Any]) -> None:
-        """Add one tensor of the current iteration."""
+        """Add the copy of one tensor to the current iteration."""
         self._iterations[-1].held.append((copy, fields))
 
     def lose(self, size: int, fields: dict[str, Any]) -> None:
-        """Record one tensor of the current iteration that does not fit into memory."""
+        """Record that one tensor of the current iteration does not fit into memory."""
         self._iterations[-1].lost.append((size, fields))
 
     @property
     def cut(self) -> bool:
-        """Return whether the current iteration has lost a tensor; it then loses all later ones."""
+        """True if the current iteration has lost a tensor; it then loses all later ones too."""
         return bool(self._iterations[-1].lost)
 
     @property
     def numbers(self) -> list[int]:
-        """Return the iterations in the ring, oldest first."""
+        """Numbers of the iterations in the ring buffer, oldest first."""
         return [iteration.number for iteration in self._iterations]
 
     def evict(self) -> bool:
-        """Free the memory of the oldest iteration; False if only the current one is left."""
+        """Release the memory of the oldest iteration; return False if only the current is left."""
         if len(self._iterations) <= 1:
             return False
         if not (self._shortened or self.cut):
@@ -135,7 +145,10 @@ class RingBuffer:
         return True
 
     def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:
-        """Return why the ring must be written now, or None; the same on every rank."""
+        """Return why the ring buffer must be written now; None if it must not.
+
+        The result is the same on every rank.
+        """
         why = self._anomalies.look(iteration, loss, grad_norm)
         return None if self.over else why
 
@@ -144,13 +157,18 @@ class RingBuffer:
         submit: Callable[[HostCopy, dict[str, Any]], bool],
         leave_out: Callable[[Lost], None],
     ) -> list[int]:
-        """Pass all tensors to `submit`, oldest first, and lost tensors to `leave_out`.
+        """Empty the ring buffer after an event.
 
         The event counts even on a rank that writes none of the iterations, because all ranks must
-        agree on when the ring is over.
+        stop after the same event.
+
+        Args:
+            submit: called with the copy and the fields of each kept tensor, oldest first; returns
+                whether the tensor is written.
+            leave_out: called with the lost tensors of each iteration that has any.
 
         Returns:
-            The iterations of which `submit` accepted at least one tensor.
+            Numbers of the iterations of which `submit` accepted at least one tensor.
         """
         self.kept += bool(self._iterations)
         numbers = []
@@ -164,7 +182,7 @@ class RingBuffer:
         return numbers
 
     def clear(self) -> None:
-        """Free all memory of the ring."""
+        """Release all memory of the ring buffer."""
         while self._iterations:
             self._drop_oldest()
 

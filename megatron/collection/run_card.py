@@ -1,6 +1,6 @@
-"""Build the run card, which tells a reader of a dump about the run that wrote it.
+"""Build the run card, which describes the run that wrote a dump.
 
-The first rank writes the card when the run begins and replaces it when the run ends.
+Rank 0 writes the card when the run begins and replaces it when the run ends.
 """
 
 import importlib.metadata
@@ -18,10 +18,10 @@ import torch
 from megatron.fake_quant import policy
 from megatron.tensor_record import SCHEMA_VERSION
 
-RankOutcomes = list[dict[str, Any]]  #: results of `Collector.outcome`, one per rank
+RankOutcomes = list[dict[str, Any]]  #: results of `Collector.outcome` on each rank
 
 PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
-#: Prefixes of the environment variables on the card.
+#: Prefixes of the environment variables that the card lists.
 VARIABLES = (
     policy.TYPE_VARIABLE,
     *policy.OPERATION_VARIABLES.values(),
@@ -31,17 +31,17 @@ VARIABLES = (
     "NCCL",
     "OMP_NUM_THREADS",
 )
-#: Parallel groups of a rank: tensor, pipeline, data, context, expert, and expert-tensor.
+#: Kinds of parallel groups: tensor, pipeline, data, context, expert and expert-tensor parallel.
 GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def rank_coordinates(groups: Mapping[str, tuple[int, int]] | None = None) -> dict[str, int]:
-    """Return the coordinates of this process, as records and run cards store them.
+    """Return this process's rank in each parallel group, as records and run cards store it.
 
     Args:
-        groups: rank and size of each parallel group, by the names of `GROUPS`; a group that is
-            missing has one member.
+        groups: rank in each parallel group and size of the group, by the names in `GROUPS`. A
+            missing group counts as a group of one rank.
     """
     world, world_size = 0, 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -55,7 +55,10 @@ def rank_coordinates(groups: Mapping[str, tuple[int, int]] | None = None) -> dic
 def collect_run_card(
     run_id: str, args: dict[str, Any], coordinates: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return arguments, formats, versions, commit, topology and seed as plain values."""
+    """Return the entries of the run card that describe the run, as plain values.
+
+    They include the arguments, formats, package versions, commit, topology and seed.
+    """
     current = policy.current()
     return {
         "schema_version": SCHEMA_VERSION,
@@ -91,7 +94,10 @@ def _versions() -> dict[str, str]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Return the commit and whether the tree differs from it; None without git or a repository."""
+    """Return the commit and whether tracked files differ from it.
+
+    Return None if git is not installed or this is not a repository.
+    """
     try:
         commit, status = (
             subprocess.run(
@@ -112,9 +118,10 @@ def _git() -> dict[str, Any] | None:
 
 
 def run_status(ranks: RankOutcomes, aborted: str | None) -> str:
-    """Return the status word of the run card.
+    """Return the status for the run card: "failed", "limited", "aborted" or "finished".
 
-    A failure or a limit of the collection takes precedence over the end of training.
+    A failure of the collection, or a limit that was reached, takes precedence over how training
+    ended.
     """
     if any(rank["error"] for rank in ranks):
         return "failed"
@@ -124,7 +131,7 @@ def run_status(ranks: RankOutcomes, aborted: str | None) -> str:
 
 
 def run_outcome(ranks: RankOutcomes, status: str, reason: str | None) -> dict[str, Any]:
-    """Return the entries of the run card that describe the state of the run."""
+    """Return the entries of the run card that describe the current state of the run."""
     return {
         "status": status,
         "ranks": ranks,
@@ -135,7 +142,10 @@ def run_outcome(ranks: RankOutcomes, status: str, reason: str | None) -> dict[st
 
 
 def failure_of(ranks: RankOutcomes) -> str | None:
-    """Return the error of the first rank that failed, with the numbers of all that did."""
+    """Return the error of the first rank that failed, with the numbers of all failed ranks.
+
+    Return None if no rank failed.
+    """
     failed = [rank for rank in ranks if rank["error"]]
     if not failed:
         return None

@@ -1,9 +1,11 @@
-"""Select what is collected: iterations, micro-batches, layers, modules, tensors, operations and
-ranks, and the part of each tensor. A tensor is collected if all flags select it.
+"""Select the tensors to collect, as the flags of the collection request.
 
-`Selection.wants` gives the same answer on every rank of a parallel group. An observed matmul runs
-other collective operations than an unobserved one, so ranks that differ would wait for each other
-forever. `Selection.ranks` only decides afterwards which ranks write.
+The flags select iterations, micro-batches, layers, modules, tensor names, operations, ranks and the
+part of each tensor. A tensor is collected if all flags select it.
+
+`Selection.wants` returns the same result on every rank of a parallel group. A collected matmul runs
+different collective operations from one that is not collected, so ranks that disagreed would wait
+for each other forever. `Selection.ranks` only determines afterward which ranks write.
 """
 
 import re
@@ -22,25 +24,25 @@ OPERATIONS = ("forward", "backward")
 NAMES = tuple(dict.fromkeys(name for names in TENSOR_NAMES.values() for name in names))
 DEFAULT_NAMES = frozenset(NAMES) - frozenset(ON_REQUEST)
 ALL_CODES = tuple(name for names in CODES.values() for name in names)
-#: Words on the command line that stand for several names.
+#: Values of --collect-tensors that stand for several tensor names.
 GROUPS = {"all": tuple(name for name in NAMES if name in DEFAULT_NAMES), "codes": ALL_CODES}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The values of the selection's flags, parsed and checked."""
+    """Selection of what to collect, as its flags set it."""
 
     iterations: Iterations = field(default_factory=Iterations)
-    micro_batches: int = 1  #: the first so many of each iteration; 0 for all
+    micro_batches: int = 1  #: number of micro-batches per iteration, from the first on; 0 for all
     layers: NumberSelection = field(default_factory=NumberSelection)
     ranks: NumberSelection = field(default_factory=NumberSelection)
-    modules: tuple[str, ...] = ()  #: globs; empty for all modules
+    modules: tuple[str, ...] = ()  #: globs for module names; empty for all modules
     names: frozenset[str] = DEFAULT_NAMES
-    named: frozenset[str] = frozenset()  #: words that the user gave for `names`
+    named: frozenset[str] = frozenset()  #: values of --collect-tensors except `all`
     slices: Slices = field(default_factory=Slices)
 
     def wants(self, identity: ModuleIdentity, layer_type: str) -> bool:
-        """Return whether any tensor of a layer is collected; see the module's docstring."""
+        """Return whether any tensor of a module is collected; the same on every rank."""
         return (
             not identity.is_lm_head
             and identity.layer_idx in self.layers
@@ -52,13 +54,14 @@ class Selection:
         return not self.modules or any(matches(module, glob) for glob in self.modules)
 
     def check_reached(self, modules: Iterable[tuple[ModuleIdentity, Collection[str]]]) -> None:
-        """Refuse a glob or a tensor name that matches nothing in the model.
+        """Refuse a selection whose globs or tensor names match nothing in the model.
 
         Args:
             modules: all modules of the model, each with the names of its tensors.
 
         Raises:
-            ValueError: naming the glob or the tensors.
+            ValueError: if a glob matches no module, or no selected module has a requested tensor;
+                the message names the glob or the tensors.
         """
         available = [
             (identity.name, names)
@@ -104,22 +107,23 @@ class Selection:
         collect_ranks: str = "all",
         collect_slice: Sequence[str] | None = None,
     ) -> "Selection":
-        """Read the flags of the same names.
+        """Return the selection that the flags with the same names as the parameters set.
 
         Args:
-            num_layers: bounds `collect_layers`.
-            world_size: bounds `collect_ranks`.
+            num_layers: number of layers of the model, to check `collect_layers`.
+            world_size: number of ranks, to check `collect_ranks`.
             collect_start, collect_every, collect_iterations: see `iteration_windows`.
             collect_micro_batches: number of micro-batches per iteration; 0 for all.
             collect_layers, collect_ranks: see `number_selection`.
-            collect_modules: globs for a module's dotted name, or for its end after a dot.
-            collect_tensors: names of `TENSOR_NAMES`; `all` stands for the default names and
-                `codes` for all codes.
-            collect_operations: forward, backward.
+            collect_modules: globs that match a module's whole dotted name or the end of it after a
+                dot.
+            collect_tensors: names from `TENSOR_NAMES`; `all` stands for the default names and
+                `codes` for the names of all codes.
+            collect_operations: "forward", "backward" or both.
             collect_slice: see `tensor_slice`.
 
         Raises:
-            ValueError: if a value is invalid, or two exclude each other.
+            ValueError: if a value is invalid, or two values exclude each other.
         """
         if collect_micro_batches < 0:
             raise ValueError(
@@ -148,10 +152,10 @@ class Selection:
 
 
 def words(flag: str, values: Sequence[str] | None) -> list[str]:
-    """Split the values of a flag that takes several, at spaces and commas.
+    """Split the values of a flag at spaces and commas.
 
     Raises:
-        ValueError: if the flag was given without a value, which would collect everything.
+        ValueError: if `values` contains only separators; an empty list would select everything.
     """
     split = [word for value in values or () for word in re.split(r"[,\s]+", value) if word]
     if values and not split:
@@ -160,7 +164,7 @@ def words(flag: str, values: Sequence[str] | None) -> list[str]:
 
 
 def matches(module: str, glob: str) -> bool:
-    """Return whether a glob matches a module's whole dotted name, or its end after a dot."""
+    """Return whether `glob` matches a module's whole dotted name or the end of it after a dot."""
     return fnmatchcase(module, glob) or fnmatchcase(module, f"*.{glob}")
 
 
@@ -184,14 +188,17 @@ def _check_known(flag: str, given: Iterable[str], known: Sequence[str]) -> None:
 
 
 def _listed(names: Collection[str]) -> str:
-    """Return names for a message, with one word for all names of codes."""
+    """Format tensor names for a message; `codes` replaces the names of all codes."""
     few = [name for name in (*GROUPS, *NAMES) if name in names and name not in ALL_CODES]
     few += ["codes"] if "codes" not in few and not set(names).isdisjoint(ALL_CODES) else []
     return " ".join(few or names)
 
 
 def describe(selection: Selection) -> dict[str, Any]:
-    """Return the selection as plain values for the run card, without what selects everything."""
+    """Return the selection as plain values for the run card.
+
+    Settings that select everything are left out.
+    """
     described: dict[str, Any] = {"micro_batches": selection.micro_batches}
     if selection.iterations.source:
         described["iterations"] = selection.iterations.source

@@ -1,14 +1,15 @@
-"""Run the collection of this process, with one function per event of training, in their order.
+"""Run the collection of this process, with one function per training event.
 
-A layer calls `capture` in each forward pass. None means that the layer is not collected now, and it
-then runs megatron-core's code. Otherwise the layer passes its tensors to the `Capture`. The
-schedule calls `begin_iteration` and `end_iteration`. A trainer calls `configure` with its flags and
-`close` at the end. `megatron.core.tensor_saver` is the interface for all of them: it adds what
-only megatron-core knows, the coordinates of the rank and the modules of the model.
+A trainer calls `configure` with its flags at the beginning and `close` at the end. The pipeline
+schedule calls `begin_iteration` and `end_iteration`. A layer calls `capture` in each forward pass.
+If the result is None, the layer is not collected and runs megatron-core's code. Otherwise the layer
+passes its tensors to the `Capture`. All callers use the interface `megatron.core.tensor_saver`,
+which adds what only megatron-core knows: the rank's coordinates and the modules of the model.
 
-Tensors are copied at once, so that a file holds what the matmul used, and threads write the copies.
-A failed write stops the collection, is reported once and lets training continue. The run card then
-has the status `failed`, and `close` returns the message, with which our trainer exits non-zero.
+Tensors are copied immediately, so that a file contains the values that the matmul used, and threads
+write the copies. If a write fails, the collection stops and reports the error once, and training
+continues. The run card then has the status `failed`, and `close` returns the error message. This
+project's trainer prints the message and exits with a nonzero status.
 """
 
 import atexit
@@ -37,13 +38,13 @@ from megatron.collection.training_clock import clock
 
 logger = logging.getLogger(__name__)
 
-UNNAMED = ModuleIdentity("", -1)  #: identity of a layer outside any model
-NamedTensors: TypeAlias = tuple[ModuleIdentity, Collection[str]]  #: module and its tensors' names
+UNNAMED = ModuleIdentity("", -1)  #: identity of a layer outside a model
+NamedTensors: TypeAlias = tuple[ModuleIdentity, Collection[str]]  #: module and names of its tensors
 
-_collector: Collector | None = None  #: None if this run collects nothing
+_collector: Collector | None = None  #: collector of this rank; None if the run collects nothing
 _configured = False
-_owner = 0  #: id of the process that collects
-_observed = 0  #: completed iterations that the trainer has reported to `observe`
+_owner = 0  #: ID of the process that collects
+_observed = 0  #: number of completed iterations at the last call of `observe`
 
 
 def configure(
@@ -60,29 +61,32 @@ def configure(
     levels: Levels | None = None,
     **flags: Any,
 ) -> None:
-    """Set what this run collects; collective over all ranks once the process groups exist.
+    """Configure what this run collects, and start the collection.
+
+    Must be called on all ranks, after the process groups have been created.
 
     Args:
-        args: arguments of the run, for the run card; `num_layers` bounds `collect_layers`, and
-            `train_iters` bounds the iterations.
+        args: arguments of the run, for the run card. `num_layers` limits `collect_layers`, and
+            `train_iters` limits the iterations.
         save_tensors: whether to collect; TENSOR_SAVE_ENABLED=true has the same effect.
-        save_dir: folder of the tensors; the default is TENSOR_SAVE_DIR, or
-            `enhanced_tensor_logs/<quantization type>` without it.
-        control_iter: iterations to collect; 0 means no end. The default is 1, or all of
-            `collect_iterations`.
-        iteration: iterations done before this run, which resumes a checkpoint.
+        save_dir: folder of the tensors; the default is TENSOR_SAVE_DIR or, if that variable is not
+            set, `enhanced_tensor_logs/<quantization type>`.
+        control_iter: number of iterations to collect; 0 for no limit. The default is 0 with a ring
+            buffer or a flag file, otherwise the number of iterations in `collect_iterations`, or 1
+            without that flag.
+        iteration: number of iterations completed before this run, if it resumes a checkpoint.
         quantization: format of each matmul, for the run card.
-        modules: the modules of this rank and their tensors, so that a selection of modules that
-            no rank has is refused here; None checks this when training starts.
-        coordinates: the ranks in all parallel groups and the sizes of the groups, as
-            `run_card.rank_coordinates` returns them; None describes a run without such groups.
-        plan: count what would be written instead of writing it; see `plan.Planner`.
-        levels: usual losses and gradient norms before `iteration`, from
+        modules: modules of this rank and names of their tensors, to refuse a selection of modules
+            that no rank has; None to check the selection when training starts.
+        coordinates: rank in each parallel group and size of the group, as
+            `run_card.rank_coordinates` returns them; None for a run without parallel groups.
+        plan: whether to count the tensors and bytes instead of writing them; see `plan.Planner`.
+        levels: recent normal losses and gradient norms before `iteration`, from
             `LossSpikeDetector.levels`.
-        flags: further flags of `megatron.collection.flags`, by name.
+        flags: other flags of `megatron.collection.flags`, by name.
 
     Raises:
-        ValueError: for a mistake of the user, on all ranks if any rank finds one.
+        ValueError: if any rank finds an invalid setting or cannot write; raised on all ranks.
     """
     global _collector, _configured, _observed, _owner
     close()
@@ -116,7 +120,7 @@ def configure(
     if plan:
         _collector = Planner(settings, run_id, coordinates=coordinates)
         return
-    with signals_deferred:  # so that no run card stays open if a signal arrives here
+    with signals_deferred:  # a signal here must not leave an open run card
         _collector = together(
             lambda: Collector.start(
                 settings,
@@ -132,7 +136,7 @@ def configure(
 
 
 def _check_same_switch(enabled: bool) -> None:
-    """Refuse a collection that only some of the ranks have switched on."""
+    """Raise a ValueError if only some of the ranks have switched the collection on."""
     answers = from_all_ranks(enabled)
     if len(set(answers)) > 1:
         ranks = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer)
@@ -148,7 +152,7 @@ def configured() -> bool:
 
 
 def begin_iteration() -> None:
-    """Start a training iteration; the schedule calls it."""
+    """Start a training iteration; called by the pipeline schedule."""
     clock.iteration += 1
     if _collector is not None:
         if _collector.has_ring and clock.completed > _observed:
@@ -162,7 +166,7 @@ def begin_iteration() -> None:
 
 
 def end_iteration() -> None:
-    """Finish a training iteration; the schedule calls it."""
+    """Finish a training iteration; called by the pipeline schedule."""
     clock.completed += 1
     clock.micro_batch = None
     if _collector is not None:
@@ -170,15 +174,16 @@ def end_iteration() -> None:
 
 
 def observe(loss: float | None, grad_norm: float | None) -> str | None:
-    """Report the numbers of an iteration; an unusual one makes the ring of iterations be written.
+    """Report the loss and gradient norm of an iteration; if unusual, write the ring buffer.
 
     Args:
-        loss: the loss, which is the same on every rank; None if it is unknown.
-        grad_norm: the gradient norm, which is the same on every rank; None if it is unknown or has
-            no meaning, as in an iteration that a loss scaler skips.
+        loss: loss of the iteration, the same on every rank; None if it is unknown.
+        grad_norm: gradient norm of the iteration, the same on every rank; None if it is unknown or
+            meaningless, as in an iteration that the loss scaler skips.
 
     Returns:
-        A line about the event, on every rank; None if the iteration is usual.
+        A one-line message about the event, on every rank; None if the iteration is normal or there
+        is no ring buffer.
     """
     global _observed
     _observed = clock.completed
@@ -187,19 +192,22 @@ def observe(loss: float | None, grad_norm: float | None) -> str | None:
 
 
 def flush() -> None:
-    """Wait until everything collected is on disk, or the writing has failed."""
+    """Wait until all collected tensors are on disk or writing has failed."""
     if _collector is not None:
         _collector.outcome()
 
 
 def set_sample_idx(sample_idx: int) -> None:
-    """Record the first sample of the current micro-batch; without this call, records hold null."""
+    """Set the index of the first sample of the current micro-batch, for its records.
+
+    Without this call, the index in the records is null.
+    """
     if clock.micro_batch is not None:
         clock.micro_batch.sample_idx = sample_idx
 
 
 def capture(identity: ModuleIdentity | None, layer_type: str) -> Capture | None:
-    """Return a `Capture` for one forward pass of a layer; None if it is not collected now."""
+    """Return a `Capture` for one forward pass of a layer; None if the pass is not collected."""
     identity = identity or UNNAMED
     if _collector is None or not _collector.wants(identity, layer_type):
         return None
@@ -215,15 +223,15 @@ def save_tensor(
     identity: ModuleIdentity | None = None,
     **fields: Any,
 ) -> None:
-    """Save one tensor from code outside our layers, if this iteration is collected.
+    """Save one tensor of a module that has no `Capture` of its own, if it is selected.
 
     Args:
-        tensor: the tensor to save.
+        tensor: tensor to save.
         tensor_name: one of `megatron.tensor_record.TENSOR_NAMES[layer_type]`.
-        layer_type: attention or linear.
-        dims: names of the dimensions, see `Capture.save`.
+        layer_type: "attention" or "linear".
+        dims: letters of the dimensions; see `Capture.save`.
         identity: name and layer number of the module; None for a tensor outside any module.
-        fields: further keywords of `Capture.save`.
+        fields: other keyword arguments of `Capture.save`.
     """
     if (layer := capture(identity, layer_type)) is not None:
         layer.save(tensor_name, tensor, dims=dims, **fields)
@@ -240,9 +248,9 @@ def current() -> Collector | None:
 
 
 def finished() -> str | None:
-    """Return why training can stop, once `control_iter` iterations are collected; None before.
+    """Return a message that training can stop, if `control_iter` iterations have been collected.
 
-    The result is the same on every rank.
+    Otherwise return None. The result is the same on every rank.
     """
     if _collector is None or not _collector.complete:
         return None
@@ -252,13 +260,13 @@ def finished() -> str | None:
 def check_reached(modules: Sequence[NamedTensors]) -> None:
     """Refuse a selection that names a module or tensor that the model does not have.
 
-    The check is collective over all ranks if the run collects.
+    Must be called on all ranks.
 
     Args:
-        modules: the modules of this rank, and the names of the tensors that each has.
+        modules: modules of this rank, each with the names of its tensors.
 
     Raises:
-        ValueError: if the selection names something else; on all ranks alike.
+        ValueError: if no rank has a selected module or tensor; raised on all ranks.
     """
     if _collector is not None:
         _check_selection_exists(_collector.settings.selection, modules)
@@ -273,14 +281,15 @@ def _check_selection_exists(selection: Selection, modules: Sequence[NamedTensors
 def settle() -> list[str]:
     """Gather the outcome of every rank for the run card, at the end of a run without errors.
 
-    The function is collective over all ranks if the run collects.
+    Must be called on all ranks.
 
     Returns:
-        One line per rank that reached a limit.
+        One message per rank that reached a limit.
     """
     if _collector is None:
         return []
-    # The ranks wait in turns, so that a slow disk of one causes no timeout in another's collective.
+    # Between short waits for the disk, the ranks synchronize, so that one slow disk does not cause
+    # a timeout on the other ranks.
     while not all(from_all_ranks(_collector.settled(_collector.settings.turn))):
         pass
     _collector.ranks = from_all_ranks(_collector.outcome())
@@ -296,11 +305,13 @@ def close(aborted: str | None = None, *, interrupted: bool = False) -> str | Non
     """End the collection.
 
     Args:
-        aborted: why training ended early, for the run card; a ring is then written.
-        interrupted: whether a signal ended training; a ring is then discarded.
+        aborted: reason why training ended early, for the run card; None if it ended normally. If a
+            reason is given, the ring buffer is written.
+        interrupted: whether a signal ended training; the ring buffer is then discarded.
 
     Returns:
-        What went wrong on this rank, or on any rank if `settle` has run; None if nothing did.
+        An error message if the collection has failed on this rank, or on any rank if `settle` has
+        been called; None otherwise.
     """
     global _collector
     with signals_deferred:
@@ -309,9 +320,9 @@ def close(aborted: str | None = None, *, interrupted: bool = False) -> str | Non
 
 
 def close_at_exit() -> None:
-    """Write everything that waits before Python ends, for a trainer that never calls `close`."""
-    if os.getpid() != _owner:  # a fork of the process that collects has no writer threads
+    """End the collection when Python exits, for a trainer that does not call `close`."""
+    if os.getpid() != _owner:  # a forked process has no writer threads
         return
-    error = getattr(sys, "last_value", None)  # the exception that ends Python
+    error = getattr(sys, "last_value", None)  # the exception that ends the program
     why = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
     close(why, interrupted=not isinstance(error, Exception))

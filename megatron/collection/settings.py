@@ -1,4 +1,4 @@
-"""Read all flags of a collection together: what to collect, where, when and how much."""
+"""Read all flags of the collection: what to collect, where, when and how much."""
 
 import math
 import os
@@ -19,36 +19,38 @@ from megatron.fake_quant import policy
 from megatron.tensor_record import safe_name
 
 DEFAULT_DIRECTORY = "enhanced_tensor_logs"
-TIMEOUT = 10  #: minutes until a collective operation fails, if the trainer sets no other timeout
-TURN = 30.0  #: seconds that a rank waits for its disk between two signs of life
-#: Environment variables with the number of ranks per machine.
+TIMEOUT = 10  #: default timeout of a collective operation, in minutes
+TURN = 30.0  #: maximum time that a rank waits for its disk before it synchronizes, in seconds
+#: Environment variables in which a launcher sets the number of ranks per machine.
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one rank's collection."""
+    """Settings of the collection on one rank."""
 
     directory: Path
     quant_type: str
-    control_iter: int  #: iterations to collect; 0 for no end
+    control_iter: int  #: number of iterations to collect; 0 for no limit
     selection: Selection
-    limits: Limits  #: this rank's share
-    ring: RingSettings | None = None  #: None if every selected iteration is written
-    flag_file: FlagFile | None = None  #: None if the collection is always on
-    timeout: float = math.inf  #: seconds until a collective operation fails
+    limits: Limits  #: this rank's share of the limits
+    #: Settings of the ring buffer; None to write all selected iterations.
+    ring: RingSettings | None = None
+    #: File that switches the collection; None if the collection is always on.
+    flag_file: FlagFile | None = None
+    timeout: float = math.inf  #: timeout of a collective operation, in seconds
 
     @property
     def longest_wait(self) -> float:
-        """Return the seconds that training may wait for the disk in one iteration.
+        """Maximum time that training may wait for the disk in one iteration, in seconds.
 
-        The other ranks wait for this rank at the end of the iteration at the latest.
+        It is half of the timeout, because the other ranks meanwhile wait for this rank.
         """
         return self.timeout / 2
 
     @property
     def turn(self) -> float:
-        """Return the seconds after which a rank that waits for its disk gives a sign of life."""
+        """Maximum time that a rank waits for its disk before it synchronizes, in seconds."""
         return min(self.timeout / 4, TURN)
 
     def describe(self) -> dict[str, Any]:
@@ -69,17 +71,17 @@ def read_settings(
     flags: dict[str, Any],
     iteration: int = 0,
 ) -> Settings:
-    """Return the settings of this rank that the arguments of `session.configure` request.
+    """Return this rank's settings from the arguments of `session.configure`.
 
     Args:
         args: arguments of the run.
-        save_dir: folder of the tensors, or None for the default.
-        control_iter: iterations to collect, or None for the default.
-        flags: flags of `megatron.collection.flags`, by name.
-        iteration: iterations done before this run.
+        save_dir: folder of the tensors; None for the default.
+        control_iter: number of iterations to collect; None for the default.
+        flags: other flags of `megatron.collection.flags`, by name.
+        iteration: number of iterations completed before this run.
 
     Raises:
-        ValueError: if a value is invalid, or two exclude each other.
+        ValueError: if a value is invalid, or two values exclude each other.
     """
     quant_type = policy.current().quant_type
     world_size = args.get("world_size") or rank_coordinates()["world_size"]
@@ -120,9 +122,9 @@ def read_settings(
 
 
 def _on_machine(world_size: int) -> int:
-    """Return the number of ranks on this machine, as torchrun, mpirun or srun sets it.
+    """Return the number of ranks on this machine, which torchrun, mpirun or srun sets.
 
-    Without such a launcher it is one rank per device, or all ranks if there is no device.
+    Without these launchers, assume one rank per GPU, or all ranks if there is no GPU.
     """
     for name in LOCAL_SIZES:
         if (value := os.environ.get(name, "")).isdecimal():
@@ -134,7 +136,7 @@ def enabled_by_environment() -> bool:
     """Return whether TENSOR_SAVE_ENABLED switches the collection on.
 
     Raises:
-        ValueError: if its value means neither yes nor no.
+        ValueError: if the value of the variable means neither yes nor no.
     """
     value = os.environ.get("TENSOR_SAVE_ENABLED", "").strip().lower()
     if value not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):

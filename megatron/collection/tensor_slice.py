@@ -1,9 +1,10 @@
-"""Collect a part of each tensor: `s=0:128 h=0:256:2` keeps the first 128 positions and every second
-of the first 256 features.
+"""Collect only a part of each tensor, which `--collect-slice` selects.
 
-A letter of the recorded `dims` names the dimension, and the numbers count positions in the tensor
-of this rank. The part depends only on the flag, so the same elements are kept in every iteration
-and run. The record holds the shape of the whole tensor and the place of the part in it.
+For example, `s=0:128 h=0:256:2` keeps the first 128 sequence positions and every second one of the
+first 256 features. The letter names a dimension as in the record's `dims`, and the numbers are
+indices into this rank's tensor. The part depends only on the flag, so the same elements are kept in
+every iteration and every run. The record contains the shape of the whole tensor and the position of
+the part in it.
 """
 
 from __future__ import annotations
@@ -31,17 +32,22 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Slices:
-    """The range that is kept of each dimension; a dimension without a range is kept whole."""
+    """Range of indices to keep of each dimension; a dimension without a range is kept whole."""
 
-    by_letter: dict[str, range] = field(default_factory=dict)
+    by_letter: dict[str, range] = field(default_factory=dict)  #: ranges, by letter in `LETTERS`
 
     def cut(
         self, tensor: torch.Tensor, dims: str
     ) -> tuple[torch.Tensor | None, dict[str, Any] | None]:
-        """Return the part of `tensor` that is kept, and its description for the record.
+        """Return the part of `tensor` to keep, and its description for the record.
+
+        Args:
+            tensor: tensor to cut.
+            dims: letters of the dimensions; see `Capture.save`.
 
         Returns:
-            The part, or None if it is empty; and its description, or None if the tensor is whole.
+            The part, which is None if it is empty, and the description, which is None if the part
+            is empty or the whole tensor is kept.
         """
         letters = [letter[0] for letter in dims.partition("|")[0].split()]
         ranges = [
@@ -66,8 +72,8 @@ class Slices:
         """Parse ranges such as `s=0:128` and `h=0:256:2`.
 
         Raises:
-            ValueError: if the form or the dimension is unknown, a dimension has two ranges, or a
-                range is empty.
+            ValueError: if a range cannot be parsed or is empty, or if a dimension is unknown or has
+                two ranges.
         """
         by_letter: dict[str, range] = {}
         for part in parts:

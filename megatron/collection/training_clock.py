@@ -1,7 +1,7 @@
-"""Track where training is: the iteration, the micro-batch, and whether a pass is a recomputation.
+"""Track the current iteration and micro-batch, and whether a forward pass is a recomputation.
 
-`megatron.core.pipeline_parallel.schedules` updates the clock, because only the schedule knows these
-values. The layers read it in their forward pass.
+Only the pipeline schedule knows these values, so `megatron.core.pipeline_parallel.schedules`
+updates the clock. The layers read it in their forward pass.
 """
 
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from dataclasses import dataclass
 
 @dataclass
 class MicroBatch:
-    """The forward pass of one micro-batch, and its backward pass."""
+    """Micro-batch that is in its forward or backward pass."""
 
-    iteration: int
-    index: int
-    sample_idx: int | None = None
+    iteration: int  #: number of the iteration, as in the log
+    index: int  #: index of the micro-batch in the iteration, from 0
+    sample_idx: int | None = None  #: index of the first sample; None if it is unknown
 
 
 class Clock:
-    """The position of the schedule, with one instance per process."""
+    """Current position of the schedule; each process has one instance."""
 
     def __init__(self) -> None:
-        self.iteration = 0  #: current iteration as in the log; 0 before the first
-        self.completed = 0  #: training iterations finished since the collection was configured
-        self.micro_batch: MicroBatch | None = None  #: None outside a training step
-        self.recomputing = False  #: whether a forward pass is a recomputation
-        self.seed: int | None = None  #: the run's seed, the same on all ranks; None before training
+        self.iteration = 0  #: number of the current iteration, as in the log; 0 before the first
+        self.completed = 0  #: number of iterations completed since the collection was configured
+        self.micro_batch: MicroBatch | None = None  #: current one; None outside a training step
+        self.recomputing = False  #: whether the current forward pass is a recomputation
+        self.seed: int | None = None  #: seed of the run, equal on all ranks; None before training
 
     def reset(self, iteration: int) -> None:
-        """Start counting after `iteration` iterations of an earlier run."""
+        """Reset the clock for a run that continues after iteration `iteration`."""
         self.iteration, self.completed, self.micro_batch = iteration, 0, None
 
 

@@ -1,6 +1,6 @@
-"""Deduplicate weights: a weight is saved only in the first forward pass of an iteration.
+"""Save each weight only once per iteration, in the first forward pass that uses it.
 
-It is the same in every micro-batch, and when a forward pass is recomputed.
+A weight is the same in every micro-batch of an iteration and in a recomputed forward pass.
 """
 
 from typing import Any
@@ -9,19 +9,22 @@ from megatron.tensor_record import OF_ITERATION
 
 
 class WeightDedup:
-    """The weights that the current iteration has saved."""
+    """Set of the weights already saved in the current iteration."""
 
     def __init__(self) -> None:
         self._saved: set[tuple[int, str, str]] = set()
 
     def begin_iteration(self) -> None:
-        """Forget the weights of the last iteration."""
+        """Forget the weights of the previous iteration."""
         self._saved.clear()
 
     def is_new(self, fields: dict[str, Any]) -> bool:
-        """Return whether a tensor must be saved: all but weights that this iteration has saved.
+        """Return whether to save a tensor; False for a weight already saved in this iteration.
 
-        Codes of stochastic rounding differ each time and are always saved.
+        Codes from stochastic rounding differ each time, so they are always saved.
+
+        Args:
+            fields: fields of the tensor's record.
         """
         name, rounding = fields["tensor_name"], (fields.get("codes") or {}).get("rounding")
         if name not in OF_ITERATION or rounding == "stochastic" or not fields["module"]:

@@ -1,4 +1,4 @@
-"""Check each tensor against the limits, and count the tensors that are left out."""
+"""Check each tensor against the limits, and count the tensors that are not written."""
 
 import logging
 from typing import Any
@@ -12,28 +12,28 @@ logger = logging.getLogger(__name__)
 
 
 class WriteBudget:
-    """The limits of one rank, and what they have left out so far.
+    """Limits of one rank, and counts of the tensors that were left out because of them.
 
-    The first tensor over a limit ends the writing of this rank. With a ring, a lack of memory ends
-    only the current iteration.
+    The first tensor that exceeds a limit ends writing on this rank. With a ring buffer, however, a
+    lack of memory ends only the current iteration.
     """
 
     def __init__(self, settings: Settings, writer: Writer, rank: int):
-        self.limit: str | None = None  #: the first limit that was reached, and the tensor at which
-        self.full: str | None = None  #: the limit that ended the writing; None while it goes on
-        self.dropped = 0  #: tensors that a limit left out
-        self.dropped_bytes = 0  #: bytes of these tensors
-        self.outside_slice = 0  #: tensors of which --collect-slice leaves nothing
+        self.limit: str | None = None  #: message on the first limit that was reached
+        self.full: str | None = None  #: limit that ended writing; None while it continues
+        self.dropped = 0  #: number of tensors left out because of a limit
+        self.dropped_bytes = 0  #: size of these tensors, in bytes
+        self.outside_slice = 0  #: number of tensors of which --collect-slice keeps nothing
         self._settings = settings
         self._writer = writer
         self._rank = rank
         self._ring_warned = False
 
     def take(self, size: int, fields: dict[str, Any]) -> bool:
-        """Return whether a tensor of `size` bytes may be written; otherwise count it as dropped."""
+        """Return whether a tensor of `size` bytes may be written; count it as dropped if not."""
         try:
             why = self.full or self._exceeded(size + OVERHEAD)
-            if why is not None and self._writer.pending:  # pending files count at their upper bound
+            if why is not None and self._writer.pending:  # their sizes are upper bounds
                 self._writer.wait()
                 why = self.full or self._exceeded(size + OVERHEAD)
         except OSError as error:
@@ -46,17 +46,17 @@ class WriteBudget:
         return False
 
     def _exceeded(self, most: int) -> str | None:
-        """Return the limit that a file of at most `most` bytes would exceed, if any."""
+        """Return a message if a file of at most `most` bytes would exceed a limit."""
         limits, writer = self._settings.limits, self._writer
         why = limits.exceeded_by_files(writer.records + 1, writer.bytes + most)
-        # While threads write, one of them asks for the free space, so that a hanging disk does not
-        # block training.
+        # While files are pending, use the free space that a writer thread has queried, because a
+        # query to an unresponsive disk would block training.
         disk = writer.disk if writer.pending else None
         needed = writer.pending_bytes + most
         return why or limits.exceeded_on_disk(self._settings.directory, needed, disk)
 
     def drop_for_memory(self, size: int, fields: dict[str, Any]) -> None:
-        """Leave out a tensor that does not fit into host memory, and all later ones."""
+        """Leave out this tensor, which does not fit into host memory, and all later ones."""
         self._end(size, fields, self._why_no_memory)
 
     @property
@@ -65,7 +65,7 @@ class WriteBudget:
         return self._writer.slow or f"--collect-max-host-gib lets this rank hold {most}"
 
     def leave_outside(self, shape: list[int], fields: dict[str, Any]) -> None:
-        """Count a tensor that ends before the slice begins, and warn about the first one."""
+        """Count a tensor of which the slice keeps nothing, and warn about the first one."""
         self.outside_slice += 1
         if self.outside_slice == 1:
             logger.warning(
@@ -75,7 +75,10 @@ class WriteBudget:
             )
 
     def warn_of_ring(self, size: int, fields: dict[str, Any]) -> None:
-        """Warn once that a ring cannot hold a whole iteration, which may never be written."""
+        """Warn once that the ring buffer cannot hold a whole iteration.
+
+        The warning does not wait for an event, because there may be none.
+        """
         if self.full is None and not self._ring_warned:
             self._ring_warned = True
             logger.warning(
@@ -85,7 +88,7 @@ class WriteBudget:
             )
 
     def leave_out(self, lost: Lost) -> None:
-        """Count the tensors that are missing from a written iteration of a ring."""
+        """Count the tensors missing from an iteration that the ring buffer writes."""
         why = self.full or self._why_no_memory
         size, fields = lost[0]
         if self.limit is None:
@@ -97,7 +100,7 @@ class WriteBudget:
         self._writer.append(event | {"tensors": len(lost), "bytes": total})
 
     def _end(self, size: int, fields: dict[str, Any], why: str) -> None:
-        """Leave out a tensor and all later ones, and warn about the first one."""
+        """Leave out this tensor and all later ones; log a warning for the first one."""
         if self.full is None:
             self.full = why
             self._reached(f"{why}: rank {self._rank} stopped collecting at {_what(size, fields)}")
@@ -113,7 +116,7 @@ class WriteBudget:
         self._writer.append({"event": "limited", "why": limit})
 
     def close(self) -> None:
-        """Add what was left out to the index, if anything was."""
+        """Add the number and size of the left-out tensors to the index, if a limit was reached."""
         if self.limit is not None:
             tensors, size = self.dropped, self.dropped_bytes
             event = {"event": "dropped", "tensors": tensors, "bytes": size, "why": self.limit}
@@ -121,7 +124,7 @@ class WriteBudget:
 
 
 class UnlimitedBudget(WriteBudget):
-    """A budget that every tensor fits into, for a plan."""
+    """Budget without limits, for a collection plan."""
 
     def take(self, size: int, fields: dict[str, Any]) -> bool:
         """Accept every tensor."""
