@@ -1,19 +1,25 @@
-"""Statistics of the tensors of a dump, and what each number format would do to them.
+"""Statistics of the tensors of a dump, and of the errors that number formats cause in them.
 
     store = TensorStore("enhanced_tensor_logs/mxfp8")
     statistics = stats.compute(store, ["mxfp8", "mxfp4", "hifp8"], progress=True)
 
-`result.py` describes what `compute` returns. The work is done in this order:
+`result.py` describes the object that `compute` returns. `engine` runs the steps in this order:
 
-    format_groups     formats that can share one count of the values
-    logical_tensors   records -> tensors and their parts; `matrix_view`: axes of their blocks
-    cache             results of earlier calls
-    executors, jobs   one job per part, on threads or a Dask cluster; `serialization`: its result
-    tensor            one part: `chunks`, `kernels/` (compiled loops), `direct` (formats without)
-    values, moments, histogram, errors        mergeable statistics of the values and formats
-    merge             results of parts -> results of tensors
-    result_columns, result, export            tables; text, CSV and JSON
-    measure           the same without formats, for the quick look
+    format_groups     group the formats that can share one count of the values
+    logical_tensors   combine records into tensors and their parts
+    matrix_view       find the tokens, channels and blocks of a tensor
+    cache             look up the results of earlier calls
+    executors, jobs   run one job per part, on threads or on a Dask cluster
+    tensor            measure one part, in pieces (`chunks`)
+    kernels           compiled loops, which measure most formats
+    direct            slower code for the other formats
+    values, moments, histogram, errors        mergeable statistics of the values and the formats
+    serialization     convert the result of a job to bytes and back
+    merge             merge the results of parts into results of tensors
+    result_columns, result                    build the tables
+    export            write the tables as text, CSV or JSON
+
+`measure` computes the statistics of the values alone, for the quick look.
 """
 
 from megatron.analysis.stats.engine import compute

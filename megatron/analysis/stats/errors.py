@@ -1,7 +1,8 @@
-"""The errors that a format causes in a tensor, as mergeable counts and sums.
+"""Errors that a format causes in a tensor, as mergeable counts and sums.
 
-The counts of a tensor are exactly the sums of the counts of its parts. The sums are float64 and
-agree to 1e-10 for every partition. The numbers of the result's table follow from both.
+The counts of a tensor are exactly the sums of the counts of its parts. The sums are stored in
+float64 and agree to 1e-10, however the tensor is partitioned. The error metrics of the result are
+computed from these counts and sums.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from megatron.analysis.stats.kernels.error_sums import (
     YY,
 )
 
-RANGES = 278  #: possible differences between two float32 exponents, which span -149 to 127
-HEADROOM_STEPS, HEADROOM_FROM = 8, -1.0  #: bins per binade, and the lower edge of the first bin
+RANGES = 278  #: number of bins for the difference of two float32 exponents (-149 to 127)
+HEADROOM_STEPS, HEADROOM_FROM = 8, -1.0  #: bins per binade; lower edge of the first bin
 HEADROOM_BINS = 25
 
 
 class Errors:
     """Counts and sums of the errors of one format along one axis.
 
-    All counts are in one array and all sums in another; the attributes are views of these two.
-    `kernels.error_sums` names the positions in `counts`, `totals` and the arrays by binade.
+    All counts are stored in the array `ints` and all sums in the array `floats`; the other
+    attributes are views of these two arrays. `kernels.error_sums` defines the positions in
+    `counts`, `totals`, `binade_counts` and `binade_sums`.
     """
 
     def __init__(
@@ -68,20 +70,20 @@ class Errors:
         return self
 
     def copy(self) -> Errors:
-        """Return a copy that shares no array with this object."""
+        """Return a copy that shares no memory with this object."""
         return Errors(len(self.codes), self.ints.copy(), self.floats.copy())
 
     @property
     def sums(
         self,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
-        """Return the four arrays to which the kernels add values."""
+        """Tuple of the four arrays that the kernels update."""
         return self.counts, self.totals, self.binade_counts, self.binade_sums
 
     def numbers(self) -> dict[str, float]:
-        """Return the columns of the table that follow from the errors of the values.
+        """Return the error metrics of one row of `Statistics.formats`: MSE, SQNR, underflow, ...
 
-        `result.FORMAT_COLUMNS` defines them.
+        `result.FORMAT_COLUMNS` defines the metrics.
         """
         n, by_binade = int(self.counts[COMPARED]), self.binade_counts
         xx, yy, xy, bias, largest = (
@@ -128,9 +130,11 @@ class Errors:
         }
 
     def block_numbers(self, exponents: NDArray[np.float64]) -> dict[str, float]:
-        """Return the columns of the table that follow from the blocks.
+        """Return the block statistics of one row of `Statistics.formats`: scales, headroom, ...
 
-        exponents: [256] base-2 logarithm of the scale that each byte stands for; NaN if it has none
+        Args:
+            exponents: [256] base-2 logarithm of the scale that each byte encodes; NaN for bytes
+                that encode no scale.
         """
         names = ("blocks", "zero_blocks", "nan_blocks")
         numbers: dict[str, float] = dict(zip(names, self.blocks.tolist(), strict=True))
@@ -153,14 +157,14 @@ class Errors:
 
 
 def headroom_bins(errors: Errors, room: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
-    """Add the headroom of blocks to its histogram and its sum.
+    """Add the headroom of blocks to the histogram and to the sum in `errors`.
 
     Args:
-        room: log2(largest number * scale / largest magnitude) of each block.
-        counts: number of blocks with that headroom.
+        room: headroom in binades: log2(largest number * scale / largest magnitude).
+        counts: number of blocks with each headroom.
     """
-    room = np.maximum(room, -RANGES)  # -inf if the scale underflowed to zero
-    # A scale that is no power of two is rounded, so a headroom of 0 may be computed as slightly
+    room = np.maximum(room, -RANGES)  # the headroom is -inf if the scale underflowed to zero
+    # A scale that is not a power of two is rounded, so a headroom of 0 may be computed as slightly
     # negative.
     bins = np.clip((np.round(room, 5) - HEADROOM_FROM) * HEADROOM_STEPS, 0, HEADROOM_BINS - 1)
     np.add.at(errors.headroom, bins.astype(np.int64), counts)
@@ -168,7 +172,10 @@ def headroom_bins(errors: Errors, room: NDArray[np.float64], counts: NDArray[np.
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise); inf without noise."""
+    """Return `10 * log10(signal / noise)` in dB.
+
+    The result is inf if `noise` is zero, and -inf if only `signal` is zero.
+    """
     if not noise:
         return math.inf
     return 10 * (math.log10(signal) - math.log10(noise)) if signal else -math.inf
@@ -178,5 +185,5 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
 
 
-#: Errors by format name and axis ("row", "column" or "all").
+#: Errors, keyed by format name and axis ("row", "column" or "all").
 FormatErrors = dict[tuple[str, str], Errors]

@@ -1,7 +1,7 @@
 """Run jobs on threads of this process or on a Dask cluster, and yield each result when it is ready.
 
-Threads suffice, because most of the time is spent in compiled loops, which release the
-interpreter's lock. With processes, every one would have to load and compile these loops.
+Threads are sufficient, because most of the time is spent in compiled loops, which release the
+global interpreter lock. Separate processes would each have to load and compile these loops.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from megatron.analysis.stats.jobs import Job, JobResult, measure_jobs
 from megatron.analysis.stats.kernels.class_tables import TABLE_BYTES
 
-PATIENCE = "20s"  #: timeout for the answer of a scheduler
+PATIENCE = "20s"  #: maximum time to wait for a scheduler to answer
 BATCH_BYTES, BATCH_JOBS = (
     1 << 23,
     64,
-)  #: limits of a batch, in which small tensors are sent together
-#: Memory in bytes that a process needs in any case, and that each of its threads may use: three
-#: tables of counts, a large tensor's mapped pages, and the arrays for a piece of it.
+)  #: size in bytes, and number of jobs, at which a batch is complete
+#: Memory in bytes that a process needs regardless of its threads, and maximum memory per thread:
+#: three tables of counts, the mapped pages of a large tensor, and the arrays for one piece of it.
 BASE, PER_WORKER = 420 << 20, 3 * TABLE_BYTES + (96 << 20)
 
 
@@ -38,10 +38,14 @@ def processors() -> int:
 
 
 def affordable(workers: int | None, max_memory: int | None) -> int:
-    """Return how many threads fit into the memory limit, at most as many as requested.
+    """Return the number of threads to start: the requested number, reduced to fit into memory.
+
+    Args:
+        workers: requested number of threads; None means one per processor.
+        max_memory: maximum memory of this process, in bytes; None means no limit.
 
     Raises:
-        ValueError: the memory is too little for one thread.
+        ValueError: if the memory does not suffice for one thread.
     """
     wanted = workers or processors()
     if max_memory is None:
@@ -56,9 +60,9 @@ def affordable(workers: int | None, max_memory: int | None) -> int:
 
 
 def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    """Yield batches of jobs, the largest tensors first.
+    """Yield batches of jobs, in descending order of tensor size.
 
-    Otherwise one worker might be left with a large tensor at the end while the others are idle.
+    A large tensor at the end would keep one worker busy while the others are idle.
     """
     batch: list[Job] = []
     size = 0
@@ -73,7 +77,10 @@ def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
 
 
 def on_threads(jobs: Sequence[Job], workers: int) -> Iterator[tuple[int, JobResult]]:
-    """Yield job numbers and results in any order; only a few results are in memory at a time."""
+    """Run the jobs on threads, and yield the number and the result of each job as it finishes.
+
+    Only a few results are in memory at a time.
+    """
     waiting = batches(jobs)
     with one_torch_thread(), ThreadPoolExecutor(workers, "statistics") as threads:
         running: set[Future[list[tuple[int, JobResult]]]] = set()
@@ -86,14 +93,14 @@ def on_threads(jobs: Sequence[Job], workers: int) -> Iterator[tuple[int, JobResu
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     yield from future.result()
-        finally:  # after an interrupt, or an error under --strict: cancel the remaining jobs
+        finally:  # cancel the remaining jobs after an interrupt, or after an error under --strict
             threads.shutdown(cancel_futures=True)
 
 
 def check_scheduler(address: str) -> None:
-    """Check that a Dask scheduler answers before a client is created for it.
+    """Check that a Dask scheduler answers, before a client is created.
 
-    A client that could not connect waits another 40 s when it is deleted.
+    A client that cannot connect would wait another 40 seconds when it is deleted.
 
     Raises:
         ValueError: if no scheduler answers.
@@ -104,7 +111,7 @@ def check_scheduler(address: str) -> None:
 
     async def connect() -> None:
         comm = await asyncio.wait_for(core.connect(address, timeout=seconds), 2 * seconds)
-        comm.abort()  # a peer that is not a scheduler may never close its side
+        comm.abort()  # a peer that is not a scheduler may never close its end
 
     refused = (OSError, ValueError, TimeoutError, asyncio.TimeoutError, websocket.WebSocketError)
     try:
@@ -118,12 +125,16 @@ def check_scheduler(address: str) -> None:
 
 
 def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, JobResult]]:
-    """Yield job numbers and results like `on_threads`, computed by the workers of a Dask scheduler.
+    """Run the jobs on a Dask cluster, and yield the number and the result of each job.
 
-    The workers must see the dump under the same path, and be able to import this package.
+    The workers must see the dump under the same path and be able to import this package.
+
+    Args:
+        address: address of the Dask scheduler.
 
     Raises:
-        ValueError: Dask is not installed, no scheduler answers, or its workers die.
+        ValueError: if Dask is not installed, no scheduler answers, or a worker lacks a module or
+            is killed repeatedly.
     """
     try:
         distributed: Any = importlib.import_module("distributed")
@@ -139,7 +150,7 @@ def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, JobResu
         raise ValueError(f"no Dask scheduler answers at {address!r} ({error})") from None
     with client:
         waiting = batches(jobs)
-        most = 3 * max(sum(client.nthreads().values()), 1)  # submitted at a time
+        most = 3 * max(sum(client.nthreads().values()), 1)  # number of batches submitted at a time
         first = [client.submit(measure_jobs, batch, pure=False) for batch in islice(waiting, most)]
         completed = distributed.as_completed(first, loop=client.loop, with_results=True)
         running = len(first)
@@ -167,7 +178,7 @@ def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, JobResu
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Limit torch to one thread within the block.
+    """Limit torch to one thread inside the `with` block.
 
     The thread pool already uses all processors; torch's own threads would compete with it.
     """

@@ -1,7 +1,7 @@
-"""Jobs: each reads and measures one part of a tensor.
+"""Jobs, each of which reads and measures one part of a tensor.
 
-A job runs in any thread, or in a process of a Dask cluster. Its result consists of bytes, so that
-it can be sent and cached.
+A job runs on any thread or in a process of a Dask cluster. Its result consists of byte strings,
+which can be sent between processes and cached.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from megatron.analysis.stats.values import Values
 from megatron.fake_quant.names import get_format
 
 _local = threading.local()
-#: Exceptions of NumPy and torch for a tensor that cannot be measured; the run continues without it.
+#: Exceptions that NumPy and torch raise for a tensor that cannot be measured; it is then left out.
 _IMPOSSIBLE = (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Results to be computed of one part: those of its values and of these formats."""
+    """Request to measure one part of a tensor: its values, and its errors in `formats`."""
 
-    number: int  #: identifies the job in the list of results
+    number: int  #: number of the job, which is returned with its result
     part: Part
     formats: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A file that could not be measured, and why."""
+    """File that could not be measured, and the reason."""
 
     path: str
     why: str
@@ -55,14 +55,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """The result of a job."""
+    """Serialized result of a job, and the files that failed."""
 
-    contents: dict[str, bytes]  #: by `VALUES` and format name; empty if the part was not measured
-    failures: tuple[Failure, ...]  #: unreadable files, including replicas that were not needed
+    contents: dict[str, bytes]  #: keyed by `VALUES` and format name; empty if not measured
+    failures: tuple[Failure, ...]  #: files that failed, including replicas that were not needed
 
 
 def measure_job(job: Job) -> JobResult:
-    """Read and measure one part."""
+    """Read and measure the part of a job."""
     tensor, failures = _load(job.part)
     if tensor is None:
         return JobResult({}, failures)
@@ -79,17 +79,17 @@ def measure_job(job: Job) -> JobResult:
 
 
 def measure_jobs(jobs: Sequence[Job]) -> list[tuple[int, JobResult]]:
-    """Measure several parts one after the other on one thread."""
+    """Run several jobs one after another, and return the number and the result of each."""
     return [(job.number, measure_job(job)) for job in jobs]
 
 
 def unpack_result(
     contents: dict[str, bytes], formats: Sequence[str]
 ) -> tuple[Values, FormatErrors]:
-    """Return the statistics of a part from the contents of its `JobResult`."""
+    """Deserialize the statistics of a part from the contents of a `JobResult`."""
     errors_of_formats: FormatErrors = {}
     for name in formats:
-        if not contents[name]:  # no format applies to the dtype, or no block scales to a slice
+        if not contents[name]:  # no errors: unsupported dtype, or block scales on a slice
             continue
         fmt = get_format(name)
         codes = number_of_codes(fmt.element)
@@ -99,10 +99,12 @@ def unpack_result(
 
 
 def _load(part: Part) -> tuple[Tensor | None, tuple[Failure, ...]]:
-    """Return the memory-mapped tensor of a file, or the sum of several files, rounded once.
+    """Return the tensor of a part, and the files that could not be read.
 
-    All replicas are opened, so that unreadable ones are reported; that reads none of their values.
-    The first readable one is used.
+    The tensor of a single file is memory-mapped. Tensors of several files are added in float64, and
+    the sum is rounded once. The first readable replica of each file is used. All replicas are
+    opened, without reading their values, so that unreadable replicas are reported. The tensor is
+    None if a file and all its replicas are unreadable.
     """
     tensors: list[Tensor] = []
     failures: list[Failure] = []
@@ -135,7 +137,7 @@ def _read(path: str, shape: tuple[int, ...]) -> Tensor | Failure:
 
 
 def _format_groups(job: Job) -> FormatGroups:
-    """Return the formats that apply to a job's part, arranged by how they are computed."""
+    """Return the formats that apply to the part of a job, grouped by how they are computed."""
     formats = group_formats(job.formats)
     if job.part.blocks:
         return formats
@@ -144,7 +146,7 @@ def _format_groups(job: Job) -> FormatGroups:
 
 
 def _workspace() -> Workspace:
-    """Return the workspace of this thread."""
+    """Return the workspace of the current thread; create it on the first call."""
     if not hasattr(_local, "workspace"):
         _local.workspace = Workspace()
     workspace: Workspace = _local.workspace

@@ -1,8 +1,8 @@
 """Group the records of a dump into logical tensors, and merge the statistics of their parts.
 
-Each shard is a part of its own, because its rank quantized it separately. Replicas count once: the
-first readable one is measured, and `verify` checks that the others are the same. Partial sums are
-added before they are measured.
+Each shard is a separate part, because its rank quantized it separately. Replicas count once: the
+first readable replica is measured, and `verify` checks that the others are identical. Partial sums
+are added before they are measured.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron.analysis.stats.matrix_view import MatrixView, matrix_view_of
 from megatron.analysis.stats.values import Values, join
 from megatron.analysis.store import IDENTITY
 
-#: Columns that tell one logical tensor from another.
+#: Columns that together identify a logical tensor.
 KEYS = (*IDENTITY, "quant_type", "recomputed", "data_rank")
 
 NOTE_SEPARATOR = "; "
-MOST_MISSING = 16  #: missing parts that a note names
+MOST_MISSING = 16  #: maximum number of missing parts that a note lists
 
 #: Index of a shard within its logical tensor: one number per cut.
 ShardIndex = tuple[int, ...]
@@ -36,29 +36,29 @@ ShardIndex = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A unit of measurement: one file, or several whose tensors are added."""
+    """Part of a tensor that is measured as a unit: one file, or several files that are added."""
 
     paths: tuple[str, ...]
-    replicas: tuple[tuple[str, ...], ...]  #: for each path, other files that should hold the same
+    replicas: tuple[tuple[str, ...], ...]  #: for each path, other files that should be identical
     matrix: MatrixView
-    blocks: bool  #: whether formats with block scales apply; they do not to a slice
-    nbytes: int  #: approximate size of the tensor
+    blocks: bool  #: whether formats with block scales apply; False for a slice
+    nbytes: int  #: approximate size of the tensor, in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """A tensor of a run, with the parts of which it consists."""
+    """Tensor of a run, with the parts that it consists of."""
 
-    row: Any  #: the record of its first file, a named tuple
+    row: Any  #: record of the first file, as a named tuple
     data_rank: int
-    cuts: tuple[Cut, ...]  #: cuts into shards, without those into addends of a sum
+    cuts: tuple[Cut, ...]  #: cuts into shards; excludes cuts that only split a sum into addends
     parts: dict[ShardIndex, Part]
-    files: int  #: number of files, replicas included
+    files: int  #: number of files, including replicas
     note: str
 
     @property
     def shape(self) -> list[int]:
-        """Return the shape of all parts together; missing parts do not count."""
+        """Shape of the joined tensor; missing parts do not count."""
         shape = list(self.row.shape)
         for number, cut in enumerate(self.cuts):
             if cut.axis is not None:
@@ -69,15 +69,15 @@ class LogicalTensor:
 def logical_tensors(
     records: pd.DataFrame, *, dump: pd.DataFrame | None = None
 ) -> Iterator[LogicalTensor]:
-    """Yield the logical tensors of these records, in the order of their first files.
+    """Yield the logical tensors of `records`, in the order of their first files.
 
-    Records of codes are left out, because codes are not values.
+    Records of stored codes are left out, because codes are not values.
 
     Args:
-        dump: all records of the dump if `records` is a selection. The width of a head is read from
-            the records of other tensors, and must not depend on the selection.
+        dump: all records of the dump, if `records` is a selection. The size of a head is read from
+            the records of other tensors and must not depend on the selection.
     """
-    # arrays, because `map` of an empty column is not boolean and would select columns
+    # an array, because `map` on an empty column is not boolean and would select columns
     keep = np.array([not isinstance(codes, dict) for codes in records["codes"]], dtype=bool)
     records = _with_shapes(records[keep])
     records = records.assign(data_rank=data_ranks(records))
@@ -95,10 +95,10 @@ def logical_tensors(
 
 
 def first_passes(tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
-    """Return the tensors without those that recomputation saved a second time.
+    """Return the tensors without the copies that activation recomputation saved.
 
-    Activation recomputation runs a forward pass again and saves its tensors again. If the first
-    pass is in the dump too, the second one would count everything twice.
+    Recomputation repeats a forward pass and saves its tensors a second time. If the dump also
+    contains the first pass, these tensors would be counted twice.
     """
     first = {_pass(tensor) for tensor in tensors if tensor.row.recomputed is not True}
     return [
@@ -109,7 +109,10 @@ def first_passes(tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
 
 
 def _pass(tensor: LogicalTensor) -> tuple[Any, ...]:
-    """Return a key that a tensor shares with its repetition; a file of an unknown run has none."""
+    """Return a key shared by a tensor and the copy that recomputation saved.
+
+    A file without a run ID gets a key of its own.
+    """
     if pd.isna(tensor.row.run_id):
         return (tensor.row.path,)
     names = (name for name in KEYS if name not in ("recomputed", "data_rank"))
@@ -118,9 +121,9 @@ def _pass(tensor: LogicalTensor) -> tuple[Any, ...]:
 
 
 def _with_shapes(records: pd.DataFrame) -> pd.DataFrame:
-    """Return the records with unknown shapes read from the files.
+    """Return the records with missing shapes filled in from the files.
 
-    An unreadable file gets an empty shape here, and is reported when it is measured.
+    An unreadable file gets an empty shape here; it is reported when it is measured.
     """
     unknown = [position for position, shape in enumerate(records["shape"]) if shape is None]
     if not unknown:
@@ -135,9 +138,9 @@ def _with_shapes(records: pd.DataFrame) -> pd.DataFrame:
 
 
 def _head_dims(records: pd.DataFrame) -> dict[tuple[Any, ...], int]:
-    """Return the width of a head by layer, read from the shapes of attention's values.
+    """Return the size of a head in each layer, read from the shapes of the value tensors.
 
-    It is needed for tensors whose last dimension holds all heads.
+    This size is needed for tensors whose last dimension holds all heads.
     """
     values = records[records["tensor_name"] == "value"]
     return {
@@ -148,7 +151,7 @@ def _head_dims(records: pd.DataFrame) -> dict[tuple[Any, ...], int]:
 
 
 def _logical_tensor(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> LogicalTensor:
-    """Return the logical tensor of these records, which agree in all KEYS."""
+    """Return the logical tensor that these records describe; they agree in all KEYS."""
     first, notes = rows[0], []
     cuts = _cuts(first.dims) or []
     if any(cut.axis is not None and cut.axis >= len(first.shape) for cut in cuts):
@@ -194,7 +197,7 @@ def _logical_tensor(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) 
 
 
 def _cuts(dims: Any) -> list[Cut] | None:
-    """Return how a tensor is cut; None if its `dims` are missing or not understood."""
+    """Return the cuts that `dims` describes; None if `dims` is missing or cannot be parsed."""
     try:
         return parse_dims(dims) if isinstance(dims, str) else None
     except ValueError:
@@ -202,15 +205,15 @@ def _cuts(dims: Any) -> list[Cut] | None:
 
 
 def _rank(row: Any, cut: Cut) -> int:
-    """Return the record's rank in the group of a cut."""
+    """Return the rank of a record within the process group of a cut."""
     return int(getattr(row, cut.group))
 
 
 def _missing(row: Any, cuts: Sequence[Cut], present: set[ShardIndex], what: str) -> list[str]:
-    """Return a note per cut on the parts whose files are missing.
+    """Return one note for each cut that has missing parts.
 
-    Parts are numbered like the ranks of the group. Where several ranks share a part, they are
-    numbered by themselves.
+    A part has the number of its rank in the group. If several ranks share a part, the parts are
+    numbered consecutively.
     """
     notes = []
     for number, cut in enumerate(cuts):
@@ -232,7 +235,7 @@ def _missing(row: Any, cuts: Sequence[Cut], present: set[ShardIndex], what: str)
 def merge_parts(
     tensor: LogicalTensor, measured: dict[ShardIndex, tuple[Values, FormatErrors]]
 ) -> tuple[Values, FormatErrors]:
-    """Return the statistics of a tensor from those of all its parts."""
+    """Merge the statistics of all parts of a tensor."""
     values = {index: values_of_part for index, (values_of_part, _) in measured.items()}
     for cut in reversed(tensor.cuts):
         groups: dict[ShardIndex, list[Values]] = {}

@@ -1,14 +1,16 @@
-"""View a collected tensor as matrices, to find its tokens, its channels, and its blocks.
+"""View a collected tensor as a stack of matrices, to find its tokens, channels and blocks.
 
-The view is contiguous, of shape `[outer, rows, columns]`. A new block along a row begins after
-every `run` values, which is the last dimension: two heads never share a block. A new block along a
-column begins with every `outer`. The blocks are therefore those of the matmul's operand:
+The view is contiguous and has the shape `[outer, rows, columns]`. Each row is divided into runs of
+`run` values: the last dimension of the tensor, or one head if that dimension holds all heads. A
+block along a row never crosses the boundary of a run, so two heads never share a block. A block
+along a column never crosses the boundary between two matrices. The blocks are therefore the same as
+in the operand of the matmul:
 
-    tensor         dims      view               columns run along
-    linear         s b h     [1, s * b, h]      tokens, s and b flattened
+    tensor         dims      view               a column runs along
+    linear         s b h     [1, s * b, h]      tokens; s and b are flattened
     weight         o h       [1, o, h]          output units
-    attention      s b n d   [1, s, b * n * d]  queries or keys, for each sequence and head
-    its output     s b h     [1, s, b * h]      queries; h is heads times head_dim, the `run`
+    attention      s b n d   [1, s, b * n * d]  queries or keys of one sequence and head
+    attn. output   s b h     [1, s, b * h]      queries; h = heads * head_dim, run = head_dim
     probabilities  b a s k   [b * a, s, k]      queries
 """
 
@@ -25,23 +27,23 @@ PAIRWISE = ("attention_probs", "attention_scores")
 
 @dataclass(frozen=True, slots=True)
 class MatrixView:
-    """The sizes of a tensor of this shape as a stack of matrices."""
+    """Dimensions of a tensor that is viewed as a stack of matrices."""
 
     shape: tuple[int, ...]
     outer: int
     rows: int
     columns: int
-    run: int  #: values along a row after which a new block begins; divides `columns`
-    token_dims: int  #: number of leading dimensions that count tokens; the others count channels
+    run: int  #: number of values in a run; a divisor of `columns`
+    token_dims: int  #: number of leading dimensions that index tokens; the others index channels
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Return the sizes of the dimensions that count tokens."""
+        """Sizes of the leading dimensions, which index tokens."""
         return self.shape[: self.token_dims]
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Return the sizes of the other dimensions: hidden units; heads and head_dim; keys."""
+        """Sizes of the other dimensions: hidden units; heads and head_dim; or keys."""
         return self.shape[self.token_dims :]
 
 
@@ -52,10 +54,10 @@ def matrix_view_of(
     tensor_name: str | None,
     head_dim: int | None = None,
 ) -> MatrixView:
-    """Return the view of a record's tensor.
+    """Return the matrix view of a tensor, given fields of its record.
 
     Args:
-        head_dim: width of a head, for attention tensors whose last dimension holds all heads.
+        head_dim: size of a head, for attention tensors whose last dimension holds all heads.
     """
     dims = len(shape)
     last = shape[-1] if dims else 1
@@ -70,7 +72,8 @@ def matrix_view_of(
     return MatrixView(shape, 1, rows, last, last, max(dims - 1, 0))
 
 
-#: GEMMs that quantize an operand along its rows and along its columns; see `fake_quant.gemm`.
+#: GEMM that quantizes the operand along its rows, and GEMM that quantizes it along its columns;
+#: see `fake_quant.gemm`.
 _USES: dict[tuple[str, str], tuple[str, str]] = {
     ("linear", "input"): ("fprop", "wgrad"),
     ("linear", "weight"): ("fprop", "dgrad"),
@@ -84,16 +87,19 @@ _USES: dict[tuple[str, str], tuple[str, str]] = {
 
 
 def is_operand(layer_type: Any, tensor_name: Any) -> bool:
-    """Return whether a tensor is an operand of a matmul and not only a result.
+    """Return whether a tensor is an operand of a matmul, and not only a result.
 
-    A tensor of an unknown kind, as in a foreign dump, counts as an operand.
+    A tensor of an unknown kind, for example from another program, counts as an operand.
     """
     known = tensor_name in TENSOR_NAMES.get(layer_type, ())
     return not known or (layer_type, tensor_name) in _USES
 
 
 def used_by(layer_type: Any, tensor_name: Any, axis: str) -> str:
-    """Return the GEMMs that quantize this operand along `axis`; empty for a matmul's result."""
+    """Return the names of the GEMMs that quantize this operand along `axis`, joined by "+".
+
+    The string is empty if the tensor is not a known operand.
+    """
     uses = _USES.get((layer_type, tensor_name))
     if uses is None:
         return ""

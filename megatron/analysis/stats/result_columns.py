@@ -1,6 +1,7 @@
-"""Build the two tables of the result column by column.
+"""Build the two tables of the result, column by column.
 
-Numbers are stored in arrays, so that a row takes a few hundred bytes instead of many objects.
+Numbers are stored in arrays and not as Python objects, so that a row takes only a few hundred
+bytes.
 """
 
 from __future__ import annotations
@@ -69,15 +70,15 @@ _MOMENTS = (
 
 
 class ResultColumns:
-    """Columns of the two tables, to which tensors are added in any order."""
+    """Columns of the tables `tensors` and `formats`; tensors can be added in any order."""
 
     def __init__(self) -> None:
         self._identities: list[tuple[Any, ...]] = []
         self._values = array("d")
         self._numbers = array("d")
         self._names: list[tuple[str, str, str]] = []
-        self._tensor_of_format: list[int] = []  # number of the tensor of each row of `formats`
-        self._order: list[int] = []  # number of the tensor of each row of `tensors`
+        self._tensor_of_format: list[int] = []  # tensor number of each row of `formats`
+        self._order: list[int] = []  # tensor number of each row of `tensors`
 
     def add(
         self,
@@ -87,7 +88,7 @@ class ResultColumns:
         all_errors: FormatErrors,
         note: str,
     ) -> None:
-        """Add a tensor; `number` is its position among all logical tensors."""
+        """Add a tensor to both tables; `number` is its position among all logical tensors."""
         self._order.append(number)
         self._identities.append(_identity(tensor, note))
         numbers = value_numbers(values)
@@ -100,9 +101,9 @@ class ResultColumns:
             self._numbers.extend(row[column] for column in _NUMBERS)
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame, list[int]]:
-        """Return `tensors` and `formats`, and the number of the tensor in each row of `tensors`.
+        """Return the tables `tensors` and `formats`, and the tensor number of each `tensors` row.
 
-        Both are in the order of the logical tensors.
+        Both tables are sorted by tensor number.
         """
         order = np.argsort(np.array(self._order, np.int64), kind="stable")
         numbers = [self._order[row] for row in order]
@@ -145,7 +146,7 @@ def _identity(tensor: LogicalTensor, note: str) -> tuple[Any, ...]:
 
 
 def value_numbers(values: Values) -> dict[str, float]:
-    """Return the computed columns of `tensors` for one tensor."""
+    """Return the computed entries of one row of `tensors`, keyed by column name."""
     numbers: dict[str, float] = {name: getattr(values.moments, name) for name in _MOMENTS}
     quantiles = values.histogram.quantiles(QUANTILES)
     numbers |= dict(zip((f"q{share}" for share in QUANTILES), quantiles, strict=True))
@@ -167,7 +168,7 @@ def _over_median(amax: NDArray[np.float64]) -> float:
 
 
 def format_numbers(fmt: Format, errors: Errors) -> dict[str, float]:
-    """Return the computed columns of `formats` for one tensor, format and axis."""
+    """Return the computed entries of one row of `formats`, keyed by column name."""
     numbers = errors.numbers()
     if fmt.block_size is None:
         return numbers | dict.fromkeys(_BLOCK_NUMBERS, math.nan)
@@ -176,7 +177,10 @@ def format_numbers(fmt: Format, errors: Errors) -> dict[str, float]:
 
 @functools.cache
 def scale_exponents(fmt: Format) -> NDArray[np.float64]:
-    """Return the base-2 logarithm of the scale that each byte stands for; NaN if it has none."""
+    """Return the base-2 logarithm of the block scale that each of the 256 bytes encodes.
+
+    Bytes that do not encode a positive scale yield NaN.
+    """
     if fmt.block_scale == "E8M0":
         exponents = np.arange(256, dtype=np.float64) - 127
         exponents[NAN_E8M0] = math.nan
@@ -188,7 +192,7 @@ def scale_exponents(fmt: Format) -> NDArray[np.float64]:
 
 
 def arrays_of(values: Values, all_errors: FormatErrors) -> TensorArrays:
-    """Return the histograms of a tensor."""
+    """Return the histograms of a tensor's values and of its errors in each format."""
     halves = values.histogram.counts.reshape(2, -1)[:, : 255 * 128].copy()
     halves[:, 0] = 0  # zeros belong to no binade
     positive, negative = halves.reshape(2, 255, 128).sum(2)

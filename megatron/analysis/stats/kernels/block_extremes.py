@@ -1,7 +1,7 @@
-"""Find the largest and the smallest magnitude of each block, and what follows for the formats.
+"""Find the largest and the smallest magnitude of each block, and compute block statistics.
 
-The largest magnitude determines the class of the block (`scalar_quantizer`) and its headroom; both
-magnitudes together give its range.
+The largest magnitude determines the class of the block (see `scalar_quantizer`) and its headroom;
+both magnitudes together determine its range.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Bits = NDArray[np.int32]  #: bits of float32 numbers
 
 @dataclass
 class Extremes:
-    """Largest magnitude of each block, including NaN and Inf, and the smallest one above zero.
+    """Largest magnitude of each block, which may be NaN or Inf, and smallest magnitude above zero.
 
-    16-bit magnitudes are bit patterns, and the pattern of the smallest one is reduced by one, see
-    `value_scan.block_extremes16`. Other magnitudes are float32 bits.
+    The magnitudes of 16-bit dtypes are bit patterns, and the pattern of the smallest magnitude is
+    reduced by one; see `value_scan.block_extremes16`. The magnitudes of float32 are float32 bits.
     """
 
     largest: NDArray[Any]
     smallest: NDArray[Any]
-    half: torch.dtype | None  #: dtype of 16-bit values; None for float32
+    half: torch.dtype | None  #: dtype of the values if it has 16 bits; None for float32
 
     def bits(self) -> Bits:
         """Return the largest magnitudes as float32 bits."""
@@ -50,10 +50,13 @@ def block_extremes(
 ) -> Extremes:
     """Return the extremes of the blocks of a piece along one axis.
 
-    Their shape is [outer, rows, blocks] for axis "row", and [outer, blocks, columns] for "column".
-    For square blocks (axis "all") it is that of "row", and all rows of a block are equal.
+    The arrays have the shape [outer, rows, blocks] for axis "row" and [outer, blocks, columns] for
+    axis "column". For square blocks (axis "all"), they have the same shape as for axis "row", and
+    all rows of a block have equal entries.
 
-    size: values per block
+    Args:
+        size: number of values per block.
+        half: dtype of the values if it has 16 bits; None for float32.
     """
     outer, rows, columns = piece.shape
     if axis == "column":
@@ -88,8 +91,9 @@ def _classes(amax: Bits, group: Group, quantizer: ScalarQuantizer) -> NDArray[np
 class BlockCounts:
     """Statistics of the blocks along one axis, for one group of formats.
 
-    The largest magnitudes of 16-bit blocks are counted by pattern and evaluated at the end. Those
-    of float32 blocks are evaluated piece by piece, because there are too many to store.
+    In 16-bit tensors, the largest magnitudes of the blocks are counted by bit pattern and evaluated
+    at the end. In float32 tensors, they are evaluated piece by piece, because there are too many to
+    store.
     """
 
     def __init__(
@@ -98,11 +102,11 @@ class BlockCounts:
         self._group, self._of, self._half = group, of, half
         self._ranges = np.zeros(
             RANGES, np.int64
-        )  # blocks by exponent(largest) - exponent(smallest)
+        )  # number of blocks by exponent(largest) - exponent(smallest)
         self._patterns = np.zeros(1 << 16 if half is not None else 0, np.int64)
 
     def add(self, extremes: Extremes) -> None:
-        """Add the blocks of a piece; of a square block's equal rows, only the first is added."""
+        """Add the blocks of a piece; a square block, whose rows are equal, is added once."""
         largest, smallest = extremes.largest, extremes.smallest
         if self._group.square:
             every = slice(None, None, self._group.size)
@@ -131,10 +135,10 @@ class BlockCounts:
 
 @kernel
 def _count_ranges16(largest: Any, smallest: Any, exponents: Any, ranges: Any) -> None:
-    """Count 16-bit blocks by exponent(largest) - exponent(smallest).
+    """Count blocks of 16-bit values by exponent(largest) - exponent(smallest).
 
-    Blocks of zeros and blocks with NaN or Inf are left out. `smallest` holds patterns reduced by
-    one.
+    Blocks of zeros and blocks with NaN or Inf are left out. The patterns in `smallest` are reduced
+    by one.
     """
     for i in range(len(largest)):
         high = exponents[largest[i]]
@@ -144,7 +148,7 @@ def _count_ranges16(largest: Any, smallest: Any, exponents: Any, ranges: Any) ->
 
 @kernel
 def _count_ranges32(largest: Any, smallest: Any, ranges: Any) -> None:
-    """Count float32 blocks by exponent(largest) - exponent(smallest), like `_count_ranges16`."""
+    """Count blocks of float32 values by exponent(largest) - exponent(smallest)."""
     for i in range(len(largest)):
         high, low = largest[i], smallest[i]
         if 0 < high < INFINITY:
@@ -153,7 +157,7 @@ def _count_ranges32(largest: Any, smallest: Any, ranges: Any) -> None:
 
 @kernel
 def _exponent(bits: Any) -> Any:
-    """Return the exponent of a positive number plus 127; it is below 1 for subnormal numbers."""
+    """Return the exponent of a positive float32 plus 127; it is below 1 for subnormal numbers."""
     exponent = bits >> 23
     if exponent == 0:
         exponent = 1
@@ -170,12 +174,12 @@ def add_blocks(
     classes: NDArray[np.uint8],
     quantizer: ScalarQuantizer,
 ) -> None:
-    """Add the scales and the headroom of blocks under one format.
+    """Add the scales and the headroom that blocks have in one format to `errors`.
 
     Args:
-        bits: largest magnitude of a block, as float32 bits.
-        counts: number of blocks with that magnitude.
-        classes: class of these blocks.
+        bits: distinct largest magnitudes of the blocks, as float32 bits.
+        counts: number of blocks with each largest magnitude.
+        classes: class of the blocks with each largest magnitude.
     """
     np.add.at(errors.scales, quantizer.bytes[classes], counts)
     zero, unusual = bits == 0, (bits & MAGNITUDE) >= INFINITY

@@ -1,9 +1,9 @@
 """Count 16-bit values by bit pattern and by the classes of their blocks, in bounded memory.
 
 A table consists of planes, each with one count per bit pattern. A `ClassTable` has one plane per
-class of the blocks along one axis. Each value also belongs to two blocks, one along its row and one
-along its column. A `PairTable` has one plane per pair of their classes that occurs. Planes are
-assigned when a pair first occurs. When there are too few, counting stops; the caller takes the
+class of the blocks along one axis. Since each value belongs to two blocks, one along its row and
+one along its column, a `PairTable` counts by the classes of both. It assigns a plane to each pair
+of classes when the pair first occurs. If no plane is left, counting stops; the caller takes the
 counts, which empties the table, and continues.
 
 `kernels.scalar_quantizer` defines the class of a block.
@@ -20,14 +20,14 @@ from megatron.analysis.stats.kernels.compiled import kernel
 from megatron.analysis.stats.kernels.scalar_quantizer import CLASSES
 
 PATTERNS = 1 << 16
-PLANES = 256  #: per table; a plane of 256 KiB takes memory only when it is first used
+PLANES = 256  #: number of planes per table; a plane (256 KiB) takes no memory until it is used
 TABLE_BYTES = PLANES * PATTERNS * 4
 
-Cells = NDArray[np.float64]  #: counts [classes or pairs, patterns]; exact up to 2^53
+Cells = NDArray[np.float64]  #: [classes or pairs, patterns] counts; exact up to 2^53
 
 
 class ClassTable:
-    """Counts by pattern and by the class of the block along one axis."""
+    """Table of counts by bit pattern and by the class of the block along one axis."""
 
     def __init__(self) -> None:
         self.counts = np.zeros((CLASSES, PATTERNS), np.uint32)
@@ -36,7 +36,8 @@ class ClassTable:
     def take(self, patterns: NDArray[np.uint16]) -> tuple[NDArray[np.int32], Cells]:
         """Return the classes that occur and their counts, and empty the table.
 
-        patterns: the patterns to return; all that were counted must be among them
+        Args:
+            patterns: bit patterns whose counts are returned; must include all counted patterns.
         """
         classes = np.flatnonzero(self.occurs).astype(np.int32)
         cells = np.empty((len(classes), len(patterns)))
@@ -46,16 +47,16 @@ class ClassTable:
 
 
 class PairTable:
-    """Counts by pattern and by the classes of the blocks along both axes."""
+    """Table of counts by bit pattern and by the classes of the blocks along both axes."""
 
     def __init__(self, planes: int = PLANES) -> None:
         self.counts = np.zeros((planes, PATTERNS), np.uint32)
         self.plane_of = np.full((CLASSES, CLASSES), -1, np.int32)
-        self.pairs = np.zeros((planes, 2), np.int32)  #: classes along row and column, by plane
+        self.pairs = np.zeros((planes, 2), np.int32)  #: [planes, 2] class along row and column
         self.used = 0
 
     def take(self, patterns: NDArray[np.uint16]) -> tuple[NDArray[np.int32], Cells]:
-        """Return the pairs of classes [n, 2] and their counts, and empty the table."""
+        """Return the pairs of classes that occur, [n, 2], and their counts; empty the table."""
         pairs = self.pairs[: self.used].copy()
         cells = np.empty((self.used, len(patterns)))
         _take(self.counts, np.arange(self.used, dtype=np.int32), patterns, cells)
@@ -66,7 +67,7 @@ class PairTable:
 
 @kernel
 def _take(counts: Any, planes: Any, patterns: Any, cells: Any) -> None:
-    """Move the counts of these planes and patterns to `cells`."""
+    """Move the counts of the given planes and patterns to `cells`."""
     for row in range(len(planes)):
         plane, part = counts[planes[row]], cells[row]
         for k in range(len(patterns)):
@@ -81,9 +82,9 @@ def count_rows(piece: Any, classes: Any, size: Any, run: Any, counts: Any, occur
     Args:
         piece: [outer, rows, columns] bit patterns.
         classes: [outer, rows, blocks] classes of the blocks.
-        size: values per block.
-        run: values along a row after which a new block begins.
-        counts, occurs: the table, see `ClassTable`.
+        size: number of values per block.
+        run: number of values in a run; no block along a row crosses its boundary.
+        counts, occurs: arrays of the `ClassTable`, updated in place.
     """
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -103,7 +104,10 @@ def count_rows(piece: Any, classes: Any, size: Any, run: Any, counts: Any, occur
 def count_columns(piece: Any, classes: Any, size: Any, counts: Any, occurs: Any) -> None:
     """Count the values of a piece by the classes of the blocks along columns.
 
-    classes: [outer, blocks, columns]; the other arguments are those of `count_rows`
+    Args:
+        classes: [outer, blocks, columns] classes of the blocks.
+
+    The other arguments are the same as in `count_rows`.
     """
     flat, base = counts.ravel(), np.empty(piece.shape[2], np.uint32)
     for o in range(piece.shape[0]):
@@ -118,9 +122,10 @@ def count_columns(piece: Any, classes: Any, size: Any, counts: Any, occurs: Any)
 
 @kernel
 def _count(values: Any, base: Any, flat: Any) -> None:
-    """Count a row of values, each in the plane that begins at its `base`.
+    """Count a row of values; `base` holds the index at which the plane of each value begins.
 
-    One loop covers the whole row, because entering many short loops would cost more than counting.
+    One loop covers the whole row, because starting many short loops would take longer than
+    counting.
     """
     for j in range(len(values)):
         flat[np.uintp(base[j] | np.uint32(values[j]))] += np.uint32(1)
@@ -141,27 +146,29 @@ def count_pairs(
 ) -> Any:
     """Count the values of a piece by the classes of both their blocks, from tile `start` on.
 
-    A tile is as high as a block along a column, and as wide as a block along a row. A strip is a
-    row of tiles. First, planes are assigned to all pairs of classes in a strip; then its values are
-    counted in the order of memory.
+    A tile is as high as a block along a column and as wide as a block along a row. A strip is a
+    row of tiles. For each strip, planes are first assigned to all pairs of classes; then the values
+    are counted in memory order.
 
     Args:
         piece: [outer, rows, columns] bit patterns.
         rows: [outer, rows, blocks] classes of the blocks along rows.
         columns: [outer, blocks, columns] classes of the blocks along columns.
-        counts, plane_of, pairs, used: the table, see `PairTable`.
+        counts, plane_of, pairs: arrays of the `PairTable`, updated in place.
+        used: number of planes in use.
+        start: number of the first tile to count.
 
     Returns:
-        The number of planes in use, and the first tile that was not counted for lack of planes. If
-        all tiles were counted, it is their number.
+        Number of planes in use, and number of the first tile that was not counted because no plane
+        was left. If all tiles were counted, the latter is the number of tiles.
     """
     outer, height, width = piece.shape
     down, edges = (height + size - 1) // size, _edges(width, size, run)
     across = len(edges)
     flat = counts.ravel()
-    # for each class of a row and each column: where the plane of the two classes begins
+    # for each row class and each column: index at which the plane of the two classes begins
     bases = np.empty((CLASSES, width), np.uint32)
-    # for each class of a row and each block of columns: the strip for which `bases` holds
+    # for each row class and each block of columns: number of the strip for which `bases` is valid
     known = np.full((CLASSES, across), -1, np.int64)
     tile = start
     while tile < outer * down * across:
@@ -195,7 +202,7 @@ def count_pairs(
 
 @kernel
 def _edges(width: Any, size: Any, run: Any) -> Any:
-    """Return the columns at which the blocks of a row begin and end: [blocks, 2]."""
+    """Return the columns at which the blocks of a row begin and end, as a [blocks, 2] array."""
     edges = np.empty((width // run * ((run + size - 1) // size), 2), np.uint32)
     block = 0
     for first in range(0, width, run):
@@ -207,11 +214,15 @@ def _edges(width: Any, size: Any, run: Any) -> Any:
 
 @kernel
 def _find_planes(class_: Any, columns: Any, plane_of: Any, pairs: Any, used: Any, base: Any) -> Any:
-    """Assign a plane to each pair of a row's class and these classes of columns.
+    """Find the plane for each pair of the row class and a column class, and assign missing planes.
 
-    base: written: where the plane of each column begins
+    Args:
+        class_: class of the block along the row.
+        columns: classes of the blocks along the columns.
+        base: output array for the index at which the plane of each column begins.
 
-    Returns the number of planes in use, and whether there were enough.
+    Returns:
+        Number of planes in use, and whether there were enough planes.
     """
     planes = plane_of[class_]
     for j in range(len(columns)):
@@ -226,7 +237,7 @@ def _find_planes(class_: Any, columns: Any, plane_of: Any, pairs: Any, used: Any
 
 
 def tile_of(shape: tuple[int, ...], size: int, run: int, tile: int) -> tuple[slice, slice, slice]:
-    """Return the position of a tile, given by its number, in a piece of this shape."""
+    """Return the slices that select the tile with number `tile` from a piece of this shape."""
     blocks_in_run = -(-run // size)
     across, down = shape[2] // run * blocks_in_run, -(-shape[1] // size)
     outer, rest = divmod(tile, down * across)

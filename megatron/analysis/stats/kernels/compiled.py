@@ -1,4 +1,4 @@
-"""Compilation of the kernels of the statistics, see `megatron.fake_quant.fused.numba_compile`."""
+"""Compilation of the statistics kernels; see `megatron.fake_quant.fused.numba_compile`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FOLDER = Path(__file__).parent
 
 
 def _sources() -> list[Path]:
-    """Return the files with kernels, and those of the fused kernels, whose helpers they use."""
+    """Return the source files of these kernels and of the fused kernels, whose helpers they use."""
     files = sorted(_FOLDER.parent.rglob("*.py"))
     markers = (b"@kernel", b"@inlined")
     kernels = [file for file in files if any(marker in file.read_bytes() for marker in markers)]

@@ -1,7 +1,8 @@
 """Add up the errors of formats with block scales.
 
-16-bit values are counted by bit pattern and by the classes of their blocks, and each count is then
-evaluated once per format. float32 values have too many patterns and are quantized one by one.
+16-bit values are counted by bit pattern and by the classes of their blocks, and each combination is
+then evaluated once per format. float32 values have too many bit patterns to count, so they are
+quantized one by one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from megatron.fake_quant.formats import Format
 
 
 class Workspace:
-    """Tables of counts that a thread reuses for all tensors."""
+    """Count tables that a thread reuses for all tensors."""
 
     def __init__(self) -> None:
         self.pairs = PairTable()
@@ -55,13 +56,13 @@ def account_piece(
     quantizers: list[tuple[Format, ScalarQuantizer]],
     all_errors: FormatErrors,
 ) -> None:
-    """Add the errors of the values of a piece one by one, without counting them first.
+    """Quantize the values of a piece one by one, and add their errors to `all_errors`.
 
     Args:
         piece: [outer, rows, columns] values, as float32 bits.
-        classes: classes of the blocks along each axis.
-        size: values per block.
-        run: values along a row after which a new block begins.
+        classes: classes of the blocks, keyed by axis.
+        size: number of values per block.
+        run: number of values in a run; no block along a row crosses its boundary.
     """
     for fmt, quantizer in quantizers:
         for axis, of_blocks in classes.items():
@@ -84,7 +85,7 @@ def account_piece(
 
 
 class Counter:
-    """A counter of a 16-bit tensor's values by class and pattern, for one group of formats."""
+    """Counter of a 16-bit tensor's values by class and bit pattern, for one group of formats."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Counter:
         quantizers: list[tuple[Format, ScalarQuantizer]],
         all_errors: FormatErrors,
     ):
-        """Create a counter; `patterns` are all bit patterns that occur in the tensor."""
+        """Create a counter; `patterns` lists all bit patterns that occur in the tensor."""
         self.half, self.run, self.patterns, self.workspace = half, matrix.run, patterns, workspace
         self.group, self.quantizers, self.all_errors = group, quantizers, all_errors
         self.counted = 0
@@ -105,7 +106,7 @@ class Counter:
     def count(self, piece: NDArray[np.uint16], classes: dict[str, NDArray[np.uint8]]) -> None:
         """Count the values of a piece, given the classes of its blocks along each axis."""
         self.counted += piece.size
-        if self.counted >= 1 << 32:  # the counts are uint32
+        if self.counted >= 1 << 32:  # the counts are uint32 and could overflow
             self.finish()
             self.counted = piece.size
         if self.group.by_pairs:
@@ -156,7 +157,7 @@ class Counter:
         columns: NDArray[np.uint8],
         tile: int,
     ) -> None:
-        """Add the values of one tile one by one."""
+        """Quantize the values of one tile one by one, and add their errors."""
         size, run = self.group.size, self.run
         where = tile_of(piece.shape, size, run, tile)
         bits = widened(self.half)[piece[where]]
@@ -166,7 +167,7 @@ class Counter:
         account_piece(bits, classes, size, bits.shape[2], self.quantizers, self.all_errors)
 
     def finish(self) -> None:
-        """Evaluate the remaining counts of the tables."""
+        """Evaluate the counts that remain in the tables."""
         if self.group.by_pairs:
             self._evaluate_pairs()
             return
@@ -198,7 +199,7 @@ class Counter:
 
 
 def _marginal(classes: NDArray[np.int32], cells: Cells) -> tuple[NDArray[np.int32], Cells]:
-    """Return each class once, with the sum of its rows of counts."""
+    """Return the distinct classes, and the sum of the rows of `cells` for each class."""
     distinct, index_of_row = np.unique(classes, return_inverse=True)
     if len(distinct) == len(classes):
         return classes, cells

@@ -1,20 +1,21 @@
-"""Quantize single values, with the arithmetic of the fused kernels of `megatron.fake_quant`.
+"""Quantize single values with the arithmetic of the fused kernels of `megatron.fake_quant`.
 
-A value is given by its float32 bits and the *class* of its block. The class identifies the scale of
-the block: it is the byte that the format stores for the scale. In formats with E8M0 scales it is an
-E8M0 byte, in nvfp4 the code of an E4M3 number, and in formats without block scales it is 0. Formats
-that are counted together share one class per block; the E8M0 byte of each differs from it by a
-constant (`format_groups.Group.emax`).
+The inputs are the float32 bits of a value and the *class* of its block. The class identifies the
+scale of the block by the byte that the format stores for it. This is an E8M0 byte in formats with
+E8M0 scales, the code of an E4M3 number in nvfp4, and 0 in formats without block scales. Formats
+that are counted together share one class per block; the E8M0 byte of each format differs from the
+class by a constant (see `format_groups.Group.emax`).
 
-The result for a value, and whether it underflows or is clipped, depends only on its bits and its
-class. Millions of values can therefore be counted by bit pattern and class first, and only a few
-thousand combinations need to be quantized.
+The quantized value depends only on the bits and the class, and so does whether the value underflows
+or is clipped. Millions of values can therefore be counted by bit pattern and class first, and only
+a few thousand combinations need to be quantized.
 
-Quantizing a value takes three steps, here all on magnitudes as float32 bits:
+Quantization takes three steps, all of which operate on magnitudes as float32 bits:
 
-    scaled     magnitude times `down` of the class
-    rounded    the nearest element value, at most the element's largest
-    result     `rounded` times `up` of the class, rounded to the tensor's dtype, with the sign
+    scaled     the magnitude times the factor `down` of the class
+    rounded    the nearest element value, at most the largest number of the element type
+    result     `rounded` times the factor `up` of the class, rounded to the dtype of the tensor;
+               the sign of the value is restored
 """
 
 from __future__ import annotations
@@ -54,42 +55,43 @@ from megatron.fake_quant.fused.numba_elementwise import LARGEST, nearest_hifloat
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.tensor_scale import factors
 
-FLOAT, HIFLOAT8, TO_BFLOAT16, TO_FLOAT16 = 0, 1, 2, 3  #: kinds of elements
-AS_FLOAT32, AS_BFLOAT16, AS_FLOAT16 = 0, 1, 2  #: dtypes of the result
+FLOAT, HIFLOAT8, TO_BFLOAT16, TO_FLOAT16 = 0, 1, 2, 3  #: kinds of element types
+AS_FLOAT32, AS_BFLOAT16, AS_FLOAT16 = 0, 1, 2  #: codes for the dtype of the result
 CLASSES = 256
 NAN_E8M0, NAN_E4M3 = 255, 127  #: classes of blocks that hold NaN or Inf
-#: The largest float32 magnitude that HiFloat8 rounds to its largest number; 40960 overflows.
+#: Bits of the largest float32 that HiFloat8 rounds to its largest number; 40960 overflows.
 _HIFLOAT8_LIMIT = np.int32(np.float32(40960).view(np.int32) - 1)
 _DTYPES = {torch.float32: AS_FLOAT32, torch.bfloat16: AS_BFLOAT16, torch.float16: AS_FLOAT16}
 _HALF = ElementBits(
     np.int32((127 - 14) << 23), np.int32(INFINITY), np.int32(10 << 23), np.int32(15), SIGN
 )
-_HALF_OVERFLOW = np.int32(np.float32(65520).view(np.int32))  #: rounds to Inf in float16
+#: Bits of the smallest float32 that overflows to Inf in float16.
+_HALF_OVERFLOW = np.int32(np.float32(65520).view(np.int32))
 _NO_RULE = Rule(np.int32(0), np.float32(0), np.float32(1))
 
 
 class ScalarQuantizer(NamedTuple):
-    """A format with the scales of one tensor, in the form that the kernels take."""
+    """Parameters of a format for one tensor, in the form that the kernels require."""
 
     kind: Any  #: FLOAT, HIFLOAT8, TO_BFLOAT16 or TO_FLOAT16
     dtype: Any  #: dtype of the result: AS_FLOAT32, AS_BFLOAT16 or AS_FLOAT16
     element: ElementBits
     rule: Rule  #: rule from the largest magnitude of a block to its scale
-    overflow: Any  #: HiFloat8: float32 bits of the result of an overflow
-    limit: Any  #: largest scaled magnitude that still rounds to the largest number
-    down: Any  #: [classes] float32 factor of a value before rounding
-    up: Any  #: [classes] float32 factor of a value after rounding
-    bytes: Any  #: [classes] stored byte of the scale
-    codes: Any  #: [65536] code of an element value by the upper half of its float32 bits
+    overflow: Any  #: float32 bits of the result of an overflow in HiFloat8
+    limit: Any  #: float32 bits of the largest scaled magnitude that is not clipped
+    down: Any  #: [classes] float32 factor that is applied before rounding
+    up: Any  #: [classes] float32 factor that is applied after rounding
+    bytes: Any  #: [classes] byte that is stored for the scale
+    codes: Any  #: [65536] codes, indexed by the upper half of an element value's float32 bits
 
 
 @functools.cache
 def rounding_limit(element: ElementFormat) -> np.int32:
     """Return the bits of the largest float32 that rounds to the element's largest number.
 
-    The rounding edge lies half a step above that number. A value on the edge belongs to the largest
-    number only if the tie goes down, that is, if that number's mantissa is even. (Without a
-    mantissa the tie goes up.)
+    The rounding edge lies half a step above the largest number. A value on the edge is a tie. It is
+    rounded down only if ties go to even and the largest number has an even mantissa. (Without
+    mantissa bits, it is rounded up.)
     """
     half_step = 1 << (22 - element.mantissa_bits)
     top = int(element_bits(element).top)
@@ -101,15 +103,15 @@ def rounding_limit(element: ElementFormat) -> np.int32:
 
 @functools.cache
 def code_table(element: Element) -> NDArray[np.int32]:
-    """Return the code of each element value, by the upper half of the value's float32 bits.
+    """Return a table of element codes, indexed by the upper half of a value's float32 bits.
 
-    Halves that belong to no element value have code 0.
+    Entries that correspond to no element value are 0.
     """
     table = np.zeros(1 << 16, np.int32)
     if element.is_cast:
         return table
     values = element_codes.code_values(element)
-    largest = values[values.isfinite()].max()  # int8 has a number below -largest, never used
+    largest = values[values.isfinite()].max()  # int8 has a number below -largest, which is unused
     values = torch.cat([values[values.abs() <= largest], torch.tensor([-0.0])])
     upper = values.view(torch.int32).numpy() >> 16 & 0xFFFF
     table[upper] = element_codes.encode(values, element).numpy()
@@ -117,17 +119,17 @@ def code_table(element: Element) -> NDArray[np.int32]:
 
 
 def number_of_codes(element: Element) -> int:
-    """Return the number of an element's codes; 0 for a cast, whose codes are not counted."""
+    """Return the number of codes of an element; 0 for a cast, whose codes are not counted."""
     return 0 if element.is_cast else 1 << element.bits
 
 
 def make_quantizer(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> ScalarQuantizer:
-    """Return the quantizer of a format that rounds to nearest, for one tensor.
+    """Return the quantizer of one tensor for a format that rounds to nearest.
 
     Args:
         dtype: dtype of the tensor.
         amax: largest magnitude of the tensor.
-        emax: exponent for which the group's classes are computed, see `format_groups.Group.emax`.
+        emax: exponent for which the classes are computed; see `format_groups.Group.emax`.
 
     Raises:
         ValueError: if the format does not round to nearest.
@@ -167,11 +169,13 @@ def _make_quantizer(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0)
 
 @kernel
 def class_scales(stored: Any, rule: Any, down: Any, up: Any) -> None:
-    """Compute the factors of each class before and after rounding; NaN for the class of NaN.
+    """Compute the factors that each class applies before and after rounding.
+
+    The factors of blocks that hold NaN or Inf are NaN.
 
     Args:
-        stored: [classes] stored byte of the scale.
-        down, up: [classes] factors, written.
+        stored: [classes] byte that is stored for the scale.
+        down, up: [classes] output arrays for the factors before and after rounding.
     """
     for c in range(CLASSES):
         if rule.encode == 0:
@@ -193,8 +197,8 @@ def classify(amax: Any, element: Any, rule: Any, classes: Any) -> None:
 
     Args:
         amax: [blocks] largest magnitudes, as float32 bits.
-        element: the element; for E8M0 scales, its exponent is the group's `emax`.
-        classes: [blocks] classes, written.
+        element: element type; for E8M0 scales, its exponent is replaced with the group's `emax`.
+        classes: [blocks] output array.
     """
     for i in range(len(amax)):
         if rule.encode == 0:
@@ -213,7 +217,7 @@ def classify(amax: Any, element: Any, rule: Any, classes: Any) -> None:
 
 @inlined
 def to_half(magnitude: Any) -> Any:
-    """Round a magnitude, which may be Inf but not NaN, to float16."""
+    """Round a magnitude to float16; the magnitude may be Inf but not NaN."""
     rounded = magnitude
     if magnitude < INFINITY:
         rounded = INFINITY if magnitude >= _HALF_OVERFLOW else nearest_even(magnitude, _HALF)
@@ -222,19 +226,19 @@ def to_half(magnitude: Any) -> Any:
 
 @inlined
 def to_bfloat16(bits: Any) -> Any:
-    """Round a number or Inf to bfloat16, to nearest even."""
+    """Round a finite number or Inf to bfloat16; ties go to even."""
     return np.int32(np.int32(bits + 0x7FFF + ((bits >> 16) & 1)) & np.int32(-65536))
 
 
 @inlined
 def scaled_magnitude(bits: Any, class_: Any, quantizer: Any) -> Any:
-    """Return a value's magnitude in the range of the elements, before saturation."""
+    """Return the magnitude of a value, scaled to the range of the elements but not yet clipped."""
     return as_bits(as_float(np.int32(bits & MAGNITUDE)) * quantizer.down[class_])
 
 
 @inlined
 def element_magnitude(scaled: Any, quantizer: Any) -> Any:
-    """Round a scaled magnitude to the element; a HiFloat8 overflow may give Inf."""
+    """Round a scaled magnitude to the element type; a HiFloat8 overflow may yield Inf."""
     if quantizer.kind == FLOAT:
         return nearest_even(min(scaled, quantizer.element.top), quantizer.element)
     if quantizer.kind == HIFLOAT8:
@@ -259,7 +263,7 @@ def result_bits(rounded: Any, bits: Any, class_: Any, quantizer: Any) -> Any:
 
     Args:
         rounded: element magnitude of the value.
-        bits: the value; it gives the sign.
+        bits: float32 bits of the original value, which determine the sign.
     """
     up = quantizer.up[class_]
     if quantizer.kind == FLOAT:
@@ -278,10 +282,10 @@ def result_bits(rounded: Any, bits: Any, class_: Any, quantizer: Any) -> Any:
 def quantized(bits: Any, class_: Any, quantizer: Any) -> Any:
     """Return a quantized value (float32 bits), its element magnitude, and whether it is clipped.
 
-    This function runs for every float32 value. numba does not inline it, so that it is compiled
-    only once. A value under a scale of zero underflows and does not count as clipped. Checking that
+    This function runs for every float32 value. It is not inlined, so that numba compiles it only
+    once. Values whose scale is zero underflow and should not count as clipped. Checking the scale
     here would need a second table lookup, which makes the function 2.4 times slower; `account`
-    recognizes these values from the result.
+    recognizes these values by their result.
     """
     scaled = scaled_magnitude(bits, class_, quantizer)
     rounded = np.int32(element_magnitude(scaled, quantizer))

@@ -1,6 +1,6 @@
-"""Compare the results of a two-level format (nvfp4) along rows and along columns.
+"""Compare the results of quantizing in a two-level format (nvfp4) along rows and along columns.
 
-E4M3 scales have too many pairs to count the values by pair. Every value is therefore quantized
+E4M3 scales form too many pairs to count the values by pair. Each value is therefore quantized
 twice, eight values at a time.
 """
 
@@ -20,7 +20,7 @@ from megatron.analysis.stats.kernels.half_tables import widened
 from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E4M3, ScalarQuantizer
 from megatron.fake_quant.fused.numba_bits import MAGNITUDE, as_float
 
-STRETCH = 512  #: columns per loop
+STRETCH = 512  #: number of columns per loop
 
 
 def compare_two_level(
@@ -32,12 +32,12 @@ def compare_two_level(
     quantizer: ScalarQuantizer,
     errors: Errors,
 ) -> None:
-    """Add the differences in a piece of a 16-bit tensor to `errors`.
+    """Quantize a piece of a 16-bit tensor along both axes, and add the differences to `errors`.
 
     Args:
-        classes: classes of the blocks along "row" and "column".
-        size: values per block.
-        run: values along a row after which a new block begins.
+        classes: classes of the blocks, keyed by axis ("row" and "column").
+        size: number of values per block.
+        run: number of values in a run; no block along a row crosses its boundary.
     """
     rows, columns = classes["row"], classes["column"]
     highest = max(int(rows.max()), int(columns.max()))
@@ -46,7 +46,7 @@ def compare_two_level(
         count, total = _disagree(piece, rows, columns, size, run, quantizer)
         errors.disagreement[0] += count
         errors.disagreement_sum += total
-    else:  # a block with NaN, or float16, whose rounding has branches
+    else:  # a block has NaN or Inf, or the dtype is float16, whose rounding has branches
         bits = widened(dtype)[piece]
         compare_values(
             bits, rows, columns, size, run, quantizer, errors.disagreement, errors.disagreement_sum
@@ -55,10 +55,10 @@ def compare_two_level(
 
 @kernel
 def _disagree(piece: Any, rows: Any, columns: Any, size: Any, run: Any, quantizer: Any) -> Any:
-    """Return the number of values that differ, and the sum of the squared differences.
+    """Return the number of values whose results differ, and the sum of the squared differences.
 
-    A stretch of columns is long enough that the cost of entering a loop is small. Each column has
-    its own sum, so that additions need not wait for each other.
+    Columns are processed in stretches that are long enough to make the cost of starting a loop
+    small. Each column has its own sum, so that additions need not wait for each other.
     """
     blocks_in_run = (run + size - 1) // size
     count, total = 0, 0.0
@@ -100,11 +100,13 @@ def _spread(
     down: Any,
     up: Any,
 ) -> None:
-    """Write the scales of a row's blocks for each of the columns from `left` to `right`.
+    """Spread the scale factors of the blocks in a row over the columns from `left` to `right`.
 
-    down, up: written: the scales before and after rounding
+    Args:
+        classes: classes of the blocks in the row.
+        down, up: output arrays for the factors of each column before and after rounding.
     """
-    offset = left % run  # within a run
+    offset = left % run  # position within the run
     block = left // run * blocks_in_run + offset // size
     first, end = left, left - offset + run
     last = min(left - offset % size + size, end)
@@ -125,7 +127,7 @@ def _spread(
 
 @kernel
 def _quantize(values: Any, down: Any, up: Any, element: Any, decode: Any, results: Any) -> None:
-    """Write the quantized magnitudes of bfloat16 patterns to `results`, as float32 bits."""
+    """Quantize bfloat16 patterns, and write the magnitudes to `results` as float32 bits."""
     for j in range(len(values)):
         magnitude = np.int32(np.int32(np.int32(values[j]) << 16) & MAGNITUDE)
         results[j] = block_value(magnitude, down[j], up[j], element, decode)
@@ -133,10 +135,10 @@ def _quantize(values: Any, down: Any, up: Any, element: Any, decode: Any, result
 
 @kernel
 def _compare(along_rows: Any, along_columns: Any, counts: Any, totals: Any) -> None:
-    """Add the number of different results and their squared differences, column by column.
+    """Add, for each column, the number of differing results and their squared differences.
 
-    Each loop writes only one array. With several, the compiler cannot rule out that they overlap,
-    and does not vectorize the loop.
+    Each loop writes to only one array. If a loop wrote to several arrays, the compiler could not
+    rule out that they overlap, and would not vectorize the loop.
     """
     for j in range(len(counts)):
         counts[j] += np.int32(1) if along_rows[j] != along_columns[j] else np.int32(0)

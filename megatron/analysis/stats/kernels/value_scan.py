@@ -1,9 +1,9 @@
 """Scan every value once: count bit patterns, and find the extremes of channels, tokens and blocks.
 
-A piece of a tensor has the shape `[outer, rows, columns]`. A 16-bit number is given by its pattern
-(uint16), a float32 number by its bits (int32). Without the sign bit, both are in the order of the
-magnitudes, with Inf and NaN above all numbers. These loops have no branches and compile to vector
-instructions; each takes about 0.3 ns per value.
+A piece of a tensor has the shape `[outer, rows, columns]`. A 16-bit number is given by its bit
+pattern (uint16), and a float32 number by its bits (int32). With the sign bit cleared, their order
+is the order of the magnitudes, with Inf and NaN above all finite numbers. The loops have no
+branches and compile to vector instructions; each loop takes about 0.3 ns per value.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ ZERO32 = np.int32(0)
 LARGEST32 = np.int32(0x7FFFFFFF)
 
 
-#: Fewer values than FEW are sorted instead of counted in a table; MANY would overflow its counts.
+#: Arrays with fewer than FEW values are sorted instead of counted in a table. MANY values could
+#: overflow the counts of the table.
 FEW, MANY = 1 << 13, 1 << 32
 
 
 def counted(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return which of the values occur, in ascending order, and how often.
+    """Return the distinct values in ascending order, and the number of occurrences of each.
 
-    values: one dimension, uint16 or int32
+    Args:
+        values: one-dimensional array of uint16 or int32.
     """
     if values.dtype == np.uint16 and FEW <= len(values) < MANY:
         distinct, counts = _patterns(values)
@@ -40,10 +42,10 @@ def counted(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
 
 @kernel
 def _patterns(values: Any) -> Any:
-    """Return which of the 65,536 patterns occur, and how often.
+    """Return the bit patterns that occur, and the number of occurrences of each.
 
-    Neighboring values are counted in two different tables. In one table, counting a value would
-    have to wait for its neighbor if both are equal.
+    Neighboring values are counted in two different tables. In a single table, counting a value
+    would have to wait for the count of its neighbor if both are equal.
     """
     table, other = np.zeros(1 << 16, np.uint32), np.zeros(1 << 16, np.uint32)
     for i in range(0, len(values) - 1, 2):
@@ -66,12 +68,12 @@ def _patterns(values: Any) -> Any:
 
 @kernel
 def amax16(piece: Any, infinity: Any, token: Any, channel: Any) -> None:
-    """Find the largest finite magnitude of each token and channel, as patterns.
+    """Find the largest finite magnitude of each token and channel, as bit patterns.
 
     Args:
-        infinity: pattern of Inf.
-        token: [outer, rows, columns / channels], written.
-        channel: [channels], raised to the magnitudes of this piece.
+        infinity: bit pattern of Inf.
+        token: [outer, rows, columns / channels] output array.
+        channel: [channels] largest magnitudes so far, updated in place.
     """
     width = len(channel)
     for o in range(piece.shape[0]):
@@ -89,7 +91,7 @@ def amax16(piece: Any, infinity: Any, token: Any, channel: Any) -> None:
 
 @kernel
 def amax32(piece: Any, infinity: Any, token: Any, channel: Any) -> None:
-    """Find the largest finite magnitude of each token and channel, like `amax16`, of float32."""
+    """Find the largest finite magnitude of each token and channel in float32; see `amax16`."""
     width = len(channel)
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -106,16 +108,16 @@ def amax32(piece: Any, infinity: Any, token: Any, channel: Any) -> None:
 
 @kernel
 def block_extremes16(piece: Any, size: Any, run: Any, largest: Any, smallest: Any) -> None:
-    """Find the largest and the smallest magnitude of each block along a row, as patterns.
+    """Find the largest and the smallest magnitude of each block along a row, as bit patterns.
 
-    The largest magnitude may be Inf or NaN. The smallest one is that above zero, and its pattern is
-    reduced by one: zero then wraps around to 65,535 and needs no branch. A block of zeros has a
-    smallest pattern of 65,535.
+    The largest magnitude may be Inf or NaN. The smallest magnitude excludes zeros, and its pattern
+    is reduced by one: a zero then wraps around to 65,535 and needs no branch. The result for a
+    block of zeros is 65,535.
 
     Args:
-        size: values per block.
-        run: columns after which a new block begins.
-        largest, smallest: [outer, rows, blocks in a row], written.
+        size: number of values per block.
+        run: number of values in a run; no block along a row crosses its boundary.
+        largest, smallest: [outer, rows, blocks per row] output arrays.
     """
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -137,8 +139,8 @@ def block_extremes16(piece: Any, size: Any, run: Any, largest: Any, smallest: An
 def block_extremes32(piece: Any, size: Any, run: Any, largest: Any, smallest: Any) -> None:
     """Find the largest and the smallest magnitude of each block along a row, as float32 bits.
 
-    The arguments are those of `block_extremes16`, but `smallest` is not reduced by one. A block of
-    zeros has the largest int32 in its place.
+    The arguments are the same as in `block_extremes16`, but the smallest magnitude is not reduced
+    by one. For a block of zeros, it is the maximum int32.
     """
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -158,9 +160,13 @@ def block_extremes32(piece: Any, size: Any, run: Any, largest: Any, smallest: An
 
 @kernel
 def column_extremes16(piece: Any, size: Any, largest: Any, smallest: Any) -> None:
-    """Find the extremes of blocks along columns, like `block_extremes16`.
+    """Find the largest and the smallest magnitude of each block along a column, as bit patterns.
 
-    largest, smallest: [outer, blocks in a column, columns], written
+    `block_extremes16` describes the results.
+
+    Args:
+        size: number of values per block.
+        largest, smallest: [outer, blocks per column, columns] output arrays.
     """
     for o in range(piece.shape[0]):
         for block in range(largest.shape[1]):
@@ -176,9 +182,13 @@ def column_extremes16(piece: Any, size: Any, largest: Any, smallest: Any) -> Non
 
 @kernel
 def column_extremes32(piece: Any, size: Any, largest: Any, smallest: Any) -> None:
-    """Find the extremes of blocks along columns, like `block_extremes32`.
+    """Find the largest and the smallest magnitude of each block along a column, as float32 bits.
 
-    largest, smallest: [outer, blocks in a column, columns], written
+    `block_extremes32` describes the results.
+
+    Args:
+        size: number of values per block.
+        largest, smallest: [outer, blocks per column, columns] output arrays.
     """
     for o in range(piece.shape[0]):
         for block in range(largest.shape[1]):
@@ -194,7 +204,7 @@ def column_extremes32(piece: Any, size: Any, largest: Any, smallest: Any) -> Non
 
 @kernel
 def square_extremes(largest: Any, smallest: Any, size: Any) -> None:
-    """Replace the extremes of each row of a square block by those of the whole block, in place."""
+    """Replace, in place, the extremes of each row of a square block with those of the block."""
     for o in range(largest.shape[0]):
         for first in range(0, largest.shape[1], size):
             last = min(first + size, largest.shape[1])
