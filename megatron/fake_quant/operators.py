@@ -1,22 +1,23 @@
-"""Quantization as `torch.library` operators, for code that torch traces or transforms.
+"""Register quantization as `torch.library` operators, for code that torch traces or transforms.
 
 A compiled kernel needs the address of real memory. Under `torch.compile`, `torch.export`,
-`make_fx`, `torch.func`, `FakeTensorMode` and for tensor subclasses there is none: torch records or
-transforms the operations instead. In these cases each public function of this package calls one
-operator, which has
+`make_fx`, `torch.func`, `FakeTensorMode` and for tensor subclasses there is no such address,
+because torch records or transforms the operations instead. In these cases each public function of
+this package calls one operator, which has
 
-    a fake rule   shape, dtype and strides of the result, for tracing; nothing is computed
-    a vmap rule   one call with one more batch dimension, and never a loop in a graph
-    a gradient    of zero, as in eager mode: rounding is a constant wherever it has a derivative
+    a fake rule   returns shape, dtype and strides of the result for tracing, and computes nothing
+    a vmap rule   makes one call with one more batch dimension, so that graphs contain no loop
+    a gradient    is zero, as in eager mode, because rounding is piecewise constant
 
 An operator's implementation is the code that eager mode runs, so the bits are the same. Eager mode
 calls the kernels directly (see `is_direct`), because dispatching an operator takes longer than some
 of the kernels.
 
-`batch` is the number of leading dimensions that `vmap` has added. The result is that of a loop over
-the samples: each has its own tensor scale, and its random bits depend on the place within the
-sample. `seeds` is int64 with one seed per sample, or None for formats that draw nothing. Axes are
-counted from the end, so that batch dimensions do not shift them.
+`batch` is the number of leading dimensions that `vmap` has added. The result is the same as from a
+loop over the samples: each sample has its own tensor scale, and random bits depend on a value's
+position within its sample. `seeds` is an int64 tensor with one seed per sample, or None for formats
+without stochastic rounding. Axes are counted from the end, so that batch dimensions do not shift
+them.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def is_direct(x: Tensor) -> bool:
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return False
     if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
-        return False  # make_fx and export before dispatch keep their modes in another stack
+        return False  # make_fx and export keep the modes of pre-dispatch tracing on another stack
     return not (torch._C._get_tracing_state() or x.is_neg() or x.is_meta)
 
 
@@ -63,21 +64,21 @@ def compute(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Te
 
 
 def seed_tensor(seed: int | Tensor) -> Tensor:
-    """Return a seed in the form that operators take: an int64 tensor without dimensions."""
+    """Return a seed in the form that operators accept: an int64 tensor without dimensions."""
     if isinstance(seed, Tensor):
         return seed
     return torch.full((), seed, dtype=torch.int64, device="cpu")
 
 
 def drawn(generator: torch.Generator | None) -> Tensor:
-    """Draw a seed; under `vmap`, its `randomness` sets whether all samples share one."""
+    """Draw a seed. Under `vmap`, its argument `randomness` sets whether all samples share it."""
     device = torch.device("cpu") if generator is None else generator.device
     return torch.randint(0, 1 << 62, (), generator=generator, device=device)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::derive_seed", mutates_args=())
 def derive_seed(seed: Tensor, slot: str) -> Tensor:
-    """Derive a seed for `slot` from each seed, see `random_bits.derive_seed`."""
+    """Return seeds for `slot`, one per element of `seed`; see `random_bits.derive_seed`."""
     derived = [random_bits.derive_seed(each, slot) for each in seed.flatten().tolist()]
     return torch.tensor(derived, dtype=torch.int64, device=seed.device).view(seed.shape)
 
@@ -96,12 +97,12 @@ def _(info: Any, in_dims: Any, seed: Tensor, slot: str) -> tuple[Tensor, int]:
 
 
 def _alone(fmt: Format, seeds: Tensor | None) -> bool:
-    """Return whether samples have to be quantized one by one."""
+    """Return whether the samples of a batch have to be quantized one by one."""
     return seeds is not None or fmt.has_tensor_scale
 
 
 def _samples(x: Tensor, seeds: Tensor | None, batch: int) -> list[tuple[Tensor, int | None]]:
-    """Return the samples and their seeds."""
+    """Return the samples of a batch, each with its seed."""
     samples = x.flatten(0, batch - 1).unbind(0) if batch else (x,)
     if seeds is None:
         return [(sample, None) for sample in samples]
@@ -114,19 +115,19 @@ def _stacked(parts: Sequence[Tensor], x: Tensor, batch: int) -> Tensor:
 
 
 def _with_batch(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Return `x` with the dimension that `vmap` maps over moved to the front."""
+    """Return `x` with the mapped dimension in front; if `dim` is None, expand `x` to `size`."""
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 def _checked(x: Tensor, fmt: str, axis: int, batch: int) -> tuple[Format, BlockLayout]:
-    """Return the format and a sample's layout, or raise the errors of `fake_quantize`."""
+    """Return the format and a sample's layout, or raise the same errors as `fake_quantize`."""
     check_tensor(x, "quantize")
     known = from_text(fmt)
     return known, BlockLayout.of(tuple(x.shape[batch:]), known, axis)
 
 
 def constant(ctx: Any, inputs: Any, output: Any) -> None:
-    """Declare the results of an operator as constants for autograd."""
+    """Tell autograd that the results of an operator are not differentiable."""
     ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
 
 
@@ -135,7 +136,10 @@ def constant(ctx: Any, inputs: Any, output: Any) -> None:
 
 @torch.library.custom_op(f"{NAMESPACE}::fake_quantize", mutates_args=())
 def fake_quantize(x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int) -> Tensor:
-    """See `megatron.fake_quant.fake_quantize`, and the module's docstring for the arguments."""
+    """Quantize and dequantize `x`; see `megatron.fake_quant.fake_quantize`.
+
+    The module's docstring explains the arguments.
+    """
     known, layout = _checked(x, fmt, axis, batch)
     out = torch.empty_like(x)
     if x.numel() == 0:
@@ -166,14 +170,14 @@ def _(
 fake_quantize.register_autograd(lambda ctx, grad: (None,) * 5, setup_context=constant)
 
 
-# Codes and scales, see `packing_parts.py`
+# Codes and scales; see `packing_parts.py`
 
 
 @torch.library.custom_op(f"{NAMESPACE}::quantize", mutates_args=())
 def quantize(
     x: Tensor, fmt: str, axis: int, seeds: Tensor | None, batch: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, block scales and tensor scales, see `packing.quantize`."""
+    """Return codes, block scales and tensor scales; see `packing.quantize`."""
     known, layout = _checked(x, fmt, axis, batch)
     check_values(layout.shape, known)
     if x.numel() == 0:
@@ -229,7 +233,7 @@ def dequantize(
     dtype: torch.dtype,
     batch: int,
 ) -> Tensor:
-    """Return the tensor that codes and scales stand for, see `packing.dequantize`.
+    """Return the tensor that codes and scales stand for; see `packing.dequantize`.
 
     `shape` is the shape of one sample.
     """

@@ -1,8 +1,8 @@
-"""`quantize` and `dequantize`: convert a tensor to and from the codes and scales of a format.
+"""Convert a tensor to the codes and scales of a format (`quantize`) and back (`dequantize`).
 
 Codes are stored as tensor cores read them: the axis along which blocks run is the last one and
 contiguous. Elements of 5 to 8 bits take one byte each. Elements of 4 bits or fewer take half a
-byte, the first of two neighbors in the low half. Scales are the format's own bytes:
+byte, with the first of two neighbors in the low half. Scales are stored in the format's own bytes:
 
     MX formats        one E8M0 byte per block: 2^(byte - 127), 255 is NaN
     nvfp4             one E4M3 byte per block, and a float32 for the tensor
@@ -34,7 +34,7 @@ class QuantizedTensor:
     codes: uint8 `[..., K]`, or `[..., ceil(K / 2)]` for 4-bit elements, where K is the axis along
         which blocks run, moved to the end.
     scales: `scales.blocks` is uint8 `[..., ceil(K / block)]` (for square blocks, both last axes are
-        divided), with a further axis of four bytes in hifp4; `scales.tensor` is a float32.
+        divided), with a further axis of four bytes in hifp4; `scales.tensor` is one float32.
     """
 
     codes: Tensor
@@ -46,7 +46,7 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of codes and scales together."""
+        """Total number of bytes in the codes and scales."""
         parts = (self.codes, self.scales.blocks, self.scales.tensor)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -61,8 +61,9 @@ def quantize(
 ) -> QuantizedTensor:
     """Return the codes and scales of `x`.
 
-    Arguments and errors are those of `fake_quantize`. `dequantize` turns the result into exactly
-    the tensor that `fake_quantize` returns.
+    `fake_quantize` has the same arguments and raises the same errors. In addition, a tensor without
+    values is refused unless the format is a cast. `dequantize` converts the result to exactly the
+    tensor that `fake_quantize` returns.
     """
     fmt, layout = checked(x, fmt, axis)
     if is_direct(x):

@@ -1,6 +1,7 @@
-"""Split a tensor into codes and scales, and join them again: the arithmetic of `packing.py`.
+"""Split a tensor into codes and scales, and join them again, for `packing.py`.
 
-A part that a format lacks is an empty tensor here, because an operator can return only tensors.
+A part that a format does not have is an empty tensor here, because an operator can return only
+tensors.
 """
 
 import math
@@ -24,7 +25,7 @@ def check_values(shape: tuple[int, ...], fmt: Format) -> None:
     """Refuse a tensor without values, which has no maximum from which to compute a scale.
 
     Raises:
-        ValueError: if there are no values, and the format is not a cast.
+        ValueError: if there are no values and the format is not a cast.
     """
     if math.prod(shape) == 0 and not fmt.is_cast:
         raise ValueError(
@@ -63,7 +64,10 @@ def unpacked(parts: Parts, fmt: Format, layout: BlockLayout, dtype: torch.dtype)
 
 
 def empty_parts(x: Tensor, fmt: Format, layout: BlockLayout, front: tuple[int, ...]) -> Parts:
-    """Return uninitialized tensors with the shapes of `packed`; `front` is the batch shape."""
+    """Return uninitialized tensors with the shapes and dtypes of the tensors from `packed`.
+
+    `front` is the shape of the batch dimensions.
+    """
     rows, scales = layout.rows_shape, tuple[int, ...]()
     dtype, codes = torch.uint8, rows
     if fmt.element.is_cast:
@@ -71,7 +75,7 @@ def empty_parts(x: Tensor, fmt: Format, layout: BlockLayout, front: tuple[int, .
     elif fmt.element.bits <= _NIBBLE:
         codes = (*rows[:-1], -(-rows[-1] // 2)) if rows else (1,)
     if (size := fmt.block_size) is not None:
-        blocked = 2 if fmt.square else 1  # axes that blocks divide
+        blocked = 2 if fmt.square else 1  # number of axes that are divided into blocks
         scales = (*rows[:-blocked], *(-(-n // size) for n in rows[-blocked:]))
         scales += (fmt.scale_bytes,) if fmt.scale_bytes > 1 else ()
     return (

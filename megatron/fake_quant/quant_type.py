@@ -1,4 +1,4 @@
-"""Quantization types: a format's name after a prefix that says where it applies.
+"""Parse quantization types: a format's name after a prefix that says where the format applies.
 
 `mxfp8` applies to all matmuls (linear, QK^T and PV), `linear_mxfp8` to the linear layers,
 `FA_mxfp8` to QK^T, and `FA_linear_mxfp8` to both; `bf16` and `none` quantize nothing. Upper and
@@ -11,7 +11,7 @@ from megatron.fake_quant.names import get_format
 
 OPERATIONS = ("linear", "qk", "pv")
 DEFAULT_TYPE = "bf16"
-UNQUANTIZED = ("bf16", "none")  #: names that quantize nothing
+UNQUANTIZED = ("bf16", "none")  #: names that leave a matmul unquantized
 
 PREFIXES = {  # longest first: `FA_linear_` also starts with `FA_`
     "FA_linear_": ("linear", "qk"),
@@ -22,7 +22,7 @@ PREFIXES = {  # longest first: `FA_linear_` also starts with `FA_`
 
 
 def parse_format(name: str) -> Format | None:
-    """Return the format of that name, None for one of `UNQUANTIZED`.
+    """Return the format with the given name, or None for a name in `UNQUANTIZED`.
 
     Raises:
         ValueError: if there is no such format; the message lists the known ones.
@@ -31,7 +31,7 @@ def parse_format(name: str) -> Format | None:
 
 
 def split_type(name: str) -> tuple[str, str]:
-    """Split the name of a type into its prefix, as spelled in `PREFIXES`, and its format's name."""
+    """Split a quantization type into its prefix, as spelled in `PREFIXES`, and a format's name."""
     prefix = next(prefix for prefix in PREFIXES if name.lower().startswith(prefix.lower()))
     return prefix, name[len(prefix) :]
 
@@ -40,7 +40,7 @@ def parse_type(name: str) -> dict[str, Format | None]:
     """Return the format that the quantization type `name` sets for each operation.
 
     Raises:
-        ValueError: if there is no such type.
+        ValueError: if there is no such quantization type.
     """
     prefix, format_name = split_type(name)
     try:

@@ -1,4 +1,4 @@
-"""`fake_quantize`: the values of a tensor after it was stored in a low-precision format."""
+"""Define `fake_quantize`, which returns a tensor as stored in a low-precision format."""
 
 import torch
 from torch import Tensor
@@ -26,32 +26,32 @@ def fake_quantize(
     Args:
         x: float32, bfloat16 or float16 of any shape and strides. The gradient is zero; call this
             function inside an autograd function.
-        fmt: format or its name, see `get_format`.
-        axis: axis along which blocks run, if the format has blocks; a GEMM's reduction axis.
-        generator: generator for stochastic rounding; by default torch's default one for the CPU.
-            One number is drawn per call. Each value's random bits follow from it and from the
-            position of the value in `x`.
+        fmt: format or its name; see `get_format`.
+        axis: axis along which blocks run, if the format has blocks; in a GEMM, the reduction axis.
+        generator: generator for stochastic rounding; by default, torch's default CPU generator. One
+            number is drawn per call. The random bits of each value are computed from this number
+            and from the value's position in `x`.
         seed: number from 0 to 2^62 - 1 to use instead of drawing one; may be an int64 tensor
             without dimensions.
 
-    The arithmetic is float32 for every dtype of `x`, and the result is rounded to that dtype, to
-    nearest even. For MX formats, HiFloat4 and HiFloat8 without a scale this last step is exact,
+    The arithmetic is float32 for every dtype of `x`, and the result is rounded to the dtype of `x`,
+    to nearest even. For MX formats, HiFloat4 and HiFloat8 without a scale this last step is exact,
     because the result for a float16 or bfloat16 value is a value of that dtype. The exception is
-    the top of the range: with a scale rule other than floor, a value within half an ulp of it may
-    round up past it and become Inf, as in a cast.
+    the top of the dtype's range: with a scale rule other than floor, a value within half an ulp of
+    the top may be rounded up beyond it and become Inf, as in a cast.
 
-    A NaN stays NaN. In a block format, a NaN or an Inf makes its whole block NaN. In a cast Inf
-    stays Inf; in HiFloat8 and per-tensor FP8 it saturates like any overflow. A tensor's scale
-    follows from the finite values. A zero keeps its sign if the format has a negative zero;
-    HiFloat8 and mxint8 have none.
+    A NaN stays a NaN. In a block format, a NaN or an Inf makes its whole block NaN. In a cast, Inf
+    stays Inf; in HiFloat8 and per-tensor FP8, it is treated like any other overflow, which
+    saturates by default. The scale of a tensor is computed from its finite values. A zero keeps its
+    sign if the format has a negative zero; HiFloat8 and mxint8 have none.
 
-    Strides, device and number of threads do not change a bit. Flushing of subnormals
-    (`torch.set_flush_denormal`) may change bits: in casts to bf16, and in blocks whose maximum is
-    below 2^-90 (or higher, if a spelled-out element has more than 5 exponent bits).
+    The result has the same bits for all strides, devices and numbers of threads. Flushing of
+    subnormals (`torch.set_flush_denormal`) may change bits: in casts to bf16, and in blocks whose
+    maximum is below 2^-90 (or higher, if a spelled-out element has more than 5 exponent bits).
 
     Raises:
-        ValueError: if the dtype or the format is unknown, the axis is out of range, or the blocks
-            need other dimensions than the tensor has.
+        ValueError: if the dtype or the format is unknown, if the axis is out of range, or if the
+            blocks need other dimensions than the tensor has.
     """
     fmt, layout = checked(x, fmt, axis)
     x = x.detach()
@@ -65,7 +65,7 @@ def fake_quantize(
 
 
 def checked(x: Tensor, fmt: Format | str, axis: int) -> tuple[Format, BlockLayout]:
-    """Return the format and the layout of its blocks, or raise the errors of `fake_quantize`."""
+    """Return the format and its block layout, or raise the errors listed in `fake_quantize`."""
     if isinstance(fmt, str):
         fmt = FORMATS.get(fmt) or get_format(fmt)
     check_tensor(x, "quantize")
@@ -75,7 +75,7 @@ def checked(x: Tensor, fmt: Format | str, axis: int) -> tuple[Format, BlockLayou
 def seed_for(
     fmt: Format, generator: torch.Generator | None, seed: int | Tensor | None
 ) -> int | None:
-    """Return the seed of a format that rounds stochastically; for others draw none, return None."""
+    """Return `seed`, or draw one if it is None; return None if rounding is not stochastic."""
     if not fmt.stochastic:
         return None
     return draw_seed(generator) if seed is None else int(seed)
@@ -84,7 +84,7 @@ def seed_for(
 def seeds_for(
     fmt: Format, generator: torch.Generator | None, seed: int | Tensor | None
 ) -> Tensor | None:
-    """Return the seed of `seed_for` as a tensor, which can be traced."""
+    """Return the same seed as `seed_for`, but as a tensor, which torch can trace."""
     if not fmt.stochastic:
         return None
     return operators.drawn(generator) if seed is None else operators.seed_tensor(seed)

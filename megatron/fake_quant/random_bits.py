@@ -1,4 +1,4 @@
-"""Random bits that depend only on a seed and on a value's position in the tensor.
+"""Generate random bits that depend only on a seed and on a value's position in the tensor.
 
 Stochastic rounding needs the same bits on every device, for every memory layout and number of
 threads. A counter-based generator provides them: Philox4x32-10 (Salmon et al., "Parallel random
@@ -15,22 +15,22 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 WORD = 0xFFFFFFFF
-RANDOM_BITS = 24  #: bits of a word that rounding uses; a float32 holds them exactly
+RANDOM_BITS = 24  #: number of bits of a word that rounding uses; a float32 holds them exactly
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
-    """Draw a key for one tensor from `generator`, by default torch's default one for the CPU.
+    """Draw a seed for one tensor from `generator`, or from torch's default CPU generator if None.
 
-    The call waits for the device if the generator is on a CUDA device.
+    If the generator is on a CUDA device, the call waits for the device.
     """
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(0, 1 << 62, (), generator=generator, device=device))
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a key that depends on all `parts` and is the same in every process and release."""
+    """Return a seed that depends on all `parts` and is the same in every process and release."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
@@ -48,13 +48,13 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """Return the high and low word of a 64-bit product; int64 wraps around with exact bits."""
+    """Return the high and low 32-bit words of a product; int64 overflow keeps all bits exact."""
     product = a * b
     return (product >> 32) & WORD, product & WORD
 
 
 def random_bits(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-    """Return a uniform int32 from 0 to 2^24 - 1 for each value of a tensor."""
+    """Return a uniformly distributed int32 from 0 to 2^24 - 1 for each value of a tensor."""
     count = torch.Size(shape).numel()
     index = torch.arange(-(-count // 4), dtype=torch.int64, device=device)
     zero = torch.zeros_like(index)

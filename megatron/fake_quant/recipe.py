@@ -1,7 +1,7 @@
-"""Quantization recipes: the format of each operand, by matmul, layer and iteration.
+"""Read quantization recipes, which set the format of each operand by matmul, layer and iteration.
 
-A recipe is a YAML file with `configs` and `matchers`, as megatron-core reads it. The contents of a
-config are defined here:
+A recipe is a YAML file with `configs` and `matchers`, as in megatron-core. The contents of a config
+are defined here:
 
     configs:
       nvfp4:
@@ -12,7 +12,7 @@ config are defined here:
       attention:
         qk: mxfp8                                       # all six operands
         pv: {format: mxfp8, backward: bf16, probabilities: unnormalized}
-    matchers:                                           # the first match counts
+    matchers:                                           # the first match applies
       head: {config: bf16, type: glob, pattern: "output_layer", enabled: true}
       end: {config: bf16, type: glob, pattern: "*", layers: last 1, enabled: true}
       warm: {config: bf16, type: glob, pattern: "*", iterations: 1-10, enabled: true}
@@ -21,8 +21,9 @@ config are defined here:
 
 A pattern is matched against a module's name in the whole model (`decoder.layers.5.mlp.linear_fc1`).
 `config` names one of the configs, or a quantization type (`mxfp8`, `linear_mxfp4`, `bf16`).
-`layers` takes numbers and ranges from 0 (`0-3,8`), `first 2` or `last 4`; `iterations` counts from
-1 (`1-100`, `101-`). Modules that no matcher fits stay in high precision.
+`layers` takes numbers and ranges counted from 0 (`0-3,8`), `first 2` or `last 4`; `iterations`
+takes a range counted from 1 (`1-100`, `101-`). Modules without a matching rule stay in high
+precision.
 """
 
 import math
@@ -37,7 +38,7 @@ from megatron.fake_quant.recipe_operands import Config, parse_config
 from megatron.fake_quant.recipe_yaml import Node, RecipeError, load_yaml
 
 _MATCHER_KEYS = ("config", "type", "pattern", "enabled", "layers", "iterations")
-Interval = tuple[float, float]  #: first and last iteration, from 1; math.inf if there is no end
+Interval = tuple[float, float]  #: first and last iteration, from 1; the last may be math.inf
 # Longer numbers are mistakes, and Python refuses to parse numbers with thousands of digits.
 _RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?")
 _ENDS = re.compile(r"(first|last) ([0-9]{1,12})")
@@ -46,7 +47,7 @@ _ITERATIONS = re.compile(r"([0-9]{1,12})-([0-9]{0,12})")
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """A selection of transformer layers by their global numbers, from 0."""
+    """A selection of transformer layers by their global numbers, counted from 0."""
 
     text: str
     ranges: tuple[tuple[int, int], ...] = ()
@@ -54,11 +55,14 @@ class Layers:
     last: int = 0
 
     def __contains__(self, place: tuple[int, int]) -> bool:
-        """Return whether (layer, number of layers) is selected; layer -1 never is."""
+        """Return whether a layer is selected; `place` is its number and the number of layers.
+
+        The number -1 is never selected.
+        """
         layer, count = place
         if any(low <= layer <= high for low, high in self.ranges):
             return True
-        # Layers of multi-token prediction have the numbers after the last one.
+        # Layers for multi-token prediction are numbered after the last transformer layer.
         return 0 <= layer < count and (layer < self.first or layer >= count - self.last)
 
 
@@ -75,7 +79,7 @@ class Rule:
     iterations: Interval
 
     def fits(self, module: str, layer: int, num_layers: int) -> bool:
-        """Return whether the rule applies to this module in any iteration."""
+        """Return whether the rule applies to this module, regardless of the iteration."""
         chosen = self.layers is None or (layer, num_layers) in self.layers
         return chosen and fnmatchcase(module, self.pattern)
 
@@ -87,7 +91,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A recipe file."""
+    """A recipe as read from a file."""
 
     path: Path
     rules: tuple[Rule, ...]
@@ -98,7 +102,7 @@ class Recipe:
         return self.path.stem
 
     def rules_for(self, module: str, layer: int, num_layers: int) -> tuple[Rule, ...]:
-        """Return the rules that apply to a module in some iteration, by falling precedence."""
+        """Return the rules that apply to a module in some iteration, by decreasing precedence."""
         applicable = []
         free: list[Interval] = [(1, math.inf)]  # iterations that no earlier rule covers
         for rule in self.rules:
@@ -112,7 +116,7 @@ class Recipe:
         return tuple(applicable)
 
     def changes(self) -> list[int]:
-        """Return the iterations, from the second on, at which a rule begins or has ended."""
+        """Return the iterations from 2 on at which a rule begins or no longer applies."""
         ends = {
             edge for rule in self.rules for edge in (rule.iterations[0], rule.iterations[1] + 1)
         }
@@ -120,11 +124,11 @@ class Recipe:
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read a recipe.
+    """Read and check a recipe file.
 
     Raises:
-        ValueError: if the recipe is invalid; the message names the file, the line and what is
-            accepted.
+        ValueError: if the recipe is invalid; the message names the file, the line and the accepted
+            values.
     """
     try:
         root = load_yaml(path)
@@ -147,7 +151,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def _rule(name: str, node: Node, configs: Mapping[str, Config]) -> Rule | None:
-    """Parse a matcher; return None if it is switched off."""
+    """Parse a matcher and return its rule, or None if the matcher is disabled."""
     what = f"matcher {name!r}"
     node.only_keys(what, _MATCHER_KEYS)
     enabled = node.scalar("enabled", what)

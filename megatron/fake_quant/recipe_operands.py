@@ -1,11 +1,11 @@
-"""Configs of a recipe: parse the transform and the format of each named operand.
+"""Parse the configs of a recipe, which set the transform and the format of each operand.
 
-An operation (`linear`, `qk`, `pv`) is a format for all six operands, or a mapping with
+The value of an operation (`linear`, `qk`, `pv`) is a format for all six operands, or a mapping with
 
     format         default format of all operands
     backward       default format in the backward pass; bf16 makes it straight-through
     probabilities  for pv: normalized (default) or unnormalized, as in a flash-attention kernel
-    a GEMM's name  a format, or a mapping of its two operands, `format` and `hadamard`
+    a GEMM's name  a format, or a mapping with its two operands, `format` and `hadamard` as keys
 
 `GEMMS` lists the GEMMs and their operands in the order of `GemmFormats`.
 """
@@ -19,7 +19,7 @@ from megatron.fake_quant.hadamard import Hadamard
 from megatron.fake_quant.quant_type import OPERATIONS, parse_format, parse_type
 from megatron.fake_quant.recipe_yaml import Node
 
-#: Formats of each operation of a layer; None means high precision.
+#: Formats of a layer's matmuls, by operation; None means high precision.
 Config = Mapping[str, GemmFormats | None]
 
 GEMMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -46,7 +46,8 @@ def parse_config(node: Node, what: str) -> Config:
     """Parse the operations of a config or of a quantization type.
 
     Raises:
-        RecipeError: if a key or a format is unknown; names the line and what is accepted.
+        RecipeError: if a key or a format is unknown; the message names the line and the accepted
+            values.
     """
     if not node.value:
         raise node.error(

@@ -1,4 +1,4 @@
-"""A YAML reader that keeps line numbers, so that an error in a recipe names its line."""
+"""Read YAML with line numbers, so that an error in a recipe can name its line."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import yaml
 
 from megatron.bounded_files import UnusableFileError, printable, read_text
 
-SIZE_LIMIT = 256 << 10  #: largest file in bytes; parsing it takes about 2 s
+SIZE_LIMIT = 256 << 10  #: maximum size of a file, in bytes; parsing such a file takes about 2 s
 DEPTH_LIMIT = 32
 NODE_LIMIT = 100_000
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
-SCALAR_LIMIT = 10_000  #: longest value in characters; descriptions are the longest
-MESSAGE_LIMIT = 500  #: longest error message in characters
+SCALAR_LIMIT = 10_000  #: maximum length of a value, in characters; descriptions are the longest
+MESSAGE_LIMIT = 500  #: maximum length of an error message, in characters
 
 
 class RecipeError(ValueError):
@@ -23,7 +23,7 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A scalar, or a mapping whose values are nodes, with its first line, counted from 1."""
+    """A scalar, a list, or a mapping of nodes, with its first line, counted from 1."""
 
     value: Any
     line: int
@@ -41,7 +41,7 @@ class Node:
         return RecipeError(f"line {self.line}: {printable(message, limit=MESSAGE_LIMIT)}")
 
     def only_keys(self, what: str, accepted: Sequence[str]) -> None:
-        """Refuse anything but a mapping with these keys."""
+        """Raise an error unless the node is a mapping whose keys are all in `accepted`."""
         if not isinstance(self.value, dict):
             raise self.error(f"{what} is {self.value!r}; it takes {', '.join(accepted)}")
         for key, node in self.items():
@@ -49,7 +49,7 @@ class Node:
                 raise node.error(f"{what} has the key {key!r}; it takes {', '.join(accepted)}")
 
     def mapping(self, key: str, what: str) -> "Node":
-        """Return the mapping under `key`, an empty one if there is none."""
+        """Return the mapping under `key`, or an empty mapping if there is none."""
         node: Node = self.value.get(key, Node({}, self.line))
         if node.value is None:
             return Node({}, node.line)
@@ -60,7 +60,7 @@ class Node:
         return node
 
     def scalar(self, key: str, what: str) -> Any:
-        """Return the scalar under `key`, or raise an error if there is none."""
+        """Return the value under `key`, or raise an error if it is missing, empty or a mapping."""
         if key not in self:
             raise self.error(f"{what} has no {key}; add it")
         node: Node = self.value[key]
@@ -72,7 +72,7 @@ class Node:
 
 
 def load_yaml(path: Path) -> Node:
-    """Read a YAML file whose root is a mapping; tags that create Python objects are refused.
+    """Read a YAML file whose root is a mapping, and refuse tags that create Python objects.
 
     Raises:
         RecipeError: if the file cannot be read, is not plain YAML, is too large, is nested too
@@ -94,7 +94,7 @@ def load_yaml(path: Path) -> Node:
 
 
 def _check_depth(text: str) -> None:
-    """Refuse deep nesting, on which the recursive YAML composer would fail."""
+    """Refuse deeply nested text, on which the recursive YAML composer would fail."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -107,14 +107,14 @@ def _check_depth(text: str) -> None:
 
 
 def _reason(error: yaml.YAMLError) -> str:
-    """Return the message of a parser error on one line."""
+    """Return the message of a YAML error as one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     place = "" if mark is None else f"line {mark.line + 1}: "
     return place + printable(problem or error, limit=MESSAGE_LIMIT)
 
 
 class _Builder:
-    """Converter from composed YAML to nodes, which bounds the number of values behind aliases."""
+    """A converter from composed YAML to `Node`, which limits how many values aliases produce."""
 
     def __init__(self) -> None:
         self._nodes = 0

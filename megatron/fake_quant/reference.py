@@ -1,4 +1,4 @@
-"""Every format in plain torch operations: the definition that the fused kernels must match.
+"""Implement every format in plain torch operations, as the reference for the fused kernels.
 
 `split` takes a tensor apart into element values and scales, and `join` puts it together again.
 `fake_quantize` does both; `packing.py` stores the parts in between. All arithmetic is float32. Each
@@ -18,10 +18,10 @@ from megatron.fake_quant.scales import Scales
 
 
 def split(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> tuple[Tensor, Scales]:
-    """Return element values (float32, in blocks, see `BlockLayout`) and scales of a tensor.
+    """Return the element values of a tensor, as the float32 blocks of `BlockLayout`, and scales.
 
     Args:
-        x: tensor of a dtype that `fake_quantize` takes.
+        x: tensor of a dtype that `fake_quantize` accepts.
         fmt: format other than a cast.
         layout: layout of `x`.
         seed: seed of stochastic rounding; None for other rounding modes.
@@ -31,7 +31,7 @@ def split(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> tupl
 
 
 def scale_down(x: Tensor, fmt: Format, layout: BlockLayout) -> tuple[Tensor, Scales]:
-    """Return the values as float32 blocks, scaled to the range of the elements, and the scales."""
+    """Return the values as float32 blocks, scaled to the element type's range, and the scales."""
     blocks = layout.to_blocks(x.float())
     if fmt.scaling is None:
         return blocks, Scales()
@@ -41,7 +41,7 @@ def scale_down(x: Tensor, fmt: Format, layout: BlockLayout) -> tuple[Tensor, Sca
 def round_blocks(
     blocks: Tensor, x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None
 ) -> Tensor:
-    """Round the blocks that `scale_down` returned for `x` to the elements of `fmt`.
+    """Round the blocks that `scale_down` returned for `x` to the element type of `fmt`.
 
     Raises:
         ValueError: if the element type does not have the format's rounding mode.
@@ -55,24 +55,24 @@ def round_blocks(
 
 
 def join(elements: Tensor, scales: Scales, fmt: Format, layout: BlockLayout) -> Tensor:
-    """Return the float32 tensor, in its own order, that `split` took apart."""
+    """Return the float32 tensor that elements and scales stand for, in its original shape."""
     if fmt.scaling is not None:
         elements = scalings.module_of(fmt.scaling).scale_up(elements, scales)
     return layout.from_rows(layout.from_blocks(elements))
 
 
 def store(values: Tensor, out: Tensor) -> Tensor:
-    """Round `values` to the dtype of `out`, into it.
+    """Write `values` to `out`, rounded to its dtype, and return `out`.
 
-    Every NaN becomes the same one, because torch's conversions give different ones, depending on
-    the length of the tensor.
+    Every NaN is written with the same bits, because torch's conversions write different bits,
+    depending on the length of the tensor.
     """
     out.copy_(values)
     return out.masked_fill_(out.isnan(), torch.nan)
 
 
 def fake_quantize(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> Tensor:
-    """See `megatron.fake_quant.fake_quantize`; `x` must not be empty."""
+    """Quantize and dequantize a non-empty tensor; see `megatron.fake_quant.fake_quantize`."""
     if fmt.element.is_cast:
         values = x.to(fmt.element.dtype)
     else:

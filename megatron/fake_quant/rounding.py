@@ -1,9 +1,9 @@
-"""Rounding to an element type: the one place that knows the rounding modes.
+"""Round values to an element type in any of the rounding modes.
 
 `round_to` looks up the rule for an element type and a rounding mode, and refuses a mode that has no
 rule. To add a mode, add it to `ROUNDINGS` in `formats.py` and to `roundings` of each element type
-that supports it, and add its rule here. The fused kernels and the statistics implement modes by
-name; formats with any other mode are computed by `reference.py`, which calls `round_to`.
+that supports it, and add its rule here. The fused kernels and the statistics implement certain
+modes; formats with any other mode are computed by `reference.py`, which calls `round_to`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -31,19 +31,19 @@ def round_to(
     random: Tensor | None = None,
     source: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Round float32 `x` of any shape to values of `element`, in a new tensor.
+    """Return a new tensor with the values of float32 `x` rounded to the element type.
 
-    A NaN stays a NaN, and what lies beyond the largest number saturates unless the element type
-    overflows to Inf.
+    A NaN stays a NaN. Values beyond the largest number saturate unless the element type overflows
+    to Inf.
 
     Args:
-        x: values to round.
-        element: type to round to.
+        x: values to round, of any shape.
+        element: element type to round to.
         rounding: one of the element type's rounding modes.
-        random: for stochastic rounding, integers from 0 to 2^24 - 1 in the shape of `x`. A value
-            is rounded up in magnitude with the probability of its distance from the value below, in
-            steps of 2^-24. This is exact unless `x` is so small that it needs more bits; then the
-            probability is too low by less than a step.
+        random: for stochastic rounding, integers from 0 to 2^24 - 1 in the shape of `x`. A value is
+            rounded up in magnitude with a probability equal to its distance from the neighbor
+            below, relative to the spacing, in steps of 2^-24. This is exact unless `x` is so small
+            that the distance needs more bits; then the probability is too low by less than a step.
         source: dtype that `x` came from, for hybrid rounding.
 
     Raises:
@@ -55,10 +55,10 @@ def round_to(
 
 
 def check_rounding(rounding: str, implemented: Iterable[str], where: str) -> None:
-    """Refuse a rounding mode that is not among the implemented ones.
+    """Refuse a rounding mode that is not in `implemented`.
 
     Raises:
-        ValueError: if the mode is unknown; the message names the modes that `where` implements.
+        ValueError: if the mode is refused; the message names the modes that `where` implements.
     """
     if rounding not in implemented:
         raise ValueError(
@@ -72,10 +72,11 @@ def _round_element(
 ) -> Tensor:
     """Round to an `ElementFormat`, whose spacing is a power of two in each binade.
 
-    Clearing the mantissa of a float leaves the power of two at or below it. Clamped to `emin` and
-    `emax` and divided by 2^mantissa_bits, it is the spacing of the element's values there. (A
-    float32 subnormal loses all its bits and is raised to `emin` like every small value.) Dividing
-    by a power of two is exact, so rounding to an integer is the only rounding.
+    Clearing the mantissa of a float leaves the power of two at or below it. This power, clamped to
+    the range from 2^emin to 2^emax and divided by 2^mantissa_bits, is the spacing of the element
+    type at the value. (A float32 subnormal loses all its bits and is raised to 2^emin like every
+    small value.) Dividing by a power of two is exact, so rounding to an integer is the only
+    rounding.
     """
     ulp_bits = x.view(torch.int32) & INFINITY
     ulp_bits.clamp_(power_of_two_bits(element.emin), power_of_two_bits(element.emax))
@@ -87,7 +88,7 @@ def _round_element(
 
 
 def _nearest(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Tensor:
-    """Round to the nearest integer."""
+    """Round values in units of the spacing to the nearest integer."""
     if element.ties == "even":
         return steps.round_()
     whole = steps.trunc()
@@ -97,14 +98,14 @@ def _nearest(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Te
 
 
 def _stochastic(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Tensor:
-    """Round to one of the two neighboring integers at random."""
+    """Round values in units of the spacing to one of the two neighboring integers at random."""
     assert random is not None
     whole = steps.trunc()
     up = (steps - whole).abs_().mul_(1 << RANDOM_BITS) >= random + 1
     return torch.where(up, whole + steps.sign(), whole)
 
 
-#: Rounding function of each element type, and its rule for each rounding mode.
+#: Rounding function of each class of element types, and the rule for each rounding mode.
 _RULES: Mapping[type, tuple[Callable[..., Tensor], Mapping[Rounding, Rule]]] = MappingProxyType(
     {
         ElementFormat: (_round_element, {"nearest": _nearest, "stochastic": _stochastic}),
@@ -121,7 +122,7 @@ _RULES: Mapping[type, tuple[Callable[..., Tensor], Mapping[Rounding, Rule]]] = M
 
 
 def check_tensor(x: Tensor, what: str) -> None:
-    """Refuse anything but a dense tensor of a known dtype; `what` is the verb of the message.
+    """Refuse anything but a dense tensor of a supported dtype; `what` is the message's verb.
 
     Raises:
         ValueError: if the type, layout or dtype is wrong; the message names the accepted ones.

@@ -1,4 +1,4 @@
-"""The scales of a quantized tensor as they are stored, and their description in words."""
+"""Define the stored scales of a quantized tensor, and descriptions of scales in words."""
 
 from dataclasses import dataclass
 
@@ -9,40 +9,40 @@ from megatron.fake_quant.formats import Format
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The stored scales of a tensor; both are None for a format without scales.
+    """The stored scales of a tensor; both fields are None for a format without scales.
 
     blocks: uint8 codes, one per block `[..., blocks]`, or four bytes per block in HiFloat4.
-    tensor: float32 without dimensions, which multiplies the whole tensor when it is dequantized.
+    tensor: float32 without dimensions, by which dequantization multiplies the whole tensor.
     """
 
     blocks: Tensor | None = None
     tensor: Tensor | None = None
 
     def parts(self) -> dict[str, Tensor]:
-        """Return the scales that exist, by name."""
+        """Return the scales that exist, keyed by field name."""
         both = {"blocks": self.blocks, "tensor": self.tensor}
         return {name: part for name, part in both.items() if part is not None}
 
     def block(self) -> Tensor:
-        """Return `blocks` of a format that has block scales."""
+        """Return `blocks`; the format must have block scales."""
         assert self.blocks is not None
         return self.blocks
 
     def whole(self) -> Tensor:
-        """Return `tensor` of a format that has a tensor scale."""
+        """Return `tensor`; the format must have a tensor scale."""
         assert self.tensor is not None
         return self.tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleDescription:
-    """A scaling in words, for tables and for `python -m megatron.fake_quant describe`."""
+    """A description of a scaling, for tables and `python -m megatron.fake_quant describe`."""
 
     source: str  #: document that defines the format
-    brief: str  #: cell of a table
+    brief: str  #: short description, for the cell of a table
     shared_by: str  #: values that share a scale, and the scale's number type
-    found: tuple[tuple[str, str], ...]  #: labeled lines on how a scale is computed
-    range_note: str = ""  #: follows the range of the scales
+    found: tuple[tuple[str, str], ...]  #: labels and lines that explain how a scale is computed
+    range_note: str = ""  #: text printed after the range of the scales
 
 
 def block_shape(fmt: Format) -> str:
@@ -52,5 +52,5 @@ def block_shape(fmt: Format) -> str:
 
 
 def brief_shape(fmt: Format) -> str:
-    """Return the shape of a format's blocks as a table shows it."""
+    """Return the shape of a format's blocks in the short form used in tables."""
     return f"{fmt.block_size} x {fmt.block_size}" if fmt.square else f"{fmt.block_size}"

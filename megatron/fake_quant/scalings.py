@@ -1,8 +1,9 @@
-"""The module of each scaling, which holds all that depends on how a format scales its values.
+"""Look up the module of a scaling, which contains all code that depends on the scaling.
 
-Each module offers the functions of `ScalingModule`. To add a scaling, add its class to `formats.py`
-and one module to the table here. Such a format is computed by `reference.py`, and its statistics
-are measured value by value, until fused kernels and statistics by class support it.
+Each module provides the functions of `ScalingModule`. To add a scaling, add its class to
+`formats.py` and one module to the table here. A format with the new scaling is computed by
+`reference.py`, and its statistics are measured value by value, until the fused kernels and the
+statistics by class support it.
 """
 
 from collections.abc import Mapping
@@ -24,26 +25,26 @@ from megatron.fake_quant.scales import ScaleDescription, Scales
 
 
 class ScalingModule(Protocol):
-    """The functions of a scaling."""
+    """Functions that the module of every scaling provides."""
 
     def scale_down(self, blocks: Tensor, element: Any, scaling: Any) -> tuple[Tensor, Scales]:
-        """Return float32 blocks scaled to the range of their elements, and the scales."""
+        """Return float32 blocks scaled to the range of the element type, and the scales."""
 
     def scale_up(self, elements: Tensor, scales: Scales) -> Tensor:
-        """Undo `scale_down`."""
+        """Return the float32 values that elements and scales stand for."""
 
     def kernel_roundings(self, fmt: Format, device: str) -> tuple[str, ...]:
-        """Return the rounding modes that have a fused kernel on a type of device."""
+        """Return the format's rounding modes that have a fused kernel on this device type."""
 
     def describe(self, fmt: Format, scaling: Any, element: Any) -> ScaleDescription:
-        """Describe the scales in words."""
+        """Return a description of the scales in words."""
 
 
 class BlockScalingModule(ScalingModule, Protocol):
-    """The functions of a scaling with block scales."""
+    """Functions that the module of a scaling with block scales provides."""
 
     def stored_scales(self, scaling: Any) -> Tensor:
-        """Return the factor of blocks by scale code: float32, with NaN for at least one code."""
+        """Return the factor that each scale code stands for, as float32; at least one is NaN."""
 
 
 _MODULES: Mapping[type, ScalingModule] = MappingProxyType(
@@ -57,23 +58,23 @@ _MODULES: Mapping[type, ScalingModule] = MappingProxyType(
 
 
 def module_of(scaling: Scaling) -> ScalingModule:
-    """Return the module with the functions of a scaling."""
+    """Return the module that implements a scaling."""
     return _MODULES[type(scaling)]
 
 
 def stored_scales(scaling: Scaling) -> Tensor:
-    """Return the factor of blocks by scale code; HiFloat4 has 512 entries, see `hifloat4.py`."""
+    """Return the factor that each scale code stands for; HiFloat4 has 512, see `hifloat4.py`."""
     return cast(BlockScalingModule, module_of(scaling)).stored_scales(scaling)
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
-    """Return the rounding modes of a format that have a fused kernel on a type of device."""
+    """Return the format's rounding modes that have a fused kernel on this device type."""
     module = tensor_scale if fmt.scaling is None else module_of(fmt.scaling)
     return module.kernel_roundings(fmt, device)
 
 
 def describe(fmt: Format) -> ScaleDescription | None:
-    """Describe the scales of a format in words; None if it has no scales."""
+    """Return a description of a format's scales in words, or None if it has no scales."""
     if fmt.scaling is None:
         return None
     return module_of(fmt.scaling).describe(fmt, fmt.scaling, fmt.element)

@@ -1,22 +1,22 @@
-"""The local settings file, which stores the formats of later runs."""
+"""Read the local settings file, which stores the formats for later runs."""
 
 from pathlib import Path
 
 from megatron.bounded_files import UnusableFileError, printable, read_json
 from megatron.fake_quant.quant_type import OPERATIONS
 
-SIZE_LIMIT = 1 << 16  #: bytes
+SIZE_LIMIT = 1 << 16  #: maximum size of the settings file, in bytes
 SETTINGS_VARIABLE = "QUANT_SETTINGS_FILE"
 SETTINGS_FILE = Path(__file__).resolve().parents[2] / ".quant_settings.json"
 
 
 def read_settings(path: Path) -> dict[str, str]:
-    """Read the local settings file, a JSON object with any of the keys linear, qk, pv.
+    """Read the local settings file, a JSON object with any of the keys linear, qk and pv.
 
-    A missing file sets nothing.
+    Return an empty dict if the file does not exist.
 
     Raises:
-        ValueError: if the file is not such an object.
+        ValueError: if the file cannot be read or does not contain such an object.
     """
     try:
         settings = read_json(path, limit=SIZE_LIMIT)

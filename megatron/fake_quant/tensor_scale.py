@@ -1,16 +1,17 @@
-"""One float32 scale for a whole tensor, from its own largest magnitude ("current scaling").
+"""Compute one float32 scale for a tensor from its largest magnitude ("current scaling").
 
     encode = target / a, clamped to normal float32 numbers; 1 if a is 0
     decode = 1 / encode
     value  = round(x * encode) * decode
 
 Each operation is rounded to float32. Transformer Engine computes the same for per-tensor FP8, with
-the element's largest number as target. With `power_of_two` encode loses its mantissa, as under
-Transformer Engine's `force_pow_2_scales`. Ascend scales HiFloat8 tensors to 15 (inputs, weights)
-and 224 (gradients).
+the element type's largest number as target. With `power_of_two`, encode is rounded down to a power
+of two, as with Transformer Engine's `force_pow_2_scales`. Ascend scales HiFloat8 tensors to 15
+(inputs, weights) and 224 (gradients).
 
-a is the largest finite magnitude. A NaN stays a NaN and an Inf saturates, and neither affects the
-scale of the other values. Transformer Engine sets the scale to 1 if the tensor has an Inf.
+a is the tensor's largest finite magnitude. A NaN stays a NaN and an Inf saturates, and neither
+affects the scale of the other values. Transformer Engine sets the scale to 1 if the tensor has an
+Inf.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,10 @@ SMALLEST_NORMAL, FLOAT32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torc
 
 
 def finite_amax(x: Tensor) -> Tensor:
-    """Return the largest finite magnitude of float32 `x` without dimensions, 0 if there is none."""
+    """Return the largest finite magnitude of float32 `x`, or 0 if no value is finite.
+
+    The result is a tensor without dimensions.
+    """
     magnitude = x.view(torch.int32) & MAGNITUDE
     return magnitude.masked_fill_(magnitude >= INFINITY, 0).amax().view(torch.float32)
 
@@ -34,16 +38,16 @@ def finite_amax(x: Tensor) -> Tensor:
 def divide_by(amax: Tensor, target: float) -> Tensor:
     """Return target / amax, clamped to 2^-126 and the largest float32; 1 where amax is 0.
 
-    A subnormal quotient (of a target below 4) might have no finite reciprocal. The `/` operator
-    would round twice, because torch divides a number by a tensor by multiplying with the
-    reciprocal.
+    A subnormal quotient, which is possible for a target below 4, might have no finite reciprocal.
+    The `/` operator would round twice, because torch divides a number by a tensor by multiplying
+    the number by the reciprocal.
     """
     quotient = torch.div(torch.full_like(amax, target), amax).clamp_(SMALLEST_NORMAL, FLOAT32_MAX)
     return torch.where(amax == 0, torch.ones_like(quotient), quotient)
 
 
 def encode_scale(amax: Tensor, scaling: TensorScaling) -> Tensor:
-    """Return the factor applied before rounding, from the tensor's largest finite magnitude."""
+    """Return the factor applied before rounding, given the tensor's largest finite magnitude."""
     scale = divide_by(amax, scaling.target)
     if scaling.power_of_two:
         scale = (scale.view(torch.int32) & INFINITY).view(torch.float32)
@@ -51,7 +55,7 @@ def encode_scale(amax: Tensor, scaling: TensorScaling) -> Tensor:
 
 
 def scale_down(blocks: Tensor, element: Element, scaling: TensorScaling) -> tuple[Tensor, Scales]:
-    """Return the tensor scaled to the range of its elements, and `decode`."""
+    """Return the tensor scaled to the target, and `decode` as its stored scale."""
     encode = encode_scale(finite_amax(blocks), scaling)
     return blocks * encode, Scales(tensor=encode.reciprocal())
 
@@ -62,9 +66,10 @@ def scale_up(elements: Tensor, scales: Scales) -> Tensor:
 
 
 def factors(fmt: Format, finite_amax: Callable[[], Tensor]) -> tuple[float, float]:
-    """Return `encode` and `decode` of a format without block scales; both are 1 without a scale.
+    """Return `encode` and `decode` for a format without block scales, or 1 and 1 without a scale.
 
-    finite_amax: returns the tensor's largest finite magnitude; called only if there is a scale.
+    finite_amax: function that returns the tensor's largest finite magnitude; it is called only if
+        the format has a scale.
     """
     if not isinstance(fmt.scaling, TensorScaling):
         return 1.0, 1.0
@@ -73,9 +78,9 @@ def factors(fmt: Format, finite_amax: Callable[[], Tensor]) -> tuple[float, floa
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
-    """Return the rounding modes of the format that have a fused kernel on a type of device.
+    """Return the format's rounding modes that have a fused kernel on this device type.
 
-    The kernels round values one by one, so this also holds for formats without a scale.
+    The kernels round values one by one, so the result is the same for formats without a scale.
     """
     if fmt.is_cast:
         return ()
@@ -85,7 +90,7 @@ def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
 
 
 def describe(fmt: Format, scaling: TensorScaling, element: Element) -> ScaleDescription:
-    """Describe the scale of the tensor."""
+    """Return a description of the tensor's scale."""
     source = "FP8, arXiv 2209.05433; scale as in Transformer Engine's current scaling"
     if element.source is not None:
         source = f"{element.source}; scale as in Ascend's tensor-wise recipe"
