@@ -1,7 +1,7 @@
-"""Analysis of collected tensors: read a dump, verify it, compute statistics, draw figures.
+"""Analyze collected tensors: read a dump, verify it, compute statistics, and draw figures.
 
-`python -m megatron.analysis` is the command line. In Python, the names in `__all__` are the entry
-points; the module that defines a name is imported when the name is first used.
+`python -m megatron.analysis` is the command-line interface. In Python, the names in `__all__`
+are the entry points; the module that defines a name is imported when the name is first used.
 
 This package needs torch, numpy, pandas and matplotlib, but not megatron-core, so that a dump can be
 analyzed on a laptop.

@@ -29,7 +29,7 @@ UNDERFLOW = 0.1  #: share of values rounded to zero above which a format gets a 
 SQNR = 10.0
 BIAS = 0.01  #: bias relative to the mean magnitude above which a format gets a warning
 NAMED = 3  #: maximum number of tensors that a warning lists
-NOTES = 6  #: maximum number of notes reported one by one; one more warning covers the others
+NOTES = 6  #: maximum number of notes with their own warning; one more warning covers the rest
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def find_diagnostics(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Diagnost
 
 
 def _partial(tensors: pd.DataFrame) -> list[Diagnostic]:
-    """Return warnings that count the tensors with each note, such as a missing part."""
+    """Return warnings about incomplete tensors, one for each distinct note."""
     noted = tensors[tensors["note"].astype(str) != ""]
     groups = [(str(note), rows["tensor"]) for note, rows in noted.groupby("note", observed=True)]
     groups.sort(key=lambda group: -len(group[1]))

@@ -42,12 +42,12 @@ FORMATS = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
 
 @dataclass
 class DrawResult:
-    """The files written by `draw`, with the figures and dump files that were left out."""
+    """The result of `draw`: files, figures that could not be drawn, and dump files left out."""
 
     files: list[Path] = field(default_factory=list)
     unchanged: int = 0  #: number of `files` kept from an earlier call
-    missing: dict[str, str] = field(default_factory=dict)  #: data that an output or figure lacks
-    failed: dict[str, str] = field(default_factory=dict)  #: tracebacks of bugs, by output or figure
+    missing: dict[str, str] = field(default_factory=dict)  #: reasons for missing figures, by name
+    failed: dict[str, str] = field(default_factory=dict)  #: tracebacks of failed figures, by name
     kept: list[Path] = field(default_factory=list)  #: new paths of earlier outputs
     problems: list[Problem] = field(default_factory=list)  #: dump files that were left out
     tensors: int = 0  #: number of tensors that were drawn

@@ -40,7 +40,7 @@ PICTURE = "quick_analysis.png"
 TEXT = "tensor_stats.txt"
 BULK = 0.999  #: quantile of the magnitudes that determines the width of the histogram
 REACH = 4.0  #: largest value in the histogram, as a multiple of the quantile `BULK`
-TAIL = 1e-4  #: maximum share of values, the smallest in magnitude, that is left out
+TAIL = 1e-4  #: maximum share of values left out at the low end of the magnitude histogram
 DPI = 150  #: resolution of the picture, in dots per inch
 LONGEST = 36  #: maximum length of a name in the picture, in characters
 #: Columns whose distinct values are counted in the headline, by the word that is shown.
@@ -129,7 +129,7 @@ def draw_picture(dump: TensorStore, measured: Measurements, problems: list[Probl
     """Return the picture of the first look.
 
     The left column contains histograms of the values and of their magnitudes. The right column
-    shows how the tensors and values are divided among the groups of `GROUPS`.
+    shows the shares of tensors and values by quantization type, layer type, operation and use.
     """
     with matplotlib.rc_context(RC):
         # the axes leave room for the headline at the top of the figure
@@ -259,7 +259,7 @@ def _brief(name: str) -> str:
 
 
 def share_data(measured: Measurements, column: str) -> pd.DataFrame:
-    """Return the number of tensors and values for each value of `column`, for `plot_shares`."""
+    """Return the number of tensors and values in each group of `column`, for `plot_shares`."""
     return pd.DataFrame(
         [
             {"name": _brief(name), "tensors": tensors, "values": summary.count}

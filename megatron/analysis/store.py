@@ -9,7 +9,7 @@ store.load_global(layer=0, module="linear_qkv", tensor_name="output")   joined f
 The table is read from the index files, so no `.pt` file needs to be opened. If a tensor is not
 listed in an index, as in a dump of another program, its file is opened to read the metadata. If
 the file has no metadata, only the information in the file name is available. Unreadable files are
-listed in `problems`, and missing files that an index lists are in `missing`.
+listed in `problems`, and files that an index lists but that do not exist in `missing`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TensorStore:
         return self._cards.get(run_id, {})
 
     def select(self, **conditions: Any) -> pd.DataFrame:
-        """Return the records that meet all conditions, which may be none.
+        """Return the records that meet all conditions; the table is empty if there are none.
 
         Each condition names a column and gives a value, a list of values, a range, or None for
         unknown. `layer` is short for `layer_idx`; the coordinates of a rank are `rank`, `tp`,
@@ -122,7 +122,7 @@ class TensorStore:
         return matching(self.records, conditions)
 
     def load(self, record: Any) -> Tensor:
-        """Return one tensor as a memory map, which is read from the file only when accessed.
+        """Return one tensor, memory-mapped so that its values are read only when accessed.
 
         Args:
             record: a row of `records` (from `iloc` or `itertuples`), a table with one row, or the
@@ -213,7 +213,7 @@ class TensorStore:
             conditions = own | conditions
         frame = self.select(**conditions)
         if "recomputed" not in conditions and frame["recomputed"].nunique() > 1:
-            frame = frame[frame["recomputed"] == False]  # noqa: E712  a column of objects
+            frame = frame[frame["recomputed"] == False]  # noqa: E712  the dtype is object
         if frame.empty and conditions.get("tensor_name") == "weight":
             # all micro-batches of an iteration share the weight, so it may be saved with only one
             rest = {name: value for name, value in conditions.items() if name != "micro_batch"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.analysis.text_table import printable_lines, shown
 
 DEFAULT_FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3")
-CACHE_FOLDER = ".statistics"  #: name of the cache folder, inside the dump's folder
+CACHE_FOLDER = ".statistics"  #: name of the cache folder in the folder of a dump or of outputs
 LEFT_OUT = 3  #: exit status if files could not be read and were left out
 
 DESCRIPTION = """\

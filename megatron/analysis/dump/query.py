@@ -2,7 +2,7 @@
 
 The table has one row per tensor. Its columns are the fields of `TensorRecord`, the coordinates of
 the rank, and the location of the file; see `record_columns`. An unknown value is None, or NA in a
-column of integers. Values are unknown if a file has no metadata, for example.
+column of integers. For example, most values are unknown if a file has no metadata.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ groups whose ranks hold partial sums.
     s b o | partial[tp]    partial sums are added over the tensor-parallel ranks
     s b g[tp:2] d          shards are joined along g; each pair of consecutive ranks holds the
                            same shard
-    s b g[tp:2] d | partial[tp:2]    as before, but each pair holds partial sums of its shard
+    s b g[tp:2] d | partial[tp:2]    like the line above, but each pair of ranks holds partial
+                           sums of its shard
 
 If `dims` does not name a group, its ranks hold replicas. Data-parallel ranks hold different data,
 except for weights. Experts have their own groups: the data-parallel rank of an expert's tensor is
@@ -54,7 +55,7 @@ class Cut:
 
 
 def parse_dims(dims: str) -> list[Cut]:
-    """Parse `dims`, and return one cut per group that divides the tensor.
+    """Parse `dims`, and return one `Cut` for each group that divides the tensor.
 
     Raises:
         ValueError: if `dims` does not have the form that the module's docstring describes.

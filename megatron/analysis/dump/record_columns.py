@@ -85,7 +85,7 @@ class _Sizes(dict[Any, Any]):
     """A cache that maps equal shapes to one shared list."""
 
     def of(self, shape: list[int] | None) -> list[int] | None:
-        """Return the cached list that is equal to `shape`, after adding it if necessary.
+        """Return the cached list equal to `shape`; if there is none, add `shape` to the cache.
 
         Raises:
             WrongTypeError: if the shape is not a list of sizes.
@@ -105,7 +105,7 @@ class Columns:
     def __init__(self) -> None:
         self.of: dict[str, list[Any]] = {name: [] for name in (*_OF_ROW, "path", "source")}
         self._texts, self._sizes = _Texts(), _Sizes()
-        self._coordinates: dict[_Coordinates, int] = {}  #: indices of distinct coordinates
+        self._coordinates: dict[_Coordinates, int] = {}  #: index of each set of coordinates
         self._rank_of_row: list[int] = []  #: index of the coordinates of each row
 
     def __len__(self) -> int:

@@ -51,7 +51,7 @@ def unfinished(store: TensorStore) -> dict[str, str]:
 
 
 def alarm(store: TensorStore) -> str:
-    """Return a line about the unfinished runs for a figure, or "" if all runs finished."""
+    """Return a line about the unfinished runs for a figure, or "" if there are none."""
     named = [
         f"run {run_id} ({store.run_card(run_id).get('quant_type') or 'unknown type'}): {words}"
         for run_id, words in unfinished(store).items()
@@ -63,5 +63,5 @@ def alarm(store: TensorStore) -> str:
 
 
 def remarks_on(endings: Mapping[str, str]) -> list[str]:
-    """Return one printable line per run in `endings`, which is a result of `unfinished`."""
+    """Format a result of `unfinished` as printable lines, one per run."""
     return [shown(f"run {run_id}: {words}") for run_id, words in endings.items()]

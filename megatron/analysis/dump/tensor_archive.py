@@ -21,7 +21,7 @@ from megatron.bounded_files import open_regular
 
 #: Maximum size of the pickle, in bytes; a tensor and its metadata need about 2,000.
 PICKLE_LIMIT = 1 << 20
-MEMBER_LIMIT = 1000  #: maximum number of members; an archive with one tensor has 7
+MEMBER_LIMIT = 1000  #: maximum number of archive members; an archive with one tensor has 7
 DIRECTORY_LIMIT = 1 << 20  #: maximum size of the archive's directory, in bytes
 
 #: Maximum distance in bytes of an archive's end record from the end of the file.
@@ -29,7 +29,7 @@ _TAIL = (1 << 16) + 22
 _END, _END64, _LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _FOREIGN = "not an archive of torch.save: corrupt, truncated, or written by another program"
 _CODE = "it holds objects other than tensors and plain values; loading them could run code"
-#: Classes and functions that the pickle of a dense tensor may name.
+#: Names of classes and functions that may occur in the pickle of a dense tensor.
 _PLAIN = frozenset(
     {
         "torch._utils._rebuild_tensor",
@@ -43,7 +43,7 @@ _PLAIN = frozenset(
         "torch.storage.TypedStorage",
     }
 )
-#: Prefixes of functions that rebuild other kinds of tensors; torch.load would accept them.
+#: Prefixes of the names of functions that rebuild other kinds of tensors.
 _OTHER = (
     "torch._utils._rebuild",
     "torch._tensor._rebuild",

@@ -145,7 +145,7 @@ _CARD = {
     "status": str,
     "iterations": int,
 }
-_PARTS = {"quantization": dict, "ranks": dict}  #: expected types of the items of these lists
+_PARTS = {"quantization": dict, "ranks": dict}  #: expected types of the items in these fields
 
 
 def read_run_card(path: Path) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def unchanged(output: Path, names: Iterable[str], follows: str) -> dict[str, Mad
 def set_aside(output: Path, names: Iterable[str], dump: Path) -> list[Path]:
     """Rename outputs of other dumps that would be overwritten, and return their new paths.
 
-    The files of the first look are not renamed here, because `quick_analysis` does so itself.
+    The files of the first look are not renamed here, because `quick_analysis` renames them itself.
     """
     drawn, kept = _read(output), []
     for name in names:
@@ -141,7 +141,7 @@ def _files(drawn: Mapping[str, Any], name: str) -> dict[str, list[int]]:
 
 
 def _read(output: Path) -> dict[str, Any]:
-    """Return the recorded outputs; invalid entries are left out, because the file may be forged."""
+    """Return the valid entries of the file `NAME`, which could be damaged or forged."""
     try:
         drawn = read_json(output / NAME)
     except (OSError, ValueError):

@@ -30,7 +30,7 @@ class Output:
     module: str  #: name of the module that draws the output, relative to `megatron.analysis`
     #: Properties of `FigureData` that the output needs and that are slow to compute.
     needs: tuple[str, ...] = ()
-    #: Outputs with higher values are started earlier, so that slow outputs do not finish last.
+    #: Priority of slow outputs; higher values are started earlier to shorten the total time.
     slowness: int = 0
 
     def load(self) -> Draw:

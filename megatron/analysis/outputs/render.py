@@ -52,8 +52,8 @@ class Made:
 
     name: str
     files: list[Path] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)  #: data that an output or figure lacks
-    failed: dict[str, str] = field(default_factory=dict)  #: tracebacks of bugs, by output or figure
+    missing: dict[str, str] = field(default_factory=dict)  #: reasons for missing figures, by name
+    failed: dict[str, str] = field(default_factory=dict)  #: tracebacks of failed figures, by name
 
 
 def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]:
@@ -93,8 +93,8 @@ def compute_shared_tables(figure_data: FigureData, names: Sequence[str]) -> None
         _ = figure_data.deviations
 
 
-_order: list[Order] = []  # in a forked process, its order; otherwise empty
-_making: list[str] = []  # in a forked process, the output that it is drawing, if any
+_order: list[Order] = []  # the `Order` of a forked process; empty in the parent
+_making: list[str] = []  # name of the output that a forked process is drawing; empty if idle
 
 
 def _begin(order: Order) -> None:
@@ -193,9 +193,9 @@ def _draw(name: str, draw: Make, order: Order, made: Made) -> None:
 
 
 def picture(figure: Figure, image: str) -> bytes:
-    """Return the content of an image file of a figure.
+    """Render a figure, and return the content of the image file.
 
-    The file contains no time stamp, so that drawing the same figure again gives the same content.
+    The file contains no timestamp, so that drawing the same figure again gives the same content.
     """
     content = io.BytesIO()
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}

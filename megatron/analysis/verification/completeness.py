@@ -124,7 +124,7 @@ class _Run:
 
     @property
     def early(self) -> bool:
-        """Return whether the run ended early, in its first iteration, which may be incomplete."""
+        """Return whether the run ended early and has records of only one iteration."""
         return bool(self.last_iterations) and self.records["iteration"].nunique() == 1
 
 

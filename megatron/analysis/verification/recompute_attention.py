@@ -11,9 +11,9 @@ result and the first recomputation is four times the difference between the two 
 plus four units in the last place of the result. Both the norm and the largest value of the
 difference are compared in this way.
 
-Supported is attention without dropout, with a causal or sliding-window mask and any scale. Heads
-of values may be smaller than heads of keys. If ranks share a sequence (context parallelism), their
-keys and values are gathered, and the gradients of keys and values are summed.
+This module supports attention without dropout, with a causal or sliding-window mask and with any
+scale. Heads of values may be smaller than heads of keys. If ranks share a sequence (context
+parallelism), their keys and values are gathered, and the gradients of keys and values are summed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class AttentionFormats:
 def attention(
     ranks: Sequence[Mapping[str, Tensor]], formats: AttentionFormats, slack: float
 ) -> Iterator[tuple[int, str, Outcome]]:
-    """Check the results of a context-parallel group, and yield the rank, name and outcome of each.
+    """Check the results of attention, and yield the rank, name and outcome of each result.
+
+    All ranks of a context-parallel group are checked together.
 
     Args:
         ranks: operands and results of each rank by name, in the order of the ranks.

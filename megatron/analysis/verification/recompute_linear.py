@@ -32,7 +32,7 @@ LINEAR = {
     "grad_weight": ("grad_output", "input"),
 }
 _ROWS = 1024  #: number of rows of a result that are computed in float64 at a time
-_FLOAT32 = torch.finfo(torch.float32).eps / 2  #: half a unit in the last place of float32
+_FLOAT32 = torch.finfo(torch.float32).eps / 2  #: unit roundoff of float32, 2^-24
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class Results:
         return {row.tensor_name: self.store.load(row) for row in rows if row.codes is None}
 
     def _codes(self, by_name: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the operands of a linear layer whose codes were saved, dequantized, by slot."""
+        """Return the operands of a linear layer, dequantized from their saved codes, by slot."""
         return {
             slot: dequantize(self.store.load_codes(by_name[name]))
             for slot, name in zip(SLOTS, CODES["linear"], strict=True)

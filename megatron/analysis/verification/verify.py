@@ -36,7 +36,7 @@ from megatron.analysis.verification.results import Finding, Results
 
 @dataclass
 class Verdict:
-    """The findings of a verification, and the numbers of results that were and were not checked."""
+    """The findings of a verification, with counts of checked and unchecked results."""
 
     findings: list[Finding] = field(default_factory=list)
     checked: Counter[str] = field(default_factory=Counter)  #: number of successful checks, by kind
