@@ -1,1 +1,1 @@
-"""Pictures of the number formats; the only part of the package that needs matplotlib."""
+"""Tables, descriptions and pictures of the number formats; only the pictures need matplotlib."""

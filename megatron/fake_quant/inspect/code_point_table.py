@@ -1,4 +1,4 @@
-"""Tables of an element's codes and their values: Markdown for people, CSV for programs."""
+"""Tables of an element type's codes and values: Markdown for people, CSV for programs."""
 
 import csv
 import io
@@ -12,19 +12,19 @@ from megatron.fake_quant.inspect.format_table import markdown_table
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """One code of an element, as text."""
+    """One code of an element type, as strings."""
 
-    code: str  #: hexadecimal number
-    bits: str  #: sign, exponent and mantissa, separated; in HiFloat8 the dot before the exponent
-    value: str  #: shortest decimal that denotes this number
-    scientific: str  #: significand times a power of two; empty for zero, Inf and NaN
+    code: str  #: code as a hexadecimal number
+    bits: str  #: bit fields separated by spaces; HiFloat8 has its dot between sign and exponent
+    value: str  #: shortest decimal that identifies the value
+    scientific: str  #: value as a significand times a power of two; empty for zero, Inf and NaN
 
 
 def code_table(element: Element) -> list[Code]:
-    """Return all codes in ascending order.
+    """Return all codes of an element type in ascending order.
 
     Raises:
-        ValueError: if the element is a cast, see `code_values`.
+        ValueError: if the element type is a cast; see `code_values`.
     """
     if element.is_cast:
         raise ValueError(
@@ -39,13 +39,13 @@ def code_table(element: Element) -> list[Code]:
 
 
 def markdown(fmt: Format) -> str:
-    """Return a Markdown table of the codes of the format's element."""
+    """Return a Markdown table of the codes of the format's element type."""
     rows = [(c.code, c.bits, c.value, c.scientific) for c in code_table(fmt.element)]
     return markdown_table(("code", _parts(fmt.element), "value", "that is"), rows)
 
 
 def _parts(element: Element) -> str:
-    """Return the names of the fields in `Code.bits`."""
+    """Return the names of the bit fields in `Code.bits`."""
     if element.is_cast or element.tapered:
         return "sign dot exponent mantissa"
     return "sign integer fraction" if element.exponent_bits == 1 else "sign exponent mantissa"

@@ -1,8 +1,8 @@
-"""The numbers that a format has, measured on the code that quantizes.
+"""Properties of the number formats, measured by running the quantization code.
 
-Values come from the tables of codes, behavior between and beyond them from rounding midpoints, Inf
-and NaN, and scales from scaling up ones by every stored scale. Tables and pictures made from these
-functions therefore cannot drift from `fake_quantize`.
+The values come from the tables of codes. The behavior between and beyond the values is found by
+rounding midpoints, Inf and NaN; the scales are found by applying every stored scale to ones. Tables
+and pictures that use these functions therefore always agree with `fake_quantize`.
 """
 
 import functools
@@ -23,12 +23,12 @@ from megatron.fake_quant.quantize import fake_quantize
 
 
 def exponent(value: float) -> int:
-    """Return the exponent E of a finite number, whose magnitude is in [2^E, 2^(E+1))."""
+    """Return the exponent E of a finite nonzero number, whose magnitude is in [2^E, 2^(E+1))."""
     return math.frexp(value)[1] - 1
 
 
 def all_values(element: Element) -> Tensor:
-    """Return the float32 number that each code stands for, by code."""
+    """Return the float32 values of all codes, in the order of the codes."""
     if not element.is_cast:
         return code_values(element)
     assert element.bits == torch.int16.itemsize * 8
@@ -37,37 +37,40 @@ def all_values(element: Element) -> Tensor:
 
 @functools.cache
 def positive_values(element: Element) -> Tensor:
-    """Return the finite numbers above zero, in ascending order."""
+    """Return the finite positive values of an element type, in ascending order."""
     values = all_values(element)
     return values[values.isfinite() & (values > 0)].sort().values
 
 
 def round_nearest(x: Tensor, element: Element) -> Tensor:
-    """Round float32 `x` to nearest, without a scale."""
+    """Round float32 `x` to the nearest values of an element type, without a scale."""
     fmt = Format(element.name, element)
     return reference.fake_quantize(x, fmt, BlockLayout.of(tuple(x.shape), fmt, -1), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Binades:
-    """Neighboring binades [2^E, 2^(E+1)) with equally many, equally spaced numbers."""
+    """Consecutive binades [2^E, 2^(E+1)) with the same number and relative spacing of values."""
 
     first: int  #: lowest E
     last: int  #: highest E
-    count: int  #: numbers in each binade
-    relative: float | None  #: spacing over 2^E; None if there is no larger number
+    count: int  #: number of values in each binade
+    relative: float | None  #: spacing divided by 2^E; None if there is no larger value
 
 
 @functools.cache
 def binades(element: Element) -> tuple[Binades, ...]:
-    """Return all binades with positive numbers, in ascending order."""
+    """Return the binades of an element type's positive values, in ascending order.
+
+    Consecutive binades with the same number and relative spacing of values are merged.
+    """
     values = positive_values(element)
     exponents = torch.frexp(values).exponent - 1
     result: list[Binades] = []
     for e in range(int(exponents[0]), int(exponents[-1]) + 1):
         inside = (exponents == e).nonzero().flatten()
         start, count = int(inside[0]), len(inside)
-        # The last number of a binade is one step away from the next binade.
+        # Include the first value of the next binade, one step above the last value of this one.
         steps = values[start : start + count + 1].diff()
         relative = math.ldexp(float(steps[0]), -e) if len(steps) else None
         last = result[-1] if result else None
@@ -80,7 +83,7 @@ def binades(element: Element) -> tuple[Binades, ...]:
 
 @functools.cache
 def ties(element: Element) -> str:
-    """Return where rounding to nearest takes the midpoints of neighboring values, in words."""
+    """Describe how rounding to nearest resolves ties, in words such as "away from zero"."""
     zero = torch.zeros(1)
     low = torch.cat([zero, positive_values(element)[:-1]])
     high = positive_values(element)
@@ -95,13 +98,13 @@ def ties(element: Element) -> str:
 
 
 def saturates(element: Element) -> bool:
-    """Return whether values that are too large become the largest number instead of Inf."""
+    """Return whether values beyond the largest number saturate instead of becoming Inf."""
     return bool(round_nearest(torch.tensor([math.inf]), element).isfinite())
 
 
 @functools.cache
 def infinite_from(element: Element) -> float:
-    """Return the smallest float32 that rounds to Inf; Inf itself if no number does."""
+    """Return the smallest float32 that rounds to Inf, or Inf if no finite number does."""
     if saturates(element):
         return math.inf
     largest = positive_values(element)[-1:]
@@ -109,7 +112,11 @@ def infinite_from(element: Element) -> float:
 
 
 def _first(holds: Callable[[Tensor], Tensor], low: int) -> float:
-    """Return the smallest float32, up to Inf, above the one with bits `low` for which `holds`."""
+    """Return the smallest float32 above the one with bits `low` for which `holds` is true.
+
+    The search is a bisection, so `holds` must be true for all larger numbers, too. Return Inf if it
+    is true for no finite number.
+    """
     high = INFINITY
     while high - low > 1:
         middle = (low + high) // 2
@@ -120,26 +127,29 @@ def _first(holds: Callable[[Tensor], Tensor], low: int) -> float:
 
 @functools.cache
 def vanishes_from_half(element: Element) -> bool:
-    """Return whether half of the smallest number rounds to zero."""
+    """Return whether half of the smallest positive value rounds to zero."""
     return not round_nearest(positive_values(element)[:1] / 2, element).any()
 
 
 def never_produced(element: Element) -> Tensor:
-    """Return the codes, except those of NaN, of numbers that not even they themselves round to."""
+    """Return the codes whose value does not round to itself, except the codes of NaN."""
     values = all_values(element)
     fixed = round_nearest(values, element) == values
     return (~fixed & ~values.isnan()).nonzero().flatten()
 
 
 def scale_range(scaling: Scaling) -> tuple[float, float]:
-    """Return the smallest and the largest scale above zero that a block can store."""
+    """Return the smallest and the largest positive scale that a block can store."""
     scales = scalings.stored_scales(scaling)
     positive = scales[scales.isfinite() & (scales > 0)]
     return float(positive.min()), float(positive.max())
 
 
 def whole_range(fmt: Format) -> tuple[float, float]:
-    """Return the smallest and largest magnitude above zero, without the scale of the tensor."""
+    """Return the smallest and the largest positive value, including block scales.
+
+    The scale of the tensor is not included.
+    """
     values = positive_values(fmt.element)
     smallest, largest = float(values[0]), float(values[-1])
     if fmt.scaling is not None and fmt.block_size is not None:
@@ -149,7 +159,7 @@ def whole_range(fmt: Format) -> tuple[float, float]:
 
 
 def scale_bits(fmt: Format) -> tuple[int, int]:
-    """Return the stored bits of a block's scale, and the number of values that share it."""
+    """Return the number of bits stored for a block's scale, and how many values share the scale."""
     if fmt.block_size is None:
         return 0, 1
     shape = (fmt.block_size, fmt.block_size) if fmt.square else (fmt.block_size,)
@@ -158,13 +168,13 @@ def scale_bits(fmt: Format) -> tuple[int, int]:
 
 
 def bits_a_value(fmt: Format) -> float:
-    """Return the bits per value, with block scales but without the scale of the tensor."""
+    """Return the stored bits per value, including block scales but not the scale of the tensor."""
     bits, values = scale_bits(fmt)
     return fmt.element.bits + bits / values
 
 
 def effect(fmt: Format, special: float) -> str:
-    """Describe what a NaN or an Inf does to the value itself and to its neighbors."""
+    """Describe how quantization treats a NaN or an Inf, and whether it affects the whole block."""
     size = fmt.block_size or 1
     x = torch.ones(2 * size, 2 * size)
     x[0, 0] = special
@@ -178,5 +188,5 @@ def effect(fmt: Format, special: float) -> str:
 
 
 def _nearest(fmt: Format) -> Format:
-    """Return the format with rounding to nearest, which needs no random numbers."""
+    """Return a copy of the format that rounds to nearest, which needs no random numbers."""
     return replace(fmt, rounding="nearest")

@@ -1,7 +1,7 @@
-"""The full description of one format, for `python -m megatron.fake_quant describe`.
+"""Full description of one format, printed by `python -m megatron.fake_quant describe`.
 
-The numbers come from `format_properties.py`, that is, from the code that quantizes. Scales are
-described by the module of their scaling, see `scalings.py`.
+The numbers come from `format_properties.py`, which measures them on the quantization code. Each
+scaling's own module describes the scales; see `scalings.py`.
 """
 
 import math
@@ -24,7 +24,10 @@ LABEL = 20
 
 
 def describe(fmt: Format) -> str:
-    """Return a page of text on the range, precision, specials, rounding and scales of `fmt`."""
+    """Return a description of the range, precision, special values, rounding and scales of `fmt`.
+
+    The description is plain text of about one page.
+    """
     sections = [
         ("", _summary(fmt)),
         (f"element {fmt.element.name}", _element(fmt)),
@@ -72,13 +75,16 @@ def _summary(fmt: Format) -> list[Line]:
 
 
 def source(fmt: Format) -> str:
-    """Return the document that defines the format."""
+    """Return a reference to the document that defines the format."""
     scales = scalings.describe(fmt)
     return (fmt.element.source or mx.source(fmt)) if scales is None else scales.source
 
 
 def scientific(x: float) -> str:
-    """Write a positive number, also as a significand times a power of two if they differ."""
+    """Format a positive number, followed by its form as a significand times a power of two.
+
+    The second form is left out for powers of two and for numbers from 1 to 2.
+    """
     mantissa, exponent = math.frexp(x)
     text = number(x)
     if mantissa == 0.5 or exponent == 1:
@@ -154,7 +160,7 @@ def _underflow(element: Element, smallest: float) -> str:
 
 
 def _codes(codes: Tensor, element: Element) -> str:
-    """Return hexadecimal codes, with neighbors joined to ranges."""
+    """Format codes as hexadecimal numbers, with consecutive codes joined into ranges."""
     runs: list[tuple[int, int]] = []
     for code in codes.flatten().tolist():
         if runs and runs[-1][1] == code - 1:
@@ -180,7 +186,7 @@ def _unused(element: Element) -> list[Line]:
 
 
 def _scale(fmt: Format) -> list[Line]:
-    """Return lines on which scales there are, their range, and how they are computed."""
+    """Return the lines that describe the format's scales: their range and their computation."""
     scales = scalings.describe(fmt)
     if scales is None:
         return []
@@ -193,7 +199,7 @@ def _scale(fmt: Format) -> list[Line]:
 
 
 def _whole(fmt: Format) -> list[Line]:
-    """Return lines on element and scales together, and on the effect of a NaN or an Inf."""
+    """Return the lines on the range of the whole format and on the effect of a NaN or an Inf."""
     low, high = format_properties.whole_range(fmt)
     lines: list[Line] = []
     if fmt.block_size is not None:
@@ -221,7 +227,7 @@ def _whole(fmt: Format) -> list[Line]:
 
 
 def _precision(element: Element) -> str:
-    """Return a table of the spacing in each binade."""
+    """Return a Markdown table of the spacing of values in each binade."""
     rows: list[Sequence[str]] = []
     for span in format_properties.binades(element):
         ends = sorted({span.first, span.last})

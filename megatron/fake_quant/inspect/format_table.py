@@ -1,6 +1,6 @@
-"""A table of formats with a few words on each; `format_report.py` describes one in full.
+"""Overview table of the formats; `format_report.py` describes one format in full.
 
-The numbers come from `format_properties.py`, that is, from the code that quantizes.
+The numbers come from `format_properties.py`, which measures them on the quantization code.
 """
 
 import math
@@ -24,13 +24,13 @@ HEADER = (
 
 
 def number(x: float) -> str:
-    """Write a number as a power of two if that is shorter, otherwise as a decimal."""
+    """Format a number as a decimal, or as a power of two if it is one below 1 or above 1024."""
     mantissa, exponent = math.frexp(x)
     return f"2^{exponent - 1}" if mantissa == 0.5 and not 1 <= x <= 1024 else f"{x:.9g}"
 
 
 def rounding(fmt: Format) -> str:
-    """Return the rounding mode in a word or two."""
+    """Return a short name of the rounding mode, such as "ties even"."""
     return (
         f"ties {format_properties.ties(fmt.element)}" if fmt.rounding == "nearest" else fmt.rounding
     )
@@ -53,12 +53,12 @@ def row(fmt: Format) -> tuple[str, ...]:
 
 
 def aliases(fmt: Format) -> list[str]:
-    """Return the other names of a named format."""
+    """Return the alternative names of a format."""
     return [alias for alias, name in ALIASES.items() if name == fmt.name]
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table whose columns are not aligned."""
+    """Return a Markdown table, without padding its columns to equal width."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 

@@ -1,6 +1,7 @@
-"""Pictures of the numbers of formats: a row of ticks per format, and the spacing between them.
+"""Pictures of the values of number formats, and of the spacing between the values.
 
-Elements are drawn in units of their own scale, because a scale only shifts the whole row.
+Each format's values are a row of ticks. Values are drawn in units of their scale, because a scale
+only shifts the whole row.
 """
 
 import math
@@ -18,7 +19,7 @@ from megatron.fake_quant.formats import Element, Format
 from megatron.fake_quant.inspect import format_properties
 from megatron.fake_quant.inspect.format_table import number
 
-#: Color of each format in every picture, also in those of `megatron.analysis`.
+#: Color of each format in all pictures, including the figures of `megatron.analysis`.
 COLORS: Mapping[str, str] = MappingProxyType(
     {
         "mxfp8": "#2a6f97",
@@ -36,7 +37,7 @@ COLORS: Mapping[str, str] = MappingProxyType(
 )
 _SPARE = ("#5f7470", "#8c6d46", "#6d597a", "#557a46", "#94617c", "#4f6d7a")
 _INK, _FAINT, _RULE = "#222222", "#6f6f6f", "#d9d9d9"
-_LANE = 1.4  #: points between lines that would coincide
+_LANE = 1.4  #: distance between lines that would otherwise coincide, in points
 _RC: dict[Any, Any] = {
     "font.size": 9,
     "text.color": _INK,
@@ -55,7 +56,7 @@ _RC: dict[Any, Any] = {
 
 
 def picture(formats: Sequence[Format], palette: Mapping[str, str] = COLORS) -> Figure:
-    """Draw the values of `formats` above, and their relative spacing below, over the same axis.
+    """Draw the values of `formats` and, below them on the same axis, their relative spacing.
 
     Raises:
         ValueError: if one of the formats is a cast, or if there are no formats.
@@ -82,7 +83,7 @@ def plot_values(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Ax
     for place, fmt in enumerate(formats):
         values = format_properties.positive_values(fmt.element)
         color = _color(fmt, place, palette)
-        # Thinner ticks stay apart where thick ones would merge.
+        # Thin ticks remain distinguishable where thick ticks would merge.
         width = (
             0.5 if max(part.count for part in format_properties.binades(fmt.element)) > 16 else 1.0
         )
@@ -100,13 +101,13 @@ def plot_values(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Ax
 
 
 def plot_spacing(formats: Sequence[Format], *, palette: Mapping[str, str], ax: Axes) -> Axes:
-    """Draw one line per element: the spacing at the start of each binade over the value there."""
+    """Draw one line per element type: spacing divided by value, at the start of each binade."""
     users: dict[Element, int] = {}
     for place, fmt in enumerate(formats):
         users.setdefault(fmt.element, place)
     for lane, (element, place) in enumerate(users.items()):
         points = _steps(element)
-        if not points:  # a single value
+        if not points:  # The element type has a single value.
             continue
         shift = _LANE * (lane - (len(users) - 1) / 2) / 72
         figure = ax.get_figure(root=True)
@@ -143,7 +144,7 @@ def plot_spacing(formats: Sequence[Format], *, palette: Mapping[str, str], ax: A
 
 
 def _steps(element: Element) -> list[tuple[float, float]]:
-    """Return the corners of the relative spacing over magnitude, in ascending order."""
+    """Return an element type's line as points (magnitude, relative spacing), in ascending order."""
     largest = float(format_properties.positive_values(element)[-1])
     return [
         (min(x, largest), part.relative)
@@ -154,13 +155,13 @@ def _steps(element: Element) -> list[tuple[float, float]]:
 
 
 def _span(formats: Sequence[Format]) -> tuple[int, int]:
-    """Return the exponents of the smallest and the largest value."""
+    """Return the exponents of the smallest and the largest positive value of all formats."""
     parts = [part for fmt in formats for part in format_properties.binades(fmt.element)]
     return min(part.first for part in parts), max(part.last for part in parts)
 
 
 def _magnitudes(ax: Axes, lowest: int, highest: int) -> None:
-    """Set up the axis of magnitudes with powers of two."""
+    """Set up the x-axis for magnitudes, with ticks at powers of two."""
     ax.set_xscale("log", base=2)
     ax.set_xlim(math.ldexp(0.7, lowest), math.ldexp(2, highest))
     every = max(1, (highest - lowest) // 18)
@@ -178,6 +179,6 @@ def _power(value: object) -> str:
 
 
 def _color(fmt: Format, place: int, palette: Mapping[str, str]) -> str:
-    """Return the color of the format, of the format that it varies, or a spare one."""
+    """Return the color of the format or of its base format; if both have none, a spare color."""
     base = fmt.name.partition(":")[0]
     return palette.get(fmt.name) or palette.get(base) or _SPARE[place % len(_SPARE)]

@@ -1,15 +1,22 @@
 """Resolve the number format of every matmul and record where it was set.
 
-A quantization type (see `quant_type.py`) sets the formats of all layers alike. A recipe
-(`recipe.py`) sets them layer by layer and operand by operand. One function, `resolve`, decides;
-later calls of `current` return the same policy, with the source of each value.
+A quantization type (see `quant_type.py`) sets the same formats for all layers. A recipe (see
+`recipe.py`) sets the formats layer by layer and operand by operand. The function `resolve` combines
+all settings into a policy, which also records the source of each value; `current` returns the
+policy of this process.
 
-Formats come from the first of these sources that sets them: a flag for the operation, then the flag
-for all operations; the recipe file; the environment variable for the operation, then
-`CUSTOM_QUANT_TYPE`; the local settings file; the default, `bf16`. A type sets all three operations:
-`FA_mxfp8` on the command line overrides the environment's choice for the linear layers. The flag
-for all operations would leave nothing to a recipe. It overrides a recipe that the environment
-names, and it is refused together with `--quant-recipe`.
+The format of an operation comes from the first of these sources that sets it:
+
+1. the flag for the operation, then the flag for all operations
+2. the recipe file
+3. the environment variable for the operation, then `CUSTOM_QUANT_TYPE`
+4. the local settings file
+5. the default, `bf16`
+
+A quantization type sets all three operations: `FA_mxfp8` on the command line also overrides the
+environment's choice for the linear layers. The flag for all operations would therefore override a
+recipe in every layer. It overrides a recipe that the environment names, and it is refused together
+with `--quant-recipe`.
 
 The LM head stays in high precision unless a recipe quantizes it.
 """
@@ -42,25 +49,25 @@ DEFAULT_SOURCE = "default"  #: source of a choice that no flag, variable or file
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The format of one operation's operands and where it was set."""
+    """Format of one operation's operands, and the source that set it."""
 
-    format: Format | None  #: None if the operands stay in high precision
-    source: str  #: such as "environment variable CUSTOM_QUANT_TYPE"
+    format: Format | None  #: number format; None if the operands stay in high precision
+    source: str  #: source of the format, such as "environment variable CUSTOM_QUANT_TYPE"
 
     @property
     def name(self) -> str:
-        """Name of the format, `bf16` if nothing is quantized."""
+        """Name of the format, or `bf16` if the operands are not quantized."""
         return DEFAULT_TYPE if self.format is None else self.format.name
 
 
 @dataclass(frozen=True, slots=True)
 class OperationPolicy:
-    """The formats of one operation of one module over the iterations of a run."""
+    """Formats of one operation in one module, for all iterations of a run."""
 
     operation: str
-    fixed: GemmFormats | None  #: formats of every iteration; unused if there are rules
+    fixed: GemmFormats | None  #: formats in every iteration; unused if there are rules
     source: str
-    rules: tuple[Rule, ...] | None = None  #: rules of a recipe; the first that holds is in force
+    rules: tuple[Rule, ...] | None = None  #: rules of a recipe; the first one that holds applies
 
     def _rule(self, iteration: int) -> Rule | None:
         return next((rule for rule in self.rules or () if rule.holds_at(iteration)), None)
@@ -73,7 +80,10 @@ class OperationPolicy:
         return None if rule is None else rule.config[self.operation]
 
     def of_all_times(self) -> list[tuple[GemmFormats, str]]:
-        """Return the formats of all iterations, except high precision, and their sources."""
+        """Return all formats that iterations may use, with their sources.
+
+        Rules that keep the operation in high precision are left out.
+        """
         if self.rules is None:
             return [] if self.fixed is None else [(self.fixed, self.source)]
         quantized = []
@@ -84,7 +94,7 @@ class OperationPolicy:
         return quantized
 
     def source_at(self, iteration: int) -> str:
-        """Return where the formats of an iteration were set."""
+        """Return the source that set the formats of an iteration."""
         if self.rules is None:
             return self.source
         rule = self._rule(iteration)
@@ -98,17 +108,18 @@ class OperationPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The formats that this process quantizes to."""
+    """Formats to which this process quantizes the operands of each operation."""
 
-    choices: Mapping[str, Choice]  #: by operation; unused for operations that a recipe decides
+    choices: Mapping[str, Choice]  #: choice for each operation; unused if it is in `by_recipe`
     recipe: Recipe | None = None
-    by_recipe: frozenset[str] = frozenset()  #: operations that the recipe decides
+    by_recipe: frozenset[str] = frozenset()  #: operations whose formats the recipe sets
 
     @property
     def quant_type(self) -> str:
-        """Return the shortest type with these choices, or the name of the recipe.
+        """Shortest quantization type with the same effect, or `recipe_NAME` for a recipe.
 
-        Operations are spelled out if no type describes them.
+        If no quantization type describes the choices, the operations are listed one by one. The
+        name of a recipe is followed by the operations that flags set.
         """
         if self.recipe is not None:
             by_flag = [op for op in OPERATIONS if op not in self.by_recipe]
@@ -124,7 +135,7 @@ class Policy:
         return "_".join(f"{op}-{choice.name}" for op, choice in self.choices.items())
 
     def describe(self) -> list[str]:
-        """Return one line per operation with its effective format and the source."""
+        """Return one line per operation, with its effective format and the source of the format."""
         lines = []
         for op, choice in self.choices.items():
             if op in self.by_recipe:
@@ -137,14 +148,14 @@ class Policy:
     def plan(
         self, operation: str, module: str, layer: int, num_layers: int, *, is_lm_head: bool = False
     ) -> OperationPolicy:
-        """Return the formats of an operation of a module.
+        """Return the formats of one operation in one module.
 
         Args:
             operation: one of `OPERATIONS`.
             module: name of the module in the whole model.
-            layer: number of its transformer layer, from 0; -1 outside of the layers.
-            num_layers: number of layers of the whole model.
-            is_lm_head: True for the LM head, which only a recipe quantizes.
+            layer: index of the module's transformer layer, from 0; -1 outside the layers.
+            num_layers: number of layers in the whole model.
+            is_lm_head: True for the LM head, which is quantized only by a recipe.
         """
         if operation in self.by_recipe:
             assert self.recipe is not None
@@ -163,7 +174,10 @@ def _level(
     type_source: str,
     sources: Mapping[str, str],
 ) -> dict[str, Choice]:
-    """Return the choices of one level of precedence; an operation's own value beats the type."""
+    """Return the choices of one level of precedence.
+
+    A value for a single operation takes precedence over the quantization type.
+    """
     choices: dict[str, Choice] = {}
     if of_type:
         choices = {
@@ -177,7 +191,7 @@ def _level(
 
 
 def _parsed(parse: Callable[[str], _Parsed], name: str, source: str) -> _Parsed:
-    """Parse a name, and put its source in front of an error."""
+    """Parse a name with `parse`; if that fails, prefix the error message with the source."""
     try:
         return parse(name)
     except ValueError as error:
@@ -191,12 +205,13 @@ def resolve(
     """Resolve the formats of each operation from flags, recipe, environment and settings file.
 
     Args:
-        flags: values for any of the keys `custom_quant_type`, `linear`, `qk`, `pv` and `recipe`;
-            None if not given.
-        environ: environment; by default that of the process.
+        flags: values of the flags, with the keys `custom_quant_type`, `linear`, `qk`, `pv` and
+            `recipe`; the value of a flag that was not given is None or missing.
+        environ: environment variables; by default, the process's own.
 
     Raises:
-        ValueError: if a value is no type, format or recipe; the message names its source.
+        ValueError: if a value is not a quantization type, format or recipe (the message names its
+            source), or if flags would override the given recipe in every layer.
     """
     flags = {} if flags is None else flags
     environ = os.environ if environ is None else environ
@@ -230,7 +245,7 @@ def resolve(
 
 
 def _recipe(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Recipe | None:
-    """Load the recipe that a flag or the environment names, if any."""
+    """Load the recipe that a flag or the environment names; return None if there is none."""
     overruled = flags.get("custom_quant_type") or all(flags.get(op) for op in OPERATIONS)
     path = flags.get("recipe") or (None if overruled else environ.get(RECIPE_VARIABLE))
     if not path:
@@ -244,10 +259,10 @@ def _recipe(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Reci
 
 
 def canonical_type(name: str) -> str:
-    """Return the canonical spelling of a quantization type, used in file names: `FA_hifp8`.
+    """Return the canonical spelling of a quantization type, as file names use it: `FA_hifp8`.
 
     Raises:
-        ValueError: if there is no such type.
+        ValueError: if there is no such quantization type.
     """
     return Policy({op: Choice(fmt, "") for op, fmt in parse_type(name).items()}).quant_type
 
@@ -263,7 +278,9 @@ def configure(
     pv: str | None = None,
     recipe: str | None = None,
 ) -> Policy:
-    """Set this process's policy from a trainer's flags; call it before the model is built.
+    """Set this process's policy from the training flags, and return it.
+
+    Call this function before the model is built.
 
     Raises:
         ValueError: see `resolve`.
@@ -275,5 +292,8 @@ def configure(
 
 
 def current() -> Policy:
-    """Return this process's policy, by default that of the environment and the settings file."""
+    """Return this process's policy.
+
+    If none is configured, resolve one from the environment and the settings file.
+    """
     return configure() if _current is None else _current

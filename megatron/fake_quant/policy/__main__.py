@@ -1,4 +1,7 @@
-"""`python -m megatron.fake_quant.policy`: check types and recipes, and print the resolved type."""
+"""Check quantization types and recipes, and print the resolved quantization type.
+
+The command is `python -m megatron.fake_quant.policy`; shell scripts call it.
+"""
 
 import argparse
 import sys
@@ -11,7 +14,7 @@ from megatron.fake_quant.recipe import load_recipe
 
 
 def _flags(words: list[str]) -> dict[str, str | None]:
-    """Return the arguments of `resolve` from a command line of training."""
+    """Return the argument `flags` of `resolve`, parsed from the command line of a training run."""
     parser = ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--custom-quant-type")
     parser.add_argument("--quant-recipe", dest="recipe")
@@ -22,7 +25,7 @@ def _flags(words: list[str]) -> dict[str, str | None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check a quantization type or a recipe for a shell script, or print the resolved type.
+    """Check a quantization type or a recipe, or print the resolved quantization type.
 
     Example: `python -m megatron.fake_quant.policy --check-type mxfp8`.
     """
