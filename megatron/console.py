@@ -19,7 +19,7 @@ SHOWN = 3  #: maximum number of names in a suggestion
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that are most similar to `name`, the most similar first.
+    """Return the known names that are similar to `name`, in descending order of similarity.
 
     Case is ignored, and hyphens and underscores are considered equal.
     """

@@ -181,7 +181,7 @@ class BackgroundWriter(Writer):
         self._write_events()
 
     def _write_events(self) -> None:
-        if not self._index.acquire(timeout=1.0):  # its holder hangs in the file system
+        if not self._index.acquire(timeout=1.0):  # the thread that holds it hangs
             return
         try:
             with contextlib.suppress(OSError):
@@ -197,7 +197,7 @@ class BackgroundWriter(Writer):
             self._writer.write_run_card(card, last=last)
 
     def wait(self) -> None:
-        """Block training until all pending records are written or its waiting time is used up."""
+        """Block training until all records are written or the time allowed for waiting is over."""
         while self.pending and self._let_training_wait():
             pass
 
@@ -248,7 +248,7 @@ class BackgroundWriter(Writer):
                 now = time.monotonic()
                 if now >= end:
                     return False
-                # A large file takes a slow disk long; while it accepts data, it is not dead.
+                # A slow disk takes long to write a large file; it is alive while it accepts data.
                 left = max(self._latest, self._writer.latest) + self._patience - now
                 if left <= 0:
                     break

@@ -18,7 +18,7 @@ from megatron.tensor_record import CODES, COMPONENTS, operation_of
 
 
 class Sink(Protocol):
-    """Interface of the `Collector` that a `Capture` uses."""
+    """Part of the `Collector` interface that `Capture` uses."""
 
     coordinates: dict[str, int]
 
@@ -154,7 +154,7 @@ class Capture:
         return observe
 
     def watch_operand(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> torch.Tensor:
-        """Return `tensor` unchanged; the backward pass saves the gradient that arrives here."""
+        """Return `tensor` unchanged, and save the gradient of this use in the backward pass."""
         if not (_has_gradient(tensor) and self._sink.takes(tensor_name)):
             return tensor
         return _Watch.apply(tensor, self._hook(tensor_name, how))
@@ -211,7 +211,7 @@ def over_context(dims: str, coordinates: dict[str, int]) -> str:
 
 
 def global_shape(shape: list[int], dims: str, coordinates: dict[str, int]) -> list[int]:
-    """Return the shape of the whole tensor, over all shards.
+    """Return the shape of the unsharded tensor.
 
     A dimension marked `[tp]` is multiplied by the size of the group. The mark `[tp:2]` means that
     each shard exists twice in the group, so the factor is half as large.

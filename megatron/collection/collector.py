@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Collector:
-    """Collection of tensors on one rank."""
+    """Collector of the tensors of one rank, which passes the selected ones to the writer."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Collector:
             self._ring.begin(clock.iteration)
 
     def end_iteration(self) -> None:
-        """Add the finished iteration to `collected` if it was collected."""
+        """Count the completed iteration if it was collected."""
         if self._collects(clock.iteration):
             self.collected += 1
 
@@ -236,7 +236,7 @@ class Collector:
         try:
             with signals_deferred:
                 self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})
-        except (RuntimeError, MemoryError) as error:  # allocators raise either
+        except (RuntimeError, MemoryError) as error:  # torch may raise either
             self.give_up(f"no memory to copy {fields['tensor_name']}: {error}")
         self.blocked += time.perf_counter() - started
 
@@ -305,7 +305,7 @@ class Collector:
         }
 
     def write_card(self, status: str, reason: str | None = None) -> None:
-        """Write the run card with the current state of the run; do nothing on ranks above 0."""
+        """Write the run card with the current state of the run, on rank 0 only."""
         if self.is_first:
             ranks = self.ranks or [self.outcome()]
             outcome = run_outcome(ranks, status, reason)

@@ -108,7 +108,7 @@ class DirectFile:
         # Start writing the cached part to disk now, while the next file is being filled. Otherwise
         # Linux delays it by many seconds, and then everything waits for the disk.
         if hasattr(os, "posix_fadvise"):  # not on macOS
-            with contextlib.suppress(OSError):  # the call is only a hint
+            with contextlib.suppress(OSError):  # a failure loses no data
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _put(self, data: np.ndarray) -> None:
@@ -123,7 +123,7 @@ class DirectFile:
                 continue
             self._progress()
             data = data[taken:]
-            if taken % _UNIT:  # an almost full disk accepts only part of it
+            if taken % _UNIT:  # an almost full disk may accept only part of the data
                 self._never_direct()
 
     def _never_direct(self) -> None:
@@ -131,7 +131,7 @@ class DirectFile:
         self._use_cache(True)
 
     def _use_cache(self, use: bool) -> None:
-        """Clear O_DIRECT if `use` is True, otherwise set it, which the file system may refuse."""
+        """Clear O_DIRECT if `use` is True; otherwise set it if the file system allows that."""
         if self._direct != use:
             return
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)

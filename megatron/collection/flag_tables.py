@@ -39,7 +39,7 @@ def manual(topic: Topic) -> str:
 
 
 def _entry(flag: Flag) -> str:
-    """Return the lines on one flag; the driver takes several values as a comma-separated list."""
+    """Return the manual's lines on one flag; several values form a comma-separated LIST."""
     option = f"{flag.option} {'LIST' if flag.many else flag.metavar}"
     columns = WIDTH - INDENT - len("#   ")
     lines = textwrap.wrap(flag.brief, columns, break_long_words=False, break_on_hyphens=False)

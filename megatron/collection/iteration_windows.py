@@ -131,7 +131,7 @@ def how_many(control_iter: int | None, iterations: Iterations, done: int) -> int
 def check_in_run(
     iterations: Iterations, control_iter: int, done: int, train_iters: int | None
 ) -> None:
-    """Refuse a selection that this run cannot collect because training ends before.
+    """Refuse a selection that this run cannot collect because training ends too early.
 
     Args:
         iterations: the selected iterations.

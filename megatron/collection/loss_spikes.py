@@ -32,7 +32,7 @@ from typing import Any
 
 WINDOW = 32  #: number of values in the long median, and of unusual values that set a new level
 RECENT = 5  #: number of values in the short median
-ENOUGH = 8  #: number of normal values from which on the required excess is no longer increased
+ENOUGH = 8  #: number of normal values after which the required excess is no longer increased
 NOISE = 12  #: multiple of the noise by which a jump must exceed the level
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
@@ -51,7 +51,7 @@ class Jumps:
     def parse(
         cls, collect_loss_jump: float | None = None, collect_grad_norm_jump: float | None = None
     ) -> "Jumps":
-        """Return the factors that the flags with the same names as the parameters set.
+        """Create the factors from the flags with the same names as the parameters.
 
         Raises:
             ValueError: if a factor is neither 0 nor a finite number above 1.
@@ -157,13 +157,13 @@ class LossSpikeDetector:
     """Detector of unusual iterations, which reports only the first of consecutive ones."""
 
     def __init__(self, jumps: Jumps, levels: Mapping[str, Sequence[float]] | None = None):
-        """Start with the normal values `levels` of a resumed run, or with none."""
+        """Create a detector that starts with the normal values of a resumed run, or with none."""
         levels = levels or {}
         self._watched = [
             _Watched(LOSS, jumps.loss, levels.get(LOSS, ())),
             _Watched(GRAD_NORM, jumps.grad_norm, levels.get(GRAD_NORM, ())),
         ]
-        self._unusual = False  #: whether the last iteration was unusual
+        self._unusual = False  #: whether the previous iteration was unusual
 
     @property
     def levels(self) -> Levels:
@@ -171,7 +171,7 @@ class LossSpikeDetector:
         return {watched.name: list(watched.usual) for watched in self._watched}
 
     def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:
-        """Check an iteration, and return a message if an unusual phase begins with it.
+        """Check one iteration; return a message if it is unusual and the previous one was not.
 
         Args:
             iteration: number of the iteration, for the message.

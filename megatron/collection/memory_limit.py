@@ -21,11 +21,11 @@ def _limits_of_groups() -> Iterator[int]:
     """Yield the memory limits of the control groups that contain this process, in bytes."""
     try:
         lines = OWN.read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
+    except OSError:  # not on Linux
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
+        if controllers == "":  # cgroup version 2
             root, name = GROUPS, "memory.max"
         elif "memory" in controllers.split(","):
             root, name = GROUPS / "memory", "memory.limit_in_bytes"

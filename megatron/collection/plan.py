@@ -70,7 +70,10 @@ class CountingWriter(Writer):
 
 
 class Planner(Collector):
-    """Collector that only counts; limits, the ring buffer and the flag file do not apply."""
+    """Collector that counts tensors instead of writing them.
+
+    The limits, the ring buffer and the flag file do not apply.
+    """
 
     def __init__(
         self, settings: Settings, run_id: str, *, coordinates: Mapping[str, int] | None = None
@@ -106,7 +109,7 @@ class Share:
 
 @dataclass(frozen=True)
 class CollectionPlan:
-    """Plan of all ranks."""
+    """Collection plan of all ranks."""
 
     iterations: Sequence[int]
     shares: list[Share]
@@ -120,7 +123,7 @@ def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[
     """
     left = settings.selection.iterations.after(done)
     most = settings.control_iter or train_iters
-    if settings.ring is not None:  # one event
+    if settings.ring is not None:  # plan one event
         most = settings.ring.iterations
     return list(islice(takewhile(lambda iteration: iteration <= train_iters, left), most))
 
@@ -157,7 +160,7 @@ def _segments(
     samples: int,
     done: int,
 ) -> Iterator[Segment]:
-    """Yield segments of iterations in which all metadata has the same size."""
+    """Yield segments of iterations whose metadata takes the same number of bytes."""
     sizes = _Sizes(counted)
     first = [record.sample_idx for record, _, _ in counted if record.sample_idx is not None] or [0]
     begun, last = 0, None

@@ -21,7 +21,7 @@ from megatron.collection.loss_spikes import Jumps, Levels, LossSpikeDetector
 
 logger = logging.getLogger(__name__)
 
-EVENTS = 3  #: default number of events, that is, how often the ring buffer may be written
+EVENTS = 3  #: default maximum number of times that the ring buffer is written
 
 #: Size in bytes and fields of each tensor that did not fit into memory.
 Lost = list[tuple[int, dict[str, Any]]]
@@ -29,7 +29,7 @@ Lost = list[tuple[int, dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class RingSettings:
-    """Settings of the ring buffer, as its flags set them."""
+    """Settings of the ring buffer, as parsed from its flags."""
 
     iterations: int  #: maximum number of iterations in the ring buffer
     events: int = EVENTS  #: maximum number of times that the ring buffer is written
@@ -42,7 +42,7 @@ class RingSettings:
         collect_ring_events: int | None = None,
         **jumps: float | None,
     ) -> "RingSettings | None":
-        """Return the settings that the flags with the same names as the parameters set.
+        """Create the settings from the flags with the same names as the parameters.
 
         Return None without `--collect-ring`.
 
@@ -131,7 +131,7 @@ class RingBuffer:
         return [iteration.number for iteration in self._iterations]
 
     def evict(self) -> bool:
-        """Release the memory of the oldest iteration; return False if only the current is left."""
+        """Release the memory of the oldest iteration; return False if only one is left."""
         if len(self._iterations) <= 1:
             return False
         if not (self._shortened or self.cut):
@@ -145,7 +145,7 @@ class RingBuffer:
         return True
 
     def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:
-        """Return why the ring buffer must be written now; None if it must not.
+        """Return the reason to write the ring buffer now, or None if there is no reason.
 
         The result is the same on every rank.
         """
@@ -157,7 +157,7 @@ class RingBuffer:
         submit: Callable[[HostCopy, dict[str, Any]], bool],
         leave_out: Callable[[Lost], None],
     ) -> list[int]:
-        """Empty the ring buffer after an event.
+        """Hand over all tensors after an event, and empty the ring buffer.
 
         The event counts even on a rank that writes none of the iterations, because all ranks must
         stop after the same event.

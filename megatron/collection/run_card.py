@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def rank_coordinates(groups: Mapping[str, tuple[int, int]] | None = None) -> dict[str, int]:
-    """Return this process's rank in each parallel group, as records and run cards store it.
+    """Return this process's rank in each parallel group and the sizes of the groups.
 
     Args:
         groups: rank in each parallel group and size of the group, by the names in `GROUPS`. A

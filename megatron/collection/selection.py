@@ -1,4 +1,4 @@
-"""Select the tensors to collect, as the flags of the collection request.
+"""Select the tensors to collect according to the flags.
 
 The flags select iterations, micro-batches, layers, modules, tensor names, operations, ranks and the
 part of each tensor. A tensor is collected if all flags select it.
@@ -30,7 +30,7 @@ GROUPS = {"all": tuple(name for name in NAMES if name in DEFAULT_NAMES), "codes"
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Selection of what to collect, as its flags set it."""
+    """Selection of the tensors to collect, as parsed from the flags."""
 
     iterations: Iterations = field(default_factory=Iterations)
     micro_batches: int = 1  #: number of micro-batches per iteration, from the first on; 0 for all
@@ -54,7 +54,7 @@ class Selection:
         return not self.modules or any(matches(module, glob) for glob in self.modules)
 
     def check_reached(self, modules: Iterable[tuple[ModuleIdentity, Collection[str]]]) -> None:
-        """Refuse a selection whose globs or tensor names match nothing in the model.
+        """Raise an error if a glob or tensor name of this selection matches nothing in the model.
 
         Args:
             modules: all modules of the model, each with the names of its tensors.
@@ -107,7 +107,7 @@ class Selection:
         collect_ranks: str = "all",
         collect_slice: Sequence[str] | None = None,
     ) -> "Selection":
-        """Return the selection that the flags with the same names as the parameters set.
+        """Create the selection from the flags with the same names as the parameters.
 
         Args:
             num_layers: number of layers of the model, to check `collect_layers`.
@@ -115,8 +115,7 @@ class Selection:
             collect_start, collect_every, collect_iterations: see `iteration_windows`.
             collect_micro_batches: number of micro-batches per iteration; 0 for all.
             collect_layers, collect_ranks: see `number_selection`.
-            collect_modules: globs that match a module's whole dotted name or the end of it after a
-                dot.
+            collect_modules: globs that match a module's dotted name or a suffix of it after a dot.
             collect_tensors: names from `TENSOR_NAMES`; `all` stands for the default names and
                 `codes` for the names of all codes.
             collect_operations: "forward", "backward" or both.
@@ -164,7 +163,7 @@ def words(flag: str, values: Sequence[str] | None) -> list[str]:
 
 
 def matches(module: str, glob: str) -> bool:
-    """Return whether `glob` matches a module's whole dotted name or the end of it after a dot."""
+    """Return whether `glob` matches a module's dotted name or a suffix of it after a dot."""
     return fnmatchcase(module, glob) or fnmatchcase(module, f"*.{glob}")
 
 

@@ -120,7 +120,7 @@ def configure(
     if plan:
         _collector = Planner(settings, run_id, coordinates=coordinates)
         return
-    with signals_deferred:  # a signal here must not leave an open run card
+    with signals_deferred:  # a signal must not leave the run card unfinished
         _collector = together(
             lambda: Collector.start(
                 settings,
