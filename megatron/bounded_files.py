@@ -36,8 +36,8 @@ _KINDS = {
 class NeverWaiting(io.BufferedReader):
     """Reader of a file opened with O_NONBLOCK, which raises an error instead of waiting.
 
-    Some files in /proc look like regular files but wait for other processes. Python returns None
-    when a read would wait.
+    Some files in /proc look like regular files, but reading them can wait without end. Python
+    returns None for such a read.
     """
 
     def read(self, size: int | None = -1, /) -> bytes:

@@ -118,7 +118,7 @@ def _git() -> dict[str, Any] | None:
 
 
 def run_status(ranks: RankOutcomes, aborted: str | None) -> str:
-    """Return the status for the run card: "failed", "limited", "aborted" or "finished".
+    """Return the status of the run: "failed", "limited", "aborted" or "finished".
 
     A failure of the collection, or a limit that was reached, takes precedence over how training
     ended.
