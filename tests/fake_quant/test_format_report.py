@@ -62,7 +62,11 @@ def precision(name: str) -> list[list[str]]:
         # 4 bits and an E4M3 for 16 values: 4 + 8/16.
         (
             "nvfp4",
-            {"bits per value": "4.5", "largest": "6", "scale": "E4M3 per 16 values, float32 per tensor"},
+            {
+                "bits per value": "4.5",
+                "largest": "6",
+                "scale": "E4M3 per 16 values, float32 per tensor",
+            },
         ),
         # 4 bits and 32 for 64 values.
         ("hifp4", {"bits per value": "4.5", "largest": "1.75", "smallest": "2^-2"}),

@@ -103,7 +103,7 @@ def option_names(parser: argparse.ArgumentParser) -> list[str]:
     return sorted(parser._option_string_actions)
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
     """Parse the command line, derive missing values and check the result.
 
     Args:
