@@ -29,7 +29,6 @@ from megatron.bounded_files import UnusableFileError, printable, walk
 from megatron.tensor_record import FILENAME_FORM, parse_filename, read_lines
 
 MOST_EVENTS = 100_000  #: maximum number of events in one index; a rank normally writes a few
-MOST_INDEXES = 100_000  #: maximum number of indexes in a dump; each rank of a run writes one
 #: Pattern of file names without a folder. The surrogates U+DC80 to U+DCFF represent bytes that are
 #: not valid UTF-8.
 _FILE_NAME = re.compile(r"[^/\0\ud800-\udc7f\udd00-\udfff]{1,252}\.pt")

@@ -24,7 +24,7 @@ from megatron.training.arguments.config_flags import (
 )
 from megatron.training.arguments.flag_effects import check_effects
 from megatron.training.arguments.option_fields import add_options
-from megatron.training.arguments.validation import complete
+from megatron.training.arguments.validation import RunConfig, complete
 from megatron.training.errors import UserError
 from megatron.training.hf import flags as hf
 
