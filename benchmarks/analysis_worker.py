@@ -1,4 +1,4 @@
-"""Run one measurement of `analysis.py`, in a process of its own to measure its peak memory.
+"""Run one measurement of `analysis.py` in a separate process, to measure its peak memory.
 
     python benchmarks/analysis_worker.py ours FOLDER WORKERS FORMAT...
     python benchmarks/analysis_worker.py naive FOLDER EVERY FORMAT...      one tensor in EVERY
@@ -7,7 +7,8 @@ For example:
 
     python benchmarks/analysis_worker.py ours enhanced_tensor_logs/mxfp8 2 mxfp8 hifp8
 
-Prints a JSON object: seconds without the startup, bytes and number of tensors, peak MiB.
+Prints a JSON object: wall-clock and CPU seconds without the startup, the number of tensors and
+their size in bytes, a checksum, and the peak memory in MiB.
 """
 
 import json
@@ -66,10 +67,10 @@ def size(records) -> int:
 
 
 def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float]:
-    """Compute the statistics with one call of torch or numpy per statistic and format.
+    """Compute the statistics with one torch or numpy call per statistic and format.
 
-    Each tensor is loaded and copied to float32. Our fused kernels quantize it, once per format and
-    axis.
+    One tensor in `every` is loaded and copied to float32. Our fused kernels quantize it, once per
+    format and axis.
     """
     chosen = store.records.iloc[::every]
     checksum, start, cpu = 0.0, time.perf_counter(), time.process_time()
@@ -105,7 +106,7 @@ def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float
 
 
 def values(x: torch.Tensor, channels: tuple[int, ...]) -> None:
-    """Compute the statistics of the values themselves."""
+    """Compute the statistics of a tensor's own values, without quantization."""
     x.numel(), x.isnan().sum(), x.isinf().sum(), (x == 0).sum(), torch.signbit(x).sum()
     x.min(), x.max(), x.mean(), x.std(correction=0), x.square().mean().sqrt(), x.abs().max()
     x.abs().sum()
@@ -119,7 +120,10 @@ def values(x: torch.Tensor, channels: tuple[int, ...]) -> None:
 
 
 def errors(view: torch.Tensor, dim: int, name: str, results: list[torch.Tensor]) -> float:
-    """Compute the errors of a format along one axis; return the mean squared error."""
+    """Compute the errors of a format along one axis; return the mean squared error.
+
+    The dequantized tensor is appended to `results`.
+    """
     fmt = get_format(name)
     x, y = view.float(), fake_quantize(view, fmt, dim).float()
     results.append(y)

@@ -1,8 +1,8 @@
 """Train and collect in one process for `collection.py`, with the model of `training_worker.py`.
 
-Trains one step per input line and answers with a line of numbers; see `FIELDS`. For the line `disk`
-it measures the writer alone; see `writing_speed.py`. The mode `msprobe` runs the plain wheel
-without this tree.
+For each line of standard input, the worker trains one step and prints the measurements in `FIELDS`
+as a line of JSON. For the line `disk`, it measures only the writer; see `writing_speed.py`. The
+mode `msprobe` runs the plain megatron-core wheel without this repository.
 
     python benchmarks/collection_worker.py sparse --folder /tmp/dump --every 10 --host-gib 1 \\
         --disk-mib 100 --hidden-size 64 --layers 2 --seq-length 64 --dtype bf16
@@ -21,9 +21,10 @@ from typing import Any
 import training_worker as training
 import writing_speed
 
-#: Numbers of a step: its seconds; seconds that training spent in the collection; seconds for plain
-#: copies of the same tensors; seconds after the step until everything is on disk; tensors; bytes;
-#: peak memory of the process, and of the collection's host memory, in MiB.
+#: Measurements of a step: its duration; the time for which the collection blocked training; the
+#: time for plain copies of the same tensors; the time after the step until everything is on disk
+#: (all in seconds); the number of tensors; their size in bytes; the peak memory of the process and
+#: the peak host memory of the collection, in MiB.
 FIELDS = ("step", "blocked", "copies", "rest", "tensors", "bytes", "peak", "host")
 
 
@@ -44,7 +45,7 @@ def parse() -> argparse.Namespace:
 
 
 class Ours:
-    """The collection of this project in a minimal training loop."""
+    """This project's collection, in a minimal training loop."""
 
     def __init__(self, options: argparse.Namespace, tensor_saver: ModuleType):
         self.tensor_saver = tensor_saver
@@ -65,10 +66,10 @@ class Ours:
             self._copy_beside()
 
     def _copy_beside(self) -> None:
-        """Also copy every tensor to the host in the plain way.
+        """Also copy every collected tensor to the host with torch, and measure the time.
 
-        The copy is made alternately before and after ours, because the first of the two fills the
-        caches for the second.
+        The copy is made alternately before and after the collection's own copy, because the first
+        copy fills the caches for the second. Weights are copied only in the first micro-batch.
         """
         saver = self.tensor_saver.current()
         save, turn = saver.save, [0]
@@ -90,10 +91,10 @@ class Ours:
         saver.save = both
 
     def begin(self) -> None:
-        """Prepare for a step; there is nothing to do."""
+        """Do nothing: the collection needs no preparation for a step."""
 
     def end(self) -> dict[str, float]:
-        """Return the numbers of the step that has ended."""
+        """Wait until all tensors are on disk, and return the measurements of the finished step."""
         saver = self.tensor_saver.current()
         if saver is None:
             return {}
@@ -109,7 +110,7 @@ class Ours:
 
 
 class MsProbe:
-    """mindstudio-probe, which writes the inputs, outputs, weights and gradients of all modules."""
+    """Dump by mindstudio-probe of the inputs, outputs, weights and gradients of all modules."""
 
     def __init__(self, options: argparse.Namespace, model: Any):
         from msprobe.pytorch import PrecisionDebugger
@@ -121,7 +122,7 @@ class MsProbe:
             "rank": [],
             "step": [],
             "async_dump": options.async_dump,
-            # An asynchronous dump needs a list; every name contains this word.
+            # An asynchronous dump needs a list; every module name contains this word.
             "tensor": {"scope": [], "list": ["Module"] * options.async_dump, "data_mode": ["all"]},
         }
         path = options.folder / "config.json"
@@ -134,7 +135,7 @@ class MsProbe:
         self.debugger.start(model=self.model)
 
     def end(self) -> dict[str, float]:
-        """Finish the dump of a step."""
+        """Finish the dump of a step, and return the time that this takes."""
         started = time.perf_counter()
         self.debugger.stop()
         self.debugger.step()
@@ -142,9 +143,9 @@ class MsProbe:
 
 
 def dumped(folder: Path) -> tuple[int, int]:
-    """Return the number and bytes of the tensors below a folder, and delete them.
+    """Delete the tensor files below a folder; return their number and total size in bytes.
 
-    Disk and page cache are then the same for the next step.
+    The next step then finds the disk and the page cache in the same state.
     """
     files = list(folder.rglob("*.pt"))
     size = sum(path.stat().st_size for path in files)
@@ -196,7 +197,7 @@ def main() -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         numbers = {"step": time.perf_counter() - started} | collector.end()
-        numbers["step"] -= numbers.get("copies", 0.0)  # the plain copies are not part of the step
+        numbers["step"] -= numbers.get("copies", 0.0)  # The plain copies are not part of the step.
         numbers["tensors"], numbers["bytes"] = dumped(options.folder)
         numbers["peak"] = training.peak()
         print(json.dumps(dict.fromkeys(FIELDS, 0.0) | numbers), flush=True)

@@ -1,4 +1,4 @@
-"""Make the tables of benchmarks/formats.py from the events that its worker reports."""
+"""Create the tables of benchmarks/formats.py from the events that its worker reports."""
 
 import csv
 import statistics
@@ -29,31 +29,32 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def count(elements: int) -> str:
-    """Return a number of elements in short form: 16777216 is 16.8M."""
+    """Format a number of elements in short form: 16777216 becomes 16.8M."""
     return f"{elements / 1e6:.1f}M" if elements >= 1e6 else f"{elements:,}"
 
 
 def typical(case: Event, who: str) -> float:
-    """Return the median time over the rounds."""
+    """Return the median time of `who` over the rounds, in milliseconds."""
     return statistics.median(case["times"][who])
 
 
 def ratio(case: Event, who: str, other: str, memory: str = "times") -> float:
-    """Return how many times longer `who` takes than `other`.
+    """Return the ratio of the time of `who` to the time of `other`.
 
-    It is the median of the rounds' ratios, so that other load affects both times of a ratio alike.
+    The result is the median of the rounds' ratios. Other load on the machine affects both times of
+    a round alike.
     """
     pairs = zip(case[memory][who], case[memory][other], strict=True)
     return statistics.median(time / base for time, base in pairs)
 
 
 def peers_of(case: Event) -> list[str]:
-    """Return the peers that ran, the fastest first."""
+    """Return the names of the peers that ran, fastest first."""
     return sorted(case["differ"], key=lambda name: typical(case, name))
 
 
 def agreement(case: Event, data: str, elements: int) -> str:
-    """Return the number of elements that differ from ours, grouped by peers with equal numbers."""
+    """Describe how many elements of each peer differ from ours, with equal counts grouped."""
     counts = {name: case["differ"][name][data] for name in peers_of(case)}
     if not counts:
         return "-"
@@ -67,14 +68,14 @@ def agreement(case: Event, data: str, elements: int) -> str:
 
 
 def apart(differ: int, far: int) -> str:
-    """Return a count of differing elements; add the count of large differences if smaller."""
+    """Format the number of differing elements, and the number of large differences if smaller."""
     if differ == 0 or differ == far:
         return f"{differ:,}"
     return f"{differ:,} ({far:,} by > 4 ulp)"
 
 
 def summary(cases: list[Event], elements: int, cuda: bool) -> str:
-    """Return the table with one row per case: the copy, ours and the fastest peer."""
+    """Return the table that compares the copy, ours and the fastest peer, with one row per case."""
     header = ["format", "input", "axis", "clone ms", "ours ms", "ours / clone"]
     header += ["of copy bandwidth", "bits unlike the CPU's"] if cuda else ["ours / reused"]
     header += ["fastest peer", "its ms", "speed-up"]
@@ -99,7 +100,7 @@ def summary(cases: list[Event], elements: int, cuda: bool) -> str:
 
 
 def every_peer(cases: list[Event]) -> str:
-    """Return the table with one row per measurement, and the reasons for differing values."""
+    """Return the table with one row per measurement, followed by the reasons for differences."""
     header = ["format", "input", "axis", "who", "best ms", "median ms", "times ours"]
     header += [f"differ, {data}" for data in DATA.values()] + ["note"]
     rows = []
@@ -125,7 +126,7 @@ def every_peer(cases: list[Event]) -> str:
 
 
 def packages(peers: list[Event]) -> str:
-    """Return the table of the peers and whether they could be imported."""
+    """Return the table of the peers, with their releases and whether they could be imported."""
     rows = []
     for peer in peers:
         missing = peer["missing"]
@@ -135,7 +136,7 @@ def packages(peers: list[Event]) -> str:
 
 
 def write_csv(path: Path, cases: list[Event], elements: int) -> None:
-    """Write the same numbers with one line per measurement."""
+    """Write the numbers of the tables to a CSV file, with one line per measurement."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)

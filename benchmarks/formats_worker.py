@@ -1,9 +1,9 @@
-"""Measure formats for benchmarks/formats.py, under the peers' Python, and report JSON lines.
+"""Measure formats for benchmarks/formats.py with the peers' Python, and report JSON lines.
 
-All functions are timed in this one process. In each round the copy, our function and every peer
-have one turn, in an order that changes from round to round. Other load on the machine then disturbs
-all of them alike. Peers print when they are imported, so standard output is reserved for the
-reports and their output is redirected to standard error.
+All functions are timed in this one process. In each round, the copy, our function and every peer
+have one turn, in an order that changes from round to round, so that other load on the machine
+affects all of them alike. Peers print text when they are imported. Standard output is therefore
+reserved for the reports, and all other output is redirected to standard error.
 
     PYTHONPATH=. python benchmarks/formats_worker.py REQUEST
 
@@ -38,7 +38,7 @@ from megatron.fake_quant import Format, fake_quantize, get_format  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INDEX = {"last": -1, "first": 0}
-LAUNCHES = 10  #: calls between two CUDA events, so that launching the first does not count
+LAUNCHES = 10  #: number of calls between two CUDA events, to hide the time of the first launch
 
 
 def report(kind: str, **fields: Any) -> None:
@@ -46,7 +46,7 @@ def report(kind: str, **fields: Any) -> None:
 
 
 def release(distribution: str) -> str | None:
-    """Return the installed release; None if there is none."""
+    """Return the installed release of a distribution, or None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -54,12 +54,12 @@ def release(distribution: str) -> str | None:
 
 
 def reason(error: Exception) -> str:
-    """Return an error as one line for a table."""
+    """Return a description of an error in one line, for a table."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:160]
 
 
 def load_peers(device: str) -> dict[str, peers.Finder]:
-    """Import every peer that runs on the device, and report which are available."""
+    """Import every peer that runs on the device, and report which peers are available."""
     finders = {}
     for name, (load, distribution) in peers.PEERS.items():
         if device != "cpu" and name in peers.ONLY_ON_CPU:
@@ -67,14 +67,17 @@ def load_peers(device: str) -> dict[str, peers.Finder]:
         missing = None
         try:
             finders[name] = load()
-        except Exception as error:  # an import may raise anything; the other peers continue
+        except Exception as error:  # An import may raise any error; continue with the other peers.
             missing = reason(error)
         report("peer", name=name, release=release(distribution), missing=missing)
     return finders
 
 
 def known_formats(names: list[str], required: bool) -> list[Format]:
-    """Return the formats that this version of the library has."""
+    """Return the formats among `names` that this version of the library has.
+
+    Unknown names are reported. If `required` is True, the first unknown name ends the process.
+    """
     formats = []
     for name in names:
         try:
@@ -87,7 +90,7 @@ def known_formats(names: list[str], required: bool) -> list[Format]:
 
 
 def data(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the matrices to compare on; the first one is also timed."""
+    """Return the matrices on which results are compared; the first one is also used for timing."""
     generator = torch.Generator().manual_seed(request["seed"])
     rows, columns = request["shape"]
     normal = torch.randn(rows, columns, generator=generator)
@@ -97,7 +100,7 @@ def data(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def differences(theirs: Tensor, ours: Tensor) -> tuple[int, int]:
-    """Return how many elements differ, and how many by more than 4 units in the last place."""
+    """Return how many elements differ, and how many of them by over 4 units in the last place."""
     if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
         raise ValueError(f"returned {theirs.dtype} of shape {tuple(theirs.shape)}")
     differ = (theirs != ours) & ~(theirs.isnan() & ours.isnan())
@@ -114,7 +117,7 @@ def other_bits(a: Tensor, b: Tensor) -> int:
 
 
 def milliseconds(call: Callable[[], Tensor], device: str) -> float:
-    """Return the duration of one call."""
+    """Return the duration of one call, in milliseconds."""
     if device == "cpu":
         start = time.perf_counter()
         call()
@@ -132,7 +135,10 @@ def milliseconds(call: Callable[[], Tensor], device: str) -> float:
 def run_case(
     fmt: Format, axis: str, tensors: dict[str, Tensor], calls: dict[str, peers.Call], repeats: int
 ) -> dict[str, Any]:
-    """Compare and time one format, dtype and axis; the comparison is also the warm-up."""
+    """Compare and time one case: a format, a dtype and an axis.
+
+    The comparison also serves as the warm-up.
+    """
     randn, device = tensors["randn"], tensors["randn"].device.type
 
     def ours(x: Tensor) -> Tensor:
@@ -143,7 +149,7 @@ def run_case(
     for name, call in calls.items():
         try:
             compared[name] = {on: differences(call(x), expected[on]) for on, x in tensors.items()}
-        except Exception as error:  # a peer may raise anything; the others continue
+        except Exception as error:  # A peer may raise any error; continue with the others.
             failed[name] = reason(error)
     unlike_cpu = None
     if device != "cpu":
@@ -175,7 +181,7 @@ def set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         import numba
-    except ImportError:  # the library also works without it
+    except ImportError:  # The library also works without numba.
         return
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
@@ -195,7 +201,7 @@ def main() -> None:
         (fmt, dtype, axis)
         for fmt in formats
         for dtype in request["dtypes"]
-        # Without blocks the axis makes no difference: measure once.
+        # The axis makes no difference to a format without blocks, so measure it only once.
         for axis in (request["axes"] if fmt.block_size else ["last"])
     ]
     report("plan", cases=len(cases), releases=releases, device_name=device_name)

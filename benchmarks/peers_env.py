@@ -1,7 +1,7 @@
-"""Find or make the Python that has the peers: `.venv-peers` in the root of the repository.
+"""Find the Python with the peer packages, or create one in `.venv-peers` in the repository root.
 
-It is separate from the project's environment, because the peers require many packages that training
-does not need.
+`.venv-peers` is separate from the project's environment, because the peers require many packages
+that training does not need.
 """
 
 import json
@@ -14,10 +14,10 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 VENV = REPO / ".venv-peers"
 REQUIREMENTS = Path(__file__).with_name("peers_requirements.txt")
-#: Packages that the library needs, with their releases in setup.py.
+#: Packages that the library needs; setup.py pins their releases.
 ESSENTIAL = ("torch", "numpy", "numba")
-#: Other packages with their releases in setup.py: peers that the tests use too, transformers for
-#: quark, and megatron-core with its requirements for mindstudio-probe, which dumps its model.
+#: Other packages whose releases setup.py pins: peers that the tests use too; transformers, which
+#: quark needs; and megatron-core with its requirements, whose model mindstudio-probe dumps.
 SHARED = ("transformers", "ml_dtypes", "en_dtypes", "megatron-core", "einops", "psutil")
 PROBE = """
 import importlib.metadata, json
@@ -25,7 +25,7 @@ found = importlib.metadata.distributions()
 print(json.dumps({d.metadata["Name"].lower().replace("_", "-"): d.version for d in found}))
 """
 PREFIX = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
-#: Settings of pip that select another interpreter or another target folder.
+#: Environment variables of pip that select another interpreter or another target folder.
 ELSEWHERE = ("PIP_PYTHON", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER")
 
 
@@ -34,7 +34,7 @@ def say(text: str) -> None:
 
 
 def pins() -> dict[str, str]:
-    """Return every distribution to install and its release."""
+    """Return the pinned release of every package to install, by package name."""
     setup = runpy.run_path(str(REPO / "setup.py"))
     shared = setup["pins"](setup["RUNTIME"], setup["TEST"])
     lines = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
@@ -43,16 +43,18 @@ def pins() -> dict[str, str]:
 
 
 def installed(python: Path) -> dict[str, str]:
-    """Return the releases that a Python has, by lower-case name with hyphens.
+    """Return the releases of a Python's installed packages, by lower-case name with hyphens.
 
-    Raises OSError or subprocess.CalledProcessError if it does not run.
+    Raises:
+        OSError: if `python` cannot be started.
+        subprocess.CalledProcessError: if it exits with an error.
     """
     probe = subprocess.run([python, "-c", PROBE], check=True, capture_output=True, text=True)
     return json.loads(probe.stdout)
 
 
 def is_inside(python: Path, venv: Path) -> bool:
-    """Return whether pip of this Python would install into the virtual environment `venv`."""
+    """Return whether this Python's pip would install into the virtual environment `venv`."""
     try:
         done = subprocess.run(
             [python, "-I", "-c", PREFIX], check=True, capture_output=True, text=True
@@ -64,7 +66,7 @@ def is_inside(python: Path, venv: Path) -> bool:
 
 
 def install(python: Path, constraints: Path, requirement: str) -> bool:
-    """Install one requirement into `.venv-peers`, and nowhere else; return whether that worked."""
+    """Install one requirement into `.venv-peers` and nowhere else; return whether pip succeeded."""
     if not is_inside(python, VENV):
         raise SystemExit(f"[ERROR] {VENV} is not a working virtual environment; delete it")
     command = [python, "-I", "-m", "pip", "--require-virtualenv", "install", "--quiet"]
@@ -74,7 +76,10 @@ def install(python: Path, constraints: Path, requirement: str) -> bool:
 
 
 def given(python: Path) -> Path:
-    """Return the user's own Python after a check; nothing is installed into it."""
+    """Return the Python that the user named, after checking that it has torch and numpy.
+
+    Nothing is installed into this Python.
+    """
     python = python.expanduser().absolute()  # not resolved, because a venv's python is a link
     try:
         missing = {"torch", "numpy"} - installed(python).keys()
@@ -92,7 +97,7 @@ def given(python: Path) -> Path:
 
 
 def made() -> Path:
-    """Return the Python of `.venv-peers`, after pip has installed what is missing.
+    """Create `.venv-peers` if necessary, install missing packages, and return its Python.
 
     A peer that cannot be installed is left out; the next call tries again.
     """

@@ -1,17 +1,20 @@
-"""Quote the command line for a results page, without paths of this machine."""
+"""Quote a benchmark's command line for its results page, without local paths."""
 
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Options whose values are paths that do not affect the measurement.
+#: Options that are left out, because their values are paths that do not affect the measurement.
 PLACES = ("--peers-python", "--output", "--output-dir", "--csv", "--folder", "--scratch", "--dump")
-FILES = ("--text", "--tokenizer-model")  #: options whose paths are shortened to the file's name
+FILES = ("--text", "--tokenizer-model")  #: options whose paths are shortened to the file name
 
 
 def quoted(script: str, arguments: Sequence[str] | None = None) -> str:
-    """Return the command `python benchmarks/SCRIPT ...`, quoted for a shell."""
+    """Return the command `python benchmarks/SCRIPT ...`, quoted for a shell.
+
+    arguments: arguments of the script; by default, the process's own.
+    """
     words, before = ["python", f"benchmarks/{script}"], ""
     for word in sys.argv[1:] if arguments is None else arguments:
         option, equals, value = word.partition("=")

@@ -1,14 +1,14 @@
-"""Compute what real hardware formats would store: the packed weights of linear layers.
+"""Compute the storage that linear-layer weights would need in real hardware formats.
 
     python benchmarks/storage.py
     python benchmarks/storage.py --formats mxfp8 nvfp4 mx:e3m4:b16
 
 The simulation keeps every tensor in its own dtype and saves no memory. This program packs each
 weight shape of the models in `script/configs/` along the reduction axis, with
-`megatron.fake_quant.packing.quantize`. Codes count with the bits that the format defines (we store
-them in bytes or half bytes), scales with their stored size. Embeddings, norms and the router are
-not quantized and do not count. 64 rows of each shape are packed, because all rows have the same
-size. Prints Markdown and writes it to `docs/results/storage.md`.
+`megatron.fake_quant.packing.quantize`. A code counts as the number of bits that the format defines
+(the library stores it in a byte or half a byte); a scale counts as its stored size. Embeddings,
+norms and the router are not quantized and are not counted. Only 64 rows of each shape are packed,
+because all rows have the same size. Prints Markdown and writes it to `docs/results/storage.md`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ROWS = 64
 
 
 def linear_weights(model: Architecture) -> Iterator[tuple[int, int, int]]:
-    """Yield output features, input features and number of each weight shape of linear layers."""
+    """Yield output features, input features and count of each weight shape in linear layers."""
     layers, hidden, heads = model.num_hidden_layers, model.hidden_size, model.num_attention_heads
     if (latent := model.latent) is None:
         size = model.head_dim or hidden // heads
@@ -60,7 +60,7 @@ def linear_weights(model: Architecture) -> Iterator[tuple[int, int, int]]:
 
 
 def stored_bytes(model: Architecture, name: str) -> float:
-    """Return the stored bytes of all weights of the linear layers."""
+    """Return the stored size of all linear-layer weights in the format `name`, in bytes."""
     bits, total = get_format(name).element.bits, 0.0
     for out, features, number in linear_weights(model):
         quantized = quantize(torch.randn(ROWS, features, dtype=torch.bfloat16), name)

@@ -1,9 +1,10 @@
-"""Train the tiny Llama's shape step by step in one process, on command of `training.py`.
+"""Train a model shaped like the tiny Llama, one step at a time, under control of `training.py`.
 
-For each line of standard input it runs one step (forward and backward pass of two micro-batches,
-Adam). It answers with the seconds of the step, the process's peak memory in MiB and the loss. It
-imports nothing of `megatron.training`, so that it also runs on the plain wheel. With `--plain` the
-tree is not on the path, and only the CPU backend is loaded from its file.
+For each line of standard input, the worker runs one step: the forward and backward pass of two
+micro-batches, and Adam. It then prints the duration of the step in seconds, the process's peak
+memory in MiB and the loss. The worker imports nothing from `megatron.training`, so that it also
+runs with the plain megatron-core wheel. With `--plain`, this repository is not on the path; only
+the CPU backend is loaded from its file.
 
     echo | python benchmarks/training_worker.py --hidden-size 64 --layers 2 --seq-length 64 \\
         --dtype bf16
@@ -98,7 +99,7 @@ def build(options: argparse.Namespace):
 
 
 def batches(options: argparse.Namespace):
-    """Yield random token ids for each micro-batch; the cost of a step does not depend on them."""
+    """Yield random token IDs for each micro-batch; the cost of a step does not depend on them."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -118,7 +119,7 @@ def forward_step(iterator, model):
 
 
 def peak() -> float:
-    """Return the peak memory so far, in MiB."""
+    """Return the peak memory so far, in MiB: allocated GPU memory, or the memory of the process."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,11 +1,11 @@
-"""Measure how fast the collection writes without training, and compare with raw writes.
+"""Measure the collection's writing speed without training, and compare it with raw writes.
 
-All times end when `sync` returns, that is, when the bytes are on the disk.
+All times end when `sync` returns, that is, when the data is on the disk.
 
-    ours    tensors of a layer, copied and written as in training
+    ours    tensors of a layer, copied and written by the collection as during training
     raw     one file of the same size, written through the system's page cache
-    direct  one file of the same size that bypasses the page cache, as ours do if the file system
-            supports it
+    direct  one file of the same size, written without the page cache, as the collection does if
+            the file system supports it
 """
 
 import argparse
@@ -23,18 +23,18 @@ import torch
 import training_worker as training
 
 ROUNDS = 5
-PIECE = 8 << 20  #: bytes per raw write; the size of a raw file is a multiple of it
+PIECE = 8 << 20  #: size of each raw write, in bytes; the size of a raw file is a multiple of it
 
 
 def measure(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, list[float]]:
-    """Return the bytes per second of each way of writing, one number per round.
+    """Return the speed of each way of writing in bytes per second, one number per round.
 
-    A way that the file system does not support is missing.
+    "direct" is missing if the file system does not support it.
 
     Args:
-        options: `disk_mib` to write per round, the `folder`, the collection's `host_gib`, and the
-            model's sizes.
-        tensor_saver: the collection's module.
+        options: the options `disk_mib` (MiB to write per round), `folder`, `host_gib` (limit of
+            the collection's host memory) and the sizes of the model.
+        tensor_saver: the module `tensor_saver` of the collection.
     """
     tensors = of_a_layer(options)
     layers = -(-(options.disk_mib << 20) // sum(tensor.nbytes for tensor in tensors))
@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, 
 
 
 def of_a_layer(options: argparse.Namespace) -> list[torch.Tensor]:
-    """Return random tensors with the sizes of a layer's operands."""
+    """Return random tensors with the shapes of a layer's operands."""
     hidden, tokens = options.hidden_size, options.seq_length * training.BATCH
     like = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     shapes = [(tokens, hidden), (4 * hidden, hidden), (tokens, 8 * hidden), (hidden, 4 * hidden)]
@@ -67,7 +67,7 @@ def of_a_layer(options: argparse.Namespace) -> list[torch.Tensor]:
 
 
 def write(folder: Path, total: int, flags: int) -> None:
-    """Write at least `total` bytes into one file.
+    """Write at least `total` bytes to one file, which is opened with `flags`.
 
     Raises:
         OSError: if the file system does not support the flags.
@@ -89,7 +89,7 @@ def collect(
     host_gib: float,
     tensor_saver: ModuleType,
 ) -> None:
-    """Write `tensors` once per layer, as one micro-batch."""
+    """Write `tensors` with the collection, once per layer, in a single micro-batch."""
     from megatron.collection.module_identity import ModuleIdentity
     from megatron.collection.training_clock import MicroBatch, clock
 
