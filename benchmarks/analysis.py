@@ -1,15 +1,15 @@
-"""Time the full statistics of a dump, and compare them with plain torch and numpy.
+"""Time the computation of all statistics of a dump, and compare it with plain torch and numpy.
 
-    python benchmarks/analysis.py                     # collect 2 GB, measure, delete: minutes
+    python benchmarks/analysis.py                     # collect 2 GB, measure, delete (minutes)
     python benchmarks/analysis.py --dump FOLDER       # measure an existing dump
-    python benchmarks/analysis.py --quick             # a small dump, in seconds: does it run?
+    python benchmarks/analysis.py --quick             # only check that it runs (seconds)
 
 The dump comes from run_tensor_collection.sh: the tiny Llama with a larger hidden size, one
-iteration in mxfp8. It is read once before, so that the page cache holds it for all measurements.
-`plain` loads a file, copies it to float32 and makes one call of torch or numpy per statistic and
-format, on all cores. It measures a sample of the tensors; its time is scaled by the bytes.
-Quantized values come from our fused kernels there too. Each measurement runs in a process of its
-own, whose peak memory is shown; CPU seconds are those of all its threads.
+iteration in mxfp8. All files are read once beforehand, so that every measurement finds them in the
+page cache. `plain` loads each file, copies the tensor to float32 and makes one torch or numpy call
+per statistic and format, on all cores. It measures a sample of the tensors and is compared by its
+speed in bytes per second. It also uses our fused kernels for the quantized values. Each measurement
+runs in a separate process, whose peak memory is shown; CPU seconds include all its threads.
 
 A second table shows how the time grows with the number of records, up to 100,000. These records are
 tiny tensors (8 x 32, bf16), written for this purpose. Prints Markdown tables and writes them to
@@ -36,7 +36,7 @@ from megatron.console import ArgumentParser  # noqa: E402
 
 WORKER = Path(__file__).with_name("analysis_worker.py")
 FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3")
-#: Flags of pretrain_gpt.py that give a dump of about 2 GB, and those for --quick.
+#: Flags of pretrain_gpt.py for a dump of about 2 GB; `SMALL` has the flags for --quick.
 MODEL = (
     "--num-layers 4 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 "
     "--num-query-groups 4 --kv-channels 128 --seq-length 2048 --micro-batch-size 1 "
@@ -77,7 +77,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def collect(folder: Path, flags: str) -> None:
-    """Collect a dump of real tensors."""
+    """Collect a dump from a training run with the model flags `flags`."""
     print("collecting ...", file=sys.stderr)
     command = ["bash", "run_tensor_collection.sh", "single", "mxfp8", "--tensor-path", str(folder)]
     environment = {k: v for k, v in os.environ.items() if "QUANT" not in k}
@@ -95,7 +95,7 @@ def collect(folder: Path, flags: str) -> None:
 
 
 def write_tiny(folder: Path, count: int) -> None:
-    """Write a dump of tiny tensors with an index: copies of one file under different names."""
+    """Write a dump of `count` tiny tensors with an index; its files are copies of one file."""
     import torch
 
     from megatron.tensor_record import COMPONENTS, TensorRecord, index_name
@@ -139,7 +139,7 @@ def write_tiny(folder: Path, count: int) -> None:
 
 
 def measure(how: str, folder: Path, number: int, formats: list[str]) -> dict[str, float]:
-    """Run one measurement in a process of its own; see analysis_worker.py."""
+    """Run one measurement in a separate process; see analysis_worker.py."""
     command = [sys.executable, str(WORKER), how, str(folder), str(number), *formats]
     environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() if how == "naive" else 1)}
     done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
@@ -150,13 +150,13 @@ def measure(how: str, folder: Path, number: int, formats: list[str]) -> dict[str
 
 
 def of_dump(folder: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Return the rows of the first table."""
+    """Measure a dump and return the rows of the first table."""
     for path in folder.rglob("*.pt"):
         path.read_bytes()
     plain = measure("naive", folder, options.every, options.formats)
     workers = sorted({1, 2, os.cpu_count() or 1})
     runs = {number: [] for number in workers}
-    for _, number in itertools.product(range(options.rounds), workers):  # in turns
+    for _, number in itertools.product(range(options.rounds), workers):  # take turns
         runs[number].append(measure("ours", folder, number, options.formats))
     rows = [_row("plain", "all", plain, plain)]
     for number, measured in runs.items():
@@ -185,7 +185,7 @@ def _row(
 
 
 def linearity(scratch: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Return the rows of the second table."""
+    """Measure dumps of tiny tensors and return the rows of the second table."""
     rows = []
     for count in options.records:
         folder = scratch / f"tiny{count}"

@@ -1,14 +1,14 @@
-"""Measure the cost of collecting: step time, blocked training thread, memory and writing speed.
+"""Measure the cost of tensor collection: step time, blocked time, memory and writing speed.
 
     python benchmarks/collection.py                       # compared with mindstudio-probe
     python benchmarks/collection.py --peers-python .venv-peers/bin/python
-    python benchmarks/collection.py --quick               # a small shape, seconds: does it run?
+    python benchmarks/collection.py --quick               # only check that it runs (seconds)
 
-Each way of collecting runs in a process of its own. In each round every process trains one step, in
+Each mode of collection runs in a separate process. In each round, every process trains one step, in
 random order, so that other load on the machine affects all of them alike:
 
     plain       no collection
-    idle        switched on, but no iteration is selected
+    idle        collection switched on, but no iteration selected
     sparse      every N-th iteration (--every)
     everything  all tensors of all micro-batches of every iteration
     msprobe     mindstudio-probe dumps the same model (level L0: inputs, outputs, weights and
@@ -16,8 +16,9 @@ random order, so that other load on the machine affects all of them alike:
 
 Tensors are deleted after each step. `blocked` is the time that the training thread spends in the
 collection; it is compared with plain copies of the same tensors to the host in the same step.
-`on disk` is the time until the last tensor is written. The writer alone is compared with raw
-sequential writes of as many bytes to the same disk; see `writing_speed.py`.
+`on disk` is the time until the last tensor is written. The writer is also measured without
+training and compared with raw sequential writes of the same size to the same disk; see
+`writing_speed.py`.
 
 Prints Markdown and writes it to `docs/results/collection.md`, with the command.
 """
@@ -58,7 +59,7 @@ HEAD = (
     "MB",
     "peak MiB",
 )
-#: Raw writes of `writing_speed.py`, with the words that describe each in the report.
+#: Raw writes of `writing_speed.py`, with the phrase that describes each one in the report.
 RAW = {"raw": "", "direct": ", past the page cache"}
 
 
@@ -126,7 +127,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Worker:
-    """A process that trains step by step and collects in one way."""
+    """A process that trains step by step in one mode of collection."""
 
     def __init__(self, name: str, python: Path, folder: Path, options: argparse.Namespace):
         self.name = name
@@ -160,7 +161,7 @@ class Worker:
         self.steps: list[dict[str, float]] = []
 
     def answer(self, prefix: str) -> str:
-        """Return the next line with this prefix; other lines come from libraries."""
+        """Return the next output line with this prefix, skipping lines that libraries print."""
         while line := self.process.stdout.readline():
             if line.startswith(prefix):
                 return line
@@ -168,12 +169,12 @@ class Worker:
         raise SystemExit(f"[ERROR] {self.name} ended: {message[-1] if message else 'no message'}")
 
     def ask(self, request: str) -> dict:
-        """Send one request and return the numbers of the answer."""
+        """Send one request and return the measurements in the answer."""
         try:
             self.process.stdin.write(f"{request}\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # `answer` reports the reason
+            pass  # `answer` reports the reason.
         return json.loads(self.answer("{"))
 
     def end(self) -> None:
@@ -184,7 +185,7 @@ class Worker:
 
 
 def python_of_peers(options: argparse.Namespace) -> Path | None:
-    """Return a Python that has the peer; None if it is excluded or not available."""
+    """Return a Python with mindstudio-probe, or None if it is excluded or not available."""
     if options.no_peers:
         return None
     given = options.peers_python
@@ -197,7 +198,10 @@ def python_of_peers(options: argparse.Namespace) -> Path | None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Worker], dict, str]:
-    """Measure all ways of collecting in turn, then the writer by itself."""
+    """Measure all modes of collection in turn, then the writer without training.
+
+    Return the workers by mode, the writing speeds, and the release of mindstudio-probe.
+    """
     peers = python_of_peers(options)
     modes = [mode for mode in MODES if peers is not None or not mode.startswith("msprobe")]
     workers = []
@@ -209,7 +213,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Worker
             worker.answer("ready")
         order = random.Random(0)
         for _ in tqdm(range(options.rounds + 2), desc="rounds"):
-            # In random order, because the previous process affects the speed of a step.
+            # The order is random, because the previous process affects the speed of a step.
             for worker in order.sample(workers, len(workers)):
                 worker.steps.append(worker.ask("step"))
         disk = next(worker for worker in workers if worker.name == "plain").ask("disk")
@@ -223,7 +227,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Worker
 
 
 def windows(values: list[float], size: int) -> list[float]:
-    """Return the means of `size` consecutive values each."""
+    """Return the mean of each group of `size` consecutive values."""
     return [
         statistics.fmean(values[start : start + size])
         for start in range(0, len(values) - size + 1, size)
@@ -233,7 +237,8 @@ def windows(values: list[float], size: int) -> list[float]:
 def row(worker: Worker, plain: Worker, size: int) -> tuple[str, ...]:
     """Return the cells of one table row.
 
-    Steps are averaged over groups of `size`, in each of which one step is collected.
+    Times are averaged over groups of `size` consecutive steps. In the mode "sparse", one step of
+    each group is collected.
     """
     whole = [step["step"] + step["rest"] for step in worker.steps]
     base = windows([step["step"] for step in plain.steps], size)
@@ -255,7 +260,7 @@ def row(worker: Worker, plain: Worker, size: int) -> tuple[str, ...]:
 
 
 def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace) -> list[str]:
-    """Return the results that the table does not show, one per line."""
+    """Return the results that the table does not show, as a list of Markdown items."""
     steps = workers["everything"].steps
     ratios = [step["blocked"] / step["copies"] for step in steps]
     low, middle, high = statistics.quantiles(ratios, n=4)
@@ -279,7 +284,7 @@ def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace
 
 
 def _beside(disk: dict[str, list[float]], name: str) -> str:
-    """Return the ratio of our speed to a raw write, with its range over the rounds."""
+    """Describe the ratio of our writing speed to a raw write, with its range over the rounds."""
     shares = [ours / raw for ours, raw in zip(disk["ours"], disk[name], strict=True)]
     return (
         f"ours over this {statistics.median(shares):.3g} "

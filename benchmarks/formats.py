@@ -1,30 +1,32 @@
-"""Time every number format, and compare time and values with public packages that have it.
+"""Time every number format, and compare times and values with other public packages.
 
     python benchmarks/formats.py                     # all formats, 4096 x 4096: many minutes
     python benchmarks/formats.py --quick             # a small matrix; write no file
     python benchmarks/formats.py --formats mxfp8 mxfp4 --dtypes bf16 --axes last
     python benchmarks/formats.py --device cuda --output /tmp/formats.md
 
-The calls that are timed for each format, input dtype and block axis are a copy of the matrix
-(`clone`), our `fake_quantize`, and each peer that has the format. A peer quantizes and dequantizes
-to the input's dtype. All run in one process with the same number of threads, except for those based
-on numpy (ml_dtypes, en_dtypes), which use one. In each round every call has one turn.
+For each format, input dtype and block axis, the benchmark times a copy of the matrix (`clone`), our
+`fake_quantize`, and each other package (peer) that has the format. A peer quantizes the matrix and
+dequantizes it to the input's dtype. All calls run in one process with the same number of threads,
+except peers based on numpy (ml_dtypes, en_dtypes), which use one thread. In each round, every call
+has one turn.
 
-On the CPU, results are written to memory that is new from the system, whose page faults take most
-of a copy's time. A second pass of the copy and ours only reuses freed memory. (By default the C
-library does either, depending on the holes in its heap.)
+On the CPU, results are written to memory newly obtained from the system, and its page faults take
+most of a copy's time. A second pass, only for the copy and our function, reuses freed memory. (By
+default, the C library does either, depending on the holes in its heap.)
 
-Peers work along the last axis. Along the first axis they get the transposed matrix, and both
+Peers work along the last axis. For the first axis, they get the transposed matrix, and both
 transpositions are part of their time. The values of each peer are compared with ours element by
-element, on normal data and on wide data (rows times 2^-16 to 2^16); zeros of either sign are equal.
+element, on normally distributed data and on wide data (rows multiplied by 2^-16 to 2^16); zeros of
+either sign are equal.
 
-The peers have an environment of their own, .venv-peers in the root of the repository. The first run
-makes it with pip from the releases in benchmarks/peers_requirements.txt and setup.py; pip's own
-settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) apply. A peer that cannot be installed or imported is
-left out, and the table gives the reason. `--peers-python PATH` uses that Python and installs
-nothing.
+The peers have their own environment, .venv-peers in the repository root. The first run creates it
+with pip from the releases in benchmarks/peers_requirements.txt and setup.py; pip's own settings
+(PIP_INDEX_URL, PIP_FIND_LINKS, ...) apply. A peer that cannot be installed or imported is left out,
+and the table gives the reason. With `--peers-python PATH`, that Python is used and nothing is
+installed.
 
-Writes a Markdown file and a CSV file beside it.
+Writes a Markdown file and a CSV file next to it.
 """
 
 import argparse
@@ -50,7 +52,7 @@ sys.path.insert(0, str(REPO))
 from megatron.console import ArgumentParser  # noqa: E402
 
 WORKER = Path(__file__).with_name("formats_worker.py")
-LOG_LINES = 20  #: lines of the worker's errors that are shown if it fails
+LOG_LINES = 20  #: number of lines of the worker's error output that are shown if it fails
 FORMATS = (
     "bf16",
     "fp16",
@@ -69,7 +71,8 @@ FORMATS = (
     "fp8_e5m2",
 )
 SEED = 1234
-#: Settings of glibc's malloc: the sizes from which it takes memory from the system and returns it.
+#: Settings of glibc's malloc, in bytes: the size from which it takes memory directly from the
+#: system, and the amount of free memory from which it returns memory to the system.
 MEMORY = {
     "new": {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
     "reused": {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
@@ -122,7 +125,10 @@ def cores() -> int:
 
 
 def measure(python: Path, options: argparse.Namespace) -> list[formats_report.Event]:
-    """Return all events of the worker, with the times in reused memory added to each case."""
+    """Run the worker and return all its events.
+
+    On the CPU, a second run adds the times with reused memory to each case.
+    """
     peers_env.say(f"measuring with {python}")
     events = run_worker(python, options, MEMORY["new"], peers=True)
     if options.device == "cpu":
@@ -150,7 +156,7 @@ def run_worker(
     environment |= {"MKL_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads} | memory
     events = []
     with (
-        tempfile.TemporaryDirectory() as elsewhere,  # some peers write to the current folder
+        tempfile.TemporaryDirectory() as elsewhere,  # Some peers write to the current folder.
         tempfile.TemporaryFile("w+") as log,
         tqdm(unit="case", disable=None, dynamic_ncols=True) as bar,
     ):
@@ -176,7 +182,7 @@ def run_worker(
 
 
 def show(event: formats_report.Event, bar: tqdm) -> None:
-    """Show one event of the worker to the user; a refusal ends the run."""
+    """Show one event of the worker to the user; end the program if the worker refuses to run."""
     match event["kind"]:
         case "refused" if event["format"] is None:
             raise SystemExit(f"[ERROR] {event['reason']}; choose --device cpu or another Python")
@@ -194,7 +200,7 @@ def show(event: formats_report.Event, bar: tqdm) -> None:
 
 
 def machine(options: argparse.Namespace, plan: formats_report.Event) -> str:
-    """Describe the machine, the releases and the setup that the numbers depend on."""
+    """Describe the machine, the software releases and the settings that affect the results."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -214,7 +220,7 @@ def machine(options: argparse.Namespace, plan: formats_report.Event) -> str:
 
 
 def tree() -> str:
-    """Return the commit of this tree, if git knows it."""
+    """Return the commit of this repository, if git can tell."""
     command = ["git", "-C", REPO, "describe", "--always", "--dirty"]
     try:
         description = subprocess.run(command, capture_output=True, text=True, check=True)

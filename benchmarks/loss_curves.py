@@ -5,18 +5,18 @@
     python benchmarks/loss_curves.py --text wikitext-2/valid.txt --seeds 1234 --iterations 500 \\
         --types bf16 mxfp8 mxfp4 recipe:examples/recipes/mxfp4_stochastic.yaml -- --lr 1e-3
 
-The text is that of the default corpus, or --text FILE, with the tokenizer of the default corpus.
-Flags after -- are passed to pretrain_gpt.py.
+The text is the default corpus, or the file given by --text. In both cases, the tokenizer of the
+default corpus is used. Flags after -- are passed to pretrain_gpt.py.
 
 Runs with the same seed start from the same weights and see the same data; they differ only in the
-format. One seed proves little, because small changes grow along a trajectory. The difference to the
-first type is therefore computed per seed, and its spread is shown. A run is not repeated if
---output-dir has a complete log of the same command. So an interrupted benchmark can be continued,
-and seeds can be added.
+format. A single seed proves little, because small changes grow during training. The difference from
+the first type is therefore computed for each seed, and its spread is shown. A run is not repeated
+if --output-dir has a complete log of the same command. An interrupted benchmark can therefore be
+continued, and seeds can be added.
 
-Prints a Markdown table, writes it with the command and the versions as `loss_curves.md`, the
-numbers as `loss_curves.csv` and the picture as `loss_curves.png`. Exits with 1 if a loss did not
-fall or if two types gave the same curve (then one of them was not applied).
+Prints a Markdown table and writes it as `loss_curves.md`, with the command and the versions. Writes
+the numbers as `loss_curves.csv` and the figure as `loss_curves.png`. Exits with status 1 if a loss
+did not fall or if two types gave the same curve (then one of them was not applied).
 """
 
 import argparse
@@ -48,31 +48,34 @@ TRAIN = REPO / "examples" / "llama" / "train_llama32_1b_h100_fp8.sh"
 LINE = re.compile(r"iteration +(\d+)/.*?lm loss: ([\d.E+-]+|nan|inf)", re.IGNORECASE)
 TOKENIZER = REPO / "model" / "default" / "tokenizer.model"
 RECIPE = "recipe:"
-WINDOWS = 20  #: windows per run; each loss in the table is the mean over one of them
+WINDOWS = 20  #: number of windows per run; each loss in the table is the mean over one window
 
 
 def shown(quant_type: str) -> str:
-    """Return the name of a type or of a recipe's file, as the table shows it."""
+    """Return the name that the table shows for a quantization type or a recipe file."""
     if quant_type.startswith(RECIPE):
         return f"recipe_{Path(quant_type).stem}"
     return quant_type
 
 
 def tokenized(options: argparse.Namespace) -> list[str]:
-    """Return TOKENIZER and DATA for the training script; empty words for the default corpus."""
+    """Tokenize the text and return the arguments TOKENIZER and DATA of the training script.
+
+    Both arguments are empty if no text is given; training then uses the default corpus.
+    """
     if options.text is None:
         return ["", ""]
     prefix = options.output_dir / "text"
     subprocess.run([sys.executable, REPO / "script" / "data" / "default_corpus.py"], check=True)
     command = [sys.executable, REPO / "script" / "data" / "preprocess.py", "--append-eod"]
-    command += ["--overwrite"]  # with the same content if the benchmark is continued
+    command += ["--overwrite"]  # The content is the same if the benchmark is continued.
     command += ["--input", options.text, "--tokenizer-model", TOKENIZER]
     subprocess.run([*command, "--output-prefix", prefix], check=True)
     return [str(TOKENIZER), f"{prefix}_text_document"]
 
 
 def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
-    """Train one run, unless its log is complete; return the loss by iteration."""
+    """Train one run, unless its log is already complete; return the loss by iteration."""
     name = f"{shown(quant_type)}_seed{seed}"
     log = options.output_dir / f"{name}.log"
     command = ["bash", str(TRAIN), "none", str(options.output_dir / "tensorboard" / name)]
@@ -101,7 +104,7 @@ def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
 
 
 def read_log(log: Path, head: str, iterations: int) -> pd.Series | None:
-    """Return the loss by iteration from a log; None unless it is complete and of this command."""
+    """Return the loss by iteration from a complete log of the command `head`, otherwise None."""
     text = log.read_text() if log.is_file() else ""
     losses = {int(i): float(loss) for i, loss in LINE.findall(text)}
     return pd.Series(losses) if text.startswith(head) and len(losses) == iterations else None
@@ -118,7 +121,7 @@ def train_all(options: argparse.Namespace) -> pd.DataFrame:
 
 
 def differences(losses: pd.DataFrame) -> pd.DataFrame:
-    """Return the losses of each run minus those of the first type with the same seed."""
+    """Return each run's losses minus the losses of the first type with the same seed."""
     first = losses[losses.columns[0][0]]
     return pd.concat({t: losses[t] - first for t in types_of(losses)}, axis=1)
 
@@ -129,12 +132,12 @@ def window_of(losses: pd.DataFrame) -> int:
 
 
 def types_of(losses: pd.DataFrame) -> list[str]:
-    """Return the types in the order in which they were given."""
+    """Return the quantization types in the order in which they were given."""
     return list(dict.fromkeys(losses.columns.get_level_values(0)))
 
 
 def table(losses: pd.DataFrame) -> str:
-    """Return the means over windows and seeds, and the differences to the first type."""
+    """Return a Markdown table of mean losses per window and the differences from the first type."""
     last, types = len(losses), types_of(losses)
     window = window_of(losses)
     rows = [["mean loss, iterations", *types]]
@@ -156,7 +159,7 @@ def table(losses: pd.DataFrame) -> str:
 
 
 def complaints(losses: pd.DataFrame) -> list[str]:
-    """Return the errors: losses that do not fall, and formats that change nothing."""
+    """Return an error message for each loss that did not fall and each pair of equal curves."""
     window = window_of(losses)
     start, end = losses.iloc[:window].mean(), losses.iloc[-window:].mean()
     errors = [f"{run}: the loss did not fall" for run in losses if not end[run] < start[run]]
@@ -167,7 +170,7 @@ def complaints(losses: pd.DataFrame) -> list[str]:
 
 
 def draw(losses: pd.DataFrame, path: Path) -> None:
-    """Draw one line per type, the mean over seeds, and below it the difference to the first."""
+    """Save a figure of each type's mean loss over seeds and its difference from the first type."""
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
@@ -177,7 +180,7 @@ def draw(losses: pd.DataFrame, path: Path) -> None:
     for name in types_of(losses):
         color, index = color_of(name), losses.index
         top.plot(index, losses[name].mean(axis=1), color=color, alpha=0.25, linewidth=0.8)
-        dash = "--" if name.startswith("recipe_") else "-"  # recipes have arbitrary colors
+        dash = "--" if name.startswith("recipe_") else "-"  # The colors of recipes are arbitrary.
         top.plot(index, smooth[name].mean(axis=1), dash, color=color, label=name)
         bottom.plot(index, apart[name].mean(axis=1), dash, color=color)
         band = apart[name].min(axis=1), apart[name].max(axis=1)

@@ -1,11 +1,13 @@
-"""Call the formats of other public packages, the peers of the format benchmark.
+"""Call the number formats of other public packages, the peers of the format benchmark.
 
-Each function imports one package and returns a finder. `find(fmt)` returns a call that quantizes a
-contiguous matrix to our format `fmt` along the last axis and dequantizes it to the input's dtype.
-It returns None if the package has no such format. This file only calls the packages and contains
-none of their code. A package that is not installed raises on import, which the caller reports.
+Each loader imports one package and returns a finder. The finder takes one of our formats and
+returns a function that quantizes a contiguous matrix along the last axis and dequantizes it to the
+input's dtype, or None if the package does not have the format. This file only calls the packages
+and contains none of their code. If a package is not installed, its import raises an error, which
+the caller reports.
 
-Three of them quantize only single elements; for ml_dtypes, numpy code here computes block scales.
+Three of the packages (torch, ml_dtypes and en_dtypes) quantize only single elements. For ml_dtypes,
+numpy code in this file computes the block scales.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,7 @@ Finder = Callable[[Format], Call | None]
 
 
 def mx_of(fmt: Format) -> tuple[str, int, str] | None:
-    """Return element, block size and scale rule of an OCP MX format; None for any other format."""
+    """Return element, block size and scale rule of an OCP MX format, or None for other formats."""
     scaling, rounding = fmt.scaling, getattr(fmt, "rounding", "nearest")
     if not hasattr(scaling, "rule") or getattr(scaling, "square", False) or rounding != "nearest":
         return None
@@ -74,15 +76,16 @@ def torchao() -> Finder:
 
 
 def torchao_compiled() -> Finder:
-    """Return torchao's calls under torch.compile.
+    """Return a finder for torchao's functions, compiled by torch.compile.
 
-    On CPUs torch.compile lacks the E8M0 dtype: the floor rule fails there, the others work.
+    On CPUs, torch.compile does not support the E8M0 dtype, so the scale rule "floor" fails; the
+    other scale rules work.
     """
     eager = torchao()
 
     def find(fmt: Format) -> Call | None:
         call = eager(fmt)
-        torch._dynamo.reset()  # otherwise the ninth format would silently run uncompiled
+        torch._dynamo.reset()  # Otherwise, the ninth format would silently run uncompiled.
         return None if call is None else torch.compile(call)
 
     return find
@@ -154,7 +157,7 @@ def ml_dtypes() -> Finder:
             exponent = np.maximum(exponent, -127)
             scaled = np.ldexp(blocks, -exponent).clip(
                 -largest, largest
-            )  # the casts do not saturate
+            )  # The casts of ml_dtypes do not saturate.
             values = np.ldexp(scaled.astype(dtype).astype(np.float32), exponent)
             return torch.from_numpy(values.reshape(x.shape)).to(x.dtype)
 
@@ -183,7 +186,7 @@ def torch_cast() -> Finder:
     return find
 
 
-#: Loader of each peer and the distribution whose release is reported, by the name in the tables.
+#: Loader of each peer and the distribution whose release is reported, by the peer's display name.
 PEERS: dict[str, tuple[Callable[[], Finder], str]] = {
     "torch": (torch_cast, "torch"),
     "torchao": (torchao, "torchao"),
@@ -198,9 +201,10 @@ ONLY_ON_CPU = ("ml_dtypes", "en_dtypes")
 
 
 def along(call: Call, axis: str) -> Call:
-    """Return the call along the "last" or "first" axis of a matrix.
+    """Return `call`, changed to work along the "last" or the "first" axis of a matrix.
 
-    The peer's time includes the transpositions. quark has an axis argument, which takes longer.
+    For the first axis, the matrix is transposed before and after the call, and the peer's time
+    includes both transpositions. quark has an axis argument, but using it takes longer.
     """
     return call if axis == "last" else lambda x: call(x.t().contiguous()).t().contiguous()
 
@@ -213,7 +217,7 @@ OTHER_ORDER = (
     "multiplies the scales in another order: last bits differ, and a value or a block's scale "
     "halfway between two codes can be rounded to the other one"
 )
-#: Reasons why a peer's values differ from ours, by its name and our name of the format or "mx".
+#: Reason why a peer's values differ from ours, by the peer and our name for the format (or "mx").
 WHY: dict[tuple[str, str], str] = {
     ("quark", "mx"): (
         "quark takes log2 of a block's maximum in the input's dtype; close to a power of two it "
@@ -234,6 +238,6 @@ WHY: dict[tuple[str, str], str] = {
 
 
 def why(peer: str, fmt: Format) -> str:
-    """Return the known reason for a difference between a peer's values and ours."""
+    """Return the reason why a peer's values differ from ours, if it is known."""
     family = "mx" if mx_of(fmt) else fmt.name
     return WHY.get((peer.removesuffix(" compiled"), family), "the reason is not known")

@@ -1,19 +1,20 @@
-"""Compare the tokenization of a corpus by script/data/preprocess.py and by `datasets.map`.
+"""Compare the speed of tokenizing a corpus with script/data/preprocess.py and `datasets.map`.
 
     python benchmarks/preprocessing.py                        # 20 MB of Python's own source files
     python benchmarks/preprocessing.py --text enwiki.txt --tokenizer-model model/llama3.2-1b
     python benchmarks/preprocessing.py --rounds 3 --megabytes 5 --output-dir /tmp/try
 
-Both read the same documents, use the same fast Hugging Face tokenizer in two processes, and write
-the token ids to the disk. `map` reads Arrow, which `load_dataset` makes from the JSONL file first;
-ours reads the JSONL file directly. There are therefore two ratios, with and without `load_dataset`.
-`map` computes only the ids (no masks), in batches of its default size. Our time includes loading
-the tokenizer and flushing the finished .bin, .idx and .json files. Imports do not count.
+Both programs read the same documents, use the same fast Hugging Face tokenizer in several processes
+(two by default), and write the token IDs to disk. `map` reads an Arrow file, which `load_dataset`
+first creates from the JSONL file; our program reads the JSONL file directly. There are therefore
+two ratios, with and without `load_dataset`. `map` computes only the IDs (no masks), in batches of
+its default size. Our time includes loading the tokenizer and flushing the finished .bin, .idx and
+.json files. Imports are not counted.
 
-The two take turns. A time is the median over the rounds; a ratio is the median of the rounds'
-ratios, with quartiles. CPU seconds, of all processes, are more reliable on a shared machine. All
-token ids are compared; the exit status is 1 if one differs. Prints a Markdown table and writes it
-with the command and the versions as preprocessing.md.
+The two programs take turns. A time is the median over the rounds; a ratio is the median of the
+rounds' ratios, with quartiles. CPU seconds are summed over all processes and are more reliable on a
+shared machine. All token IDs are compared; the exit status is 1 if one differs. Prints a Markdown
+table and writes it as preprocessing.md, with the command and the versions.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing import Any
 
 import quoting
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the work is already divided among processes
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # The work is already divided among processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPO = Path(__file__).resolve().parents[1]
@@ -45,31 +46,37 @@ sys.path.insert(0, str(REPO))
 
 from megatron.console import ArgumentParser  # noqa: E402
 
-DOCUMENT = 3000  #: smallest size of a document in characters; it ends at the next empty line
+DOCUMENT = 3000  #: minimum size of a document, in characters; it ends at the next empty line
 VOCABULARY = 32_000
 
 
 @dataclasses.dataclass
 class Turn:
-    """The time of one run."""
+    """Wall-clock time and CPU time of one run, in seconds."""
 
     seconds: float
     cpu: float
 
 
-Round = dict[str, Turn]  #: one turn of each program, by its name
+Round = dict[str, Turn]  #: times of each program in one round, by the program's name
 OURS, LOAD, MAP = NAMES = ("script/data/preprocess.py", "datasets.load_dataset", "datasets.map")
 
 
 def standard_library() -> Iterator[str]:
-    """Yield Python's own source files, which every machine has, in the order of their names."""
+    """Yield the text of Python's own source files, in the order of their paths.
+
+    Every machine has these files.
+    """
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" not in path.parts:
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
 def documents(texts: Iterator[str], megabytes: float) -> Iterator[str]:
-    """Yield parts of at least DOCUMENT characters up to an empty line, `megabytes` in total."""
+    """Yield documents that end at an empty line, with about `megabytes` megabytes in total.
+
+    A document has at least DOCUMENT characters, unless the text ends before.
+    """
     left = int(megabytes * 1e6)
     for text in texts:
         part = ""
@@ -87,7 +94,7 @@ def documents(texts: Iterator[str], megabytes: float) -> Iterator[str]:
 
 
 def train_tokenizer(texts: list[str], folder: Path) -> None:
-    """Train a byte-level BPE tokenizer, like GPT-2's, on this text."""
+    """Train a byte-level BPE tokenizer like GPT-2's on `texts`, and save it in `folder`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -117,7 +124,7 @@ def timed(work: Callable[[], Any]) -> tuple[Turn, Any]:
 
 
 class Ours:
-    """The program script/data/preprocess.py, called in this process."""
+    """Our program, script/data/preprocess.py, called in this process."""
 
     def __init__(self, corpus: Path, tokenizer: Path, workers: int) -> None:
         from documents import Settings
@@ -157,7 +164,7 @@ class Theirs:
         from datasets import load_dataset
 
         self.turn += 1
-        cache = str(self.folder / f"hf{self.turn}")  # a new and empty cache
+        cache = str(self.folder / f"hf{self.turn}")  # a new, empty cache folder
         loaded = load_dataset("json", data_files=str(self.corpus), cache_dir=cache)
         self.dataset = loaded["train"]
 
@@ -182,7 +189,7 @@ class Theirs:
 
 
 def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
-    """Return the table, with one row per program and rates per second."""
+    """Return a Markdown table of times and rates, with one row per program, and the ratios."""
     head = ("", "seconds", "CPU seconds", "documents/s", "MB of text/s", "million tokens/s")
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     for name in NAMES:
@@ -206,7 +213,7 @@ def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
 
 
 def ratio(rounds: list[Round], field: str, *theirs: str) -> str:
-    """Return median and quartiles over the rounds of the ratio of their time to ours."""
+    """Return the ratio of their time to our time, as the median and quartiles over the rounds."""
     ratios = [
         sum(getattr(turns[name], field) for name in theirs) / getattr(turns[OURS], field)
         for turns in rounds
@@ -238,7 +245,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[str, bool]:
-    """Return the report, and whether all token ids are the same."""
+    """Run all rounds; return the report, and whether all token IDs are the same."""
     texts = iter([options.text.read_text()]) if options.text else standard_library()
     parts = list(documents(texts, options.megabytes))
     corpus = folder / "corpus.jsonl"
@@ -255,7 +262,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[str, bool]:
         work = (ours.run, theirs.load, theirs.run)
         turns = {name: timed(call)[0] for name, call in zip(NAMES, work, strict=True)}
         print(f"round {number}: {turns}", file=sys.stderr)
-        if number:  # the first round warms up the caches
+        if number:  # The first round only warms up the caches.
             rounds.append(turns)
     same, tokens, count = True, 0, 0
     for our_ids, their_ids in zip(ours.ids(), theirs.ids(), strict=True):

@@ -2,16 +2,16 @@
 
     python benchmarks/training.py                       # the tiny Llama at hidden size 1024
     python benchmarks/training.py --types mxfp8 hifp8 recipe:examples/recipes/ocp_mxfp8.yaml
-    python benchmarks/training.py --quick               # a small shape, seconds: does it run?
+    python benchmarks/training.py --quick               # only check that it runs (seconds)
 
-Each type has a process of its own. The processes take turns, one step each per round, so that other
-load on the machine affects all of them alike. A ratio compares two times of the same round; the
-table shows its median and quartiles over the rounds. `wheel` is the megatron-core wheel without
-this tree: bf16 through the overlay should cost the same.
+Each quantization type has its own process. The processes take turns, one step each per round, so
+that other load on the machine affects all of them alike. A ratio compares two times of the same
+round; the table shows its median and quartiles over the rounds. `wheel` is the megatron-core wheel
+without this repository: bf16 with the repository's overlay should take as long.
 
-Memory is the process's peak (on CUDA: allocated memory). A second column shows how much training
-adds to the peak after libraries are loaded and the model is built. Prints a Markdown table and
-writes it to `docs/results/training.md`, with the command.
+Memory is the peak of the process (on CUDA: of the allocated memory). A second column shows how much
+training adds to the peak that is reached when libraries are loaded and the model is built. Prints a
+Markdown table and writes it to `docs/results/training.md`, with the command.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Worker:
-    """A process that trains step by step in one type."""
+    """A process that trains step by step with one quantization type."""
 
     def __init__(self, name: str, options: argparse.Namespace):
         self.name = name
@@ -113,10 +113,10 @@ class Worker:
         )
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.built = self.peak = 0.0  #: peak memory in MiB, after building the model and now
+        self.built = self.peak = 0.0  #: peak memory in MiB, after building the model and so far
 
     def answer(self) -> str:
-        """Return the worker's next line; other lines come from libraries."""
+        """Return the worker's next result line, skipping lines that libraries print."""
         while line := self.process.stdout.readline():
             if line.startswith("ready") or line[0].isdigit():
                 return line
@@ -124,12 +124,12 @@ class Worker:
         raise SystemExit(f"[ERROR] {self.name} ended: {message[-1] if message else 'no message'}")
 
     def step(self) -> None:
-        """Train one step."""
+        """Train one step, and record its duration and loss."""
         try:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # `answer` reports the reason
+            pass  # `answer` reports the reason.
         seconds, self.peak, loss = map(float, self.answer().split())
         self.seconds.append(seconds)
         self.losses.append(loss)
@@ -140,14 +140,17 @@ class Worker:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Worker]:
-    """Let all workers take turns; the first two rounds do not count."""
+    """Train with all workers in turn and return them by name.
+
+    The first two rounds are a warm-up; their times are not counted.
+    """
     workers = [Worker(name, options) for name in options.types]
     try:
         for worker in tqdm(workers, desc="starting"):
             worker.built = float(worker.answer().split()[1])
         order = random.Random(0)
         for _ in tqdm(range(options.rounds + 2), desc="rounds"):
-            # In random order, because the previous process affects the speed of a step.
+            # The order is random, because the previous process affects the speed of a step.
             for worker in order.sample(workers, len(workers)):
                 worker.step()
     finally:
@@ -161,7 +164,7 @@ def measure(options: argparse.Namespace) -> dict[str, Worker]:
 
 
 def rows(workers: dict[str, Worker]) -> list[tuple[str, ...]]:
-    """Return the cells of the table."""
+    """Return the rows of the table, one per worker."""
     base = workers[BASE]
     table = []
     for worker in workers.values():

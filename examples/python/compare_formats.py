@@ -5,11 +5,11 @@
     "$python" examples/python/compare_formats.py
     "$python" examples/python/compare_formats.py mxfp8 mx:e3m4:b16:rceil nvfp4:2d
 
-Each format is applied to three tensors: normal values; the same with one channel in 32 multiplied
-by 50, as in activations; and the normal values divided by 2^18, as in gradients. The noise is
-measured in the other channels, because the large ones would dominate the noise of the whole tensor.
-Blocks are formed along the last axis. `python -m megatron.fake_quant list` prints the names of
-formats.
+Each format is applied to three tensors: normally distributed values; the same values with one
+channel in 32 multiplied by 50, as in activations; and the same values divided by 2^18, as in
+gradients. The ratio covers only the other 31 of 32 channels, because the large channels would
+dominate the noise of the whole tensor. Blocks are formed along the last axis.
+`python -m megatron.fake_quant list` prints the names of formats.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from megatron.console import run_main
 from megatron.fake_quant import fake_quantize, get_format
 
 FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "hifp8", "fp8_e4m3")
-ORDINARY = torch.arange(1024) % 32 != 0  #: channels without outliers
+ORDINARY = torch.arange(1024) % 32 != 0  #: mask of the channels without outliers
 
 
 def sqnr(x: Tensor, quantized: Tensor) -> float:
-    """Return 10 log10 of the signal's power over the error's, summed in float64."""
+    """Return the signal-to-quantization-noise ratio in dB, summed in float64."""
     signal, noise = x.double(), quantized.double() - x.double()
     return 10 * torch.log10(signal.square().sum() / noise.square().sum()).item()
 
 
 def samples() -> dict[str, Tensor]:
-    """Return the tensors by name, each with 512 rows of 1024 channels."""
+    """Return the sample tensors by name, each with 512 rows of 1024 channels."""
     normal = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
     outliers = torch.where(ORDINARY, normal, 50 * normal)
     return {"normal": normal, "outliers": outliers, "small": normal / 2**18}

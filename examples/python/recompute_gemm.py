@@ -5,10 +5,10 @@
     "$python" examples/python/recompute_gemm.py enhanced_tensor_logs/mxfp8
     "$python" examples/python/recompute_gemm.py enhanced_tensor_logs/mxfp8 linear_fc1
 
-y = x W^T is computed twice from the saved operands. Quantized as in the run, they reproduce the
-saved output (bit for bit on the same machine); unquantized, they show the error of the format. The
-layer is the first one, the module is linear_qkv by default, and shards of several ranks are joined.
-`python -m megatron.analysis verify` does this for every matmul of a dump.
+The output y = x W^T is computed twice from the saved operands. Operands quantized as in the run
+reproduce the saved output (bit for bit on the same machine); unquantized operands show the error of
+the format. The example uses the first layer, by default its module linear_qkv, and joins the shards
+of several ranks. `python -m megatron.analysis verify` does this for every matmul of a dump.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = ("input", "weight", "output")
 
 
 def sqnr(x: Tensor, other: Tensor) -> float:
-    """Return 10 log10 of the signal's power over that of the difference; inf if they are equal."""
+    """Return the SQNR of `other` relative to `x`, in dB; inf if both are equal."""
     signal, noise = x.double(), other.double() - x.double()
     return 10 * torch.log10(signal.square().sum() / noise.square().sum()).item()
 
@@ -47,7 +47,7 @@ def main(folder: str, module: str = "linear_qkv") -> int:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 1
 
-    # A record holds the formats of its operand in the forward and in the backward pass.
+    # A record holds the operand's formats for the forward and the backward pass.
     formats = dict(zip(records["tensor_name"], records["format"], strict=True))
     forward = {name: uses(formats[name])[0] for name in ("input", "weight")}
     quantized = [
