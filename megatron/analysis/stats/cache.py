@@ -1,15 +1,16 @@
-"""Cache of computed results: one SQLite file with one row per tensor and format.
+"""Cache of computed results: a SQLite file with one row per part of a tensor and format.
 
-The key covers everything that a result depends on: the files (path, size, time of the last change),
-how the tensor is read, the format, and the source code of this package and of `fake_quant`. Paths
-are relative to the dump, so that a cache inside a dump can be moved with it. Each row is written as
-soon as its result is known, in a transaction of its own. An interrupted computation therefore
+The key covers everything that a result depends on: the files (path, size, modification time), how
+the tensor is read, the format, and the source code of this package and of `fake_quant`. Paths are
+relative to the dump, so that a cache inside a dump can be moved with it. The results of a part are
+written as soon as they are known, in a separate transaction. An interrupted computation therefore
 continues where it stopped, and other processes do not wait.
 
-Everything can be computed again, so damaged entries are dropped with a remark. A dump and its cache
-may come from an untrusted source. A link, a FIFO or another program's database in the place of the
-cache is therefore refused and left unchanged. Only a database with exactly the two expected tables
-is used, because a trigger or a view would run statements of its own.
+All results can be computed again. Damaged entries are therefore ignored, and a damaged database is
+replaced, with a remark. A dump and its cache may come from an untrusted source. A link, a FIFO or a
+database of another program at the path of the cache is therefore refused and left unchanged. Only a
+database with exactly the two expected tables is used, because triggers and views would run SQL
+statements of their own.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ from megatron.analysis.stats.logical_tensors import Part
 from megatron.bounded_files import printable
 
 NAME = "statistics.sqlite"
-PATIENCE = 30.0  #: seconds to wait for another process that writes
-APPLICATION_ID = 0x4D654761  #: marks the header of a cache file
-_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: 0 while another process creates the file
-_SCHEMA = 1  #: version of the tables
+PATIENCE = 30.0  #: maximum time to wait for another process to write, in seconds
+APPLICATION_ID = 0x4D654761  #: SQLite application ID in the header of a cache file
+_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: valid IDs; 0 during creation
+_SCHEMA = 1  #: version of the table definitions
 _TABLES = {
     "results": "CREATE TABLE results (key TEXT, name TEXT, content BLOB, PRIMARY KEY (key, name))"
     " WITHOUT ROWID",
     "parts": "CREATE TABLE parts (key TEXT PRIMARY KEY, version TEXT, dump TEXT, files TEXT)"
     " WITHOUT ROWID",
 }
-_BESIDE = ("-wal", "-shm")  #: suffixes of the files that SQLite keeps beside the database
-_JOURNAL_PATIENCE = 2.0  #: seconds to wait for another process to end its first transaction
+_BESIDE = ("-wal", "-shm")  #: suffixes of the files that SQLite keeps next to the database
+_JOURNAL_PATIENCE = 2.0  #: maximum wait for another process's first transaction, in seconds
 
 
 @functools.cache
 def code_version() -> str:
-    """Return a hash of the source code that results depend on."""
+    """Return a hash of the source code that the results depend on."""
     folders = (Path(__file__).parent, Path(str(fake_quant.__file__)).parent)
     sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
@@ -59,27 +60,28 @@ def code_version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The identity of a part's results in the cache."""
+    """Identity of a part in the cache."""
 
     key: str
     files: str  #: path, size and modification time of each file, as JSON
 
 
 class Cache:
-    """A folder with the results of a dump by part and name.
+    """Cache of the results of a dump, stored in a folder by part and result name.
 
     Raises:
-        OSError, ValueError: the folder cannot be written, or the file in it is of another program.
+        OSError, ValueError: if the folder cannot be written, or the file in it belongs to another
+            program.
     """
 
     def __init__(self, folder: Path, dump: Path):
         check_place(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._folder = folder / NAME, dump
-        #: the dump's path; empty for a cache inside the dump, which can be moved with it
+        #: path of the dump; empty for a cache inside the dump, which can be moved with it
         self._dump = "" if folder.resolve().is_relative_to(dump.resolve()) else str(dump.resolve())
-        self.remark = ""  #: a message on results that could not be read or stored
-        self._used: set[str] = set()  #: keys that this process has asked for
+        self.remark = ""  #: message about results that could not be read or stored
+        self._used: set[str] = set()  #: keys that this process has requested
         try:
             self._base: sqlite3.Connection | None = self._open()
         except sqlite3.Error as error:
@@ -109,7 +111,7 @@ class Cache:
         """
         ids = self._ids(base)
         if ids[0] == APPLICATION_ID and ids[1] != _SCHEMA and _tables(base).keys() <= {*_TABLES}:
-            drop = "".join(f"DROP TABLE IF EXISTS {name}; " for name in _TABLES)  # of our own
+            drop = "".join(f"DROP TABLE IF EXISTS {name}; " for name in _TABLES)  # our own tables
             reset = "PRAGMA application_id=0; PRAGMA user_version=0; COMMIT"
             base.executescript(f"BEGIN IMMEDIATE; {drop}{reset}")
         if not _tables(base):
@@ -127,12 +129,12 @@ class Cache:
         base.execute("PRAGMA synchronous=NORMAL")  # a power failure may lose the last results
 
     def _ids(self, base: sqlite3.Connection) -> list[int]:
-        """Return the application id and the version of the tables from the file's header."""
+        """Return the application ID and the version of the tables from the header of the file."""
         names = ("application_id", "user_version")
         return [base.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
 
     def _refuse_foreign(self, base: sqlite3.Connection, *, created: bool) -> None:
-        """Refuse a database that is not ours, before or after its tables were created."""
+        """Refuse a database of another program; `created` says whether our tables must exist."""
         ids = self._ids(base)
         expected = [APPLICATION_ID, _SCHEMA] if created else [0, 0]
         if ids != expected or (created and _tables(base) != _normalized(_TABLES)):
@@ -148,7 +150,7 @@ class Cache:
         read.
 
         Raises:
-            OSError: a file is missing.
+            OSError: if a file is missing.
         """
         files = []
         for path in chain(part.paths, *part.replicas):
@@ -162,16 +164,16 @@ class Cache:
         return entry
 
     def names(self, entry: Entry) -> set[str]:
-        """Return the names of the results that the cache has of a part."""
+        """Return the names of the cached results of a part."""
         return {name for (name,) in self._run("SELECT name FROM results WHERE key = ?", entry.key)}
 
     def get(self, entry: Entry) -> dict[str, bytes]:
-        """Return all undamaged results of a part, by name."""
+        """Return all undamaged results of a part, keyed by name."""
         rows = self._run("SELECT name, content FROM results WHERE key = ?", entry.key)
         return {name: content[4:] for name, content in rows if _is_whole(content)}
 
     def put(self, entry: Entry, contents: Mapping[str, bytes]) -> None:
-        """Add results, and replace those of the same name."""
+        """Store results of a part, and replace existing results with the same names."""
         part = (entry.key, code_version(), self._dump, entry.files)
         rows = [(entry.key, name, _with_checksum(content)) for name, content in contents.items()]
         self._write(
@@ -180,10 +182,10 @@ class Cache:
         )
 
     def prune(self) -> None:
-        """Delete results that no call can use again.
+        """Delete results that no later call can use.
 
-        These are results of other versions of the program, and of files of this dump that were
-        changed or deleted.
+        These are the results of other versions of the program, and the results of files in this
+        dump that were changed or deleted.
         """
         query = "SELECT key, version != ?, dump = ? FROM parts"
         stale = [
@@ -231,11 +233,11 @@ class Cache:
             self._recover(error)
 
     def _recover(self, error: sqlite3.Error) -> None:
-        """Replace a damaged file by a new one; stop caching if the file cannot be used."""
+        """Replace a damaged file with a new one; stop caching if the file cannot be used."""
         assert self._base is not None
         self._base.close()
         self._base = None
-        if isinstance(error, sqlite3.OperationalError):  # locked, full, read-only
+        if isinstance(error, sqlite3.OperationalError):  # locked, disk full, or read-only
             self.remark = f"{self.path} cannot be used ({error}): no more results are stored"
             return
         self.remark = f"{self.path} was damaged ({error}): its results are computed again"
@@ -253,14 +255,14 @@ class Cache:
 
 
 class ForeignCacheError(ValueError):
-    """Raised for a foreign file or folder in the place of the cache; the message names it."""
+    """Error for a path that is unusable as a cache; the message names the path."""
 
 
 def check_place(folder: Path) -> None:
-    """Refuse a cache folder that is a link, or holds special files or a foreign database.
+    """Refuse a cache folder that is a link, or contains special files or a file of another program.
 
     Raises:
-        ForeignCacheError: if it is refused; the message names the file.
+        ForeignCacheError: if the folder is refused; the message names the file.
     """
     _check_names(folder)
     head = b""
@@ -275,10 +277,10 @@ def check_place(folder: Path) -> None:
 
 
 def _check_names(folder: Path) -> None:
-    """Check the kinds of the files without opening any.
+    """Check the file types of the folder and of its files, without opening any of them.
 
     Raises:
-        ForeignCacheError: if one is refused; the message names it.
+        ForeignCacheError: if a path is refused; the message names it.
     """
     deadline = time.monotonic() + _JOURNAL_PATIENCE
     _refuse_but(folder, stat.S_ISDIR, "a folder")
@@ -296,7 +298,7 @@ def _check_names(folder: Path) -> None:
 
 
 def _refuse_but(path: Path, wanted: Callable[[int], bool], what: str) -> None:
-    """Refuse an existing path of another kind than the wanted one; a link is always refused."""
+    """Refuse a path that exists but has another file type than `wanted`; links are refused."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -312,7 +314,7 @@ def _refuse_but(path: Path, wanted: Callable[[int], bool], what: str) -> None:
 
 
 def _tables(base: sqlite3.Connection) -> dict[str, str]:
-    """Return the statements that created the database's content (tables, triggers, views)."""
+    """Return the SQL statements that created the tables, triggers and views, keyed by name."""
     rows = base.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 100")
     return _normalized({str(name): str(sql) for name, sql in rows})
 
@@ -322,15 +324,15 @@ def _normalized(tables: Mapping[str, str]) -> dict[str, str]:
 
 
 def open_cache(folder: Path | None, dump: Path) -> AbstractContextManager[Cache | None]:
-    """Open the cache of a dump in a folder, and close it at the end of the block.
+    """Return a context manager that yields the cache of a dump and closes it at the end.
 
-    The result is None without a folder.
+    If `folder` is None, the context manager yields None.
     """
     return nullcontext() if folder is None else closing(Cache(folder, dump))
 
 
 def _with_checksum(content: bytes) -> bytes:
-    """Return the content preceded by a checksum, because SQLite stores none."""
+    """Return the content with a checksum in front, because SQLite stores none."""
     return zlib.crc32(content).to_bytes(4, "little") + content
 
 

@@ -1,4 +1,4 @@
-"""Read a tensor in pieces, so that the memory needed does not grow with its size."""
+"""Read a tensor in pieces, so that memory use does not grow with the size of the tensor."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-PIECE = 1 << 22  #: values per piece; a piece has more if one row of blocks has more
-LARGE = 1 << 26  #: size in bytes from which a memory-mapped tensor's pages are released in pieces
+PIECE = 1 << 22  #: number of values per piece; larger if one row of blocks has more values
+LARGE = 1 << 26  #: minimum size in bytes of a mapped tensor whose pages are released
 _MADV_DONTNEED = 4
 
 
 def pieces(values: NDArray[Any], multiple: int) -> Iterator[NDArray[Any]]:
-    """Yield pieces of `[outer, rows, columns]`, each starting at a multiple of so many rows.
+    """Yield pieces of an array, each with shape `[outer, rows, columns]`.
 
-    multiple: rows per block, so that no block lies in two pieces.
+    Args:
+        multiple: number of rows per block. Each piece starts at a multiple of this number, so that
+            no block lies in two pieces.
     """
     outer, rows, columns = values.shape
     in_one = rows * columns
@@ -33,7 +35,7 @@ def pieces(values: NDArray[Any], multiple: int) -> Iterator[NDArray[Any]]:
 
 
 def give_back(values: NDArray[Any], *, mapped: bool) -> None:
-    """Release the memory of a contiguous piece of a mapped file; a later access reads it again."""
+    """Release the memory of a contiguous piece of a mapped file; a later access rereads it."""
     if not mapped or not values.size:
         return
     start = values.ctypes.data
@@ -46,7 +48,7 @@ def give_back(values: NDArray[Any], *, mapped: bool) -> None:
 
 
 def is_mapped(address: int) -> bool:
-    """Return whether memory at `address` is mapped from a `.pt` file; always False without Linux.
+    """Return whether `address` is mapped from a `.pt` file; always False except on Linux.
 
     Memory that is not mapped from a file must not be released, because its content would be lost.
     """
@@ -58,6 +60,6 @@ def is_mapped(address: int) -> bool:
         fields = line.split(maxsplit=5)
         low, _, high = fields[0].partition("-")
         if int(low, 16) <= address < int(high, 16):
-            # the permissions do not help: torch maps private and writable, but never writes
+            # the permissions do not help: torch maps files private and writable, but never writes
             return len(fields) == 6 and fields[4] != "0" and fields[5].endswith(".pt")
     return False

@@ -1,8 +1,9 @@
-"""Measure formats whose result does not follow from a value and the scale of its block.
+"""Measure formats whose results are not determined by a value and the scale of its block.
 
-These are stochastic and hybrid rounding, and HiFloat4 with its three levels of scales. The values
-are quantized by `fake_quant.reference`, and each is compared with its result. This is ten times or
-more slower than counting values. Stochastic rounding uses a fixed seed, so that results repeat.
+These are formats with stochastic or hybrid rounding, and HiFloat4 with its three levels of scales.
+`fake_quant.reference` quantizes the values, and each value is compared with its result. This is at
+least ten times slower than counting values. Stochastic rounding uses a fixed seed, so that the
+results are reproducible.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from megatron.fake_quant.inspect.format_properties import positive_values
 from megatron.fake_quant.packing import QuantizedTensor
 
 SEED = 20240916  #: seed of stochastic rounding
-PIECE = 1 << 20  #: values per piece; the reference needs some fifty bytes for each
-_NIBBLE = 4  #: bits
+PIECE = 1 << 20  #: number of values per piece; the reference needs about 50 bytes per value
+_NIBBLE = 4  #: number of bits in a nibble
 
 
 def measure_sampled(
     tensor: Tensor, matrix: MatrixView, fmt: Format, all_errors: FormatErrors
 ) -> None:
-    """Add the errors of a format in a tensor that is not empty."""
+    """Add the errors that a format causes in a nonempty tensor to `all_errors`."""
     axes = axes_of(fmt)
     for piece in _pieces(tensor, matrix, fmt):
         results = {}
@@ -58,7 +59,7 @@ def measure_sampled(
 
 
 def _pieces(tensor: Tensor, matrix: MatrixView, fmt: Format) -> Iterator[Tensor]:
-    """Yield pieces [outer, rows, columns]; a format with a scale per tensor gets one piece."""
+    """Yield pieces [outer, rows, columns]; a single piece if the format has a tensor scale."""
     whole = tensor.reshape(matrix.outer, matrix.rows, matrix.columns)
     if fmt.has_tensor_scale or whole.numel() <= PIECE:
         yield whole
@@ -71,10 +72,10 @@ def _pieces(tensor: Tensor, matrix: MatrixView, fmt: Format) -> Iterator[Tensor]
 
 
 def _operand(piece: Tensor, matrix: MatrixView, axis: str, *, square: bool) -> tuple[Tensor, int]:
-    """Return the piece in the shape in which it is quantized, and the dimension of its blocks.
+    """Return a view of the piece to quantize, and the dimension along which its blocks run.
 
-    Along rows, each run is a last dimension of its own. For square blocks, the same run of all rows
-    makes a matrix.
+    For blocks along rows, the last dimension of the view is a run. For square blocks, the last two
+    dimensions are the rows and a run.
     """
     if axis == "column":
         return piece, 1
@@ -90,7 +91,7 @@ def _bits(x: Tensor) -> NDArray[np.int32]:
 def _add_values(
     errors: Errors, operand: Tensor, result: Tensor, packed: QuantizedTensor, clipped: Tensor
 ) -> None:
-    """Add the errors of values, their codes, and whether they were clipped."""
+    """Add the errors and codes of quantized values, and which values are clipped, to `errors`."""
     codes = packed.codes
     if packed.format.element.bits <= _NIBBLE:
         codes = unpack_nibbles(codes, packed.shape[packed.axis])
@@ -106,11 +107,14 @@ def _add_values(
 
 
 def _quantized(operand: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor, Tensor]:
-    """Return the result of `quantize`, and which values are clipped: those that would round to a
-    number above the format's largest if one existed.
+    """Quantize an operand, and determine which of its values are clipped.
 
-    Values are rounded once, to an element type that has larger numbers, and are then clipped to the
-    largest number. The same random numbers therefore decide about both results.
+    A value is clipped if it would round to a number above the largest number of the format, if such
+    a number existed. Values are rounded once, to an element type that has larger numbers, and are
+    then clipped to the largest number. Both results therefore use the same random numbers.
+
+    Returns:
+        The same tensor as `quantize`, and a mask of the clipped values.
     """
     layout, element = BlockLayout.of(tuple(operand.shape), fmt, dim), fmt.element
     blocks, scales = reference.scale_down(operand, fmt, layout)
@@ -127,7 +131,7 @@ def _quantized(operand: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor,
 
 
 def _limits(packed: QuantizedTensor) -> Tensor:
-    """Return the largest number that the format can represent under each value's scales."""
+    """Return, for each value, the largest number that the format represents with its scales."""
     element = packed.format.element
     assert not element.is_cast
     code = encode(positive_values(element)[-1:], element)
@@ -138,11 +142,11 @@ def _limits(packed: QuantizedTensor) -> Tensor:
 
 
 def _add_blocks(errors: Errors, operand: Tensor, packed: QuantizedTensor) -> None:
-    """Add the blocks: their scales, ranges and headroom."""
+    """Add the scales, ranges and headroom of the blocks to `errors`."""
     layout = BlockLayout.of(packed.shape, packed.format, packed.axis)
     stored = packed.scales.block()
     if packed.format.scale_bytes > 1:
-        stored = stored[..., 0]  # the scale of the group
+        stored = stored[..., 0]  # the first byte is the scale of the group
     errors.scales += np.bincount(stored.reshape(-1).numpy(), minlength=256)
     blocks = layout.to_blocks(operand.float()).abs().double()
     amax = blocks.amax(-1)

@@ -1,4 +1,4 @@
-"""The engine of the statistics: `compute` turns the records of a dump into tables."""
+"""Engine of the statistics: `compute` turns the records of a dump into tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron.analysis.stats.result_columns import ResultColumns, arrays_of
 from megatron.analysis.store import TensorStore
 
 _STRICT = "remove the file, or leave --strict out"
-_NO_FORMATS_OF = "no format is computed of {dtype} values"  # the note of such a tensor
+_NO_FORMATS_OF = "no format is computed of {dtype} values"  # note of a tensor with such a dtype
 
 
 def compute(
@@ -41,22 +41,24 @@ def compute(
     strict: bool = False,
     progress: bool = False,
 ) -> Statistics:
-    """Compute the statistics of a dump's tensors; each file is read once.
+    """Compute the statistics of the tensors in a dump.
 
     Args:
-        formats: names of `megatron.fake_quant`; if empty, only the values are described.
-        select: a part of `store.records`, as returned by `store.select`; all records if None.
-        workers: number of threads; one per processor if None.
-        max_memory: bytes that this process may use; the number of threads is reduced to fit.
+        formats: names of formats in `megatron.fake_quant`; if empty, only the values are described.
+        select: subset of `store.records`, as returned by `store.select`; None selects all records.
+        workers: number of threads; None means one per processor.
+        max_memory: maximum memory of this process, in bytes; the number of threads is reduced to
+            fit.
         scheduler: address of a Dask scheduler. Its workers must see the dump under the same path.
-            They have their own limits: `workers` and `max_memory` do not apply to them.
+            `workers` and `max_memory` do not apply to them, because they have their own limits.
         cache: folder in which results are stored for later calls; None disables the cache.
-        strict: raise for the first file that cannot be read, instead of listing it in `problems`.
-        progress: show a progress bar if there is a terminal.
+        strict: whether to raise an exception for the first file that cannot be read, instead of
+            listing it in `problems`.
+        progress: whether to show a progress bar if there is a terminal.
 
     Raises:
-        ValueError: an unknown format, or too little memory.
-        UnreadableTensorError: under `strict`, a file that cannot be read.
+        ValueError: if a format is unknown, or `max_memory` does not suffice for one thread.
+        UnreadableTensorError: if `strict` is set and a file cannot be read.
     """
     names = group_formats(formats).names
     workers = affordable(workers, max_memory)
@@ -68,7 +70,7 @@ def compute(
         first = problems[0]
         raise UnreadableTensorError(first.path, f"{first.why}; {_STRICT}")
     columns, done, failures = ResultColumns(), set(), []
-    # tqdm: None shows the bar on a terminal only, so that no log file contains it
+    # with `disable=None`, tqdm shows the bar only on a terminal, so that no log contains it
     bar = tqdm(
         total=len(tensors),
         desc="Measuring",

@@ -1,4 +1,4 @@
-"""Write statistics as text: a summary for a reader, or everything as CSV, JSON or columns."""
+"""Format statistics as text: as a summary, or with all tables as CSV, JSON or columns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TENSOR = (
 
 
 def summary(statistics: Statistics) -> str:
-    """Return the summary: counts, one line per format and axis, the worst tensors, and notes."""
+    """Return a summary: counts, one line per format and axis, the worst tensors, and notes."""
     tensors = statistics.tensors
     count = int(tensors["count"].sum())
     lines = [f"{len(tensors)} tensors, {count} values"]
@@ -51,12 +51,12 @@ def summary(statistics: Statistics) -> str:
 
 
 def note_lines(notes: Mapping[str, int]) -> list[str]:
-    """Return one line per note with the number of its tensors."""
+    """Return one line per note, with the number of tensors that have it."""
     return [f"  {count} tensor{'s' if count > 1 else ''}: {note}" for note, count in notes.items()]
 
 
 def _by_use(statistics: Statistics) -> list[str]:
-    """Return one table of the formats' effect on operands, and one of their effect on results."""
+    """Return the lines of two tables: the errors of the formats in operands, and in results."""
     formats = statistics.formats
     tensors = statistics.tensors
     operands = [*map(is_operand, tensors["layer_type"], tensors["tensor_name"])]
@@ -72,7 +72,7 @@ def _by_use(statistics: Statistics) -> list[str]:
 
 
 def _by_format(statistics: Statistics, formats: pd.DataFrame) -> list[str]:
-    # the weights of the shares: a large tensor counts more than a small one
+    # weights of the shares: a large tensor counts more than a small one
     finite = statistics.tensors["finite"].to_numpy()[formats["tensor"]]
     formats = formats.assign(whole=finite - formats["poisoned"])
     header = ("format", "axis", "tensors", "median SQNR dB", "lowest", "underflow", "saturated")
@@ -95,7 +95,7 @@ def _by_format(statistics: Statistics, formats: pd.DataFrame) -> list[str]:
 
 
 def _joint(shares: pd.Series[float], of: pd.Series[int]) -> float:
-    """Return the share over all tensors together, weighted by their counts; NaN without values."""
+    """Return the average of the shares, weighted by the counts; NaN if all counts are zero."""
     total = int(of.sum())
     return float((shares * of).sum()) / total if total else math.nan
 
@@ -121,9 +121,9 @@ def _percent(share: float) -> str:
 
 
 def as_csv(statistics: Statistics) -> str:
-    """Return all columns as CSV: one row per tensor, format and axis.
+    """Return all columns as CSV, with one row per tensor, format and axis.
 
-    Without formats there is one row per tensor.
+    If no formats were computed, there is one row per tensor.
     """
     with_formats = len(statistics.formats) > 0
     frame = statistics.joined().drop(columns="tensor") if with_formats else statistics.tensors
@@ -133,21 +133,21 @@ def as_csv(statistics: Statistics) -> str:
 
 
 def with_safe_texts(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a table that is safe as CSV: no text is a formula or has a line break."""
+    """Return a copy that is safe as CSV: no string is a formula or contains a line break."""
     safe = frame.copy()
     for name in frame.columns:
         if frame[name].dtype.kind in "biufc":
             continue
         cells = [csv_cell(value) if isinstance(value, str) else value for value in frame[name]]
-        # dtype object, because pandas would turn a column of integers and None into floats
+        # use dtype object, because pandas would convert integers mixed with None to floats
         safe[name] = pd.Series(cells, frame.index, object)
     return safe
 
 
 def as_json(statistics: Statistics) -> str:
-    """Return tensors, formats and problems as JSON lists.
+    """Return tensors, formats and problems as a JSON object of three lists.
 
-    JSON has neither NaN nor inf: NaN becomes null, and inf the text "inf".
+    JSON supports neither NaN nor Inf: NaN becomes null, and Inf becomes the string "inf" or "-inf".
     """
     problems = [{"path": str(problem.path), "why": problem.why} for problem in statistics.problems]
     content = {
@@ -175,7 +175,7 @@ def _value(value: Any) -> Any:
 
 
 def as_text(statistics: Statistics) -> str:
-    """Return the summary and all tables in aligned columns, with nine significant digits."""
+    """Return the summary and both tables in aligned columns, with nine significant digits."""
     tensors = statistics.tensors
     columns = [name for name in tensors.columns if name not in ("run_id", "path", "note", "dims")]
     named = [name for name in columns if name in _TENSOR]
@@ -210,7 +210,7 @@ def _shape(shape: Any) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-#: Functions that return the text of a file, by the suffix of its name.
+#: Functions that return the content of a file, keyed by the suffix of the file name.
 WRITERS: dict[str, Callable[[Statistics], str]] = {
     ".csv": as_csv,
     ".json": as_json,

@@ -1,8 +1,8 @@
 """Group the requested formats, so that one count of the values serves a whole group.
 
-Formats share a count if their blocks have the same size and get the same scale. All OCP formats
-with blocks of 32 and the rule `floor` are such a group. For formats without blocks, the number of
-occurrences of each bit pattern suffices.
+Formats share a count if their blocks have the same size and their scales are the same up to a
+constant factor. For example, all OCP formats with blocks of 32 and the scale rule `floor` form a
+group. Formats without blocks need only the number of occurrences of each bit pattern.
 """
 
 from __future__ import annotations
@@ -20,59 +20,59 @@ AXES = ("row", "column")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Formats that assign the same class to every block; `kernels.scalar_quantizer` defines it."""
+    """Formats that assign the same class to every block; see `kernels.scalar_quantizer`."""
 
-    size: int  #: values per block along its axis
+    size: int  #: number of values per block along its axis
     square: bool
     formats: tuple[Format, ...]
 
     @property
     def first(self) -> Format:
-        """Return one format of the group, from which the class of a block is computed."""
+        """First format of the group, from which the class of a block is computed."""
         return self.formats[0]
 
     @property
     def emax(self) -> int:
-        """Return the exponent of the largest element for which the classes are computed.
+        """Exponent of the largest element value for which the classes are computed.
 
-        The class of a block with an E8M0 scale is the scale's byte for an element of this exponent.
-        A format whose element reaches n binades higher stores a byte that is lower by n. (From an
-        exponent of 1 on, the bytes that are cut off at zero are the same ones.)
+        The class of a block with an E8M0 scale is the byte of the scale for an element type with
+        this exponent. A format whose element type reaches n binades higher stores a byte that is
+        lower by n. (For all exponents from 1 on, the same bytes are clipped to zero.)
         """
         return _class_emax(self.first)
 
     @property
     def by_pairs(self) -> bool:
-        """Return whether values are counted by pairs of a row's class and a column's class.
+        """True if values are counted by the pair of the row's class and the column's class.
 
-        A tensor has few different E8M0 scales. E4M3 scales take 127 values, which have too many
-        pairs.
+        A tensor has only a few different E8M0 scales. E4M3 scales have 127 possible values, which
+        form too many pairs.
         """
         return not self.square and self.first.block_scale == "E8M0"
 
 
 @dataclass(frozen=True, slots=True)
 class FormatGroups:
-    """Formats, arranged by the way in which they are computed."""
+    """Formats, grouped by how they are computed."""
 
     plain: tuple[Format, ...]  #: formats without blocks
-    groups: tuple[Group, ...]  #: formats with block scales
-    sampled: tuple[Format, ...]  #: formats whose result does not follow from a value and its class
+    groups: tuple[Group, ...]  #: groups of formats with block scales
+    sampled: tuple[Format, ...]  #: formats whose results depend on more than a value and its class
 
     @property
     def names(self) -> list[str]:
-        """Return the names of all formats."""
+        """Names of all formats."""
         grouped = [fmt for group in self.groups for fmt in group.formats]
         return [fmt.name for fmt in (*self.plain, *grouped, *self.sampled)]
 
 
 def axes_of(fmt: Format) -> tuple[str, ...]:
-    """Return the axes along which a format is computed."""
+    """Return the axes along which the blocks of a format run."""
     return ("all",) if fmt.block_size is None or fmt.square else AXES
 
 
 def group_formats(names: Sequence[str]) -> FormatGroups:
-    """Return the formats of these names in groups; a format named twice counts once.
+    """Return the formats with these names in groups; a format that is named twice counts once.
 
     Raises:
         ValueError: if a format is unknown.
@@ -93,9 +93,9 @@ def group_formats(names: Sequence[str]) -> FormatGroups:
 
 
 def _scale_key(fmt: Format) -> tuple[object, ...]:
-    """Return what the class of a block depends on besides its largest magnitude.
+    """Return the properties of a format that determine the class of a block with a given amax.
 
-    `Group.emax` explains the second number.
+    `Group.emax` explains the exponent, which is the second property of some formats.
     """
     if fmt.scale_rule is None:
         return (fmt.block_scale,)

@@ -1,10 +1,10 @@
-"""Histograms of values whose bins are the 65,536 bfloat16 bit patterns.
+"""Histograms with one bin for each of the 65,536 bfloat16 bit patterns.
 
 A value belongs to the bin given by the upper half of its float32 pattern, which is the value
 rounded toward zero to 8 significant bits. bfloat16 data are therefore counted exactly. Every bin
-edge is a multiple of a power of two, so the bins can later be merged into evenly spaced ones with
-exact counts (`Histogram.rebin`). The range of a figure need not be known before the values are
-read. Detail below 2^-7 of a value's magnitude is lost.
+edge is a multiple of a power of two, so the bins can later be merged into evenly spaced bins with
+exact counts (`Histogram.rebin`). The range of a plot need not be known before the values are read.
+Differences below 2^-7 of a value's magnitude are lost.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-BINS = 1 << 16  #: bfloat16 patterns
-_INFINITY = 0x7F80  #: pattern of +inf; larger ones without a sign are NaN
+BINS = 1 << 16  #: number of bfloat16 patterns
+_INFINITY = 0x7F80  #: pattern of +Inf; larger patterns without the sign bit are NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
     """Number of finite values with each bfloat16 pattern."""
 
-    counts: NDArray[np.int64]  #: [BINS] by pattern; positive from 0x0000 on, negative from 0x8000
+    counts: NDArray[np.int64]  #: [BINS] by pattern; positive from 0x0000, negative from 0x8000
 
     @classmethod
     def empty(cls) -> Histogram:
-        """Return the histogram of no values."""
+        """Return an empty histogram."""
         return cls(np.zeros(BINS, dtype=np.int64))
 
     def __add__(self, other: Histogram) -> Histogram:
@@ -37,28 +37,32 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """Return the number of finite values."""
+        """Number of finite values."""
         return int(self.counts.sum())
 
     def magnitudes(self) -> NDArray[np.int64]:
-        """Return [32640] counts by magnitude: element p counts pattern p with either sign."""
+        """Return the counts by magnitude, with shape [32640].
+
+        Element p counts the pattern p with either sign.
+        """
         half = self.counts.reshape(2, BINS // 2)[:, :_INFINITY]
         summed: NDArray[np.int64] = half.sum(axis=0)
         return summed
 
     def quantile(self, share: float) -> float:
-        """Return one quantile; see `quantiles`."""
+        """Return the quantile of the values for one share; see `quantiles`."""
         return self.quantiles([share])[0]
 
     def magnitude_quantile(self, share: float) -> float:
-        """Return one quantile of the magnitudes; see `magnitude_quantiles`."""
+        """Return the quantile of the magnitudes for one share; see `magnitude_quantiles`."""
         return self.magnitude_quantiles([share])[0]
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
-        """Return the values that these shares of all values do not exceed; NaN without values.
+        """Return the quantiles of the values for these shares; NaN if the histogram is empty.
 
-        For bfloat16 data these are exact order statistics. For other data each is the edge of its
-        bin toward zero, which is less than 2^-7 of the value away (except for subnormal float32).
+        For bfloat16 data, the quantiles are exact order statistics. For other data, each quantile
+        is the edge of its bin toward zero; the error is less than 2^-7 of the value (except for
+        subnormal float32 numbers).
         """
         present = np.flatnonzero(self.counts)
         below_zero = np.searchsorted(present, BINS // 2)
@@ -66,7 +70,7 @@ class Histogram:
         return _quantiles(self.counts[ascending], _signed_edges()[ascending], shares)
 
     def magnitude_quantiles(self, shares: Sequence[float]) -> list[float]:
-        """Return the magnitudes that these shares of all magnitudes do not exceed."""
+        """Return the quantiles of the magnitudes for these shares; see `quantiles`."""
         present = np.flatnonzero(self.counts)
         magnitudes = present & (BINS // 2 - 1)
         order = np.argsort(magnitudes, kind="stable")
@@ -74,9 +78,10 @@ class Histogram:
         return _quantiles(self.counts[present[order]], edges, shares)
 
     def octaves(self) -> NDArray[np.int64]:
-        """Return [255] counts by binade: element e + 127 counts magnitudes in [2**e, 2**(e+1)).
+        """Return the counts by binade, with shape [255].
 
-        Element 0 counts all smaller magnitudes except zero: those that are subnormal in float32.
+        Element e + 127 counts the magnitudes in [2**e, 2**(e+1)). Element 0 counts all smaller
+        magnitudes except zero, which are the subnormal float32 numbers.
         """
         counts = self.magnitudes()
         counts[0] = 0
@@ -84,11 +89,11 @@ class Histogram:
         return summed
 
     def rebin(self, grid: Grid) -> NDArray[np.int64]:
-        """Return [2 n] counts of the evenly spaced bins of `grid`, exact for dtypes up to float32.
+        """Return the counts in the evenly spaced bins of `grid`, with shape [2 * bins_per_side].
 
-        A positive value x is in the bin with a <= x < b, a negative value in the mirrored bin.
-        Zeros of either sign are in the first bin right of zero. Values outside the grid are not
-        counted.
+        The counts are exact for dtypes up to float32. A positive value x is counted in the bin with
+        a <= x < b, and a negative value in the mirrored bin. Zeros of either sign are counted in
+        the first bin to the right of zero. Values outside the grid are not counted.
         """
         positive, negative = self.counts.reshape(2, BINS // 2)[:, :_INFINITY].copy()
         positive[0] += negative[0]
@@ -114,25 +119,25 @@ class Grid:
         """Return the smallest grid with 40 to 64 bins per side that contains `magnitude`."""
         if not (math.isfinite(magnitude) and magnitude > 0.0):
             magnitude = 0.75
-        # magnitude < 2**exponent, where bfloat16 has a step of 2**(exponent - 8) at most
+        # magnitude < 2**exponent; below that, the step of bfloat16 is at most 2**(exponent - 8)
         exponent = math.frexp(magnitude)[1]
         eighths = math.floor(math.ldexp(magnitude, 3 - exponent)) + 1
         return cls(width=math.ldexp(1.0, exponent - 6), bins_per_side=8 * eighths)
 
     @property
     def limit(self) -> float:
-        """Return the largest edge; the bins span -limit to limit."""
+        """Largest edge; the bins span -limit to limit."""
         return self.width * self.bins_per_side
 
     def edges(self) -> NDArray[np.float64]:
-        """Return the [2 n + 1] edges of n bins per side."""
+        """Return the edges of all bins, with shape [2 * bins_per_side + 1]."""
         steps = np.arange(-self.bins_per_side, self.bins_per_side + 1, dtype=np.float64)
         return np.multiply(steps, self.width, dtype=np.float64)
 
 
 @functools.cache
 def _lower_edges() -> NDArray[np.float64]:
-    """Return [32640] the value of each non-negative finite bfloat16 pattern."""
+    """Return the value of each nonnegative finite bfloat16 pattern, with shape [32640]."""
     patterns = np.arange(_INFINITY, dtype=np.uint32) << np.uint32(16)
     edges: NDArray[np.float64] = patterns.view(np.float32).astype(np.float64)
     return edges
@@ -140,7 +145,7 @@ def _lower_edges() -> NDArray[np.float64]:
 
 @functools.cache
 def _signed_edges() -> NDArray[np.float64]:
-    """Return [BINS] the bin edge toward zero of each bfloat16 pattern; NaN for Inf and NaN."""
+    """Return the bin edge toward zero of each bfloat16 pattern; NaN for Inf and NaN."""
     edges = np.full((2, BINS // 2), math.nan)
     edges[0, :_INFINITY] = _lower_edges()
     edges[1, :_INFINITY] = -_lower_edges()
@@ -150,7 +155,7 @@ def _signed_edges() -> NDArray[np.float64]:
 def _quantiles(
     counts: NDArray[np.int64], edges: NDArray[np.float64], shares: Sequence[float]
 ) -> list[float]:
-    """Return quantiles of bins that are in ascending order and not empty."""
+    """Return the quantiles of nonempty bins in ascending order."""
     if not len(counts):
         return [math.nan] * len(shares)
     below = np.cumsum(counts)

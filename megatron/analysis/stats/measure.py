@@ -1,7 +1,7 @@
 """Measure a dump for the quick look: moments of every tensor and histograms of groups of tensors.
 
-Every file is read once. A histogram takes half a megabyte, so there is one per group and not one
-per tensor; memory does not grow with the dump.
+Each file is read once. A histogram takes half a megabyte, so there is one per group and not one per
+tensor. Memory use therefore does not grow with the size of the dump.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.analysis.store import TensorStore
 #: Columns whose values define the groups; there is one histogram per group.
 GROUPING = ("quant_type", "layer_type", "operation", "use")
 #: Columns of the table that come from the records. `data_rank` is the data-parallel rank whose data
-#: the tensor holds, `shards` the number of files, `shape` that of the logical tensor.
+#: the tensor holds, `shards` is the number of files, and `shape` is the logical tensor's shape.
 RECORD_COLUMNS = (
     "run_id",
     "iteration",
@@ -55,33 +55,34 @@ STATISTICS = ("count", "min", "max", "mean", "std", "rms", "amax", "zeros", "nan
 
 @dataclass
 class Measurements:
-    """The measured moments and histograms of a dump."""
+    """Measured moments and histograms of a dump."""
 
-    #: one row per tensor: RECORD_COLUMNS, STATISTICS, summary (`Moments`), path, note
+    #: one row per tensor, with RECORD_COLUMNS, STATISTICS, summary (`Moments`), path and note
     table: pd.DataFrame
-    histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)  #: by GROUPING
+    histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)  #: keyed by GROUPING
     problems: list[Problem] = field(default_factory=list)  #: files that could not be read
-    repeats: int = 0  #: tensors of recomputed forward passes that were skipped
+    repeats: int = 0  #: number of skipped copies that recomputation saved
 
     def summary(self) -> Moments:
         """Return the moments of all values."""
         return merge(self.table["summary"])
 
     def notes(self) -> dict[str, int]:
-        """Return how many tensors have each note, like `Statistics.notes`."""
+        """Return the number of tensors with each note; see `Statistics.notes`."""
         return notes_by_text(self.table["note"])
 
     def by(self, column: str) -> dict[str, tuple[int, Moments]]:
         """Return the number of tensors and their joint moments for each value of a column.
 
-        The value with the most tensors is first; equal ones are in the order of their files.
+        The values are in descending order of the number of tensors; ties are in the order of the
+        files.
         """
         groups = self.table.groupby(column, sort=False)["summary"]
         by_value = {str(name): (len(group), merge(group)) for name, group in groups}
         return dict(sorted(by_value.items(), key=lambda item: -item[1][0]))
 
     def only(self, use: str) -> Measurements:
-        """Return the measurements of operands alone, or of results alone."""
+        """Return the measurements of operands only, or of results only."""
         at = GROUPING.index("use")
         histograms = {key: counts for key, counts in self.histograms.items() if key[at] == use}
         table = self.table[self.table["use"] == use]
@@ -110,20 +111,19 @@ def measure_dump(
     """Measure every logical tensor of a dump.
 
     Shards are merged, replicas count once, and codes are left out. An unreadable file is listed
-    among the problems of the result, and all others are measured.
+    in `problems` of the result, and all others are measured.
 
     Args:
-        cache: folder with the results of `stats.compute`, which are used and completed; None
-            disables the cache.
-        workers: number of threads; one per processor if None.
-        progress: show a progress bar if there is a terminal.
+        cache: folder of the cache, which is shared with `stats.compute`; None disables the cache.
+        workers: number of threads; None means one per processor.
+        progress: whether to show a progress bar if there is a terminal.
     """
     all_tensors = list(logical_tensors(store.records))
     tensors = first_passes(all_tensors)
     rows: dict[int, dict[str, Any]] = {}
     problems: list[tuple[int, str, str]] = []
     histograms: dict[tuple[str, ...], Histogram] = {}
-    hidden = None if progress else True  # None: hidden where there is no terminal
+    hidden = None if progress else True  # None hides the bar if there is no terminal
     bar = tqdm(total=len(tensors), desc="Reading", unit="tensor", disable=hidden, leave=False)
     with bar, open_cache(cache, store.folder) as results_cache:
         merger = ResultMerger(tensors, (), results_cache)
@@ -149,12 +149,12 @@ def measure_dump(
 
 
 def use_of(layer_type: Any, tensor_name: Any) -> str:
-    """Return the group of a tensor: operands or results of matmuls."""
+    """Return whether a tensor is among the operands or the results of matmuls."""
     return OPERANDS if is_operand(layer_type, tensor_name) else RESULTS
 
 
 def _row(tensor: LogicalTensor) -> dict[str, Any]:
-    """Return the columns of a row that come from the record; those in GROUPING are never null."""
+    """Return the entries of a row that come from the record; GROUPING entries are never null."""
     fields = {name: getattr(tensor.row, name, None) for name in RECORD_COLUMNS}
     row = {name: None if value is pd.NA else value for name, value in fields.items()}
     row["use"] = use_of(row["layer_type"], row["tensor_name"])

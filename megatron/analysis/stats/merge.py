@@ -1,4 +1,4 @@
-"""The engine's bookkeeping: cached and computed results of parts become results of tensors.
+"""Merge the results of parts, cached or computed, into results of tensors.
 
 merger = ResultMerger(tensors, formats, cache)
 for number, result in merger.results(on_threads(merger.jobs(), workers)):
@@ -17,16 +17,16 @@ from megatron.analysis.stats.logical_tensors import LogicalTensor, Part, ShardIn
 from megatron.analysis.stats.serialization import VALUES
 from megatron.analysis.stats.values import Values
 
-#: A part of a tensor: the tensor's number, the part's index, and its entry in the cache.
+#: Identity of a part: number of its tensor, its index in the tensor, and its cache entry.
 PartKey = tuple[int, ShardIndex, Entry | None]
-#: A tensor's number and its statistics, or a file of the tensor that could not be measured.
+#: Number of a tensor, and either its statistics or a file that could not be measured.
 TensorResult = tuple[int, tuple[Values, FormatErrors] | Failure]
 
 
 class ResultMerger:
-    """Results of the parts of tensors: what the cache has, and what jobs must compute.
+    """Collector of the results of parts, which come from the cache or from jobs.
 
-    As soon as all parts of a tensor are known, their results are merged.
+    The results of a tensor are merged as soon as the results of all its parts are available.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class ResultMerger:
     ):
         self.tensors, self.formats, self.cache = tensors, formats, cache
         self._wanted = {VALUES, *formats}
-        self._jobs: list[PartKey] = []  # by the job's number
-        self._cached: list[PartKey] = []  # complete in the cache; read one by one in `results`
+        self._jobs: list[PartKey] = []  # part of each job, by job number
+        self._cached: list[PartKey] = []  # parts whose results are all cached
         self._measured: dict[int, dict[ShardIndex, tuple[Values, FormatErrors]]] = {}
         self._failed: set[int] = set()
 
     def jobs(self) -> list[Job]:
-        """Return one job per part that has results missing in the cache."""
+        """Return one job for each part that has results missing from the cache."""
         jobs = []
         for number, tensor in enumerate(self.tensors):
             for index, part in tensor.parts.items():
@@ -57,24 +57,25 @@ class ResultMerger:
     def _unpack(
         self, contents: dict[str, bytes], *, from_cache: bool
     ) -> tuple[Values, FormatErrors] | None:
-        """Return the statistics that the bytes hold; None if a cached entry is damaged."""
+        """Deserialize the statistics of a part; return None if its cache entry is damaged."""
         try:
             return unpack_result(contents, self.formats)
         except (ValueError, TypeError, IndexError, StopIteration, MemoryError, struct.error):
-            if not from_cache:  # just computed, so this is a bug of this program
+            if not from_cache:  # just computed, so the error is a bug in this program
                 raise
             return None
 
     def _entry(self, part: Part) -> Entry | None:
         try:
             return self.cache.entry(part) if self.cache is not None else None
-        except OSError:  # the file is missing; its job reports that
+        except OSError:  # a file is missing; the job reports it
             return None
 
     def results(self, job_results: Iterator[tuple[int, JobResult]]) -> Iterator[TensorResult]:
-        """Yield each tensor once, as soon as all its parts are known, and each unreadable file.
+        """Yield the result of each tensor once all its parts are known, and each unreadable file.
 
-        A tensor with an unreadable file may still be complete, because a replica replaces the file.
+        A tensor with an unreadable file may still yield a result, because a replica can replace the
+        file.
         """
         for key in self._cached:
             yield from self._add(key, JobResult({}, ()))
@@ -114,6 +115,6 @@ class ResultMerger:
             return
         try:
             yield number, merge_parts(tensor, self._measured.pop(number))
-        except ValueError as error:  # the records of one tensor name files of several
+        except ValueError as error:  # the records of one tensor refer to files of several tensors
             path = tensor.row.path
             yield number, Failure(path, f"its shards do not fit together ({error})")

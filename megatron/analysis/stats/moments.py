@@ -1,10 +1,10 @@
 """Mergeable counts and moments of values.
 
 Counts and extremes are exact; moments are sums in float64. Each moment is a sum of powers of the
-distance to the mean, because sums of plain powers lose all precision if the spread is small
-compared with the mean. Two sets are merged by the update of Chan, Golub and LeVeque and its
-extension to higher powers (Pébay, SAND2008-6212). For every partition, mean, std and rms agree to
-1e-12, skewness and kurtosis to 1e-9 of their scale.
+distance to the mean, because sums of powers of the values lose all precision if the spread is small
+compared with the mean. Two sets are merged with the update formula of Chan, Golub and LeVeque and
+its extension to higher powers (Pébay, SAND2008-6212). However the values are partitioned, mean, std
+and rms agree to 1e-12, and skewness and kurtosis agree to 1e-9 of their scale.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ from megatron.analysis.stats.kernels.compiled import kernel
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Counts and moments of a set of values; NaN and Inf are counted and otherwise left out."""
+    """Counts and moments of a set of values; the moments leave out NaN and Inf."""
 
-    count: int = 0  #: all values, NaN and Inf included
+    count: int = 0  #: number of values, including NaN and Inf
     nan: int = 0
     inf: int = 0
-    zeros: int = 0  #: zeros of either sign
+    zeros: int = 0  #: number of zeros of either sign
     negative_zeros: int = 0
-    min: float = math.nan  #: NaN if no value is finite, like max, smallest and mean
+    min: float = math.nan  #: NaN if no value is finite, as are max, smallest and mean
     max: float = math.nan
-    smallest: float = math.nan  #: smallest magnitude above zero; NaN if all values are zero
+    smallest: float = math.nan  #: smallest nonzero magnitude; NaN if all values are zero
     mean: float = math.nan
     squares: float = 0.0  #: sum of the squared distances to the mean
-    cubes: float = 0.0  #: sum of the third powers of the distances
-    fourths: float = 0.0  #: sum of the fourth powers of the distances
+    cubes: float = 0.0  #: sum of the third powers of the distances to the mean
+    fourths: float = 0.0  #: sum of the fourth powers of the distances to the mean
     l1: float = 0.0  #: sum of the magnitudes
 
     @property
     def finite(self) -> int:
-        """Return the number of finite values, which the moments describe."""
+        """Number of finite values, which the moments describe."""
         return self.count - self.nan - self.inf
 
     @property
     def std(self) -> float:
-        """Return the standard deviation of the population (divided by n)."""
+        """Population standard deviation (divided by n)."""
         return math.sqrt(self.squares / self.finite) if self.finite else math.nan
 
     @property
     def rms(self) -> float:
-        """Return the root of the mean square."""
+        """Root mean square of the finite values."""
         return math.hypot(self.mean, self.std) if self.finite else math.nan
 
     @property
     def amax(self) -> float:
-        """Return the largest magnitude."""
+        """Largest finite magnitude."""
         return max(abs(self.min), abs(self.max)) if self.finite else math.nan
 
     @property
     def skewness(self) -> float:
-        """Return the third standardized moment; NaN for a constant, or if float64 overflows."""
+        """Third standardized moment; NaN if all values are equal or float64 overflows."""
         return self._standardized(self.cubes, 3)
 
     @property
     def kurtosis(self) -> float:
-        """Return the fourth standardized moment, 3 for a normal distribution; NaN like skewness."""
+        """Fourth standardized moment (3 for a normal distribution); NaN if `skewness` is NaN."""
         return self._standardized(self.fourths, 4)
 
     def _standardized(self, powers: float, degree: int) -> float:
@@ -75,7 +75,7 @@ class Moments:
         return powers / self.finite / scale
 
     def __add__(self, other: Moments) -> Moments:
-        """Return the moments of both sets together."""
+        """Return the moments of the union of both sets."""
         counts = (
             self.count + other.count,
             self.nan + other.nan,
@@ -98,8 +98,8 @@ class Moments:
             )
         a, b = self.finite, other.finite
         n, step = a + b, other.mean - self.mean
-        p, q = a / n, b / n  # shares of the values; products of large ints would not be exact
-        # products, because the power of a float raises an exception on overflow
+        p, q = a / n, b / n  # shares of the values; products of large integers would not be exact
+        # products, because `**` of floats raises an exception on overflow
         second = step * step
         third, fourth = second * step, second * second
         squares = self.squares + other.squares + second * (a * q)
@@ -122,7 +122,7 @@ class Moments:
 
 
 def merge(parts: Iterable[Moments]) -> Moments:
-    """Return the moments of all sets together."""
+    """Return the moments of the union of all sets."""
     return sum(parts, start=Moments())
 
 
@@ -131,9 +131,10 @@ def _least(one: float, other: float) -> float:
 
 
 def of_counted(values: NDArray[np.float64], counts: NDArray[np.int64]) -> Moments:
-    """Return the moments of values that each occur `counts` times.
+    """Return the moments of distinct values, given the number of occurrences of each.
 
-    The only error is the rounding of a sum with one term per value, which are a few thousand.
+    Rounding errors arise only in the sums, which have one term per distinct value and thus a few
+    thousand terms.
     """
     nan, inf = np.isnan(values), np.isinf(values)
     keep = (counts > 0) & ~nan & ~inf
@@ -166,7 +167,7 @@ def of_counted(values: NDArray[np.float64], counts: NDArray[np.int64]) -> Moment
 
 
 def of_values(values: NDArray[Any]) -> Moments:
-    """Return the moments of float32 or float64 values in one dimension."""
+    """Return the moments of a one-dimensional array of float32 or float64 values."""
     counts, numbers = np.zeros(5, np.int64), np.zeros(7)
     _moments(values, counts, numbers)
     known = dict(zip(("nan", "inf", "zeros", "negative_zeros"), counts[1:].tolist(), strict=True))
@@ -191,7 +192,7 @@ def of_values(values: NDArray[Any]) -> Moments:
 
 @kernel
 def _l1(values: Any) -> Any:
-    """Return the sum of the finite magnitudes."""
+    """Return the sum of all finite magnitudes."""
     total = 0.0
     for i in range(len(values)):
         x = abs(np.float64(values[i]))
@@ -201,11 +202,12 @@ def _l1(values: Any) -> Any:
 
 @kernel
 def _moments(values: Any, counts: Any, numbers: Any) -> None:
-    """Write the counts and the moments of values to two arrays.
+    """Compute the counts and the moments of values, and write them to two arrays.
 
-    counts: all, nan, inf, zeros, negative zeros
-    numbers: min, max, smallest, mean, and the sums of the squares, cubes and fourth powers of the
-        distance to the mean
+    Args:
+        counts: output array for the number of all values, NaN, Inf, zeros and negative zeros.
+        numbers: output array for min, max, smallest, mean, and the sums of the squares, cubes and
+            fourth powers of the distances to the mean.
     """
     low, high, smallest, total = np.inf, -np.inf, np.inf, 0.0
     for i in range(len(values)):

@@ -1,6 +1,6 @@
 """Serialize results, to cache them or to send them between processes.
 
-The bytes hold arrays of numbers only, so that reading them cannot run code.
+The bytes contain only arrays of numbers, so that deserialization cannot run code.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron.analysis.stats.histogram import Histogram
 from megatron.analysis.stats.moments import Moments
 from megatron.analysis.stats.values import Values
 
-MOST = 1 << 32  #: largest number of elements in one array
-VALUES = "values"  #: name of a part's `Values` among its results; the others are formats
+MOST = 1 << 32  #: maximum number of elements in one array
+VALUES = "values"  #: key of a part's `Values` among its results; the other keys are formats
 
 
 def pack(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> bytes:
-    """Return arrays as bytes; an array of mostly zeros is stored by its other elements."""
+    """Serialize arrays to bytes; for mostly zero arrays, only nonzero elements are stored."""
     parts = [struct.pack("<I", len(arrays))]
     for array in arrays:
         flat = np.ascontiguousarray(array).ravel()
@@ -39,7 +39,7 @@ def pack(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> bytes:
 
 
 def unpack(content: bytes) -> list[NDArray[np.int64] | NDArray[np.float64]]:
-    """Undo `pack`."""
+    """Deserialize the arrays that `pack` serialized."""
     (number,) = struct.unpack_from("<I", content)
     offset, arrays = 4, []
     for _ in range(number):
@@ -64,7 +64,7 @@ def unpack(content: bytes) -> list[NDArray[np.int64] | NDArray[np.float64]]:
 
 
 def pack_values(values: Values) -> bytes:
-    """Return the statistics of a part's values as bytes."""
+    """Serialize the statistics of a part's values to bytes."""
     numbers = np.array(astuple(values.moments), np.float64)
     counts = np.array(astuple(values.moments)[:5], np.int64)
     amax = values.token_amax, values.channel_amax
@@ -73,7 +73,7 @@ def pack_values(values: Values) -> bytes:
 
 
 def unpack_values(content: bytes) -> Values:
-    """Undo `pack_values`."""
+    """Deserialize the statistics that `pack_values` serialized."""
     counts, numbers, histogram, tokens, channels, zero = unpack(content)
     moments = Moments(*counts.tolist(), *numbers.tolist())
     of_channels = channels, zero.astype(np.bool_)
@@ -81,11 +81,16 @@ def unpack_values(content: bytes) -> Values:
 
 
 def pack_errors(by_axis: dict[str, Errors]) -> bytes:
-    """Return the errors of one format as bytes; axes in the order of `format_groups.axes_of`."""
+    """Serialize the errors of one format; `by_axis` has the order of `format_groups.axes_of`."""
     return pack(*(array for errors in by_axis.values() for array in (errors.ints, errors.floats)))
 
 
 def unpack_errors(content: bytes, codes: int, axes: Iterable[str]) -> dict[str, Errors]:
-    """Undo `pack_errors`."""
+    """Deserialize the errors that `pack_errors` serialized.
+
+    Args:
+        codes: number of codes of the format's element type.
+        axes: axes of the format, in the order of `format_groups.axes_of`.
+    """
     arrays = iter(unpack(content))
     return {axis: Errors(codes, next(arrays), next(arrays)) for axis in axes}  # type: ignore[arg-type]

@@ -1,10 +1,10 @@
 """Measure one tensor: the statistics of its values, and the errors of each format.
 
-The values of a 16-bit tensor are counted: how often each of the 65,536 bit patterns occurs, and,
-for formats with block scales, how often under which scale. The effect of a format on a value
-depends on these two only. A format is therefore computed for a few thousand patterns and not for
-millions of values, and formats whose blocks get the same scale share the counts. float32 has too
-many patterns to count, so float32 values are quantized one by one.
+The values of a 16-bit tensor are counted by bit pattern and, for formats with block scales, also by
+the scale of their block. The result of quantizing a value depends only on these two. Each format is
+therefore computed for a few thousand patterns and not for millions of values, and the formats of a
+group (see `format_groups`) share the counts. float32 has too many patterns to count, so float32
+values are quantized one by one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def measure(
     The errors are empty if `fake_quantize` does not accept the dtype.
 
     Raises:
-        TypeError: complex values.
+        TypeError: if the values are complex.
     """
     if tensor.is_complex():
         raise TypeError(f"complex values ({tensor.dtype}) have no order; nothing is computed")
@@ -76,7 +76,7 @@ def measure(
 
 
 class _Measurement:
-    """The measurement of one tensor that is not empty; `values` must be called first."""
+    """Measurement of one nonempty tensor; `values` must be called before the other methods."""
 
     def __init__(self, tensor: Tensor, matrix: MatrixView, workspace: Workspace):
         self.matrix, self.workspace, self.dtype = matrix, workspace, tensor.dtype
@@ -89,7 +89,7 @@ class _Measurement:
         elif tensor.dtype == torch.float32:
             self.bits = tensor.view(torch.int32).numpy().reshape(shape)
         self.mapped = tensor.nbytes >= LARGE and is_mapped(tensor.data_ptr())
-        self.patterns = np.zeros(0, np.uint16)  #: patterns that occur in a 16-bit tensor
+        self.patterns = np.zeros(0, np.uint16)  #: bit patterns that occur in a 16-bit tensor
         self.counts = np.zeros(0, np.int64)  #: number of values with each of these patterns
         self.amax = 0.0  #: largest finite magnitude
 
@@ -140,10 +140,11 @@ class _Measurement:
         )
 
     def _zeros_only(self, chosen: NDArray[np.int64], channels: int) -> NDArray[np.bool_]:
-        """Return which of the chosen channels hold zeros only.
+        """Return whether each of the chosen channels holds only zeros.
 
-        The chosen channels have no finite value but zero, and may have NaN or Inf. The tensor is
-        read a second time, which only the few tensors need that have both.
+        All finite values of the chosen channels are zero, but there may also be NaN or Inf. The
+        tensor is read a second time; only the few tensors with such channels and non-finite values
+        need this.
         """
         assert self.bits is not None
         zero = np.ones(len(chosen), np.bool_)
@@ -158,7 +159,7 @@ class _Measurement:
         return wide.view(np.float32).astype(np.float64)
 
     def _other_values(self) -> Values:
-        """Return the statistics of the values of other dtypes, which are converted to float64."""
+        """Return the statistics of the values of another dtype, after conversion to float64."""
         matrix, flat = self.matrix, self.tensor.reshape(-1)
         of_values, counts = moments.Moments(), np.zeros(BINS, np.int64)
         width = math.prod(matrix.channels)
@@ -186,7 +187,7 @@ class _Measurement:
         )
 
     def plain(self, formats: tuple[Format, ...], all_errors: FormatErrors) -> None:
-        """Add the errors of formats without blocks, whose values all have class 0."""
+        """Add the errors of formats without blocks; all values have class 0."""
         quantizers = [(fmt, make_quantizer(fmt, self.dtype, self.amax)) for fmt in formats]
         if self.half is not None:
             bits, zero = widened(self.half)[self.patterns], np.zeros(1, np.int32)
@@ -208,7 +209,7 @@ class _Measurement:
             give_back(piece, mapped=self.mapped)
 
     def group(self, group: Group, all_errors: FormatErrors) -> None:
-        """Add the errors of formats with block scales that share their counts."""
+        """Add the errors of a group of block-scaled formats, which share the counts."""
         quantizers = [
             (fmt, make_quantizer(fmt, self.dtype, self.amax, group.emax)) for fmt in group.formats
         ]
@@ -246,7 +247,7 @@ class _Measurement:
         self._share_disagreement(group, all_errors)
 
     def _share_disagreement(self, group: Group, all_errors: FormatErrors) -> None:
-        """Copy the disagreement of the two axes, which was counted for the row, to the column."""
+        """Copy the disagreement between the axes from the row errors to the column errors."""
         for fmt in group.formats if not group.square else ():
             row, column = all_errors[fmt.name, "row"], all_errors[fmt.name, "column"]
             column.disagreement[0] = row.disagreement[0]
@@ -254,7 +255,7 @@ class _Measurement:
 
 
 def _finite(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Set the counts of the patterns of Inf and NaN to zero, and return all counts."""
+    """Set the counts of Inf and NaN patterns to zero in place, and return the counts."""
     halves = counts.reshape(2, BINS // 2)
     halves[:, 0x7F80:] = 0
     return counts

@@ -1,4 +1,4 @@
-"""Mergeable statistics of the values of a tensor, which do not depend on any format."""
+"""Mergeable statistics of the values of a tensor, independent of any format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from megatron.analysis.stats.histogram import Histogram
 from megatron.analysis.stats.moments import Moments, merge
 
-OUTLIER = 6.0  #: a channel is an outlier if its amax exceeds so many times the median channel's
+#: A channel is an outlier if its amax exceeds this multiple of the median channel's amax.
+OUTLIER = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,38 +22,39 @@ class Values:
 
     moments: Moments
     histogram: Histogram
-    token_amax: NDArray[np.float64]  #: shaped like the dimensions that count tokens
-    channel_amax: NDArray[np.float64]  #: shaped like the dimensions that count channels
-    channel_zero: NDArray[np.bool_]  #: same shape: whether a channel holds zeros only
+    token_amax: NDArray[np.float64]  #: shaped like the token dimensions
+    channel_amax: NDArray[np.float64]  #: shaped like the channel dimensions
+    channel_zero: NDArray[np.bool_]  #: whether each channel holds only zeros; same shape
 
     @property
     def outliers(self) -> NDArray[np.int64]:
-        """Return the channels whose largest magnitude is far above that of the median channel."""
+        """Indices of the channels whose amax exceeds OUTLIER times the median channel's."""
         amax = self.channel_amax.ravel()
         return np.flatnonzero(amax > OUTLIER * live_median(amax))
 
     @property
     def dead_channels(self) -> int:
-        """Return the number of channels that hold zeros only."""
+        """Number of channels that hold only zeros."""
         return int(self.channel_zero.sum()) if self.moments.count else 0
 
 
 def live_median(amax: NDArray[np.float64]) -> float:
-    """Return the median of the magnitudes that are not zero; zero if all are.
+    """Return the median of the nonzero magnitudes; zero if all magnitudes are zero.
 
-    In a tensor that is mostly padding the plain median is zero, and every channel would exceed it.
+    In a tensor that is mostly padding, the median of all magnitudes would be zero, and every
+    nonzero channel would exceed it.
     """
     live = amax[amax > 0]
     return float(np.median(live)) if len(live) else 0.0
 
 
 def join(parts: Sequence[Values], axis: int | None, *, zigzag: bool = False) -> Values:
-    """Return the statistics of a tensor from those of its shards, in the order of their ranks.
+    """Merge the statistics of the shards of a tensor, which are in the order of their ranks.
 
     Args:
         axis: dimension along which the tensor is sharded. None if all shards have the same tokens
-            and channels; the larger magnitude then counts.
-        zigzag: of the 2n chunks along the axis, shard r holds those numbered r and 2n - 1 - r.
+            and channels; the larger magnitude is then used.
+        zigzag: whether shard r holds the chunks r and 2n - 1 - r of the 2n chunks along the axis.
     """
     first = parts[0]
     token_dims = first.token_amax.ndim

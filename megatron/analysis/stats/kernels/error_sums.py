@@ -1,16 +1,16 @@
 """Add up the errors that a format causes: counts by binade and code, and sums in float64.
 
-`account` adds a value, its quantized result, and how often this pair occurs. The other functions
-call it for counted patterns (16-bit tensors), for single values (float32), or for pairs of values
-and results that were computed elsewhere (stochastic rounding and HiFloat4). The functions named
-`compare_*` add up the differences between the results along a tensor's two axes.
+`account` adds the error of a value, given its quantized result and the number of occurrences. The
+`account_*` functions call it for counted patterns (16-bit tensors), for single values (float32), or
+for pairs of values and results that were computed elsewhere (stochastic rounding and HiFloat4). The
+`compare_*` functions add up the differences between the results along the two axes of a tensor.
 
 Values and results are float32 bits. `sums` is the tuple `Errors.sums` of four arrays:
 
-    counts          [COUNTS] values by what became of them: COMPARED, POISONED or LOST
+    counts          [COUNTS] number of values by outcome: COMPARED, POISONED or LOST
     totals          [SUMS] sums over all compared values: XX, YY, ...
     binade_counts   [3, BINADES] rows VALUES, UNDERFLOW and SATURATED, by binade of the value
-    binade_sums     [3, BINADES] rows SQUARED, MAGNITUDE_ERROR and RELATIVE
+    binade_sums     [3, BINADES] rows SQUARED, MAGNITUDE_ERROR and RELATIVE, by binade of the value
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from megatron.analysis.stats.kernels.scalar_quantizer import quantized
 from megatron.fake_quant.fused.numba_bits import INFINITY, MAGNITUDE, as_float
 
 BINADES = 255
-#: Rows of the counts by binade: all values that are not zero, those that become zero, those that
-#: are clipped.
+#: Rows of `binade_counts`: nonzero values, nonzero values that become zero, and clipped values.
 VALUES, UNDERFLOW, SATURATED = 0, 1, 2
-#: Rows of the sums by binade: (y - x)^2, |y| - |x|, and |y - x| / |x|.
+#: Rows of `binade_sums`: sums of (y - x)^2, of |y| - |x|, and of |y - x| / |x|.
 SQUARED, MAGNITUDE_ERROR, RELATIVE = 0, 1, 2
-#: Finite values whose result is finite, NaN, or Inf; COUNTS is the number of these counts.
+#: Positions in `counts`: finite values whose result is finite, NaN, or Inf. COUNTS is the length.
 COMPARED, POISONED, LOST, COUNTS = 0, 1, 2, 3
-#: Sums of x^2, y^2, x y, y - x and |x|, and the largest |y - x|; SUMS is the number of these sums.
+#: Positions in `totals`: sums of x^2, y^2, x y, y - x and |x|, and the largest |y - x|. SUMS is the
+#: length.
 XX, YY, XY, BIAS, L1, LARGEST_ERROR, SUMS = 0, 1, 2, 3, 4, 5, 6
 
 
 @kernel
 def account(bits: Any, result: Any, clipped: Any, n: Any, sums: Any) -> Any:
-    """Add `n` equal values and their result, and return whether both are finite.
+    """Add `n` occurrences of a value and its result, and return whether both are finite.
 
-    clipped: whether the value lies beyond the rounding edge of the format's largest number
+    Args:
+        clipped: whether the value is beyond the rounding edge of the format's largest number.
     """
     counts, totals, binade_counts, binade_sums = sums
     compared = False
@@ -49,7 +50,7 @@ def account(bits: Any, result: Any, clipped: Any, n: Any, sums: Any) -> Any:
         if became > INFINITY:
             counts[POISONED] += n
         else:
-            if clipped and became > 0:  # under a scale of zero a value underflows instead
+            if clipped and became > 0:  # if its scale is zero, a value underflows instead
                 binade_counts[SATURATED, binade] += n
             if became == INFINITY:
                 counts[LOST] += n
@@ -76,7 +77,7 @@ def account(bits: Any, result: Any, clipped: Any, n: Any, sums: Any) -> Any:
 
 @kernel
 def code_of(rounded: Any, bits: Any, codes: Any) -> Any:
-    """Return the code of an element's magnitude with the sign of `bits`."""
+    """Return the code of the element value with magnitude `rounded` and the sign of `bits`."""
     return codes[(rounded >> 16) | (np.int32(0x8000) if bits < 0 else np.int32(0))]
 
 
@@ -84,13 +85,13 @@ def code_of(rounded: Any, bits: Any, codes: Any) -> Any:
 def account_counted(
     patterns: Any, classes: Any, cells: Any, quantizer: Any, sums: Any, code_counts: Any
 ) -> None:
-    """Add values that were counted by class and pattern.
+    """Quantize values that were counted by class and bit pattern, and add their errors.
 
     Args:
         patterns: [patterns] values, as float32 bits.
-        classes: [classes] class of the blocks whose values a row of `cells` counts.
+        classes: [classes] class of the blocks for each row of `cells`.
         cells: [classes, patterns] number of values.
-        code_counts: number of values by code, added to; empty if codes are not counted.
+        code_counts: number of values by code, updated in place; empty if codes are not counted.
     """
     for row in range(len(classes)):
         class_ = classes[row]
@@ -113,16 +114,16 @@ def compare_counted(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Add values that are quantized differently along rows and along columns.
+    """Add the differences between quantizing counted values along rows and along columns.
 
-    A value that becomes NaN or Inf along one axis only is counted, but adds nothing to the sum.
+    A value that becomes NaN or Inf along only one axis is counted, but does not enter the sum.
 
     Args:
         patterns: [patterns] values, as float32 bits.
-        row_classes, column_classes: [pairs] classes of the two blocks to which a value belongs.
+        row_classes, column_classes: [pairs] classes of the blocks along the row and the column.
         cells: [pairs, patterns] number of values.
-        counts: counts[0] is the number of values with different results, added to.
-        totals: totals[0] is the sum of the squared differences, added to.
+        counts: `counts[0]` is the number of values with different results, updated in place.
+        totals: `totals[0]` is the sum of the squared differences, updated in place.
     """
     for pair in range(len(row_classes)):
         first, second = row_classes[pair], column_classes[pair]
@@ -137,7 +138,7 @@ def compare_counted(
 def compare_value(
     bits: Any, first: Any, second: Any, n: Any, quantizer: Any, counts: Any, totals: Any
 ) -> None:
-    """Quantize a value under two classes and add the difference of the results, if there is one."""
+    """Quantize a value with the scales of two classes, and add the difference of the results."""
     if np.int32(bits & MAGNITUDE) < INFINITY:
         along_row = quantized(bits, np.int64(first), quantizer)[0]
         along_column = quantized(bits, np.int64(second), quantizer)[0]
@@ -146,7 +147,7 @@ def compare_value(
 
 @kernel
 def compare_results(along_row: Any, along_column: Any, n: Any, counts: Any, totals: Any) -> None:
-    """Add the difference of a finite value's results along both axes; see `compare_counted`."""
+    """Add the difference between the results of a finite value; see `compare_counted`."""
     a, b = np.int32(along_row & MAGNITUDE), np.int32(along_column & MAGNITUDE)
     if a < INFINITY and b < INFINITY:
         if a != b:  # both results have the sign of the value
@@ -168,13 +169,14 @@ def account_values(
     sums: Any,
     code_counts: Any,
 ) -> None:
-    """Add the values of a piece one by one.
+    """Quantize the values of a piece one by one, and add their errors.
 
     Args:
         piece: [outer, rows, columns] values, as float32 bits.
-        classes: classes of the blocks, along rows or along columns.
-        size: values per block.
-        run: values along a row after which a new block begins.
+        classes: classes of the blocks along rows or along columns.
+        size: number of values per block.
+        run: number of values in a run; no block along a row crosses its boundary.
+        along_rows: whether the blocks run along rows.
     """
     blocks_in_run = (run + size - 1) // size
     for o in range(piece.shape[0]):
@@ -202,7 +204,7 @@ def compare_values(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Add what `compare_counted` adds, for the values of a piece one by one."""
+    """Add the differences between the results of each value of a piece; see `compare_counted`."""
     blocks_in_run = (run + size - 1) // size
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -218,7 +220,7 @@ def compare_values(
 def account_pairs(
     values: Any, results: Any, clipped: Any, sums: Any, codes: Any, code_counts: Any
 ) -> None:
-    """Add values and their results, and count the codes of the results; all in one dimension."""
+    """Add the errors of values with known results, and count the codes; all arrays are 1-D."""
     for i in range(len(values)):
         if account(values[i], results[i], clipped[i], np.int64(1), sums) and len(code_counts) > 0:
             code_counts[codes[i]] += 1
@@ -226,7 +228,7 @@ def account_pairs(
 
 @kernel
 def compare_pairs(rows: Any, columns: Any, values: Any, counts: Any, totals: Any) -> None:
-    """Add what `compare_counted` adds, for results along both axes that are already known."""
+    """Add the differences between known results along both axes; see `compare_counted`."""
     for i in range(len(values)):
         if np.int32(values[i] & MAGNITUDE) < INFINITY:
             compare_results(rows[i], columns[i], np.int64(1), counts, totals)

@@ -1,9 +1,9 @@
-"""Add up the errors of block formats in counted bfloat16 values, eight patterns at a time.
+"""Add up the errors of block-scaled formats in counted bfloat16 values, eight patterns at a time.
 
-The results are those of `account_counted` and `compare_counted`, several times faster. Each pattern
-has sums of its own, so that no addition waits for the previous one; at the end these sums are added
-to their binades. Counts are float64 here, which is exact up to 2^53. Tiles of patterns that do not
-occur with a class are skipped.
+The kernels compute the same results as `account_counted` and `compare_counted`, but several times
+faster. Each pattern has its own sums, so that no addition waits for the previous one; at the end,
+these sums are added to the sums of the binades. Counts are stored in float64, which is exact up to
+2^53. Tiles of patterns that do not occur with a class are skipped.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ from megatron.fake_quant.fused.numba_bits import (
 )
 from megatron.fake_quant.fused.numba_compile import inlined
 
-TILE = 128  #: patterns per loop
-#: Rows of the sums by pattern: counts of values that stay finite, become zero, are clipped, or
-#: become Inf; sums of the error, its magnitude and its square, and of the result and its square.
+TILE = 128  #: number of patterns per loop
+#: Rows of the sums by pattern: numbers of values that stay finite, become zero, are clipped, or
+#: become Inf; sums of the error, its magnitude and its square; sums of the result and its square.
 _FINITE, _ZERO, _CLIPPED, _LOST, _ERROR, _DISTANCE, _SQUARE, _BECAME, _BECAME_SQUARE = range(9)
 _ROWS = 9
 
 
 @inlined
 def block_value(magnitude: Any, down: Any, up: Any, element: Any, decode: Any) -> Any:
-    """Return the float32 bits of a quantized bfloat16 magnitude.
+    """Quantize a bfloat16 magnitude, and return the result as float32 bits.
 
-    This is `scalar_quantizer.result_bits` without branches.
+    The result is the same as in `scalar_quantizer.quantized`, but is computed without branches.
 
-    down, up: scale of the block before and after rounding
+    Args:
+        down, up: scale factors of the block before and after rounding.
     """
     scaled = as_bits(as_float(magnitude) * down)
     rounded = nearest_even(min(scaled, element.top), element)
@@ -65,7 +66,7 @@ def block_value(magnitude: Any, down: Any, up: Any, element: Any, decode: Any) -
 def account_counted_simd(
     patterns: Any, classes: Any, cells: Any, quantizer: Any, sums: Any, code_counts: Any
 ) -> None:
-    """Add what `account_counted` adds, for block-scaled element formats and bfloat16 values."""
+    """Do the work of `account_counted` for a block-scaled format and bfloat16 values."""
     by_pattern = np.zeros((_ROWS, len(patterns)))
     largest, magnitudes = np.zeros(len(patterns)), np.empty(len(patterns), np.int32)
     for k in range(len(patterns)):
@@ -117,22 +118,22 @@ def _tile(
     finite_counts: Any,
     became: Any,
 ) -> None:
-    """Add up to TILE neighboring patterns whose blocks have one class to the sums by pattern.
+    """Add at most TILE neighboring patterns of one class to the sums by pattern.
 
-    Each loop writes only one array. With several, the compiler cannot rule out that they overlap,
-    and does not vectorize the loop.
+    Each loop writes to only one array. If a loop wrote to several arrays, the compiler could not
+    rule out that they overlap, and would not vectorize the loop.
 
     Args:
         magnitudes: float32 bits of the patterns.
         n: number of values with each pattern.
-        part: sums by pattern, added to.
-        largest: largest error of each pattern, raised.
-        upper: written: the upper halves of the element magnitudes' float32 bits.
-        finite_counts: written: `n` where the value and its result are finite, otherwise 0.
-        became: written: float32 bits of the results, 0 for those that are not finite.
+        part: sums by pattern, updated in place.
+        largest: largest error of each pattern, updated in place.
+        upper: output array for the upper halves of the element magnitudes' float32 bits.
+        finite_counts: output array; `n` if the value and its result are finite, otherwise 0.
+        became: output array for the float32 bits of the results; 0 if a result is not finite.
     """
     element, decode = quantizer.element, quantizer.rule.decode
-    limit = quantizer.limit if up > 0 else INFINITY  # under a scale of zero no value is clipped
+    limit = quantizer.limit if up > 0 else INFINITY  # if the scale is zero, no value is clipped
     for k in range(len(n)):
         scaled = min(as_bits(as_float(magnitudes[k]) * down), element.top)
         upper[k] = np.int32(nearest_even(scaled, element) >> 16)
@@ -172,9 +173,9 @@ def _tile(
 
 @inlined
 def _error(magnitude: Any, became: Any) -> Any:
-    """Return the error of a result in magnitude.
+    """Return the magnitude of a result minus the magnitude of the value.
 
-    A magnitude that is not finite counts as zero; the caller weights its error by zero.
+    A magnitude that is not finite counts as zero; the caller weights its error with zero.
     """
     x = np.float64(as_float(magnitude if magnitude < INFINITY else np.int32(0)))
     return np.float64(as_float(became)) - x
@@ -182,7 +183,7 @@ def _error(magnitude: Any, became: Any) -> Any:
 
 @kernel
 def _to_binades(patterns: Any, by_pattern: Any, largest: Any, sums: Any) -> None:
-    """Add the sums of each pattern to those of its binade and of the tensor."""
+    """Add the sums of each pattern to the sums of its binade and of the tensor."""
     counts, totals, binade_counts, binade_sums = sums
     for k in range(len(patterns)):
         magnitude = np.int32(patterns[k] & MAGNITUDE)
@@ -218,7 +219,7 @@ def compare_counted_simd(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Add what `compare_counted` adds, for block-scaled element formats and bfloat16 values."""
+    """Do the work of `compare_counted` for a block-scaled format and bfloat16 values."""
     magnitudes = np.empty(len(patterns), np.int32)
     for k in range(len(patterns)):
         magnitudes[k] = patterns[k] & MAGNITUDE
@@ -263,17 +264,17 @@ def _compare(
     differ: Any,
     squares: Any,
 ) -> None:
-    """Compare the results of neighboring patterns under two classes.
+    """Compare the results of neighboring patterns for a pair of classes.
 
-    Each loop writes only one array; `_tile` explains why.
+    Each loop writes to only one array; `_tile` explains why.
 
     Args:
         magnitudes: float32 bits of the patterns.
         n: number of values with each pattern and this pair of classes.
-        downs, ups: scales of the block along the row and of the one along the column.
-        row_bits, column_bits: written: the results along row and column.
-        differ: number of values with different results, added to.
-        squares: sum of the squared differences, added to.
+        downs, ups: scale factors of the block along the row and of the block along the column.
+        row_bits, column_bits: output arrays for the results along the row and the column.
+        differ: number of values with different results, updated in place.
+        squares: sum of the squared differences, updated in place.
     """
     element, decode = quantizer.element, quantizer.rule.decode
     for k in range(len(n)):

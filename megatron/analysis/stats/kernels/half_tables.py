@@ -1,4 +1,4 @@
-"""Tables of the 65,536 values of bfloat16 and of float16."""
+"""Tables of all 65,536 values of bfloat16 and of float16."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 HALVES = (torch.bfloat16, torch.float16)
 INFINITY = {torch.bfloat16: np.uint16(0x7F80), torch.float16: np.uint16(0x7C00)}
-UNUSUAL = -1000  #: stands for the exponent of zero, Inf and NaN
+UNUSUAL = -1000  #: placeholder for the exponent of zero, Inf and NaN
 
 
 @functools.cache
 def widened(dtype: torch.dtype) -> NDArray[np.int32]:
-    """Return the float32 bits of each pattern's value."""
+    """Return the float32 bits of the value of each bit pattern."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     bits: NDArray[np.int32] = patterns.view(dtype).float().view(torch.int32).numpy()
     return bits
@@ -23,14 +23,14 @@ def widened(dtype: torch.dtype) -> NDArray[np.int32]:
 
 @functools.cache
 def numbers(dtype: torch.dtype) -> NDArray[np.float64]:
-    """Return the value of each pattern."""
-    with np.errstate(invalid="ignore"):  # some NaN are signaling
+    """Return the value of each bit pattern."""
+    with np.errstate(invalid="ignore"):  # some NaN patterns are signaling
         return widened(dtype).view(np.float32).astype(np.float64)
 
 
 @functools.cache
 def exponents(dtype: torch.dtype) -> NDArray[np.int16]:
-    """Return the base-2 exponent of each pattern's value."""
+    """Return the base-2 exponent of the value of each bit pattern."""
     values = np.abs(numbers(dtype))
     result = np.frexp(values)[1] - 1
     result[~np.isfinite(values) | (values == 0)] = UNUSUAL
