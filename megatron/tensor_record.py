@@ -1,11 +1,11 @@
-"""Define the on-disk format of a collection: file names, metadata and indexes. Standard library
-only.
+"""Define the on-disk format of a collection: file names, metadata and indexes.
 
-Each tensor has one `.pt` file, `{"tensor": Tensor, "metadata": {...}}`, for stock torch with
-`weights_only=True`. The folder also holds a run card, `run_<run_id>.json`, and one append-only
-index per rank, `index_<run_id>_rank<NN>.jsonl`. An index has one line per record, and lines with an
-`event` if a rank did not write everything. The writer (`megatron.collection`) and the readers
-(`megatron.analysis`) both import this file, and neither imports the other.
+Each tensor has one `.pt` file, `{"tensor": Tensor, "metadata": {...}}`, which plain torch loads
+with `weights_only=True`. The folder also contains a run card, `run_<run_id>.json`, and one
+append-only index per rank, `index_<run_id>_rank<NN>.jsonl`. An index has one line per record, and
+lines with an `event` if a rank did not write everything. The writer (`megatron.collection`) and the
+readers (`megatron.analysis`) both import this module, and neither imports the other. This module
+needs only the standard library.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from megatron.bounded_files import UnusableFileError, open_regular, printable
 
 SCHEMA_VERSION = 1
 
-#: Names of the operands of an operation's matmuls as codes and scales: GEMM and operand, in the
-#: order of `megatron.fake_quant.gemm.SLOTS`.
+#: Tensor names of the operands stored as codes and scales, by operation. A name consists of GEMM
+#: and operand; the order is the order of `megatron.fake_quant.gemm.SLOTS`.
 CODES: dict[str, tuple[str, ...]] = {
     "linear": (
         "fprop_input_codes",
@@ -50,7 +50,7 @@ CODES: dict[str, tuple[str, ...]] = {
         "pv_grad_value_probs_codes",
     ),
 }
-#: Tensors with one value per pair of a query and a key; written only on request.
+#: Tensors with one value per pair of a query and a key; collected only on request.
 PAIRWISE = ("attention_scores", "attention_probs")
 ON_REQUEST = (*PAIRWISE, *(name for names in CODES.values() for name in names))
 #: Tensor names by layer type.
@@ -79,27 +79,27 @@ TENSOR_NAMES: dict[str, tuple[str, ...]] = {
     ),
 }
 #: Tensors stored only with the first micro-batch of an iteration, because they are the same in all
-#: of them; codes only if rounding is not stochastic.
+#: micro-batches. (With stochastic rounding, the codes differ and are stored with each one.)
 OF_ITERATION = ("weight", "fprop_weight_codes", "dgrad_weight_codes")
 COMPONENTS = {"attention": "FA", "linear": "linear"}  #: file-name component of each layer type
-TIMESTAMP = "%Y%m%d_%H%M%S"  #: format of the time in file names
+TIMESTAMP = "%Y%m%d_%H%M%S"  #: `strftime` format of the time in file names
 PARTIAL_SUFFIX = ".partial"  #: suffix of a file that is still being written; readers skip it
 
-LINE_LIMIT = 1 << 18  #: longest line of an index in bytes; a record takes about 900
-LINES_LIMIT = 1_000_000  #: most lines of an index, which belongs to one rank of one run
-INDEX_LIMIT = 4 << 30  #: largest index in bytes
+LINE_LIMIT = 1 << 18  #: maximum length of an index line, in bytes; a record takes about 900
+LINES_LIMIT = 1_000_000  #: maximum number of lines in an index, which is for one rank of one run
+INDEX_LIMIT = 4 << 30  #: maximum size of an index file, in bytes
 
-_BATCH = 1 << 20  #: bytes of an index that are read at a time
+_BATCH = 1 << 20  #: number of bytes of an index that are read at a time
 
 
 def operation_of(tensor_name: str) -> str:
-    """Return the pass that computes a tensor of that name: forward or backward."""
+    """Return the pass that computes the tensor with this name: "forward" or "backward"."""
     if tensor_name.endswith("_codes"):
         return "forward" if "fprop_" in tensor_name else "backward"
     return "backward" if tensor_name.startswith("grad_") else "forward"
 
 
-#: The form of a tensor file's name, for messages.
+#: Form of a tensor file's name, for error messages.
 FILENAME_FORM = (
     "{timestamp}_{counter}_{layer}_L{n}_{operation}_{phase}_{component}_{type}_{tensor}.pt"
 )
@@ -113,7 +113,10 @@ _FILENAME = re.compile(
 
 
 def safe_name(quant_type: str) -> str:
-    """Return a quantization type for file and folder names; `mx:e3m4:b16:rceil` has colons."""
+    """Return a quantization type in a form that is safe in file names.
+
+    For example, the colons in `mx:e3m4:b16:rceil` become hyphens.
+    """
     return re.sub(r"[^\w.+-]", "-", quant_type)
 
 
@@ -121,19 +124,19 @@ def safe_name(quant_type: str) -> str:
 class TensorRecord:
     """The metadata of one collected tensor.
 
-    Every field MUST be present, and those typed `| None` MAY be null. `slice` and `codes` may also
+    Every field MUST be present, and fields typed `| None` MAY be null. `slice` and `codes` may also
     be missing, as in older files, which means null.
     """
 
     run_id: str
-    iteration: int  #: number as in the log; the first is 1
-    micro_batch: int  #: number of the forward pass, also for a backward tensor; the first is 0
+    iteration: int  #: iteration number as in the log, counted from 1
+    micro_batch: int  #: number of the forward pass, counted from 0, also for a backward tensor
     #: position of the micro-batch's first sequence in the run's sample order
     sample_idx: int | None
-    counter: int  #: number among the tensors of this rank and run; the first is 1
-    timestamp: str  #: local time, YYYYmmdd_HHMMSS; later if that file name was already used
+    counter: int  #: number of the tensor among those of this rank and run, counted from 1
+    timestamp: str  #: local time, YYYYmmdd_HHMMSS; a later time if the file name was already used
     layer_type: str  #: attention | linear
-    layer_idx: int  #: global over pipeline stages, from 0; -1 outside a transformer layer
+    layer_idx: int  #: layer number over all pipeline stages, from 0; -1 outside transformer layers
     module: str  #: dotted name in the model, with the global layer number
     operation: str  #: forward | backward
     phase: str  #: pre (enters the matmul) | post (leaves it)
@@ -142,18 +145,18 @@ class TensorRecord:
     quant_type: str  #: quantization type of the run, e.g. FA_linear_mxfp8
     format: (
         str | None
-    )  #: number format that this operand is quantized to; null without quantization
+    )  #: number format to which this operand is quantized; null if it is not quantized
     shape: list[int]  #: shape of this file's tensor
-    dtype: str  #: torch's name of the type, e.g. "bfloat16"
-    #: one letter per dimension and the group that shards it, e.g. "s b h[tp]". "s[cp:zigzag]" means
-    #: the chunks cp and 2 * cp_size - 1 - cp out of 2 * cp_size chunks of the sequence. "g[tp:2]"
-    #: means that two consecutive ranks hold the same values, or with "| partial[tp:2]" parts of
-    #: their sum
+    dtype: str  #: name of the torch dtype, e.g. "bfloat16"
+    #: one letter per dimension, with the group that shards it in brackets, e.g. "s b h[tp]".
+    #: "s[cp:zigzag]" means the chunks cp and 2 * cp_size - 1 - cp out of 2 * cp_size chunks of the
+    #: sequence. "g[tp:2]" means that two consecutive ranks hold the same values or, if
+    #: "| partial[tp:2]" follows, that each holds a part of their sum
     dims: str
     global_shape: list[int]  #: shape over all shards, also for a slice
-    rank: dict[str, int]  #: ranks in world, tp, pp, dp, cp, ep and etp, and sizes (tp_size, ...)
-    recomputed: bool  #: whether it comes from a recomputed forward pass
-    wall_time: float  #: seconds since the epoch
+    rank: dict[str, int]  #: rank in world, tp, pp, dp, cp, ep and etp, and the sizes (tp_size, ...)
+    recomputed: bool  #: True if the tensor comes from a recomputed forward pass
+    wall_time: float  #: time in seconds since the epoch
     #: null if the file holds this rank's whole tensor; otherwise the tensor's shape `of`, and the
     #: first index `start` and the `step` of the part, with one number per dimension
     slice: dict[str, list[int]] | None = None
@@ -165,7 +168,7 @@ class TensorRecord:
 
     @property
     def filename(self) -> str:
-        """Return the file's name, with the rank only if there is more than one rank."""
+        """Name of the tensor's file, which includes the rank if there is more than one rank."""
         rank = f"rank{self.rank['world']:02d}_" if self.rank["world_size"] > 1 else ""
         return (
             f"{self.timestamp}_{self.counter:04d}_{self.layer_type}_L{self.layer_idx}"
@@ -174,7 +177,7 @@ class TensorRecord:
         )
 
     def to_metadata(self) -> dict[str, Any]:
-        """Return the `metadata` of the `.pt` file, as plain values for `weights_only=True`."""
+        """Return the `metadata` of the `.pt` file as plain values, for `weights_only=True`."""
         return asdict(self)
 
     @classmethod
@@ -196,7 +199,7 @@ class TensorRecord:
 
 
 def parse_filename(name: str) -> dict[str, Any] | None:
-    """Return the fields in a tensor file's name; None if the name has another form.
+    """Return the fields in a tensor file's name, or None if the name has another form.
 
     `layer_idx`, `counter` and `rank` are ints; `rank` is 0 if the name has none.
     """
@@ -215,12 +218,15 @@ def run_card_name(run_id: str) -> str:
 
 
 def index_name(run_id: str, rank: int) -> str:
-    """Return the file name of one rank's index; it has one writer, so lines never interleave."""
+    """Return the file name of one rank's index.
+
+    Each index has a single writer, so its lines never interleave.
+    """
     return f"index_{run_id}_rank{rank:02d}.jsonl"
 
 
 def read_index(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of one index; skip a last line that a crash has cut off.
+    """Yield the records of one index, and skip a last line that a crash has cut off.
 
     Raises:
         ValueError: if any other line is not a JSON object.
@@ -231,7 +237,7 @@ def read_index(path: Path) -> Iterator[dict[str, Any]]:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the events of one index, such as `{"event": "limited", "why": ...}`.
 
-    Other events are `failed` and `dropped`. Readers ignore unknown events.
+    The other events are `failed` and `dropped`. Readers ignore unknown events.
 
     Raises:
         ValueError: as in `read_index`.
@@ -242,7 +248,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 def read_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
     """Yield all lines of one index, records and events, in batches.
 
-    One call of the JSON decoder for many lines takes two thirds of the time of one call per line.
+    Calling the JSON decoder once for many lines takes two thirds of the time of a call per line.
 
     Raises:
         ValueError: as in `read_index`.
@@ -296,13 +302,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parsed(path: Path, lines: list[bytes], first: int, *, last: bool) -> list[dict[str, Any]]:
-    """Parse some lines of an index.
+    """Parse a batch of lines of an index.
 
     Args:
-        path: path of the index, for messages.
-        lines: the lines.
-        first: number of the first line.
-        last: whether no more lines follow.
+        path: path of the index, for error messages.
+        lines: lines to parse.
+        first: number of the first line in the file.
+        last: whether this is the last batch; if so, an invalid last line is skipped.
     """
     with contextlib.suppress(ValueError, RecursionError):
         together: list[dict[str, Any]] = json.loads(

@@ -1,8 +1,9 @@
 """Lay this source tree over the installed megatron-core, one file at a time.
 
-A file here takes the place of the file of the same name in the wheel; every other module comes from
-the wheel untouched. An overlaid module reaches the one it shadows through `shadowed`, so that it
-subclasses upstream instead of copying it.
+A file here takes the place of the file with the same name in the wheel, which is the installed
+package; every other module comes from the wheel unchanged. An overlaid module accesses the module
+that it replaces through `shadowed`, so that it can subclass the wheel's classes instead of copying
+them.
 
 How it works. `megatron/__init__.py` puts the wheel's folder behind ours on `megatron.__path__`.
 Each overlaid package has an `__init__.py` of three lines that calls `extend`, which does the same
@@ -10,8 +11,9 @@ for that package and then runs the wheel's own `__init__.py` in it. Python's ord
 finds our file first wherever we have one. `shadowed` loads the wheel's file under a private alias
 (`megatron.core.tensor_parallel._upstream_layers`) and copies its names into our module.
 
-What it gives up: the `__module__` of a class that we do not replace is the alias, so the plain
-wheel cannot read a pickle of such a class. megatron-core's checkpoints hold no such references.
+The overlay has one limitation: the `__module__` of a class that we do not replace is the alias, so
+the plain wheel cannot read a pickle of such a class. megatron-core's checkpoints contain no such
+references.
 
 To move to another megatron-core, change `SUPPORTED`, check `UPSTREAM` against the new wheel with
 tests/core/test_overlay.py, and review every overlaid file.
@@ -25,11 +27,11 @@ from pathlib import Path
 from pkgutil import extend_path
 from types import ModuleType
 
-SUPPORTED = "0.16.1"  #: the version that the overlaid files are written for
+SUPPORTED = "0.16.1"  #: version of megatron-core that the overlaid files are written for
 
 #: All names of megatron-core that this tree subclasses, rebinds or calls, by module.
 UPSTREAM = {
-    # subclassed or rebound by an overlaid file; a dot leads to the method that is the seam
+    # subclassed or rebound by an overlaid file; the name after a dot is the method that is the seam
     "megatron.core.models.gpt.gpt_model": "GPTModel",
     "megatron.core.pipeline_parallel.schedules": "backward_step forward_step "
     "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
@@ -88,12 +90,12 @@ UPSTREAM = {
     "megatron.core.transformer.transformer_config": "MLATransformerConfig TransformerConfig",
     "megatron.core.utils": "get_attr_wrapped_model get_batch_on_this_cp_rank unwrap_model",
 }
-#: Names that an overlaid file binds because the wheel has them with Transformer Engine only.
+#: Names that an overlaid file defines, because the wheel defines them only with Transformer Engine.
 ADDED = {"megatron.core.transformer.moe.moe_utils": "te_general_gemm"}
 
 
 def _installed(package: str, filename: str) -> Path:
-    """Return the wheel's file that is behind ours; the first entry of the path is this tree."""
+    """Return the path of a file in the wheel; the first folder of a package is in this tree."""
     for directory in sys.modules[package].__path__[1:]:
         if (path := Path(directory, filename)).is_file():
             return path
@@ -104,7 +106,7 @@ def _installed(package: str, filename: str) -> Path:
 
 
 def check_version() -> None:
-    """Refuse a megatron-core that the overlaid files were not written for; call it after `extend`.
+    """Refuse a megatron-core version other than `SUPPORTED`; `extend` must have been called.
 
     Raises:
         ImportError: if the version behind this tree is not `SUPPORTED`.
@@ -119,7 +121,10 @@ def check_version() -> None:
 
 
 def extend(package: str) -> None:
-    """Search the wheel after this tree, then run the wheel's own `__init__.py` in `package`."""
+    """Let Python search the wheel after this tree, and run the wheel's `__init__.py` in `package`.
+
+    The wheel's folder is added to the package's `__path__`.
+    """
     module = sys.modules[package]
     # A tree that Python finds twice, by another spelling or a link, would overlay itself forever.
     once: dict[str, str] = {}
@@ -132,8 +137,8 @@ def extend(package: str) -> None:
 def shadowed(name: str) -> ModuleType:
     """Import the wheel's version of the overlaid module `name` and re-export all that it defines.
 
-    Names are copied, not forwarded by a module `__getattr__`: upstream reads `vars(module)` and
-    imports underscore names.
+    The names are copied, not forwarded by a module's `__getattr__`, because megatron-core reads
+    `vars(module)` and imports names that begin with an underscore.
     """
     package, _, leaf = name.rpartition(".")
     alias = f"{package}._upstream_{leaf}"

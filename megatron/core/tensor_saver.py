@@ -1,12 +1,12 @@
-"""Interface of the tensor collection for layers, schedules and trainers on megatron-core.
+"""Provide the tensor collection to layers, schedules and trainers that use megatron-core.
 
-Collection works under any trainer built on megatron-core, because our layers and our schedule call
-these functions. A trainer of ours calls `configure` with its flags and `close` at the end. Under
-any other trainer the environment switches collection on: TENSOR_SAVE_ENABLED=true, and
+Collection works with any trainer built on megatron-core, because our layers and our schedule call
+these functions. Our own trainers call `configure` with their flags and `close` at the end. With any
+other trainer, the environment switches collection on: TENSOR_SAVE_ENABLED=true, and
 TENSOR_SAVE_DIR for the folder.
 
-The collection itself is `megatron.collection`, which needs no megatron-core. Added here is what
-only megatron-core knows: the coordinates of this rank and the modules of the model.
+The collection itself is `megatron.collection`, which does not need megatron-core. This module adds
+what only megatron-core knows: the coordinates of this rank and the modules of the model.
 """
 
 from collections.abc import Sequence
@@ -82,24 +82,26 @@ def coordinates() -> dict[str, int]:
 def configure(
     args: dict[str, Any] | None = None, *, model: Sequence[torch.nn.Module] = (), **options: Any
 ) -> None:
-    """Set what this run collects; collective over all ranks once the process groups exist.
+    """Set what this run collects.
+
+    If the process groups exist, this function must be called on all ranks.
 
     Args:
-        args: arguments of the run, for the run card; `num_layers` bounds `collect_layers`, and
-            `train_iters` the iterations.
-        model: pipeline stages of this rank, so that a selection of modules that the model does not
-            have is refused here; otherwise it is refused when training starts.
-        options: the further arguments of `megatron.collection.session.configure`.
+        args: arguments of the run, for the run card; `num_layers` limits `collect_layers`, and
+            `train_iters` limits the iterations.
+        model: pipeline stages of this rank. If given, a selection of modules that the model does
+            not have is refused here; otherwise it is refused when training starts.
+        options: further arguments of `megatron.collection.session.configure`.
 
     Raises:
-        ValueError: for a mistake of the user, on all ranks if any rank finds one.
+        ValueError: if a setting is wrong; raised on all ranks if any rank finds such a setting.
     """
     modules = _modules(model) if model else None
     session.configure(args, modules=modules, coordinates=coordinates(), **options)
 
 
 def begin_iteration() -> None:
-    """Start a training iteration; configure from the environment if no trainer has configured."""
+    """Start a training iteration; if no trainer called `configure`, use the environment."""
     if not session.configured():
         configure()
     session.begin_iteration()
@@ -108,13 +110,13 @@ def begin_iteration() -> None:
 def check_reached(model: Sequence[torch.nn.Module]) -> None:
     """Refuse a selection that names a module or tensor that the model does not have.
 
-    The check is collective over all ranks if the run collects.
+    If the run collects tensors, this function must be called on all ranks.
 
     Args:
-        model: the pipeline stages of this rank.
+        model: pipeline stages of this rank.
 
     Raises:
-        ValueError: if the selection names something else; on all ranks alike.
+        ValueError: if the selection names such a module or tensor; raised on all ranks.
     """
     if session.enabled():
         session.check_reached(_modules(model))

@@ -18,14 +18,14 @@ CORE_ATTENTION = "core_attention"
 
 
 class Bypass(NamedTuple):
-    """A flag whose code computes matmuls past the formats and the collection."""
+    """A flag that makes matmuls bypass the formats and the collection."""
 
-    harmless: tuple[Any, ...]  #: values at which it does not
-    advice: str  #: why it does, and what to do
-    in_model: bool = False  #: whether a model's configuration tells that it is on
+    harmless: tuple[Any, ...]  #: values of the flag at which no matmul is bypassed
+    advice: str  #: text that says why matmuls are bypassed and what to do
+    in_model: bool = False  #: True if the model's configuration shows the value of the flag
 
 
-#: Bypasses by flag. Those outside the model's configuration show in the classes of its layers.
+#: Bypasses by flag. A bypass without `in_model` is detected by the classes of the model's layers.
 BYPASSES = {
     "transformer_impl": Bypass(
         ("local",), "its layers are not ours; give --transformer-impl local"
@@ -48,14 +48,14 @@ BYPASSES = {
 
 
 def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
-    """Refuse a model with a matmul that the requested format or collection does not reach.
+    """Raise an error if the requested format or collection does not reach all matmuls of a model.
 
     Args:
         model: the model of this rank.
         collecting: whether this run collects tensors.
 
     Raises:
-        ValueError: naming the first module that is not reached.
+        ValueError: if a matmul is not reached; the message names the first such module or setting.
     """
     quant_type = policy.current().quant_type
     if quant_type == policy.DEFAULT_TYPE and not collecting:
@@ -87,7 +87,10 @@ def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
 
 
 def _is_matmul(name: str, module: torch.nn.Module) -> bool:
-    """Return whether a module multiplies matrices itself: core attention, or it owns a matrix."""
+    """Return whether a module multiplies matrices itself.
+
+    Core attention does, and so does a module that owns a matrix, except `HIGH_PRECISION`.
+    """
     leaf = name.rpartition(".")[2]
     if leaf == CORE_ATTENTION:
         return True

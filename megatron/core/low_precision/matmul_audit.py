@@ -1,9 +1,9 @@
-"""Audit the model that was built: which matmuls are quantized, in which formats, and where each
-format was set.
+"""Audit which matmuls of a model are quantized, in which formats, and where each format was set.
 
-A recipe is a request, and the audit is the result. It covers every module that multiplies matrices,
-with the formats of the operands of its three GEMMs, and the share of the floating-point operations
-of all matmuls that is quantized. A GEMM counts as quantized if both of its operands are.
+A recipe is a request, and the audit shows its effect on the model that was built. The audit covers
+every module that multiplies matrices, with the formats of the operands of its three GEMMs. It also
+computes which share of the floating-point operations of all matmuls is quantized. A GEMM counts as
+quantized if both of its operands are quantized.
 
 Operations are counted for one token. Attention multiplies whole matrices, causal or not, and each
 expert gets its share of the tokens. Embedding, norms and softmax have no matmul.
@@ -27,18 +27,19 @@ _LAYER = re.compile(r"(?<=layers\.)\d+")
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """The operations of one attention layer between its two matmuls."""
+    """Parameters of the operations between the two matmuls of an attention layer."""
 
-    scale: float  #: factor of QK^T
-    coefficient: float | None  #: further factor of the scores, before the mask; None for 1
-    window: tuple[int, int] | None  #: visible keys before and after a query; None: causal mask
+    scale: float  #: factor by which QK^T is multiplied
+    coefficient: float | None  #: additional factor of the scores, before the mask; None means 1
+    #: number of visible keys before and after a query; None without a sliding window
+    window: tuple[int, int] | None
     dropout: float
-    kind: str  #: vanilla, off-by-one or learnable
+    kind: str  #: type of softmax: vanilla, off-by-one or learnable
     in_fp32: bool
 
     @classmethod
     def of(cls, attention: torch.nn.Module) -> "Softmax":
-        """Return the description of a `DotProductAttention`."""
+        """Return the parameters of a `DotProductAttention`."""
         softmax, context = attention.scale_mask_softmax, attention.context
         window = softmax.window_size if context is None else context.window_size
         return cls(
@@ -53,21 +54,21 @@ class Softmax:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """One operation of one module, forward and backward."""
+    """The audit of one operation of one module, forward and backward."""
 
-    module: str  #: name in the whole model
+    module: str  #: name of the module in the whole model
     operation: str  #: linear, qk or pv
-    flops: float  #: FLOPs of one of its three GEMMs, per token
+    flops: float  #: number of FLOPs per token of one of the three GEMMs
     gemms: tuple[str, ...]  #: formats of the operands of each GEMM
     quantized: int  #: number of GEMMs with both operands quantized
-    source: str  #: where the formats were set
-    slots: tuple[str, ...]  #: effective format of each of SLOTS
-    marks: tuple[str, ...] = ()  #: deviations of the matmul that the formats do not show
+    source: str  #: text that says where the formats were set
+    slots: tuple[str, ...]  #: effective format of each slot in SLOTS
+    marks: tuple[str, ...] = ()  #: properties of the matmul that the formats do not show
     softmax: Softmax | None = None  #: softmax after QK^T; None for other operations
 
     @property
     def summary(self) -> str:
-        """Return the three GEMMs in one line, or the one format that they share."""
+        """Formats of the three GEMMs in one line, or the format that all operands share."""
         if len(set(self.gemms)) == 1 and len(set(self.gemms[0].split(" x "))) == 1:
             shared = self.gemms[0].split(" x ")[0]
             summary = "high precision" if shared == str(AS_IT_IS) else shared
@@ -78,7 +79,7 @@ class Matmul:
 
 
 def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) -> list[Matmul]:
-    """Return the matmuls of this rank's stages, in an iteration that counts from 1."""
+    """Return the matmuls of this rank's pipeline stages at an iteration, counted from 1."""
     results = []
     for chunk in chunks:
         for module in chunk.modules():
@@ -134,7 +135,7 @@ def _matmul(
 
 
 def _flops(module: Quantized, operation: str, seq_length: int) -> float:
-    """Return the FLOPs of one GEMM for one token of the whole model."""
+    """Return the number of FLOPs per token of one GEMM, over all shards of the module."""
     config = module.config
     if operation == "linear":
         flops = 2.0 * module.input_size * module.output_size
@@ -151,7 +152,10 @@ def _flops(module: Quantized, operation: str, seq_length: int) -> float:
 def of_whole_model(
     chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int = 1
 ) -> list[Matmul]:
-    """Return the matmuls of all ranks, without duplicates, in order of their names. Collective."""
+    """Return the matmuls of all ranks without duplicates, sorted by module name.
+
+    Must be called on all ranks.
+    """
     own = matmuls(chunks, seq_length, iteration)
     parts = [own]
     if torch.distributed.is_initialized():
@@ -162,7 +166,7 @@ def of_whole_model(
 
 
 def share(results: Iterable[Matmul]) -> float:
-    """Return the share of low precision in the FLOPs of all matmuls, forward and backward."""
+    """Return the share of quantized FLOPs in the FLOPs of all matmuls, forward and backward."""
     results = list(results)
     total = sum(3 * matmul.flops for matmul in results)
     quantized = sum(matmul.quantized * matmul.flops for matmul in results)
@@ -170,7 +174,7 @@ def share(results: Iterable[Matmul]) -> float:
 
 
 def table(results: Sequence[Matmul]) -> list[str]:
-    """Return one line per matmul of a layer, with equal consecutive layers in one line."""
+    """Return the audit as a table with one line per matmul; equal layers share a line."""
     groups = _equal_layers(results, lambda matmul: (matmul.summary, matmul.source))
     rows = [
         (modules, matmul.operation, matmul.summary, matmul.source) for modules, matmul in groups
@@ -183,11 +187,11 @@ def table(results: Sequence[Matmul]) -> list[str]:
 
 
 def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
-    """Return the audit as plain values, with all that is needed to recompute a matmul.
+    """Return the audit as plain values for the run card, sufficient to recompute each matmul.
 
-    `modules` names one module, or several as in `layers.0-2,5`. `slots` holds the effective format
-    of each operand, also in a straight-through backward pass. A reader that does not know one of
-    the `marks` cannot recompute the matmul.
+    `modules` names one module, or several as in `layers.0-2,5`. `slots` contains the effective
+    format of each operand, also for a straight-through backward pass. A reader that does not know
+    one of the `marks` cannot recompute the matmul.
     """
     groups = _equal_layers(
         results, lambda matmul: (matmul.slots, matmul.marks, matmul.softmax, matmul.source)
@@ -208,7 +212,7 @@ def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
 def _equal_layers(
     results: Iterable[Matmul], key: Callable[[Matmul], Hashable]
 ) -> list[tuple[str, Matmul]]:
-    """Group the matmuls of layers with the same key; return each group's modules and one matmul."""
+    """Group the matmuls of layers with equal keys; return each group's modules and one matmul."""
     groups: dict[Hashable, tuple[list[str], Matmul]] = {}
     for matmul in results:
         name = _LAYER.sub("*", matmul.module, count=1)
@@ -222,7 +226,7 @@ def _equal_layers(
 
 
 def _ranges(layers: Sequence[str]) -> str:
-    """Return numbers as ranges: 0,1,2,5 becomes 0-2,5."""
+    """Return layer numbers as ranges: 0, 1, 2 and 5 become `0-2,5`."""
     numbers = sorted({int(layer) for layer in layers if layer})
     runs = []
     for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):

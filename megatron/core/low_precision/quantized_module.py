@@ -1,4 +1,4 @@
-"""Give a layer the formats and the random numbers with which its matmuls are quantized.
+"""Give a layer the formats and the random seeds with which its matmuls are quantized.
 
 The formats depend on the layer's name and number and, under a recipe with a schedule, on the
 iteration. Each layer looks them up once and then reads them from a plan.
@@ -19,14 +19,14 @@ from megatron.tensor_record import CODES, TENSOR_NAMES
 class Quantized(Identified):
     """A module whose matmuls can be quantized and collected."""
 
-    operations: tuple[str, ...] = ()  #: this module's part of `quant_type.OPERATIONS`
-    layer_type: str  #: layer type in the records
+    operations: tuple[str, ...] = ()  #: operations of this module, from `quant_type.OPERATIONS`
+    layer_type: str  #: layer type in the records of the module's tensors
     _plans: dict[str, OperationPolicy] | None = None
 
     def plan_of(self, operation: str) -> OperationPolicy:
         """Return the formats of an operation over the whole run.
 
-        A module outside a named model is treated like one outside the transformer layers.
+        A module without a name is treated like a module outside the transformer layers.
         """
         if self._plans is None:
             current = policy.current()
@@ -41,7 +41,7 @@ class Quantized(Identified):
         return self._plans[operation]
 
     def tensor_names(self) -> set[str]:
-        """Return the names of its tensors, with codes only for operands that are ever quantized."""
+        """Return the module's tensor names, with codes only for operands ever quantized."""
         names = set(TENSOR_NAMES[self.layer_type])
         for operation in self.operations:
             times = [formats for formats, _ in self.plan_of(operation).of_all_times()]
@@ -53,18 +53,18 @@ class Quantized(Identified):
         return names
 
     def formats_of(self, operation: str) -> GemmFormats | None:
-        """Return the formats of an operation in this iteration; None runs the wheel's own code."""
+        """Return the formats of an operation in this iteration; None means to run the wheel's code."""
         return self.plan_of(operation).at(max(clock.iteration, 1))
 
     def rounding_seed(self, formats: GemmFormats, operation: str = "linear") -> int | None:
-        """Return the seed of a matmul's stochastic rounding; None without it.
+        """Return the seed of a matmul's stochastic rounding, or None for other rounding modes.
 
-        The seed follows from the run's seed, the layer, the iteration and the micro-batch. A
+        The seed is computed from the run's seed, the layer, the iteration and the micro-batch. A
         recomputed forward pass, a resumed run and another pipeline layout therefore round in the
-        same way. Ranks with different data have different seeds. Tensor-parallel ranks share one,
-        because some of their operands are replicas of one tensor. Values at the same position in
-        two shards thus get the same random bits. Evaluation uses the iteration alone. torch's
-        generators do not change.
+        same way. Ranks with different data have different seeds. Tensor-parallel ranks share one
+        seed, because some of their operands are replicas of one tensor. Values at the same position
+        in two shards thus get the same random bits. In evaluation, the seed depends on the
+        iteration, but not on a micro-batch. The state of torch's generators does not change.
         """
         if not formats.stochastic:
             return None
@@ -78,7 +78,7 @@ class Quantized(Identified):
 
 
 def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:
-    """Return the coordinates of this rank among the ranks with different data."""
+    """Return this rank's number among the ranks that process different data."""
     if not parallel_state.model_parallel_is_initialized():
         return ()
     if is_expert:
@@ -87,7 +87,7 @@ def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:
 
 
 def operand_names(formats: GemmFormats | None, *slots: str) -> str | None:
-    """Return the formats of a tensor in the slots that use it, as the record spells them."""
+    """Return the formats of a tensor in the slots that use it, as written in its record."""
     if formats is None:
         return None
     return " | ".join(dict.fromkeys(str(formats.effective(slot)) for slot in slots))

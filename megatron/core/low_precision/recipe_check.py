@@ -1,14 +1,15 @@
 """Refuse a recipe that this model cannot follow in full.
 
 Otherwise the run would train in high precision, or in another format, without the user's knowledge.
-The check finds rules that match no module, rules that come after others which already decide,
-formats for operations that the modules do not have, and Hadamard transforms that do not fit.
+The check finds rules that match no module, rules that never apply because earlier rules take
+precedence, formats for operations that the modules do not have, and Hadamard transforms that do not
+fit.
 
 A transform of size d applies to whole groups of d values along the reduction axis of a GEMM. The
-reduction axis of a weight gradient is the tokens, whose number depends on the data, so it is padded
-with zeros (see `gemm.py`). All other axes belong to the model, and a transform whose size does not
-divide them is refused before training. Blocks of a format need no check, because the last block may
-be shorter.
+reduction axis of a weight gradient is the token axis. Its length depends on the data, so it is
+padded with zeros (see `gemm.py`). The lengths of all other axes are set by the model, and a
+transform whose size does not divide them is refused before training. Blocks of a format need no
+check, because the last block may be shorter.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -21,7 +22,7 @@ from megatron.core.low_precision.quantized_module import Quantized
 from megatron.fake_quant import policy
 from megatron.fake_quant.recipe import Recipe, Rule
 
-#: The reduction axes of fprop and dgrad, by operation.
+#: Names of the reduction axes of fprop and dgrad, by operation.
 AXES = {
     "linear": ("input features", "output features"),
     "qk": ("channels of a head", "keys"),
@@ -33,15 +34,15 @@ class Matmul(NamedTuple):
     """A module of the whole model whose matmuls can be quantized."""
 
     name: str
-    layer: int  #: layer number from 0; -1 outside the layers
+    layer: int  #: layer number, counted from 0; -1 outside the transformer layers
     operations: tuple[str, ...]
 
 
 def check(chunks: Sequence[torch.nn.Module], seq_length: int) -> None:
-    """Check the current recipe, if there is one. Collective.
+    """Check the current recipe, if there is one. Must be called on all ranks.
 
     Raises:
-        ValueError: on all ranks alike, naming the first mistake.
+        ValueError: if the recipe has a mistake; raised on all ranks with the same message.
     """
     in_force = policy.current()
     if in_force.recipe is None:
@@ -75,12 +76,12 @@ def check_rules(
 
     Args:
         recipe: the recipe.
-        by_recipe: the operations whose formats no flag sets.
+        by_recipe: operations whose formats the recipe may set, because no flag sets them.
         places: every module of the whole model whose matmuls can be quantized.
         num_layers: number of layers of the whole model.
 
     Raises:
-        ValueError: naming the first such rule.
+        ValueError: if there is such a rule; the message names the first one.
     """
     counting = {p: recipe.rules_for(p.name, p.layer, num_layers) for p in places}
     for rule in recipe.rules:
@@ -132,11 +133,11 @@ def _complaint(
 
 
 def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
-    """Yield a message for each Hadamard transform that does not fit a module during the run.
+    """Yield a message for each Hadamard transform that at some time does not fit a module.
 
     Args:
         module: a named module of this rank, which holds a shard of the features.
-        seq_length: tokens of the whole sequence, also under context parallelism.
+        seq_length: number of tokens in a whole sequence, also with context parallelism.
     """
     assert module.identity is not None
     for operation in module.operations:

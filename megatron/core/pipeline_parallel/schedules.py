@@ -25,9 +25,9 @@ _upstream_forward_step = _upstream.forward_step
 _upstream_backward_step = _upstream.backward_step
 
 
-_training = False  #: whether a forward-backward pass runs, not a forward-only one
-_checked = False  #: whether the recipe has been checked against the model
-_steps = 0  #: forward steps of the current training iteration
+_training = False  #: True while a schedule runs with a backward pass
+_checked = False  #: True once the recipe has been checked against the model
+_steps = 0  #: number of forward steps in the current training iteration
 
 
 def _first(tensors):
@@ -36,7 +36,7 @@ def _first(tensors):
 
 @functools.wraps(_upstream_forward_step)
 def forward_step(*args, current_microbatch=None, **kwargs):
-    """Run the wheel's forward step, and set the clock's micro-batch unless this is evaluation."""
+    """Run the wheel's forward step; in training, also set the clock's micro-batch."""
     global _steps
     if not _training:
         return _upstream_forward_step(*args, current_microbatch=current_microbatch, **kwargs)
@@ -52,7 +52,7 @@ def forward_step(*args, current_microbatch=None, **kwargs):
 
 @functools.wraps(_upstream_backward_step)
 def backward_step(input_tensor, output_tensor, *args, **kwargs):
-    """Run the wheel's backward step; a forward pass inside it is a recomputation."""
+    """Run the wheel's backward step, and mark any forward pass inside it as a recomputation."""
     before = clock.micro_batch
     clock.micro_batch = getattr(_first(output_tensor), "_collected_micro_batch", before)
     clock.recomputing = True
@@ -63,7 +63,7 @@ def backward_step(input_tensor, output_tensor, *args, **kwargs):
 
 
 def _counted(schedule):
-    """Return the wheel's schedule with the clock updated in training."""
+    """Wrap a schedule of the wheel so that it updates the clock in training."""
 
     @functools.wraps(schedule)
     def counted(*args, forward_only=False, **kwargs):
@@ -89,7 +89,7 @@ def _check_schedule_of_recipe():
 
 
 def _seed_of_the_run():
-    """Return the run's seed: the lowest one, because later pipeline stages add an offset."""
+    """Return the lowest seed of all ranks, because later pipeline stages add an offset to it."""
     seeds = [torch.initial_seed()]
     if torch.distributed.is_initialized():
         seeds *= torch.distributed.get_world_size()

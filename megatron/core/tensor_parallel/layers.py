@@ -1,4 +1,4 @@
-"""Parallel linear layers whose GEMM operands can be fake-quantized and collected.
+"""Fake-quantize and collect the GEMM operands of parallel linear layers.
 
 Overlaid because the local layer specification, MLA, MoE and the output layer name these classes
 directly. Seam: `_forward_impl`, which the wheel calls with the operands and the communication flags
@@ -9,8 +9,8 @@ communication, a gather (sequence parallel) or a copy (tensor parallel), runs be
 Blocks along the token axis are then formed from the operands that the GEMM multiplies, and these
 operands are collected. A matmul that is collected but not quantized still runs the wheel's code.
 
-What it costs: under sequence parallelism the gathered input is kept for the backward pass, where
-the wheel keeps this rank's slice and gathers it again.
+The cost is memory: under sequence parallelism, the gathered input is kept for the backward pass,
+where the wheel keeps this rank's slice and gathers it again.
 
 Letters of the recorded dims: s sequence, b batch, t tokens, h input features, o output features.
 """
@@ -28,15 +28,15 @@ _upstream = shadowed(__name__)
 
 
 class _QuantizedLinear(Quantized):
-    """The common part of column- and row-parallel linear layers."""
+    """The common base of column- and row-parallel linear layers."""
 
     operations = ("linear",)
     layer_type = "linear"
-    #: dims of (input, weight, output, input gradient) as the local GEMM sees them
+    #: dims of input, weight, output and input gradient, as recorded for the local GEMM
     dims: tuple[str, str, str, str]
 
     def _forward_impl(self, input, weight, *args, **kwargs):
-        # Compiled from CUSTOM_QUANT_TYPE and the recipe by `megatron.fake_quant.policy`.
+        # `megatron.fake_quant.policy` computes the formats from CUSTOM_QUANT_TYPE and the recipe.
         formats = self.formats_of("linear")
         capture = tensor_saver.capture(self.identity, self.layer_type)
         if formats is None and capture is None:
@@ -88,9 +88,10 @@ class _QuantizedLinear(Quantized):
 
     @staticmethod
     def _add_bias(output_sbo, bias_O):
-        """Add the bias after the output was collected, which is thus the matmul's own result.
+        """Add the bias to the output.
 
-        The tokens are one axis, so that the gradient is summed over it in the wheel's order.
+        This happens after the output was collected, so the collected tensor does not contain the
+        bias. The tokens are one axis, so that the gradient is summed over it in the wheel's order.
         """
         return (output_sbo.flatten(0, -2) + bias_O).view(output_sbo.shape)
 
@@ -135,7 +136,10 @@ class _QuantizedLinear(Quantized):
         capture.watch_result(output, "grad_output", dims=of_grad, format=format_names)
 
     def _dims_of(self, activation):
-        """Return `dims`; experts have [tokens, h] activations and a tensor-parallel group each."""
+        """Return `dims` for an activation and this layer.
+
+        Experts have activations [tokens, h] and a tensor-parallel group of their own.
+        """
         dims = self.dims
         if activation.dim() == 2:
             dims = [part.replace("s b ", "t ") for part in dims]
@@ -145,14 +149,12 @@ class _QuantizedLinear(Quantized):
 
 
 class ColumnParallelLinear(_QuantizedLinear, _upstream.ColumnParallelLinear):
-    """See `megatron.core.tensor_parallel.layers` in the wheel. A rank holds rows of the weight."""
+    """The wheel's `ColumnParallelLinear`, quantized; each rank holds rows of the weight."""
 
     dims = ("s b h", "o[tp] h", "s b o[tp]", "s b h | partial[tp]")
 
 
 class RowParallelLinear(_QuantizedLinear, _upstream.RowParallelLinear):
-    """See `megatron.core.tensor_parallel.layers` in the wheel. Each rank holds columns of the
-    weight.
-    """
+    """The wheel's `RowParallelLinear`, quantized; each rank holds columns of the weight."""
 
     dims = ("s b h[tp]", "o h[tp]", "s b o | partial[tp]", "s b h[tp]")

@@ -1,11 +1,11 @@
-"""Fix communication within autograd where the wheel returns a wrong sum or gloo refuses.
+"""Fix two communication functions, of which one returns a wrong sum and one fails with gloo.
 
-Overlaid because of two functions, which the wheel's autograd functions call in the forward and the
-backward pass. Seam: these two names. `_reduce` sums a copy of a non-contiguous tensor but returns
-the tensor itself, unsummed; MLA's gradients are such tensors. `_gather_along_first_dim` gathers
-parts of unequal size, which NCCL accepts and gloo does not. With expert and tensor parallelism
-together, the ranks of an expert's tensor-parallel group hold different numbers of tokens. In every
-other case the wheel's code runs.
+Overlaid because of these two functions, which the wheel's autograd functions call in the forward
+and the backward pass. Seam: their names. `_reduce` sums a copy of a non-contiguous tensor but
+returns the tensor itself, unsummed; MLA's gradients are such tensors. `_gather_along_first_dim`
+gathers parts of unequal size, which NCCL accepts and gloo does not. Such parts occur with both
+expert and tensor parallelism, because the ranks of an expert's tensor-parallel group hold different
+numbers of tokens. In every other case the wheel's code runs.
 """
 
 import torch
@@ -18,12 +18,12 @@ _wheels_gather = _upstream._gather_along_first_dim
 
 
 def _reduce(input_, group):
-    """Return the sum over `group`, for any memory layout of `input_`."""
+    """Return the sum of `input_` over `group`, for any memory layout of `input_`."""
     return _wheels_reduce(input_.contiguous(), group)
 
 
 def _gather_along_first_dim(input_, group, output_split_sizes=None, use_global_buffer=False):
-    """Gather as the wheel does; pad unequal parts to the largest and cut the result again."""
+    """Gather as the wheel does; pad unequal parts to the largest, then remove the padding."""
     sizes = output_split_sizes
     if sizes is None or len(set(sizes)) == 1 or not _is_gloo(group):
         return _wheels_gather(input_, group, output_split_sizes, use_global_buffer)

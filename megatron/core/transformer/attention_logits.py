@@ -1,6 +1,6 @@
 """Track the largest attention logit of an iteration, for `--log-max-attention-logit`.
 
-A logit is an element of the scaled product QK^T whose key the mask leaves visible. Each attention
+A logit is an element of the scaled product QK^T whose key is not masked. Each attention module
 keeps the maximum per head in `current_max_attn_logits`, as Transformer Engine's attention does.
 """
 
@@ -20,7 +20,7 @@ NAME = "current_max_attn_logits"
 
 
 def visible_mask(softmax: FusedScaleMaskSoftmax, scores, attention_mask):
-    """Return the mask that the softmax applies to scores [b, np, sq, sk]; None: all are visible."""
+    """Return the softmax's mask for scores [b, np, sq, sk], or None if all keys are visible."""
     queries, keys = scores.shape[-2:]
     if softmax.window_size is not None:
         return get_sliding_window_causal_mask(queries, keys, softmax.window_size)
@@ -30,7 +30,7 @@ def visible_mask(softmax: FusedScaleMaskSoftmax, scores, attention_mask):
 
 
 def watch_logits(attention: torch.nn.Module) -> None:
-    """Track the maximum input of an attention's softmax during training.
+    """Track the maximum input to the softmax of an attention module during training.
 
     A recomputed forward pass has the same maximum and so changes nothing.
     """
@@ -55,9 +55,10 @@ def _note(attention, softmax, scores, attention_mask) -> None:
 
 @torch.no_grad()
 def take_max_attention_logit(model: list[torch.nn.Module]) -> float:
-    """Return the maximum since the last call, over layers, heads and ranks. Collective.
+    """Return the largest logit since the last call over all layers, heads and ranks.
 
-    It is NaN if any logit was NaN, and minus infinity if there was no logit.
+    The result is NaN if any logit was NaN, and minus infinity if there was no logit. Must be called
+    on all ranks.
     """
     largest = torch.full((2,), -math.inf, device=torch.cuda.current_device())
     for module in (module for chunk in model for module in chunk.modules()):

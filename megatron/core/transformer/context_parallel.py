@@ -1,11 +1,11 @@
-"""Context parallelism for the local attention: every rank gathers all keys and values.
+"""Add context parallelism to the local attention: every rank gathers all keys and values.
 
 The ranks of a context-parallel group share each sequence. Only attention combines tokens, and it
-needs the keys and values of all of them. In the wheel, only Transformer Engine's attention can get
-them; the local attention refuses to be built. Ours gathers K and V over the group before the
-matmuls, which is `all_gather` of the wheel's `cp_comm_type`. Each matmul is then one GEMM over
-whole rows of keys, so blocks along the keys equal those of a single rank. The ring and all-to-all
-variants cut these rows, or need Transformer Engine, and are refused.
+needs the keys and values of all tokens. In the wheel, only Transformer Engine's attention can get
+them; the local attention refuses to be built. Our attention gathers K and V over the group before
+the matmuls, which the wheel's `cp_comm_type` calls `all_gather`. Each matmul is then one GEMM over
+whole rows of keys, so blocks along the keys are the same as on a single rank. The ring and
+all-to-all variants cut these rows, or need Transformer Engine, and are refused.
 
 The backward pass sums the gradients of K and V over the ranks, each of which contributes the share
 of its own queries. Each rank keeps its own part (a reduce-scatter, in the dtype of K and V).
@@ -13,17 +13,18 @@ of its own queries. Each rank keeps its own part (a reduce-scatter, in the dtype
 Under a causal mask, later tokens attend to more keys. To balance the load, Megatron cuts a sequence
 into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r (a zigzag): see
 `get_batch_on_this_cp_rank` and, for the rotary embedding, `get_pos_emb_on_this_cp_rank`. Gathered
-keys and values are put back into the order of the sequence, and a mask uses the positions of the
-queries in it.
+keys and values are put back into the order of the sequence, and a mask is computed from the
+positions of the queries in the sequence.
 
 If a format has one scale per tensor (NVFP4, FP8), each rank computes the scale of its own queries.
 Blocks along queries and, in linear layers, along tokens are formed from this rank's tokens. Both
 differ from a run on one rank, except that blocks agree if their size divides a chunk. Stochastic
 rounding draws separate random bits on each rank, also for the gathered keys and values.
 
-What it costs: memory for all keys and values, and for scores of this rank's queries over all keys,
-where a ring keeps only a part. With selective recomputation (`core_attn`) both exist only while
-they are used, and are gathered again. Masked scores are computed, as in the wheel's attention.
+The cost is memory for all keys and values, and for the scores of this rank's queries with all keys,
+where a ring would keep only a part of them. With selective recomputation (`core_attn`) both exist
+only while they are used, and keys and values are gathered again. Masked scores are computed, as in
+the wheel's attention.
 """
 
 import copy
@@ -44,10 +45,10 @@ def chunks_of(rank: int, size: int) -> tuple[int, int]:
 
 
 def check_comm_type(cp_comm_type: str | None) -> None:
-    """Refuse a way of communication other than `COMM_TYPE` or None.
+    """Refuse a communication type other than `COMM_TYPE` or None.
 
     Raises:
-        ValueError: if another one is requested.
+        ValueError: if another communication type is requested.
     """
     if cp_comm_type not in (None, COMM_TYPE):
         raise ValueError(
@@ -58,7 +59,10 @@ def check_comm_type(cp_comm_type: str | None) -> None:
 
 
 def as_one_rank(config):
-    """Return `config` with size 1 for the wheel's constructor, which only checks the size."""
+    """Return `config` with a context-parallel size of 1, for the wheel's constructor.
+
+    The constructor uses the size only to check it.
+    """
     if config.context_parallel_size == 1:
         return config
     alone = copy.copy(config)
@@ -71,16 +75,17 @@ class ContextParallelism:
     """The context-parallel group of one attention layer, and the layer's mask."""
 
     group: torch.distributed.ProcessGroup
-    causal: bool  #: whether later keys are hidden if no mask is given
-    window_size: tuple[int, int] | None  #: visible keys before and after a query; None for all
+    causal: bool  #: True if later keys are hidden when no mask is given
+    #: number of visible keys before and after a query; None without a sliding window
+    window_size: tuple[int, int] | None
 
     @classmethod
     def of(cls, attention, cp_comm_type: str | None) -> "ContextParallelism | None":
-        """Return the context parallelism of a built `DotProductAttention`; None if its size is 1.
+        """Return the context parallelism of a `DotProductAttention`, or None if its size is 1.
 
         Raises:
-            ValueError: if another way of communication is requested, or the group has not the
-                configured size.
+            ValueError: if another communication type is requested, or if the group does not have
+                the configured size.
         """
         group = getattr(attention.pg_collection, "cp", None)
         if group is None:
@@ -100,7 +105,7 @@ class ContextParallelism:
         return cls(group, causal=causal, window_size=softmax.window_size)
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the positions of this rank's `length` tokens in the sequence."""
+        """Return the positions in the sequence of the `length` tokens that this rank holds."""
         size = self.group.size()
         if length % 2:
             raise ValueError(
@@ -114,7 +119,7 @@ class ContextParallelism:
         return chunks_of(self.group.rank(), self.group.size())
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Gather [s / cp, ...] of each rank to [s, ...] in the order of the sequence.
+        """Gather the part [s / cp, ...] of each rank to [s, ...], in the order of the sequence.
 
         The backward pass sums the gradients of all ranks.
         """
@@ -129,8 +134,8 @@ class ContextParallelism:
         """Return a mask that is True where a query of this rank must not see a key.
 
         The keys are in the order of the sequence. A given mask has one row per query of this rank,
-        as `get_batch_on_this_cp_rank` cuts it. A sliding window takes precedence over it, as in the
-        wheel.
+        as returned by `get_batch_on_this_cp_rank`. A sliding window takes precedence over a given
+        mask, as in the wheel.
 
         Raises:
             ValueError: if the given mask has another shape.
@@ -151,11 +156,13 @@ class ContextParallelism:
         return attention_mask
 
     def whole(self, query, key, value, attention_mask):
-        """Return key, value and mask for this rank's `query` [s / cp, b, heads, d].
+        """Return the gathered key and value, and the mask for this rank's queries.
+
+        `query` has the shape [s / cp, b, heads, d].
 
         Raises:
-            ValueError: if keys and queries have different numbers of tokens, or as in `mask` and
-                `positions`.
+            ValueError: if keys and queries have different numbers of tokens, if this number is odd,
+                or if the given mask has another shape.
         """
         if not query.shape[0] == key.shape[0] == value.shape[0]:
             raise ValueError(

@@ -1,14 +1,15 @@
-"""Attention whose two matmuls, QK^T and PV, can be fake-quantized and collected, forward and
-backward.
+"""Fake-quantize and collect the two matmuls of attention, QK^T and PV, forward and backward.
 
 Overlaid because `DotProductAttention.forward` has no seam between its matmuls. Seam: `forward`.
-Without a format the wheel's own `forward` runs, also when tensors are collected. With a format ours
-runs, and a test compares it with the wheel's bit for bit after removing the formats. Ours also runs
-under context parallelism, which the wheel's refuses: see `context_parallel`.
+Without a format, the wheel's own `forward` runs, also when tensors are collected. With a format,
+our code runs, and a test checks that without formats it gives the same bits as the wheel's. Our
+code also runs under context parallelism, which the wheel's attention refuses; see
+`context_parallel`.
 
-The collected tensors are those that enter and leave the whole operation. Keys and values are taken
-before they are repeated for grouped-query attention and before they are gathered over
-context-parallel ranks. Their gradients are taken after the sum over the query group and the ranks.
+The collected tensors are the inputs and the output of the whole operation. Keys and values are
+collected before they are repeated for grouped-query attention and before they are gathered over
+context-parallel ranks. Their gradients are collected after the sum over the query group and the
+ranks.
 On request, the collection also holds the scores, scaled and not yet masked, and the probabilities
 that multiply V, after dropout. For these, our `forward` runs even without a format.
 
@@ -31,26 +32,26 @@ _upstream = shadowed(__name__)
 
 
 class DotProductAttention(Quantized, _upstream.DotProductAttention):
-    """See `megatron.core.transformer.dot_product_attention` in the wheel."""
+    """The wheel's `DotProductAttention`, with matmuls that can be quantized and collected."""
 
     operations = ("qk", "pv")
     layer_type = "attention"
-    group_copies = 1  #: consecutive tensor-parallel ranks with the same query group
+    group_copies = 1  #: number of consecutive tensor-parallel ranks that share a query group
 
     def __init__(self, config, *args, k_channels=None, v_channels=None, **kwargs):
         super().__init__(as_one_rank(config), *args, **kwargs)
         self.config = config
         self.context = ContextParallelism.of(self, kwargs.get("cp_comm_type"))
-        if self.context is not None:  # it builds the masks, so the softmax must build none
+        if self.context is not None:  # the context builds the masks, so the softmax must build none
             self.scale_mask_softmax.window_size = None
-        if v_channels is not None:  # the wheel's `forward` shapes the context by it
+        if v_channels is not None:  # the wheel's `forward` shapes its output by this size
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         if config.log_max_attention_logit:
             watch_logits(self)
 
     def forward(self, query, key, value, attention_mask, *args, **kwargs):
         """Map query [sq, b, np, hn], key and value [sk, b, ng, hn] to context [sq, b, np * hn]."""
-        # Compiled from CUSTOM_QUANT_TYPE and the recipe by `megatron.fake_quant.policy`.
+        # `megatron.fake_quant.policy` computes the formats from CUSTOM_QUANT_TYPE and the recipe.
         formats = (self.formats_of("qk"), self.formats_of("pv"))
         capture = tensor_saver.capture(self.identity, self.layer_type)
         if capture is not None:
@@ -105,7 +106,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         formats,
         capture=None,
     ):
-        """Compute attention with our own matmuls; without a format a matmul is the wheel's."""
+        """Compute attention with our own matmuls; one without a format runs as in the wheel."""
         self._check_plain(attention_bias, packed_seq_params)
         if self.context is not None:
             key, value, attention_mask = self.context.whole(query, key, value, attention_mask)
@@ -114,7 +115,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         query_BMD, key_BND, value_BND = (self._by_head(x, heads) for x in (query, key, value))
         scores_BMN = self._matmul(query_BMD, key_BND, "qk", qk, capture, alpha=self.softmax_scale)
         scores = scores_BMN.view(batch, heads, *scores_BMN.shape[1:])
-        if capture is not None:  # before a mask changes them in place
+        if capture is not None:  # before a mask changes the scores in place
             capture.save("attention_scores", scores, dims="b a[tp] s k", phase="post")
         probs_BMN = self._softmax(scores, attention_mask).view(scores_BMN.shape)
         if capture is not None:
@@ -144,13 +145,13 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
 
     @staticmethod
     def _by_head(x, heads):
-        """Reshape [s, b, groups, d] to [b * heads, s, d], and repeat a group for its heads."""
+        """Reshape [s, b, groups, d] to [b * heads, s, d], and repeat each group for its heads."""
         if x.shape[2] != heads:
             x = x.repeat_interleave(heads // x.shape[2], dim=2)
         return x.reshape(x.shape[0], -1, x.shape[3]).transpose(0, 1)
 
     def _matmul(self, a_BMK, b_BNK, operation, formats, capture, alpha=1.0, unnormalized=None):
-        """Return A B^T with quantized operands, or computed as in the wheel."""
+        """Return `alpha * A @ B^T`, quantized, or as in the wheel if `formats` is None."""
         if formats is not None:
             return quantized_matmul(
                 a_BMK,
@@ -189,7 +190,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
     def _softmax(self, scores, attention_mask):
         """Scale and mask scores [b, np, sq, sk], then apply softmax and dropout.
 
-        The random state is the one that the wheel uses.
+        Dropout uses the same random state as in the wheel.
         """
         if self.scale_mask_softmax.is_kernel_available(attention_mask, *scores.shape):
             raise ValueError(

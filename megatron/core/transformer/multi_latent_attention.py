@@ -1,4 +1,4 @@
-"""Multi-latent attention from the local layers, without Transformer Engine.
+"""Make multi-latent attention work with the local layers, without Transformer Engine.
 
 Overlaid for two reasons. First, the wheel assumes that Transformer Engine is installed if its
 wrapper can be imported, which is always the case, and then checks whether a layer is a `TELinear`,
@@ -6,10 +6,11 @@ which is a mock. Seam: the name `HAVE_TE`.
 
 Second, under tensor parallelism the wheel's local layers silently compute a wrong gradient. The
 positional part of the key has one head, which every rank repeats for its own heads, so its gradient
-is a sum over the heads of all ranks. The wheel's gather only cuts the gradient in its backward
-pass, and each rank's columns learn from its own heads alone. (Transformer Engine's layer is not
-sharded, and there the wheel sums.) Seam: the output of `linear_kv_down_proj`. We gather it before
-the wheel would, with the sum in the backward pass. Without tensor parallelism nothing changes.
+is a sum over the heads of all ranks. In its backward pass, the wheel's gather only cuts the
+gradient, so each rank's columns learn from the rank's own heads alone. (Transformer Engine's layer
+is not sharded, and for it the wheel computes the sum.) Seam: the output of `linear_kv_down_proj`.
+We gather it before the wheel would, with the sum in the backward pass. Without tensor parallelism
+nothing changes.
 """
 
 import torch
@@ -28,7 +29,7 @@ _upstream.HAVE_TE = HAVE_TE = transformer_engine.HAVE_TE
 
 
 class MLASelfAttention(_upstream.MLASelfAttention):
-    """See `megatron.core.transformer.multi_latent_attention` in the wheel."""
+    """The wheel's `MLASelfAttention`, with correct gradients under tensor parallelism."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

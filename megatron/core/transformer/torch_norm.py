@@ -1,5 +1,4 @@
-"""Norms of the local implementation (without Transformer Engine) that also work under sequence
-parallelism.
+"""Make the norms of the local implementation work under sequence parallelism.
 
 Overlaid because the wheel's `WrappedTorchNorm` refuses sequence parallelism. Seam: `__new__`. The
 refusal is about gradients, not about the norm: each rank sees its own slice of the sequence, so the
@@ -14,7 +13,7 @@ _upstream = shadowed(__name__)
 
 
 class WrappedTorchNorm(_upstream.WrappedTorchNorm):
-    """See `megatron.core.transformer.torch_norm` in the wheel."""
+    """The wheel's `WrappedTorchNorm`, which here also works under sequence parallelism."""
 
     def __new__(cls, config, hidden_size, **kwargs):
         if not config.sequence_parallel:

@@ -1,4 +1,4 @@
-"""GPTModel that gives its layers their names, and refuses layers that are not ours.
+"""Extend GPTModel: give its layers their names, and refuse layers that are not ours.
 
 Overlaid because a linear layer knows neither its name nor its layer's number. Both decide whether
 it is quantized and how its tensors are recorded. Seam: the end of `__init__`, where the wheel too
@@ -14,7 +14,7 @@ _upstream = shadowed(__name__)
 
 
 class GPTModel(_upstream.GPTModel):
-    """See `megatron.core.models.gpt.gpt_model` in the wheel."""
+    """The wheel's `GPTModel`, whose layers get names and are checked."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Make the functions of router and token dispatchers work without Transformer Engine and on a CPU.
+"""Make the router and the token dispatchers work without Transformer Engine and on a CPU.
 
 Overlaid because the router checks whether `te_general_gemm` is None, but the wheel defines this
 name only if Transformer Engine is installed. The all-to-all dispatcher also takes the sizes of its
@@ -17,6 +17,6 @@ if not hasattr(_upstream, "te_general_gemm"):
 
 
 def maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
-    """Move a tensor as the wheel does, but apply `as_numpy` also to a tensor on the CPU."""
+    """Move a tensor as the wheel does, but also apply `as_numpy` to a tensor on the CPU."""
     moved = _upstream.maybe_move_tensor_to_cpu(tensor, as_numpy, record_stream)
     return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
