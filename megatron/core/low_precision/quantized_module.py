@@ -53,7 +53,7 @@ class Quantized(Identified):
         return names
 
     def formats_of(self, operation: str) -> GemmFormats | None:
-        """Return the formats of an operation in this iteration; None means to run the wheel's code."""
+        """Return the formats of an operation in this iteration; None selects the wheel's code."""
         return self.plan_of(operation).at(max(clock.iteration, 1))
 
     def rounding_seed(self, formats: GemmFormats, operation: str = "linear") -> int | None:
