@@ -119,7 +119,7 @@ if __name__ == "__main__":
         # NVIDIA's apex is used if it is installed, and never required: the project named `apex` on
         # the Python Package Index is a different one.
         extras_require={
-            "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # the range in megatron-core 0.16.1
+            "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # as in megatron-core 0.16.1
             "cluster": requirements(CLUSTER),
             "dev": requirements(TEST) + requirements(LINT),
         },

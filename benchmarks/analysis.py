@@ -156,7 +156,7 @@ def of_dump(folder: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
     plain = measure("naive", folder, options.every, options.formats)
     workers = sorted({1, 2, os.cpu_count() or 1})
     runs = {number: [] for number in workers}
-    for _, number in itertools.product(range(options.rounds), workers):  # take turns
+    for _, number in itertools.product(range(options.rounds), workers):  # Take turns.
         runs[number].append(measure("ours", folder, number, options.formats))
     rows = [_row("plain", "all", plain, plain)]
     for number, measured in runs.items():

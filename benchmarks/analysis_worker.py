@@ -69,7 +69,7 @@ def size(records) -> int:
 def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float]:
     """Compute the statistics with one torch or numpy call per statistic and format.
 
-    One tensor in `every` is loaded and copied to float32. Our fused kernels quantize it, once per
+    Every `every`-th tensor is loaded and copied to float32. Our fused kernels quantize it, once per
     format and axis.
     """
     chosen = store.records.iloc[::every]

@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
 
 
 class Ours:
-    """This project's collection, in a minimal training loop."""
+    """Collector that uses this project's collection, for a minimal training loop."""
 
     def __init__(self, options: argparse.Namespace, tensor_saver: ModuleType):
         self.tensor_saver = tensor_saver
@@ -110,7 +110,10 @@ class Ours:
 
 
 class MsProbe:
-    """Dump by mindstudio-probe of the inputs, outputs, weights and gradients of all modules."""
+    """Collector that uses mindstudio-probe.
+
+    It dumps the inputs, outputs, weights and gradients of all modules.
+    """
 
     def __init__(self, options: argparse.Namespace, model: Any):
         from msprobe.pytorch import PrecisionDebugger

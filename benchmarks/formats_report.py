@@ -54,7 +54,10 @@ def peers_of(case: Event) -> list[str]:
 
 
 def agreement(case: Event, data: str, elements: int) -> str:
-    """Describe how many elements of each peer differ from ours, with equal counts grouped."""
+    """Describe how many elements of each peer's result differ from ours.
+
+    Peers with equal counts are grouped.
+    """
     counts = {name: case["differ"][name][data] for name in peers_of(case)}
     if not counts:
         return "-"

@@ -76,11 +76,11 @@ def install(python: Path, constraints: Path, requirement: str) -> bool:
 
 
 def given(python: Path) -> Path:
-    """Return the Python that the user named, after checking that it has torch and numpy.
+    """Return the Python that the user named, after checking that it runs and has torch and numpy.
 
     Nothing is installed into this Python.
     """
-    python = python.expanduser().absolute()  # not resolved, because a venv's python is a link
+    python = python.expanduser().absolute()  # not resolved: a venv's python is a symbolic link
     try:
         missing = {"torch", "numpy"} - installed(python).keys()
     except (OSError, subprocess.CalledProcessError) as error:

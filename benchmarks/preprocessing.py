@@ -75,7 +75,7 @@ def standard_library() -> Iterator[str]:
 def documents(texts: Iterator[str], megabytes: float) -> Iterator[str]:
     """Yield documents that end at an empty line, with about `megabytes` megabytes in total.
 
-    A document has at least DOCUMENT characters, unless the text ends before.
+    A document has at least DOCUMENT characters, unless its text ends earlier.
     """
     left = int(megabytes * 1e6)
     for text in texts:
@@ -150,7 +150,7 @@ class Ours:
 
 
 class Theirs:
-    """The function `datasets.map`, applied to the Arrow file that `load_dataset` makes."""
+    """The function `datasets.map`, applied to the Arrow file that `load_dataset` creates."""
 
     def __init__(self, corpus: Path, tokenizer: Path, workers: int) -> None:
         import datasets

@@ -34,7 +34,7 @@ ROWS = 64
 
 
 def linear_weights(model: Architecture) -> Iterator[tuple[int, int, int]]:
-    """Yield output features, input features and count of each weight shape in linear layers."""
+    """Yield (output features, input features, number of weights) for each linear-layer shape."""
     layers, hidden, heads = model.num_hidden_layers, model.hidden_size, model.num_attention_heads
     if (latent := model.latent) is None:
         size = model.head_dim or hidden // heads

@@ -113,7 +113,7 @@ class Worker:
         )
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.built = self.peak = 0.0  #: peak memory in MiB, after building the model and so far
+        self.built = self.peak = 0.0  #: peak memory in MiB: after the model was built, and so far
 
     def answer(self) -> str:
         """Return the worker's next result line, skipping lines that libraries print."""

@@ -7,8 +7,8 @@
 
 Each format is applied to three tensors: normally distributed values; the same values with one
 channel in 32 multiplied by 50, as in activations; and the same values divided by 2^18, as in
-gradients. The ratio covers only the other 31 of 32 channels, because the large channels would
-dominate the noise of the whole tensor. Blocks are formed along the last axis.
+gradients. The ratio is computed over the other channels only, because the large ones would dominate
+the noise of the whole tensor. Blocks are formed along the last axis.
 `python -m megatron.fake_quant list` prints the names of formats.
 """
 

@@ -4,9 +4,9 @@ from torch import Tensor
 
 
 def without_gaps(x: Tensor, *, in_order: bool) -> tuple[Tensor, list[int]]:
-    """Return `x` without gaps in its memory, and its dimensions in the order of memory.
+    """Return `x` as memory without gaps, and its dimensions in memory order, outermost first.
 
-    `x` itself is returned if its memory has no gaps, otherwise a contiguous copy.
+    `x` itself is returned if its memory has no gaps; otherwise, a contiguous copy is returned.
 
     in_order: True to keep the dimensions in order, because the position of a value matters (for
         random bits and square blocks).

@@ -74,7 +74,7 @@ def _blocks(
 ) -> None:
     """Quantize `src` into `dst`, both viewed with `shape`, in blocks along `axis`.
 
-    The square blocks of a square format extend over the last two axes instead.
+    Square blocks extend over the last two axes, regardless of `axis`.
     """
     assert isinstance(fmt.element, ElementFormat)
     assert fmt.block_size is not None

@@ -31,9 +31,8 @@ from megatron.fake_quant.random_bits import WORD
 from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.scalings import kernel_roundings
 
-TILE = (
-    1 << 14
-)  #: size of the tile that a program holds in registers, in bytes, unless a block is larger
+#: Size of the tile that a program holds in registers, in bytes, unless a block is larger.
+TILE = 1 << 14
 _PER_WARP = TILE // 4  #: size of a tile's part per warp, in bytes: 8 loads of 16 bytes per thread
 _WIDE = 32  #: desired width of a tile in values, if the tile then has at most `_MOST` values
 _MOST = 1 << 15

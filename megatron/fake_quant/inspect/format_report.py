@@ -140,7 +140,7 @@ def _overflow(element: Element, largest: float) -> str:
 
 
 def _hybrid_overflow(fmt: Format) -> list[Line]:
-    """Describe which source is followed, because sources on hybrid rounding to Inf disagree."""
+    """Return a note on where hybrid rounding overflows to Inf, because the sources disagree."""
     if fmt.rounding != "hybrid" or format_properties.saturates(fmt.element):
         return []
     return [

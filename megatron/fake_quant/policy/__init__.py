@@ -73,14 +73,14 @@ class OperationPolicy:
         return next((rule for rule in self.rules or () if rule.holds_at(iteration)), None)
 
     def at(self, iteration: int) -> GemmFormats | None:
-        """Return the formats in an iteration, counted from 1; None means high precision."""
+        """Return the formats for `iteration`, counted from 1; None means high precision."""
         if self.rules is None:
             return self.fixed
         rule = self._rule(iteration)
         return None if rule is None else rule.config[self.operation]
 
     def of_all_times(self) -> list[tuple[GemmFormats, str]]:
-        """Return all formats that iterations may use, with their sources.
+        """Return all formats that the operation may use during the run, with their sources.
 
         Rules that keep the operation in high precision are left out.
         """
@@ -259,7 +259,7 @@ def _recipe(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> Reci
 
 
 def canonical_type(name: str) -> str:
-    """Return the canonical spelling of a quantization type, as file names use it: `FA_hifp8`.
+    """Return the canonical spelling of a quantization type, such as `FA_hifp8`, for file names.
 
     Raises:
         ValueError: if there is no such quantization type.
