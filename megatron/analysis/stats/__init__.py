@@ -1,4 +1,4 @@
-"""Statistics of the tensors of a dump, and of the errors that number formats cause in them.
+"""Statistics of the tensors in a dump and of the errors that number formats cause in them.
 
     store = TensorStore("enhanced_tensor_logs/mxfp8")
     statistics = stats.compute(store, ["mxfp8", "mxfp4", "hifp8"], progress=True)

@@ -1,4 +1,4 @@
-"""Cache of computed results: a SQLite file with one row per part of a tensor and format.
+"""Cache of computed results: a SQLite file with one row per format and part of a tensor.
 
 The key covers everything that a result depends on: the files (path, size, modification time), how
 the tensor is read, the format, and the source code of this package and of `fake_quant`. Paths are
@@ -119,7 +119,7 @@ class Cache:
             base.execute("PRAGMA auto_vacuum=INCREMENTAL")  # possible only for a new file
             base.execute("PRAGMA journal_mode=WAL")
             base.execute("BEGIN IMMEDIATE")
-            if not _tables(base):  # another process may have created them meanwhile
+            if not _tables(base):  # another process may have just created them
                 for statement in _TABLES.values():
                     base.execute(statement)
                 base.execute(f"PRAGMA application_id={APPLICATION_ID}")
@@ -255,7 +255,7 @@ class Cache:
 
 
 class ForeignCacheError(ValueError):
-    """Error for a path that is unusable as a cache; the message names the path."""
+    """Exception raised if a path cannot be used as a cache; the message names the path."""
 
 
 def check_place(folder: Path) -> None:

@@ -59,7 +59,10 @@ def measure_sampled(
 
 
 def _pieces(tensor: Tensor, matrix: MatrixView, fmt: Format) -> Iterator[Tensor]:
-    """Yield pieces [outer, rows, columns]; a single piece if the format has a tensor scale."""
+    """Yield the pieces of a tensor, or the whole tensor if the format has a tensor scale.
+
+    Each piece has the shape [outer, rows, columns].
+    """
     whole = tensor.reshape(matrix.outer, matrix.rows, matrix.columns)
     if fmt.has_tensor_scale or whole.numel() <= PIECE:
         yield whole
@@ -91,7 +94,7 @@ def _bits(x: Tensor) -> NDArray[np.int32]:
 def _add_values(
     errors: Errors, operand: Tensor, result: Tensor, packed: QuantizedTensor, clipped: Tensor
 ) -> None:
-    """Add the errors and codes of quantized values, and which values are clipped, to `errors`."""
+    """Add the errors of the values, their codes, and the number of clipped values to `errors`."""
     codes = packed.codes
     if packed.format.element.bits <= _NIBBLE:
         codes = unpack_nibbles(codes, packed.shape[packed.axis])

@@ -26,7 +26,7 @@ from megatron.analysis.stats.result_columns import ResultColumns, arrays_of
 from megatron.analysis.store import TensorStore
 
 _STRICT = "remove the file, or leave --strict out"
-_NO_FORMATS_OF = "no format is computed of {dtype} values"  # note of a tensor with such a dtype
+_NO_FORMATS_OF = "no format is computed of {dtype} values"  # note for dtypes without formats
 
 
 def compute(
@@ -54,7 +54,7 @@ def compute(
         cache: folder in which results are stored for later calls; None disables the cache.
         strict: whether to raise an exception for the first file that cannot be read, instead of
             listing it in `problems`.
-        progress: whether to show a progress bar if there is a terminal.
+        progress: whether to show a progress bar on a terminal.
 
     Raises:
         ValueError: if a format is unknown, or `max_memory` does not suffice for one thread.

@@ -38,7 +38,7 @@ def processors() -> int:
 
 
 def affordable(workers: int | None, max_memory: int | None) -> int:
-    """Return the number of threads to start: the requested number, reduced to fit into memory.
+    """Return the requested number of threads, reduced to the number that fits into memory.
 
     Args:
         workers: requested number of threads; None means one per processor.

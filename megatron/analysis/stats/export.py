@@ -1,4 +1,4 @@
-"""Format statistics as text: as a summary, or with all tables as CSV, JSON or columns."""
+"""Convert statistics to text: a summary, or the tables as CSV, JSON or aligned columns."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def as_csv(statistics: Statistics) -> str:
 
 
 def with_safe_texts(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a copy that is safe as CSV: no string is a formula or contains a line break."""
+    """Return a copy of a table that is safe as CSV, without formulas and line breaks."""
     safe = frame.copy()
     for name in frame.columns:
         if frame[name].dtype.kind in "biufc":

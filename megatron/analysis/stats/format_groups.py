@@ -43,7 +43,7 @@ class Group:
 
     @property
     def by_pairs(self) -> bool:
-        """True if values are counted by the pair of the row's class and the column's class.
+        """True if values are counted by pairs of a row class and a column class.
 
         A tensor has only a few different E8M0 scales. E4M3 scales have 127 possible values, which
         form too many pairs.
@@ -67,12 +67,12 @@ class FormatGroups:
 
 
 def axes_of(fmt: Format) -> tuple[str, ...]:
-    """Return the axes along which the blocks of a format run."""
+    """Return the axes along which a format is measured: "row" and "column", or only "all"."""
     return ("all",) if fmt.block_size is None or fmt.square else AXES
 
 
 def group_formats(names: Sequence[str]) -> FormatGroups:
-    """Return the formats with these names in groups; a format that is named twice counts once.
+    """Group the formats with these names; a format that is named twice counts once.
 
     Raises:
         ValueError: if a format is unknown.

@@ -155,7 +155,7 @@ def _signed_edges() -> NDArray[np.float64]:
 def _quantiles(
     counts: NDArray[np.int64], edges: NDArray[np.float64], shares: Sequence[float]
 ) -> list[float]:
-    """Return the quantiles of nonempty bins in ascending order."""
+    """Return the quantiles of a histogram whose bins are nonempty and in ascending order."""
     if not len(counts):
         return [math.nan] * len(shares)
     below = np.cumsum(counts)

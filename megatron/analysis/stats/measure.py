@@ -61,7 +61,7 @@ class Measurements:
     table: pd.DataFrame
     histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)  #: keyed by GROUPING
     problems: list[Problem] = field(default_factory=list)  #: files that could not be read
-    repeats: int = 0  #: number of skipped copies that recomputation saved
+    repeats: int = 0  #: number of skipped tensors that recomputation saved again
 
     def summary(self) -> Moments:
         """Return the moments of all values."""
@@ -82,7 +82,7 @@ class Measurements:
         return dict(sorted(by_value.items(), key=lambda item: -item[1][0]))
 
     def only(self, use: str) -> Measurements:
-        """Return the measurements of operands only, or of results only."""
+        """Return the measurements of the tensors with this use: operands or results of matmuls."""
         at = GROUPING.index("use")
         histograms = {key: counts for key, counts in self.histograms.items() if key[at] == use}
         table = self.table[self.table["use"] == use]
@@ -116,7 +116,7 @@ def measure_dump(
     Args:
         cache: folder of the cache, which is shared with `stats.compute`; None disables the cache.
         workers: number of threads; None means one per processor.
-        progress: whether to show a progress bar if there is a terminal.
+        progress: whether to show a progress bar on a terminal.
     """
     all_tensors = list(logical_tensors(store.records))
     tensors = first_passes(all_tensors)
@@ -149,7 +149,7 @@ def measure_dump(
 
 
 def use_of(layer_type: Any, tensor_name: Any) -> str:
-    """Return whether a tensor is among the operands or the results of matmuls."""
+    """Return the use of a tensor: operand of a matmul, or result of a matmul."""
     return OPERANDS if is_operand(layer_type, tensor_name) else RESULTS
 
 

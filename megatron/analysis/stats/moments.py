@@ -29,7 +29,7 @@ class Moments:
     inf: int = 0
     zeros: int = 0  #: number of zeros of either sign
     negative_zeros: int = 0
-    min: float = math.nan  #: NaN if no value is finite, as are max, smallest and mean
+    min: float = math.nan  #: minimum; NaN if no value is finite, as for max and mean
     max: float = math.nan
     smallest: float = math.nan  #: smallest nonzero magnitude; NaN if all values are zero
     mean: float = math.nan

@@ -76,14 +76,16 @@ IDENTITY_COLUMNS = (
 #: finite nan inf      number of finite values, of NaN, and of Inf
 #: zeros               number of zeros of either sign
 #: negative_zeros      number of negative zeros
-#: min max mean std rms                std divides by n
+#: min max mean        minimum, maximum and mean
+#: std                 population standard deviation (divided by n)
+#: rms                 root mean square
 #: amax                largest magnitude
 #: smallest            smallest nonzero magnitude
 #: l1                  sum of the magnitudes
 #: skewness kurtosis   the kurtosis of a normal distribution is 3; NaN if all values are equal
 #: q0.001 ... m0.999   quantiles of the values (q) and of the magnitudes (m); see QUANTILES
 #: channels            number of channels: hidden units, or head and head_dim
-#: outlier_channels    number of channels whose amax exceeds 6 times that of the median channel
+#: outlier_channels    number of channels whose amax exceeds 6 times the median channel's
 #: dead_channels       number of channels that hold only zeros (NaN is not a zero)
 #: channel_amax_ratio  largest amax of a channel divided by the amax of the median channel
 #: token_amax_ratio    the same ratio for tokens; both medians leave out amax values of zero
@@ -116,7 +118,7 @@ VALUE_COLUMNS = (
 #: Columns of `formats`. x is a value and y is the quantized value; sums and means run over
 #: the values that are finite before and after quantization.
 #:
-#: tensor              number of the row in `tensors` that the row belongs to
+#: tensor              row number of the tensor in `tensors`
 #: quantized_format    name of the format
 #: axis                row | column | all
 #: used_by             GEMMs that quantize this operand along this axis (fprop dgrad wgrad, joined
@@ -205,7 +207,7 @@ REPEATED = "saved again by activation recomputation; skipped, because the first 
 
 
 def words_of_repeats(count: int) -> str:
-    """Return a line that says how many tensors were skipped as copies of a recomputation."""
+    """Return a line that says how many tensors were skipped because recomputation repeats them."""
     return f"{count:,} tensor{'' if count == 1 else 's'}: {REPEATED}"
 
 
@@ -266,10 +268,10 @@ class Statistics:
     problems: list[Problem] = field(default_factory=list)  #: files that were left out
     load_arrays: Callable[[int], TensorArrays] | None = None  #: used by `arrays`
     remarks: list[str] = field(default_factory=list)  #: messages about failures of the cache
-    repeats: int = 0  #: number of skipped copies that recomputation saved
+    repeats: int = 0  #: number of skipped tensors that recomputation saved again
 
     def arrays(self, tensor: int) -> TensorArrays:
-        """Return the histograms of the tensor in row `tensor` of `tensors`."""
+        """Return the histograms of the tensor in row number `tensor` of the table `tensors`."""
         assert self.load_arrays is not None
         return self.load_arrays(tensor)
 

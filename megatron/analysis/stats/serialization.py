@@ -23,7 +23,7 @@ VALUES = "values"  #: key of a part's `Values` among its results; the other keys
 
 
 def pack(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> bytes:
-    """Serialize arrays to bytes; for mostly zero arrays, only nonzero elements are stored."""
+    """Serialize arrays to bytes; if most elements are zero, only the others are stored."""
     parts = [struct.pack("<I", len(arrays))]
     for array in arrays:
         flat = np.ascontiguousarray(array).ravel()

@@ -157,7 +157,7 @@ def _count_ranges32(largest: Any, smallest: Any, ranges: Any) -> None:
 
 @kernel
 def _exponent(bits: Any) -> Any:
-    """Return the exponent of a positive float32 plus 127; it is below 1 for subnormal numbers."""
+    """Return the biased exponent (exponent + 127) of a positive float32; below 1 if subnormal."""
     exponent = bits >> 23
     if exponent == 0:
         exponent = 1

@@ -37,7 +37,7 @@ XX, YY, XY, BIAS, L1, LARGEST_ERROR, SUMS = 0, 1, 2, 3, 4, 5, 6
 
 @kernel
 def account(bits: Any, result: Any, clipped: Any, n: Any, sums: Any) -> Any:
-    """Add `n` occurrences of a value and its result, and return whether both are finite.
+    """Add the error of a value that occurs `n` times; return whether value and result are finite.
 
     Args:
         clipped: whether the value is beyond the rounding edge of the format's largest number.
@@ -114,7 +114,7 @@ def compare_counted(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Add the differences between quantizing counted values along rows and along columns.
+    """Add the differences between the results of counted values along rows and along columns.
 
     A value that becomes NaN or Inf along only one axis is counted, but does not enter the sum.
 
@@ -138,7 +138,7 @@ def compare_counted(
 def compare_value(
     bits: Any, first: Any, second: Any, n: Any, quantizer: Any, counts: Any, totals: Any
 ) -> None:
-    """Quantize a value with the scales of two classes, and add the difference of the results."""
+    """Quantize a value with the scales of two classes, and add the difference between them."""
     if np.int32(bits & MAGNITUDE) < INFINITY:
         along_row = quantized(bits, np.int64(first), quantizer)[0]
         along_column = quantized(bits, np.int64(second), quantizer)[0]

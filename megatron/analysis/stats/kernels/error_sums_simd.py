@@ -66,7 +66,7 @@ def block_value(magnitude: Any, down: Any, up: Any, element: Any, decode: Any) -
 def account_counted_simd(
     patterns: Any, classes: Any, cells: Any, quantizer: Any, sums: Any, code_counts: Any
 ) -> None:
-    """Do the work of `account_counted` for a block-scaled format and bfloat16 values."""
+    """Do the same as `account_counted`, for a block-scaled format and bfloat16 values."""
     by_pattern = np.zeros((_ROWS, len(patterns)))
     largest, magnitudes = np.zeros(len(patterns)), np.empty(len(patterns), np.int32)
     for k in range(len(patterns)):
@@ -219,7 +219,7 @@ def compare_counted_simd(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Do the work of `compare_counted` for a block-scaled format and bfloat16 values."""
+    """Do the same as `compare_counted`, for a block-scaled format and bfloat16 values."""
     magnitudes = np.empty(len(patterns), np.int32)
     for k in range(len(patterns)):
         magnitudes[k] = patterns[k] & MAGNITUDE

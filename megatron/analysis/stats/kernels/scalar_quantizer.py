@@ -197,7 +197,7 @@ def classify(amax: Any, element: Any, rule: Any, classes: Any) -> None:
 
     Args:
         amax: [blocks] largest magnitudes, as float32 bits.
-        element: element type; for E8M0 scales, its exponent is replaced with the group's `emax`.
+        element: element type; for E8M0 scales, with the group's `emax` as its exponent.
         classes: [blocks] output array.
     """
     for i in range(len(amax)):

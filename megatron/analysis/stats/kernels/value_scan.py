@@ -204,7 +204,7 @@ def column_extremes32(piece: Any, size: Any, largest: Any, smallest: Any) -> Non
 
 @kernel
 def square_extremes(largest: Any, smallest: Any, size: Any) -> None:
-    """Replace, in place, the extremes of each row of a square block with those of the block."""
+    """Set the extremes of each row of a square block to the extremes of the block, in place."""
     for o in range(largest.shape[0]):
         for first in range(0, largest.shape[1], size):
             last = min(first + size, largest.shape[1])
