@@ -130,7 +130,9 @@ class TensorRecord:
 
     run_id: str
     iteration: int  #: iteration number as in the log, counted from 1
-    micro_batch: int  #: number of the forward pass, counted from 0, also for a backward tensor
+    #: number of the forward pass in the iteration, counted from 0; a tensor of the backward pass has
+    #: the number of its forward pass
+    micro_batch: int
     #: position of the micro-batch's first sequence in the run's sample order
     sample_idx: int | None
     counter: int  #: number of the tensor among those of this rank and run, counted from 1

@@ -95,7 +95,10 @@ ADDED = {"megatron.core.transformer.moe.moe_utils": "te_general_gemm"}
 
 
 def _installed(package: str, filename: str) -> Path:
-    """Return the path of a file in the wheel; the first folder of a package is in this tree."""
+    """Return the path of a file of the wheel.
+
+    The first entry of the package's `__path__` is this tree, so it is skipped.
+    """
     for directory in sys.modules[package].__path__[1:]:
         if (path := Path(directory, filename)).is_file():
             return path
@@ -121,9 +124,9 @@ def check_version() -> None:
 
 
 def extend(package: str) -> None:
-    """Let Python search the wheel after this tree, and run the wheel's `__init__.py` in `package`.
+    """Add the wheel's folder to the `__path__` of `package`, and run its `__init__.py` there.
 
-    The wheel's folder is added to the package's `__path__`.
+    Python then searches this tree first and the wheel afterward.
     """
     module = sys.modules[package]
     # A tree that Python finds twice, by another spelling or a link, would overlay itself forever.

@@ -44,7 +44,7 @@ def _element_widths(code: int, element: ElementFormat) -> tuple[int, ...]:
 
 
 def _magnitude(code: int, element: ElementFormat) -> float:
-    """Return the number that a code stands for; the code must have no sign bit."""
+    """Return the number that a code stands for; `code` must not include the sign bit."""
     exponent, mantissa = divmod(code, 1 << element.mantissa_bits)
     implicit = (1 << element.mantissa_bits) if exponent else 0
     value = math.ldexp(implicit + mantissa, max(exponent, 1) - element.bias - element.mantissa_bits)

@@ -108,7 +108,7 @@ class ElementFormat:
 
     @property
     def wider(self) -> "ElementFormat":
-        """Variant of this type with twice the maximum; it shows what saturation cut off."""
+        """Variant of this type with twice the maximum, used to find the values that are clipped."""
         return replace(self, max=2 * self.max)
 
 
@@ -144,7 +144,7 @@ class HiFloat8:
 
     @property
     def wider(self) -> "HiFloat8":
-        """Variant of this type that overflows to Inf; it shows what saturation cut off."""
+        """Variant of this type that overflows to Inf, used to find the values that are clipped."""
         return HiFloat8(overflow="inf")
 
 

@@ -222,8 +222,8 @@ class _Call:
 
     def quantized(self, slot: str, x: Tensor, *, axis: int) -> Tensor:
         operand: Operand = getattr(self.formats, slot)
-        # Both operands of wgrad are padded with the same number of zeros, so their sum over tokens
-        # does not change.
+        # Both operands of wgrad are padded with the same number of zeros, which does not change the
+        # sum over tokens.
         x = operand.rotated(x, axis=axis, fill=slot.startswith("wgrad"))
         if operand.format is None:
             return x
@@ -233,7 +233,7 @@ class _Call:
         return fake_quantize(x, operand.format, axis=axis, seed=seed)
 
     def keeps(self, whole_MK: Tensor | None) -> tuple[bool, bool]:
-        """Return, for A and for B, whether the backward pass needs the quantized operand."""
+        """Return two flags: whether the backward pass needs the quantized A, and the quantized B."""
         formats = self.formats
         changed_a = formats.fprop_a != AS_IT_IS or whole_MK is not None
         through = formats.straight_through

@@ -32,10 +32,11 @@ CARRY_FROM: dict[ScaleRule, Callable[[ElementFormat], float]] = {
     # The scale is never doubled: the block's largest power of two maps to the element type's, and
     # values above the element type's maximum saturate.
     "floor": lambda element: 1.0,
-    # The scale is doubled unless amax is a power of two: its exponent is ceil(log2 amax) - emax.
+    # The scale is doubled unless amax is a power of two, so that the scale's exponent is
+    # ceil(log2 amax) - emax.
     "ceil": lambda element: 0.5 + _ULP,
-    # The scale is doubled if amax would exceed the element type's maximum: it is the smallest scale
-    # at which nothing saturates (arXiv 2506.08027).
+    # The scale is doubled if amax would exceed the element type's maximum. The result is the
+    # smallest scale at which nothing saturates (arXiv 2506.08027).
     "rceil": lambda element: math.frexp(element.max)[0] + _ULP,
     # The scale is doubled if amax, rounded half up to the element type's significand bits, is the
     # next power of two.

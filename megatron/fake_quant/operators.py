@@ -71,7 +71,7 @@ def seed_tensor(seed: int | Tensor) -> Tensor:
 
 
 def drawn(generator: torch.Generator | None) -> Tensor:
-    """Draw a seed. Under `vmap`, its argument `randomness` sets whether all samples share it."""
+    """Draw a seed. The argument `randomness` of `vmap` decides whether all samples share it."""
     device = torch.device("cpu") if generator is None else generator.device
     return torch.randint(0, 1 << 62, (), generator=generator, device=device)
 

@@ -48,7 +48,7 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """Return the high and low 32-bit words of a product; int64 overflow keeps all bits exact."""
+    """Return the high and low 32-bit words of `a * b`, which are exact even if int64 overflows."""
     product = a * b
     return (product >> 32) & WORD, product & WORD
 

@@ -68,7 +68,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One matcher of a recipe."""
+    """A parsed matcher of a recipe."""
 
     name: str
     line: int

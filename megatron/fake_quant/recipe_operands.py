@@ -43,7 +43,7 @@ _PROBABILITIES = ("normalized", "unnormalized")
 
 
 def parse_config(node: Node, what: str) -> Config:
-    """Parse the operations of a config or of a quantization type.
+    """Parse a config or a quantization type, and return the formats of each operation.
 
     Raises:
         RecipeError: if a key or a format is unknown; the message names the line and the accepted

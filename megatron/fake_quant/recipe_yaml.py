@@ -13,7 +13,7 @@ SIZE_LIMIT = 256 << 10  #: maximum size of a file, in bytes; parsing such a file
 DEPTH_LIMIT = 32
 NODE_LIMIT = 100_000
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
-SCALAR_LIMIT = 10_000  #: maximum length of a value, in characters; descriptions are the longest
+SCALAR_LIMIT = 10_000  #: maximum length of a value, in characters; the longest are descriptions
 MESSAGE_LIMIT = 500  #: maximum length of an error message, in characters
 
 

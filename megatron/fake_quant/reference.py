@@ -18,7 +18,7 @@ from megatron.fake_quant.scales import Scales
 
 
 def split(x: Tensor, fmt: Format, layout: BlockLayout, seed: int | None) -> tuple[Tensor, Scales]:
-    """Return the element values of a tensor, as the float32 blocks of `BlockLayout`, and scales.
+    """Return a tensor's element values, as float32 blocks (see `BlockLayout`), and its scales.
 
     Args:
         x: tensor of a dtype that `fake_quantize` accepts.

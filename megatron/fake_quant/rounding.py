@@ -122,7 +122,7 @@ _RULES: Mapping[type, tuple[Callable[..., Tensor], Mapping[Rounding, Rule]]] = M
 
 
 def check_tensor(x: Tensor, what: str) -> None:
-    """Refuse anything but a dense tensor of a supported dtype; `what` is the message's verb.
+    """Refuse anything but a dense tensor of a supported dtype; `what` is the verb in the message.
 
     Raises:
         ValueError: if the type, layout or dtype is wrong; the message names the accepted ones.

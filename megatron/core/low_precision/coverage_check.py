@@ -89,7 +89,8 @@ def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
 def _is_matmul(name: str, module: torch.nn.Module) -> bool:
     """Return whether a module multiplies matrices itself.
 
-    Core attention does, and so does a module that owns a matrix, except `HIGH_PRECISION`.
+    Core attention does, and so does every module that owns a matrix, except the modules named in
+    `HIGH_PRECISION`.
     """
     leaf = name.rpartition(".")[2]
     if leaf == CORE_ATTENTION:

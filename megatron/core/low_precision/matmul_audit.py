@@ -166,7 +166,7 @@ def of_whole_model(
 
 
 def share(results: Iterable[Matmul]) -> float:
-    """Return the share of quantized FLOPs in the FLOPs of all matmuls, forward and backward."""
+    """Return the quantized share of the FLOPs of all matmuls, forward and backward."""
     results = list(results)
     total = sum(3 * matmul.flops for matmul in results)
     quantized = sum(matmul.quantized * matmul.flops for matmul in results)
@@ -187,7 +187,7 @@ def table(results: Sequence[Matmul]) -> list[str]:
 
 
 def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
-    """Return the audit as plain values for the run card, sufficient to recompute each matmul.
+    """Return the audit for the run card: plain values with which each matmul can be recomputed.
 
     `modules` names one module, or several as in `layers.0-2,5`. `slots` contains the effective
     format of each operand, also for a straight-through backward pass. A reader that does not know

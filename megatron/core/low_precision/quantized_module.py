@@ -78,7 +78,7 @@ class Quantized(Identified):
 
 
 def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:
-    """Return this rank's number among the ranks that process different data."""
+    """Return this rank's number among the ranks that process different data, as a tuple."""
     if not parallel_state.model_parallel_is_initialized():
         return ()
     if is_expert:

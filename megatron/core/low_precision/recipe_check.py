@@ -133,7 +133,7 @@ def _complaint(
 
 
 def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
-    """Yield a message for each Hadamard transform that at some time does not fit a module.
+    """Yield a message for each Hadamard transform that does not fit a module in some iteration.
 
     Args:
         module: a named module of this rank, which holds a shard of the features.

@@ -25,7 +25,7 @@ _upstream_forward_step = _upstream.forward_step
 _upstream_backward_step = _upstream.backward_step
 
 
-_training = False  #: True while a schedule runs with a backward pass
+_training = False  #: True while a schedule runs forward and backward passes, not only forward
 _checked = False  #: True once the recipe has been checked against the model
 _steps = 0  #: number of forward steps in the current training iteration
 
@@ -89,7 +89,7 @@ def _check_schedule_of_recipe():
 
 
 def _seed_of_the_run():
-    """Return the lowest seed of all ranks, because later pipeline stages add an offset to it."""
+    """Return the run's seed, the lowest of all ranks; later pipeline stages add an offset to it."""
     seeds = [torch.initial_seed()]
     if torch.distributed.is_initialized():
         seeds *= torch.distributed.get_world_size()

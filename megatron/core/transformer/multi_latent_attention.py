@@ -41,7 +41,7 @@ class MLASelfAttention(_upstream.MLASelfAttention):
         """Gather all columns of `[s, b, latent + position]`, and keep this rank's slice of s."""
         combined, bias = output
         combined = gather_from_tensor_model_parallel_region(combined, group=self.tp_group)
-        if self.config.sequence_parallel:  # the wheel gathers the position, and sums its gradient
+        if self.config.sequence_parallel:  # the wheel gathers the position and sums its gradient
             return scatter_to_sequence_parallel_region(combined, group=self.tp_group), bias
         sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, position = combined.split(sizes, dim=-1)
