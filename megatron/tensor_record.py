@@ -130,8 +130,8 @@ class TensorRecord:
 
     run_id: str
     iteration: int  #: iteration number as in the log, counted from 1
-    #: number of the forward pass in the iteration, counted from 0; a tensor of the backward pass has
-    #: the number of its forward pass
+    #: number of the forward pass in the iteration, counted from 0; a tensor of the backward pass
+    #: has the number of its forward pass
     micro_batch: int
     #: position of the micro-batch's first sequence in the run's sample order
     sample_idx: int | None
@@ -145,9 +145,8 @@ class TensorRecord:
     component: str  #: FA | linear
     tensor_name: str  #: see TENSOR_NAMES
     quant_type: str  #: quantization type of the run, e.g. FA_linear_mxfp8
-    format: (
-        str | None
-    )  #: number format to which this operand is quantized; null if it is not quantized
+    #: number format to which this operand is quantized; null if it is not quantized
+    format: str | None
     shape: list[int]  #: shape of this file's tensor
     dtype: str  #: name of the torch dtype, e.g. "bfloat16"
     #: one letter per dimension, with the group that shards it in brackets, e.g. "s b h[tp]".

@@ -129,9 +129,8 @@ class _QuantizedLinear(Quantized):
     def _watch_output(self, capture, output, formats):
         of_output = self._dims_of(output)[2]
         capture.save("output", output, dims=of_output, phase="post")
-        of_grad = of_output.partition(" |")[
-            0
-        ]  # the gradient of a partial sum is whole on every rank
+        # The gradient of a partial sum is whole on every rank.
+        of_grad = of_output.partition(" |")[0]
         format_names = operand_names(formats, "dgrad_c", "wgrad_c")
         capture.watch_result(output, "grad_output", dims=of_grad, format=format_names)
 
