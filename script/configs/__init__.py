@@ -1,18 +1,18 @@
-"""The experiment matrix: models x datasets x quantizations, and how long each is trained.
+"""Experiment matrix of models, datasets and quantization types, with the training schedules.
 
-Every program that starts a training reads these tables: `script/train_config.py`, the scripts in
-`script/<model>/`, the training script in `examples/llama/` and the two drivers. To change the
+Every program that starts a training run reads these tables: `script/train_config.py`, the scripts
+in `script/<model>/`, the training script in `examples/llama/` and the two drivers. To change the
 matrix, change a table:
 
     models.py         published architectures, and a small version of each for a CPU
-    datasets.py       the paths of the token ids of each dataset
-    quantizations.py  which matmuls run in which format
-    trainings.py      iterations, batches, schedule
+    datasets.py       paths of the token ids of each dataset
+    quantizations.py  quantization types: which matmuls run in which format
+    trainings.py      iterations, batch sizes and schedules
 
 The other modules turn a choice into a command: parallelism.py (ranks), resolve.py (files and
-devices), command.py (the words of the command), run_names.py (names of folders), launch.py (print
-or start it), scripts.py (the generated scripts). They need only the standard library, so a machine
-without the environment can print a command.
+devices), command.py (the training command), run_names.py (names of folders), launch.py (print or
+start the command), scripts.py (the generated scripts). They need only the standard library, so a
+machine without the Python environment can print a command.
 """
 
 import sys
@@ -24,4 +24,4 @@ if sys.version_info < (3, 10):  # noqa: UP036  (the user's python3, not the envi
         'needed; use the environment\'s: "$(bash script/setup_env.sh)" ' + sys.argv[0]
     )
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # the folder of megatron/console.py
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository

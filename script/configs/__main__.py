@@ -64,7 +64,7 @@ def build_parser() -> ArgumentParser:
 
 
 def request_of(options: argparse.Namespace) -> DataRequest:
-    """Return the request for data: Wikipedia for Llama 3.2 1B unless the user gives files."""
+    """Return the request for a tokenizer and data, by default Wikipedia for Llama 3.2 1B."""
     model, dataset = MODELS["llama32-1b"], DATASETS["wikipedia"]
     default = Files(
         tokenizer=at_home(model.tokenizer.path), data=at_home(dataset.prefix(model.tokenizer))
@@ -88,7 +88,7 @@ def data(options: argparse.Namespace) -> list[str]:
 
 
 def preset(options: argparse.Namespace) -> list[str]:
-    """Choose the published model only if a CUDA device and data are present."""
+    """Return "1b" for the published model if there are a CUDA device and data, else "tiny"."""
     if not cuda_devices(sys.executable, dry_run=options.dry_run):
         say("No CUDA device: the model is the tiny preset (--preset 1b for the real shape).")
         return ["tiny"]

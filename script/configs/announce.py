@@ -1,4 +1,4 @@
-"""Print the size of a collection before it starts, and ask before a large one."""
+"""Print the size of a collection before it starts, and ask for confirmation of a large one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from configs.collection_size import Size, collection_size
 from configs.lookup import ConfigError
 from configs.resolve import say
 
-LARGE = 10_000_000_000  #: bytes of all types together; above this --yes or a limit is required
+LARGE = 10_000_000_000  #: total size in bytes above which --yes or a limit is required
 
 
 def announce(words: Sequence[str], *, types: int, yes: bool, dry_run: bool) -> None:
-    """Print the size of the collection of a training command, and ask before a large one.
+    """Print the size of a training command's collection, and ask for confirmation if it is large.
 
     Args:
-        words: the training command.
-        types: quantization types that are collected in turn.
+        words: arguments of the training command.
+        types: number of quantization types that are collected in turn.
         yes: whether the user has agreed in advance.
         dry_run: whether the command is only printed.
 
@@ -47,7 +47,7 @@ def announce(words: Sequence[str], *, types: int, yes: bool, dry_run: bool) -> N
 
 
 def _described(size: Size, types: int) -> str:
-    """Return the size as a sentence."""
+    """Return a sentence that describes the size of a collection."""
     text = f"{size.files:,} files, {gb(size.bytes)}"
     if types > 1:
         text += f" per type; {size.files * types:,} files, {gb(size.bytes * types)} for {types}"
@@ -66,7 +66,7 @@ def _described(size: Size, types: int) -> str:
 
 
 def gb(size: float) -> str:
-    """Return a number of bytes in a readable unit."""
+    """Format a number of bytes in kB, MB, GB or TB."""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
         if size >= unit:
             return f"{size / unit:,.3g} {name}"

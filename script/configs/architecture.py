@@ -1,8 +1,9 @@
 """Describe an architecture as data and translate it to the flags of `pretrain_gpt.py`.
 
-A field has the name and the meaning that it has in the published `config.json`; `flags` translates
-it to Megatron-LM's. A part that only some families have (latent attention, experts, a scaling of
-rotary frequencies) is an object of its own, and None where it is absent.
+A field has the same name and meaning as in the published `config.json`; `flags` translates the
+fields to Megatron-LM's flags. Parts that differ between model families (the scaling of rotary
+frequencies, latent attention, experts) are separate objects. Latent attention and experts are None
+in a model without them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from configs.lookup import number
 class Llama3Scaling:
     """Scaling of the rotary frequencies in Llama 3.1 and later (`rope_type: llama3`).
 
-    megatron-core takes only the factor as an option. The other three numbers are constants there
-    (low_freq_factor 1, high_freq_factor 4, original_max_position_embeddings 8192), which equal
-    those of all published models.
+    Only the factor is an option of megatron-core. The other three parameters are constants there
+    (low_freq_factor 1, high_freq_factor 4, original_max_position_embeddings 8192), with the same
+    values as in all published models.
     """
 
     factor: float
@@ -29,7 +30,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """Scaling of the rotary frequencies in DeepSeek-V2 (megatron-core: latent attention only)."""
+    """Scaling of the rotary frequencies in DeepSeek-V2.
+
+    megatron-core supports it only with latent attention.
+    """
 
     factor: float
     original_max_position_embeddings: int
@@ -67,7 +71,7 @@ class LatentAttention:
         ]
 
     def parameters(self, hidden: int, heads: int) -> int:
-        """Return the number of parameters of one layer's attention."""
+        """Return the number of parameters in the attention of one layer."""
         queries = hidden * heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         down = hidden * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
         up = self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
@@ -78,9 +82,9 @@ class LatentAttention:
 class Experts:
     """A mixture of experts as in DeepSeek-V2: routed and shared experts, and dense first layers.
 
-    The router takes the softmax over all experts, then the top k, whose scores are not normalized
-    again (`scoring_func: softmax`, `norm_topk_prob: false`). The Lite model has no selection of
-    expert groups (`topk_method: greedy`).
+    The router applies a softmax over all experts and selects the top k. Their scores are not
+    normalized again (`scoring_func: softmax`, `norm_topk_prob: false`). The Lite model does not
+    select groups of experts first (`topk_method: greedy`).
     """
 
     n_routed_experts: int
@@ -89,7 +93,7 @@ class Experts:
     moe_intermediate_size: int
     first_k_dense_replace: int
     routed_scaling_factor: float
-    aux_loss_alpha: float  #: coefficient of the loss that balances each sequence (`seq_aux: true`)
+    aux_loss_alpha: float  #: coefficient of the load-balancing loss per sequence (`seq_aux: true`)
 
     def flags(self, layers: int) -> list[str]:
         dense = self.first_k_dense_replace
@@ -104,12 +108,12 @@ class Experts:
             *("--moe-router-topk-scaling-factor", number(self.routed_scaling_factor)),
             *("--moe-router-load-balancing-type", "seq_aux_loss"),
             *("--moe-aux-loss-coeff", number(self.aux_loss_alpha)),
-            *("--moe-router-dtype", "fp32"),  # as the published model computes its scores
+            *("--moe-router-dtype", "fp32"),  # like the scores of the published model
             *("--moe-token-dispatcher-type", "alltoall"),
         ]
 
     def parameters(self, hidden: int) -> int:
-        """Return the number of parameters of a layer's experts and router."""
+        """Return the number of parameters in the experts and the router of one layer."""
         features = (self.n_routed_experts + self.n_shared_experts) * self.moe_intermediate_size
         return 3 * hidden * features + hidden * self.n_routed_experts
 
@@ -123,8 +127,8 @@ class Architecture:
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int | None  #: None with latent attention, which has head sizes of its own
-    vocab_size: int | None  #: published size; None if it depends on the tokenizer that is used
+    head_dim: int | None  #: None with latent attention, which has its own head sizes
+    vocab_size: int | None  #: published vocabulary size; None if it depends on the tokenizer
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
@@ -133,14 +137,14 @@ class Architecture:
     initializer_range: float = 0.02
     latent: LatentAttention | None = None
     experts: Experts | None = None
-    vocab_multiple: int = 128  #: the vocabulary is padded to a multiple of it; see `flags`
+    vocab_multiple: int = 128  #: divisor of the padded vocabulary size; see `flags`
 
     def flags(self) -> list[str]:
         """Return the flags of `pretrain_gpt.py`.
 
-        The vocabulary is the tokenizer's, rounded up to a multiple of `vocab_multiple` times the
-        tensor-parallel size. The multiple is chosen so that the published tokenizer gives the
-        published size.
+        The model's vocabulary size is the tokenizer's, rounded up to a multiple of `vocab_multiple`
+        times the tensor-parallel size. `vocab_multiple` is chosen so that the published tokenizer
+        results in the published size.
         """
         words = [
             *("--num-layers", str(self.num_hidden_layers)),
@@ -171,7 +175,7 @@ class Architecture:
         return words
 
     def parameters(self) -> int | None:
-        """Return the number of parameters; None if there is no published vocabulary."""
+        """Return the number of parameters, or None if `vocab_size` is None."""
         if self.vocab_size is None:
             return None
         hidden, layers = self.hidden_size, self.num_hidden_layers
@@ -182,7 +186,7 @@ class Architecture:
             heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
             attention = hidden * heads * self.head_dim
         dense = 3 * hidden * self.intermediate_size
-        total = layers * (attention + 2 * hidden) + hidden  # two norms per layer and the final one
+        total = layers * (attention + 2 * hidden) + hidden  # two norms per layer, one at the end
         if self.experts is None:
             total += layers * dense
         else:

@@ -1,8 +1,9 @@
 """Choose the quantization type of a collection, for the drivers.
 
-The precedence is: the type that the user gives, a recipe named in the environment, the type that
-the environment and the settings file of quant_type_modifier.py set, and `DEFAULT`. This module
-knows the names of the experiment matrix. The training code, which needs torch, resolves all others.
+The first of these that is set takes effect: the type that the user gives; CUSTOM_QUANT_TYPE, if no
+other variable sets the format of a single operation; the type that the environment and the settings
+file of quant_type_modifier.py result in; and `DEFAULT`. This module knows the type names of the
+experiment matrix. The training code, which needs torch, resolves all other names.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ _POLICY = (
 class ChosenType:
     """The quantization type of a collection."""
 
-    name: str  #: canonical name, used for its folder and files
-    by_flag: bool  #: true if `--custom-quant-type` passes it, false if training reads the settings
+    name: str  #: canonical name, which folders and files use
+    by_flag: bool  #: whether `--custom-quant-type` passes the type; if not, training looks it up
 
 
 def chosen_type(given: str | None, python: str, *, dry_run: bool) -> ChosenType:
-    """Return the type that the user gives, or otherwise the one that is set.
+    """Return the quantization type of a collection: the user's, the type that is set, or `DEFAULT`.
 
     Args:
-        given: the type as the user wrote it, or None.
+        given: quantization type as the user wrote it, or None.
         python: interpreter with torch; in a dry run, torch may be missing.
         dry_run: whether the command is only printed.
 
     Raises:
-        ConfigError: if there is no such type.
+        ConfigError: if the quantization type does not exist.
     """
     from_environment = os.environ.get(TYPE_VARIABLE)
     if given is None and from_environment and not sets_operations():
@@ -63,10 +64,10 @@ def chosen_type(given: str | None, python: str, *, dry_run: bool) -> ChosenType:
 
 
 def canonical(name: str, python: str, *, dry_run: bool) -> str:
-    """Return the canonical name of a type, which files and folders use.
+    """Return the canonical name of a quantization type, which files and folders use.
 
     Raises:
-        ConfigError: if there is no such type.
+        ConfigError: if the quantization type does not exist.
     """
     known = {each.lower(): each for each in accepted() if each != AS_SET}
     known |= dict.fromkeys(UNQUANTIZED, UNQUANTIZED[0])
@@ -77,10 +78,10 @@ def canonical(name: str, python: str, *, dry_run: bool) -> str:
 
 
 def _ask(words: list[str], python: str, *, dry_run: bool) -> list[str] | None:
-    """Return the lines that the training code prints; None if torch is missing in a dry run.
+    """Return the training code's answer in lines, or None if torch is missing in a dry run.
 
     Raises:
-        ConfigError: if the training code refuses the type.
+        ConfigError: if the training code refuses the quantization type, or cannot be run.
     """
     answer = subprocess.run(
         [python, "-c", _POLICY, *words],

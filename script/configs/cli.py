@@ -20,14 +20,14 @@ def run_program(
     required: str,
     formats_of: Callable[[argparse.Namespace], Formats],
 ) -> int:
-    """Print a list if an option requests it, or start the training; return the exit status.
+    """Print the list that an option requests, or start the training run; return the exit status.
 
     Args:
-        parser: parser of the words before `--`.
-        argv: command line; None for that of this process.
-        prints: for each option that only prints something, a function that returns the text.
-        required: option that names the formats.
-        formats_of: returns the formats that the options name.
+        parser: parser of the arguments before `--`.
+        argv: command-line arguments; if None, the arguments of this process.
+        prints: for each option that only prints text, a function that returns the text.
+        required: name of the option that selects the formats.
+        formats_of: function that returns the formats that the parsed options select.
     """
     words, flags = split_flags(sys.argv[1:] if argv is None else argv)
     try:

@@ -1,9 +1,10 @@
 """Compute the size of a collection, in files and bytes, before training starts.
 
-`--collect-plan` measures the same size by running an iteration, with its time and memory. This
-module computes it from the flags of the training command in a tenth of a second, without torch. The
-flags of the collection are parsed by the code that training uses. Tests compare the result with
-`--collect-plan`. Experts and latent attention are not covered.
+`--collect-plan` runs an iteration and measures the same size, together with the time and memory
+that the collection takes. This module computes the size from the flags of the training command in a
+tenth of a second, without torch. It parses the collection flags with the code that training uses.
+Tests compare the result with `--collect-plan`. Models with experts or latent attention are not
+supported.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from megatron.collection.flags import Reader, read_by
 from megatron.collection.limits import Limits
 from megatron.collection.selection import Selection, matches
 
-FILE_OVERHEAD = 2460  #: bytes per file besides the values: the record and torch's archive
-UNKNOWN = ("--num-experts", "--multi-latent-attention")  #: flags of models that are not covered
-#: Selective recomputation runs core attention again; `full` runs everything again.
+FILE_OVERHEAD = 2460  #: bytes per file in addition to the values: the record and torch's archive
+UNKNOWN = ("--num-experts", "--multi-latent-attention")  #: flags of models that are not supported
+#: Recomputation granularity that recomputes core attention only; `full` recomputes everything.
 SELECTIVE = "selective"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The size of one collection."""
+    """Size of one collection."""
 
     files: int
     bytes: int
-    iterations: int | None  #: None without an end (`--control-iter 0` without `--train-iters`)
-    limited: bool  #: true if the user has set a limit of files or bytes
-    optional: bool  #: true if it is written only when a ring or a flag file triggers it
-    codes: bool  #: true if codes are collected as well; they are not counted
+    iterations: int | None  #: None if unlimited (`--control-iter 0` without `--train-iters`)
+    limited: bool  #: whether the user has set a maximum number of files or bytes
+    optional: bool  #: whether files are written only if the ring buffer or a flag file triggers it
+    codes: bool  #: whether codes are collected too; they are not counted in `files` and `bytes`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """One collected tensor of a module: its name, and the size of each dimension by its letter."""
+    """Collected tensor of a module: its name, and the letter and size of each dimension."""
 
     module: str
     name: str
@@ -47,7 +48,7 @@ class Saved:
 
 
 class Model:
-    """The shapes of one layer, from the flags of a training command."""
+    """Shapes of the tensors in one layer, computed from the flags of a training command."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = words
@@ -67,10 +68,10 @@ class Model:
         self.value_bytes = 2 if {"--bf16", "--fp16"} & set(words) else 4
 
     def number(self, flag: str, default: int) -> int:
-        """Return the value of a flag that takes a whole number.
+        """Return the value of a flag that takes a positive whole number, by default `default`.
 
         Raises:
-            ConfigError: if the value is not a whole number.
+            ConfigError: if the value is not a positive whole number.
         """
         text = last_value(flag, self.words)
         if text is None:
@@ -81,12 +82,12 @@ class Model:
 
     @property
     def micro_batches(self) -> int:
-        """Return the number of micro-batches per iteration and data-parallel replica."""
+        """Number of micro-batches per iteration and data-parallel replica."""
         copies = max(1, self.world // (self.tp * self.cp * self.pp))
         return max(1, self.number("--global-batch-size", self.batch) // (self.batch * copies))
 
     def tensors(self) -> Iterator[Saved]:
-        """Yield the tensors of one layer, rank and micro-batch."""
+        """Yield the tensors of one layer that one rank collects for one micro-batch."""
         query, kv = self.heads * self.head_dim, self.groups * self.head_dim
         fc1 = self.gate * self.ffn
         for module, h, o, column in (
@@ -111,7 +112,7 @@ class Model:
             yield self._saved("self_attention.core_attention", name, "bask", sizes)
 
     def _pairs(self, module: str, shapes: dict[str, str], sizes: dict[str, int]) -> Iterator[Saved]:
-        """Yield tensors and their gradients, which have the same shapes."""
+        """Yield each tensor and its gradient, which has the same shape."""
         for name, letters in shapes.items():
             yield self._saved(module, name, letters, sizes)
             yield self._saved(module, f"grad_{name}", letters, sizes)
@@ -122,7 +123,7 @@ class Model:
         return Saved(module=module, name=name, dims=dims)
 
     def runs(self, saved: Saved) -> int:
-        """Return how often a tensor is saved: twice if recomputation runs its pass again."""
+        """Return the number of times a tensor is saved: 2 if its module is recomputed, else 1."""
         if saved.name.startswith("grad_") or saved.name == "weight":
             return 1
         kind = last_value("--recompute-granularity", self.words)
@@ -133,13 +134,13 @@ class Model:
 
 
 def collection_size(words: Sequence[str]) -> Size | None:
-    """Return the size of the collection of a training command; None for a model not covered.
+    """Return the size of a training command's collection, or None if the model is not supported.
 
     Args:
-        words: the command, with the flags of `pretrain_gpt.py`.
+        words: arguments of the training command, with the flags of `pretrain_gpt.py`.
 
     Raises:
-        ConfigError: if a flag of the collection has an invalid value.
+        ConfigError: if a collection flag has an invalid value.
     """
     model = Model(words)
     try:
@@ -198,7 +199,7 @@ def _included(module: str, globs: Sequence[str]) -> bool:
 
 
 def _sliced_sizes(slices: dict[str, range], saved: Saved) -> list[int]:
-    """Return the size of each dimension that the slice keeps."""
+    """Return the size of each dimension of a tensor after slicing."""
     sizes = []
     for letter, size in saved.dims:
         part = slices.get(letter)
@@ -207,7 +208,7 @@ def _sliced_sizes(slices: dict[str, range], saved: Saved) -> list[int]:
 
 
 def _iterations(words: Sequence[str], selection: Selection, ring: int | None) -> int | None:
-    """Return the largest number of iterations that are collected."""
+    """Return the maximum number of collected iterations, or None if it is unlimited."""
     if ring is not None:
         return ring * (_whole("--collect-ring-events", words) or 3)
     train_iters = _whole("--train-iters", words)
@@ -222,7 +223,7 @@ def _iterations(words: Sequence[str], selection: Selection, ring: int | None) ->
 
 
 def _given(reader: Reader, words: Sequence[str]) -> dict[str, Any]:
-    """Return the values that the command gives to the flags of one reader."""
+    """Return the values of the flags that `reader` uses and the command sets, by flag name."""
     values: dict[str, Any] = {}
     for flag in read_by(reader):
         take = _list if flag.many else _TAKE[flag.type]
@@ -265,4 +266,4 @@ def _real(flag: str, words: Sequence[str]) -> float | None:
         raise ConfigError(f"{flag} is {text!r}; give a number above 0") from None
 
 
-_TAKE = {int: _whole, float: _real, str: last_value}  #: reader of one value, by the flag's type
+_TAKE = {int: _whole, float: _real, str: last_value}  #: function that reads a value, by flag type

@@ -17,7 +17,7 @@ PRECISIONS = {"bf16": ("--bf16",), "fp16": ("--fp16", "--initial-loss-scale", "6
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes that the user sets; None leaves the value of the tables."""
+    """Sizes that the user sets; None keeps the value from the tables."""
 
     train_iters: int | None = None
     micro_batch_size: int | None = None
@@ -28,13 +28,13 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One training with all choices made, except for its files."""
+    """Training run with all choices made, except for its files."""
 
     preset: Preset
     schedule: Schedule
     tensorboard: str
-    checkpoint: str | None  #: folder to save to; None to save nothing
-    resume: bool  #: true if that folder holds a checkpoint
+    checkpoint: str | None  #: folder to save checkpoints to; None to save nothing
+    resume: bool  #: whether the folder already holds a checkpoint
     formats: Sequence[str]  #: flags that set the number formats
     dtype: str = "bf16"
     parallelism: Parallelism = field(default_factory=Parallelism)
@@ -46,7 +46,7 @@ class Experiment:
     def settled(self) -> Experiment:
         """Return the experiment with every size set.
 
-        Sizes that do not fit are refused here, before files are looked for or made.
+        Sizes that do not fit are refused here, before any file is searched for or made.
 
         Raises:
             ConfigError: if a size does not fit; the message names values that do.
@@ -59,10 +59,10 @@ class Experiment:
         return dataclasses.replace(self, sizes=self._batch(sizes))
 
     def command(self, python: str, files: Files) -> list[str]:
-        """Return the words of the command of a settled experiment.
+        """Return the training command of a settled experiment, as a list of arguments.
 
         Raises:
-            MissingFile: if the kind of the tokenizer cannot be determined.
+            MissingFile: if the type of the tokenizer cannot be determined.
         """
         sizes = self.sizes
         return [
@@ -90,7 +90,7 @@ class Experiment:
         ]
 
     def _sizes(self) -> Sizes:
-        """Return the sizes, from the tables where the user gave none.
+        """Return the user's sizes, with missing sizes taken from the tables.
 
         The global batch size may still be None.
         """
@@ -113,7 +113,7 @@ class Experiment:
         )
 
     def _collected(self) -> int:
-        """Return the number of iterations that the user's flags select for collection.
+        """Return the number of iterations that `--control-iter` collects, or 0 if it is not given.
 
         A value that is not a number counts as 0 here; training refuses it.
         """

@@ -1,7 +1,7 @@
-"""The datasets, and the paths of their token ids, which depend on the tokenizer.
+"""Define the datasets and the paths of their token ids, which depend on the tokenizer.
 
-Models with the same tokenizer share the files. The files for Llama 3 have the paths that the users'
-own scripts expect; for another family, its name is part of the path.
+Models with the same tokenizer share the files. The files for Llama 3 have the paths that users' own
+scripts expect; the paths for any other tokenizer family contain the name of the family.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ PLAIN_FAMILY = "llama3"
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """One dataset of the matrix."""
+    """A dataset of the experiment matrix."""
 
     title: str
-    name: str  #: name of the folder and beginning of the file names
+    name: str  #: name of the folder, and first part of the file names
     prepare: str  #: script that makes the files
 
     def prefix(self, tokenizer: Tokenizer) -> str:
-        """Return the common prefix of the `.bin` and `.idx` files, relative to the root."""
+        """Return the path of the `.bin` and `.idx` files without suffix, relative to the root."""
         family = "" if tokenizer.family == PLAIN_FAMILY else f"_{tokenizer.family}"
         name = f"{self.name}{family}"
         return f"dataset/{name}/{name}_text_document"

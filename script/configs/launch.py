@@ -1,4 +1,4 @@
-"""Turn the options into a training: look up names, find files, print or start the command."""
+"""Turn the options into a training run: look up names, find files, print or start the command."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from configs.resolve import (
 from configs.run_names import Formats
 from configs.trainings import TRAININGS
 
-NOTHING = "none"  #: value of --checkpoint-path that saves nothing
+NOTHING = "none"  #: value of --checkpoint-path with which nothing is saved
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The entries of the tables that the options name."""
+    """Table entries and preset that the options select."""
 
     options: argparse.Namespace
     model: Model
@@ -50,7 +50,7 @@ class Selection:
 
 
 def run_name(selection: Selection, formats: Formats, flags: Sequence[str], python: str) -> str:
-    """Return the name of the run, which its folders and messages use."""
+    """Return the name of the run, which folders and messages use."""
     options = selection.options
     return run_names.join(
         options.model,
@@ -62,7 +62,7 @@ def run_name(selection: Selection, formats: Formats, flags: Sequence[str], pytho
 
 
 def check_names(options: argparse.Namespace) -> None:
-    """Refuse unknown names before an environment is made for the run.
+    """Refuse unknown or missing names, before the Python environment is set up.
 
     Raises:
         ConfigError: if a name is unknown or missing.
@@ -78,7 +78,10 @@ def check_names(options: argparse.Namespace) -> None:
 
 
 def select(options: argparse.Namespace, python: str) -> Selection:
-    """Look up the checked names, and choose the preset if the user did not."""
+    """Return the table entries for the options; choose the preset if the user gives none.
+
+    `check_names` must have accepted the options.
+    """
     preset = options.preset
     if preset is None:
         has_gpu = cuda_devices(python, dry_run=options.dry_run) > 0
@@ -92,7 +95,7 @@ def select(options: argparse.Namespace, python: str) -> Selection:
 
 
 def _setting(given: int | None, variable: str, kind: Callable[[str], int]) -> int | None:
-    """Return the value of an option, or that of an environment variable, or None."""
+    """Return the value of an option, or else the value of an environment variable, or else None."""
     text = os.environ.get(variable)
     if given is not None or not text:
         return given
@@ -103,12 +106,12 @@ def _setting(given: int | None, variable: str, kind: Callable[[str], int]) -> in
 
 
 def _refuse_cluster_options(options: argparse.Namespace, *, nnodes_given: bool) -> None:
-    """Refuse options for several machines if the run has one.
+    """Refuse options for several machines if the run uses only one.
 
-    Otherwise each machine would train by itself, and all would write to the same folders.
+    Otherwise, each machine would train independently, and all would write to the same folders.
     """
     if nnodes_given and not options.node_rank:
-        return  # a job script does this when it gets one machine
+        return  # a job script gives such options even for a single machine
     for name in ("node_rank", "master_addr"):
         if (value := getattr(options, name)) is not None:
             raise ConfigError(
@@ -119,11 +122,11 @@ def _refuse_cluster_options(options: argparse.Namespace, *, nnodes_given: bool) 
 
 
 def parallelism_of(selection: Selection, python: str) -> Parallelism:
-    """Return the model's default parallelism, changed by the user's options.
+    """Return the model's default parallelism with the user's options applied.
 
     Raises:
         ConfigError: if this machine has fewer GPUs than processes, or if options for several
-            machines are given without their number.
+            machines are given but the run uses one machine.
     """
     options = selection.options
     given = {
@@ -154,7 +157,7 @@ def launch_of(options: argparse.Namespace) -> Launch:
 
 
 def files_of(selection: Selection, python: str) -> Files:
-    """Return the tokenizer and the data; see `resolve_data`."""
+    """Return the paths of the tokenizer and the data; see `resolve_data`."""
     options, tokenizer = selection.options, selection.model.tokenizer
     dataset = selection.dataset or next(iter(DATASETS.values()))
     default = Files(tokenizer=at_home(tokenizer.path), data=at_home(dataset.prefix(tokenizer)))
@@ -175,7 +178,7 @@ def files_of(selection: Selection, python: str) -> Files:
 def experiment(
     selection: Selection, name: str, formats: Formats, flags: Sequence[str], python: str
 ) -> Experiment:
-    """Return all that determines the command of the run called `name`, except for the files."""
+    """Return everything that determines the training command of run `name`, except the files."""
     options = selection.options
     checkpoint = options.checkpoint_path
     if checkpoint is None:
@@ -201,7 +204,7 @@ def experiment(
 
 
 def start(options: argparse.Namespace, formats: Formats, flags: Sequence[str]) -> int:
-    """Print the command in a dry run, or replace this process by the training.
+    """Print the command in a dry run; otherwise replace this process with the training run.
 
     Raises:
         ConfigError: if an option is refused.
@@ -222,17 +225,17 @@ def start(options: argparse.Namespace, formats: Formats, flags: Sequence[str]) -
 
 
 def training_environment() -> dict[str, str]:
-    """Return this process's environment, with what training needs unless the user has set it."""
+    """Return this process's environment variables, with the defaults that training needs added."""
     variables = dict(os.environ)
     path = variables.get("PYTHONPATH")
     variables["PYTHONPATH"] = f"{REPO}{os.pathsep}{path}" if path else str(REPO)
-    # torchrun is started with `python -m`, which would import a foreign module named torch from the
-    # current folder. Python 3.10 ignores this variable.
+    # torchrun is started with `python -m`, which would import an unrelated module named torch from
+    # the current folder. This variable prevents that, except in Python 3.10, which ignores it.
     variables.setdefault("PYTHONSAFEPATH", "1")
-    # By default OpenMP's threads spin while they wait for each other, which is very slow if other
-    # processes run on the same cores. On 2 cores beside one busy process, an iteration of the tiny
-    # preset took 25 to 49 s. With a short spin it takes 1.5 s there, and 0.66 s instead of 0.47 s
-    # on an idle machine.
+    # By default, OpenMP threads spin while they wait for each other, which is very slow if other
+    # processes run on the same cores. On 2 cores shared with one busy process, an iteration of the
+    # tiny preset took 25 to 49 s. With a short spin it takes 1.5 s; on an idle machine, it takes
+    # 0.66 s instead of 0.47 s.
     if "OMP_WAIT_POLICY" not in variables:
         variables.setdefault("GOMP_SPINCOUNT", "1000")
     variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

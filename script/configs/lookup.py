@@ -10,28 +10,28 @@ Entry = TypeVar("Entry")
 
 
 class ConfigError(Exception):
-    """A command line that cannot be run; the message reads `problem; what to do`."""
+    """Error for a command line that cannot be run; the message reads `problem; what to do`."""
 
     status = 2  #: exit status, the same as argparse's
 
 
 class MissingFile(ConfigError):
-    """A correct command line that names a file that does not exist."""
+    """Error for a correct command line that needs a missing file."""
 
     status = 1
 
 
 def pick(kind: str, name: str, table: Mapping[str, Entry], more: str = "") -> Entry:
-    """Return the entry of a table.
+    """Return the entry of a table that has the given name.
 
     Args:
-        kind: kind of the entries, for the message.
+        kind: kind of entry, for the error message.
         name: name of the entry as the user wrote it.
         table: entries by name.
-        more: further advice for the message.
+        more: further advice for the error message.
 
     Raises:
-        ConfigError: if there is no such entry; the message lists the nearest and all names.
+        ConfigError: if there is no such entry; the message lists similar names and all names.
     """
     if name in table:
         return table[name]
@@ -42,17 +42,17 @@ def pick(kind: str, name: str, table: Mapping[str, Entry], more: str = "") -> En
 
 
 def spelled(name: str, table: Iterable[str]) -> str:
-    """Return the entry that equals `name` when case is ignored, or `name` if there is none."""
+    """Return the entry that equals `name` except for case, or `name` if there is none."""
     return {entry.lower(): entry for entry in table}.get(name.lower(), name)
 
 
 def number(value: float) -> str:
-    """Return a number as people write it on a command line: 1e-5, 0.0003, 500000."""
+    """Format a number as people write it on a command line: 1e-5, 0.0003, 500000."""
     return f"{value:.12g}".replace("e-0", "e-")
 
 
 def last_value(flag: str, words: Sequence[str]) -> str | None:
-    """Return the value of the last occurrence of a flag, which is the one that takes effect."""
+    """Return the value of a flag's last occurrence, which takes effect, or None if it is absent."""
     value = None
     for index, word in enumerate(words):
         name, equals, text = word.partition("=")

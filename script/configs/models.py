@@ -1,10 +1,10 @@
-"""The models: their published sizes, and a small model of the same architecture for each.
+"""Define the models: their published sizes, and a small model of each architecture.
 
-The numbers are those of the public `config.json` files of Llama-3.1-8B, Llama-3.2-1B and
-DeepSeek-V2-Lite. tests/data/published_models/ holds copies of these files, and tests compare. A
-`tiny` preset keeps the architecture: normalization, rotary scaling, tied embeddings, latent
+The numbers come from the public `config.json` files of Llama-3.1-8B, Llama-3.2-1B and
+DeepSeek-V2-Lite. Tests compare them with the copies of these files in tests/data/published_models/.
+A `tiny` preset keeps the architecture: normalization, rotary scaling, tied embeddings, latent
 attention, a dense first layer, shared experts, the ratio of heads to key-value heads. It changes
-only sizes, which are multiples of the largest block of a format.
+only sizes; they are multiples of the largest block size of any format.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ PRESETS = ("full", "tiny")
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """An architecture with the sizes and the parallelism that its training needs."""
+    """Architecture with the batch sizes, the learning rate and the parallelism for training it."""
 
     architecture: Architecture
     seq_length: int
     micro_batch_size: int
-    lr: float  #: highest learning rate; the lowest is a tenth of it
+    lr: float  #: maximum learning rate; the minimum is a tenth of it
     parallelism: Parallelism = field(default_factory=Parallelism)  #: default for the user's options
-    recompute: bool = False  #: recompute attention scores in the backward pass
+    recompute: bool = False  #: whether attention scores are recomputed in the backward pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """The tokenizer that a model was published with."""
+    """Tokenizer with which a model was published."""
 
-    family: str  #: models of one family have the same token ids
+    family: str  #: name of the family; all models of a family have the same token ids
     path: str  #: path relative to the root of the repository
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One model of the matrix."""
+    """A model of the experiment matrix."""
 
     title: str
     tokenizer: Tokenizer
@@ -54,7 +54,7 @@ class Model:
 def _tiny(published: Architecture, **sizes: object) -> Preset:
     """Return a small model of the same architecture.
 
-    It has 4 layers of 256 and trains an iteration within seconds on a CPU.
+    It has 4 layers with a hidden size of 256. One iteration takes seconds on a CPU.
     """
     small = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8}
     architecture = replace(
@@ -97,7 +97,7 @@ _DEEPSEEK2_LITE = Architecture(
     num_key_value_heads=16,
     head_dim=None,
     vocab_size=102400,
-    vocab_multiple=3200,  # the tokenizer has about 100,000 tokens
+    vocab_multiple=3200,  # pads the tokenizer's roughly 100,000 tokens to 102400
     max_position_embeddings=163840,
     rms_norm_eps=1e-6,
     rope_theta=10000,

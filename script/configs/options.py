@@ -1,4 +1,4 @@
-"""The options that `train_config.py` and `flash_attention_config.py` share."""
+"""Define the options that `train_config.py` and `flash_attention_config.py` share."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the options for processes and machines."""
+    """Add the options that set the number of processes and machines, and the parallel sizes."""
     group = parser.add_argument_group(
         "processes; also set by NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT"
     )
@@ -122,14 +122,14 @@ def add_actions(parser: argparse.ArgumentParser) -> None:
 
 
 def require(options: argparse.Namespace, *names: str) -> None:
-    """Refuse a command line that lacks one of these options."""
+    """Refuse a command line that lacks one of the options `names`."""
     missing = [f"--{name}" for name in names if getattr(options, name.replace("-", "_")) is None]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} missing; --list prints all accepted names")
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return our own options, and the flags of `pretrain_gpt.py` that follow `--`."""
+    """Split a command line into our options and the flags of `pretrain_gpt.py` after `--`."""
     words = list(argv)
     if "--" not in words:
         return words, []

@@ -1,7 +1,7 @@
-"""The number of processes and how they share the model: tensor, pipeline, context, expert parallel.
+"""Define and check the number of processes and the parallel sizes of a training run.
 
-Sizes that do not divide are refused here, before anything starts. The ranks themselves would find
-out minutes later, each with a message of its own.
+Parallel sizes that do not divide the model are refused here, before anything starts. The ranks
+would detect the problem only minutes later, and each would print its own error message.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from configs.lookup import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """The number of processes, and how they share the model."""
+    """Number of processes, and the sizes of tensor, pipeline, context and expert parallelism."""
 
     nnodes: int = 1
     nproc_per_node: int = 1
@@ -36,11 +36,11 @@ class Parallelism:
 
     @property
     def data(self) -> int:
-        """Number of replicas, each of which trains on other sequences."""
+        """Number of replicas of the model, each of which trains on different sequences."""
         return self.world // self.model
 
     def flags(self) -> list[str]:
-        """Return the flags of `pretrain_gpt.py`, without those for a size of 1."""
+        """Return the parallelism flags of `pretrain_gpt.py`; a size of 1 needs no flag."""
         words: list[str] = []
         for size, flag in (
             (self.tp, "--tensor-model-parallel-size"),
@@ -50,23 +50,23 @@ class Parallelism:
         ):
             if size > 1:
                 words += [flag, str(size)]
-        # Sequence parallelism saves memory for the same communication, and experts require it.
+        # Sequence parallelism saves memory without more communication, and experts require it.
         return [*words, "--sequence-parallel"] if self.tp > 1 else words
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The options of torchrun by which the machines find each other."""
+    """Options of torchrun that connect the machines of a run."""
 
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int = 6000
 
     def check(self, parallelism: Parallelism) -> None:
-        """Refuse options by which the machines would not find each other.
+        """Refuse options that cannot connect the machines.
 
         Raises:
-            ConfigError: if the first machine's name is missing, or this one's rank is too large.
+            ConfigError: if the first machine's name is missing, or this machine's rank is invalid.
         """
         if parallelism.nnodes == 1:
             return
@@ -83,7 +83,11 @@ class Launch:
             )
 
     def words(self, python: str, parallelism: Parallelism) -> list[str]:
-        """Return the words before `pretrain_gpt.py`; a single process needs no launcher."""
+        """Return the command-line arguments before `pretrain_gpt.py`.
+
+        They are the interpreter, followed by torchrun and its options unless there is only one
+        process.
+        """
         torchrun = [python, "-m", "torch.distributed.run"]
         processes = ["--nproc-per-node", str(parallelism.nproc_per_node)]
         if parallelism.nnodes == 1:
@@ -98,12 +102,15 @@ class Launch:
 
 
 def divisors(*numbers: int) -> list[int]:
-    """Return the common divisors of the numbers."""
+    """Return the common divisors of the numbers, in ascending order."""
     return [d for d in range(1, min(numbers) + 1) if all(n % d == 0 for n in numbers)]
 
 
 def tensor_sizes(model: Architecture) -> list[int]:
-    """Return the tensor-parallel sizes that fit; several ranks may hold the same key-value head."""
+    """Return the tensor-parallel sizes that fit a model.
+
+    Several ranks may hold copies of the same key-value head.
+    """
     features = [model.num_attention_heads, model.intermediate_size]
     if model.experts is not None:
         features.append(model.experts.moe_intermediate_size)
@@ -132,12 +139,12 @@ def check_model(
     """Refuse a parallelism that does not fit the model.
 
     Args:
-        parallelism: the ranks.
-        model: the architecture.
-        uneven_stages: whether the user has assigned layers to pipeline stages.
+        parallelism: parallel sizes.
+        model: architecture of the model.
+        uneven_stages: whether the user has assigned layers to pipeline stages explicitly.
 
     Raises:
-        ConfigError: if it does not fit; the message names sizes that do.
+        ConfigError: if a size does not fit; the message names sizes that fit.
     """
     layers, tp, pp, ep = model.num_hidden_layers, parallelism.tp, parallelism.pp, parallelism.ep
     possible = tensor_sizes(model)
@@ -172,7 +179,7 @@ def check_ranks(parallelism: Parallelism, seq_length: int) -> None:
     """Refuse a number of processes or a sequence length that cannot be divided as requested.
 
     Raises:
-        ConfigError: if one cannot; the message names values that can.
+        ConfigError: if a value cannot be divided; the message names a value that can be.
     """
     world, model = parallelism.world, parallelism.model
     tp, pp, cp, ep = parallelism.tp, parallelism.pp, parallelism.cp, parallelism.ep

@@ -1,7 +1,7 @@
-"""The quantizations of the matrix: which matmuls run in which format.
+"""Define the quantization types of the experiment matrix: which matmuls run in which format.
 
-Their names are quantization types of `megatron.fake_quant`, which training takes. To add one, add a
-line to `QUANTIZATIONS`: a type (`"FA_nvfp4"`), or a format with all three prefixes
+The names are quantization types of `megatron.fake_quant`, which training accepts. To add types, add
+a line to `QUANTIZATIONS`: a single type (`"FA_nvfp4"`), or a format with all three prefixes
 (`*places("nvfp4")`). Then run `script/train_config.py --write-scripts`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: Prefixes of a format's name, and the matmuls to which the format then applies.
+#: Prefixes of quantization types, and the matmuls to which each prefix applies the format.
 PLACES: Mapping[str, str] = {
     "FA_linear_": "Q K^T and linear layers",
     "FA_": "Q K^T",
@@ -19,11 +19,11 @@ EVERYWHERE = "linear layers, Q K^T and P V"
 
 
 def places(name: str) -> list[str]:
-    """Return the types of a format that have scripts."""
+    """Return the quantization types of a format that are in the experiment matrix."""
     return [f"FA_{name}", f"linear_{name}", f"FA_linear_{name}"]
 
 
-#: Types of the matrix, each of which has one script per model and dataset.
+#: Quantization types in the experiment matrix; each type has one script per model and dataset.
 QUANTIZATIONS: tuple[str, ...] = (
     "bf16",
     *places("mxfp8"),
@@ -33,12 +33,12 @@ QUANTIZATIONS: tuple[str, ...] = (
 
 UNQUANTIZED = ("bf16", "none")
 
-#: Choice that passes no flag, so that the environment and the settings file decide.
+#: Name of the choice that passes no flag, so that the environment and the settings file decide.
 AS_SET = "settings"
 
 
 def split(quantization: str) -> tuple[str, str]:
-    """Split a type into the matmuls to which it applies and its format."""
+    """Return a description of the matmuls that a quantization type covers, and its format."""
     for prefix, where in PLACES.items():
         if quantization.startswith(prefix):
             return where, quantization.removeprefix(prefix)
@@ -46,7 +46,7 @@ def split(quantization: str) -> tuple[str, str]:
 
 
 def describe(quantization: str) -> str:
-    """Return a type in words."""
+    """Return a description of a quantization type."""
     where, name = split(quantization)
     if quantization == AS_SET:
         return "what the environment and script/quant_type_modifier.py have set"
@@ -54,22 +54,22 @@ def describe(quantization: str) -> str:
 
 
 def formats() -> list[str]:
-    """Return the formats of the matrix."""
+    """Return the names of the quantized formats in the experiment matrix."""
     names = dict.fromkeys(split(quantization)[1] for quantization in QUANTIZATIONS)
     return [name for name in names if name not in UNQUANTIZED]
 
 
 def accepted() -> dict[str, str]:
-    """Return every accepted name with a description.
+    """Return the accepted names of quantization types, each with a description.
 
-    They are the types of the matrix, each of its formats without a prefix, `none` and `settings`.
+    They are the types in the matrix, each of its formats without a prefix, `none` and `settings`.
     """
     names = dict.fromkeys([*QUANTIZATIONS, *formats(), "none", AS_SET])
     return {name: describe(name) for name in names}
 
 
 def attention_choices() -> dict[str, dict[str, str]]:
-    """Return the formats of Q K^T (qk) and P V (pv) by the names of flash_attention_config.py."""
+    """Return the formats of Q K^T (qk) and P V (pv), by choice in flash_attention_config.py."""
     choices: dict[str, dict[str, str]] = {"none": {}}
     for name in formats():
         choices |= {

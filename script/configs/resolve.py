@@ -31,32 +31,36 @@ def say(message: str) -> None:
 
 
 def at_home(path: str) -> str:
-    """Return a path relative to the repository's root as the user would write it."""
+    """Return a path in the repository, relative to the current folder or absolute.
+
+    `path` is relative to the root of the repository. The result is `path` if the current folder is
+    the root, and otherwise the absolute path.
+    """
     return path if Path.cwd() == REPO else str(REPO / path)
 
 
-#: First line of code for `python -c`, so that nothing is imported from the current folder, which
-#: may contain a foreign module named torch.
+#: First line of code for `python -c`. It prevents imports from the current folder, which may hold an
+#: unrelated module named torch.
 FOREIGN_LEFT_OUT = "import sys; sys.path[:] = [path for path in sys.path if path]\n"
 
 
 def is_set(variable: str) -> bool:
-    """Return whether a switch in the environment is on; script/driver.sh does the same."""
+    """Return whether an environment variable is switched on, as script/driver.sh defines it."""
     return os.environ.get(variable, "").lower() not in ("", "0", "false", "no")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The files that a training reads."""
+    """Paths of the files that a training run reads."""
 
-    tokenizer: str  #: path of a SentencePiece .model file or of a folder
-    data: str  #: common prefix of a .bin and an .idx file
+    tokenizer: str  #: path of a SentencePiece .model file or of a tokenizer folder
+    data: str  #: path of the .bin and .idx files without suffix
 
     def there(self) -> bool:
         return Path(self.tokenizer).exists() and has_data(self.data)
 
     def lacking(self) -> str:
-        """Return which of the two is missing, as the middle of a sentence about defaults."""
+        """Return a phrase that says which file is missing, for the middle of a message."""
         if not has_data(self.data):
             return f"none in {self.data}"
         return (
@@ -70,7 +74,7 @@ def has_data(prefix: str) -> bool:
 
 
 def default_corpus() -> Files:
-    """Return the paths of the default corpus, which is made of Python's documentation."""
+    """Return the paths of the default corpus, which is made from Python's documentation."""
     return Files(
         tokenizer=at_home("model/default/tokenizer.model"),
         data=at_home("dataset/default/corpus_text_document"),
@@ -79,18 +83,18 @@ def default_corpus() -> Files:
 
 @dataclass(frozen=True, kw_only=True)
 class DataRequest:
-    """The files that the user gives, and what may replace them."""
+    """Files that the user gives, and the files that are used if the user gives none."""
 
-    tokenizer: str | None  #: path that the user gives
-    data: str | None  #: prefix that the user gives
+    tokenizer: str | None  #: tokenizer path that the user gives
+    data: str | None  #: data prefix that the user gives
     default: Files  #: files to use if the user gives none
-    corpus: bool  #: true if the default corpus may replace missing default files
+    corpus: bool  #: whether the default corpus may replace missing default files
     prepare: Sequence[str] = ()  #: command that makes the default files
-    names: tuple[str, str] = ("--tokenizer-path", "--data-path")  #: options, for the messages
+    names: tuple[str, str] = ("--tokenizer-path", "--data-path")  #: option names, for messages
 
 
 def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
-    """Return the files to train on; make the default corpus if it is used and missing.
+    """Return the files to train on; make the default corpus if it is needed but missing.
 
     Raises:
         MissingFile: if a file is missing; the message gives the command that makes it.
@@ -107,7 +111,7 @@ def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
         data = data.removesuffix(suffix)
     files = Files(tokenizer=request.tokenizer or files.tokenizer, data=data)
     if dry_run:
-        # The dry run of a driver passes the corpus that a run would make.
+        # In a dry run, a driver passes the default corpus before it exists.
         if files != default_corpus() and not files.there() and not is_set(MISSING_SAID):
             say(f"Missing: {_missing(files, request, python)}.")
         return files
@@ -116,7 +120,7 @@ def resolve_data(request: DataRequest, python: str, *, dry_run: bool) -> Files:
 
 
 def _missing(files: Files, request: DataRequest, python: str) -> str:
-    """Return the missing files, and how to get them."""
+    """Return a description of the missing files and how to get them."""
     parts = []
     if not Path(files.tokenizer).exists():
         parts.append(f"the tokenizer {files.tokenizer}, which is needed to make the data")
@@ -138,10 +142,10 @@ def _preparation(files: Files, request: DataRequest, python: str) -> list[str]:
 
 
 def _check(files: Files, request: DataRequest, python: str) -> None:
-    """Refuse missing files; the message lists all of them, those given by the user first.
+    """Refuse missing files; the message lists all of them, starting with what the user gave.
 
     Raises:
-        MissingFile: if files are missing; the message has a remedy for each.
+        MissingFile: if files are missing; the message has a remedy for each file.
     """
     problems = []
     if not Path(files.tokenizer).exists():
@@ -166,7 +170,7 @@ def _check(files: Files, request: DataRequest, python: str) -> None:
 
 
 def make_corpus(python: str) -> Files:
-    """Make the default corpus unless it exists.
+    """Make the default corpus if it does not exist, and return its paths.
 
     Raises:
         MissingFile: if it cannot be made; the reason was printed.
@@ -178,9 +182,9 @@ def make_corpus(python: str) -> Files:
 
 
 def tokenizer_type(path: str) -> str:
-    """Return Megatron-LM's type of the tokenizer at `path`.
+    """Return the type of the tokenizer at `path`, under its name in Megatron-LM.
 
-    `megatron.training.data.tokenizer` decides in the same way.
+    `megatron.training.data.tokenizer` applies the same rules.
 
     Raises:
         MissingFile: if `path` is a folder with no tokenizer or with several.
@@ -194,11 +198,15 @@ def tokenizer_type(path: str) -> str:
         return "TikTokenizer" if _is_tiktoken(file) else "SentencePieceTokenizer"
     if file.suffix == ".model":
         return "SentencePieceTokenizer"
-    return "HuggingFaceTokenizer"  # in a dry run: the type that the models were published with
+    return "HuggingFaceTokenizer"  # in a dry run: the type of the published tokenizers
 
 
 def _tokenizer_in(folder: Path) -> Path:
-    """Return the tokenizer's file in a folder that has no Hugging Face tokenizer."""
+    """Return the path of the tokenizer.model or .tiktoken file in a folder.
+
+    Raises:
+        MissingFile: if the folder has no such file, or several .tiktoken files.
+    """
     if (folder / "tokenizer.model").is_file():
         return folder / "tokenizer.model"
     files = sorted(folder.glob("*.tiktoken"))
@@ -214,20 +222,22 @@ def _tokenizer_in(folder: Path) -> Path:
 
 
 def _is_tiktoken(path: Path) -> bool:
-    """Return whether a file is in tiktoken's format, a text of tokens and their numbers.
+    """Return whether a file is in tiktoken's format, which is text with tokens and ranks.
 
-    A SentencePiece model may also be called tokenizer.model.
+    The name does not show it, because a SentencePiece model may also be called tokenizer.model.
     """
     with path.open("rb") as file:
         return re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", file.readline(1000)) is not None
 
 
 def interpreter(*, dry_run: bool) -> str:
-    """Return the Python that has the requirements; make it if necessary, except in a dry run.
+    """Return the Python interpreter to train with; set up its environment if necessary.
+
+    LAB_PYTHON takes precedence. A dry run sets up nothing.
 
     Raises:
         MissingFile: if LAB_PYTHON does not name a program.
-        ConfigError: if the environment cannot be made; the reason was printed.
+        ConfigError: if the environment cannot be set up; the reason was printed.
     """
     if given := os.environ.get("LAB_PYTHON"):
         if shutil.which(given) is None:
@@ -248,10 +258,10 @@ def interpreter(*, dry_run: bool) -> str:
 
 
 def enter_environment() -> None:
-    """Restart this program in the Python that has torch, unless torch is installed here.
+    """Restart this program in the environment's Python, unless this Python has torch and yaml.
 
     Raises:
-        ConfigError: see `interpreter`; also if that Python has no torch either.
+        ConfigError: if the other Python lacks them too, or if `interpreter` raises it.
     """
     if find_spec("torch") is not None and find_spec("yaml") is not None:
         return
@@ -264,7 +274,7 @@ def enter_environment() -> None:
 
 @cache
 def cuda_devices(python: str, *, dry_run: bool = False) -> int:
-    """Return the number of GPUs that torch can use; a dry run returns 1 if there is a driver."""
+    """Return the number of GPUs that torch can use; in a dry run, 1 if a driver is installed."""
     if not Path("/dev/nvidia0").exists() and shutil.which("nvidia-smi") is None:
         return 0
     if dry_run:

@@ -1,4 +1,4 @@
-"""Name runs so that two that differ in model, data or formats never share a folder."""
+"""Name runs so that runs with different models, data or formats never share a folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMAT_FLAGS = {
 }
 
 
-#: Types whose effective name is their own name; that of `none` is bf16.
+#: Quantization types whose effective name is their own name; the effective name of `none` is bf16.
 QUANTIZED = accepted().keys() - {AS_SET, "none"}
 
 
@@ -43,19 +43,20 @@ class Formats:
     """The number formats of a run."""
 
     name: str  #: part of the run's name
-    flags: Sequence[str]  #: flags of `pretrain_gpt.py` that set them
+    flags: Sequence[str]  #: flags of `pretrain_gpt.py` that set the formats
 
     def effective_name(self, flags: Sequence[str], python: str) -> str:
         """Return the name of the formats that take effect.
 
-        That is `name`, unless the user's flags, the environment or the settings file decide.
+        It is `name` unless the user's flags set formats, or `name` is `AS_SET` and the environment
+        or the settings file sets them.
 
         Args:
             flags: the user's flags for `pretrain_gpt.py`, which take precedence.
             python: interpreter with torch; in a dry run, torch may be missing.
 
         Raises:
-            ConfigError: if the formats cannot be resolved; training would fail the same way.
+            ConfigError: if the formats cannot be resolved; training would fail in the same way.
         """
         given = [flag for flag in FORMAT_FLAGS.values() if last_value(flag, flags) is not None]
         if self.name != AS_SET and not given:
@@ -68,7 +69,8 @@ class Formats:
         return _resolved([*self.flags, *flags], python) or self.name
 
 
-#: Program that prints the effective type, or an error with exit status 2, as training would.
+#: Program that prints the effective quantization type. On an error, it prints the same message as
+#: training and exits with status 2.
 _ASK = """
 import json, sys
 from megatron.fake_quant.policy import resolve
@@ -81,10 +83,10 @@ except ValueError as error:
 
 
 def _resolved(flags: Sequence[str], python: str) -> str | None:
-    """Return the effective type of flags, environment and settings file.
+    """Return the quantization type that flags, environment and settings file result in.
 
-    The code that training uses determines it. None means that this Python cannot run that code,
-    which happens only in a dry run.
+    The type is resolved by the code that training uses. Return None if `python` cannot run this
+    code, which happens only in a dry run.
     """
     given = {name: last_value(flag, flags) for name, flag in FORMAT_FLAGS.items()}
     answer = subprocess.run(
@@ -103,7 +105,7 @@ def _resolved(flags: Sequence[str], python: str) -> str | None:
 
 
 def data_name(prefix: str) -> str:
-    """Return the name of data that are not a dataset of the matrix."""
+    """Return a name for data that is not a dataset of the experiment matrix."""
     name = Path(prefix).name
     for suffix in (".bin", ".idx", "_text_document"):
         name = name.removesuffix(suffix)
@@ -111,5 +113,5 @@ def data_name(prefix: str) -> str:
 
 
 def join(*parts: str | None) -> str:
-    """Join the parts that are not empty to a name that is safe for files."""
+    """Join the nonempty parts into a name that is safe for files."""
     return "_".join(part for part in parts if part).replace(":", "-").replace(",", "_")

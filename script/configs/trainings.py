@@ -1,6 +1,7 @@
-"""The training configurations: number of iterations, batch sizes and schedules.
+"""Define the training configurations: number of iterations, batch sizes and schedules.
 
-They are the same for every quantization, so that two runs differ only in their formats.
+A configuration is the same for every quantization type, so that two runs differ only in their
+formats.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from configs.lookup import number
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The iterations, the batch size, and the intervals of evaluation and saving."""
+    """Number of iterations, batch size, and intervals of evaluation and checkpoints."""
 
     train_iters: int
-    warmup_fraction: float  #: fraction of the iterations; the cosine decay spans the others
-    global_batch_size: int | None  #: sequences per iteration; None: `micro_batches` determines it
-    micro_batches: int = 1  #: micro-batches per replica if there is no global batch size
+    warmup_fraction: float  #: fraction of the iterations with warmup; the others have cosine decay
+    global_batch_size: int | None  #: sequences per iteration; if None, `micro_batches` sets it
+    micro_batches: int = 1  #: number of micro-batches per replica if `global_batch_size` is None
     longest_sequence: int | None = None
     eval_interval: int = 500
     eval_iters: int = 0
     save_interval: int | None = None
 
     def flags(self) -> list[str]:
-        """Return the flags that do not depend on the user's values."""
+        """Return the flags that do not depend on the user's options."""
         words = [
             *("--lr-decay-style", "cosine", "--lr-warmup-fraction", number(self.warmup_fraction)),
             *("--eval-iters", str(self.eval_iters)),
@@ -37,7 +38,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training configuration."""
+    """Training configuration with one schedule per preset."""
 
     about: str
     full: Schedule
@@ -47,7 +48,7 @@ class Training:
         return {"full": self.full, "tiny": self.tiny}[name]
 
 
-#: Flags for every model and every schedule.
+#: Optimizer flags that all models and schedules share.
 OPTIMIZER = (
     *("--optimizer", "adam", "--adam-beta1", "0.9", "--adam-beta2", "0.95"),
     *("--weight-decay", "0.1", "--clip-grad", "1.0", "--split", "99,1,0"),
