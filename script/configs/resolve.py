@@ -39,8 +39,8 @@ def at_home(path: str) -> str:
     return path if Path.cwd() == REPO else str(REPO / path)
 
 
-#: First line of code for `python -c`. It prevents imports from the current folder, which may hold an
-#: unrelated module named torch.
+#: First line of code for `python -c`. It prevents imports from the current folder, which may
+#: contain an unrelated module named torch.
 FOREIGN_LEFT_OUT = "import sys; sys.path[:] = [path for path in sys.path if path]\n"
 
 
