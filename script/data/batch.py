@@ -23,9 +23,10 @@ START = Position()
 class Batch:
     """Consecutive documents of a file, and the position after them.
 
-    For JSONL, `block` holds whole lines: a worker splits them, so the reader that all workers wait
-    for does not have to. For other formats, `documents` holds (first line or row from 1, content).
-    For Parquet, the content is one cell per key, None for a cell without text.
+    For JSONL, `block` holds whole lines. The worker splits them, to save time in the reader, which
+    all workers wait for. For other formats, `documents` holds pairs: the number of the document's
+    first line (or row), counted from 1, and its content. For Parquet, the content is one cell per
+    key, or None for a cell without text.
     """
 
     file: int
@@ -35,8 +36,8 @@ class Batch:
     end: Position = Position()
     block: bytes = b""
     documents: list[tuple[int, Any]] = field(default_factory=list)
-    bytes_read: int = 0  #: bytes read from the file as stored, before decompression
-    last: bool = False  #: True for the last batch of its file
+    bytes_read: int = 0  #: number of bytes read from the stored file, before decompression
+    last: bool = False  #: whether this is the last batch of its file
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         if self.format != "jsonl":

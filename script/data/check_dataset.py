@@ -1,8 +1,9 @@
 """Check that a `.bin/.idx` pair is complete, for `preprocess.py --check PREFIX`.
 
-The index is compared with the tokens, both with the manifest, and every token id with the size of
-the vocabulary. That size comes from the manifest, or from --tokenizer-model if it is given; the
-tokenizer must then be the one that the data was made with. Everything is read in blocks.
+The index is checked against the token file, both files against the manifest, and every token id
+against the size of the vocabulary. This size comes from --tokenizer-model if it is given, and
+otherwise from the manifest. A given tokenizer must be the one with which the data was made. All
+files are read in blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-BLOCK = 1 << 22  #: token ids that are read at a time
+BLOCK = 1 << 22  #: number of token ids that are read at a time
 
 
 def check_and_report(options: argparse.Namespace) -> int:
@@ -42,7 +43,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
 
 
 def inspect(prefix: str, tokenizer: Any = None) -> tuple[str, list[str]]:
-    """Return a summary of the data set, and a list of everything that is wrong with it.
+    """Return a summary of the data set, and a list of its problems.
 
     Raises:
         ValueError: if the index cannot be read at all.
@@ -82,7 +83,7 @@ def inspect(prefix: str, tokenizer: Any = None) -> tuple[str, list[str]]:
 
 
 def _range(path: Path, dtype: Any) -> tuple[int, int]:
-    """Return the smallest and the largest token id."""
+    """Return the smallest and the largest token id in a `.bin` file."""
     import numpy as np
 
     smallest, largest = np.iinfo(dtype).max, 0

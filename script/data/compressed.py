@@ -1,6 +1,6 @@
-"""Decompress gzip, bzip2 and zstandard files, recognized by their first bytes and not their names.
+"""Decompress gzip, bzip2 and zstandard files, which are recognized by their first bytes.
 
-(The module is not called compression: Python 3.14 has a module of that name, which gzip needs.)
+(This module must not be called compression: Python 3.14's own gzip needs a module of that name.)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zsta
 
 
 class _Zstandard(io.RawIOBase):
-    """A zstandard stream that detects truncation, which the library's own reader does not."""
+    """Zstandard stream that detects truncation; the library's own reader does not detect it."""
 
     def __init__(self, raw: BinaryIO) -> None:
         import zstandard
@@ -48,7 +48,7 @@ class _Zstandard(io.RawIOBase):
 
 
 def decompressed(raw: BinaryIO) -> BinaryIO:
-    """Return a stream of a file's decompressed content; the file itself if it is not compressed."""
+    """Return a stream of a file's decompressed content, or `raw` if it is not compressed."""
     start = raw.read(4)
     raw.seek(0)
     kind = next((kind for magic, kind in COMPRESSIONS.items() if start.startswith(magic)), None)

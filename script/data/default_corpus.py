@@ -31,7 +31,7 @@ from megatron.console import ArgumentParser, run_main
 REPO = Path(__file__).resolve().parents[2]
 
 VOCABULARY = 2048
-# The first three ids are Llama's; the padding id differs from all of them.
+# The first three ids are the same as in Llama's tokenizer; the padding id is separate.
 SPECIAL_IDS = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": 3}
 
 
@@ -49,10 +49,10 @@ def topics() -> dict[str, str]:
 
 
 def train_tokenizer(documents: list[str]) -> bytes:
-    """Return a SentencePiece model that decodes every text exactly and is the same on every call.
+    """Return a SentencePiece model that restores every text exactly; it is the same on every call.
 
-    Text without a piece of its own, such as a line end, is encoded as bytes. Neither spaces nor
-    Unicode forms are normalized: half of the corpus is code, in which indentation matters.
+    Text that is not in the vocabulary, such as a line break, is encoded as bytes. Neither spaces
+    nor Unicode forms are normalized: half of the corpus is code, in which indentation matters.
     """
     import sentencepiece
 
@@ -77,14 +77,17 @@ def train_tokenizer(documents: list[str]) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file under another name first, so a reader sees all of `path` or nothing."""
+    """Write a file under a temporary name and rename it, so that no reader sees part of it."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_bytes(content)
     partial.replace(path)
 
 
 def build(text: Path, tokens: list[Path], tokenizer: Path) -> None:
-    """Make the missing files; a new tokenizer also replaces the token ids, which depend on it."""
+    """Make the missing files.
+
+    With a new tokenizer, the token ids are also made again, because they depend on it.
+    """
     pages = topics()
     if not tokenizer.exists():
         print(f"Training a tokenizer on Python's documentation: {tokenizer}", file=sys.stderr)
@@ -129,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         for folder in (options.output_dir, options.model_dir):
             folder.mkdir(parents=True, exist_ok=True)
         with (options.model_dir / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, even by a crash
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, even in a crash
             if not all(path.exists() for path in wanted):
                 build(text, tokens, tokenizer)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Define the settings of a preprocessing run, and tokenize batches of documents in workers.
 
-Each document is identified by its file and its first line, so that messages can name them.
+Each document is identified by its file and its first line, so that messages can refer to it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 from batch import Batch, Position
 from readers import guess_format
 
-KEYS_SHOWN = 10  #: keys that an error lists for a document without the requested key
+KEYS_SHOWN = 10  #: maximum number of keys that an error lists if the requested key is missing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The input of a run and how to tokenize it; each field is the option of the same name."""
+    """Settings of a preprocessing run; most fields have the name of their command-line option."""
 
-    input: tuple[Path, ...]  #: files, in the order of their documents
+    input: tuple[Path, ...]  #: input files, in the order in which they are read
     output_prefix: Path
     json_keys: tuple[str, ...] = ("text",)
-    input_format: str | None = None  #: None guesses the format from each file's name
+    input_format: str | None = None  #: if None, the format is guessed from each file's name
     document_separator: str = ""
-    wikipedia: bool = False  #: True if text files have titles above their articles
+    wikipedia: bool = False  #: whether a text file that begins with a title is wikitext
     tokenizer_type: str | None = None
     tokenizer_model: Path | None = None
     vocab_size: int | None = None
@@ -46,7 +46,7 @@ class Settings:
         return f"{self.output_prefix}_{key}_document"
 
     def format_of(self, path: Path) -> str:
-        """Return the format of an input file: the requested one, or a guess."""
+        """Return the format of an input file: `input_format`, or a guess if it is None."""
         return self.input_format or guess_format(path, wikipedia=self.wikipedia)
 
     def check_free(self) -> None:
@@ -82,7 +82,7 @@ class Tokens:
 
 
 class Encoder:
-    """A tokenizer of batches. A worker inherits it from the parent process, or creates it once."""
+    """Tokenizer for batches; a worker inherits it from the parent process or creates its own."""
 
     shared: Encoder | None = None
 
@@ -153,19 +153,22 @@ class Encoder:
         return tokens
 
     def _encode(self, texts: list[str], faulty: dict[int, str]) -> list[list[int]]:
-        """Return the ids of each text, and add to `faulty` why a text cannot be tokenized."""
+        """Return the token ids of each text.
+
+        If a text cannot be tokenized, its ids are empty and `faulty` gets the reason by its index.
+        """
         try:
             encoded = self.encode_texts(texts)
         except BaseException as error:
             _reason(error)
             encoded = []
-            for i, text in enumerate(texts):  # finds the texts that fail
+            for i, text in enumerate(texts):  # find the texts that fail
                 try:
                     encoded += self.encode_texts([text]) if text else [[]]
                 except BaseException as error:
                     faulty[i] = _reason(error)
                     encoded.append([])
-        if self.tokenizer.library == "null":  # the only tokenizer that returns ids it does not have
+        if self.tokenizer.library == "null":  # only it returns ids that are out of range
             for i, ids in enumerate(encoded):
                 if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                     faulty[i] = f"a token id is not within the vocabulary of {self.vocab_size}"
@@ -183,7 +186,7 @@ class Encoder:
         tokens.ids[key] = np.fromiter(joined, dtype=self.dtype, count=count)
 
     def texts(self, batch: Batch, document: Any) -> dict[str, str]:
-        """Return the text of each key.
+        """Return the text of a document under each key.
 
         Raises:
             ValueError: if the document is bad; the message gives the reason.
@@ -227,10 +230,10 @@ def _some(keys: Iterable[str]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return a tokenizer's reason for rejecting a text; raise any other error again.
+    """Return the reason why a tokenizer rejected a text; raise any other error again.
 
-    The NullTokenizer raises ValueError. The libraries raise any exception; those in Rust raise a
-    panic, which is not an `Exception`.
+    The NullTokenizer raises ValueError. The tokenizer libraries may raise any exception. Libraries
+    in Rust raise a PanicException, which is not a subclass of `Exception`.
     """
     if isinstance(error, ValueError):
         return str(error)
@@ -242,7 +245,10 @@ def _reason(error: BaseException) -> str:
 
 
 def _end_with_parent() -> None:
-    """End this worker with its parent: a killed parent cannot end workers, which wait forever."""
+    """End this worker when its parent ends.
+
+    A killed parent cannot end its workers, which would then wait forever.
+    """
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)

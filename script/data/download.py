@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
-#: The data set of each corpus on the hub, and the default part of it.
+#: Name of the data set on the hub and its default part, by corpus.
 HUB = {
     "wikipedia": ("wikimedia/wikipedia", "20231101.en"),
     "dolma": ("allenai/dolma", "v1_6-sample"),
@@ -20,12 +20,13 @@ HUB = {
 def download(
     corpus: str, folder: Path, *, name: str, part: str, limit: int | None = None
 ) -> tuple[Path, ...]:
-    """Download and return the first `limit` files of `part` of the data set `name`.
+    """Download the first `limit` files of one part of a data set, and return their paths.
 
-    Files on the hub itself go to its cache (HF_HOME), files on other servers to `folder`.
+    Files from the hub itself are stored in its cache (HF_HOME), and files from other servers in
+    `folder`.
 
     Raises:
-        ValueError: if they cannot be downloaded, for example without a network.
+        ValueError: if the files cannot be downloaded, for example without a network.
     """
     from tqdm import tqdm
 
@@ -34,7 +35,7 @@ def download(
         urls = _wikipedia_urls(name, part) if corpus == "wikipedia" else _dolma_urls(name, part)
         urls = urls[:limit]
         return tuple(_fetch(url, folder) for url in tqdm(urls, unit="file", disable=None))
-    # The library passes on the exceptions of four HTTP libraries, which have no common base class.
+    # The library raises exceptions of four HTTP libraries, which have no common base class.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
@@ -44,7 +45,7 @@ def download(
 
 
 def _wikipedia_urls(name: str, part: str) -> list[str]:
-    """Return the addresses of the Parquet files that the data set's description lists."""
+    """Return the URLs of the Parquet files that the data set's description lists."""
     import datasets
 
     builder = datasets.load_dataset_builder(name, part)
@@ -52,10 +53,10 @@ def _wikipedia_urls(name: str, part: str) -> list[str]:
 
 
 def _dolma_urls(name: str, part: str) -> list[str]:
-    """Return the addresses of the compressed JSONL files, which are on another server.
+    """Return the URLs of the compressed JSONL files, which are on another server.
 
-    A text file of the data set lists them. Current releases of the library cannot read any other
-    description of this data set.
+    A text file in the data set lists the URLs. Current releases of the library cannot read any
+    other description of this data set.
     """
     base = name if Path(name).is_dir() else f"hf://datasets/{name}"
     listed = _manager(None).download(f"{base}/urls/{part}.txt")
@@ -63,7 +64,10 @@ def _dolma_urls(name: str, part: str) -> list[str]:
 
 
 def _fetch(url: str, folder: Path) -> Path:
-    """Download the file at `url` and give it its own name, which the library would replace."""
+    """Download the file at `url` and return its path.
+
+    The library would store a file under a different name; in `folder`, it gets the path of its URL.
+    """
     target = folder / urlparse(url).path.lstrip("/")
     if target.is_file():
         return target

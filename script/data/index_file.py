@@ -1,4 +1,4 @@
-"""Write the `.idx` file of megatron-core's indexed data sets in little memory."""
+"""Write the `.idx` file of megatron-core's indexed data sets with little memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 LENGTH_BYTES = 4
-INDEX_BLOCK = 1 << 20  #: documents that are processed at a time
+INDEX_BLOCK = 1 << 20  #: number of documents that are processed at a time
 
 
 def write_index(path: Path, lengths: Path, *, documents: int, dtype: type) -> None:
-    """Write the index of documents that consist of one sequence each."""
+    """Write the index of a data set whose documents consist of one sequence each."""
     import numpy as np
 
     from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
@@ -28,7 +28,7 @@ def write_index(path: Path, lengths: Path, *, documents: int, dtype: type) -> No
         file.write(struct.pack("<QBQQ", 1, DType.code_from_dtype(dtype), documents, documents + 1))
         for block in blocks():
             block.tofile(file)
-        end = 0  # byte at which the next document begins
+        end = 0  # byte offset of the next document
         for block in blocks():
             ends = end + np.cumsum(block, dtype=np.int64) * DType.size(dtype)
             (ends - block.astype(np.int64) * DType.size(dtype)).tofile(file)

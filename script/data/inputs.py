@@ -8,7 +8,7 @@ from pathlib import Path
 
 from documents import Settings
 
-#: Names of files besides the data that the `datasets` library writes to a folder.
+#: Names of metadata files that the `datasets` library writes next to the data.
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".txt", ".text", ".tokens")
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2")
@@ -16,12 +16,12 @@ NAMES_SHOWN = 5
 
 
 def expand(settings: Settings) -> tuple[Path, ...]:
-    """Return the named files, and the data files of the named folders in the order of their names.
+    """Return the named files, and the data files of each named folder, sorted by path.
 
-    The output of preprocessing runs is not included. Other files that are skipped are printed.
+    Output of preprocessing runs is left out. The names of other skipped files are printed.
 
     Raises:
-        ValueError: if a file or folder has no data.
+        ValueError: if an input does not exist or has no data.
     """
     files: list[Path] = []
     for path in settings.input:
@@ -58,7 +58,7 @@ def _data_in(folder: Path, settings: Settings) -> list[Path]:
 
 
 def _may_be_data(folder: Path, file: Path, settings: Settings) -> bool:
-    """Return whether a file is neither hidden nor a description nor the output of a run."""
+    """Return whether a file is neither hidden nor metadata nor output of a preprocessing run."""
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
     if hidden or file.name in NOT_DATA or not file.is_file():
         return False
@@ -66,12 +66,12 @@ def _may_be_data(folder: Path, file: Path, settings: Settings) -> bool:
 
 
 def _is_unfinished(file: Path) -> bool:
-    """Return whether a file lies in the partial output folder of this run or another one."""
+    """Return whether a file is in the partial output folder of any run."""
     return any(path.suffix == ".partial" and (path / "lock").is_file() for path in file.parents)
 
 
 def _is_output(file: Path, settings: Settings) -> bool:
-    """Return whether a file is output of this run, or of another run that has published it."""
+    """Return whether a file is output of this run, or published output of another run."""
     prefix = settings.output_prefix.resolve()
     own = (f"{prefix}_{key}_document.json" for key in settings.json_keys)
     if str(file) in (f"{prefix}_bad_lines.txt", *own):

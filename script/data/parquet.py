@@ -8,14 +8,14 @@ from typing import Any
 
 from batch import Batch, Position
 
-ROWS = 32  #: rows that are decoded at a time
-LARGEST_CELL = 256 << 20  #: bytes; also the limit of a document in a text file
+ROWS = 32  #: number of rows that are decoded at a time
+LARGEST_CELL = 256 << 20  #: maximum size of a cell, in bytes; the same as of a text document
 
 
 def read_parquet(
     path: Path, settings: Any, *, number: int, start: Position, batch_bytes: int
 ) -> Iterator[Batch]:
-    """Yield the batches of a file, beginning at `start`.
+    """Yield the batches of a Parquet file from `start` on.
 
     Raises:
         ValueError: if the file is damaged, or has no text in the requested columns.
@@ -24,7 +24,7 @@ def read_parquet(
     import pyarrow.parquet as pq
 
     try:
-        # Pages, usually of 1 MB, are read when they are needed, so even a large row group takes
+        # A page is usually 1 MB and is read when it is needed, so even a large row group takes
         # little memory.
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             _check_columns(path, file.schema_arrow, settings.json_keys)

@@ -1,20 +1,20 @@
-"""Write the output of a preprocessing run such that an interrupted run can be resumed.
+"""Write the output of a preprocessing run so that an interrupted run can be resumed.
 
-Until the output is complete it lies in the folder `<output-prefix>.partial`:
+Until it is complete, the output is in the folder `<output-prefix>.partial`:
 
     <key>.bin         token ids of all documents, concatenated
     <key>.lengths     number of tokens of each document (int32)
     bad_lines.txt     skipped documents: file:line: reason
     progress.json     sizes of these files at the last commit, and the position in the input
-    lock              held by the process that writes
+    lock              file that the writing process locks
 
-Twice a minute, and when a run stops for any reason, the files are flushed to the disk and then
-`progress.json` is replaced atomically. A resumed run truncates the files to the sizes recorded
-there and continues reading, so its output equals that of an uninterrupted run. At the end it writes
+Twice a minute, and when a run stops for any reason, the files are flushed to disk and then
+`progress.json` is replaced atomically. A resumed run truncates the files to the recorded sizes and
+continues reading, so its output is the same as without the interruption. At the end, the run writes
 the index and moves the files to their final names, the index last.
 
-megatron-core's IndexedDatasetBuilder writes the same bytes, as a test shows. It is not used here,
-because it needs a hundred bytes of memory per document and cannot resume.
+megatron-core's IndexedDatasetBuilder writes the same bytes, which a test checks. It is not used
+here because it needs a hundred bytes of memory per document and cannot resume.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from index_file import LENGTH_BYTES, write_index
 from resume_point import Count, ResumePoint, identity
 
 COMMIT_SECONDS = 30.0
-STATE_LIMIT = 256 << 20  #: largest progress.json in bytes; it lists every input file
-HOPELESS = 1000  #: bad documents after which a file without a single good one is refused
+STATE_LIMIT = 256 << 20  #: maximum size of progress.json, in bytes; it lists every input file
+HOPELESS = 1000  #: number of bad documents after which a file without a valid document is refused
 
 
 def _is_at(file: TextIO, path: Path) -> bool:
@@ -44,18 +44,18 @@ def _is_at(file: TextIO, path: Path) -> bool:
 
 
 class DamagedStateError(ValueError):
-    """A saved state that no run can resume from."""
+    """Error raised for a saved state from which no run can resume."""
 
 
 class PartialOutput:
-    """The unfinished files of a run, written in the order of the input; a context manager."""
+    """Context manager that writes the unfinished output of a run, in the order of the input."""
 
     def __init__(self, settings: Settings, tokenizer: dict[str, Any], dtype: type) -> None:
         import numpy as np
 
         self.settings, self.dtype = settings, np.dtype(dtype)
         self.folder = Path(f"{settings.output_prefix}.partial")
-        # Everything besides the input that the output depends on.
+        # All settings that affect the output, in addition to the input.
         self.options = {
             "tokenizer": tokenizer,
             "json_keys": list(settings.json_keys),
@@ -65,17 +65,18 @@ class PartialOutput:
             "append_eod": settings.append_eod,
             "strict": settings.strict,
         }
-        # The current resume point, and the one at the start of the current file. One assignment
-        # changes both, so that an interrupt within `add` cannot find only one of them changed.
+        # The current resume point, and the resume point at the start of the current input file. A
+        # single assignment changes both, so that an interrupt in `add` never leaves only one
+        # changed.
         self.points = (ResumePoint(counts={key: Count() for key in settings.json_keys}),) * 2
-        self.inputs: list[list[Any]] = []  # identities, up to the file that is read
+        self.inputs: list[list[Any]] = []  # identities of the files read so far
         self.resumed = False
-        self.complete = False  # all input is read; the files are being moved to their final names
+        self.complete = False  # True once all input is read and the output can be published
         self.files: dict[str, BinaryIO] = {}
 
     @property
     def point(self) -> ResumePoint:
-        """The current resume point, which is replaced and never modified."""
+        """Current resume point; it is replaced by a new object and never modified."""
         return self.points[0]
 
     def __enter__(self) -> PartialOutput:
@@ -83,7 +84,7 @@ class PartialOutput:
         self.lock = (self.folder / "lock").open("w")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A run that has published its output in the meantime has removed the folder.
+            # Another run may have published its output in the meantime and removed the folder.
             if not _is_at(self.lock, self.folder / "lock"):
                 raise BlockingIOError
         except BlockingIOError as error:
@@ -95,7 +96,7 @@ class PartialOutput:
         try:
             self._resume()
             if not self.complete:
-                self.settings.check_free()  # another run may have published since the first check
+                self.settings.check_free()  # another run may have published its output
                 self._open()
         except BaseException:
             if not (self.folder / "progress.json").exists():
@@ -116,7 +117,7 @@ class PartialOutput:
                 shutil.rmtree(self.folder, ignore_errors=True)
         except OSError:
             if kind is None:
-                raise  # otherwise the first error matters; it is probably the same full disk
+                raise  # otherwise the first error is raised; the cause is probably the same
         finally:
             self._close()
 
@@ -130,7 +131,7 @@ class PartialOutput:
                     f"{self.folder} to start over"
                 )
         if self.resumed:
-            self.commit()  # before truncating, which may go back to the start of a file
+            self.commit()  # first, because truncating may go back to the start of an input file
         for name, size in sizes.items():
             self.files[name].truncate(size)
 
@@ -138,7 +139,7 @@ class PartialOutput:
         for file in (*self.files.values(), self.lock):
             try:
                 file.close()
-            except OSError:  # a full disk; a resumed run writes uncommitted data again
+            except OSError:  # the disk is full; a resumed run writes uncommitted data again
                 continue
         self.files = {}
 
@@ -168,7 +169,7 @@ class PartialOutput:
                 ResumePoint.from_json(state["file_start"]),
             )
             inputs, files = state["inputs"], self.settings.input
-            # A partly read file may have been repaired; it is then read again from its start.
+            # A partly read input file may have been repaired; it is then read again from its start.
             same = now.file >= len(inputs) or (
                 now.file < len(files) and identity(files[now.file]) == inputs[now.file]
             )
@@ -180,7 +181,7 @@ class PartialOutput:
         """Return the content of progress.json.
 
         Raises:
-            DamagedStateError: if no run writes such content.
+            DamagedStateError: if the file is damaged, or was not written by this program.
         """
         from megatron.bounded_files import read_json
 
@@ -219,10 +220,10 @@ class PartialOutput:
             self.inputs.append(identity(self.settings.input[number]))
 
     def add(self, tokens: Tokens) -> None:
-        """Write a batch.
+        """Append a batch to the output, and commit the output if the last commit is old.
 
         Raises:
-            ValueError: if no document of this file is valid.
+            ValueError: if the input file has no valid document; see `_check_use`.
         """
         path = self.settings.input[tokens.file]
         point, start = self.point.copy(), self.points[1]
@@ -251,7 +252,7 @@ class PartialOutput:
             self.commit()
 
     def _check_use(self, path: Path, point: ResumePoint, *, last: bool) -> None:
-        """Refuse a file without a valid document, at its end or after `HOPELESS` bad ones."""
+        """Refuse a file that has no valid document by its end or among its first `HOPELESS`."""
         if point.file_read or not (last or point.file_bad >= HOPELESS):
             return
         start = self.points[1]
@@ -267,7 +268,7 @@ class PartialOutput:
         )
 
     def commit(self) -> None:
-        """Flush the files and the resume point to the disk, so that they survive a crash."""
+        """Flush the files and the resume point to disk, so that they survive a crash."""
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -290,7 +291,7 @@ class PartialOutput:
     def publish(self, manifests: dict[str, str]) -> None:
         """Move the files to their final names, the index last, and remove the folder.
 
-        If this is interrupted at any point, the same command completes it.
+        If this is interrupted at any point, running the same command again completes it.
         """
         if not self.complete:
             self.settings.check_free()
@@ -309,7 +310,7 @@ class PartialOutput:
         for key in self.point.counts:
             prefix = self.settings.prefix(key)
             if (self.folder / f"{key}.idx").exists():
-                # An old index must never lie beside new tokens.
+                # An old index must never exist next to new tokens.
                 Path(f"{prefix}.idx").unlink(missing_ok=True)
             for suffix in (".json", ".bin", ".idx"):
                 if (source := self.folder / f"{key}{suffix}").exists():

@@ -22,7 +22,7 @@ from preprocess import REPO, attempt
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
+    """Return the parser of the command-line options."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,10 +76,12 @@ def complete(options: argparse.Namespace, home: Path) -> Settings:
 
 
 def _tokenizer(options: argparse.Namespace, home: Path) -> Path | None:
-    """Return the path of the tokenizer; load it first if a download of hours would follow.
+    """Return the path of the tokenizer, and check that it loads if a download follows.
+
+    The download can take hours, so a wrong tokenizer is reported before it.
 
     Raises:
-        ValueError: if there is no tokenizer.
+        ValueError: if there is no tokenizer, or it cannot be loaded.
     """
     model, kind = options.tokenizer_model, options.tokenizer_type
     if kind == "NullTokenizer":

@@ -58,14 +58,14 @@ def tokenize(settings: Settings, batches: Iterable[Batch]) -> Iterator[Tokens]:
     if settings.workers == 1:
         yield from map(Encoder.run, batches)
         return
-    # A forked worker inherits the tokenizer and the imports; a spawned one creates its own.
+    # A forked worker inherits the tokenizer and the imports; a spawned worker creates its own.
     method = "fork" if sys.platform == "linux" else "spawn"
     pool = ProcessPoolExecutor(
         settings.workers, multiprocessing.get_context(method), Encoder.start_worker, (settings,)
     )
     waiting: deque[Future[Tokens]] = deque()
     try:
-        pool.submit(os.getpid).result()  # forks all workers before a reader starts threads
+        pool.submit(os.getpid).result()  # fork all workers before a reader starts threads
         for batch in batches:
             waiting.append(pool.submit(Encoder.run, batch))
             if len(waiting) >= 2 * settings.workers:
@@ -77,7 +77,7 @@ def tokenize(settings: Settings, batches: Iterable[Batch]) -> Iterator[Tokens]:
 
 
 def read_batches(settings: Settings, output: PartialOutput) -> Iterator[Batch]:
-    """Yield the batches of the input that `output` does not have yet."""
+    """Yield the batches of the input that `output` does not contain yet."""
     first, start = output.point.file, output.point.position
     for number in range(first, len(settings.input)):
         path = settings.input[number]
@@ -89,7 +89,7 @@ def read_batches(settings: Settings, output: PartialOutput) -> Iterator[Batch]:
 
 
 def check(settings: Settings) -> None:
-    """Refuse wrong settings before megatron-core is imported, which takes seconds."""
+    """Refuse invalid settings, before megatron-core is imported, which takes seconds."""
     if settings.workers < 1:
         raise ValueError(f"--workers {settings.workers} is below 1; give the number of processes")
     for path in settings.input if len(settings.json_keys) > 1 else ():
@@ -103,7 +103,7 @@ def check(settings: Settings) -> None:
 
 
 def preprocess(settings: Settings) -> dict[str, Manifest]:
-    """Start or resume a run, and return the manifest of each pair of files by its prefix."""
+    """Start or resume a run, and return the manifest of each output pair, by prefix."""
     from tqdm import tqdm
 
     settings = dataclasses.replace(settings, input=expand(settings))
@@ -113,7 +113,7 @@ def preprocess(settings: Settings) -> dict[str, Manifest]:
 
     record = TokenizerRecord.of(encoder.tokenizer)
     settings.output_prefix.parent.mkdir(parents=True, exist_ok=True)
-    tqdm.monitor_interval = 0  # forking would copy its thread into the workers
+    tqdm.monitor_interval = 0  # no monitor thread, because the workers are forked
     with PartialOutput(settings, dataclasses.asdict(record), encoder.dtype) as output:
         if not output.complete:
             _write(settings, output)
@@ -164,7 +164,7 @@ def _manifest(settings: Settings, output: PartialOutput, key: str, record: objec
 
 
 def report(settings: Settings, manifests: dict[str, Manifest], seconds: float) -> None:
-    """Print what was written and the command that trains on it."""
+    """Print a summary of the output and the command that trains on it."""
     for prefix, manifest in manifests.items():
         print(
             f"{prefix}.bin, .idx: {manifest.documents:,} documents, {manifest.tokens:,} tokens "
@@ -183,7 +183,7 @@ def report(settings: Settings, manifests: dict[str, Manifest], seconds: float) -
 
 
 def attempt(settings: Settings) -> int:
-    """Preprocess, report the result and return the exit status."""
+    """Run the preprocessing, report the result, and return the exit status."""
     # Each process uses one thread; numpy and the tokenizers read these variables when they start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

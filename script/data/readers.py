@@ -1,9 +1,9 @@
-"""Read batches of raw documents from files, beginning at any position.
+"""Read batches of raw documents from files, starting at any position.
 
 A file is JSONL, Parquet, plain text with a separator line between documents, or wikitext whose
-articles begin with ` = Title = `. All but Parquet may be compressed with gzip, bzip2 or zstandard;
-the first bytes show this, not the name. Everything is streamed: memory holds a batch of about
-BATCH_BYTES, or one larger document.
+articles begin with ` = Title = `. All formats except Parquet may be compressed with gzip, bzip2 or
+zstandard, which is detected from the first bytes of a file. Files are streamed: memory holds a
+batch of about BATCH_BYTES, or one larger document.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from batch import START, Batch, Position
 from compressed import decompressed
 from parquet import read_parquet
 
-BATCH_BYTES = 1 << 18  #: small enough that all workers finish at about the same time
-#: Largest size of a document in bytes; a larger one probably means that the format is wrong.
+BATCH_BYTES = 1 << 18  #: in bytes; small enough that all workers finish at about the same time
+#: Maximum size of a document, in bytes; a larger document probably means that the format is wrong.
 LARGEST_DOCUMENT = 256 << 20
 FORMATS = ("text", "wikitext", "jsonl", "parquet")
 
-#: Title of an article; the headings of its sections begin with ` = = `.
+#: Pattern of an article's title line; section headings begin with ` = = ` and do not match.
 HEADING = re.compile(rb" ?= (?!=)[^\r\n]*(?<!=) = ?\r?\n?")
 
 
 def guess_format(path: Path, *, wikipedia: bool = False) -> str:
     """Guess the format of a file from its name, or from its start if the name is not conclusive.
 
-    With `wikipedia`, text that begins with a title is taken for wikitext.
+    If `wikipedia` is true, text that begins with a title is treated as wikitext.
+
+    Raises:
+        ValueError: if the file is XML output of wikiextractor.
     """
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in (".gz", ".zst", ".bz2"):
@@ -56,7 +59,7 @@ def guess_format(path: Path, *, wikipedia: bool = False) -> str:
 def read_file(
     path: Path, settings: Any, *, number: int = 0, start: Position = START
 ) -> Iterator[Batch]:
-    """Yield the batches of one file, beginning at `start`; the last is marked and may be empty.
+    """Yield the batches of one file from `start` on; the last batch is marked and may be empty.
 
     Raises:
         ValueError: if the file is damaged, has disappeared, or has another format.
@@ -136,7 +139,7 @@ def _text(stream: BinaryIO, settings: Any, batch: Batch) -> Iterator[Batch]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a stream; memory holds at most the largest document."""
+    """Yield the lines of a stream; a line beyond the size of the largest document is cut."""
     while line := stream.readline(LARGEST_DOCUMENT + 1):
         yield line
 
@@ -165,7 +168,7 @@ def _separated(
 def _articles(
     stream: BinaryIO, settings: Any, batch: Batch
 ) -> Iterator[tuple[int, bytes, Position]]:
-    """Split text before titles that follow an empty line; yield tuples as `_separated` does."""
+    """Split text before each title that follows an empty line; yield tuples like `_separated`."""
     first, lines, size = batch.start.line + 1, list[bytes](), 0
     offset = batch.start.offset
     number, after_empty = batch.start.line, True

@@ -11,7 +11,7 @@ from batch import Position
 
 @dataclass
 class Count:
-    """The contents of one pair of output files so far."""
+    """Numbers of documents, tokens and text bytes in one pair of output files so far."""
 
     documents: int = 0
     tokens: int = 0
@@ -26,9 +26,9 @@ class ResumePoint:
     position: Position = field(default_factory=Position)
     counts: dict[str, Count] = field(default_factory=dict)
     bad_lines: int = 0
-    bad_bytes: int = 0  #: size of bad_lines.txt
-    file_read: int = 0  #: valid documents of the current file
-    file_bad: int = 0  #: skipped documents of the current file
+    bad_bytes: int = 0  #: size of bad_lines.txt, in bytes
+    file_read: int = 0  #: number of valid documents read from the current file
+    file_bad: int = 0  #: number of documents of the current file that were skipped
 
     def copy(self) -> ResumePoint:
         """Return an independent copy."""
@@ -36,7 +36,7 @@ class ResumePoint:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> ResumePoint:
-        """Return the resume point of a parsed JSON object; `fields` is changed."""
+        """Return the resume point that a parsed JSON object describes; `fields` is modified."""
         counts = {key: Count(**count) for key, count in fields.pop("counts").items()}
         return cls(position=Position(**fields.pop("position")), counts=counts, **fields)
 
