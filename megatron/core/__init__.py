@@ -1,4 +1,4 @@
-"""megatron-core with the overlaid files of this tree; see `_overlay.py`."""
+"""Combine megatron-core with the overlaid files of this tree; see `_overlay.py`."""
 
 from megatron.core._overlay import check_version, extend
 

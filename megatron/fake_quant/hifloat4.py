@@ -23,7 +23,7 @@ quantized again. The mean of stochastic rounding is x * R * E6M2, which is up to
 
 Four bytes are stored per group: E6M2 (e * 4 + m; 255 is NaN), e8, and two bytes of e16, with the
 first neighbors in the highest bit. A NaN or an Inf makes its group NaN; a group of zeros has the
-smallest scale. Values saturate if the group's largest magnitude exceeds 7 * 49152.
+smallest scale. A group's largest values saturate if they exceed 7 * 49152.
 """
 
 import torch

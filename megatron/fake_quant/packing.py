@@ -6,7 +6,7 @@ byte, with the first of two neighbors in the low half. Scales are stored in the 
 
     MX formats        one E8M0 byte per block: 2^(byte - 127), 255 is NaN
     nvfp4             one E4M3 byte per block, and a float32 for the tensor
-    hifp4             four bytes per block, see `hifloat4.py`
+    hifp4             four bytes per block; see `hifloat4.py`
     fp8, hifp8:t15    a float32 for the tensor
 
 For bf16 and fp16, `codes` is the tensor in that dtype.

@@ -1,4 +1,4 @@
-"""Define `fake_quantize`, which returns a tensor as stored in a low-precision format."""
+"""Define `fake_quantize`, which rounds a tensor to the values of a low-precision format."""
 
 import torch
 from torch import Tensor

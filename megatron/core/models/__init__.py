@@ -1,4 +1,4 @@
-"""Part of the overlay; see `megatron/core/_overlay.py`."""
+"""Extend this package with the modules of the wheel; see `megatron/core/_overlay.py`."""
 
 from megatron.core._overlay import extend
 
