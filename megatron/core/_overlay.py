@@ -5,11 +5,12 @@ package; every other module comes from the wheel unchanged. An overlaid module a
 that it replaces through `shadowed`, so that it can subclass the wheel's classes instead of copying
 them.
 
-How it works. `megatron/__init__.py` puts the wheel's folder behind ours on `megatron.__path__`.
-Each overlaid package has an `__init__.py` of three lines that calls `extend`, which does the same
-for that package and then runs the wheel's own `__init__.py` in it. Python's ordinary import then
-finds our file first wherever we have one. `shadowed` loads the wheel's file under a private alias
-(`megatron.core.tensor_parallel._upstream_layers`) and copies its names into our module.
+The overlay works as follows. `megatron/__init__.py` adds the wheel's folder after ours to
+`megatron.__path__`. Each overlaid package has an `__init__.py` of three lines that calls `extend`,
+which does the same for that package and then runs the wheel's own `__init__.py` in it. Python's
+normal import then finds our file first wherever we have one. `shadowed` loads the wheel's file
+under a private alias (`megatron.core.tensor_parallel._upstream_layers`) and copies its names into
+our module.
 
 The overlay has one limitation: the `__module__` of a class that we do not replace is the alias, so
 the plain wheel cannot read a pickle of such a class. megatron-core's checkpoints contain no such
@@ -129,7 +130,8 @@ def extend(package: str) -> None:
     Python then searches this tree first and the wheel afterward.
     """
     module = sys.modules[package]
-    # A tree that Python finds twice, by another spelling or a link, would overlay itself forever.
+    # A tree that Python finds twice, by another spelling of its path or by a link, would overlay
+    # itself forever.
     once: dict[str, str] = {}
     for folder in extend_path(module.__path__, package):
         once.setdefault(os.path.realpath(folder), str(Path(folder).absolute()))

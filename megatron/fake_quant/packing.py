@@ -40,9 +40,9 @@ class QuantizedTensor:
     codes: Tensor
     scales: Scales
     format: Format
-    shape: tuple[int, ...]  #: shape of the tensor
-    axis: int  #: axis of the tensor along which blocks run
-    dtype: torch.dtype  #: dtype of the tensor
+    shape: tuple[int, ...]  #: shape of the original tensor
+    axis: int  #: axis of the original tensor along which blocks run
+    dtype: torch.dtype  #: dtype of the original tensor
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,7 @@ are defined here:
 A pattern is matched against a module's name in the whole model (`decoder.layers.5.mlp.linear_fc1`).
 `config` names one of the configs, or a quantization type (`mxfp8`, `linear_mxfp4`, `bf16`).
 `layers` takes numbers and ranges counted from 0 (`0-3,8`), `first 2` or `last 4`; `iterations`
-takes a range counted from 1 (`1-100`, `101-`). Modules without a matching rule stay in high
+takes a range counted from 1 (`1-100`, `101-`). Modules that no matcher selects stay in high
 precision.
 """
 
