@@ -108,7 +108,7 @@ class Experts:
             *("--moe-router-topk-scaling-factor", number(self.routed_scaling_factor)),
             *("--moe-router-load-balancing-type", "seq_aux_loss"),
             *("--moe-aux-loss-coeff", number(self.aux_loss_alpha)),
-            *("--moe-router-dtype", "fp32"),  # like the scores of the published model
+            *("--moe-router-dtype", "fp32"),  # the published model also uses fp32
             *("--moe-token-dispatcher-type", "alltoall"),
         ]
 

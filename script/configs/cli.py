@@ -1,4 +1,4 @@
-"""The main program that `train_config.py` and `flash_attention_config.py` share."""
+"""Run the main program that `train_config.py` and `flash_attention_config.py` share."""
 
 from __future__ import annotations
 

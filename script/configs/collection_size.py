@@ -34,7 +34,7 @@ class Size:
     bytes: int
     iterations: int | None  #: None if unlimited (`--control-iter 0` without `--train-iters`)
     limited: bool  #: whether the user has set a maximum number of files or bytes
-    optional: bool  #: whether files are written only if the ring buffer or a flag file triggers it
+    optional: bool  #: whether a ring buffer or a flag file must trigger the collection
     codes: bool  #: whether codes are collected too; they are not counted in `files` and `bytes`
 
 

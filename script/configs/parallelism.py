@@ -136,7 +136,7 @@ UNEVEN_STAGES = (
 def check_model(
     parallelism: Parallelism, model: Architecture, *, uneven_stages: bool = False
 ) -> None:
-    """Refuse a parallelism that does not fit the model.
+    """Refuse parallel sizes that do not fit the model.
 
     Args:
         parallelism: parallel sizes.

@@ -19,7 +19,7 @@ EVERYWHERE = "linear layers, Q K^T and P V"
 
 
 def places(name: str) -> list[str]:
-    """Return the quantization types of a format that are in the experiment matrix."""
+    """Return the quantization types of a format: its name with each of the three prefixes."""
     return [f"FA_{name}", f"linear_{name}", f"FA_linear_{name}"]
 
 

@@ -84,9 +84,9 @@ def write(path: Path, content: bytes) -> None:
 
 
 def build(text: Path, tokens: list[Path], tokenizer: Path) -> None:
-    """Make the missing files.
+    """Train the tokenizer if it is missing, and write the corpus and its token ids.
 
-    With a new tokenizer, the token ids are also made again, because they depend on it.
+    Old token ids are removed before a new tokenizer is written, because they depend on it.
     """
     pages = topics()
     if not tokenizer.exists():

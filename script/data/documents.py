@@ -42,7 +42,7 @@ class Settings:
     overwrite: bool = False
 
     def prefix(self, key: str) -> str:
-        """Return the prefix of the output files of `key`, as --data-path takes it."""
+        """Return the path prefix of the output files for `key`, as --data-path expects it."""
         return f"{self.output_prefix}_{key}_document"
 
     def format_of(self, path: Path) -> str:
@@ -168,7 +168,7 @@ class Encoder:
                 except BaseException as error:
                     faulty[i] = _reason(error)
                     encoded.append([])
-        if self.tokenizer.library == "null":  # only it returns ids that are out of range
+        if self.tokenizer.library == "null":  # only this one returns invalid ids
             for i, ids in enumerate(encoded):
                 if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                     faulty[i] = f"a token id is not within the vocabulary of {self.vocab_size}"

@@ -9,7 +9,7 @@ from typing import Any
 from batch import Batch, Position
 
 ROWS = 32  #: number of rows that are decoded at a time
-LARGEST_CELL = 256 << 20  #: maximum size of a cell, in bytes; the same as of a text document
+LARGEST_CELL = 256 << 20  #: maximum size of a cell, in bytes; text documents have the same limit
 
 
 def read_parquet(

@@ -220,7 +220,7 @@ class PartialOutput:
             self.inputs.append(identity(self.settings.input[number]))
 
     def add(self, tokens: Tokens) -> None:
-        """Append a batch to the output, and commit the output if the last commit is old.
+        """Append a batch to the output, and commit if the last commit is `COMMIT_SECONDS` old.
 
         Raises:
             ValueError: if the input file has no valid document; see `_check_use`.
@@ -252,7 +252,7 @@ class PartialOutput:
             self.commit()
 
     def _check_use(self, path: Path, point: ResumePoint, *, last: bool) -> None:
-        """Refuse a file that has no valid document by its end or among its first `HOPELESS`."""
+        """Refuse an input file if none of its documents, or of the first `HOPELESS`, is valid."""
         if point.file_read or not (last or point.file_bad >= HOPELESS):
             return
         start = self.points[1]

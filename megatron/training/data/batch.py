@@ -19,7 +19,7 @@ FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def _share(batch: dict[str, torch.Tensor] | None, args: argparse.Namespace) -> dict:
-    """Broadcast the batch of the first tensor-parallel rank; return it on every rank of the group.
+    """Return the batch of the first tensor-parallel rank, which broadcasts it to its group.
 
     All [b, s] fields are sent in one message.
     """

@@ -148,12 +148,12 @@ def _parts(config: GPTDatasetConfig) -> Iterator[tuple[int, str, tuple[float, fl
 
 
 def _without_empty_parts(config: GPTDatasetConfig, wanted: list[bool]) -> list[bool]:
-    """Return `wanted`, set to False for an empty test split; refuse any other empty split.
+    """Return a copy of `wanted` without an empty test split; refuse any other empty split.
 
     megatron-core would loop forever on an empty split.
 
     Raises:
-        UserError: if a training or validation split that the run needs has no tokens.
+        UserError: if a prefix has no tokens in a training or validation split that the run needs.
     """
     wanted = list(wanted)
     if config.blend_per_split is not None:
@@ -236,7 +236,7 @@ class MicroBatches:
                     batch_sampler=sampler,
                     num_workers=args.num_workers,
                     pin_memory=torch.cuda.is_available(),
-                    generator=torch.Generator(),  # the default uses the run's random state
+                    generator=torch.Generator(),  # the default advances the run's random state
                 )
             )
 

@@ -102,7 +102,7 @@ FAMILIES = {
 
 
 def _rank(digits: bytes) -> int:
-    """Return the rank that `digits` spells.
+    """Parse the rank of a token.
 
     Raises:
         ValueError: if `digits` is not a number, or the number is not below `LARGEST_RANK`.

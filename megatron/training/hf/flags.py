@@ -230,7 +230,7 @@ def name_special_tokens(args: argparse.Namespace, model: Model | None, tokenizer
     for name in ("bos", "eos"):
         try:
             number = getattr(tokenizer, f"{name}_id")
-        except (AttributeError, KeyError, TypeError, ValueError):  # depends on the library
+        except (AttributeError, KeyError, TypeError, ValueError):  # varies by library
             number = None
         model.config[f"{name}_token_id"] = None if number is None or number < 0 else int(number)
 

@@ -22,7 +22,7 @@ from megatron.training.printing import print_rank_0
 def parts(
     chunks: list[torch.nn.Module], tensors: dict[str, Layout]
 ) -> Iterator[tuple[str, torch.nn.Parameter, Layout, list[Piece]]]:
-    """Yield the name, the parameter, the layout and the pieces of each parameter of this rank.
+    """Yield (name, parameter, layout, pieces) for each parameter of this rank.
 
     Args:
         chunks: model chunks of this rank.
