@@ -30,14 +30,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-WINDOW = 32  #: number of values in the long median, and of unusual values that set a new level
+WINDOW = 32  #: number of values in the long median; as many unusual values in a row set a new level
 RECENT = 5  #: number of values in the short median
 ENOUGH = 8  #: number of normal values after which the required excess is no longer increased
 NOISE = 12  #: multiple of the noise by which a jump must exceed the level
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
 
-Levels = dict[str, list[float]]  #: recent normal values by LOSS and GRAD_NORM, oldest first
+Levels = dict[
+    str, list[float]
+]  #: recent normal values under the keys LOSS and GRAD_NORM, oldest first
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,9 +131,9 @@ def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[
 def make_plan(
     planner: Planner, iterations: Sequence[int], samples: int, done: int
 ) -> CollectionPlan:
-    """Return the plan of all ranks, after `planner` has counted one iteration.
+    """Return the collection plan of all ranks.
 
-    Must be called on all ranks.
+    Must be called on all ranks, after `planner` has counted one iteration.
 
     Args:
         planner: collector of this rank.
@@ -181,7 +181,7 @@ def _segments(
 
 
 class _Sizes:
-    """Cache of the sizes of files whose records differ from the counted ones only in numbers."""
+    """Cache of file sizes, which vary with the bytes that pickle uses for a record's numbers."""
 
     def __init__(self, counted: list[Counted]):
         self._counted = counted

@@ -153,7 +153,7 @@ class TrainingLoop:
                 self.timers.log(names, normalizer=max(interval.iterations, 1))
 
     def _check_finite(self, step: StepResult) -> None:
-        """Stop the run if a loss or the gradient norm is not finite, after it has been printed.
+        """Stop the run if a printed loss or gradient norm is not finite.
 
         Raises:
             RunError: on every rank, if a loss or the gradient norm is not finite.

@@ -28,8 +28,8 @@ from megatron.bounded_files import (
 )
 from megatron.tensor_record import LINE_LIMIT
 
-#: Environment variable that passes the token to the command. The collector copies every variable
-#: whose name begins with TENSOR_SAVE to the run card.
+#: Environment variable with a token that identifies this launch. The collector copies every
+#: variable whose name begins with TENSOR_SAVE to the run card, where the token is found again.
 TOKEN_VARIABLE = "TENSOR_SAVE_LAUNCH"
 TEXT_LIMIT = 1000  #: maximum length of a string that is shown, in characters
 COUNTED = ("phase", "component", "operation", "layer_idx")  #: fields by which tensors are counted

@@ -89,7 +89,7 @@ def plot_dots(
 
 
 def _floor(values: pd.Series[float]) -> float:
-    """Return the position of zero on the axis, one to two decades below the smallest share."""
+    """Return where a logarithmic axis shows zero: one to two decades below the smallest share."""
     positive = values[values > 0]
     smallest = float(positive.min()) if len(positive) else 1e-3
     return float(10.0 ** (np.floor(np.log10(smallest)) - 1))

@@ -13,7 +13,9 @@ from megatron.training.checkpointing.files import COMMON
 from megatron.training.checkpointing.index import DamagedError
 from megatron.training.checkpointing.optimizer_state import NUMERIC
 
-COMMON_LIMIT = 256 * MEBIBYTE  #: maximum size in bytes; normally it is a few kilobytes
+COMMON_LIMIT = (
+    256 * MEBIBYTE
+)  #: maximum size of `common.pt`, in bytes; normally it has a few kilobytes
 #: largest accepted count; up to here, float64 can represent every integer
 _LARGEST = (1 << 53) - 1
 _COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_iterations")

@@ -69,7 +69,7 @@ def numbers(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
 
 
 def set_numbers(optimizer: MegatronOptimizer, settings: list[dict[str, Any]]) -> None:
-    """Restore the settings of each parameter group that were replaced by loading.
+    """Set the command-line settings of each parameter group again, because loading replaces them.
 
     Loading does not change the order of the groups.
     """

@@ -83,7 +83,7 @@ def test_queries_are_compressed_only_if_the_flag_says_so():
 
 def test_a_single_optimizer_cannot_be_loaded_where_experts_are_spread():
     saved = vars(parse_args([*MLA]).args) | {"expert_model_parallel_size": 1}
-    common = {"has_optim": True, "args": saved}
+    common = {"has_optim": True, "args": saved, "run": {"type": "fp32"}}
     args = Namespace(**saved | {"expert_model_parallel_size": 2, "num_moe_experts": 4})
     with pytest.raises(UserError, match="--expert-model-parallel-size 1, this run has 2"):
         check_optimizer(args, common, Path("folder"))
