@@ -79,7 +79,7 @@ def precision(name: str) -> list[list[str]]:
         ("hifp8:t15", {"bits per value": "8", "scale": "float32 per tensor, maximum to 15"}),
         ("fp8_e5m2:pow2", {"scale": "float32 per tensor, maximum to 57344, a power of two"}),
         ("mxint8", {"largest": "1.984375", "smallest": "2^-6"}),
-        ("hifp8", {"also": "hif8, hifloat8", "smallest normal": "2^-15", "smallest": "2^-22"}),
+        ("hifp8", {"aliases": "hif8, hifloat8", "smallest normal": "2^-15", "smallest": "2^-22"}),
     ],
 )
 def test_cells_of_the_table(name, cells):

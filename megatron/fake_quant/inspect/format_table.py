@@ -13,7 +13,7 @@ from megatron.fake_quant.names import ALIASES
 
 HEADER = (
     "format",
-    "also",
+    "aliases",
     "bits per value",
     "largest",
     "smallest normal",
