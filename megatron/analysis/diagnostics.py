@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from megatron.analysis.figures.figure_data import FigureData
 
 SATURATED = 0.001  #: share of clipped values above which a format gets a warning
-#: Limit that replaces `SATURATED` for scale rules that clip the largest values by design.
+#: Limit used instead of `SATURATED` if the scale rule clips the largest values by design.
 SATURATED_BY_DESIGN = 0.1
-CLIPPING_RULES = ("floor", "even")  #: scale rules that clip by design
+CLIPPING_RULES = ("floor", "even")  #: scale rules that clip the largest values by design
 UNDERFLOW = 0.1  #: share of values rounded to zero above which a format gets a warning
-#: SQNR in dB below which a format gets a warning; at 10 dB, the error has a tenth of the signal's
-#: power.
+#: SQNR in dB below which a format gets a warning. At 10 dB, the power of the error is a tenth of
+#: the power of the signal.
 SQNR = 10.0
-BIAS = 0.01  #: bias relative to the mean magnitude above which a format gets a warning
+BIAS = 0.01  #: mean error over mean magnitude above which a format gets a warning
 NAMED = 3  #: maximum number of tensors that a warning lists
-NOTES = 6  #: maximum number of notes with their own warning; one more warning covers the rest
+NOTES = 6  #: maximum number of notes that get a warning each; one more warning covers the rest
 
 
 @dataclass(frozen=True)

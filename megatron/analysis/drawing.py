@@ -42,13 +42,13 @@ FORMATS = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
 
 @dataclass
 class DrawResult:
-    """The result of `draw`: files, figures that could not be drawn, and dump files left out."""
+    """The result of `draw`: files written, figures not drawn, and dump files left out."""
 
     files: list[Path] = field(default_factory=list)
     unchanged: int = 0  #: number of `files` kept from an earlier call
     missing: dict[str, str] = field(default_factory=dict)  #: reasons for missing figures, by name
     failed: dict[str, str] = field(default_factory=dict)  #: tracebacks of failed figures, by name
-    kept: list[Path] = field(default_factory=list)  #: new paths of earlier outputs
+    kept: list[Path] = field(default_factory=list)  #: new paths of renamed earlier outputs
     problems: list[Problem] = field(default_factory=list)  #: dump files that were left out
     tensors: int = 0  #: number of tensors that were drawn
     notes: dict[str, int] = field(default_factory=dict)  #: number of tensors with each note
@@ -130,7 +130,7 @@ def _draw_outputs(
     workers: int,
     notify: Callable[[str], None],
 ) -> None:
-    """Draw the outputs that are not up to date, and add the files of all outputs to `result`."""
+    """Draw the outputs that are out of date, and add the files of all outputs to `result`."""
     output, dump = order.output, order.figure_data.store.folder
     current = unchanged(output, names, follows)
     for made in current.values():
@@ -171,9 +171,9 @@ def result_of_quick(look: QuickResult) -> DrawResult:
 
 
 def note_of_repeats(count: int) -> dict[str, int]:
-    """Return an entry of `DrawResult.notes` that counts the tensors saved again by recomputation.
+    """Return the entry of `DrawResult.notes` for tensors that activation recomputation saved twice.
 
-    The result is empty if there are none.
+    The result is an empty dictionary if there are no such tensors.
     """
     return {REPEATED: count} if count else {}
 
@@ -189,7 +189,7 @@ def default_formats(store: TensorStore) -> list[str]:
         try:
             assigned = parse_type(name)
         except ValueError:
-            continue  # the type of a recipe has no fixed formats
+            continue  # the quantization type of a recipe has no fixed formats
         for fmt in assigned.values():
             if fmt is not None and fmt.name not in formats:
                 formats.append(fmt.name)
@@ -199,7 +199,7 @@ def default_formats(store: TensorStore) -> list[str]:
 def _compute(
     store: TensorStore, formats: Sequence[str], caches: Sequence[Path], **computing: Any
 ) -> tuple[stats.Statistics, Path | None, list[str]]:
-    """Return the statistics, their cache folder, and a message for each folder that was refused.
+    """Return the statistics, their cache folder, and a message for each unusable cache folder.
 
     Args:
         caches: possible cache folders, in order of preference: the folder in the dump that the
@@ -215,7 +215,7 @@ def _compute(
 
 
 def _choose(caches: Sequence[Path]) -> tuple[Path | None, list[str]]:
-    """Return the first usable folder, or None, and a message for each folder that was refused."""
+    """Return the first usable cache folder or None, and a message for each unusable one."""
     refused = []
     for cache in caches:
         try:

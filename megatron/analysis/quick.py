@@ -39,11 +39,11 @@ from megatron.analysis.text_table import shown
 PICTURE = "quick_analysis.png"
 TEXT = "tensor_stats.txt"
 BULK = 0.999  #: quantile of the magnitudes that determines the width of the histogram
-REACH = 4.0  #: largest value in the histogram, as a multiple of the quantile `BULK`
+REACH = 4.0  #: largest magnitude in the histogram, as a multiple of the quantile `BULK`
 TAIL = 1e-4  #: maximum share of values left out at the low end of the magnitude histogram
 DPI = 150  #: resolution of the picture, in dots per inch
 LONGEST = 36  #: maximum length of a name in the picture, in characters
-#: Columns whose distinct values are counted in the headline, by the word that is shown.
+#: Columns whose distinct values the headline counts, by the word used in the headline.
 COUNTED = {"iteration": "iteration", "layer": "layer_idx"}
 
 
@@ -57,7 +57,7 @@ class QuickResult:
     problems: list[Problem]
     missing: int  #: number of files that an index lists but that do not exist
     endings: dict[str, str]  #: description of how each unfinished run ended, by run ID
-    kept: list[Path]  #: new paths of earlier files that had the same names
+    kept: list[Path]  #: new paths of earlier files, which were renamed
 
 
 def quick_analysis(
@@ -132,7 +132,7 @@ def draw_picture(dump: TensorStore, measured: Measurements, problems: list[Probl
     shows the shares of tensors and values by quantization type, layer type, operation and use.
     """
     with matplotlib.rc_context(RC):
-        # the axes leave room for the headline at the top of the figure
+        # leave room for the headline at the top of the figure
         height = 0.83 if alarm(dump) else 0.86
         layout = ConstrainedLayoutEngine(rect=(0.015, 0.02, 0.97, height), hspace=0.1, wspace=0.08)
         figure = Figure(figsize=(12.5, 7.6), layout=layout)
@@ -144,7 +144,7 @@ def draw_picture(dump: TensorStore, measured: Measurements, problems: list[Probl
         data, note = magnitude_data(operands)
         plot_magnitude_histogram(data, title="By magnitude", note=note, ax=lower)
         shares = {title: share_data(measured, column) for column, title in GROUPS}
-        # all bars have the same thickness
+        # heights in proportion to the number of bars, so that all bars have the same thickness
         heights = [min(len(data), MOST) + 0.35 for data in shares.values()]
         for ax, (title, data) in zip(
             figure_rows(figure, columns[1], heights), shares.items(), strict=True
@@ -187,7 +187,7 @@ def histogram_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
     outside the histogram.
     """
     everything, summary, column = measured.histogram(), measured.summary(), grouping(measured)
-    # otherwise, a single distant outlier would squeeze all other values into one bin
+    # limit the reach; otherwise, one distant outlier would squeeze all other values into one bin
     reach = REACH * everything.magnitude_quantile(BULK)
     grid = Grid.reaching(min(summary.amax, reach))
     rms = {name: group.rms for name, (_, group) in measured.by(column).items()}
@@ -217,7 +217,7 @@ def histogram_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
 
 
 def magnitude_data(measured: Measurements) -> tuple[pd.DataFrame, str]:
-    """Return the number of values per octave and group, and a note on the values left out.
+    """Return the number of values in each octave by group, and a note on the values left out.
 
     The lowest octaves are left out if together they hold at most a share `TAIL` of the values.
     """

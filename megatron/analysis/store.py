@@ -58,7 +58,7 @@ class TensorStore:
         with _no_garbage_collection():
             contents = scan(self.folder)
         self.records: pd.DataFrame = contents.records  #: columns: `dump.record_columns.COLUMNS`
-        self.missing: pd.DataFrame = contents.missing  #: records of an index whose file is missing
+        self.missing: pd.DataFrame = contents.missing  #: records whose tensor file is missing
         self.problems: list[Problem] = contents.problems  #: files that could not be read
         #: Lines of the indexes that report an event: {"event": ..., "run_id": ..., "rank": ...}.
         self.events: list[dict[str, Any]] = contents.events
@@ -215,7 +215,7 @@ class TensorStore:
         if "recomputed" not in conditions and frame["recomputed"].nunique() > 1:
             frame = frame[frame["recomputed"] == False]  # noqa: E712  the dtype is object
         if frame.empty and conditions.get("tensor_name") == "weight":
-            # all micro-batches of an iteration share the weight, so it may be saved with only one
+            # all micro-batches of an iteration share the weight, so only one may have saved it
             rest = {name: value for name, value in conditions.items() if name != "micro_batch"}
             same_pass = {name: value for name, value in conditions.items() if name != "tensor_name"}
             frame = self.select(**rest) if len(self.select(**same_pass)) else frame
@@ -231,7 +231,7 @@ class TensorStore:
         return frame.assign(data_rank=data_ranks(frame))
 
     def _row(self, record: Any) -> Any:
-        """Return the row that an argument of `load` refers to."""
+        """Return the row of the table that `record`, an argument of `load`, refers to."""
         if isinstance(record, pd.DataFrame):
             if len(record) != 1:
                 raise ValueError(
@@ -243,7 +243,7 @@ class TensorStore:
 
 
 def _check_one(frame: pd.DataFrame) -> None:
-    """Refuse a table with shards of more than one tensor."""
+    """Refuse a table that contains shards of more than one tensor."""
     if several := [name for name in IDENTITY if frame[name].nunique(dropna=False) > 1]:
         ways = ", ".join(_choice(name, list(frame[name].unique())) for name in several)
         raise ValueError(
@@ -253,14 +253,14 @@ def _check_one(frame: pd.DataFrame) -> None:
 
 
 def _choice(name: str, values: list[Any]) -> str:
-    """Return a condition with the values to choose from, as in `iteration=1 or 2`."""
+    """Return a condition as text, with all possible values, as in `iteration=1 or 2`."""
     shown = [repr(value) if isinstance(value, str) else str(value) for value in values[:6]]
     more = f" or {len(values) - 6} more" if len(values) > 6 else ""
     return f"{name.removesuffix('_idx')}={' or '.join(shown)}{more}"
 
 
 def _field(record: Any, name: str) -> Any:
-    """Return a field of a row, which is a named tuple or a Series.
+    """Return a field of a row; the row is a named tuple or a Series.
 
     A field of a Series cannot be read as an attribute, because `Series.shape` hides `shape`.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron.analysis.drawing import DrawResult
     from megatron.analysis.quick import QuickResult
 
-NAMED = 5  #: maximum number of tensors with NaN or Inf that the first look lists
+NAMED = 5  #: maximum number of tensors with NaN or Inf to list
 DEFAULT_FORMATS = "mxfp8 mxfp4 nvfp4 hifp8 and those of the dump"
 
 DRAW = """\
@@ -174,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
             progress=True,
             **computing,
         )
-    except UnreadableTensorError as error:  # raised only with --strict
+    except UnreadableTensorError as error:  # occurs only with --strict
         print(f"[ERROR] {shown(error)}", file=sys.stderr)
         return LEFT_OUT
     return print_result(result)
@@ -198,7 +198,10 @@ def run_quick(arguments: argparse.Namespace) -> int:
 
 
 def first_look(look: QuickResult) -> list[str]:
-    """Return lines that report the number of values, the runs, NaN and Inf, and missing files."""
+    """Return a summary of a first look as lines of text.
+
+    The lines give the number of values, the runs, the NaN and Inf values, and the missing files.
+    """
     table, summary = look.measurements.table, look.measurements.summary()
     lines = [f"{summary.count:,} values"]
     runs = table["run_id"].fillna("(unknown)").value_counts(sort=False)
@@ -220,7 +223,7 @@ def _printer() -> Callable[[str], None]:
     from tqdm import tqdm
 
     def say(path: str) -> None:
-        tqdm.write(f"Wrote {shown(path)}")  # above the progress bar, if there is one
+        tqdm.write(f"Wrote {shown(path)}")  # prints above a progress bar
         sys.stdout.flush()
 
     return say

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.analysis.text_table import printable_lines, shown
 
 DEFAULT_FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3")
-CACHE_FOLDER = ".statistics"  #: name of the cache folder in the folder of a dump or of outputs
+CACHE_FOLDER = ".statistics"  #: name of the cache folder inside a dump or an output folder
 LEFT_OUT = 3  #: exit status if files could not be read and were left out
 
 DESCRIPTION = """\
@@ -179,7 +179,7 @@ def parse_size(text: str) -> int:
 
 
 def _cache(named: str | None, folder: Path) -> Path | None:
-    """Return the cache folder, or None if nothing is to be cached.
+    """Return the folder of the statistics cache, or None if nothing is to be cached.
 
     Nothing is cached if the user passes `none`, or if no other folder is given and the default
     folder in the dump cannot be used.

@@ -49,9 +49,9 @@ class Cut:
 
     group: str
     axis: int | None  #: dimension that is divided; None if the ranks hold partial sums
-    zigzag: bool = False  #: whether each rank holds a chunk from each half of the dimension
+    zigzag: bool = False  #: whether each rank holds one chunk of each half of the dimension
     copies: int = 1  #: number of consecutive ranks that hold the same part
-    summed: bool = False  #: whether these ranks hold partial sums of the part, not copies
+    summed: bool = False  #: whether these ranks hold partial sums of the part, not equal copies
 
 
 def parse_dims(dims: str) -> list[Cut]:
@@ -224,7 +224,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor: str) -> Tensor:
-    """Join or add the shards of one group after another, from the last cut to the first."""
+    """Combine the shards into one tensor, undoing one cut at a time from the last to the first."""
     for cut in reversed(cuts):
         groups: dict[tuple[int, ...], list[Tensor]] = {}
         for index in sorted(shards):
@@ -242,7 +242,7 @@ def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor:
 
 
 class _CopiesDifferError(Exception):
-    """Raised if ranks that should hold copies of the same part hold different values."""
+    """Raised if ranks that should hold the same part of a tensor hold different values."""
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
@@ -260,7 +260,7 @@ def _one_of(copies: list[Tensor], cut: Cut) -> Tensor:
 
 
 def _of_group(parts: list[Tensor], cut: Cut) -> Tensor:
-    """Combine the parts held by the ranks of one group; `parts` is in the order of the ranks."""
+    """Combine the parts that the ranks of one parallel group hold; `parts` is in rank order."""
     if cut.axis is None:
         return _sum(parts)
     if cut.copies > 1:

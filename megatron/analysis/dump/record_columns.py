@@ -23,12 +23,12 @@ import pandas as pd
 from megatron.bounded_files import printable
 from megatron.tensor_record import TensorRecord
 
-#: The record of one tensor: the fields of `TensorRecord`, and `bytes`. Unknown fields are missing
-#: or None.
+#: Record of one tensor: the fields of `TensorRecord`, and `bytes`. A field whose value is unknown
+#: is None or missing.
 Row = dict[str, Any]
 
-GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")  #: parallel groups whose ranks a record contains
-#: Columns with the coordinates of the rank; `rank` is the coordinate that a record calls `world`.
+GROUPS = ("tp", "pp", "dp", "cp", "ep", "etp")  #: parallel groups; a record has a rank in each
+#: Columns with the coordinates of the rank. A record calls the coordinate `rank` "world".
 RANK_COLUMNS = ("rank", "world_size", *(name for g in GROUPS for name in (g, f"{g}_size")))
 FIELDS = tuple(item.name for item in fields(TensorRecord) if item.name != "rank")
 COLUMNS = (*FIELDS, *RANK_COLUMNS, "bytes", "path", "source")
@@ -36,7 +36,7 @@ _OF_ROW = (*FIELDS, "bytes")
 
 
 def _types() -> dict[str, tuple[type, ...]]:
-    """Return the types that `TensorRecord` allows for each field, apart from None."""
+    """Return the Python types that `TensorRecord` allows for each field, apart from None."""
     types: dict[str, tuple[type, ...]] = {"bytes": (int,)}
     for name, hint in get_type_hints(TensorRecord).items():
         parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
@@ -48,14 +48,14 @@ def _types() -> dict[str, tuple[type, ...]]:
 _TYPES = _types()
 #: Columns that contain integers.
 WHOLE = (*(name for name in _OF_ROW if _TYPES[name] == (int,)), *RANK_COLUMNS)
-_IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: names of the coordinates of a rank in a record
+_IN_RECORD = ("world", *RANK_COLUMNS[1:])  #: names of a rank's coordinates in a record
 _SIZES = ("shape", "global_shape")
 _UNKNOWN = dict.fromkeys((*_OF_ROW, "rank"))
 _Coordinates = tuple[int | None, ...]  #: coordinates of a rank in the order of _IN_RECORD
 _LOWEST = {"layer_idx": -1}  #: minimum values of integer fields, where they are not 0
 _TEXT_LIMIT = 1000  #: maximum length of a string in characters; module names have about 60
 _AXES_LIMIT = 64  #: maximum number of dimensions in a shape
-_TOO_LARGE = 2**63  #: numbers in a record must be smaller, to fit into 64 bits
+_TOO_LARGE = 2**63  #: numbers in a record must be smaller, to fit into int64
 
 
 class WrongTypeError(ValueError):
@@ -82,7 +82,7 @@ class _Texts(dict[Any, Any]):
 
 
 class _Sizes(dict[Any, Any]):
-    """A cache that maps equal shapes to one shared list."""
+    """A cache that maps each shape to one list that all rows with this shape share."""
 
     def of(self, shape: list[int] | None) -> list[int] | None:
         """Return the cached list equal to `shape`; if there is none, add `shape` to the cache.
@@ -105,14 +105,14 @@ class Columns:
     def __init__(self) -> None:
         self.of: dict[str, list[Any]] = {name: [] for name in (*_OF_ROW, "path", "source")}
         self._texts, self._sizes = _Texts(), _Sizes()
-        self._coordinates: dict[_Coordinates, int] = {}  #: index of each set of coordinates
-        self._rank_of_row: list[int] = []  #: index of the coordinates of each row
+        self._coordinates: dict[_Coordinates, int] = {}  #: index of each rank's coordinates
+        self._rank_of_row: list[int] = []  #: index of each row's rank coordinates
 
     def __len__(self) -> int:
         return len(self._rank_of_row)
 
     def add(self, rows: Sequence[Row], paths: Sequence[str], source: str) -> None:
-        """Append rows; if one of them is invalid, append none.
+        """Append rows; if any row is invalid, append none.
 
         Args:
             rows: records to append. Missing fields count as unknown, and keys that are not fields
@@ -129,7 +129,7 @@ class Columns:
             transposed: Any = zip(*map(operator.itemgetter(*_OF_ROW), rows), strict=True)
             columns = dict(zip(_OF_ROW, transposed, strict=True))
             ranks = [row["rank"] for row in rows]
-        except KeyError:  # dumps of other programs may lack fields
+        except KeyError:  # dumps written by other programs may lack fields
             self.add([_UNKNOWN | row for row in rows], paths, source)
             return
         for name, values in columns.items():
@@ -152,7 +152,7 @@ class Columns:
             raise WrongTypeError(f"{name} {error}") from None
 
     def _numbers(self, ranks: Iterable[Any]) -> list[int]:
-        """Return the index of each row's coordinates in `_coordinates`.
+        """Return the index of each row's rank coordinates in `_coordinates`.
 
         Most rows have the same rank as the previous row, so its index is reused.
         """
@@ -180,7 +180,7 @@ class Columns:
             del values[length:]
 
     def order(self, positions: Iterable[int]) -> list[int]:
-        """Return row numbers sorted by run, then by the time of writing, then by path."""
+        """Return the row numbers sorted by run, then by time of writing, then by path."""
         columns = [self.of[name] for name in ("run_id", "timestamp", "counter", "path")]
         keys = [(a or "", b or "", c or 0, d) for a, b, c, d in zip(*columns, strict=True)]
         return sorted(positions, key=keys.__getitem__)
@@ -274,7 +274,7 @@ _CHECKS = {"slice": _check_slice, "codes": _check_codes}
 
 
 def _check_coordinates(coordinates: dict[str, int | None]) -> None:
-    """Refuse coordinates of a rank that are impossible, such as a rank beyond its group's size."""
+    """Refuse impossible coordinates of a rank, such as a rank not below its group's size."""
     for name, value in coordinates.items():
         lowest = 1 if name.endswith("_size") else 0
         if value is not None and value < lowest:
@@ -295,7 +295,7 @@ def _short(value: Any) -> str:
 
 
 def _whole_numbers(values: Sequence[int | None], at: Any) -> Any:
-    """Return the numbers at positions `at` as int64, or as Int64 with NA if some are unknown."""
+    """Return the integers at positions `at` as int64, or as Int64 with NA if some are unknown."""
     if None not in values:
         return np.array(values, dtype=np.int64)[at]
     unknown = np.fromiter((value is None for value in values), dtype=bool, count=len(values))[at]

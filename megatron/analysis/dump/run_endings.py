@@ -23,7 +23,7 @@ _LONGEST = 90  #: maximum length of a description of how a run ended, in charact
 
 
 def ending(card: Mapping[str, Any]) -> str:
-    """Return a description of how a run ended; it is "finished" if the run ended as planned."""
+    """Return a description of how a run ended, such as "finished" if it ended as planned."""
     if not card:
         return UNKNOWN
     status = card.get("status")
@@ -51,7 +51,7 @@ def unfinished(store: TensorStore) -> dict[str, str]:
 
 
 def alarm(store: TensorStore) -> str:
-    """Return a line about the unfinished runs for a figure, or "" if there are none."""
+    """Return a one-line warning about unfinished runs for a figure, or "" if all runs finished."""
     named = [
         f"run {run_id} ({store.run_card(run_id).get('quant_type') or 'unknown type'}): {words}"
         for run_id, words in unfinished(store).items()

@@ -39,8 +39,8 @@ class ScanResult:
     """The tensors, events, run cards and problems found in a dump's folder."""
 
     records: pd.DataFrame  #: one row per tensor, sorted by run and time of writing
-    missing: pd.DataFrame  #: records of an index whose file is missing
-    events: list[dict[str, Any]]  #: lines of the indexes that report an event
+    missing: pd.DataFrame  #: records in the indexes whose tensor file is missing
+    events: list[dict[str, Any]]  #: lines of the indexes that report an event instead of a tensor
     cards: dict[str, dict[str, Any]]  #: run cards by run ID
     problems: list[Problem]  #: files that were left out
 
@@ -105,7 +105,7 @@ def scan(folder: Path) -> ScanResult:
 
 
 def _by_path(paths: list[str], problems: list[Problem]) -> dict[str, int]:
-    """Return the row number of each path.
+    """Return a dictionary from each path to its row number.
 
     If a path occurs more than once, its last row is used, and the path is added to `problems`.
     """
@@ -221,7 +221,7 @@ def _paths(lines: list[Row], parent: str) -> list[str]:
 
 
 def _row_of_file(path: Path) -> tuple[Row, str]:
-    """Return the record of a file that no index lists, and its source: "file" or "name".
+    """Return the record of a file that no index lists, and where it was found: "file" or "name".
 
     Raises:
         UnreadableTensorError: if the file is unreadable, or has neither metadata nor a name in the

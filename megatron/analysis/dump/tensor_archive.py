@@ -43,7 +43,7 @@ _PLAIN = frozenset(
         "torch.storage.TypedStorage",
     }
 )
-#: Prefixes of the names of functions that rebuild other kinds of tensors.
+#: Name prefixes of the functions that rebuild other kinds of tensors.
 _OTHER = (
     "torch._utils._rebuild",
     "torch._tensor._rebuild",

@@ -15,11 +15,11 @@ from megatron.analysis.dump.tensor_archive import ArchiveError, check_archive
 from megatron.bounded_files import UnusableFileError, printable, read_json
 
 PATH_LIMIT = 4096  #: maximum length of a path in a message, in characters
-WHY_LIMIT = 1000  #: maximum length of a reason in a message, in characters
+WHY_LIMIT = 1000  #: maximum length of the reason given in a message, in characters
 TEXT_LIMIT = 20_000  #: maximum length of a string in a run card, in characters
 #: Maximum number of dimensions of a tensor; a matmul operand has 2 to 4, and NumPy allows 64.
 DIMENSIONS = 16
-EMPTY_SIZES = 1 << 24  #: maximum product of the nonzero sizes of an empty tensor
+EMPTY_SIZES = 1 << 24  #: maximum product of the nonzero dimensions of an empty tensor
 #: Dtypes that a dump may contain; statistics and checks do not support any others.
 DTYPES = frozenset(
     {
@@ -66,7 +66,7 @@ class Problem:
 
 
 def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
-    """Return the memory-mapped tensor in a file, and its metadata or None.
+    """Return the memory-mapped tensor in a file, and its metadata, which is None if missing.
 
     Raises:
         UnreadableTensorError: if the file does not contain a supported tensor that can be read
@@ -92,7 +92,7 @@ def read_tensor(path: Path) -> tuple[Tensor, dict[str, Any] | None]:
 
 
 def _unusable(tensor: Tensor) -> str:
-    """Return the reason for refusing a tensor, or "" if it is accepted."""
+    """Return the reason why a tensor is refused, or "" if it is accepted."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"does not hold a plain dense tensor (but a {type(tensor).__name__})"
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -137,7 +137,7 @@ def read_payload(path: Path) -> Any:
         raise UnreadableTensorError(path, prefix + why) from None
 
 
-#: Expected types of the fields of a run card that are used; any of them may be missing or null.
+#: Expected types of the run card fields that are used; each field may be missing or null.
 _CARD = {
     "arguments": dict,
     "quantization": list,

@@ -86,14 +86,14 @@ def latest(figure_data: FigureData) -> pd.DataFrame:
 
 
 def source_of(rows: pd.DataFrame) -> str:
-    """Return a phrase that names the run and the iteration of the rows returned by `latest`."""
+    """Return a phrase that names the run and the iteration of `rows`, a result of `latest`."""
     first = rows.iloc[0]
     run = f"{first['quant_type']} run {first['run_id'] or '(unknown)'}"
     return f"{run} (the newest), iteration {first['iteration']} (its last)"
 
 
 def formats_of(figure_data: FigureData, tensor: int) -> list[str]:
-    """Return the formats for which the statistics contain errors of the tensor.
+    """Return the formats whose errors on the tensor are in the statistics.
 
     Some formats cannot be evaluated on a tensor with missing parts.
     """
@@ -162,19 +162,17 @@ def entropy(probs: Tensor) -> float:
 
 
 def queries_at_once(head: Tensor, multiple: int = 1) -> int:
-    """Return the number of queries to process at a time, a multiple of `multiple`.
-
-    The queries have about `CHUNK` values in total.
+    """Return the number of queries to process at a time, so that they have about `CHUNK` values.
 
     Args:
         head: probabilities [queries, keys] of one head.
-        multiple: factor of the result.
+        multiple: number that the result is a multiple of.
     """
     return max(CHUNK // (head.shape[-1] * multiple), 1) * multiple
 
 
 def head_errors(probs: Tensor, fmt: str) -> list[float]:
-    """Return the SQNR in dB of each head's probabilities, quantized along keys as in P V."""
+    """Return the SQNR in dB of each head's probabilities, with blocks along keys as in P @ V."""
     largest = largest_finite(probs) if get_format(fmt).has_tensor_scale else None
     ratios = []
     for head in range(probs.shape[1]):

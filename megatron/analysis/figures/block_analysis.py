@@ -52,7 +52,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def worst(figure_data: FigureData, fmt: str, count: int) -> pd.DataFrame:
-    """Return at most `count` tensors sorted by increasing SQNR, one per module and tensor name.
+    """Return the `count` tensors with the lowest SQNR, at most one per module and tensor name.
 
     Of all tensors with the same module and tensor name, the one with the lowest SQNR is chosen. The
     SQNR is measured with blocks along the last dimension, as in the maps.
@@ -101,7 +101,7 @@ def scale_maps(figure_data: FigureData, fmt: str) -> Figure:
 
 
 def summed(figure_data: FigureData, formats: Iterable[str]) -> dict[str, FormatSum]:
-    """Return the summed histograms by format, without the formats that have none."""
+    """Return the summed histograms by format; formats without histograms are omitted."""
     totals = {name: figure_data.summed(name) for name in formats}
     return {name: total for name, total in totals.items() if total is not None}
 
@@ -152,7 +152,7 @@ def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
 
 
 def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
-    """Return the formats with the same counts as another format, whose curves hide each other."""
+    """Return the formats whose counts equal those of another format; their curves coincide."""
     return [
         name
         for name, own in counts.items()
@@ -161,7 +161,7 @@ def same_counts(counts: dict[str, np.ndarray]) -> list[str]:
 
 
 def without_zeros_and_nan(figure_data: FigureData, fmt: str, scales: np.ndarray) -> np.ndarray:
-    """Return the number of blocks by E8M0 byte, excluding all-zero blocks and blocks with NaN.
+    """Return the number of blocks by E8M0 scale byte, without all-zero blocks and blocks with NaN.
 
     All-zero blocks store the smallest scale, so their number is subtracted from the first count.
 
@@ -193,7 +193,7 @@ def _headroom(totals: dict[str, FormatSum]) -> pd.DataFrame:
 
 
 def _by_number(counts: dict[str, np.ndarray], first: int) -> pd.DataFrame:
-    """Return the counts as a table for `plot_counts`, without 0.01 % of the total at each end.
+    """Return the counts as a table for `plot_counts`, cutting off 0.01 % of the total at each end.
 
     Args:
         counts: for each format, the number of blocks with the integers `first`, `first + 1`, ...

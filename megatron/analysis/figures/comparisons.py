@@ -103,7 +103,7 @@ def deviation(figure_data: FigureData) -> Figure:
 
 
 def _last(data: pd.DataFrame) -> str:
-    """Return the compared iteration as text, or one per quantization type if they differ."""
+    """Return the compared iteration as text; if it differs, return one per quantization type."""
     last = data.groupby("quant_type")["iteration"].first()
     if last.nunique() == 1:
         return str(last.iloc[0])

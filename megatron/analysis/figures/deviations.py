@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.analysis.dump.tensor_files import UnreadableTensorError
 
-#: Columns that together identify a tensor in every run on the same data.
+#: Columns that together identify the same tensor in different runs.
 SAME = ("iteration", "micro_batch", "data_rank", "layer_idx", "module", "operation", "tensor_name")
 BASELINES = ("bf16", "none")  #: unquantized types, in order of preference
-CHUNK = 1 << 22  #: number of values compared at a time
+CHUNK = 1 << 22  #: number of values to compare at a time
 
 
 def deviations(
@@ -43,7 +43,7 @@ def deviations(
         return pd.DataFrame(columns=columns)
     newest = tensors.drop_duplicates(
         ["quant_type", *SAME], keep="last"
-    )  # the newest run of each type
+    )  # the newest run of each quantization type
     is_base = newest["quant_type"] == baseline
     texts = newest[list(SAME)].astype("string").fillna("")
     keys = pd.Series(list(texts.itertuples(index=False, name=None)), newest.index)
@@ -56,7 +56,7 @@ def deviations(
         try:
             distance = relative_distance(load(row.tensor), load(int(row.base)))
         except (UnreadableTensorError, ValueError):
-            continue  # a file is corrupt (listed among the problems), or parts are missing
+            continue  # a file is corrupt (listed among the problems), or shards are missing
         rows.append((row.quant_type, row.kind, row.layer_idx, row.iteration, distance))
     return pd.DataFrame(rows, columns=columns)
 

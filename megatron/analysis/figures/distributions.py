@@ -32,10 +32,10 @@ REACH = 12.0  #: maximum distance from zero in a histogram, in standard deviatio
 BINS = 96  #: number of bins of a histogram
 
 _PATTERNS = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
-with np.errstate(invalid="ignore"):  # converting a signaling NaN warns
+with np.errstate(invalid="ignore"):  # NumPy warns when it converts a signaling NaN
     _VALUES = _PATTERNS.view(np.float32).astype(np.float64)
 _FINITE = np.isfinite(_VALUES)
-#: Finite bfloat16 patterns, sorted by value from the most negative to the largest.
+#: Bit patterns of the finite bfloat16 numbers, in ascending order of the numbers.
 _RISING = np.flatnonzero(_FINITE)[np.argsort(_VALUES[_FINITE], kind="stable")]
 
 
@@ -59,7 +59,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def exponents(figure_data: FigureData) -> Figure:
-    """Draw a histogram of the exponents per kind of tensor, with the format ranges below it."""
+    """Draw a histogram of exponents for each kind of tensor, above the ranges of the formats."""
     judged = figure_data.judged if figure_data.formats else figure_data.tensors
     kinds = figure_data.kinds(judged)
     figure, axes = sheet(5.4 * len(kinds), 5.0, 1, len(kinds))

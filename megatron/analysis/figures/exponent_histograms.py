@@ -1,4 +1,4 @@
-"""Compute the data of exponent histograms: the share of values per binade and the format ranges."""
+"""Compute the data of exponent histograms: shares of values per binade, and format ranges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.analysis.figures.figure_data import FigureData, trimmed
 from megatron.fake_quant import get_format
 from megatron.fake_quant.inspect import format_properties
 
-#: Part of a figure's note that explains the bars below an exponent histogram.
+#: Text in a figure's note that explains the bars below an exponent histogram.
 RANGE_NOTE = (
     "bars: the range of each format (thin: subnormal); in block formats, bars hold for a block "
     "with the median scale, and the line extends to blocks with other scales"
@@ -21,10 +21,10 @@ RANGE_NOTE = (
 
 
 def exponent_shares(figure_data: FigureData, kind: str) -> pd.DataFrame:
-    """Return the share of values per binade and tensor name, for `plot_exponent_histogram`.
+    """Return, for each tensor name, the share of values in each binade.
 
-    Only tensors of the given kind are counted. If the figures have formats, only tensors by which
-    formats are judged are counted.
+    The table is for `plot_exponent_histogram`. Only tensors of the given kind are counted. If the
+    figures show formats, only tensors on which the formats are evaluated are counted.
     """
     table = figure_data.judged[figure_data.judged["kind"] == kind]
     if not figure_data.formats:
@@ -37,9 +37,10 @@ def exponent_shares(figure_data: FigureData, kind: str) -> pd.DataFrame:
 
 
 def binade_shares(counts: Mapping[str, NDArray[np.int64]]) -> pd.DataFrame:
-    """Return the share of values per binade and name, for `plot_exponent_histogram`.
+    """Return, for each name in `counts`, the share of values in each binade.
 
-    Names whose counts are all zero are omitted. So are the lowest 0.01 % of all values.
+    The table is for `plot_exponent_histogram`. Names whose counts are all zero are omitted, and so
+    are the binades of the lowest 0.01 % of all values.
 
     Args:
         counts: for each name, the number of values in each of the 255 binades.
@@ -60,7 +61,7 @@ def binade_shares(counts: Mapping[str, NDArray[np.int64]]) -> pd.DataFrame:
 
 
 def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
-    """Return the base-2 logarithms of the limits of each format's range.
+    """Return the limits of each format's range of magnitudes, as base-2 logarithms.
 
     The range of a block (or tensor) is the range of the elements times the scale. Formats with
     bfloat16 elements and formats with unknown scales are omitted.
@@ -80,7 +81,7 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
     for name in formats:
         fmt, uses = get_format(name), table[table["quantized_format"] == name]
         if fmt.element.name == "bfloat16":
-            continue  # every value is within its range
+            continue  # the range of bfloat16 contains every value
         shift = low = high = 0.0
         finer_exponents = 0
         largest = float(format_properties.positive_values(fmt.element)[-1])
@@ -90,7 +91,7 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
             target, finer_exponents = fmt.scaling.target, fmt.scaling.finer_exponents
             shift = uses["scale_median"].median()
             low, high = uses["scale_min"].min(), uses["scale_max"].max()
-            if target is not None:  # multiply by the tensor scale
+            if target is not None:  # add the logarithm of the tensor scale
                 shift += _shifts(uses["amax"], target)[0]
                 own = [_shifts(uses["amax"][[at]], target)[0] for at in uses.index]
                 low, high = (uses["scale_min"] + own).min(), (uses["scale_max"] + own).max()
@@ -114,7 +115,7 @@ def format_ranges(formats: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _shifts(amax: pd.Series[float], target: float) -> tuple[float, float, float]:
-    """Return log2 of the tensor scale for the median, the smallest and the largest positive amax.
+    """Return log2 of the tensor scales for the median, smallest and largest positive amax.
 
     The tensor scale is amax / target. All results are 0 if no amax is positive.
     """

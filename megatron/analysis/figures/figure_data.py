@@ -29,8 +29,8 @@ from megatron.analysis.store import TensorStore
 from megatron.fake_quant import get_format
 
 KINDS = {"forward": "Activations", "weight": "Weights", "gradient": "Gradients"}
-#: GEMMs in order of precedence. If several GEMMs quantize an operand, the figures show it as
-#: quantized for the first of them.
+#: GEMMs in order of precedence: if several GEMMs read an operand, the figures show its quantization
+#: for the first of them.
 USES = ("fprop", "dgrad", "wgrad")
 _LAYER = re.compile(r"^(.*\blayers\.\d+\.)")
 _EXPERT = re.compile(r"\blocal_experts\.\d+\b")
@@ -56,7 +56,7 @@ class FigureData:
     statistics: Statistics
     formats: tuple[str, ...]
     progress: bool = False  #: if True, show a progress bar on a terminal while reading many tensors
-    judge: str = OPERANDS  #: group of tensors by which formats are judged, one of `JUDGED`
+    judge: str = OPERANDS  #: group of tensors on which formats are evaluated, one of `JUDGED`
 
     @functools.cached_property
     def tensors(self) -> pd.DataFrame:
@@ -91,7 +91,7 @@ class FigureData:
         GEMM reads the tensor, they run along its last dimension.
         """
         table = self.statistics.formats.copy()
-        # Categorical columns would be sorted in the order of their categories.
+        # A categorical column would be sorted in the order of its categories.
         for name in ("quantized_format", "axis", "used_by"):
             table[name] = table[name].astype(object).fillna("").astype(str)
         if table.empty:
@@ -107,7 +107,7 @@ class FigureData:
 
     @functools.cached_property
     def judged(self) -> pd.DataFrame:
-        """Rows of `uses` by which formats are judged: operands or results, as `judge` says."""
+        """Rows of `uses` on which formats are evaluated: operands or results, as `judge` says."""
         operands = self.uses["operand"].astype(bool)
         return self.uses[operands if self.judge == OPERANDS else ~operands]
 
@@ -129,7 +129,7 @@ class FigureData:
 
     @property
     def nothing_judged(self) -> str:
-        """Message that explains why no format can be judged."""
+        """Message that explains why no format can be evaluated."""
         if self.uses.empty:
             return "no tensor has values that a format could be applied to"
         other = next(name for name in JUDGED if name != self.judge)
@@ -137,7 +137,7 @@ class FigureData:
 
     @functools.cached_property
     def sums(self) -> Sums:
-        """Histograms of all tensors, summed by layer, place and format; read on first access."""
+        """Histograms of all tensors, summed by layer, place (module and tensor name) and format."""
         if self.tensors.empty:
             return Sums({}, {}, {})
         axes = self.uses.set_index(["tensor", "quantized_format"])["axis"].to_dict()
@@ -175,29 +175,32 @@ class FigureData:
 
     @property
     def places(self) -> list[str]:
-        """All places, with activations and weights before gradients."""
+        """All places (module and tensor names), with activations and weights before gradients."""
         order = {"forward": 0, "weight": 0, "gradient": 1}
         table = self.tensors.assign(order=self.tensors["kind"].map(order))
         return list(dict.fromkeys(table.sort_values("order", kind="stable")["place"]))
 
     def places_of(self, *kinds: str) -> list[str]:
-        """Return the places of tensors of the given kinds (`forward`, `weight`, `gradient`)."""
+        """Return the places (module and tensor names) of the tensors of the given `kinds`."""
         chosen = set(self.tensors.loc[self.tensors["kind"].isin(kinds), "place"])
         return [place for place in self.places if place in chosen]
 
     def judged_places(self, *kinds: str) -> list[str]:
-        """Return the places by which formats are judged, restricted to `kinds` if any are given."""
+        """Return the module and tensor names on which formats are evaluated.
+
+        If any `kinds` of tensors are given, only their names are returned.
+        """
         table = self.judged[self.judged["kind"].isin(kinds)] if kinds else self.judged
         chosen = set(table["place"])
         return [place for place in self.places if place in chosen]
 
     @property
     def places_apart(self) -> list[str]:
-        """All places, with operands of matmuls before results."""
+        """All places (module and tensor names), with operands of matmuls before results."""
         return sorted(self.places, key=lambda place: place not in self._operand_places)
 
     def label(self, place: str) -> str:
-        """Return the place, with the suffix `(result)` if no matmul reads its tensors."""
+        """Return the label of a place: its name, followed by `(result)` if no matmul reads it."""
         return place if place in self._operand_places else f"{place} (result)"
 
     @functools.cached_property
@@ -207,8 +210,8 @@ class FigureData:
     def summed(self, fmt: str, places: Iterable[str] | None = None) -> FormatSum | None:
         """Return the histograms of one format, summed over layers and places.
 
-        Only places by which formats are judged are included. The result is None if there are no
-        histograms.
+        A place is a module and tensor name; only places on which formats are evaluated are
+        included. The result is None if there are no histograms.
 
         Args:
             fmt: name of the format.
@@ -229,12 +232,12 @@ class FigureData:
 
     @property
     def origin(self) -> str:
-        """Phrase with the numbers of tensors and iterations, and the quantization types."""
+        """Phrase that gives the number of tensors and iterations, and the quantization types."""
         return self._origin(self.tensors, "tensors")
 
     @property
     def judged_origin(self) -> str:
-        """Phrase like `origin`, but for the tensors by which formats are judged."""
+        """Phrase like `origin`, but for the tensors on which formats are evaluated."""
         chosen = self.tensors.loc[self.judged["tensor"].unique()]
         return self._origin(chosen, f"{self.judge} of matmuls")
 
@@ -247,7 +250,7 @@ class FigureData:
 
     @functools.cached_property
     def alarm(self) -> str:
-        """Line about runs that did not finish, or an empty string if all runs finished."""
+        """One-line warning about unfinished runs, or an empty string if all runs finished."""
         return alarm(self.store)
 
     def headline(self, figure: Figure, title: str, note: str = "") -> None:
@@ -283,7 +286,7 @@ def _first_use(used_by: str) -> int:
 
 
 def trimmed(counts: NDArray[np.int64], tail: float = 1e-4) -> slice:
-    """Return the slice of binades that contain values, without the lowest values.
+    """Return the slice of binades that contain values, leaving out the smallest magnitudes.
 
     Args:
         counts: number of values in each of the 255 binades.
@@ -298,7 +301,7 @@ def trimmed(counts: NDArray[np.int64], tail: float = 1e-4) -> slice:
 
 
 def medians(table: pd.DataFrame, group: str, x: str, column: str) -> pd.DataFrame:
-    """Return the median of a column for each pair of group and x, for `plot_lines`.
+    """Return the median of a column for each group and x value, for `plot_lines`.
 
     The groups are in the order of their first appearance in the table.
 
@@ -314,7 +317,7 @@ def medians(table: pd.DataFrame, group: str, x: str, column: str) -> pd.DataFram
 
 
 def median_of(table: pd.DataFrame, keys: Sequence[str], what: str) -> str:
-    """Return a phrase that says how many tensors each cell, dot or point is the median of.
+    """Return a phrase that says how many tensors the median in a cell, dot or point is taken over.
 
     Args:
         keys: columns that identify a cell, dot or point.

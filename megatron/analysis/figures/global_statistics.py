@@ -29,7 +29,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def summary(figure_data: FigureData) -> dict[str, Any]:
-    """Return the statistics of the whole dump as values for JSON; an undefined number is None."""
+    """Return the statistics of the whole dump as JSON values; undefined numbers are None."""
     table = figure_data.tensors
     finite = int(table["finite"].sum())
     overall = {
@@ -82,9 +82,9 @@ def _pooled_rms(table: pd.DataFrame) -> float:
 
 
 def _format(figure_data: FigureData, name: str) -> dict[str, Any]:
-    """Return the lowest, median and highest value of each column in `NUMBERS` for a format.
+    """Return the lowest, median and highest value of each error metric of a format.
 
-    Only the tensors by which formats are judged are included.
+    Only the tensors on which formats are evaluated are included.
     """
     uses = figure_data.judged[figure_data.judged["quantized_format"] == name]
     numbers: dict[str, Any] = {"tensors": len(uses)}

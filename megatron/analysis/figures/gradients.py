@@ -81,7 +81,7 @@ def underflow(figure_data: FigureData) -> Figure:
 
 
 def judged_gradients(figure_data: FigureData) -> pd.DataFrame:
-    """Return the rows of `FigureData.judged` that are gradients.
+    """Return the rows of `FigureData.judged` for gradients.
 
     Raises:
         NothingToDrawError: there are no such rows.

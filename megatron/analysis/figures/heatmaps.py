@@ -66,7 +66,7 @@ def cells(table: pd.DataFrame, value: str, column: str, order: list[object]) -> 
 
 
 def sqnr_norm(figure_data: FigureData) -> Normalize:
-    """Return one SQNR color scale for all formats, so that their figures can be compared."""
+    """Return the SQNR color scale, common to all formats so that figures can be compared."""
     finite = figure_data.judged["sqnr_db"].replace([np.inf, -np.inf], np.nan).dropna()
     if finite.empty:
         return Normalize(0, 40)
@@ -110,7 +110,7 @@ def layer_by_iteration_sqnr(figure_data: FigureData, fmt: str, norm: Normalize) 
 
 
 def layer_by_tensor_value(figure_data: FigureData, column: str, title: str, label: str) -> Figure:
-    """Draw a column of `tensors` by layer and place, on a logarithmic color scale."""
+    """Draw a column of `FigureData.tensors` by layer and place, on a logarithmic color scale."""
     data = cells(figure_data.tensors, column, "place", list(figure_data.places_apart))
     data = data.assign(column=data["column"].map(figure_data.label))
     positive = data["value"][data["value"] > 0]

@@ -38,7 +38,7 @@ REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "saturated (from 1.25 · 2¹⁵)": ("#7a1f4b", (16, 127)),
 }
 LOST, SATURATED = next(iter(REGIONS)), list(REGIONS)[-1]
-EXPONENTS = np.arange(255) - 127  #: exponent of each binade of a histogram
+EXPONENTS = np.arange(255) - 127  #: exponents of the binades of a histogram
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
@@ -54,7 +54,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 
 
 def hifloat8_format(figure_data: FigureData) -> str:
-    """Return the first HiFloat8 format without a scale; a scale would shift the regions.
+    """Return the first HiFloat8 format without scales, because scales would shift the regions.
 
     Raises:
         NothingToDrawError: there is no such format.

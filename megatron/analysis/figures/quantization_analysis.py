@@ -71,10 +71,10 @@ def by_layer(figure_data: FigureData) -> Figure:
 def by_tensor(
     figure_data: FigureData, column: str, *, xlabel: str, title: str, shares: bool = False
 ) -> Figure:
-    """Draw the median of a column of `judged` as one dot per format, one row per place.
+    """Draw the median of an error metric, with one dot per format and one row per place.
 
     Args:
-        column: name of the column.
+        column: column of `FigureData.judged` that holds the metric.
         xlabel: label of the x-axis.
         title: title of the figure.
         shares: if True, the values are shares, shown as percentages.

@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron.fake_quant import get_format, quantize
 
 ROWS, BLOCKS = 160, 160  #: maximum number of rows, and of blocks per row, in an image
-CHUNK = 1 << 20  #: maximum number of values copied at a time
+CHUNK = 1 << 20  #: maximum number of values to copy at a time
 
 
 def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCKS) -> pd.DataFrame:
-    """Return the base-2 logarithms of the stored scales.
+    """Return the base-2 logarithms of the block scales that a format stores for a tensor.
 
     For an E8M0 scale, the result is its byte minus 127. For an NVFP4 scale, it is log2 of the
     stored E4M3 number, which depends on the tensor scale. The result is NaN for a block that has
@@ -57,7 +57,7 @@ def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCK
 
 
 def _two_level(table: Tensor, taken: Tensor, fmt: str) -> Tensor:
-    """Return the base-2 logarithms of the NVFP4 block scales of the rows `taken` from `table`.
+    """Return log2 of the NVFP4 block scales of `taken`, which are rows of `table`.
 
     An extra row with the largest value of the whole table determines the tensor scale.
     """

@@ -17,7 +17,7 @@ LETTERS = 15  #: maximum number of characters per inch in the lines of a note
 def sheet(
     width: float, height: float, rows: int = 1, columns: int = 1, **kw: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a grid of axes, and a flat list of the axes; no window is opened.
+    """Return a figure with a grid of axes, and a flat list of its axes, without opening a window.
 
     Args:
         width: width of the figure in inches.

@@ -20,7 +20,7 @@ from megatron.fake_quant import get_format
 from megatron.fake_quant.code_points import code_values
 from megatron.fake_quant.inspect import format_properties
 
-Key = tuple[int, str, str]  #: layer index, place, and format or quantization type
+Key = tuple[int, str, str]  #: layer index, module and tensor name, and format or quantization type
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class FormatSum:
 
     @classmethod
     def of(cls, arrays: FormatArrays) -> FormatSum:
-        """Return the sums for a single tensor."""
+        """Return the arrays of a single tensor as sums over one tensor."""
         return cls(**{field.name: getattr(arrays, field.name) for field in fields(cls)})
 
     def __add__(self, other: FormatSum) -> FormatSum:
@@ -53,12 +53,12 @@ class FormatSum:
 
 @dataclass(frozen=True)
 class Sums:
-    """Summed histograms of groups of tensors."""
+    """Summed histograms of groups of tensors; a place is a module and tensor name."""
 
-    formats: dict[Key, FormatSum]  #: sums for each layer, place and format
-    #: number of values per binade [255], for each layer, place and quantization type
+    formats: dict[Key, FormatSum]  #: sums by layer, place and format
+    #: number of values in each of 255 binades, by layer, place and quantization type
     binades: dict[Key, Counts]
-    patterns: dict[str, Counts]  #: number of values per bfloat16 pattern [65536], for each place
+    patterns: dict[str, Counts]  #: number of values by bfloat16 bit pattern, by place
 
     def binades_of(self, places: set[str], quant_type: str | None = None) -> Counts:
         """Return the number of values per binade, summed over all layers.

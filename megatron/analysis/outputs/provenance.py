@@ -40,7 +40,7 @@ def fingerprint(dump: Path, excluded: Sequence[Path], *options: object) -> str:
         options: values that affect the outputs; they must be serializable as JSON.
     """
     digest = hashlib.sha256(json.dumps([str(dump.resolve()), *options]).encode())
-    # the list is empty for a library that is not installed; only the report needs plotly
+    # a library that is not installed has no version; only the report needs plotly
     versions = [[package.version for package in distributions(name=name)] for name in _LIBRARIES]
     digest.update(json.dumps([code_version(), *versions]).encode())
     for path in sorted(Path(__file__).parents[1].rglob("*")):
@@ -75,7 +75,7 @@ def unchanged(output: Path, names: Iterable[str], follows: str) -> dict[str, Mad
 
 
 def set_aside(output: Path, names: Iterable[str], dump: Path) -> list[Path]:
-    """Rename outputs of other dumps that would be overwritten, and return their new paths.
+    """Rename the outputs of other dumps that would be overwritten, and return their new paths.
 
     The files of the first look are not renamed here, because `quick_analysis` renames them itself.
     """
@@ -92,7 +92,7 @@ def set_aside(output: Path, names: Iterable[str], dump: Path) -> list[Path]:
 
 
 def remember(output: Path, dump: Path, made: Iterable[Made], follows: str) -> None:
-    """Record the files of each output, and delete earlier files that were not drawn again.
+    """Record the files of each output, and delete earlier files that were not written again.
 
     Only files of the same dump are deleted. Otherwise, a figure of a format that is no longer
     requested would appear to be up to date.
@@ -103,12 +103,12 @@ def remember(output: Path, dump: Path, made: Iterable[Made], follows: str) -> No
         same = _of(drawn, part.name) == str(dump.resolve())
         for old in _files(drawn, part.name) if same else ():
             path = output / old
-            # the folder of the output may be a link; never delete files outside the output folder
+            # the output's folder may be a link; never delete files outside the output folder
             if old not in new and path.resolve().is_relative_to(output.resolve() / part.name):
                 path.unlink(missing_ok=True)
         drawn[part.name] = {
             "dump": str(dump.resolve()),
-            "follows": "" if part.failed else follows,  # draw a failed output again next time
+            "follows": "" if part.failed else follows,  # a failed output is drawn again next time
             "missing": part.missing,
             "files": new,
         }
@@ -125,7 +125,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _of(drawn: Mapping[str, Any], name: str) -> str | None:
-    """Return the path of the dump that an output shows, or None if it is not recorded."""
+    """Return the path of the dump that an output was drawn from, or None if it is not recorded."""
     entry = drawn.get(name)
     known = entry.get("dump") if isinstance(entry, dict) else None
     return known if isinstance(known, str) else None

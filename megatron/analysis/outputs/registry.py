@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from megatron.analysis.figures.figure_data import FigureData
 
-    #: Type of the function `draw` of a module that draws figures. It yields the name of each figure
-    #: with a function that draws the figure, or the name of a text file, including its suffix, with
-    #: a function that returns the text. If data is missing, such a function raises
+    #: Type of a module's function `draw`. It yields pairs of a name and a function: the name of a
+    #: figure and a function that draws it, or the name of a text file, including its suffix, and a
+    #: function that returns the text. If data is missing, the function in a pair raises
     #: `NothingToDrawError`; the other figures are still drawn.
     Draw = Callable[[FigureData], Iterator[tuple[str, Callable[[], Figure | str]]]]
 
@@ -40,8 +40,8 @@ class Output:
 
 
 SUMS, DEVIATIONS = "sums", "deviations"
-QUICK, REPORT = "quick", "report"  #: outputs that are files, not folders of figures
-#: Outputs by name; the folder of an output's figures has the same name.
+QUICK, REPORT = "quick", "report"  #: outputs that are files instead of folders of figures
+#: Outputs by name. The figures of an output are in a folder of the same name.
 OUTPUTS = {
     QUICK: Output("quick_analysis.png and tensor_stats.txt, the first look", "quick"),
     "distributions": Output(

@@ -74,7 +74,7 @@ def make_all(names: Sequence[str], order: Order, workers: int) -> Iterator[Made]
             jobs = [pool.submit(_make, name) for name in ordered]
             try:
                 yield from (job.result() for job in as_completed(jobs))
-            finally:  # after an interrupt or error, do not draw the rest
+            finally:  # after an interrupt or an error, do not draw the remaining outputs
                 pool.shutdown(cancel_futures=True)
     except BrokenProcessPool:
         raise ValueError(
@@ -89,12 +89,12 @@ def compute_shared_tables(figure_data: FigureData, names: Sequence[str]) -> None
     _ = figure_data.uses
     if needs[SUMS]:
         _ = figure_data.sums
-    if needs[DEVIATIONS] > 1:  # a single output computes them in its own process
+    if needs[DEVIATIONS] > 1:  # if only one output needs them, it computes them in its own process
         _ = figure_data.deviations
 
 
-_order: list[Order] = []  # the `Order` of a forked process; empty in the parent
-_making: list[str] = []  # name of the output that a forked process is drawing; empty if idle
+_order: list[Order] = []  # in a forked process, its `Order`; empty in the parent process
+_making: list[str] = []  # name of the output that this forked process is drawing; empty if idle
 
 
 def _begin(order: Order) -> None:
@@ -111,7 +111,7 @@ def _begin(order: Order) -> None:
 
 
 def _stop(*_: object) -> None:
-    """Interrupt the output that is being drawn, and do not start another one.
+    """Handle a signal: stop drawing the current output, and do not start another one.
 
     A process that is waiting for work must not raise an exception. It might have read only part of
     a message from the queue, and the next process would then read the rest.
@@ -122,7 +122,7 @@ def _stop(*_: object) -> None:
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent process exits, because a killed parent cannot stop this process."""
+    """Wait for the parent process to end, then exit; a killed parent cannot stop this process."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
@@ -130,7 +130,7 @@ def _end_with_parent() -> None:
 
 def _make(name: str) -> Made:
     if not _order:
-        raise KeyboardInterrupt  # the executor raises it again in the parent
+        raise KeyboardInterrupt  # the executor raises it again in the parent process
     order = _order[0]
     _making.append(name)
     try:
@@ -166,7 +166,7 @@ def make(name: str, order: Order) -> Made:
                 _draw(f"{name}/{title}", draw, order, made)
     except (NothingToDrawError, UnreadableTensorError) as error:
         made.missing[name] = str(error)
-    except (ImportError, OSError):  # all other outputs would fail, too
+    except (ImportError, OSError):  # all other outputs would fail for the same reason
         raise
     except Exception as error:
         made.failed[name] = "".join(traceback.format_exception(error))

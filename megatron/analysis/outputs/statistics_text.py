@@ -81,7 +81,7 @@ def format_statistics(
 
 
 def _runs(dump: TensorStore) -> list[str]:
-    """Return one line per run with its number of tensors and facts from its run card."""
+    """Return one line per run, with its number of tensors and facts from its run card."""
     lines = []
     for run_id, count in dump.runs().items():
         card = dump.run_card(run_id) if run_id else {}
@@ -114,6 +114,6 @@ def _known(value: object) -> str:
 
 
 def _numbers(summary: Moments) -> list[str]:
-    """Format the statistics with nine significant digits; counts are shown as integers."""
+    """Return the statistics as text, with nine significant digits; counts are whole numbers."""
     values = [getattr(summary, name) for name in STATISTICS]
     return [str(value) if isinstance(value, int) else f"{value:.9g}" for value in values]

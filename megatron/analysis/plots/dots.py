@@ -89,14 +89,14 @@ def plot_dots(
 
 
 def _floor(values: pd.Series[float]) -> float:
-    """Return where a logarithmic axis shows zero: one to two decades below the smallest share."""
+    """Return the position of zero on a logarithmic axis, below the smallest positive share."""
     positive = values[values > 0]
     smallest = float(positive.min()) if len(positive) else 1e-3
     return float(10.0 ** (np.floor(np.log10(smallest)) - 1))
 
 
 def _share_axis(ax: Axes, floor: float, largest: float) -> None:
-    """Make the x-axis logarithmic, and label its decades as percentages and `floor` as zero."""
+    """Make the x-axis logarithmic, with decades labeled as percentages and `floor` as zero."""
     ax.set_xscale("log")
     ax.set_xlim(floor / 1.6, max(2 * largest, 20 * floor))
     first, last = round(np.log10(floor)) + 1, int(np.floor(np.log10(ax.get_xlim()[1])))

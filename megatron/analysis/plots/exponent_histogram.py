@@ -78,7 +78,7 @@ def plot_exponent_histogram(
 
 
 def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], size: float) -> None:
-    """Draw the range bar of one format, thinner for subnormal numbers, with its name on the left.
+    """Draw the range bar of one format with its name; it is thinner where numbers are subnormal.
 
     Args:
         lane: row of the table `ranges`.
@@ -87,7 +87,7 @@ def _range(ax: Axes, lane: dict[str, float], y: float, seen: tuple[int, int], si
         size: factor for the height of the bar; below 1 if there are many bars.
     """
     color = color_of(str(lane["format"]))
-    # Without `lowest` and `highest`, the bar hides the thin line.
+    # By default, the thin line from `lowest` to `highest` is hidden behind the bar.
     lane = {"lowest": lane["smallest"], "highest": lane["largest"]} | lane
     parts = (
         ("lowest", "highest", 1.0),

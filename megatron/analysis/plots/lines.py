@@ -18,8 +18,8 @@ from megatron.analysis.plots.style import (
 )
 
 EXACT, ZERO = "▴ infinite", "▾ zero"  #: explanations of the marks at the ends of the y-axis
-NOISE = 0.1  #: minimum half span of a linear axis, as a fraction of the median value
-NARROW = 8.0  #: minimum ratio of the largest to the smallest value for a logarithmic axis
+NOISE = 0.1  #: minimum of half the span of a linear axis, as a fraction of the median value
+NARROW = 8.0  #: ratio of the largest to the smallest value from which the axis is logarithmic
 
 
 def plot_lines(
@@ -48,7 +48,7 @@ def plot_lines(
         return nothing(ax, title)
     numbers = data["value"].astype(float)
     positive = numbers[np.isfinite(numbers) & (numbers > 0)]
-    # A logarithmic axis over less than a decade might have no labeled tick.
+    # A logarithmic axis that spans less than a decade might have no labeled tick.
     log = logarithmic and len(positive) > 0 and positive.max() >= NARROW * positive.min()
     if logarithmic and not log and len(positive):
         least = max(least, 2 * NOISE * float(positive.median()))
@@ -80,7 +80,7 @@ def plot_lines(
         ax.set_yscale("log")
         decades(ax.yaxis)
     elif logarithmic:
-        # The default formatter could write a common factor above the axes and push the title up.
+        # The default formatter may write a factor such as 1e6 above the axes and push the title up.
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.4g}"))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0.04, y=0.08)
@@ -102,7 +102,7 @@ def _widen(ax: Axes, values: pd.Series[float], least: float) -> None:
 
 def _at_the_edge(ax: Axes, x: pd.Series, color: str, *, top: bool) -> None:
     """Draw a mark at each `x`, at the upper or lower end of the y-axis."""
-    if x.empty:  # a line without points has no extent, which upsets the figure's layout
+    if x.empty:  # an empty line has no extent, which breaks the layout of the figure
         return
     ax.plot(
         x,

@@ -44,7 +44,7 @@ def plot_shares(data: pd.DataFrame, *, title: str = "", ax: Axes | None = None) 
             _label(ax, 1.24, y, f"{short_count(int(row[column]))} {column}", ink)
     ax.set_yticks(range(len(rows)), [str(name) for name in rows["name"]])
     ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.set_xlim(0, 1.66)  # leaves space for two columns of labels to the right of the bars
+    ax.set_xlim(0, 1.66)  # leave space for two columns of labels to the right of the bars
     ax.set_xticks([])
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "bottom", "left"]].set_visible(False)

@@ -44,8 +44,8 @@ TRACK = "#f1f2f3"  #: color of missing cells, and of the background behind a bar
 FILL = 0.12  #: opacity of the area below an outline
 ALARM = "#b3261e"  #: color of warnings, such as NaN, Inf and unreadable files
 
-#: How far the color of a quantization type with this prefix, which restricts the quantized
-#: operations, is shifted from its format's color toward white (0: not at all, 1: white).
+#: Prefixes of quantization types that restrict the quantized operations. The number says how much
+#: lighter the color is than the color of the format (0: the same, 1: white).
 _SCOPES = {"FA_linear_": 0.2, "linear_": 0.4, "FA_": 0.6}
 #: Colors of unknown names, distinct from each other and from the colors of the formats.
 _SPARE = ("#0f7173", "#b3922e", "#7b4b94", "#c06c84", "#6b7a8f", "#8c6d46", "#557a46", "#3f88c5")
@@ -86,9 +86,9 @@ def color_of(name: str) -> str:
     if name.removeprefix("grad_") in TENSOR_COLORS:
         return TENSOR_COLORS[name.removeprefix("grad_")]
     kind, _, variant = name.partition(":")
-    if variant and kind in FORMAT_COLORS:  # such as `mxfp8:rceil`: one of eight shades
+    if variant and kind in FORMAT_COLORS:  # a name such as `mxfp8:rceil` gets one of eight shades
         return lighter(FORMAT_COLORS[kind], 0.2 + 0.07 * (zlib.crc32(variant.encode()) % 8))
-    if variant and kind == "mx":  # such as `mx:e3m4:b16:rceil`: any hue, in a dark shade
+    if variant and kind == "mx":  # a name such as `mx:e3m4:b16:rceil` gets a dark color of any hue
         hue = zlib.crc32(variant.encode()) % 360 / 360
         return str(to_hex(hls_to_rgb(hue, 0.36, 0.45)))
     if name in ALIASES:
@@ -100,7 +100,7 @@ def color_of(name: str) -> str:
 
 
 def colors_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the colors of several names, like `color_of`, but distinct for unknown names.
+    """Return the color of each name, as `color_of` does, but give unknown names distinct colors.
 
     If there are more unknown names than spare colors, colors repeat.
     """
@@ -129,7 +129,7 @@ def lighter(color: str, share: float) -> str:
 def short_count(count: float) -> str:
     """Return a count with three significant digits and a unit prefix: 983, 12.4 K, 1.56 M."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
-        # In the smaller unit, 999.5 or more would be formatted as 1e+03.
+        # With the next smaller unit, 999.5 and above would be formatted as 1e+03.
         if count >= 0.9995 * size:
             return f"{count / size:.3g} {unit}"
     return f"{count:g}"
@@ -159,7 +159,7 @@ def powers_of_two(axis: Axis, most: int = 9) -> None:
 
 
 def decades(axis: Axis) -> None:
-    """Label the ticks of a logarithmic axis as plain numbers or, if any are long, powers of ten.
+    """Label the ticks of a logarithmic axis as plain numbers, or as powers of ten if any are long.
 
     Ticks between decades are labeled only if the view contains fewer than two powers of ten.
     """
@@ -178,7 +178,7 @@ def decades(axis: Axis) -> None:
 
 
 def _leads(x: float) -> bool:
-    """Return True if a number is 2 or 5 times a power of ten."""
+    """Return whether a number is 2 or 5 times a power of ten."""
     return x > 0 and round(x / 10.0 ** math.floor(math.log10(x) + 1e-9)) in (2, 5)
 
 

@@ -29,7 +29,7 @@ ARGUMENTS = (
 
 
 def facts(card: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the names and values to show from a run card, omitting missing values."""
+    """Return the names and values of the run card entries to show; missing entries are omitted."""
     pairs = [(name, as_text(card.get(name))) for name in FACTS]
     for group in GROUPS:
         parts = {name: as_text(value) for name, value in _mapping(card.get(group)).items()}

@@ -24,7 +24,7 @@ NAMED = 24  #: maximum number of tensors that a warning links to
 
 
 def content(figure_data: FigureData) -> dict[str, Any]:
-    """Return all data that the page shows."""
+    """Return all data that the report shows."""
     tensors = figure_data.tensors
     layers = sorted(int(layer) for layer in tensors["layer_idx"].unique())
     repeats = figure_data.statistics.repeats
@@ -120,7 +120,7 @@ def cells(figure_data: FigureData) -> list[list[Any]]:
 
 
 def format_medians(figure_data: FigureData, column: str, order: Sequence[Any]) -> list[list[Any]]:
-    """Return the median SQNR per format and value of a column, as one list per format.
+    """Return, for each format, a list of the median SQNR at each value of a column.
 
     Each median is taken over all runs and iterations; it is None if no SQNR is known.
 
@@ -154,7 +154,7 @@ def worst(figure_data: FigureData) -> dict[str, list[list[Any]]]:
 
 
 def by_type(figure_data: FigureData) -> list[list[Any]]:
-    """Return the median deviation from the unquantized run by quantization type, kind and layer.
+    """Return the median deviation from the unquantized run, by quantization type, kind and layer.
 
     Only the last iteration that was compared is included.
     """
@@ -167,7 +167,7 @@ def by_type(figure_data: FigureData) -> list[list[Any]]:
 
 
 def positions(figure_data: FigureData) -> list[list[int]]:
-    """Return the run, iteration, layer and place of each tensor, which identify its heatmap cell.
+    """Return each tensor's run, iteration, layer and place, which identify its heatmap cell.
 
     Runs and places are indices.
     """
@@ -201,7 +201,7 @@ def names(figure_data: FigureData) -> list[str]:
 
 
 def chosen_tensors(figure_data: FigureData, named: Sequence[Sequence[int]]) -> list[int]:
-    """Return at most `MOST_DETAILS` tensors, whose details a click in the report opens.
+    """Return the tensors, at most `MOST_DETAILS`, whose details a click in the report opens.
 
     The first tensors of all lists in `named` come first, then their second tensors, and so on.
     Other tensors follow. Among them, tensors by which formats are judged precede the rest, then the

@@ -107,7 +107,7 @@ def _in_format(
     """
     values = part.values[shown]
     error = np.where(values > 0, part.relative_error[shown] / np.maximum(values, 1), np.nan)
-    # A format with blocks never returns infinity, so every value not in `part.values` became NaN.
+    # Formats with blocks never return infinity, so a value not counted in `part.values` became NaN.
     poisoned = binades - part.values if use["poisoned"] else np.zeros_like(binades)
     return {
         "axis": use["axis"],
@@ -122,7 +122,7 @@ def _in_format(
 
 
 def _maps(figure_data: FigureData, tensor: int) -> dict[str, Any]:
-    """Return the maps of blocks along the last dimension, by format.
+    """Return a map of the block scales in each format, with blocks along the last dimension.
 
     The result is empty if the tensor cannot be loaded, for instance because parts are missing.
     """
@@ -145,7 +145,7 @@ def _e4m3_codes(values: NDArray[np.float64]) -> NDArray[np.uint8]:
 
 
 def _packed(table: pd.DataFrame, fmt: str) -> dict[str, Any]:
-    """Return a scale map with one Base64-encoded signed byte per block.
+    """Return a scale map for JSON, with one signed byte per block, encoded in Base64.
 
     The byte is the exponent of an E8M0 scale, or the code of an E4M3 scale (NVFP4).
     """
