@@ -1,4 +1,4 @@
-"""Time the computation of all statistics of a dump, and compare it with plain torch and numpy.
+"""Time the computation of a dump's statistics, and compare it with plain torch and numpy.
 
     python benchmarks/analysis.py                     # collect 2 GB, measure, delete (minutes)
     python benchmarks/analysis.py --dump FOLDER       # measure an existing dump
@@ -77,7 +77,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def collect(folder: Path, flags: str) -> None:
-    """Collect a dump from a training run with the model flags `flags`."""
+    """Collect a dump from a training run whose model flags are `flags`."""
     print("collecting ...", file=sys.stderr)
     command = ["bash", "run_tensor_collection.sh", "single", "mxfp8", "--tensor-path", str(folder)]
     environment = {k: v for k, v in os.environ.items() if "QUANT" not in k}
@@ -95,7 +95,7 @@ def collect(folder: Path, flags: str) -> None:
 
 
 def write_tiny(folder: Path, count: int) -> None:
-    """Write a dump of `count` tiny tensors with an index; its files are copies of one file."""
+    """Write a dump of `count` tiny tensors, whose files are copies of one file, and its index."""
     import torch
 
     from megatron.tensor_record import COMPONENTS, TensorRecord, index_name
@@ -150,7 +150,7 @@ def measure(how: str, folder: Path, number: int, formats: list[str]) -> dict[str
 
 
 def of_dump(folder: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Measure a dump and return the rows of the first table."""
+    """Time the analysis of a dump; return the rows that compare it with plain torch and numpy."""
     for path in folder.rglob("*.pt"):
         path.read_bytes()
     plain = measure("naive", folder, options.every, options.formats)
@@ -185,7 +185,7 @@ def _row(
 
 
 def linearity(scratch: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Measure dumps of tiny tensors and return the rows of the second table."""
+    """Time the analysis of dumps of tiny tensors; return one table row per number of tensors."""
     rows = []
     for count in options.records:
         folder = scratch / f"tiny{count}"

@@ -106,7 +106,7 @@ def naive(store: TensorStore, every: int, formats: list[str]) -> dict[str, float
 
 
 def values(x: torch.Tensor, channels: tuple[int, ...]) -> None:
-    """Compute the statistics of a tensor's own values, without quantization."""
+    """Compute the statistics of an unquantized tensor."""
     x.numel(), x.isnan().sum(), x.isinf().sum(), (x == 0).sum(), torch.signbit(x).sum()
     x.min(), x.max(), x.mean(), x.std(correction=0), x.square().mean().sqrt(), x.abs().max()
     x.abs().sum()
@@ -120,7 +120,7 @@ def values(x: torch.Tensor, channels: tuple[int, ...]) -> None:
 
 
 def errors(view: torch.Tensor, dim: int, name: str, results: list[torch.Tensor]) -> float:
-    """Compute the errors of a format along one axis; return the mean squared error.
+    """Compute a format's quantization errors for blocks along one axis; return the MSE.
 
     The dequantized tensor is appended to `results`.
     """

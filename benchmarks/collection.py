@@ -1,4 +1,4 @@
-"""Measure the cost of tensor collection: step time, blocked time, memory and writing speed.
+"""Measure the cost of tensor collection: step time, time blocked, memory and writing speed.
 
     python benchmarks/collection.py                       # compared with mindstudio-probe
     python benchmarks/collection.py --peers-python .venv-peers/bin/python
@@ -127,7 +127,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Worker:
-    """A process that trains step by step in one mode of collection."""
+    """Worker process that trains step by step in one collection mode."""
 
     def __init__(self, name: str, python: Path, folder: Path, options: argparse.Namespace):
         self.name = name
@@ -169,12 +169,12 @@ class Worker:
         raise SystemExit(f"[ERROR] {self.name} ended: {message[-1] if message else 'no message'}")
 
     def ask(self, request: str) -> dict:
-        """Send one request and return the measurements in the answer."""
+        """Send one request to the worker and return the measurements in its answer."""
         try:
             self.process.stdin.write(f"{request}\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # `answer` reports the reason.
+            pass  # `answer` reports why the process has ended.
         return json.loads(self.answer("{"))
 
     def end(self) -> None:
@@ -185,7 +185,7 @@ class Worker:
 
 
 def python_of_peers(options: argparse.Namespace) -> Path | None:
-    """Return a Python with mindstudio-probe, or None if it is excluded or not available."""
+    """Return a Python interpreter with mindstudio-probe; None if it is excluded or unavailable."""
     if options.no_peers:
         return None
     given = options.peers_python
@@ -198,7 +198,7 @@ def python_of_peers(options: argparse.Namespace) -> Path | None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Worker], dict, str]:
-    """Measure all modes of collection in turn, then the writer without training.
+    """Measure all collection modes in random order, then the writer without training.
 
     Return the workers by mode, the writing speeds, and the release of mindstudio-probe.
     """
@@ -235,7 +235,7 @@ def windows(values: list[float], size: int) -> list[float]:
 
 
 def row(worker: Worker, plain: Worker, size: int) -> tuple[str, ...]:
-    """Return the cells of one table row.
+    """Return the cells of the table row for one collection mode.
 
     Times are averaged over groups of `size` consecutive steps. In the mode "sparse", one step of
     each group is collected.
@@ -284,7 +284,7 @@ def findings(workers: dict[str, Worker], disk: dict, options: argparse.Namespace
 
 
 def _beside(disk: dict[str, list[float]], name: str) -> str:
-    """Describe the ratio of our writing speed to a raw write, with its range over the rounds."""
+    """Describe the ratio of our writing speed to the raw speed, and its range over the rounds."""
     shares = [ours / raw for ours, raw in zip(disk["ours"], disk[name], strict=True)]
     return (
         f"ours over this {statistics.median(shares):.3g} "

@@ -1,4 +1,4 @@
-"""Train and collect in one process for `collection.py`, with the model of `training_worker.py`.
+"""Train the model of `training_worker.py` and collect its tensors, for `collection.py`.
 
 For each line of standard input, the worker trains one step and prints the measurements in `FIELDS`
 as a line of JSON. For the line `disk`, it measures only the writer; see `writing_speed.py`. The
@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
 
 
 class Ours:
-    """Collector that uses this project's collection, for a minimal training loop."""
+    """Collector for a minimal training loop that uses this project's tensor collector."""
 
     def __init__(self, options: argparse.Namespace, tensor_saver: ModuleType):
         self.tensor_saver = tensor_saver
@@ -91,10 +91,10 @@ class Ours:
         saver.save = both
 
     def begin(self) -> None:
-        """Do nothing: the collection needs no preparation for a step."""
+        """Do nothing; this project's collector needs no preparation for a step."""
 
     def end(self) -> dict[str, float]:
-        """Wait until all tensors are on disk, and return the measurements of the finished step."""
+        """Wait until all tensors of the step are on disk; return the measurements of the step."""
         saver = self.tensor_saver.current()
         if saver is None:
             return {}
@@ -110,7 +110,7 @@ class Ours:
 
 
 class MsProbe:
-    """Collector that uses mindstudio-probe.
+    """Collector for a minimal training loop that uses mindstudio-probe.
 
     It dumps the inputs, outputs, weights and gradients of all modules.
     """
@@ -138,7 +138,7 @@ class MsProbe:
         self.debugger.start(model=self.model)
 
     def end(self) -> dict[str, float]:
-        """Finish the dump of a step, and return the time that this takes."""
+        """Finish the dump of a step, and return the time taken, in seconds."""
         started = time.perf_counter()
         self.debugger.stop()
         self.debugger.step()

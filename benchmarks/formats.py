@@ -120,12 +120,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def measure(python: Path, options: argparse.Namespace) -> list[formats_report.Event]:
-    """Run the worker and return all its events.
+    """Run the worker process and return all events that it reports.
 
     On the CPU, a second run adds the times with reused memory to each case.
     """
@@ -144,7 +144,7 @@ def measure(python: Path, options: argparse.Namespace) -> list[formats_report.Ev
 def run_worker(
     python: Path, options: argparse.Namespace, memory: dict[str, str], *, peers: bool
 ) -> list[formats_report.Event]:
-    """Run the worker, show its progress, and return all events that it reports."""
+    """Run the worker process, show its progress, and return all events that it reports."""
     names = ("shape", "dtypes", "axes", "repeats", "threads", "device")
     request: dict[str, Any] = {name: getattr(options, name) for name in names} | {
         "seed": SEED,

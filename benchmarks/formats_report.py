@@ -34,12 +34,12 @@ def count(elements: int) -> str:
 
 
 def typical(case: Event, who: str) -> float:
-    """Return the median time of `who` over the rounds, in milliseconds."""
+    """Return the median time of the implementation `who` over the rounds, in milliseconds."""
     return statistics.median(case["times"][who])
 
 
 def ratio(case: Event, who: str, other: str, memory: str = "times") -> float:
-    """Return the ratio of the time of `who` to the time of `other`.
+    """Return the ratio of the time of the implementation `who` to that of `other`.
 
     The result is the median of the rounds' ratios. Other load on the machine affects both times of
     a round alike.
@@ -49,7 +49,7 @@ def ratio(case: Event, who: str, other: str, memory: str = "times") -> float:
 
 
 def peers_of(case: Event) -> list[str]:
-    """Return the names of the peers that ran, fastest first."""
+    """Return the names of the peer packages that ran this case, fastest first."""
     return sorted(case["differ"], key=lambda name: typical(case, name))
 
 
@@ -71,14 +71,14 @@ def agreement(case: Event, data: str, elements: int) -> str:
 
 
 def apart(differ: int, far: int) -> str:
-    """Format the number of differing elements, and the number of large differences if smaller."""
+    """Format the number of differing elements and, if smaller, the number of large differences."""
     if differ == 0 or differ == far:
         return f"{differ:,}"
     return f"{differ:,} ({far:,} by > 4 ulp)"
 
 
 def summary(cases: list[Event], elements: int, cuda: bool) -> str:
-    """Return the table that compares the copy, ours and the fastest peer, with one row per case."""
+    """Return the table that compares a plain copy, our code and the fastest peer, case by case."""
     header = ["format", "input", "axis", "clone ms", "ours ms", "ours / clone"]
     header += ["of copy bandwidth", "bits unlike the CPU's"] if cuda else ["ours / reused"]
     header += ["fastest peer", "its ms", "speed-up"]
@@ -129,7 +129,7 @@ def every_peer(cases: list[Event]) -> str:
 
 
 def packages(peers: list[Event]) -> str:
-    """Return the table of the peers, with their releases and whether they could be imported."""
+    """Return the table of the peer packages: their releases, and whether the import succeeded."""
     rows = []
     for peer in peers:
         missing = peer["missing"]
@@ -139,7 +139,7 @@ def packages(peers: list[Event]) -> str:
 
 
 def write_csv(path: Path, cases: list[Event], elements: int) -> None:
-    """Write the numbers of the tables to a CSV file, with one line per measurement."""
+    """Write the measurements behind the tables to a CSV file, one line per measurement."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)

@@ -1,4 +1,4 @@
-"""Measure formats for benchmarks/formats.py with the peers' Python, and report JSON lines.
+"""Measure formats in the peer packages' Python for benchmarks/formats.py, and report JSON lines.
 
 All functions are timed in this one process. In each round, the copy, our function and every peer
 have one turn, in an order that changes from round to round, so that other load on the machine
@@ -74,7 +74,7 @@ def load_peers(device: str) -> dict[str, peers.Finder]:
 
 
 def known_formats(names: list[str], required: bool) -> list[Format]:
-    """Return the formats among `names` that this version of the library has.
+    """Return the formats among `names` that this version of our library has.
 
     Unknown names are reported. If `required` is True, the first unknown name ends the process.
     """
@@ -90,7 +90,7 @@ def known_formats(names: list[str], required: bool) -> list[Format]:
 
 
 def data(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the matrices on which results are compared; the first one is also used for timing."""
+    """Return the input matrices on which the results are compared; the first is also timed."""
     generator = torch.Generator().manual_seed(request["seed"])
     rows, columns = request["shape"]
     normal = torch.randn(rows, columns, generator=generator)
@@ -100,7 +100,7 @@ def data(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def differences(theirs: Tensor, ours: Tensor) -> tuple[int, int]:
-    """Return how many elements differ, and how many of them by over 4 units in the last place."""
+    """Return how many elements differ, and how many differ by over 4 units in the last place."""
     if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
         raise ValueError(f"returned {theirs.dtype} of shape {tuple(theirs.shape)}")
     differ = (theirs != ours) & ~(theirs.isnan() & ours.isnan())
@@ -135,7 +135,7 @@ def milliseconds(call: Callable[[], Tensor], device: str) -> float:
 def run_case(
     fmt: Format, axis: str, tensors: dict[str, Tensor], calls: dict[str, peers.Call], repeats: int
 ) -> dict[str, Any]:
-    """Compare and time one case: a format, a dtype and an axis.
+    """Compare and time all implementations of one case: a format, a dtype and an axis.
 
     The comparison also serves as the warm-up.
     """
@@ -181,7 +181,7 @@ def set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         import numba
-    except ImportError:  # The library also works without numba.
+    except ImportError:  # Our library also works without numba.
         return
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 

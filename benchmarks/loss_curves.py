@@ -68,14 +68,14 @@ def tokenized(options: argparse.Namespace) -> list[str]:
     prefix = options.output_dir / "text"
     subprocess.run([sys.executable, REPO / "script" / "data" / "default_corpus.py"], check=True)
     command = [sys.executable, REPO / "script" / "data" / "preprocess.py", "--append-eod"]
-    command += ["--overwrite"]  # The content is the same if the benchmark is continued.
+    command += ["--overwrite"]  # A benchmark that is continued writes the same tokens again.
     command += ["--input", options.text, "--tokenizer-model", TOKENIZER]
     subprocess.run([*command, "--output-prefix", prefix], check=True)
     return [str(TOKENIZER), f"{prefix}_text_document"]
 
 
 def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
-    """Train one run, unless its log is already complete; return the loss by iteration."""
+    """Train with one type and seed, unless the log is already complete; return the losses."""
     name = f"{shown(quant_type)}_seed{seed}"
     log = options.output_dir / f"{name}.log"
     command = ["bash", str(TRAIN), "none", str(options.output_dir / "tensorboard" / name)]
@@ -111,7 +111,7 @@ def read_log(log: Path, head: str, iterations: int) -> pd.Series | None:
 
 
 def train_all(options: argparse.Namespace) -> pd.DataFrame:
-    """Train all runs; return one row per iteration and one column per (type, seed)."""
+    """Train all runs; return the losses, with a row per iteration and a column per (type, seed)."""
     runs = list(itertools.product(options.types, options.seeds))
     with ThreadPoolExecutor(options.jobs) as pool:
         series = pool.map(lambda run: train(*run, options), runs)
@@ -121,13 +121,13 @@ def train_all(options: argparse.Namespace) -> pd.DataFrame:
 
 
 def differences(losses: pd.DataFrame) -> pd.DataFrame:
-    """Return each run's losses minus the losses of the first type with the same seed."""
+    """Return each run's losses minus those of the first quantization type with the same seed."""
     first = losses[losses.columns[0][0]]
     return pd.concat({t: losses[t] - first for t in types_of(losses)}, axis=1)
 
 
 def window_of(losses: pd.DataFrame) -> int:
-    """Return the number of iterations over which the table averages."""
+    """Return the number of iterations over which the table averages the loss."""
     return max(1, len(losses) // WINDOWS)
 
 
@@ -137,7 +137,7 @@ def types_of(losses: pd.DataFrame) -> list[str]:
 
 
 def table(losses: pd.DataFrame) -> str:
-    """Return a Markdown table of mean losses per window and the differences from the first type."""
+    """Return a Markdown table of each type's mean losses and differences from the first type."""
     last, types = len(losses), types_of(losses)
     window = window_of(losses)
     rows = [["mean loss, iterations", *types]]
@@ -170,7 +170,7 @@ def complaints(losses: pd.DataFrame) -> list[str]:
 
 
 def draw(losses: pd.DataFrame, path: Path) -> None:
-    """Save a figure of each type's mean loss over seeds and its difference from the first type."""
+    """Plot each type's mean loss over the seeds and its difference from the first type's loss."""
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
@@ -180,7 +180,7 @@ def draw(losses: pd.DataFrame, path: Path) -> None:
     for name in types_of(losses):
         color, index = color_of(name), losses.index
         top.plot(index, losses[name].mean(axis=1), color=color, alpha=0.25, linewidth=0.8)
-        dash = "--" if name.startswith("recipe_") else "-"  # The colors of recipes are arbitrary.
+        dash = "--" if name.startswith("recipe_") else "-"  # Recipes get arbitrary colors.
         top.plot(index, smooth[name].mean(axis=1), dash, color=color, label=name)
         bottom.plot(index, apart[name].mean(axis=1), dash, color=color)
         band = apart[name].min(axis=1), apart[name].max(axis=1)

@@ -1,4 +1,4 @@
-"""Call the number formats of other public packages, the peers of the format benchmark.
+"""Call the number formats of other public packages: the peers that the benchmark compares.
 
 Each loader imports one package and returns a finder. The finder takes one of our formats and
 returns a function that quantizes a contiguous matrix along the last axis and dequantizes it to the
@@ -23,7 +23,7 @@ Finder = Callable[[Format], Call | None]
 
 
 def mx_of(fmt: Format) -> tuple[str, int, str] | None:
-    """Return element, block size and scale rule of an OCP MX format, or None for other formats."""
+    """Return the element type, block size and scale rule of an OCP MX format; None for others."""
     scaling, rounding = fmt.scaling, getattr(fmt, "rounding", "nearest")
     if not hasattr(scaling, "rule") or getattr(scaling, "square", False) or rounding != "nearest":
         return None
@@ -76,7 +76,7 @@ def torchao() -> Finder:
 
 
 def torchao_compiled() -> Finder:
-    """Return a finder for torchao's functions, compiled by torch.compile.
+    """Return a function that finds torchao's cast for a format and compiles it with torch.compile.
 
     On CPUs, torch.compile does not support the E8M0 dtype, so the scale rule "floor" fails; the
     other scale rules work.
@@ -85,7 +85,7 @@ def torchao_compiled() -> Finder:
 
     def find(fmt: Format) -> Call | None:
         call = eager(fmt)
-        torch._dynamo.reset()  # Otherwise, the ninth format would silently run uncompiled.
+        torch._dynamo.reset()  # Otherwise, torch would silently run the ninth format uncompiled.
         return None if call is None else torch.compile(call)
 
     return find
@@ -186,7 +186,7 @@ def torch_cast() -> Finder:
     return find
 
 
-#: Loader of each peer and the distribution whose release is reported, by the peer's display name.
+#: By the peer's display name: its loader, and the distribution whose release is reported.
 PEERS: dict[str, tuple[Callable[[], Finder], str]] = {
     "torch": (torch_cast, "torch"),
     "torchao": (torchao, "torchao"),
@@ -217,7 +217,7 @@ OTHER_ORDER = (
     "multiplies the scales in another order: last bits differ, and a value or a block's scale "
     "halfway between two codes can be rounded to the other one"
 )
-#: Reason why a peer's values differ from ours, by the peer and our name for the format (or "mx").
+#: Reason why values differ from ours, by the peer's name and our format's name (or "mx").
 WHY: dict[tuple[str, str], str] = {
     ("quark", "mx"): (
         "quark takes log2 of a block's maximum in the input's dtype; close to a power of two it "
@@ -238,6 +238,6 @@ WHY: dict[tuple[str, str], str] = {
 
 
 def why(peer: str, fmt: Format) -> str:
-    """Return the reason why a peer's values differ from ours, if it is known."""
+    """Return why a peer's values differ from ours, or a message that the reason is not known."""
     family = "mx" if mx_of(fmt) else fmt.name
     return WHY.get((peer.removesuffix(" compiled"), family), "the reason is not known")

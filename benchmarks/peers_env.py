@@ -1,4 +1,4 @@
-"""Find the Python with the peer packages, or create one in `.venv-peers` in the repository root.
+"""Find a Python interpreter with the peer packages, or create one in `.venv-peers`.
 
 `.venv-peers` is separate from the project's environment, because the peers require many packages
 that training does not need.
@@ -34,7 +34,7 @@ def say(text: str) -> None:
 
 
 def pins() -> dict[str, str]:
-    """Return the pinned release of every package to install, by package name."""
+    """Return the pinned release of every package to install in `.venv-peers`, by package name."""
     setup = runpy.run_path(str(REPO / "setup.py"))
     shared = setup["pins"](setup["RUNTIME"], setup["TEST"])
     lines = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
@@ -43,7 +43,7 @@ def pins() -> dict[str, str]:
 
 
 def installed(python: Path) -> dict[str, str]:
-    """Return the releases of a Python's installed packages, by lower-case name with hyphens.
+    """Return the releases of an interpreter's packages, by lower-case package name with hyphens.
 
     Raises:
         OSError: if `python` cannot be started.
@@ -54,7 +54,7 @@ def installed(python: Path) -> dict[str, str]:
 
 
 def is_inside(python: Path, venv: Path) -> bool:
-    """Return whether this Python's pip would install into the virtual environment `venv`."""
+    """Return whether pip of the interpreter `python` would install into the environment `venv`."""
     try:
         done = subprocess.run(
             [python, "-I", "-c", PREFIX], check=True, capture_output=True, text=True
@@ -76,7 +76,7 @@ def install(python: Path, constraints: Path, requirement: str) -> bool:
 
 
 def given(python: Path) -> Path:
-    """Return the Python that the user named, after checking that it runs and has torch and numpy.
+    """Return the interpreter that the user named, after checking that it has torch and numpy.
 
     Nothing is installed into this Python.
     """
@@ -97,7 +97,7 @@ def given(python: Path) -> Path:
 
 
 def made() -> Path:
-    """Create `.venv-peers` if necessary, install missing packages, and return its Python.
+    """Create `.venv-peers` if necessary, install missing packages, and return its interpreter.
 
     A peer that cannot be installed is left out; the next call tries again.
     """

@@ -52,7 +52,7 @@ VOCABULARY = 32_000
 
 @dataclasses.dataclass
 class Turn:
-    """Wall-clock time and CPU time of one run, in seconds."""
+    """Wall-clock time and CPU time of one program in one round, in seconds."""
 
     seconds: float
     cpu: float
@@ -124,7 +124,7 @@ def timed(work: Callable[[], Any]) -> tuple[Turn, Any]:
 
 
 class Ours:
-    """Our program, script/data/preprocess.py, called in this process."""
+    """Runner of our program, script/data/preprocess.py, in this process."""
 
     def __init__(self, corpus: Path, tokenizer: Path, workers: int) -> None:
         from documents import Settings
@@ -150,7 +150,7 @@ class Ours:
 
 
 class Theirs:
-    """The function `datasets.map`, applied to the Arrow file that `load_dataset` creates."""
+    """Runner of `datasets.map` on the Arrow file that `load_dataset` creates."""
 
     def __init__(self, corpus: Path, tokenizer: Path, workers: int) -> None:
         import datasets
@@ -189,7 +189,7 @@ class Theirs:
 
 
 def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
-    """Return a Markdown table of times and rates, with one row per program, and the ratios."""
+    """Return a Markdown table of each program's times and rates, followed by the ratios."""
     head = ("", "seconds", "CPU seconds", "documents/s", "MB of text/s", "million tokens/s")
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     for name in NAMES:
@@ -213,7 +213,7 @@ def table(rounds: list[Round], count: int, text_bytes: int, tokens: int) -> str:
 
 
 def ratio(rounds: list[Round], field: str, *theirs: str) -> str:
-    """Return the ratio of their time to our time, as the median and quartiles over the rounds."""
+    """Format the ratio of another program's time to ours: median and quartiles over the rounds."""
     ratios = [
         sum(getattr(turns[name], field) for name in theirs) / getattr(turns[OURS], field)
         for turns in rounds
@@ -245,7 +245,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[str, bool]:
-    """Run all rounds; return the report, and whether all token IDs are the same."""
+    """Run all rounds; return the report, and whether all programs wrote the same token IDs."""
     texts = iter([options.text.read_text()]) if options.text else standard_library()
     parts = list(documents(texts, options.megabytes))
     corpus = folder / "corpus.jsonl"

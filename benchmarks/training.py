@@ -88,7 +88,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Worker:
-    """A process that trains step by step with one quantization type."""
+    """Worker process that trains step by step with one quantization type."""
 
     def __init__(self, name: str, options: argparse.Namespace):
         self.name = name
@@ -113,7 +113,7 @@ class Worker:
         )
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.built = self.peak = 0.0  #: peak memory in MiB: after the model was built, and so far
+        self.built = self.peak = 0.0  #: peak memory in MiB: when the model was built, and until now
 
     def answer(self) -> str:
         """Return the worker's next result line, skipping lines that libraries print."""
@@ -124,12 +124,12 @@ class Worker:
         raise SystemExit(f"[ERROR] {self.name} ended: {message[-1] if message else 'no message'}")
 
     def step(self) -> None:
-        """Train one step, and record its duration and loss."""
+        """Let the worker process train one step, and record its duration and loss."""
         try:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # `answer` reports the reason.
+            pass  # `answer` reports why the process has ended.
         seconds, self.peak, loss = map(float, self.answer().split())
         self.seconds.append(seconds)
         self.losses.append(loss)
@@ -140,7 +140,7 @@ class Worker:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Worker]:
-    """Train with all workers in turn and return them by name.
+    """Train step by step with all worker processes, in random order; return the workers by name.
 
     The first two rounds are a warm-up; their times are not counted.
     """
@@ -164,7 +164,7 @@ def measure(options: argparse.Namespace) -> dict[str, Worker]:
 
 
 def rows(workers: dict[str, Worker]) -> list[tuple[str, ...]]:
-    """Return the rows of the table, one per worker."""
+    """Return the rows of the table, one per quantization type."""
     base = workers[BASE]
     table = []
     for worker in workers.values():

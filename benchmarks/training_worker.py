@@ -119,7 +119,7 @@ def forward_step(iterator, model):
 
 
 def peak() -> float:
-    """Return the peak memory so far, in MiB: allocated GPU memory, or the memory of the process."""
+    """Return the peak memory so far, in MiB: allocated GPU memory, or process memory on the CPU."""
     import torch
 
     if torch.cuda.is_available():

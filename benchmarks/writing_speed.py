@@ -1,4 +1,4 @@
-"""Measure the collection's writing speed without training, and compare it with raw writes.
+"""Measure the tensor collector's writing speed without training, and compare it with raw writes.
 
 All times end when `sync` returns, that is, when the data is on the disk.
 
@@ -27,7 +27,7 @@ PIECE = 8 << 20  #: size of each raw write, in bytes; the size of a raw file is 
 
 
 def measure(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, list[float]]:
-    """Return the speed of each way of writing in bytes per second, one number per round.
+    """Return the speeds of the collector and of each raw write, in bytes per second, by round.
 
     "direct" is missing if the file system does not support it.
 
@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace, tensor_saver: ModuleType) -> dict[str, 
 
 
 def of_a_layer(options: argparse.Namespace) -> list[torch.Tensor]:
-    """Return random tensors with the shapes of a layer's operands."""
+    """Return random tensors with the shapes of the GEMM operands of one layer."""
     hidden, tokens = options.hidden_size, options.seq_length * training.BATCH
     like = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     shapes = [(tokens, hidden), (4 * hidden, hidden), (tokens, 8 * hidden), (hidden, 4 * hidden)]
@@ -72,7 +72,7 @@ def write(folder: Path, total: int, flags: int) -> None:
     Raises:
         OSError: if the file system does not support the flags.
     """
-    with mmap.mmap(-1, PIECE) as piece:  # aligned to a page, as O_DIRECT requires
+    with mmap.mmap(-1, PIECE) as piece:  # page-aligned buffer, as O_DIRECT requires
         piece.write(os.urandom(PIECE))
         file = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | flags)
         try:
@@ -89,7 +89,7 @@ def collect(
     host_gib: float,
     tensor_saver: ModuleType,
 ) -> None:
-    """Write `tensors` with the collection, once per layer, in a single micro-batch."""
+    """Write `tensors` through the tensor collector, once per layer, in a single micro-batch."""
     from megatron.collection.module_identity import ModuleIdentity
     from megatron.collection.training_clock import MicroBatch, clock
 

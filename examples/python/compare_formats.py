@@ -20,17 +20,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not a package
 
 from megatron.console import run_main
 from megatron.fake_quant import fake_quantize, get_format
 
 FORMATS = ("mxfp8", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "hifp8", "fp8_e4m3")
-ORDINARY = torch.arange(1024) % 32 != 0  #: mask of the channels without outliers
+ORDINARY = torch.arange(1024) % 32 != 0  #: mask of the channels that contain no outliers
 
 
 def sqnr(x: Tensor, quantized: Tensor) -> float:
-    """Return the signal-to-quantization-noise ratio in dB, summed in float64."""
+    """Return the signal-to-quantization-noise ratio in dB, computed in float64."""
     signal, noise = x.double(), quantized.double() - x.double()
     return 10 * torch.log10(signal.square().sum() / noise.square().sum()).item()
 

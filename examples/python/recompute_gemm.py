@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Open a dump, assemble the tensors of a linear layer, and recompute its output.
+"""Open a dump, assemble a linear layer's tensors from all ranks, and recompute the output.
 
     python=$(bash script/setup_env.sh)
     "$python" examples/python/recompute_gemm.py enhanced_tensor_logs/mxfp8
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not a package
 
 from megatron.analysis.store import TensorStore
 from megatron.analysis.verification.recorded_formats import uses
@@ -29,7 +29,7 @@ NAMES = ("input", "weight", "output")
 
 
 def sqnr(x: Tensor, other: Tensor) -> float:
-    """Return the SQNR of `other` relative to `x`, in dB; inf if both are equal."""
+    """Return the signal-to-quantization-noise ratio of `other` to `x`, in dB; inf if equal."""
     signal, noise = x.double(), other.double() - x.double()
     return 10 * torch.log10(signal.square().sum() / noise.square().sum()).item()
 

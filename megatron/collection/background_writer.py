@@ -80,7 +80,7 @@ class Writer:
 
 
 class BackgroundWriter(Writer):
-    """Queue of one rank's records, written to disk by background threads."""
+    """Writer that queues one rank's records and writes them to disk in background threads."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class BackgroundWriter(Writer):
         self._threads: list[threading.Thread] = []
         self._index = threading.Lock()
         self._events: deque[dict[str, Any]] = deque()  #: events not yet written to the index
-        self._dead = False  #: whether a file-system call may hang
+        self._dead = False  #: whether the disk counts as dead, so that a file-system call may hang
 
     @property
     def records(self) -> int:  # type: ignore[override]
@@ -129,13 +129,13 @@ class BackgroundWriter(Writer):
         return self._writer.records, self._writer.bytes
 
     def begin_iteration(self) -> None:
-        """Reset the waiting time; all ranks have just synchronized, so none waits for this one."""
+        """Reset the waiting time; the ranks have just synchronized, so none waits for this rank."""
         self.slow, self._waited = None, 0.0
 
     def hold(
         self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
     ) -> HostCopy | None:
-        """Return a host copy of a tensor and its scales; wait for the disk if memory is short.
+        """Return a host copy of a tensor and its scales; if memory is short, wait for the disk.
 
         Args:
             tensor: a tensor that training may change afterward.
@@ -181,7 +181,7 @@ class BackgroundWriter(Writer):
         self._write_events()
 
     def _write_events(self) -> None:
-        if not self._index.acquire(timeout=1.0):  # the thread that holds it hangs
+        if not self._index.acquire(timeout=1.0):  # the thread that holds the lock hangs
             return
         try:
             with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ class BackgroundWriter(Writer):
         self.drain()
         for _ in self._threads:
             self._jobs.put(None)
-        if not self._dead:  # otherwise a thread hangs in the file system
+        if not self._dead:  # a writer thread may hang in a call to a dead disk
             for thread in self._threads:
                 thread.join(self._patience)
             self._dead = any(thread.is_alive() for thread in self._threads)
@@ -238,7 +238,7 @@ class BackgroundWriter(Writer):
         return finished
 
     def _wait_for_one(self, end: float) -> bool:
-        """Wait for one write until the monotonic time `end`; return True if one has finished.
+        """Wait for one write until the monotonic time `end`; return True if a write has finished.
 
         Return False at the end of that time, or if writing has stopped.
         """
@@ -260,7 +260,7 @@ class BackgroundWriter(Writer):
         return False
 
     def _start(self) -> None:
-        """Start another thread if one is needed.
+        """Start another writer thread if one is needed.
 
         No thread exists before the first write, so a process may fork until then.
         """
@@ -271,7 +271,7 @@ class BackgroundWriter(Writer):
         )
         try:
             thread.start()
-        except RuntimeError:  # thread limit reached, or Python 3.12 shuts down
+        except RuntimeError:  # The thread limit is reached, or Python 3.12 is shutting down.
             if not self._threads:
                 self._jobs.put(None)
                 self._run()
@@ -287,7 +287,7 @@ class BackgroundWriter(Writer):
                     scales = {name: part.tensor for name, part in copy.scales.items()}
                     self._writer.write(copy.tensor, record, self._index, scales)
                     self.disk = shutil.disk_usage(self._writer.directory)
-            except Exception as error:  # no write error may end training
+            except Exception as error:  # training continues after any write error
                 self._fail_to_write(str(error) or repr(error))
             finally:
                 self._finished(copy)

@@ -41,7 +41,7 @@ class Sink(Protocol):
 
 
 class Capture:
-    """Recorder of one layer's tensors, in the forward pass and, by hooks, in the backward pass."""
+    """Recorder of one layer's tensors in the forward pass and, by hooks, in the backward pass."""
 
     def __init__(self, sink: Sink, identity: ModuleIdentity, layer_type: str):
         assert clock.micro_batch is not None, "a capture exists only within a training step"
@@ -56,7 +56,7 @@ class Capture:
         }
 
     def wants(self, *tensor_names: str) -> bool:
-        """Return whether any rank collects any of these tensors; the same on every rank.
+        """Return whether any rank collects any of these tensors. All ranks return the same value.
 
         Use it for decisions that all ranks must make alike, such as running a collective operation.
         """
@@ -154,7 +154,7 @@ class Capture:
         return observe
 
     def watch_operand(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> torch.Tensor:
-        """Return `tensor` unchanged, and save the gradient of this use in the backward pass."""
+        """Return `tensor` unchanged; in the backward pass, save its gradient from this use only."""
         if not (_has_gradient(tensor) and self._sink.takes(tensor_name)):
             return tensor
         return _Watch.apply(tensor, self._hook(tensor_name, how))

@@ -35,7 +35,7 @@ def _distributed() -> bool:
 
 
 def from_all_ranks(value: Any) -> list[Any]:
-    """Return, on every rank, the list of the values of all ranks."""
+    """Gather `value` from all ranks, and return the list of values on every rank."""
     values = [value]
     if _distributed():
         values = [None] * torch.distributed.get_world_size()

@@ -1,4 +1,4 @@
-"""Decide what one rank collects, number the tensors and pass them to the writer.
+"""Decide which tensors one rank collects, number them and pass them to the writer.
 
 A failed write, or a limit that is reached, stops only this rank's writing. Its layers continue to
 pass their tensors, because all ranks of a parallel group must run the same collective operations.
@@ -49,7 +49,7 @@ class Collector:
         levels: Levels | None = None,
         limited: bool = True,
     ):
-        """Start a collection.
+        """Create the collector of one rank.
 
         Args:
             settings: what to collect and where.
@@ -110,7 +110,7 @@ class Collector:
         )
 
     def _complete(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return `event` with the fields that every line of the index has."""
+        """Return `event` with the fields that every index line has: run ID, rank and time."""
         now = {"run_id": self.run_id, "rank": self.coordinates, "wall_time": time.time()}
         return event | now
 
@@ -126,7 +126,7 @@ class Collector:
 
     @property
     def complete(self) -> bool:
-        """True once `control_iter` iterations have been collected; the same on every rank."""
+        """True once `control_iter` iterations have been collected; equal on all ranks."""
         return 0 < self.settings.control_iter <= self.collected
 
     @property
@@ -152,7 +152,7 @@ class Collector:
             self.collected += 1
 
     def observe(self, loss: float | None, grad_norm: float | None) -> str | None:
-        """Check an iteration's loss and gradient norm; write the ring buffer if one is unusual.
+        """Check an iteration's loss and gradient norm; if either is unusual, write the ring buffer.
 
         Returns:
             A one-line message about the event, on every rank; None if the iteration is normal or
@@ -180,7 +180,7 @@ class Collector:
         return f"{why}: the ring {how} ({self._ring.kept} of {self._ring.settings.events})"
 
     def _discard(self, why: str) -> None:
-        """Report in the log and the index that the ring buffer is discarded."""
+        """Report in the log and the index that the tensors in the ring buffer are discarded."""
         assert self._ring is not None, "there is a ring"
         if iterations := self._ring.numbers:
             if self.is_first:
@@ -188,7 +188,7 @@ class Collector:
             self._writer.append({"event": "let_go", "why": why, "iterations": iterations})
 
     def _collects(self, iteration: int) -> bool:
-        """Return whether `iteration` is collected; the same on every rank."""
+        """Return whether `iteration` is collected. All ranks return the same value."""
         return (
             not self.complete
             and (self._flag is None or self._flag.on)
@@ -236,12 +236,12 @@ class Collector:
         try:
             with signals_deferred:
                 self._take(part, scales or {}, fields | {"slice": where, "wall_time": time.time()})
-        except (RuntimeError, MemoryError) as error:  # torch may raise either
+        except (RuntimeError, MemoryError) as error:  # torch raises either when memory is short
             self.give_up(f"no memory to copy {fields['tensor_name']}: {error}")
         self.blocked += time.perf_counter() - started
 
     def give_up(self, why: str) -> None:
-        """Stop the collection on this rank for lack of memory; training continues."""
+        """Stop the collection on this rank because memory has run out; training continues."""
         self._writer.fail(f"{why}; select less, or lower --collect-max-host-gib")
 
     def _take(
@@ -288,7 +288,7 @@ class Collector:
         self._writer.submit(copy, record)
 
     def outcome(self) -> dict[str, Any]:
-        """Wait until all tensors are on disk; return this rank's results as plain values."""
+        """Wait until all tensors are on disk; return this rank's results for the run card."""
         with signals_deferred:
             self._writer.drain()
         tensors, size = self._writer.written

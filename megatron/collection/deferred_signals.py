@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class _DeferredSignals:
-    """Reentrant context manager that defers exceptions of signal handlers to the end of its block.
+    """Reentrant context manager that defers signal handlers' exceptions to the end of `with`.
 
     Use it in the main thread, which runs all signal handlers.
     """
@@ -19,7 +19,7 @@ class _DeferredSignals:
         self._late: BaseException | None = None
 
     def interrupt(self, error: BaseException) -> None:
-        """Raise `error` now, or at the end of the block if one is active.
+        """Raise `error` now, or at the end of the `with` block that is active.
 
         Signal handlers call this method.
         """

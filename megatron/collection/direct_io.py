@@ -28,7 +28,7 @@ _REFUSALS = (
 
 
 class _Buffers(threading.local):
-    """Thread-local buffer, which a thread uses for all its files."""
+    """Thread-local write buffer, which a thread reuses for all its files."""
 
     def __init__(self) -> None:
         memory = mmap.mmap(-1, PIECE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # page-aligned
@@ -72,7 +72,7 @@ class DirectFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Write the buffered data, unless the block raised an exception, and close the file.
+        """Write the buffered data, unless the `with` block raised an exception, and close the file.
 
         Raises:
             OSError: if writing fails.
@@ -112,7 +112,7 @@ class DirectFile:
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _put(self, data: np.ndarray) -> None:
-        """Write all of `data`, without the page cache as long as possible."""
+        """Write all of `data`, without the page cache as long as O_DIRECT is possible."""
         while data.size:
             try:
                 taken = self._file.write(data.data)

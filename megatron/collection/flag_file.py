@@ -13,7 +13,7 @@ from megatron.collection.collectives import first_rank_says
 
 
 class FlagFile:
-    """Flag file that switches the collection, with its state at the last check."""
+    """Flag file that switches the collection on and off, with its state at the last check."""
 
     def __init__(self, path: Path):
         self.path = path

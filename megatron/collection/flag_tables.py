@@ -1,4 +1,4 @@
-"""Update the documentation of the collection's flags from `flags.py`.
+"""Update the documentation of the collection flags from the table in `flags.py`.
 
 The flags are listed in docs/collection.md and in the manual of run_tensor_collection.sh. Run this
 module after changing `flags.py`:
@@ -34,12 +34,12 @@ def markdown() -> str:
 
 
 def manual(topic: Topic) -> str:
-    """Return the lines on the flags in one section of the driver's manual."""
+    """Return the lines that describe the flags of one section of the driver's manual."""
     return "".join(_entry(flag) for flag in FLAGS if flag.topic is topic)
 
 
 def _entry(flag: Flag) -> str:
-    """Return the manual's lines on one flag; several values form a comma-separated LIST."""
+    """Return the manual's lines on one flag; several values are shown as a comma-separated LIST."""
     option = f"{flag.option} {'LIST' if flag.many else flag.metavar}"
     columns = WIDTH - INDENT - len("#   ")
     lines = textwrap.wrap(flag.brief, columns, break_long_words=False, break_on_hyphens=False)
@@ -59,7 +59,7 @@ def updated_page(text: str) -> str:
 
 
 def updated_driver(text: str) -> str:
-    """Return the text of the driver with the flags in its manual updated.
+    """Return the text of script/driver.sh with the flags in its manual updated.
 
     In each section, the flags of the collection follow the heading directly; the driver's own
     options come after them.

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Reader(Enum):
-    """Function that reads a flag, named relative to `megatron.collection`."""
+    """Function that reads the value of a flag; the function's name omits `megatron.collection`."""
 
     SESSION = "session.configure"
     SELECTION = "selection.Selection.parse"
@@ -28,12 +28,12 @@ class Topic(Enum):
     WHAT = "What to collect"
     WHEN = "When"
     HOW_MUCH = "How much"
-    NONE = ""  #: not in the manual, because the driver sets the flag itself
+    NONE = ""  #: for flags that the manual omits, because the driver sets them itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One flag of the collection."""
+    """One command-line flag of the collection."""
 
     name: str  #: name with underscores and without the leading hyphens
     type: type  #: type of one value; bool for a switch
@@ -293,12 +293,12 @@ FLAGS = (
 
 
 def read_by(reader: Reader) -> tuple[Flag, ...]:
-    """Return the flags that `reader` reads."""
+    """Return the flags whose values `reader` reads."""
     return tuple(flag for flag in FLAGS if flag.reader is reader)
 
 
 def by_reader(values: dict[str, Any]) -> dict[Reader, dict[str, Any]]:
-    """Group the values of flags by the function that reads them.
+    """Group flag values by the function that reads them.
 
     Args:
         values: values of flags, by the names of the flags.

@@ -57,7 +57,7 @@ class HostBuffers:
         self.used = 0  #: size of the copies not yet released, in bytes
         self.peak = 0  #: maximum size so far of the copies and the spare buffers, in bytes
         self.changed = threading.Condition()  #: notified whenever a copy is released
-        #: Spare buffers by size and whether they are pinned, least recently used first.
+        #: Spare buffers by (size, pinned), least recently used first.
         self._spare: dict[tuple[int, bool], list[torch.Tensor]] = {}
         self._spare_bytes = 0
 
@@ -85,7 +85,7 @@ class HostBuffers:
         copied = None
         if pinned:
             stream = torch.cuda.current_stream(tensor.device)
-            # Otherwise another stream that owns the memory could reuse it too early.
+            # Otherwise the stream on which `tensor` was allocated could reuse its memory too early.
             tensor.record_stream(stream)
             copied = torch.cuda.Event(blocking=True)  # waiting threads sleep instead of spinning
             copied.record(stream)
@@ -116,7 +116,7 @@ class HostBuffers:
         return of_kind.pop()
 
     def _shrink(self, most: int) -> None:
-        """Free spare buffers until they take at most `most` bytes."""
+        """Free spare buffers until the remaining ones take at most `most` bytes."""
         pinned = False
         while self._spare_bytes > most:
             kind = next(iter(self._spare))
@@ -126,7 +126,7 @@ class HostBuffers:
                 pinned |= kind[1]
             else:
                 del self._spare[kind]
-        if pinned:  # otherwise torch keeps the freed pinned memory in its cache
+        if pinned:  # torch keeps freed pinned memory in its cache until this call
             torch.accelerator.empty_host_cache()
 
     def _take_back(self, buffer: torch.Tensor, kind: tuple[int, bool]) -> None:
@@ -138,7 +138,7 @@ class HostBuffers:
 
 
 def taken_by(size: int, pinned: bool) -> int:
-    """Return the number of bytes allocated for a buffer of `size` bytes.
+    """Return the number of bytes that the allocator takes for a buffer of `size` bytes.
 
     torch rounds the size of pinned memory up to a power of two.
     """

@@ -1,4 +1,4 @@
-"""Select the iterations to collect, as windows with a step.
+"""Select the iterations to collect, as windows such as 100-200:10 (first, last, step).
 
 Iterations are numbered as in the log: the first iteration of the run is 1, and a resumed run
 continues the numbering. A window includes both of its ends, and its steps are counted from its
@@ -50,7 +50,7 @@ class Iterations:
 
     @classmethod
     def parse(cls, spec: str | None, start: int | None, every: int | None) -> "Iterations":
-        """Parse --collect-iterations (`spec`), or --collect-start and --collect-every.
+        """Parse --collect-iterations (`spec`), or else --collect-start and --collect-every.
 
         Raises:
             ValueError: if a value is invalid, the windows overlap or are not in ascending order, or

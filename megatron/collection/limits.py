@@ -55,7 +55,7 @@ class Limits:
         collect_keep_free_gib: float | None = None,
         collect_max_host_gib: float | None = None,
     ) -> "Limits":
-        """Create the limits from the flags with the same names as the parameters.
+        """Create the limits from the command-line flags that have the names of the parameters.
 
         Raises:
             ValueError: if a limit is not a number or is out of range.

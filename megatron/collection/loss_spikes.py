@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-WINDOW = 32  #: number of values in the long median; as many unusual values in a row set a new level
+WINDOW = 32  #: number of values in the long median; 32 unusual values in a row set a new level
 RECENT = 5  #: number of values in the short median
-ENOUGH = 8  #: number of normal values after which the required excess is no longer increased
-NOISE = 12  #: multiple of the noise by which a jump must exceed the level
+ENOUGH = 8  #: number of normal values from which a jump's required excess is no longer raised
+NOISE = 12  #: factor: a jump must exceed the recent level by this many times the noise
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
 
@@ -44,7 +44,7 @@ Levels = dict[
 
 @dataclass(frozen=True, slots=True)
 class Jumps:
-    """Multiples of the level above which a value counts as a jump; 0 disables the check."""
+    """Factors over the recent level above which a value counts as a jump; 0 disables the check."""
 
     loss: float = 1.25
     grad_norm: float = 100.0
@@ -53,7 +53,7 @@ class Jumps:
     def parse(
         cls, collect_loss_jump: float | None = None, collect_grad_norm_jump: float | None = None
     ) -> "Jumps":
-        """Create the factors from the flags with the same names as the parameters.
+        """Create the factors from the command-line flags that have the names of the parameters.
 
         Raises:
             ValueError: if a factor is neither 0 nor a finite number above 1.
@@ -74,7 +74,7 @@ class Jumps:
 
 
 def checked_levels(stored: Any) -> Levels:
-    """Return the levels stored in a checkpoint after validating them.
+    """Validate and return the recent normal values that were stored in a checkpoint.
 
     Raises:
         ValueError: if `stored` has another structure or holds values that are not finite.
@@ -148,7 +148,7 @@ class _Watched:
 
 
 def _noise(steps: list[float]) -> float:
-    """Return the smaller of the mean rise and the mean fall, so that a trend is not noise."""
+    """Return the smaller of the mean rise and mean fall, so that a trend is not taken for noise."""
     if not steps:
         return 0.0
     rise, fall = (statistics.fmean(max(sign * step, 0.0) for step in steps) for sign in (1, -1))
@@ -156,10 +156,10 @@ def _noise(steps: list[float]) -> float:
 
 
 class LossSpikeDetector:
-    """Detector of unusual iterations, which reports only the first of consecutive ones."""
+    """Detector of unusual iterations; of consecutive unusual ones it reports only the first."""
 
     def __init__(self, jumps: Jumps, levels: Mapping[str, Sequence[float]] | None = None):
-        """Create a detector that starts with the normal values of a resumed run, or with none."""
+        """Create a detector that starts with a resumed run's recent normal values, or with none."""
         levels = levels or {}
         self._watched = [
             _Watched(LOSS, jumps.loss, levels.get(LOSS, ())),
@@ -169,7 +169,7 @@ class LossSpikeDetector:
 
     @property
     def levels(self) -> Levels:
-        """Recent normal values, which a checkpoint stores for resuming the run."""
+        """Recent normal losses and gradient norms, which a checkpoint stores for a resumed run."""
         return {watched.name: list(watched.usual) for watched in self._watched}
 
     def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Determine how much memory this process may use on the machine, in its container or batch job.
+"""Determine how much memory the machine, container or batch job lets this process use.
 
 The kernel kills processes that exceed this limit.
 """
@@ -39,7 +39,7 @@ def _limits_of_groups() -> Iterator[int]:
 
 
 def _number(file: Path) -> Iterator[int]:
-    """Yield the number in `file` if the file can be read and contains one."""
+    """Yield the number in `file`, or nothing if the file is unreadable or has no number."""
     try:
         text = file.read_text(encoding="utf-8").strip()
     except OSError:

@@ -38,11 +38,11 @@ class Identified:
     """Base class of the modules to which `assign_identities` assigns an identity."""
 
     identity: ModuleIdentity | None = None  #: None for a module outside a model
-    group_copies: int  #: number of ranks that hold a copy of each query group; attention only
+    group_copies: int  #: number of ranks that hold each query group; attention only
 
 
 def transformer_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the local name and the module of each layer of this rank.
+    """Yield the rank-local name and the module of each layer of this rank.
 
     The layers are the transformer layers and the multi-token-prediction layers.
     """
@@ -52,7 +52,7 @@ def transformer_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
 
 
 def assign_identities(model: torch.nn.Module) -> None:
-    """Assign a global name and layer number to every `Identified` module of `model`.
+    """Assign every `Identified` module of `model` its name and layer number in the whole model.
 
     The layer number is computed from `layer_number` of the enclosing transformer layer, which
     megatron-core counts globally from 1. Multi-token-prediction layers, which are also counted from
@@ -78,7 +78,7 @@ def assign_identities(model: torch.nn.Module) -> None:
 
 
 def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the global name and the value of each parameter of this rank.
+    """Yield the name in the whole model and the parameter, for each parameter of this rank.
 
     A shared parameter is yielded once.
     """

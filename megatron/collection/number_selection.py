@@ -8,14 +8,14 @@ from dataclasses import dataclass
 class NumberSelection:
     """Set of layer or rank numbers, which are counted from 0."""
 
-    #: Selected numbers; None selects all, including -1, the number of modules outside the layers.
+    #: Selected numbers; None selects all, including -1 (modules outside the layers).
     numbers: frozenset[int] | None = None
 
     def __contains__(self, number: int) -> bool:
         return self.numbers is None or number in self.numbers
 
     def count(self, total: int) -> int:
-        """Return how many of the numbers below `total` are selected."""
+        """Return how many of the numbers from 0 to `total` - 1 are selected."""
         return total if self.numbers is None else len(self.numbers)
 
     @classmethod

@@ -57,12 +57,12 @@ class CountingWriter(Writer):
     def hold(
         self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
     ) -> _Uncopied:
-        """Return uninitialized tensors with the same shapes and dtypes."""
+        """Return an uninitialized stand-in for a host copy, with the same shapes and dtypes."""
         like = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in scales.items()}
         return _Uncopied(torch.empty(tensor.shape, dtype=tensor.dtype), like, tensor.is_cuda)
 
     def submit(self, copy: _Uncopied, record: TensorRecord) -> None:
-        """Append the record, the tensors without their values and the file size to `counted`."""
+        """Append the record, the uninitialized tensors and the file size to `counted`."""
         size = serialize(copy.tensor, record, copy.scales)
         scales = {name: x.to("meta") for name, x in copy.scales.items()}
         on_meta = replace(copy, tensor=copy.tensor.to("meta"), scales=scales)
@@ -85,11 +85,11 @@ class Planner(Collector):
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive iterations of the plan in which one rank writes the same number of bytes."""
+    """Consecutive planned iterations, in each of which one rank writes the same number of bytes."""
 
-    start: int  #: position of the first iteration in the plan
-    stop: int  #: position after the last iteration
-    #: Number of tensors per iteration, by layer number, layer type and tensor name.
+    start: int  #: index of the first iteration in the planned iterations
+    stop: int  #: index after the last iteration
+    #: Number of tensors in each iteration, by layer number, layer type and tensor name.
     tensors: Counter[tuple[int, str, str]]
     bytes: Counter[tuple[int, str, str]]  #: size of these tensors' files, in bytes
     held: int  #: host memory for all tensors of an iteration, in bytes
@@ -123,7 +123,7 @@ def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[
     """
     left = settings.selection.iterations.after(done)
     most = settings.control_iter or train_iters
-    if settings.ring is not None:  # plan one event
+    if settings.ring is not None:  # plan the iterations of one event
         most = settings.ring.iterations
     return list(islice(takewhile(lambda iteration: iteration <= train_iters, left), most))
 
@@ -160,7 +160,7 @@ def _segments(
     samples: int,
     done: int,
 ) -> Iterator[Segment]:
-    """Yield segments of iterations whose metadata takes the same number of bytes."""
+    """Yield segments of iterations whose tensor files have the same metadata size."""
     sizes = _Sizes(counted)
     first = [record.sample_idx for record, _, _ in counted if record.sample_idx is not None] or [0]
     begun, last = 0, None
@@ -181,7 +181,7 @@ def _segments(
 
 
 class _Sizes:
-    """Cache of file sizes, which vary with the bytes that pickle uses for a record's numbers."""
+    """Cache of file sizes; they depend on how many bytes pickle uses for a record's integers."""
 
     def __init__(self, counted: list[Counted]):
         self._counted = counted
@@ -195,7 +195,7 @@ class _Sizes:
         return (place, *(-1 if number is None else _width(number) for number in numbers))
 
     def segment(self, start: int, stop: int, iteration: int, passed: int) -> Segment:
-        """Return the segment of the positions from `start` to `stop` in the plan.
+        """Return the segment of the planned iterations from position `start` up to before `stop`.
 
         Args:
             start: position of the first iteration.

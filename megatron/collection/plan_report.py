@@ -13,7 +13,7 @@ from megatron.collection.plan import CollectionPlan, Segment, Share
 
 
 def report(plan: CollectionPlan) -> list[str]:
-    """Return the lines of the report, which rank 0 prints."""
+    """Return the lines of the plan's report, which rank 0 prints."""
     lines = []
     of_layer, of_tensor, of_rank = (defaultdict(Counter) for _ in range(3))
     for share, segment in _all(plan):
@@ -47,7 +47,7 @@ def _table(title: str, rows: Iterable[tuple[Hashable, Counter[str]]]) -> list[st
 
 
 def _by_iteration(plan: CollectionPlan) -> list[tuple[str, Counter[str]]]:
-    """Return the tensors and bytes of all ranks, one row per group of equal iterations.
+    """Return the number of tensors and bytes of all ranks, one row per group of equal iterations.
 
     The iterations of a group are consecutive.
     """
@@ -73,7 +73,7 @@ def _named(iterations: Iterable[int]) -> str:
 
 
 def _disks(plan: CollectionPlan, of_rank: dict[int, Counter[str]]) -> list[str]:
-    """Return a line on the folder, and one per machine on the needed and the free disk space."""
+    """Return a line with the folder, and one per machine with the needed and free disk space."""
     events = 1 if plan.settings.ring is None else plan.settings.ring.events
     lines = [
         f"  folder {plan.settings.directory}; the indexes take about 1 KiB more per tensor",
@@ -91,7 +91,7 @@ def _disks(plan: CollectionPlan, of_rank: dict[int, Counter[str]]) -> list[str]:
 
 
 def _when(plan: CollectionPlan) -> list[str]:
-    """Return lines on the ring buffer and the flag file, on which the amount written depends."""
+    """Return lines that say how the ring buffer and the flag file change the amount written."""
     ring, flag_file = plan.settings.ring, plan.settings.flag_file
     lines = []
     if ring is not None:
@@ -105,7 +105,7 @@ def _when(plan: CollectionPlan) -> list[str]:
 
 
 def _memory(plan: CollectionPlan) -> list[str]:
-    """Return a line on whether an iteration, or the whole ring buffer, fits into host memory."""
+    """Return a line that says whether an iteration or the ring buffer fits into host memory."""
     limit, ring = plan.settings.limits.host_bytes, plan.settings.ring
     assert limit is not None, "the limits are a rank's share"
     iterations = 1 if ring is None else ring.iterations
@@ -123,7 +123,7 @@ def _memory(plan: CollectionPlan) -> list[str]:
 
 
 def _limits(plan: CollectionPlan) -> list[str]:
-    """Return a line per rank that would reach a limit, or one line if none would."""
+    """Return one line for each rank that would reach a limit, or a single line if none would."""
     limits = plan.settings.limits
     if limits.max_files is None and limits.max_bytes is None:
         return ["  limits: none was given (--collect-max-gib, --collect-max-files)"]
@@ -132,7 +132,7 @@ def _limits(plan: CollectionPlan) -> list[str]:
 
 
 def _stop(plan: CollectionPlan, share: Share) -> str | None:
-    """Return a line on the iteration in which a rank reaches a limit; None if it reaches none."""
+    """Return a line with the iteration in which a rank reaches a limit; None if it reaches none."""
     tensors = size = 0
     for segment in share.segments:
         for iteration in plan.iterations[segment.start : segment.stop]:

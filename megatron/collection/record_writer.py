@@ -1,4 +1,4 @@
-"""Write records to disk so that neither a crash nor another run can damage them.
+"""Write tensor records to disk so that neither a crash nor another run can damage them.
 
 A file is written under a temporary name and then hard-linked to its final name. A reader therefore
 never sees an incomplete file, and a link, unlike a rename, never replaces an existing file. The
@@ -51,20 +51,20 @@ def check_writable(directory: Path) -> None:
 
 
 class CardFile:
-    """Run card, which is written when the run begins and replaced when it ends.
+    """File of the run card, which is written when the run begins and replaced when it ends.
 
     Meanwhile, a file of zeros reserves space for the final card, so that the card can report a full
     disk.
     """
 
-    ROOM = 64 << 10  #: reserved space, in bytes
+    ROOM = 64 << 10  #: disk space reserved for the final card, in bytes
 
     def __init__(self, path: Path):
         self._path = path
         self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
 
     def write(self, content: dict[str, Any], *, last: bool) -> None:
-        """Replace the card atomically.
+        """Replace the run card atomically.
 
         Args:
             content: new content of the card.
@@ -89,7 +89,7 @@ class CardFile:
 
 
 class _Counted:
-    """File wrapper that counts the bytes and keeps the file system's error.
+    """File wrapper that counts the bytes written and keeps the error that the file system raises.
 
     The error is kept because torch's writer replaces it with its own. Without a file, the wrapper
     only counts.
@@ -121,7 +121,7 @@ def serialize(
     scales: dict[str, torch.Tensor],
     file: DirectFile | None = None,
 ) -> int:
-    """Write the content of a `.pt` file, or only compute its size if `file` is None.
+    """Write a tensor and its metadata to a `.pt` file; if `file` is None, only compute the size.
 
     Returns:
         Size of the content in bytes.
@@ -206,7 +206,7 @@ class RecordWriter:
         self.latest = time.monotonic()
 
     def append(self, line: dict[str, Any]) -> None:
-        """Append `line` to the index, either completely or not at all.
+        """Append `line` to the index file, either completely or not at all.
 
         Raises:
             OSError: if writing fails.

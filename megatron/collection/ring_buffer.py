@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 EVENTS = 3  #: default maximum number of times that the ring buffer is written
 
-#: Size in bytes and fields of each tensor that did not fit into memory.
+#: Size in bytes and record fields of each tensor that did not fit into host memory.
 Lost = list[tuple[int, dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class RingSettings:
-    """Settings of the ring buffer, as parsed from its flags."""
+    """Settings of the ring buffer, parsed from the command-line flags."""
 
     iterations: int  #: maximum number of iterations in the ring buffer
     events: int = EVENTS  #: maximum number of times that the ring buffer is written
@@ -42,7 +42,7 @@ class RingSettings:
         collect_ring_events: int | None = None,
         **jumps: float | None,
     ) -> "RingSettings | None":
-        """Create the settings from the flags with the same names as the parameters.
+        """Create the settings from the command-line flags that have the names of the parameters.
 
         Return None without `--collect-ring`.
 
@@ -96,14 +96,14 @@ class RingBuffer:
             levels: recent normal losses and gradient norms of a resumed run; None for a new run.
         """
         self.settings = settings
-        self.kept = 0  #: number of events so far
+        self.kept = 0  #: number of events so far, such as loss spikes
         self._shortened = False  #: whether a warning about too little memory was logged
         self._anomalies = LossSpikeDetector(settings.jumps, levels)
         self._iterations: deque[_Iteration] = deque()
 
     @property
     def over(self) -> bool:
-        """True once `settings.events` events have happened; the same on every rank."""
+        """True once `settings.events` events have been written; the same on every rank."""
         return self.kept >= self.settings.events
 
     def begin(self, iteration: int) -> None:
@@ -122,7 +122,7 @@ class RingBuffer:
 
     @property
     def cut(self) -> bool:
-        """True if the current iteration has lost a tensor; it then loses all later ones too."""
+        """True if the current iteration has lost a tensor; its later tensors are then lost too."""
         return bool(self._iterations[-1].lost)
 
     @property
@@ -157,7 +157,7 @@ class RingBuffer:
         submit: Callable[[HostCopy, dict[str, Any]], bool],
         leave_out: Callable[[Lost], None],
     ) -> list[int]:
-        """Hand over all tensors after an event, and empty the ring buffer.
+        """Pass all tensors to `submit` after an event such as a loss spike; empty the ring buffer.
 
         The event counts even on a rank that writes none of the iterations, because all ranks must
         stop after the same event.

@@ -21,7 +21,7 @@ from megatron.tensor_record import SCHEMA_VERSION
 RankOutcomes = list[dict[str, Any]]  #: results of `Collector.outcome` on each rank
 
 PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
-#: Prefixes of the environment variables that the card lists.
+#: Prefixes of the environment variables that the run card lists.
 VARIABLES = (
     policy.TYPE_VARIABLE,
     *policy.OPERATION_VARIABLES.values(),
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def rank_coordinates(groups: Mapping[str, tuple[int, int]] | None = None) -> dict[str, int]:
-    """Return this process's rank in each parallel group and the sizes of the groups.
+    """Return this process's rank in each of its parallel groups, and the sizes of the groups.
 
     Args:
         groups: rank in each parallel group and size of the group, by the names in `GROUPS`. A
@@ -94,7 +94,7 @@ def _versions() -> dict[str, str]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Return the commit and whether tracked files differ from it.
+    """Return the repository's commit, and whether tracked files differ from it.
 
     Return None if git is not installed or this is not a repository.
     """

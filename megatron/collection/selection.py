@@ -24,13 +24,13 @@ OPERATIONS = ("forward", "backward")
 NAMES = tuple(dict.fromkeys(name for names in TENSOR_NAMES.values() for name in names))
 DEFAULT_NAMES = frozenset(NAMES) - frozenset(ON_REQUEST)
 ALL_CODES = tuple(name for names in CODES.values() for name in names)
-#: Values of --collect-tensors that stand for several tensor names.
+#: Values of --collect-tensors that each stand for several tensor names.
 GROUPS = {"all": tuple(name for name in NAMES if name in DEFAULT_NAMES), "codes": ALL_CODES}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Selection of the tensors to collect, as parsed from the flags."""
+    """Selection of the tensors to collect, parsed from the command-line flags."""
 
     iterations: Iterations = field(default_factory=Iterations)
     micro_batches: int = 1  #: number of micro-batches per iteration, from the first on; 0 for all
@@ -42,7 +42,7 @@ class Selection:
     slices: Slices = field(default_factory=Slices)
 
     def wants(self, identity: ModuleIdentity, layer_type: str) -> bool:
-        """Return whether any tensor of a module is collected; the same on every rank."""
+        """Return whether any tensor of a module is collected. All ranks return the same value."""
         return (
             not identity.is_lm_head
             and identity.layer_idx in self.layers
@@ -107,7 +107,7 @@ class Selection:
         collect_ranks: str = "all",
         collect_slice: Sequence[str] | None = None,
     ) -> "Selection":
-        """Create the selection from the flags with the same names as the parameters.
+        """Create the selection from the command-line flags that have the names of the parameters.
 
         Args:
             num_layers: number of layers of the model, to check `collect_layers`.
@@ -163,7 +163,7 @@ def words(flag: str, values: Sequence[str] | None) -> list[str]:
 
 
 def matches(module: str, glob: str) -> bool:
-    """Return whether `glob` matches a module's dotted name or a suffix of it after a dot."""
+    """Return whether `glob` matches a module's dotted name or the part of it after any dot."""
     return fnmatchcase(module, glob) or fnmatchcase(module, f"*.{glob}")
 
 
@@ -187,7 +187,7 @@ def _check_known(flag: str, given: Iterable[str], known: Sequence[str]) -> None:
 
 
 def _listed(names: Collection[str]) -> str:
-    """Format tensor names for a message; `codes` replaces the names of all codes."""
+    """Format tensor names for a message; `codes` stands for the names of all quantized codes."""
     few = [name for name in (*GROUPS, *NAMES) if name in names and name not in ALL_CODES]
     few += ["codes"] if "codes" not in few and not set(names).isdisjoint(ALL_CODES) else []
     return " ".join(few or names)

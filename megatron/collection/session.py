@@ -1,4 +1,4 @@
-"""Run the collection of this process, with one function per training event.
+"""Control the collection in this process, with one function per event of the training loop.
 
 A trainer calls `configure` with its flags at the beginning and `close` at the end. The pipeline
 schedule calls `begin_iteration` and `end_iteration`. A layer calls `capture` in each forward pass.
@@ -38,12 +38,13 @@ from megatron.collection.training_clock import clock
 
 logger = logging.getLogger(__name__)
 
-UNNAMED = ModuleIdentity("", -1)  #: identity of a layer outside a model
-NamedTensors: TypeAlias = tuple[ModuleIdentity, Collection[str]]  #: module and names of its tensors
+UNNAMED = ModuleIdentity("", -1)  #: identity of a layer that is not part of a model
+#: A module's identity and the names of the module's tensors.
+NamedTensors: TypeAlias = tuple[ModuleIdentity, Collection[str]]
 
 _collector: Collector | None = None  #: collector of this rank; None if the run collects nothing
 _configured = False
-_owner = 0  #: ID of the process that collects
+_owner = 0  #: ID of the process that started the collection
 _observed = 0  #: number of completed iterations at the last call of `observe`
 
 
@@ -147,7 +148,7 @@ def _check_same_switch(enabled: bool) -> None:
 
 
 def configured() -> bool:
-    """Return whether a trainer has called `configure`."""
+    """Return whether the training loop has called `configure`."""
     return _configured
 
 
@@ -174,7 +175,7 @@ def end_iteration() -> None:
 
 
 def observe(loss: float | None, grad_norm: float | None) -> str | None:
-    """Report the loss and gradient norm of an iteration; if unusual, write the ring buffer.
+    """Check the loss and gradient norm of an iteration; if unusual, write the ring buffer.
 
     Args:
         loss: loss of the iteration, the same on every rank; None if it is unknown.
@@ -258,7 +259,7 @@ def finished() -> str | None:
 
 
 def check_reached(modules: Sequence[NamedTensors]) -> None:
-    """Refuse a selection that names a module or tensor that the model does not have.
+    """Raise an error if the selection names a module or tensor that the model does not have.
 
     Must be called on all ranks.
 
@@ -320,7 +321,7 @@ def close(aborted: str | None = None, *, interrupted: bool = False) -> str | Non
 
 
 def close_at_exit() -> None:
-    """End the collection when Python exits, for a trainer that does not call `close`."""
+    """End the collection when Python exits, if the training loop has not called `close`."""
     if os.getpid() != _owner:  # a forked process has no writer threads
         return
     error = getattr(sys, "last_value", None)  # the exception that ends the program

@@ -1,4 +1,4 @@
-"""Read all flags of the collection: what to collect, where, when and how much."""
+"""Read all flags of the tensor collection: what to collect, where, when and how much."""
 
 import math
 import os

@@ -32,14 +32,14 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Slices:
-    """Range of indices to keep of each dimension; a dimension without a range is kept whole."""
+    """Ranges of indices to keep in each dimension; a dimension without a range is kept whole."""
 
     by_letter: dict[str, range] = field(default_factory=dict)  #: ranges, by letter in `LETTERS`
 
     def cut(
         self, tensor: torch.Tensor, dims: str
     ) -> tuple[torch.Tensor | None, dict[str, Any] | None]:
-        """Return the part of `tensor` to keep, and its description for the record.
+        """Return the part of `tensor` to keep, and the description of this part for its record.
 
         Args:
             tensor: tensor to cut.
@@ -69,7 +69,7 @@ class Slices:
 
     @classmethod
     def parse(cls, parts: Sequence[str]) -> Slices:
-        """Parse ranges such as `s=0:128` and `h=0:256:2`.
+        """Parse index ranges such as `s=0:128` and `h=0:256:2`.
 
         Raises:
             ValueError: if a range cannot be parsed or is empty, or if a dimension is unknown or has

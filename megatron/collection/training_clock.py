@@ -1,4 +1,4 @@
-"""Track the current iteration and micro-batch, and whether a forward pass is a recomputation.
+"""Track the current iteration and micro-batch, and whether activations are being recomputed.
 
 Only the pipeline schedule knows these values, so `megatron.core.pipeline_parallel.schedules`
 updates the clock. The layers read it in their forward pass.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass
 class MicroBatch:
-    """Micro-batch that is in its forward or backward pass."""
+    """Micro-batch that the model is processing, forward or backward."""
 
     iteration: int  #: number of the iteration, as in the log
     index: int  #: index of the micro-batch in the iteration, from 0
@@ -17,12 +17,12 @@ class MicroBatch:
 
 
 class Clock:
-    """Current position of the schedule; each process has one instance."""
+    """Current position in the training schedule; each process has one instance."""
 
     def __init__(self) -> None:
         self.iteration = 0  #: number of the current iteration, as in the log; 0 before the first
         self.completed = 0  #: number of iterations completed since the collection was configured
-        self.micro_batch: MicroBatch | None = None  #: current one; None outside a training step
+        self.micro_batch: MicroBatch | None = None  #: None outside a training step
         self.recomputing = False  #: whether the current forward pass is a recomputation
         self.seed: int | None = None  #: seed of the run, equal on all ranks; None before training
 

@@ -9,17 +9,17 @@ from megatron.tensor_record import OF_ITERATION
 
 
 class WeightDedup:
-    """Set of the weights already saved in the current iteration."""
+    """Record of the weights already saved in the current iteration."""
 
     def __init__(self) -> None:
         self._saved: set[tuple[int, str, str]] = set()
 
     def begin_iteration(self) -> None:
-        """Forget the weights of the previous iteration."""
+        """Forget which weights were saved in the previous iteration."""
         self._saved.clear()
 
     def is_new(self, fields: dict[str, Any]) -> bool:
-        """Return whether to save a tensor; False for a weight already saved in this iteration.
+        """Return True for a tensor to be saved, False for a weight already saved in this iteration.
 
         Codes from stochastic rounding differ each time, so they are always saved.
 

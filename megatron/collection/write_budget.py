@@ -12,17 +12,17 @@ logger = logging.getLogger(__name__)
 
 
 class WriteBudget:
-    """Limits of one rank, and counts of the tensors that were left out because of them.
+    """Checker of one rank's limits, which counts the tensors left out because of them.
 
     The first tensor that exceeds a limit ends writing on this rank. With a ring buffer, however, a
     lack of memory ends only the current iteration.
     """
 
     def __init__(self, settings: Settings, writer: Writer, rank: int):
-        self.limit: str | None = None  #: message on the first limit that was reached
+        self.limit: str | None = None  #: message about the first limit that was reached
         self.full: str | None = None  #: limit that ended writing; None while it continues
         self.dropped = 0  #: number of tensors left out because of a limit
-        self.dropped_bytes = 0  #: size of these tensors, in bytes
+        self.dropped_bytes = 0  #: total size of the left-out tensors, in bytes
         self.outside_slice = 0  #: number of tensors of which --collect-slice keeps nothing
         self._settings = settings
         self._writer = writer
@@ -33,7 +33,7 @@ class WriteBudget:
         """Return whether a tensor of `size` bytes may be written; count it as dropped if not."""
         try:
             why = self.full or self._exceeded(size + OVERHEAD)
-            if why is not None and self._writer.pending:  # their sizes are upper bounds
+            if why is not None and self._writer.pending:  # pending sizes are upper bounds
                 self._writer.wait()
                 why = self.full or self._exceeded(size + OVERHEAD)
         except OSError as error:
@@ -65,7 +65,7 @@ class WriteBudget:
         return self._writer.slow or f"--collect-max-host-gib lets this rank hold {most}"
 
     def leave_outside(self, shape: list[int], fields: dict[str, Any]) -> None:
-        """Count a tensor of which the slice keeps nothing, and warn about the first one."""
+        """Count a tensor of which `--collect-slice` keeps nothing, and warn about the first one."""
         self.outside_slice += 1
         if self.outside_slice == 1:
             logger.warning(
@@ -88,7 +88,7 @@ class WriteBudget:
             )
 
     def leave_out(self, lost: Lost) -> None:
-        """Count the tensors missing from an iteration that the ring buffer writes."""
+        """Count the tensors missing from an iteration that is written from the ring buffer."""
         why = self.full or self._why_no_memory
         size, fields = lost[0]
         if self.limit is None:
@@ -116,7 +116,7 @@ class WriteBudget:
         self._writer.append({"event": "limited", "why": limit})
 
     def close(self) -> None:
-        """Add the number and size of the left-out tensors to the index, if a limit was reached."""
+        """Write the number and size of the left-out tensors to the index if a limit was reached."""
         if self.limit is not None:
             tensors, size = self.dropped, self.dropped_bytes
             event = {"event": "dropped", "tensors": tensors, "bytes": size, "why": self.limit}
@@ -127,7 +127,7 @@ class UnlimitedBudget(WriteBudget):
     """Budget without limits, for a collection plan."""
 
     def take(self, size: int, fields: dict[str, Any]) -> bool:
-        """Accept every tensor."""
+        """Return True for every tensor."""
         return True
 
 
