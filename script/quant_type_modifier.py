@@ -73,7 +73,7 @@ class SettingsFile:
             _replace(self.path, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
     def restore(self) -> bool:
-        """Restore the state before the first change; return False if there was no change.
+        """Restore the settings from before the first change; return False if nothing was changed.
 
         Raises:
             ValueError: the backup file was not written by this script.

@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def formats_of(name: str) -> Formats:
-    """Return the training flags for a quantization, and the name for the run.
+    """Return the training flags for a quantization type, and its name for use in the run name.
 
     Raises:
         ConfigError: the quantization is unknown.

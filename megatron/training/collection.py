@@ -157,9 +157,9 @@ def _reservations(args: argparse.Namespace) -> Iterator[str]:
 
 
 def observe_step(step: StepResult) -> None:
-    """Report the loss and the gradient norm of an iteration to the collection.
+    """Pass the loss and the gradient norm of an iteration to the tensor collector.
 
-    Must be called on all ranks. If the collection then writes the contents of its ring buffer to
+    Must be called on all ranks. If the collector then writes the contents of its ring buffer to
     disk, a message is printed. The gradient norm of a skipped iteration is omitted, because it
     reflects the loss scale.
     """
@@ -194,7 +194,7 @@ def _reason_for_nothing(settings: Settings) -> str | None:
 
 
 def close_collection() -> None:
-    """Finish writing and close the collection.
+    """Wait until all collected tensors are written, and close the tensor collector.
 
     Raises:
         RunError: on every rank if a rank failed to write its tensors; on the first rank only if

@@ -1,4 +1,4 @@
-"""Values of the mixture-of-experts router losses, for the log line.
+"""Values of the mixture-of-experts router losses for the training log.
 
 These losses contribute to the gradient, but are not part of the `lm loss`.
 """
@@ -19,7 +19,7 @@ from megatron.training import device
 
 @dataclass(frozen=True)
 class _Loss:
-    """A router loss, and how its values on the ranks are combined."""
+    """A router loss, and the way in which its values are combined across ranks."""
 
     name: str  #: name of the loss in megatron-core's tracker
     sums_over_data: bool = False  #: whether the loss is summed over data-parallel ranks

@@ -53,7 +53,7 @@ class LogInterval:
     losses: dict[str, float] = field(default_factory=dict)  #: sum of each loss over the iterations
 
     def add(self, step: StepResult) -> None:
-        """Add one iteration. Losses that are not finite are included, so the mean shows them."""
+        """Add the result of one iteration. A loss that is not finite makes the mean not finite."""
         self.iterations += 1
         self.skipped += step.skipped
         self.nan += any(not math.isfinite(loss) for loss in step.losses.values())
@@ -61,7 +61,7 @@ class LogInterval:
             self.losses[name] = self.losses.get(name, 0.0) + loss
 
     def mean_losses(self) -> dict[str, float]:
-        """Return the mean of each loss over the iterations."""
+        """Return the mean of each loss over the iterations of the interval."""
         return {name: loss / self.iterations for name, loss in self.losses.items()}
 
 
@@ -114,7 +114,7 @@ def log_line(
 
 
 def event_folder_problem(args: argparse.Namespace) -> str | None:
-    """Return why this rank cannot write to `--tensorboard-dir`.
+    """Return why this rank cannot write to `--tensorboard-dir`, or None if it can.
 
     Return None if it can write there, or does not have to.
     """
@@ -178,7 +178,7 @@ class TensorBoard:
 
     @contextmanager
     def _failures(self, where: str) -> Iterator[None]:
-        """Catch the first `OSError` in the block, print a warning, and stop writing event files."""
+        """Catch an `OSError` in the `with` block, print a warning, and stop writing event files."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Configuration of the matmul formats from the flags, and the format audit of the model.
+"""Functions that set the matmul formats from the flags and audit the formats of the model.
 
 Flags that bypass the formats or the tensor collection are refused before the model is built. For
 the sake of other trainers, `megatron.core` also refuses such a flag where it can detect it.

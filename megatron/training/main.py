@@ -49,7 +49,7 @@ def _leave_now(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection in the block, and exclude its objects from later collections.
+    """Disable garbage collection in the `with` block; later collections ignore its objects.
 
     The block contains imports, which leave little garbage. They take seven seconds, more than one
     of which would be spent on garbage collection.

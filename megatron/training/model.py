@@ -55,7 +55,7 @@ def check_buildable(args: argparse.Namespace) -> None:
 
 
 def padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
-    """Return the vocabulary size, padded to give tensor-parallel ranks shards of equal size."""
+    """Return the vocabulary size, padded so that all tensor-parallel shards have equal size."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     padded = -(-vocab_size // multiple) * multiple
     print_rank_0(f"> vocabulary: {vocab_size} tokens, padded to {padded}")
@@ -83,7 +83,7 @@ def _layer_spec(run: RunConfig, vp_stage: int | None):
 
 
 def _checked_stage(run: RunConfig, vocab_size: int, vp_stage: int | None) -> GPTModel:
-    """Build a pipeline stage, and turn an error of megatron-core into a `UserError`.
+    """Build a pipeline stage; if megatron-core refuses it, raise a `UserError`.
 
     Raises:
         UserError: if megatron-core refuses the configuration; its own message, which names the
@@ -130,7 +130,7 @@ def build_stage(run: RunConfig, vocab_size: int, vp_stage: int | None = None) ->
 
 
 def build_chunks(run: RunConfig, vocab_size: int) -> list[torch.nn.Module]:
-    """Build the pipeline stages of this rank, several if the schedule is interleaved."""
+    """Build this rank's pipeline stages: one, or several if the schedule is interleaved."""
     stages = run.args.virtual_pipeline_model_parallel_size
     chunks = [
         _checked_stage(run, vocab_size, vp_stage)
@@ -193,7 +193,7 @@ def build_optimizer(run: RunConfig, model: list[torch.nn.Module]) -> MegatronOpt
 def build_scheduler(
     args: argparse.Namespace, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
-    """Build the scheduler of the learning rate and weight decay, which counts samples."""
+    """Build the learning rate and weight decay scheduler, whose progress is counted in samples."""
     batch = args.global_batch_size
     decay_steps = args.lr_decay_samples or (args.lr_decay_iters or args.train_iters) * batch
     warmup_steps = args.lr_warmup_samples or args.lr_warmup_iters * batch

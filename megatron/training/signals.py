@@ -38,7 +38,7 @@ def raise_if_received() -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise `Interrupted` when the process receives Ctrl-C or SIGTERM within the block.
+    """Raise `Interrupted` when the process receives Ctrl-C or SIGTERM within the `with` block.
 
     Another signal more than three seconds later ends the process immediately.
     """
@@ -66,5 +66,5 @@ def interruptible() -> Iterator[None]:
 
 
 def _interrupt(error: Interrupted) -> None:
-    """Raise `error` now or, if a tensor is being collected, at the end of that step."""
+    """Raise `error` now, or as soon as the tensor collector can be interrupted."""
     signals_deferred.interrupt(error)

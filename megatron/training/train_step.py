@@ -42,7 +42,7 @@ class StepResult:
 
 @contextlib.contextmanager
 def whole_weights(model: list[torch.nn.Module], run: RunConfig) -> Iterator[None]:
-    """Gather the updated weights of all data-parallel ranks for the duration of the block.
+    """Gather the updated weights of all data-parallel ranks for the duration of the `with` block.
 
     With `--overlap-param-gather`, the ranks of the distributed optimizer exchange their updated
     shards only in the next forward pass. A checkpoint written before that would contain outdated

@@ -71,7 +71,7 @@ def watch(tree: ProcessTree, interrupts: Interrupts) -> int | None:
 
 
 def hint(number: int) -> str:
-    """Return advice for the user when a signal that this process did not send ended the command."""
+    """Return advice for the user after a signal from another process has ended the command."""
     if number == signal.SIGKILL:
         return "if memory was short, give fewer --workers"
     return "run it again"

@@ -29,7 +29,7 @@ from megatron.bounded_files import (
 from megatron.tensor_record import LINE_LIMIT
 
 #: Environment variable with a token that identifies this launch. The collector copies every
-#: variable whose name begins with TENSOR_SAVE to the run card, where the token is found again.
+#: variable whose name begins with TENSOR_SAVE to the run card, so the card contains the token.
 TOKEN_VARIABLE = "TENSOR_SAVE_LAUNCH"
 TEXT_LIMIT = 1000  #: maximum length of a string that is shown, in characters
 COUNTED = ("phase", "component", "operation", "layer_idx")  #: fields by which tensors are counted
@@ -44,7 +44,7 @@ class Tally:
     runs: set[str] = field(default_factory=set)
     ranks: set[int] = field(default_factory=set)
     iterations: set[int] = field(default_factory=set)
-    #: reason why a limit ended the collection, one entry per rank that has reached a limit
+    #: messages about reached limits, one entry per rank that has reached a limit
     limits: list[str] = field(default_factory=list)
     dropped: int = 0  #: number of tensors left out because of a limit
     dropped_bytes: int = 0
@@ -122,7 +122,7 @@ class IndexFollower:
         self._foreign = set(folder.glob("index_*.jsonl"))  # indexes of earlier runs
 
     def poll(self, *, last: bool = False) -> int:
-        """Read new lines of the indexes, and return the number of tensors in them.
+        """Read the new lines of the indexes, and return the number of tensors that they add.
 
         Args:
             last: whether the run has ended. If it has, an index without a run card is counted as
@@ -142,7 +142,7 @@ class IndexFollower:
         return self.tally.tensors - before
 
     def _is_ours(self, index: Path) -> bool | None:
-        """Return whether the index belongs to the followed run: whether its run card has the token.
+        """Return whether the run card of this index contains the followed run's token.
 
         The result is None if the run card does not exist yet.
         """

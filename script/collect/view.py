@@ -179,7 +179,7 @@ def print_report(
 
 
 def layers(tally: Tally) -> str:
-    """Return the number of tensors per layer as text, grouping adjacent layers of equal count."""
+    """Return the number of tensors per layer as text; group adjacent layers with equal counts."""
     counts = sorted(tally.counts["layer_idx"].items())
     parts = []
     for (number, _), group in groupby(

@@ -64,7 +64,7 @@ def build_parser() -> ArgumentParser:
 
 
 def request_of(options: argparse.Namespace) -> DataRequest:
-    """Return the request for a tokenizer and data, by default Wikipedia for Llama 3.2 1B."""
+    """Return the request for a tokenizer and data; the default is Wikipedia for Llama 3.2 1B."""
     model, dataset = MODELS["llama32-1b"], DATASETS["wikipedia"]
     default = Files(
         tokenizer=at_home(model.tokenizer.path), data=at_home(dataset.prefix(model.tokenizer))

@@ -186,7 +186,7 @@ class Architecture:
             heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
             attention = hidden * heads * self.head_dim
         dense = 3 * hidden * self.intermediate_size
-        total = layers * (attention + 2 * hidden) + hidden  # two norms per layer, one at the end
+        total = layers * (attention + 2 * hidden) + hidden  # two norms per layer and a final norm
         if self.experts is None:
             total += layers * dense
         else:

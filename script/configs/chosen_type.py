@@ -35,7 +35,7 @@ class ChosenType:
 
 
 def chosen_type(given: str | None, python: str, *, dry_run: bool) -> ChosenType:
-    """Return the quantization type of a collection: the user's, the type that is set, or `DEFAULT`.
+    """Return a collection's quantization type: the user's choice, the configured one, or `DEFAULT`.
 
     Args:
         given: quantization type as the user wrote it, or None.

@@ -20,7 +20,7 @@ from megatron.collection.flags import Reader, read_by
 from megatron.collection.limits import Limits
 from megatron.collection.selection import Selection, matches
 
-FILE_OVERHEAD = 2460  #: bytes per file in addition to the values: the record and torch's archive
+FILE_OVERHEAD = 2460  #: size of a file without its tensor values, in bytes
 UNKNOWN = ("--num-experts", "--multi-latent-attention")  #: flags of models that are not supported
 #: Recomputation granularity that recomputes core attention only; `full` recomputes everything.
 SELECTIVE = "selective"
@@ -68,7 +68,7 @@ class Model:
         self.value_bytes = 2 if {"--bf16", "--fp16"} & set(words) else 4
 
     def number(self, flag: str, default: int) -> int:
-        """Return the value of a flag that takes a positive whole number, by default `default`.
+        """Return the positive integer that follows a flag, or `default` if the flag is not given.
 
         Raises:
             ConfigError: if the value is not a positive whole number.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from configs.models import Tokenizer
 
-#: Tokenizer family whose name is not part of the paths.
+#: Tokenizer family whose name is not part of the data paths.
 PLAIN_FAMILY = "llama3"
 
 

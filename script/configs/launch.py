@@ -111,7 +111,7 @@ def _refuse_cluster_options(options: argparse.Namespace, *, nnodes_given: bool) 
     Otherwise, each machine would train independently, and all would write to the same folders.
     """
     if nnodes_given and not options.node_rank:
-        return  # a job script gives such options even for a single machine
+        return  # job scripts pass these options even for a single machine
     for name in ("node_rank", "master_addr"):
         if (value := getattr(options, name)) is not None:
             raise ConfigError(

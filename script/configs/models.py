@@ -26,7 +26,8 @@ class Preset:
     seq_length: int
     micro_batch_size: int
     lr: float  #: maximum learning rate; the minimum is a tenth of it
-    parallelism: Parallelism = field(default_factory=Parallelism)  #: default of the options
+    #: defaults of the parallelism options
+    parallelism: Parallelism = field(default_factory=Parallelism)
     recompute: bool = False  #: whether attention scores are recomputed in the backward pass
 
 

@@ -19,7 +19,7 @@ EVERYWHERE = "linear layers, Q K^T and P V"
 
 
 def places(name: str) -> list[str]:
-    """Return the quantization types of a format: its name with each of the three prefixes."""
+    """Return a format's quantization types, which consist of a prefix and the format's name."""
     return [f"FA_{name}", f"linear_{name}", f"FA_linear_{name}"]
 
 
@@ -38,7 +38,7 @@ AS_SET = "settings"
 
 
 def split(quantization: str) -> tuple[str, str]:
-    """Return a description of the matmuls that a quantization type covers, and its format."""
+    """Return two strings: the matmuls that a quantization type quantizes, and their format."""
     for prefix, where in PLACES.items():
         if quantization.startswith(prefix):
             return where, quantization.removeprefix(prefix)

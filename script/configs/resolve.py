@@ -60,7 +60,7 @@ class Files:
         return Path(self.tokenizer).exists() and has_data(self.data)
 
     def lacking(self) -> str:
-        """Return a phrase that says which file is missing, for the middle of a message."""
+        """Return a phrase that names the missing file and is inserted into a message."""
         if not has_data(self.data):
             return f"none in {self.data}"
         return (

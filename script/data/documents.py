@@ -168,7 +168,7 @@ class Encoder:
                 except BaseException as error:
                     faulty[i] = _reason(error)
                     encoded.append([])
-        if self.tokenizer.library == "null":  # only this one returns invalid ids
+        if self.tokenizer.library == "null":  # only the null tokenizer returns invalid ids
             for i, ids in enumerate(encoded):
                 if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                     faulty[i] = f"a token id is not within the vocabulary of {self.vocab_size}"
@@ -186,7 +186,7 @@ class Encoder:
         tokens.ids[key] = np.fromiter(joined, dtype=self.dtype, count=count)
 
     def texts(self, batch: Batch, document: Any) -> dict[str, str]:
-        """Return the text of a document under each key.
+        """Return a document's text for each key.
 
         Raises:
             ValueError: if the document is bad; the message gives the reason.

@@ -117,7 +117,7 @@ class PartialOutput:
                 shutil.rmtree(self.folder, ignore_errors=True)
         except OSError:
             if kind is None:
-                raise  # otherwise the first error is raised; the cause is probably the same
+                raise  # otherwise, keep the original error, which probably has the same cause
         finally:
             self._close()
 
@@ -131,7 +131,7 @@ class PartialOutput:
                     f"{self.folder} to start over"
                 )
         if self.resumed:
-            self.commit()  # first, because truncating may go back to the start of an input file
+            self.commit()  # before truncating, which may go back to the start of an input file
         for name, size in sizes.items():
             self.files[name].truncate(size)
 
@@ -252,11 +252,11 @@ class PartialOutput:
             self.commit()
 
     def _check_use(self, path: Path, point: ResumePoint, *, last: bool) -> None:
-        """Refuse an input file if none of its documents, or of the first `HOPELESS`, is valid."""
+        """Refuse an input file whose first `HOPELESS` documents, or all if fewer, are bad."""
         if point.file_read or not (last or point.file_bad >= HOPELESS):
             return
         start = self.points[1]
-        self.points = start, start  # so that a repaired file is read from its start
+        self.points = start, start  # so that the file is read from its start once it is repaired
         if not point.file_bad:
             raise ValueError(f"{path} holds no document; leave it out, or get it again")
         with (self.folder / "bad_lines.txt").open("rb") as file:

@@ -195,7 +195,7 @@ def attempt(settings: Settings) -> int:
         manifests = preprocess(settings)
     except DamagedStateError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
-        return status  # the same command cannot resume
+        return status  # the run cannot be resumed, so print no such advice
     except ValueError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
     except OSError as error:

@@ -19,7 +19,7 @@ from batch import START, Batch, Position
 from compressed import decompressed
 from parquet import read_parquet
 
-BATCH_BYTES = 1 << 18  #: in bytes; small enough that all workers finish at about the same time
+BATCH_BYTES = 1 << 18  #: batch size in bytes; if small, all workers finish at about the same time
 #: Maximum size of a document, in bytes; a larger document probably means that the format is wrong.
 LARGEST_DOCUMENT = 256 << 20
 FORMATS = ("text", "wikitext", "jsonl", "parquet")
@@ -139,7 +139,7 @@ def _text(stream: BinaryIO, settings: Any, batch: Batch) -> Iterator[Batch]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a stream; a line beyond the size of the largest document is cut."""
+    """Yield the lines of a stream; a line that exceeds the maximum document size is cut."""
     while line := stream.readline(LARGEST_DOCUMENT + 1):
         yield line
 

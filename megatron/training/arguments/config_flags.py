@@ -65,8 +65,8 @@ HISTORICAL = (
     Spelling("--use-torch-optimizer-for-cpu-offload", "use_torch_optimizer_for_cpu_offload", True),
     Spelling("--no-initialization", "perform_initialization", False),
 )
-#: defaults of Megatron-LM that differ from those of the dataclass, whose q_lora_rank of 512 would
-#: always compress the queries
+#: defaults of Megatron-LM that replace the default of the dataclass field; the dataclass sets
+#: q_lora_rank to 512, which would always compress the queries
 HISTORICAL_DEFAULTS = {"q_lora_rank": None}
 #: text to append to megatron-core's description of a field in `--help`
 ADDED_HELP = {"cp_comm_type": "; the local layers support only all_gather, of keys and values"}
@@ -138,7 +138,7 @@ def _enum_member(kind: type[enum.Enum]):
 
 
 def flag_options(field_type: Any) -> dict[str, Any] | None:
-    """Return the keyword arguments of `add_argument` for a field of this type.
+    """Return the keyword arguments of `add_argument` for a field of type `field_type`.
 
     Return None if values of the type cannot be given on a command line (callables, objects).
     """

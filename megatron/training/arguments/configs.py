@@ -20,7 +20,7 @@ def params_dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 def _checked(config: type, kwargs: dict):
-    """Build a configuration object, and turn an error of megatron-core into a `UserError`.
+    """Build a configuration object; if megatron-core refuses it, raise a `UserError`.
 
     Raises:
         UserError: if megatron-core refuses the values. Its own message is included; a field

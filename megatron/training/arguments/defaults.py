@@ -14,7 +14,7 @@ import torch
 
 from megatron.training.errors import UserError
 
-#: defaults of the megatron-core fields that are read before its configuration objects are built
+#: defaults of the megatron-core fields that are read before the configuration objects are built
 _BASICS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,

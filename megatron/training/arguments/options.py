@@ -349,7 +349,7 @@ class QuantizationOptions:
 
 
 def _collection_option(flag: Flag) -> tuple[str, object, object]:
-    """Return the name, type and dataclass field of a flag of the tensor collection."""
+    """Return the name, type and dataclass field of a tensor collection flag."""
     if flag.type is bool:
         return flag.name, bool, option(flag.default, flag.help)
     values = {"nargs": "+"} if flag.many else {}

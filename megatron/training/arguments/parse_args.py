@@ -86,7 +86,7 @@ def build_parser(*, documents: bool = False) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         advice="`python pretrain_gpt.py --help` lists every option",
-        error_type=UserError,  # reported by one rank only
+        error_type=UserError,  # so that only one rank prints it
     )
     before, after = options.GROUPS[:1], options.GROUPS[1:]
     for group in before:

@@ -83,8 +83,8 @@ def _check_required(args: argparse.Namespace) -> None:
         raise UserError(f"{given} of --train-iters and --train-samples was given; give one")
 
 
-#: smallest accepted values of the generated flags and of those of the tensor collection; the others
-#: are in options.py
+#: smallest accepted values of the generated flags and of the tensor collection flags; options.py
+#: declares the minimums of all other flags
 _MINIMUMS = {
     **dict.fromkeys(
         (

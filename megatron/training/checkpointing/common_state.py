@@ -16,14 +16,14 @@ from megatron.training.checkpointing.optimizer_state import NUMERIC
 COMMON_LIMIT = (
     256 * MEBIBYTE
 )  #: maximum size of `common.pt`, in bytes; normally it has a few kilobytes
-#: largest accepted count; up to here, float64 can represent every integer
+#: largest accepted count; float64 can represent every integer up to this value
 _LARGEST = (1 << 53) - 1
 _COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_iterations")
 _DEPTH = 4  #: maximum number of nested levels of lists in a setting
 
 
 def read_common(folder: str | Path) -> Any:
-    """Return the content of `common.pt`, without checking the types of its parts.
+    """Return the content of `common.pt`, without checking the types of its entries.
 
     Raises:
         DamagedError: if the file cannot be used; the message names the file and the reason.
@@ -40,13 +40,13 @@ def read_common(folder: str | Path) -> Any:
 
 
 def check_common(common: Any) -> dict[str, Any]:
-    """Check the types of the parts of `common.pt`, and return its content.
+    """Check the types of the entries of `common.pt`, and return them unchanged.
 
     Content without `progress` was written by another program. It is returned without further
     checks, and the caller refuses it.
 
     Raises:
-        ValueError: if a part has the wrong type; the message names the part and its value.
+        ValueError: if an entry has the wrong type; the message names the entry and its value.
     """
     _require(common, "its content", _is_settings, "a dictionary")
     if "progress" not in common:
@@ -68,7 +68,7 @@ def check_common(common: Any) -> dict[str, Any]:
 
 
 def check_groups(groups: list[dict[str, Any]]) -> None:
-    """Refuse optimizer settings that are not finite numbers, on which the first step would fail.
+    """Refuse optimizer settings that are not finite numbers; the first step would fail on them.
 
     Raises:
         ValueError: if a setting is not a finite number; the message names the setting and its

@@ -153,7 +153,7 @@ def _type(args: argparse.Namespace) -> str:
 
 
 def _format() -> str:
-    """Return the quantization type in effect, with a digest of the recipe's rules if there is one.
+    """Return the quantization type in effect; if a recipe is used, append a digest of its rules.
 
     The digest does not depend on the path of the recipe file.
     """
@@ -194,7 +194,7 @@ def _digest(data: bytes) -> str:
 
 
 def check_model(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Refuse a checkpoint of another program or of a different model.
+    """Refuse a checkpoint that was written by another program or holds a different model.
 
     Raises:
         UserError: if the checkpoint does not fit; the message names each difference.
@@ -299,7 +299,7 @@ def check_optimizer(args: argparse.Namespace, common: dict[str, Any], folder: Pa
 
 
 def _check_numbers(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Refuse different optimizer hyperparameters, unless a flag selects which ones to use.
+    """Refuse hyperparameters that differ from the checkpoint's, unless a flag selects which to use.
 
     Raises:
         UserError: if hyperparameters differ, and neither `--override-opt_param-scheduler` nor

@@ -26,7 +26,7 @@ from megatron.training.printing import print_rank_0
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"  #: name of the file with the state that is the same on every rank
-INDEX = ".metadata"  #: name of the index, which states the file of each part of a tensor
+INDEX = ".metadata"  #: name of the index, which maps each part of a tensor to its file
 _ITERATION = re.compile(r"[0-9]{1,15}")
 _FOLDER = re.compile(r"iter_([0-9]{7,15})")
 _TRACKER_LIMIT = 1024  #: maximum size of the tracker file, in bytes
@@ -43,7 +43,7 @@ _LEFTOVER = re.compile(r"iter_\d{7,}\.(partial|old)")
 
 
 def fsync(path: Path) -> None:
-    """Flush a file, or the list of entries of a folder, to disk."""
+    """Flush a file, or a folder's list of entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Reader of a checkpoint's index, `.metadata`, which states the file of each part of a tensor.
+"""Reader of a checkpoint's index, `.metadata`, which maps each part of a tensor to its file.
 
 torch unpickles the index, and imports any module that it names. This module instead parses it as
 data, checks its numbers against the files, and creates only the objects that an index needs.
@@ -104,7 +104,7 @@ def _expected(name: str, entry: TensorStorageMetadata | BytesStorageMetadata) ->
 
 
 def _state(item: Any, kind: str) -> dict[str, Any]:
-    """Return the fields of an object, which must be of the given class.
+    """Return the fields of `item`, which must represent an object of class `kind`.
 
     Raises:
         ValueError: if the object is of another class or has no fields.
@@ -147,7 +147,7 @@ def _chunk(name: str, item: Any, size: torch.Size) -> ChunkStorageMetadata:
 
 
 def _properties(name: str, item: Any) -> TensorProperties:
-    """Return the properties of a tensor with only the dtype set.
+    """Return a tensor's properties, of which only the dtype is set.
 
     The other properties are deprecated, and torch does not read them.
     """

@@ -1,4 +1,4 @@
-"""Corrections of the optimizer's state before and after a checkpoint is loaded.
+"""Correct the optimizer state before and after loading a checkpoint.
 
 megatron-core's distributed optimizer was written for the Adam implementations of Transformer Engine
 and Apex. With Adam from torch, it needs the three corrections in this module. The module also
@@ -30,7 +30,7 @@ def allocate(optimizer: MegatronOptimizer) -> None:
 
 
 def _keep_step(part: DistributedOptimizer) -> None:
-    """Add the current step count to the loaded tensors of each parameter.
+    """Make `part` add the current step count to each parameter's tensors when it loads them.
 
     megatron-core expects all entries of the state, but a checkpoint stores the step count only
     once. The loaded step count is set later.
@@ -60,16 +60,16 @@ def separate_steps(optimizer: MegatronOptimizer) -> None:
 #: names of the numeric settings of a parameter group that are set from the command line; the
 #: scheduler sets the learning rate and the weight decay in each iteration
 _NUMBERS = ("max_lr", "min_lr", "lr_mult", "wd_mult", "betas", "eps", "momentum")
-NUMERIC = (*_NUMBERS, "lr", "weight_decay")  #: names of all numeric settings
+NUMERIC = (*_NUMBERS, "lr", "weight_decay")  #: all numeric settings of a parameter group
 
 
 def numbers(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group that are set from the command line."""
+    """Return each parameter group's settings that come from the command line."""
     return [{k: group[k] for k in _NUMBERS if k in group} for group in optimizer.param_groups]
 
 
 def set_numbers(optimizer: MegatronOptimizer, settings: list[dict[str, Any]]) -> None:
-    """Set the command-line settings of each parameter group again, because loading replaces them.
+    """Restore each parameter group's command-line settings, which loading has replaced.
 
     Loading does not change the order of the groups.
     """

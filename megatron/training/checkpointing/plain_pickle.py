@@ -18,7 +18,7 @@ from typing import Any
 
 
 class UnsafePickleError(ValueError):
-    """An error for a pickle with content that no checkpoint needs and that could run code."""
+    """Error raised for a pickle whose content could run code and is in no valid checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An object described by the pickle, which is not instantiated."""
+    """A description of an object in the pickle; the object itself is never created."""
 
     kind: str  #: dotted name of the class, or of the function that returns the object
     arguments: tuple[Any, ...]

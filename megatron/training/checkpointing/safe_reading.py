@@ -147,7 +147,7 @@ class Planner(wheel.MCoreLoadPlanner):
 
 
 def _holds_bytes(objects: list[Any]) -> bool:
-    """Return whether an extra state has content, which Transformer Engine would unpickle.
+    """Return whether an extra state is not empty; Transformer Engine would unpickle its content.
 
     Without FP8, the extra state is empty.
     """

@@ -109,7 +109,7 @@ def save_checkpoint(run: RunConfig, trained: TrainingState, progress: TrainingPr
 
 @contextmanager
 def _write_errors(final: Path) -> Iterator[None]:
-    """Convert errors of writing a checkpoint in the block to a `RunError`.
+    """Raise a `RunError` if writing a checkpoint fails in the `with` block.
 
     Raises:
         RunError: if the block raises an error of the file system, of `torch.save` or of the
@@ -128,7 +128,7 @@ def _write_errors(final: Path) -> Iterator[None]:
 
 @contextmanager
 def _read_errors(folder: Path) -> Iterator[None]:
-    """Convert errors of reading a checkpoint in the block to a `UserError`.
+    """Raise a `UserError` if reading a checkpoint fails in the `with` block.
 
     A damaged file can raise almost any exception in the libraries that read it.
 
@@ -148,7 +148,7 @@ def _read_errors(folder: Path) -> Iterator[None]:
 
 
 def _pass_interruption(error: BaseException) -> None:
-    """Raise `Interrupted` if torch collected it as the failure of a rank."""
+    """Raise `Interrupted` again if torch reports it as the reason why a rank failed."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
     for failure, _ in failures:
         if isinstance(failure, Interrupted):
@@ -156,7 +156,7 @@ def _pass_interruption(error: BaseException) -> None:
 
 
 def _read_index(folder: Path) -> None:
-    """Read the index before torch does, which would print one traceback per rank on errors.
+    """Check the index before torch reads it, because torch prints a traceback per rank on errors.
 
     Raises:
         UserError: if the index or a file that it names cannot be used.
@@ -258,7 +258,7 @@ def _read_common(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Prepend the path of a file to the message of a `ValueError` raised in the block."""
+    """Prepend the path of a file to the message of a `ValueError` raised in the `with` block."""
     try:
         yield
     except ValueError as error:

@@ -22,7 +22,8 @@ from megatron.bounded_files import UnusableFileError, check_regular, open_regula
 from megatron.training.errors import UserError
 
 MARK = b"MMIDIDX\x00\x00"  #: first bytes of every megatron-core index
-HEADER = struct.Struct("<9sQBQQ")  #: mark, version, dtype code, sequence count, bound count
+#: fields: mark, version, dtype code, number of sequences, number of document bounds
+HEADER = struct.Struct("<9sQBQQ")
 #: Integer dtypes by megatron-core's dtype code; 6 and 7 are floats, which cannot be token ids.
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 LENGTH = np.dtype("<i4")

@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerRecord:
-    """Properties of the tokenizer that data was made with."""
+    """Properties of the tokenizer that encoded a data set."""
 
     type: str
     vocab_size: int
@@ -147,7 +147,7 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
 
 
 def check_fits(prefix: str, tokenizer: MegatronTokenizerText) -> None:
-    """Refuse data that was made with another tokenizer.
+    """Refuse a data set that was encoded with a tokenizer other than `tokenizer`.
 
     The NullTokenizer accepts any data whose vocabulary is not larger than its own.
 

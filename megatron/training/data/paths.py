@@ -11,7 +11,7 @@ from megatron.training.errors import UserError
 
 
 def parse_blend(values: list[str]) -> tuple[list[str], list[float] | None]:
-    """Return the prefixes and weights of a data blend; the weights are None if none are given.
+    """Return a data blend's prefixes and weights; if it has no weights, return None for them.
 
     `0.3 a 0.7 b` has weights and `a b` has none. A blend with weights may also be one argument.
 
@@ -87,7 +87,7 @@ def check_prefix(prefix: str) -> None:
 
 
 def default_cache(prefixes: list[str]) -> str | None:
-    """Return the default cache folder, or None if the folder of the data is not writable."""
+    """Return the default cache folder, or None if the data folder is not writable."""
     folder = Path(prefixes[0]).resolve().parent
     return str(folder / ".index_cache") if os.access(folder, os.W_OK) else None
 

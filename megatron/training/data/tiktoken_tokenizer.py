@@ -29,7 +29,7 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 FILE_LIMIT = 256 * MEBIBYTE  #: maximum file size, in bytes; the largest vocabularies take 4 MB
 LARGEST_RANK = 1 << 24  #: exclusive upper bound of a rank; about 20 times the largest vocabulary
 LONGEST_PIECE = 400_000  #: maximum length of a piece of text, in characters
-#: Maximum length of a run of white space, or of other characters, in characters.
+#: Maximum number of consecutive white-space characters, or of consecutive other characters.
 LONGEST_RUN = 25_000
 _LONG = rf"{{{LONGEST_RUN + 1},}}"
 _LONG_RUN = re.compile(rf"(?<!\S)\S{_LONG}|(?<!\s)\s{_LONG}")  # matches only at the start of a run
@@ -65,7 +65,7 @@ class Family:
 
 
 def _llama3(ranks: int) -> Family:
-    """Return Llama 3's conventions: the 256 ids after the ranks are Llama 3.2's special tokens."""
+    """Return Llama 3's conventions; ids from `ranks` on are the 256 special tokens of Llama 3.2."""
     names = [f"<|reserved_special_token_{number}|>" for number in range(256)]
     known = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id"}
     known |= {6: "start_header_id", 7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}
@@ -173,7 +173,7 @@ class TiktokenFile(MegatronTokenizerTextAbstract):
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Ids by token; each byte of a token is decoded as a Latin-1 character."""
+        """Mapping from token to id; each byte of a token is decoded as a Latin-1 character."""
         return {token: number for number, token in self.inv_vocab.items()}
 
     def text_to_ids(self, text: str) -> list[int]:

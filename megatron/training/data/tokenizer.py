@@ -48,7 +48,7 @@ _CONFIGURATION = (
 #: Pattern of the class names that a configuration file may contain. transformers itself accepts the
 #: name of any of its classes, but some of these classes load further classes.
 _TOKENIZER_CLASS = re.compile(r"(?!Rag|Auto)\w*Tokenizer\w*|\w+Backend")
-#: File names; AutoTokenizer needs at least one of these files in a folder.
+#: Names of tokenizer files; AutoTokenizer needs at least one of these files in a folder.
 HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -207,7 +207,7 @@ def _sentencepiece(path: Path) -> MegatronTokenizerText:
         raise UserError(f"{file} does not exist; a SentencePieceTokenizer needs a .model file")
     try:
         return _from_wheel("sentencepiece", file)
-    except (RuntimeError, OSError) as error:  # depends on sentencepiece's version
+    except (RuntimeError, OSError) as error:  # the type depends on sentencepiece's version
         raise UserError(
             f"{file} is not a SentencePiece model; if it belongs to Llama 3, give the type "
             "TikTokenizer, or the folder with its tokenizer.json and HuggingFaceTokenizer"
@@ -293,7 +293,7 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 
 
 def _from_wheel(library: str, path: Path | None, **options: object) -> MegatronTokenizerText:
-    """Return the tokenizer that megatron-core builds.
+    """Return the tokenizer that megatron-core builds with `library` from the file at `path`.
 
     Importing megatron-core's tokenizers takes seconds. The import is in this function so that a
     wrong path is reported without this delay.

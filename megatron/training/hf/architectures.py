@@ -51,7 +51,7 @@ class Model:
 
     @property
     def sources(self) -> dict[str, Source]:
-        """Source tensors by name."""
+        """All source tensors (tensors of the Hugging Face checkpoint), by name."""
         return {s.name: s for layout in self.tensors.values() for s in layout.sources}
 
 

@@ -90,7 +90,7 @@ def _fill(args: argparse.Namespace, given: set[str], model: Model) -> list[str]:
         "max_position_embeddings": model.config.get("max_position_embeddings"),
         "hidden_dropout": 0.0,
         "attention_dropout": model.config.get("attention_dropout") or 0.0,
-        "perform_initialization": False,  # every weight is loaded; otherwise the run stops
+        "perform_initialization": False,  # every weight is loaded anyway
     }
     if model.architecture is DEEPSEEK_V2:
         training["moe_router_dtype"] = "fp32"  # as in transformers, even for bf16 models
@@ -230,7 +230,7 @@ def name_special_tokens(args: argparse.Namespace, model: Model | None, tokenizer
     for name in ("bos", "eos"):
         try:
             number = getattr(tokenizer, f"{name}_id")
-        except (AttributeError, KeyError, TypeError, ValueError):  # varies by library
+        except (AttributeError, KeyError, TypeError, ValueError):  # the type varies by library
             number = None
         model.config[f"{name}_token_id"] = None if number is None or number < 0 else int(number)
 

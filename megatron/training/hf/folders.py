@@ -101,7 +101,7 @@ def put_in_place(partial: Path, folder: str) -> None:
     final = Path(folder)
     fsync_tree(partial)
     try:
-        partial.rename(final)  # replaces an empty folder, but no other
+        partial.rename(final)  # fails if the folder is not empty
     except OSError as error:
         raise RunError(
             f"{final} was created by another program while this run trained ({error.strerror}); "
@@ -129,7 +129,7 @@ def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> No
 def copy_companions(
     folder: Path, source: Path | None, file: tuple[Path, str] | None = None
 ) -> None:
-    """Copy the tokenizer's files and the settings of text generation to the folder of the weights.
+    """Copy the tokenizer files and the text generation settings to the weights folder.
 
     Args:
         folder: folder of the weights.

@@ -139,7 +139,7 @@ def tensors(config: dict[str, Any]) -> dict[str, Layout]:
 
 
 def outside_of_layers(config: dict[str, Any]) -> dict[str, Layout]:
-    """Return the layouts of the embedding, the last norm and the output layer.
+    """Return the layouts of the embedding, the final norm and the output layer.
 
     The source of a tied output layer is the embedding. The model holds a copy of it only if the
     last pipeline stage is not also the first.

@@ -30,7 +30,7 @@ PLAIN = ("F64", "F32", "F16", "BF16")
 #: Suffix of the names of tensors that are computed from the config.json; they are not loaded, but
 #: older checkpoints store them.
 COMPUTED = ".rotary_emb.inv_freq"
-INDEX_LIMIT = 256 * MEBIBYTE  #: maximum size of an index, in bytes; it takes about 100 per tensor
+INDEX_LIMIT = 256 * MEBIBYTE  #: maximum size of an index, in bytes; each tensor takes about 100
 
 
 class Weights:
@@ -97,7 +97,7 @@ class Weights:
         )
 
     def _open(self, name: str):
-        """Open a file, or return it if it is open; the last `OPEN_FILES` opened files stay open."""
+        """Return an open file; if `OPEN_FILES` others are open, close the one opened first."""
         if name not in self._files:
             path = self.folder / name
             if len(self._files) == OPEN_FILES:

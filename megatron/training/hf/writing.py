@@ -89,7 +89,7 @@ def save_weights(run: RunConfig, chunks: list[torch.nn.Module]) -> None:
 
 @contextmanager
 def _write_errors(folder: str) -> Iterator[None]:
-    """Convert an error that is raised while the weights are written to a `RunError`."""
+    """Raise a `RunError` if writing the weights fails in the `with` block."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -179,7 +179,7 @@ def _is_first() -> bool:
 
 
 def _cut(sources: list[Source], itemsize: int) -> list[list[Source]]:
-    """Distribute the tensors over files of at most `FILE_BYTES`.
+    """Distribute the tensors over files of at most `FILE_BYTES` bytes each.
 
     A tensor that is larger than `FILE_BYTES` gets a file of its own.
     """
