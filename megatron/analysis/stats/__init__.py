@@ -10,7 +10,7 @@
     matrix_view       find the tokens, channels and blocks of a tensor
     cache             look up the results of earlier calls
     executors, jobs   run one job per part, on threads or on a Dask cluster
-    tensor            measure one part, in pieces (`chunks`)
+    tensor            measure one part, in chunks (`chunks`)
     kernels           compiled loops, which measure most formats
     direct            slower code for the other formats
     values, moments, histogram, errors        mergeable statistics of the values and the formats

@@ -38,7 +38,7 @@ from megatron.bounded_files import printable
 NAME = "statistics.sqlite"
 PATIENCE = 30.0  #: maximum time to wait for another process to write, in seconds
 APPLICATION_ID = 0x4D654761  #: SQLite application ID in the header of a cache file
-_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: valid IDs; 0 during creation
+_IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: valid application IDs; 0 during creation
 _SCHEMA = 1  #: version of the table definitions
 _TABLES = {
     "results": "CREATE TABLE results (key TEXT, name TEXT, content BLOB, PRIMARY KEY (key, name))"
@@ -60,14 +60,16 @@ def code_version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Identity of a part in the cache."""
+    """Identity of a tensor part in the cache."""
 
     key: str
     files: str  #: path, size and modification time of each file, as JSON
 
 
 class Cache:
-    """Cache of the results of a dump, stored in a folder by part and result name.
+    """Cache of the statistics computed from a dump, stored in a folder.
+
+    Entries are identified by a part of a tensor and the name of a result.
 
     Raises:
         OSError, ValueError: if the folder cannot be written, or the file in it belongs to another
@@ -80,7 +82,7 @@ class Cache:
         self.path, self._folder = folder / NAME, dump
         #: path of the dump; empty for a cache inside the dump, which can be moved with it
         self._dump = "" if folder.resolve().is_relative_to(dump.resolve()) else str(dump.resolve())
-        self.remark = ""  #: message about results that could not be read or stored
+        self.remark = ""  #: message if results could not be read or stored
         self._used: set[str] = set()  #: keys that this process has requested
         try:
             self._base: sqlite3.Connection | None = self._open()
@@ -111,7 +113,8 @@ class Cache:
         """
         ids = self._ids(base)
         if ids[0] == APPLICATION_ID and ids[1] != _SCHEMA and _tables(base).keys() <= {*_TABLES}:
-            drop = "".join(f"DROP TABLE IF EXISTS {name}; " for name in _TABLES)  # our own tables
+            # these tables were created by another version of this program
+            drop = "".join(f"DROP TABLE IF EXISTS {name}; " for name in _TABLES)
             reset = "PRAGMA application_id=0; PRAGMA user_version=0; COMMIT"
             base.executescript(f"BEGIN IMMEDIATE; {drop}{reset}")
         if not _tables(base):
@@ -119,7 +122,7 @@ class Cache:
             base.execute("PRAGMA auto_vacuum=INCREMENTAL")  # possible only for a new file
             base.execute("PRAGMA journal_mode=WAL")
             base.execute("BEGIN IMMEDIATE")
-            if not _tables(base):  # another process may have just created them
+            if not _tables(base):  # another process may have just created the tables
                 for statement in _TABLES.values():
                     base.execute(statement)
                 base.execute(f"PRAGMA application_id={APPLICATION_ID}")
@@ -129,12 +132,12 @@ class Cache:
         base.execute("PRAGMA synchronous=NORMAL")  # a power failure may lose the last results
 
     def _ids(self, base: sqlite3.Connection) -> list[int]:
-        """Return the application ID and the version of the tables from the header of the file."""
+        """Read the application ID and the version of the tables from the header of the file."""
         names = ("application_id", "user_version")
         return [base.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
 
     def _refuse_foreign(self, base: sqlite3.Connection, *, created: bool) -> None:
-        """Refuse a database of another program; `created` says whether our tables must exist."""
+        """Refuse a database of another program; `created` says whether the tables must exist."""
         ids = self._ids(base)
         expected = [APPLICATION_ID, _SCHEMA] if created else [0, 0]
         if ids != expected or (created and _tables(base) != _normalized(_TABLES)):
@@ -259,7 +262,9 @@ class ForeignCacheError(ValueError):
 
 
 def check_place(folder: Path) -> None:
-    """Refuse a cache folder that is a link, or contains special files or a file of another program.
+    """Refuse a cache folder that cannot be used safely.
+
+    It may not be a link, or contain special files or a file of another program.
 
     Raises:
         ForeignCacheError: if the folder is refused; the message names the file.
@@ -277,7 +282,7 @@ def check_place(folder: Path) -> None:
 
 
 def _check_names(folder: Path) -> None:
-    """Check the file types of the folder and of its files, without opening any of them.
+    """Check the file types of the cache folder and its files without opening any file.
 
     Raises:
         ForeignCacheError: if a path is refused; the message names it.
@@ -287,7 +292,7 @@ def _check_names(folder: Path) -> None:
     for suffix in ("", *_BESIDE):
         _refuse_but(folder / f"{NAME}{suffix}", stat.S_ISREG, "a regular file")
     journal = folder / f"{NAME}-journal"
-    # SQLite replays a journal when it opens the database; a forged one may delete other files
+    # SQLite replays a journal when it opens the database; a forged journal may delete other files
     while os.path.lexists(journal):
         if time.monotonic() > deadline:
             raise ForeignCacheError(
@@ -298,7 +303,7 @@ def _check_names(folder: Path) -> None:
 
 
 def _refuse_but(path: Path, wanted: Callable[[int], bool], what: str) -> None:
-    """Refuse a path that exists but has another file type than `wanted`; links are refused."""
+    """Refuse a link, and a path that exists but whose file type `wanted` does not accept."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -332,7 +337,7 @@ def open_cache(folder: Path | None, dump: Path) -> AbstractContextManager[Cache 
 
 
 def _with_checksum(content: bytes) -> bytes:
-    """Return the content with a checksum in front, because SQLite stores none."""
+    """Prepend a checksum to the content, because SQLite stores none."""
     return zlib.crc32(content).to_bytes(4, "little") + content
 
 

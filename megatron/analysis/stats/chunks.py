@@ -1,4 +1,4 @@
-"""Read a tensor in pieces, so that memory use does not grow with the size of the tensor."""
+"""Read a tensor in chunks, so that memory use does not grow with the size of the tensor."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-PIECE = 1 << 22  #: number of values per piece; larger if one row of blocks has more values
+PIECE = 1 << 22  #: number of values per chunk; larger if one row of blocks has more values
 LARGE = 1 << 26  #: minimum size in bytes of a mapped tensor whose pages are released
 _MADV_DONTNEED = 4
 
 
 def pieces(values: NDArray[Any], multiple: int) -> Iterator[NDArray[Any]]:
-    """Yield pieces of an array, each with shape `[outer, rows, columns]`.
+    """Yield chunks of an array, each with shape `[outer, rows, columns]`.
 
     Args:
-        multiple: number of rows per block. Each piece starts at a multiple of this number, so that
-            no block lies in two pieces.
+        multiple: number of rows per block. Each chunk starts at a multiple of this number, so that
+            no block lies in two chunks.
     """
     outer, rows, columns = values.shape
     in_one = rows * columns
@@ -35,7 +35,7 @@ def pieces(values: NDArray[Any], multiple: int) -> Iterator[NDArray[Any]]:
 
 
 def give_back(values: NDArray[Any], *, mapped: bool) -> None:
-    """Release the memory of a contiguous piece of a mapped file; a later access rereads it."""
+    """Release the memory of a contiguous chunk of a mapped file; a later access rereads it."""
     if not mapped or not values.size:
         return
     start = values.ctypes.data
@@ -48,7 +48,7 @@ def give_back(values: NDArray[Any], *, mapped: bool) -> None:
 
 
 def is_mapped(address: int) -> bool:
-    """Return whether `address` is mapped from a `.pt` file; always False except on Linux.
+    """Return whether `address` is mapped from a `.pt` file; always False outside Linux.
 
     Memory that is not mapped from a file must not be released, because its content would be lost.
     """
@@ -60,6 +60,6 @@ def is_mapped(address: int) -> bool:
         fields = line.split(maxsplit=5)
         low, _, high = fields[0].partition("-")
         if int(low, 16) <= address < int(high, 16):
-            # the permissions do not help: torch maps files private and writable, but never writes
+            # the permissions cannot tell: torch maps files as writable (private) but never writes
             return len(fields) == 6 and fields[4] != "0" and fields[5].endswith(".pt")
     return False

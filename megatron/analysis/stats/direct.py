@@ -1,4 +1,4 @@
-"""Measure formats whose results are not determined by a value and the scale of its block.
+"""Measure formats whose result for a value depends on more than the value and its block scale.
 
 These are formats with stochastic or hybrid rounding, and HiFloat4 with its three levels of scales.
 `fake_quant.reference` quantizes the values, and each value is compared with its result. This is at
@@ -29,7 +29,8 @@ from megatron.fake_quant.inspect.format_properties import positive_values
 from megatron.fake_quant.packing import QuantizedTensor
 
 SEED = 20240916  #: seed of stochastic rounding
-PIECE = 1 << 20  #: number of values per piece; the reference needs about 50 bytes per value
+#: Number of values per chunk; `fake_quant.reference` needs about 50 bytes per value.
+PIECE = 1 << 20
 _NIBBLE = 4  #: number of bits in a nibble
 
 
@@ -59,9 +60,9 @@ def measure_sampled(
 
 
 def _pieces(tensor: Tensor, matrix: MatrixView, fmt: Format) -> Iterator[Tensor]:
-    """Yield the pieces of a tensor, or the whole tensor if the format has a tensor scale.
+    """Yield the chunks of a tensor, or the whole tensor if the format has a tensor scale.
 
-    Each piece has the shape [outer, rows, columns].
+    Each chunk has the shape [outer, rows, columns].
     """
     whole = tensor.reshape(matrix.outer, matrix.rows, matrix.columns)
     if fmt.has_tensor_scale or whole.numel() <= PIECE:
@@ -75,7 +76,7 @@ def _pieces(tensor: Tensor, matrix: MatrixView, fmt: Format) -> Iterator[Tensor]
 
 
 def _operand(piece: Tensor, matrix: MatrixView, axis: str, *, square: bool) -> tuple[Tensor, int]:
-    """Return a view of the piece to quantize, and the dimension along which its blocks run.
+    """Return a view of a chunk for quantization, and the dimension along which its blocks run.
 
     For blocks along rows, the last dimension of the view is a run. For square blocks, the last two
     dimensions are the rows and a run.
@@ -94,7 +95,7 @@ def _bits(x: Tensor) -> NDArray[np.int32]:
 def _add_values(
     errors: Errors, operand: Tensor, result: Tensor, packed: QuantizedTensor, clipped: Tensor
 ) -> None:
-    """Add the errors of the values, their codes, and the number of clipped values to `errors`."""
+    """Add the errors, the codes, and the number of clipped values to `errors`."""
     codes = packed.codes
     if packed.format.element.bits <= _NIBBLE:
         codes = unpack_nibbles(codes, packed.shape[packed.axis])
@@ -134,7 +135,10 @@ def _quantized(operand: Tensor, fmt: Format, dim: int) -> tuple[QuantizedTensor,
 
 
 def _limits(packed: QuantizedTensor) -> Tensor:
-    """Return, for each value, the largest number that the format represents with its scales."""
+    """Return the largest number that the format can represent at each position of a tensor.
+
+    The number depends on the scales that apply to the position.
+    """
     element = packed.format.element
     assert not element.is_cast
     code = encode(positive_values(element)[-1:], element)

@@ -70,7 +70,7 @@ def compute(
         first = problems[0]
         raise UnreadableTensorError(first.path, f"{first.why}; {_STRICT}")
     columns, done, failures = ResultColumns(), set(), []
-    # with `disable=None`, tqdm shows the bar only on a terminal, so that no log contains it
+    # with `disable=None`, tqdm shows the bar only on a terminal, so that it is not written to logs
     bar = tqdm(
         total=len(tensors),
         desc="Measuring",
@@ -115,7 +115,7 @@ def _note(tensor: LogicalTensor, formats: Sequence[str], errors: FormatErrors) -
 def _arrays(
     tensor: LogicalTensor, formats: Sequence[str], results_cache: Cache | None
 ) -> TensorArrays:
-    """Return the histograms of a tensor from the cache, or compute them."""
+    """Read the histograms of a tensor from the cache, or compute them."""
     merger = ResultMerger([tensor], formats, results_cache)
     job_results = ((job.number, measure_job(job)) for job in merger.jobs())
     failure = None

@@ -31,7 +31,7 @@ from megatron.analysis.stats.kernels.error_sums import (
     YY,
 )
 
-RANGES = 278  #: number of bins for the difference of two float32 exponents (-149 to 127)
+RANGES = 278  #: number of possible differences between two float32 exponents (-149 to 127)
 HEADROOM_STEPS, HEADROOM_FROM = 8, -1.0  #: bins per binade; lower edge of the first bin
 HEADROOM_BINS = 25
 
@@ -77,7 +77,7 @@ class Errors:
     def sums(
         self,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
-        """Tuple of the four arrays that the kernels update."""
+        """Tuple of the four arrays that the kernels of `error_sums` update."""
         return self.counts, self.totals, self.binade_counts, self.binade_sums
 
     def numbers(self) -> dict[str, float]:

@@ -21,12 +21,10 @@ from megatron.analysis.stats.jobs import Job, JobResult, measure_jobs
 from megatron.analysis.stats.kernels.class_tables import TABLE_BYTES
 
 PATIENCE = "20s"  #: maximum time to wait for a scheduler to answer
-BATCH_BYTES, BATCH_JOBS = (
-    1 << 23,
-    64,
-)  #: size in bytes, and number of jobs, at which a batch is complete
+#: A batch is complete when it reaches this size in bytes or this number of jobs.
+BATCH_BYTES, BATCH_JOBS = 1 << 23, 64
 #: Memory in bytes that a process needs regardless of its threads, and maximum memory per thread:
-#: three tables of counts, the mapped pages of a large tensor, and the arrays for one piece of it.
+#: three tables of counts, the mapped pages of a large tensor, and the arrays for one chunk of it.
 BASE, PER_WORKER = 420 << 20, 3 * TABLE_BYTES + (96 << 20)
 
 
@@ -38,7 +36,7 @@ def processors() -> int:
 
 
 def affordable(workers: int | None, max_memory: int | None) -> int:
-    """Return the requested number of threads, reduced to the number that fits into memory.
+    """Return the requested number of threads, or fewer if they would need too much memory.
 
     Args:
         workers: requested number of threads; None means one per processor.
@@ -60,7 +58,7 @@ def affordable(workers: int | None, max_memory: int | None) -> int:
 
 
 def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    """Yield batches of jobs, in descending order of tensor size.
+    """Group jobs into batches, and yield the batches in descending order of tensor size.
 
     A large tensor at the end would keep one worker busy while the others are idle.
     """
@@ -77,7 +75,7 @@ def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
 
 
 def on_threads(jobs: Sequence[Job], workers: int) -> Iterator[tuple[int, JobResult]]:
-    """Run the jobs on threads, and yield the number and the result of each job as it finishes.
+    """Run the jobs on threads, and yield each job's number and result as soon as it finishes.
 
     Only a few results are in memory at a time.
     """

@@ -56,7 +56,7 @@ def note_lines(notes: Mapping[str, int]) -> list[str]:
 
 
 def _by_use(statistics: Statistics) -> list[str]:
-    """Return the lines of two tables: the errors of the formats in operands, and in results."""
+    """Return the lines of two tables of errors: one for operands, and one for matmul results."""
     formats = statistics.formats
     tensors = statistics.tensors
     operands = [*map(is_operand, tensors["layer_type"], tensors["tensor_name"])]
@@ -72,7 +72,7 @@ def _by_use(statistics: Statistics) -> list[str]:
 
 
 def _by_format(statistics: Statistics, formats: pd.DataFrame) -> list[str]:
-    # weights of the shares: a large tensor counts more than a small one
+    # weights of the averages, so that a large tensor counts more than a small one
     finite = statistics.tensors["finite"].to_numpy()[formats["tensor"]]
     formats = formats.assign(whole=finite - formats["poisoned"])
     header = ("format", "axis", "tensors", "median SQNR dB", "lowest", "underflow", "saturated")
@@ -95,7 +95,7 @@ def _by_format(statistics: Statistics, formats: pd.DataFrame) -> list[str]:
 
 
 def _joint(shares: pd.Series[float], of: pd.Series[int]) -> float:
-    """Return the average of the shares, weighted by the counts; NaN if all counts are zero."""
+    """Return the weighted average of per-tensor shares; NaN if all weights are zero."""
     total = int(of.sum())
     return float((shares * of).sum()) / total if total else math.nan
 
@@ -145,7 +145,7 @@ def with_safe_texts(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def as_json(statistics: Statistics) -> str:
-    """Return tensors, formats and problems as a JSON object of three lists.
+    """Return a JSON object with three lists: tensors, formats and problems.
 
     JSON supports neither NaN nor Inf: NaN becomes null, and Inf becomes the string "inf" or "-inf".
     """

@@ -1,4 +1,4 @@
-"""Group the requested formats, so that one count of the values serves a whole group.
+"""Group the requested formats, so that values are counted only once for each group.
 
 Formats share a count if their blocks have the same size and their scales are the same up to a
 constant factor. For example, all OCP formats with blocks of 32 and the scale rule `floor` form a
@@ -20,30 +20,30 @@ AXES = ("row", "column")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Formats that assign the same class to every block; see `kernels.scalar_quantizer`."""
+    """Formats that assign the same scale class to every block; see `kernels.scalar_quantizer`."""
 
-    size: int  #: number of values per block along its axis
+    size: int  #: number of values per block, along the axis of the block
     square: bool
     formats: tuple[Format, ...]
 
     @property
     def first(self) -> Format:
-        """First format of the group, from which the class of a block is computed."""
+        """First format of the group, which is used to compute the scale class of a block."""
         return self.formats[0]
 
     @property
     def emax(self) -> int:
-        """Exponent of the largest element value for which the classes are computed.
+        """Exponent of the largest element value, as assumed when scale classes are computed.
 
-        The class of a block with an E8M0 scale is the byte of the scale for an element type with
-        this exponent. A format whose element type reaches n binades higher stores a byte that is
-        lower by n. (For all exponents from 1 on, the same bytes are clipped to zero.)
+        The scale class of a block with an E8M0 scale is the byte of the scale for an element type
+        with this exponent. A format whose element type reaches n binades higher stores a byte that
+        is lower by n. (For all exponents from 1 on, the same bytes are clipped to zero.)
         """
         return _class_emax(self.first)
 
     @property
     def by_pairs(self) -> bool:
-        """True if values are counted by pairs of a row class and a column class.
+        """True if values are counted by the pair of scale classes of their row and column blocks.
 
         A tensor has only a few different E8M0 scales. E4M3 scales have 127 possible values, which
         form too many pairs.
@@ -57,7 +57,8 @@ class FormatGroups:
 
     plain: tuple[Format, ...]  #: formats without blocks
     groups: tuple[Group, ...]  #: groups of formats with block scales
-    sampled: tuple[Format, ...]  #: formats whose results depend on more than a value and its class
+    #: formats whose result for a value depends on more than the value and its scale class
+    sampled: tuple[Format, ...]
 
     @property
     def names(self) -> list[str]:
@@ -93,7 +94,7 @@ def group_formats(names: Sequence[str]) -> FormatGroups:
 
 
 def _scale_key(fmt: Format) -> tuple[object, ...]:
-    """Return the properties of a format that determine the class of a block with a given amax.
+    """Return the properties of a format that determine the scale class of a block from its amax.
 
     `Group.emax` explains the exponent, which is the second property of some formats.
     """

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-BINS = 1 << 16  #: number of bfloat16 patterns
-_INFINITY = 0x7F80  #: pattern of +Inf; larger patterns without the sign bit are NaN
+BINS = 1 << 16  #: number of bfloat16 bit patterns
+_INFINITY = 0x7F80  #: bit pattern of +Inf; patterns between it and 0x8000 are NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Number of finite values with each bfloat16 pattern."""
+    """Number of finite values with each bfloat16 bit pattern."""
 
     counts: NDArray[np.int64]  #: [BINS] by pattern; positive from 0x0000, negative from 0x8000
 
@@ -50,15 +50,15 @@ class Histogram:
         return summed
 
     def quantile(self, share: float) -> float:
-        """Return the quantile of the values for one share; see `quantiles`."""
+        """Return one quantile of the values; see `quantiles`."""
         return self.quantiles([share])[0]
 
     def magnitude_quantile(self, share: float) -> float:
-        """Return the quantile of the magnitudes for one share; see `magnitude_quantiles`."""
+        """Return one quantile of the magnitudes; see `magnitude_quantiles`."""
         return self.magnitude_quantiles([share])[0]
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
-        """Return the quantiles of the values for these shares; NaN if the histogram is empty.
+        """Return quantiles of the values; they are NaN if the histogram is empty.
 
         For bfloat16 data, the quantiles are exact order statistics. For other data, each quantile
         is the edge of its bin toward zero; the error is less than 2^-7 of the value (except for
@@ -70,7 +70,7 @@ class Histogram:
         return _quantiles(self.counts[ascending], _signed_edges()[ascending], shares)
 
     def magnitude_quantiles(self, shares: Sequence[float]) -> list[float]:
-        """Return the quantiles of the magnitudes for these shares; see `quantiles`."""
+        """Return quantiles of the magnitudes; see `quantiles`."""
         present = np.flatnonzero(self.counts)
         magnitudes = present & (BINS // 2 - 1)
         order = np.argsort(magnitudes, kind="stable")

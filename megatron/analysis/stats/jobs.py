@@ -57,12 +57,12 @@ class Failure:
 class JobResult:
     """Serialized result of a job, and the files that failed."""
 
-    contents: dict[str, bytes]  #: keyed by `VALUES` and format name; empty if not measured
+    contents: dict[str, bytes]  #: keyed by `VALUES` or format name; empty on failure
     failures: tuple[Failure, ...]  #: files that failed, including replicas that were not needed
 
 
 def measure_job(job: Job) -> JobResult:
-    """Read and measure the part of a job."""
+    """Read the tensor part of a job, and measure it."""
     tensor, failures = _load(job.part)
     if tensor is None:
         return JobResult({}, failures)
@@ -86,10 +86,10 @@ def measure_jobs(jobs: Sequence[Job]) -> list[tuple[int, JobResult]]:
 def unpack_result(
     contents: dict[str, bytes], formats: Sequence[str]
 ) -> tuple[Values, FormatErrors]:
-    """Deserialize the statistics of a part from the contents of a `JobResult`."""
+    """Deserialize the statistics of a tensor part from the contents of a `JobResult`."""
     errors_of_formats: FormatErrors = {}
     for name in formats:
-        if not contents[name]:  # no errors: unsupported dtype, or block scales on a slice
+        if not contents[name]:  # not measured: unsupported dtype, or block scales on a slice
             continue
         fmt = get_format(name)
         codes = number_of_codes(fmt.element)
@@ -99,7 +99,7 @@ def unpack_result(
 
 
 def _load(part: Part) -> tuple[Tensor | None, tuple[Failure, ...]]:
-    """Return the tensor of a part, and the files that could not be read.
+    """Read a tensor part, and return its tensor and the files that could not be read.
 
     The tensor of a single file is memory-mapped. Tensors of several files are added in float64, and
     the sum is rounded once. The first readable replica of each file is used. All replicas are

@@ -36,7 +36,7 @@ ShardIndex = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of a tensor that is measured as a unit: one file, or several files that are added."""
+    """Part of a tensor that is measured as a unit: one file, or the sum of several files."""
 
     paths: tuple[str, ...]
     replicas: tuple[tuple[str, ...], ...]  #: for each path, other files that should be identical
@@ -51,7 +51,7 @@ class LogicalTensor:
 
     row: Any  #: record of the first file, as a named tuple
     data_rank: int
-    cuts: tuple[Cut, ...]  #: cuts into shards; excludes cuts that only split a sum into addends
+    cuts: tuple[Cut, ...]  #: cuts into shards, without cuts that only split a sum into addends
     parts: dict[ShardIndex, Part]
     files: int  #: number of files, including replicas
     note: str
@@ -77,7 +77,7 @@ def logical_tensors(
         dump: all records of the dump, if `records` is a selection. The size of a head is read from
             the records of other tensors and must not depend on the selection.
     """
-    # an array, because `map` on an empty column is not boolean and would select columns
+    # use an array, because `map` on an empty column is not boolean and would select columns
     keep = np.array([not isinstance(codes, dict) for codes in records["codes"]], dtype=bool)
     records = _with_shapes(records[keep])
     records = records.assign(data_rank=data_ranks(records))
@@ -95,7 +95,7 @@ def logical_tensors(
 
 
 def first_passes(tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
-    """Return the tensors without the copies that activation recomputation saved.
+    """Return the tensors without the copies that activation recomputation saved a second time.
 
     Recomputation repeats a forward pass and saves its tensors a second time. If the dump also
     contains the first pass, these tensors would be counted twice.
@@ -109,7 +109,7 @@ def first_passes(tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
 
 
 def _pass(tensor: LogicalTensor) -> tuple[Any, ...]:
-    """Return a key shared by a tensor and the copy that recomputation saved.
+    """Return a key shared by a tensor and the copy that activation recomputation saved.
 
     A file without a run ID gets a key of its own.
     """
@@ -138,7 +138,7 @@ def _with_shapes(records: pd.DataFrame) -> pd.DataFrame:
 
 
 def _head_dims(records: pd.DataFrame) -> dict[tuple[Any, ...], int]:
-    """Return the size of a head in each layer, read from the shapes of the value tensors.
+    """Return the size of an attention head in each layer, given the shapes of the value tensors.
 
     This size is needed for tensors whose last dimension holds all heads.
     """
@@ -151,7 +151,7 @@ def _head_dims(records: pd.DataFrame) -> dict[tuple[Any, ...], int]:
 
 
 def _logical_tensor(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) -> LogicalTensor:
-    """Return the logical tensor that these records describe; they agree in all KEYS."""
+    """Return the logical tensor described by these records, which agree in all KEYS."""
     first, notes = rows[0], []
     cuts = _cuts(first.dims) or []
     if any(cut.axis is not None and cut.axis >= len(first.shape) for cut in cuts):
@@ -210,7 +210,7 @@ def _rank(row: Any, cut: Cut) -> int:
 
 
 def _missing(row: Any, cuts: Sequence[Cut], present: set[ShardIndex], what: str) -> list[str]:
-    """Return one note for each cut that has missing parts.
+    """Return one note for each cut of a tensor of which parts are missing.
 
     A part has the number of its rank in the group. If several ranks share a part, the parts are
     numbered consecutively.

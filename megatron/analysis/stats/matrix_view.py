@@ -43,7 +43,7 @@ class MatrixView:
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Sizes of the other dimensions: hidden units; heads and head_dim; or keys."""
+        """Sizes of the trailing dimensions, which index channels (hidden units, heads, or keys)."""
         return self.shape[self.token_dims :]
 
 
@@ -72,8 +72,8 @@ def matrix_view_of(
     return MatrixView(shape, 1, rows, last, last, max(dims - 1, 0))
 
 
-#: GEMM that quantizes the operand along its rows, and GEMM that quantizes it along its columns;
-#: see `fake_quant.gemm`.
+#: For each operand, the GEMM that quantizes it along rows and the GEMM that quantizes it along
+#: columns; see `fake_quant.gemm`.
 _USES: dict[tuple[str, str], tuple[str, str]] = {
     ("linear", "input"): ("fprop", "wgrad"),
     ("linear", "weight"): ("fprop", "dgrad"),
@@ -87,7 +87,7 @@ _USES: dict[tuple[str, str], tuple[str, str]] = {
 
 
 def is_operand(layer_type: Any, tensor_name: Any) -> bool:
-    """Return whether a tensor is an operand of a matmul, and not only a result.
+    """Return whether a tensor is an operand of a matmul.
 
     A tensor of an unknown kind, for example from another program, counts as an operand.
     """

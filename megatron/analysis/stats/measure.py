@@ -59,12 +59,14 @@ class Measurements:
 
     #: one row per tensor, with RECORD_COLUMNS, STATISTICS, summary (`Moments`), path and note
     table: pd.DataFrame
-    histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)  #: keyed by GROUPING
+    #: keyed by the values in the GROUPING columns
+    histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)  #: files that could not be read
-    repeats: int = 0  #: number of skipped tensors that recomputation saved again
+    #: number of tensors skipped because activation recomputation saved them a second time
+    repeats: int = 0
 
     def summary(self) -> Moments:
-        """Return the moments of all values."""
+        """Return the joint moments of the values of all tensors."""
         return merge(self.table["summary"])
 
     def notes(self) -> dict[str, int]:
@@ -89,7 +91,7 @@ class Measurements:
         return Measurements(table, histograms, self.problems, self.repeats)
 
     def histograms_by(self, column: str) -> dict[str, Histogram]:
-        """Return the joint histogram for each value of one of the GROUPING columns."""
+        """Return the joint histogram of the tensors with each value of a GROUPING column."""
         position = GROUPING.index(column)
         joined: dict[str, Histogram] = {}
         for key, histogram in self.histograms.items():
@@ -123,7 +125,7 @@ def measure_dump(
     rows: dict[int, dict[str, Any]] = {}
     problems: list[tuple[int, str, str]] = []
     histograms: dict[tuple[str, ...], Histogram] = {}
-    hidden = None if progress else True  # None hides the bar if there is no terminal
+    hidden = None if progress else True  # None hides the bar unless the output is a terminal
     bar = tqdm(total=len(tensors), desc="Reading", unit="tensor", disable=hidden, leave=False)
     with bar, open_cache(cache, store.folder) as results_cache:
         merger = ResultMerger(tensors, (), results_cache)
@@ -149,12 +151,15 @@ def measure_dump(
 
 
 def use_of(layer_type: Any, tensor_name: Any) -> str:
-    """Return the use of a tensor: operand of a matmul, or result of a matmul."""
+    """Return the use of a tensor, which is an operand or a result of a matmul."""
     return OPERANDS if is_operand(layer_type, tensor_name) else RESULTS
 
 
 def _row(tensor: LogicalTensor) -> dict[str, Any]:
-    """Return the entries of a row that come from the record; GROUPING entries are never null."""
+    """Return the columns of a table row that come from the record of the tensor.
+
+    Columns in GROUPING are never null.
+    """
     fields = {name: getattr(tensor.row, name, None) for name in RECORD_COLUMNS}
     row = {name: None if value is pd.NA else value for name, value in fields.items()}
     row["use"] = use_of(row["layer_type"], row["tensor_name"])

@@ -1,4 +1,4 @@
-"""Merge the results of parts, cached or computed, into results of tensors.
+"""Merge the statistics of tensor parts, cached or computed, into statistics of whole tensors.
 
 merger = ResultMerger(tensors, formats, cache)
 for number, result in merger.results(on_threads(merger.jobs(), workers)):
@@ -17,14 +17,14 @@ from megatron.analysis.stats.logical_tensors import LogicalTensor, Part, ShardIn
 from megatron.analysis.stats.serialization import VALUES
 from megatron.analysis.stats.values import Values
 
-#: Identity of a part: number of its tensor, its index in the tensor, and its cache entry.
+#: Identity of a tensor part: number of its tensor, its index in the tensor, and its cache entry.
 PartKey = tuple[int, ShardIndex, Entry | None]
 #: Number of a tensor, and either its statistics or a file that could not be measured.
 TensorResult = tuple[int, tuple[Values, FormatErrors] | Failure]
 
 
 class ResultMerger:
-    """Collector of the results of parts, which come from the cache or from jobs.
+    """Collector of the statistics of tensor parts, which come from the cache or from jobs.
 
     The results of a tensor are merged as soon as the results of all its parts are available.
     """
@@ -34,13 +34,13 @@ class ResultMerger:
     ):
         self.tensors, self.formats, self.cache = tensors, formats, cache
         self._wanted = {VALUES, *formats}
-        self._jobs: list[PartKey] = []  # part of each job, by job number
+        self._jobs: list[PartKey] = []  # tensor part that each job measures, by job number
         self._cached: list[PartKey] = []  # parts whose results are all cached
         self._measured: dict[int, dict[ShardIndex, tuple[Values, FormatErrors]]] = {}
         self._failed: set[int] = set()
 
     def jobs(self) -> list[Job]:
-        """Return one job for each part that has results missing from the cache."""
+        """Return one job for each part of a tensor whose results are not all cached."""
         jobs = []
         for number, tensor in enumerate(self.tensors):
             for index, part in tensor.parts.items():
@@ -57,11 +57,11 @@ class ResultMerger:
     def _unpack(
         self, contents: dict[str, bytes], *, from_cache: bool
     ) -> tuple[Values, FormatErrors] | None:
-        """Deserialize the statistics of a part; return None if its cache entry is damaged."""
+        """Deserialize the statistics of a part; return None if they come from a damaged entry."""
         try:
             return unpack_result(contents, self.formats)
         except (ValueError, TypeError, IndexError, StopIteration, MemoryError, struct.error):
-            if not from_cache:  # just computed, so the error is a bug in this program
+            if not from_cache:  # not from the cache, so the error is a bug
                 raise
             return None
 
@@ -72,7 +72,7 @@ class ResultMerger:
             return None
 
     def results(self, job_results: Iterator[tuple[int, JobResult]]) -> Iterator[TensorResult]:
-        """Yield the result of each tensor once all its parts are known, and each unreadable file.
+        """Yield the statistics of each tensor once all its parts are known, and unreadable files.
 
         A tensor with an unreadable file may still yield a result, because a replica can replace the
         file.

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from megatron.analysis.dump.tensor_files import Problem
 from megatron.analysis.stats.logical_tensors import NOTE_SEPARATOR
 
-#: Shares whose quantiles are columns of `tensors`, for values (`q0.5`) and magnitudes (`m0.5`).
+#: Quantile levels with columns in `tensors`, for values (`q0.5`) and magnitudes (`m0.5`).
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 
 #: Columns of `tensors` that identify a tensor, mostly fields of its record. `path` is the file of
@@ -207,7 +207,7 @@ REPEATED = "saved again by activation recomputation; skipped, because the first 
 
 
 def words_of_repeats(count: int) -> str:
-    """Return a line that says how many tensors were skipped because recomputation repeats them."""
+    """Return a line with the number of tensors skipped because they were saved a second time."""
     return f"{count:,} tensor{'' if count == 1 else 's'}: {REPEATED}"
 
 
@@ -256,7 +256,7 @@ class TensorArrays:
     patterns: Counts  #: [65536] counts by bfloat16 pattern; see `histogram.Histogram`
     channel_amax: Numbers  #: [channels] largest finite magnitude of each channel
     token_amax: Numbers  #: [tokens] largest finite magnitude of each token
-    formats: dict[tuple[str, str], FormatArrays]  #: keyed by format and axis
+    formats: dict[tuple[str, str], FormatArrays]  #: keyed by format name and axis
 
 
 @dataclass(frozen=True)
@@ -265,10 +265,12 @@ class Statistics:
 
     tensors: pd.DataFrame  #: IDENTITY_COLUMNS and VALUE_COLUMNS, one row per logical tensor
     formats: pd.DataFrame  #: FORMAT_COLUMNS, one row per tensor, format and axis
-    problems: list[Problem] = field(default_factory=list)  #: files that were left out
-    load_arrays: Callable[[int], TensorArrays] | None = None  #: used by `arrays`
+    #: files that could not be read or measured
+    problems: list[Problem] = field(default_factory=list)
+    load_arrays: Callable[[int], TensorArrays] | None = None  #: function that `arrays` calls
     remarks: list[str] = field(default_factory=list)  #: messages about failures of the cache
-    repeats: int = 0  #: number of skipped tensors that recomputation saved again
+    #: number of tensors skipped because activation recomputation saved them a second time
+    repeats: int = 0
 
     def arrays(self, tensor: int) -> TensorArrays:
         """Return the histograms of the tensor in row number `tensor` of the table `tensors`."""

@@ -101,7 +101,7 @@ class ResultColumns:
             self._numbers.extend(row[column] for column in _NUMBERS)
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame, list[int]]:
-        """Return the tables `tensors` and `formats`, and the tensor number of each `tensors` row.
+        """Return the tables `tensors` and `formats`, and the tensor number for each `tensors` row.
 
         Both tables are sorted by tensor number.
         """
@@ -177,7 +177,7 @@ def format_numbers(fmt: Format, errors: Errors) -> dict[str, float]:
 
 @functools.cache
 def scale_exponents(fmt: Format) -> NDArray[np.float64]:
-    """Return the base-2 logarithm of the block scale that each of the 256 bytes encodes.
+    """Return the base-2 logarithms of the block scales that the 256 byte values encode.
 
     Bytes that do not encode a positive scale yield NaN.
     """
@@ -194,7 +194,7 @@ def scale_exponents(fmt: Format) -> NDArray[np.float64]:
 def arrays_of(values: Values, all_errors: FormatErrors) -> TensorArrays:
     """Return the histograms of a tensor's values and of its errors in each format."""
     halves = values.histogram.counts.reshape(2, -1)[:, : 255 * 128].copy()
-    halves[:, 0] = 0  # zeros belong to no binade
+    halves[:, 0] = 0  # set the counts of zeros to 0, because zeros belong to no binade
     positive, negative = halves.reshape(2, 255, 128).sum(2)
     return TensorArrays(
         exponents=np.arange(-127, 128),

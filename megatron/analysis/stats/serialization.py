@@ -19,11 +19,11 @@ from megatron.analysis.stats.moments import Moments
 from megatron.analysis.stats.values import Values
 
 MOST = 1 << 32  #: maximum number of elements in one array
-VALUES = "values"  #: key of a part's `Values` among its results; the other keys are formats
+VALUES = "values"  #: key of the `Values` of a part; the results of formats have other keys
 
 
 def pack(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> bytes:
-    """Serialize arrays to bytes; if most elements are zero, only the others are stored."""
+    """Serialize arrays to bytes; only nonzero elements are stored if that is smaller."""
     parts = [struct.pack("<I", len(arrays))]
     for array in arrays:
         flat = np.ascontiguousarray(array).ravel()
@@ -64,7 +64,7 @@ def unpack(content: bytes) -> list[NDArray[np.int64] | NDArray[np.float64]]:
 
 
 def pack_values(values: Values) -> bytes:
-    """Serialize the statistics of a part's values to bytes."""
+    """Serialize the value statistics of a tensor part to bytes."""
     numbers = np.array(astuple(values.moments), np.float64)
     counts = np.array(astuple(values.moments)[:5], np.int64)
     amax = values.token_amax, values.channel_amax

@@ -159,7 +159,10 @@ class _Measurement:
         return wide.view(np.float32).astype(np.float64)
 
     def _other_values(self) -> Values:
-        """Return the statistics of the values of another dtype, after conversion to float64."""
+        """Return the statistics of a tensor whose dtype is none of bf16, fp16 and float32.
+
+        The values are converted to float64.
+        """
         matrix, flat = self.matrix, self.tensor.reshape(-1)
         of_values, counts = moments.Moments(), np.zeros(BINS, np.int64)
         width = math.prod(matrix.channels)
@@ -187,7 +190,7 @@ class _Measurement:
         )
 
     def plain(self, formats: tuple[Format, ...], all_errors: FormatErrors) -> None:
-        """Add the errors of formats without blocks; all values have class 0."""
+        """Add the errors of formats without blocks; all values have scale class 0."""
         quantizers = [(fmt, make_quantizer(fmt, self.dtype, self.amax)) for fmt in formats]
         if self.half is not None:
             bits, zero = widened(self.half)[self.patterns], np.zeros(1, np.int32)
@@ -209,7 +212,7 @@ class _Measurement:
             give_back(piece, mapped=self.mapped)
 
     def group(self, group: Group, all_errors: FormatErrors) -> None:
-        """Add the errors of a group of block-scaled formats, which share the counts."""
+        """Add the errors of a group of block-scaled formats, for which values are counted once."""
         quantizers = [
             (fmt, make_quantizer(fmt, self.dtype, self.amax, group.emax)) for fmt in group.formats
         ]
@@ -247,7 +250,7 @@ class _Measurement:
         self._share_disagreement(group, all_errors)
 
     def _share_disagreement(self, group: Group, all_errors: FormatErrors) -> None:
-        """Copy the disagreement between the axes from the row errors to the column errors."""
+        """Copy the disagreement between the row and column results to the errors of the columns."""
         for fmt in group.formats if not group.square else ():
             row, column = all_errors[fmt.name, "row"], all_errors[fmt.name, "column"]
             column.disagreement[0] = row.disagreement[0]
@@ -255,7 +258,7 @@ class _Measurement:
 
 
 def _finite(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Set the counts of Inf and NaN patterns to zero in place, and return the counts."""
+    """Set the counts of the bit patterns of Inf and NaN to zero in place, and return the counts."""
     halves = counts.reshape(2, BINS // 2)
     halves[:, 0x7F80:] = 0
     return counts

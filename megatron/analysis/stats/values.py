@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatron.analysis.stats.histogram import Histogram
 from megatron.analysis.stats.moments import Moments, merge
 
-#: A channel is an outlier if its amax exceeds this multiple of the median channel's amax.
+#: A channel is an outlier if its amax exceeds this multiple of the amax of the median channel.
 OUTLIER = 6.0
 
 
@@ -24,11 +24,11 @@ class Values:
     histogram: Histogram
     token_amax: NDArray[np.float64]  #: shaped like the token dimensions
     channel_amax: NDArray[np.float64]  #: shaped like the channel dimensions
-    channel_zero: NDArray[np.bool_]  #: whether each channel holds only zeros; same shape
+    channel_zero: NDArray[np.bool_]  #: whether each channel holds only zeros
 
     @property
     def outliers(self) -> NDArray[np.int64]:
-        """Indices of the channels whose amax exceeds OUTLIER times the median channel's."""
+        """Indices of the channels whose amax exceeds OUTLIER times the median channel's amax."""
         amax = self.channel_amax.ravel()
         return np.flatnonzero(amax > OUTLIER * live_median(amax))
 
@@ -49,7 +49,7 @@ def live_median(amax: NDArray[np.float64]) -> float:
 
 
 def join(parts: Sequence[Values], axis: int | None, *, zigzag: bool = False) -> Values:
-    """Merge the statistics of the shards of a tensor, which are in the order of their ranks.
+    """Merge the statistics of the shards of a tensor, given in the order of their ranks.
 
     Args:
         axis: dimension along which the tensor is sharded. None if all shards have the same tokens

@@ -1,4 +1,4 @@
-"""Check the completeness of a run: find tensors that it should have saved but that are missing.
+"""Check whether a run saved every tensor that it should have saved.
 
 A pass is the processing of one micro-batch by all layers. In each pass, every rank of a pipeline
 stage saves the tensors listed in `TENSOR_NAMES` for every matmul of the stage. All passes of an
@@ -32,7 +32,7 @@ from megatron.analysis.verification.results import Finding
 from megatron.tensor_record import OF_ITERATION, ON_REQUEST, TENSOR_NAMES
 
 _PASS = ["iteration", "micro_batch"]  #: columns that identify a pass
-#: Arguments of the run card that must be integers; values of other types are ignored.
+#: Command-line arguments in the run card that must be integers; other values are ignored.
 _NUMBERS = (
     "control_iter",
     "global_batch_size",
@@ -46,8 +46,8 @@ NAMED = 16  #: maximum number of missing ranks that are listed one by one
 #: combinations than records, the records come from different runs.
 DENSE, SMALL = 50, 100_000
 _ENDS = ("limited", "failed", "dropped")  #: events that explain missing records of a rank
-#: Arguments that select iterations, with the values that select all of them. The records show which
-#: passes were selected.
+#: Arguments that select iterations, with the values that select all iterations. The records show
+#: which passes were selected.
 _ITERATIONS = {
     "collect_iterations": (None,),
     "collect_start": (None,),
@@ -55,7 +55,7 @@ _ITERATIONS = {
     "collect_ring": (None,),
     "collect_flag_file": (None,),
 }
-#: Arguments that select tensors within an iteration, with the values that select all of them.
+#: Arguments that select tensors within an iteration, with the values that select all tensors.
 _TENSORS = {
     "collect_modules": (None,),
     "collect_tensors": (None,),
@@ -69,13 +69,13 @@ _TENSORS = {
 class _Run:
     """The records, the run card and the events of one run."""
 
-    records: pd.DataFrame  #: all records from files and indexes
+    records: pd.DataFrame  #: all records, from tensor files and indexes
     card: Mapping[str, Any]
     events: Sequence[Mapping[str, Any]]  #: events from the indexes
 
     @property
     def where(self) -> str:
-        """Name of the run in findings."""
+        """Name by which findings refer to the run."""
         return f"run {self.records['run_id'].iloc[0]}"
 
     @property
@@ -85,7 +85,7 @@ class _Run:
 
     @cached_property
     def last_iterations(self) -> dict[int, int]:
-        """Last iteration of each rank that ended early, by rank; it may be incomplete."""
+        """Last iteration, which may be incomplete, of each rank that ended early; keyed by rank."""
         if self.finished:
             ended = set(rank for rank, _ in self.ends)
         else:
@@ -103,7 +103,7 @@ class _Run:
 
     @property
     def ends(self) -> list[tuple[int, str]]:
-        """Ranks that reported an event of `_ENDS`, each with a description of the event."""
+        """Ranks that reported one of the events `_ENDS`, each with a description of the event."""
         return [
             (
                 _rank_of(event),
@@ -115,7 +115,7 @@ class _Run:
 
     @cached_property
     def partial(self) -> set[tuple[int, int]]:
-        """Pairs (rank, iteration) for which the rank reported that it left out tensors."""
+        """Pairs (rank, iteration) for which a rank reported that it skipped tensors."""
         return {
             (_rank_of(event), event["iteration"])
             for event in self.events
@@ -168,7 +168,7 @@ def check_run(
 
 
 def _how_it_ended(run: _Run) -> Iterator[Finding]:
-    """Report a missing run card, and a run or rank that did not end as planned."""
+    """Report a missing run card, a run that did not finish, and ranks that ended early."""
     status = run.card.get("status")
     if not run.card:
         text = "there is none: arguments and formats are taken from the records"
@@ -182,7 +182,7 @@ def _how_it_ended(run: _Run) -> Iterator[Finding]:
 
 
 def _selection(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Return the arguments that restricted collection, as command-line flags.
+    """Return the command-line flags of the run that restricted collection.
 
     Args:
         card: run card.
@@ -230,7 +230,7 @@ def _against_card(run: _Run) -> Iterator[Finding]:
 
 
 def _without(count: int, present: Iterable[Any]) -> list[tuple[int, int]]:
-    """Return the numbers from 0 to `count - 1` that are not in `present`, as ranges (first, last).
+    """Return the numbers in `range(count)` that are missing from `present`, as inclusive ranges.
 
     Ranges need little memory even if a damaged file claims a huge number of layers or ranks.
     """
@@ -243,7 +243,7 @@ def _without(count: int, present: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 def _ranks(run: _Run) -> Iterator[Finding]:
-    """Report ranks that have no records although other ranks of their pipeline stage have some."""
+    """Report ranks without records in pipeline stages whose other ranks have records."""
     first = run.records.iloc[0]
     if pd.isna(first["world_size"]) or pd.isna(first["pp_size"]):
         return

@@ -1,4 +1,4 @@
-"""Find gaps in the counters of each rank's records, which show that records were lost."""
+"""Find gaps in the record numbers (counters) of each rank, which show that records were lost."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ Range = tuple[int, int]  #: first and last number of a range
 
 
 def gaps(records: pd.DataFrame) -> dict[int, list[Range]]:
-    """Return the counters, up to the last one of each rank, that no record has, by rank.
+    """Return the missing counters of each rank, as ranges keyed by rank.
 
-    Counters start at 1. Ranks without gaps are left out.
+    The counters of a rank start at 1 and end at the highest counter in its records. Ranks without
+    gaps are left out.
     """
     missing = {}
     numbered = records[records["counter"].notna()]
@@ -28,14 +29,14 @@ def gaps(records: pd.DataFrame) -> dict[int, list[Range]]:
 
 
 def within(records: pd.DataFrame, rank: int, ranges: Sequence[Range], iteration: int) -> bool:
-    """Return whether all gaps of a rank come after its records from before `iteration`."""
+    """Return whether all gaps of a rank come after its last record before `iteration`."""
     earlier = records[(records["rank"] == rank) & (records["iteration"] < iteration)]
     last = earlier["counter"].max()
     return bool(pd.isna(last) or min(low for low, _ in ranges) > last)
 
 
 def in_words(ranges: Sequence[Range], most: int = 8) -> str:
-    """Return a description of ranges, for example "1-3, 7" for (1, 1), (2, 3), (7, 7).
+    """Format ranges as text, for example (1, 1), (2, 3), (7, 7) as "1-3, 7".
 
     At most `most` ranges are listed.
     """

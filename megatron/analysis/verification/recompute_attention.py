@@ -38,7 +38,7 @@ from megatron.fake_quant.gemm import SLOTS, GemmFormats, quantized_matmul
 from megatron.tensor_record import PAIRWISE
 
 MASKED = -10000.0  #: score that Megatron assigns to a masked key
-_TIMES = 4.0  #: allowed deviation, as a multiple of the measured effect of rounding
+_TIMES = 4.0  #: ratio of the allowed deviation to the measured effect of rounding
 _OPERANDS, _GRADIENTS = ("query", "key", "value"), ("grad_query", "grad_key", "grad_value")
 _FORWARD = ("output", *PAIRWISE)
 RESULTS = (*_FORWARD, *_GRADIENTS)  #: tensors that can be recomputed from the operands
@@ -56,7 +56,7 @@ class AttentionFormats:
     softmax: Softmax = field(default_factory=Softmax)
 
     def check(self, *, backward: bool) -> None:
-        """Refuse formats that cannot be recomputed.
+        """Refuse formats with which attention cannot be recomputed.
 
         Args:
             backward: whether to check the operands of the backward pass, too.
@@ -73,7 +73,7 @@ class AttentionFormats:
 def attention(
     ranks: Sequence[Mapping[str, Tensor]], formats: AttentionFormats, slack: float
 ) -> Iterator[tuple[int, str, Outcome]]:
-    """Check the results of attention, and yield the rank, name and outcome of each result.
+    """Check the saved results of attention, and yield each result's rank, name and outcome.
 
     All ranks of a context-parallel group are checked together.
 
@@ -150,7 +150,7 @@ def _recompute(
     backward: bool,
     move: bool = False,
 ) -> list[dict[str, Tensor]]:
-    """Recompute the results of each rank: output, scores and probabilities, or gradients.
+    """Recompute the forward results or the gradients of attention on each rank.
 
     Args:
         ranks: operands of each rank by name, in the order of the ranks.
@@ -237,13 +237,13 @@ def _masked(
 
 
 def _unnormalized(masked_BMN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `exp(scores - rowmax)` in `dtype` and its row sums in float32, as in the layer."""
+    """Return `exp(scores - rowmax)` in `dtype` and its row sums in float32."""
     e_BMN = (masked_BMN - masked_BMN.amax(-1, keepdim=True)).exp()
     return e_BMN.to(dtype), e_BMN.sum(-1, keepdim=True)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    """Reshape [s, b, groups, d] to [b * heads, s, d]; each group is copied for all of its heads."""
+    """Reshape [s, b, groups, d] to [b * heads, s, d], with each group repeated for its heads."""
     if x.shape[2] != heads:
         x = x.repeat_interleave(heads // x.shape[2], dim=2)
     return x.reshape(x.shape[0], -1, x.shape[3]).transpose(0, 1)
@@ -267,7 +267,7 @@ def _matmul(
 
 
 def _hidden(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -> Tensor:
-    """Return a mask [queries, keys] that is true where a key is hidden from a query of this rank.
+    """Return the [queries, keys] attention mask of one rank; it is true where a key is hidden.
 
     Args:
         tokens: number of tokens on each rank.
@@ -284,7 +284,7 @@ def _hidden(tokens: int, rank: int, size: int, window: tuple[int, int] | None) -
 
 
 def _gathered(parts: Sequence[Tensor]) -> Tensor:
-    """Join the zigzag chunks of all ranks, in the order of the sequence."""
+    """Join the zigzag chunks of all context-parallel ranks, in the order of the sequence."""
     if len(parts) == 1:
         return parts[0]
     halves = [part.chunk(2) for part in parts]
@@ -292,7 +292,7 @@ def _gathered(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _scattered(whole: Tensor, size: int) -> list[Tensor]:
-    """Divide a sequence into the zigzag chunks of each rank; this is the inverse of `_gathered`."""
+    """Divide a sequence into the zigzag chunks of each rank. This is the inverse of `_gathered`."""
     if size == 1:
         return [whole]
     chunks = whole.chunk(2 * size)

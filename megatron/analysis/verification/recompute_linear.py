@@ -37,15 +37,15 @@ _FLOAT32 = torch.finfo(torch.float32).eps / 2  #: unit roundoff of float32, 2^-2
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """The comparison of a saved result with its recomputation."""
+    """Comparison of a saved result with its recomputation."""
 
-    exact: bool  #: whether the two are bit-identical
+    exact: bool  #: whether saved and recomputed result are bit-identical
     excess: float = 0.0  #: largest ratio of a deviation to the allowed deviation
     text: str = ""  #: description of the deviation; empty if the result is exact
 
     @property
     def wrong(self) -> bool:
-        """Return whether the deviation exceeds the allowed one or is NaN."""
+        """Return whether the deviation is NaN or exceeds the allowed deviation."""
         return not self.exact and not self.excess <= 1
 
 
@@ -84,7 +84,7 @@ def linear(
 
 
 def as_outcome(error: Exception) -> Outcome:
-    """Return the outcome of a matmul whose recomputation raised `error`.
+    """Return the outcome for a matmul whose recomputation raised `error`.
 
     The outcome is `error` itself if it is a `NotCheckedError`. Otherwise, it is a `Recomputation`
     that reports operands that do not fit together.
@@ -125,7 +125,7 @@ def _operands(
 def quantized(
     operand: Operand, x: Tensor, axis: int, *, fill: bool = False, stored: Tensor | None = None
 ) -> Tensor:
-    """Return an operand as it entered the GEMM.
+    """Return an operand with the values that the GEMM of the run used.
 
     Args:
         operand: format and transform of the operand.
@@ -198,7 +198,8 @@ def _compare(
         exact, size = wide_a @ wide_b, wide_a.abs() @ size_b
         gamma = a.shape[1] * _FLOAT32 / (1 - a.shape[1] * _FLOAT32)
         allowed = gamma * size
-        if hadamard is not None:  # the inverse sums `size` values that were rounded to the dtype
+        if hadamard is not None:
+            # the inverse transform sums `hadamard.size` values that were rounded to the dtype
             allowed += torch.finfo(saved.dtype).eps * exact.abs()
             root = torch.tensor(float(hadamard.size)).sqrt().double()
             turn = hadamard.matrix().double().t() / root

@@ -25,7 +25,7 @@ from megatron.fake_quant.recipe_operands import GEMMS
 _AUDIT_LINE = re.compile(
     r"(?P<module>\S+)\s+(?P<operation>linear|qk|pv)\s{2,}(?P<summary>\S.*?)\s{2,}\S.*"
 )
-_LINE_LIMIT = 1000  #: maximum length of a line of an audit, in characters
+_LINE_LIMIT = 1000  #: maximum length of an audit line, in characters
 #: Suffixes in parentheses on a line of the format audit.
 STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"
 _MARK = re.compile(rf" \(({STRAIGHT}|{UNNORMALIZED})\)")
@@ -33,24 +33,25 @@ _MARK = re.compile(rf" \(({STRAIGHT}|{UNNORMALIZED})\)")
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """The parameters of the operations between the two matmuls of attention."""
+    """Parameters of scaling, masking and softmax between the two matmuls of attention."""
 
     scale: float | None = None  #: factor applied to QK^T; None for 1 / sqrt(head dim)
     coefficient: float | None = None  #: factor applied to the scores before masking
-    #: Numbers of keys before and after a query that it attends to; None for a causal mask.
+    #: Numbers of keys before and after a query's position that the query attends to; None for a
+    #: causal mask.
     window: tuple[int, int] | None = None
     in_fp32: bool = True  #: if false, softmax is computed in the dtype of the scores
 
 
 class NotCheckedError(Exception):
-    """Raised if a result cannot be recomputed from the saved tensors.
+    """Exception raised if a result cannot be recomputed from the saved tensors.
 
     The message gives the reason.
     """
 
 
 def parse_operand(name: str) -> Operand:
-    """Parse the name of an operand in an audit or a record: `nvfp4:sr+H16:nvfp4`, `none`.
+    """Parse a format name from an audit or a record, such as `nvfp4:sr+H16:nvfp4` or `none`.
 
     Raises:
         NotCheckedError: if the format is unknown.
@@ -67,7 +68,7 @@ def parse_operand(name: str) -> Operand:
 
 
 def uses(name: str | None) -> tuple[Operand, Operand]:
-    """Return the operand as used in the forward and in the backward pass.
+    """Return the formats of an operand in the forward and in the backward pass.
 
     Args:
         name: the field `format` of a record; None if the operand was not quantized.
@@ -79,7 +80,7 @@ def uses(name: str | None) -> tuple[Operand, Operand]:
 
 
 def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]:
-    """Return the possible formats of a matmul, given the field `format` of three records.
+    """Return the combinations of formats that a matmul may have had, given three records.
 
     Args:
         a: format in the record of operand A.
@@ -92,8 +93,8 @@ def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]
     (fprop_a, wgrad_a), (fprop_b, dgrad_b), (dgrad_c, wgrad_c) = uses(a), uses(b), uses(c)
     candidates = []
     slots = (fprop_a, fprop_b, dgrad_c, dgrad_b, wgrad_c, wgrad_a)
-    # GemmFormats refuses different transforms of a gradient and an operand; if they differ, the
-    # pass must be straight-through
+    # GemmFormats refuses a gradient and an operand with different transforms; such a matmul must
+    # have been straight-through
     with contextlib.suppress(ValueError):
         candidates.append(GemmFormats(**dict(zip(SLOTS, slots, strict=True))))  # type: ignore[arg-type]
     if dgrad_c == wgrad_c == AS_IT_IS and (fprop_a, fprop_b) == (wgrad_a, dgrad_b):
@@ -107,7 +108,7 @@ def of_records(a: str | None, b: str | None, c: str | None) -> list[GemmFormats]
 def of_card(
     card: Mapping[str, Any], module: str, operation: str, iteration: int
 ) -> GemmFormats | None:
-    """Return the formats of a module's operation from the audit in the run card.
+    """Read the formats of a module's matmul from the audit in the run card.
 
     The result is None if the audit does not contain the operation.
 
@@ -118,10 +119,10 @@ def of_card(
         part = _part(card, iteration)
         if (entry := _entry(part, module, operation)) is not None:
             return _of_entry(entry)
-        if "operands" not in part:  # this audit consists of text lines only
+        if "operands" not in part:  # the audit consists only of lines of text
             for line in part.get("matmuls", []):
                 if len(line) > _LINE_LIMIT:
-                    continue  # matching takes quadratic time
+                    continue  # matching a long line would take quadratic time
                 match = _AUDIT_LINE.fullmatch(line)
                 if match is None or match["operation"] != operation:
                     continue
@@ -131,7 +132,7 @@ def of_card(
 
 
 def softmax_of_card(card: Mapping[str, Any], module: str, iteration: int) -> Softmax | None:
-    """Return the softmax of an attention layer from the run card.
+    """Read the softmax parameters of an attention layer from the run card.
 
     The parameters are read from the audit, or else derived from the arguments of the run. The
     result is None if the card has neither.
@@ -165,7 +166,7 @@ def softmax_of_card(card: Mapping[str, Any], module: str, iteration: int) -> Sof
 
 @contextlib.contextmanager
 def _reading_an_audit() -> Iterator[None]:
-    """Raise `NotCheckedError` if the block fails because the run card has an unknown form."""
+    """Raise `NotCheckedError` if the `with` block fails to parse the run card."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -196,7 +197,10 @@ def _of_entry(entry: Mapping[str, Any]) -> GemmFormats:
 
 
 def _marked(operands: Mapping[str, Operand], marks: set[str]) -> GemmFormats:
-    """Return the formats of a matmul, given its operands by slot and its suffixes in the audit."""
+    """Return the formats of a matmul, given its operands by slot and its marks in the audit.
+
+    A mark is a suffix in parentheses, such as `straight-through`.
+    """
     if unknown := sorted(marks - {STRAIGHT, UNNORMALIZED}):
         raise NotCheckedError(
             f"multiplied in a way that this version does not know: {', '.join(unknown)}"
@@ -208,7 +212,7 @@ def _marked(operands: Mapping[str, Operand], marks: set[str]) -> GemmFormats:
 
 
 def _softmax_of_arguments(args: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """Return the parameters of softmax that megatron-core derives from the arguments of a run."""
+    """Derive the softmax parameters from the arguments of a run, as megatron-core does."""
     layer = re.search(r"(?<=layers\.)\d+", module)
     number = int(layer[0]) + 1 if layer else 1
     scale, coefficient = args.get("softmax_scale"), None
@@ -249,7 +253,7 @@ def _covers(names: str, module: str) -> bool:
 
 
 def _of_summary(summary: str, operation: str) -> GemmFormats:
-    """Return the formats of a matmul from its summary in an audit that consists of text.
+    """Parse the formats of a matmul from its summary in a text audit.
 
     A summary is, for example, `mxfp8`, `high precision` or
     `fprop mxfp8 x mxfp8, dgrad ... (straight-through)`.

@@ -36,7 +36,7 @@ CheckedResult = tuple[str, Any, Outcome]  #: kind of layer, record of the result
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An error found in a dump, or a note about something harmless."""
+    """Error found in a dump, or note about something harmless."""
 
     what: str  #: kind of the finding, in one or two words
     where: str  #: affected file or part of the run
@@ -51,15 +51,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Results:
-    """The outputs and gradients of one run, which are checked by recomputing them."""
+    """Outputs and gradients of one run, which are checked by recomputing them."""
 
     store: TensorStore
-    records: pd.DataFrame  #: records whose files are good, without repeated passes
+    records: pd.DataFrame  #: records with good files, without repeated passes
     card: Mapping[str, Any]
     slack: float
 
     def check(self, progress: Callable[[], object]) -> Iterator[CheckedResult]:
-        """Check every result, and yield the kind of layer, the record and the outcome.
+        """Check every result, and yield its kind of layer, its record and its outcome.
 
         `progress` is called after each pass.
         """
@@ -95,9 +95,9 @@ class Results:
         return records.groupby(keys, sort=False, dropna=False)
 
     def _of_iteration(self) -> dict[tuple[Any, ...], dict[str, Any]]:
-        """Return the records of weights and their codes, by iteration, module and rank.
+        """Return the records of weights and of their codes, keyed by iteration, module and rank.
 
-        All micro-batches of an iteration share them, so they may be saved with only one.
+        All micro-batches of an iteration share a weight, so it may be saved in only one of them.
         """
         shared: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in self.records[self.records["tensor_name"].isin(OF_ITERATION)].itertuples():
@@ -108,7 +108,7 @@ class Results:
         return {row.tensor_name: self.store.load(row) for row in rows if row.codes is None}
 
     def _codes(self, by_name: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the operands of a linear layer, dequantized from their saved codes, by slot."""
+        """Dequantize the operands of a linear layer from their saved codes; the keys are slots."""
         return {
             slot: dequantize(self.store.load_codes(by_name[name]))
             for slot, name in zip(SLOTS, CODES["linear"], strict=True)
@@ -167,12 +167,12 @@ class Results:
             yield from ((row, reason) for row in results.itertuples())
 
 
-#: Exceptions raised by torch for operands with incompatible shapes, and by reading damaged files.
+#: Exceptions that incompatible operand shapes or damaged files cause.
 _IMPOSSIBLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, MemoryError)
 
 
 def _impossible(error: Exception) -> Recomputation:
-    """Return the outcome for a pass whose recomputation raised `error`."""
+    """Return the outcome for a pass through a layer whose recomputation raised `error`."""
     why = str(error).strip().partition("\n")[0]
     text = f"its pass cannot be recomputed ({type(error).__name__}: {why})"
     return Recomputation(exact=False, excess=math.inf, text=text)

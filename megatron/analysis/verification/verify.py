@@ -3,7 +3,7 @@
 1. Files: each file is readable, agrees with the shape and dtype in its record, and contains only
    finite values.
 2. Replicas: tensors that should be equal on several ranks are bit-identical. The same applies to
-   tensors that activation recomputation saved again.
+   tensors that activation recomputation saved a second time.
 3. Linear layers and attention: each output and gradient can be recomputed from the saved operands
    in the recorded formats, or from the codes of operands that were rounded stochastically.
    `recompute_linear` and `recompute_attention` describe and justify the allowed deviations.
@@ -36,7 +36,7 @@ from megatron.analysis.verification.results import Finding, Results
 
 @dataclass
 class Verdict:
-    """The findings of a verification, with counts of checked and unchecked results."""
+    """Findings of a verification, with counts of checked and unchecked results."""
 
     findings: list[Finding] = field(default_factory=list)
     checked: Counter[str] = field(default_factory=Counter)  #: number of successful checks, by kind
@@ -51,7 +51,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Verification:
-    """A verification of one dump, and its settings."""
+    """Verification of one dump, with its settings."""
 
     store: TensorStore
     exact: bool = False  #: whether results must be bit-identical
@@ -61,7 +61,7 @@ class Verification:
 
     @staticmethod
     def steps(store: TensorStore) -> int:
-        """Return the approximate number of calls of `progress`, for a progress bar."""
+        """Return the approximate number of times that `progress` is called, for a progress bar."""
         keys = ["run_id", "rank", "iteration", "micro_batch", "module"]
         return len(store) + len(store.records[keys].drop_duplicates())
 
@@ -73,7 +73,7 @@ class Verification:
             why = "an index names it, but it is not there"
             findings.append(Finding("file", str(row.path), why))
         records = store.records.assign(data_rank=data_ranks(store.records))
-        # an array, because pandas interprets an empty list as a selection of columns
+        # use an array, because pandas interprets an empty list as a selection of columns
         good = records[np.array([self._file_is_good(row) for row in records.itertuples()], bool)]
         known = good[_identified(good) & good["dims"].notna()]
         if bare := len(good) - len(known):
@@ -174,7 +174,7 @@ class Verification:
             )
 
     def _without_recomputed(self, records: pd.DataFrame) -> pd.DataFrame:
-        """Return the records without those of repeated forward passes.
+        """Return the records without the forward passes that recomputation saved a second time.
 
         The tensors of a repeated pass are compared with the tensors of the first pass.
         """
@@ -209,10 +209,13 @@ class Verification:
 
 
 def verify(store: TensorStore, *, exact: bool = False, slack: float = 1.0) -> Verdict:
-    """Check a dump and return the verdict; see `Verification` for the options."""
+    """Verify a dump and return the verdict; see `Verification` for the options."""
     return Verification(store, exact, slack).run()
 
 
 def _identified(records: pd.DataFrame) -> Any:
-    """Return a mask of the records that identify a tensor: its run, pass, rank, layer and name."""
+    """Return a mask of the records that say which tensor they describe.
+
+    Such a record contains the run, pass, rank, layer and tensor name.
+    """
     return records[[*IDENTITY, "rank"]].notna().all(axis=1)

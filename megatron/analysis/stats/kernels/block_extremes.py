@@ -1,7 +1,7 @@
 """Find the largest and the smallest magnitude of each block, and compute block statistics.
 
-The largest magnitude determines the class of the block (see `scalar_quantizer`) and its headroom;
-both magnitudes together determine its range.
+The largest magnitude determines the scale class of the block (see `scalar_quantizer`) and its
+headroom; both magnitudes together determine its range.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from megatron.analysis.stats.kernels.scalar_quantizer import ScalarQuantizer, cl
 from megatron.analysis.stats.matrix_view import MatrixView
 from megatron.fake_quant.fused.numba_bits import INFINITY, MAGNITUDE
 
-Bits = NDArray[np.int32]  #: bits of float32 numbers
+Bits = NDArray[np.int32]  #: float32 numbers, given by their bits
 
 
 @dataclass
 class Extremes:
-    """Largest magnitude of each block, which may be NaN or Inf, and smallest magnitude above zero.
+    """Largest magnitude and smallest nonzero magnitude of each block.
 
-    The magnitudes of 16-bit dtypes are bit patterns, and the pattern of the smallest magnitude is
-    reduced by one; see `value_scan.block_extremes16`. The magnitudes of float32 are float32 bits.
+    The largest magnitude may be NaN or Inf. The magnitudes of 16-bit dtypes are bit patterns, and
+    the pattern of the smallest magnitude is reduced by one; see `value_scan.block_extremes16`. The
+    magnitudes of float32 are float32 bits.
     """
 
     largest: NDArray[Any]
@@ -48,7 +49,7 @@ class Extremes:
 def block_extremes(
     piece: NDArray[Any], matrix: MatrixView, size: int, axis: str, half: torch.dtype | None
 ) -> Extremes:
-    """Return the extremes of the blocks of a piece along one axis.
+    """Return the largest and smallest magnitudes of all blocks of a chunk along one axis.
 
     The arrays have the shape [outer, rows, blocks] for axis "row" and [outer, blocks, columns] for
     axis "column". For square blocks (axis "all"), they have the same shape as for axis "row", and
@@ -77,7 +78,7 @@ def block_extremes(
 
 
 def classes_of(extremes: Extremes, group: Group, quantizer: ScalarQuantizer) -> NDArray[np.uint8]:
-    """Return the class of each block."""
+    """Return the scale class of each block; see `scalar_quantizer`."""
     return _classes(extremes.bits(), group, quantizer)
 
 
@@ -92,7 +93,7 @@ class BlockCounts:
     """Statistics of the blocks along one axis, for one group of formats.
 
     In 16-bit tensors, the largest magnitudes of the blocks are counted by bit pattern and evaluated
-    at the end. In float32 tensors, they are evaluated piece by piece, because there are too many to
+    at the end. In float32 tensors, they are evaluated chunk by chunk, because there are too many to
     store.
     """
 
@@ -106,7 +107,10 @@ class BlockCounts:
         self._patterns = np.zeros(1 << 16 if half is not None else 0, np.int64)
 
     def add(self, extremes: Extremes) -> None:
-        """Add the blocks of a piece; a square block, whose rows are equal, is added once."""
+        """Add the blocks of a chunk, given their largest and smallest magnitudes.
+
+        The rows of a square block have equal entries, so only its first row is added.
+        """
         largest, smallest = extremes.largest, extremes.smallest
         if self._group.square:
             every = slice(None, None, self._group.size)
@@ -121,7 +125,7 @@ class BlockCounts:
             self._patterns[patterns] += counts
 
     def finish(self) -> None:
-        """Complete the statistics after the last piece."""
+        """Complete the statistics after the last chunk."""
         if self._half is not None:
             patterns = np.flatnonzero(self._patterns)
             self._evaluate(widened(self._half)[patterns], self._patterns[patterns])
@@ -157,7 +161,10 @@ def _count_ranges32(largest: Any, smallest: Any, ranges: Any) -> None:
 
 @kernel
 def _exponent(bits: Any) -> Any:
-    """Return the biased exponent (exponent + 127) of a positive float32; below 1 if subnormal."""
+    """Return the biased exponent (exponent + 127) of a positive float32.
+
+    The result is less than 1 if the number is subnormal.
+    """
     exponent = bits >> 23
     if exponent == 0:
         exponent = 1
@@ -174,12 +181,12 @@ def add_blocks(
     classes: NDArray[np.uint8],
     quantizer: ScalarQuantizer,
 ) -> None:
-    """Add the scales and the headroom that blocks have in one format to `errors`.
+    """Add the scales and the headroom of blocks in one format to `errors`.
 
     Args:
         bits: distinct largest magnitudes of the blocks, as float32 bits.
         counts: number of blocks with each largest magnitude.
-        classes: class of the blocks with each largest magnitude.
+        classes: scale class of the blocks with each largest magnitude.
     """
     np.add.at(errors.scales, quantizer.bytes[classes], counts)
     zero, unusual = bits == 0, (bits & MAGNITUDE) >= INFINITY

@@ -1,12 +1,12 @@
-"""Count 16-bit values by bit pattern and by the classes of their blocks, in bounded memory.
+"""Count 16-bit values by bit pattern and by the scale classes of their blocks, in bounded memory.
 
 A table consists of planes, each with one count per bit pattern. A `ClassTable` has one plane per
-class of the blocks along one axis. Since each value belongs to two blocks, one along its row and
-one along its column, a `PairTable` counts by the classes of both. It assigns a plane to each pair
-of classes when the pair first occurs. If no plane is left, counting stops; the caller takes the
-counts, which empties the table, and continues.
+scale class of the blocks along one axis. Since each value belongs to two blocks, one along its row
+and one along its column, a `PairTable` counts by the scale classes of both. It assigns a plane to
+each pair of classes when the pair first occurs. If no plane is left, counting stops; the caller
+takes the counts, which empties the table, and continues.
 
-`kernels.scalar_quantizer` defines the class of a block.
+`kernels.scalar_quantizer` defines the scale class of a block.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Cells = NDArray[np.float64]  #: [classes or pairs, patterns] counts; exact up to
 
 
 class ClassTable:
-    """Table of counts by bit pattern and by the class of the block along one axis."""
+    """Table of counts by bit pattern and by the scale class of the block along one axis."""
 
     def __init__(self) -> None:
         self.counts = np.zeros((CLASSES, PATTERNS), np.uint32)
         self.occurs = np.zeros(CLASSES, np.bool_)
 
     def take(self, patterns: NDArray[np.uint16]) -> tuple[NDArray[np.int32], Cells]:
-        """Return the classes that occur and their counts, and empty the table.
+        """Return the scale classes that occur and their counts, and empty the table.
 
         Args:
             patterns: bit patterns whose counts are returned; must include all counted patterns.
@@ -47,16 +47,17 @@ class ClassTable:
 
 
 class PairTable:
-    """Table of counts by bit pattern and by the classes of the blocks along both axes."""
+    """Table of counts by bit pattern and by the scale classes of the row and the column block."""
 
     def __init__(self, planes: int = PLANES) -> None:
         self.counts = np.zeros((planes, PATTERNS), np.uint32)
         self.plane_of = np.full((CLASSES, CLASSES), -1, np.int32)
-        self.pairs = np.zeros((planes, 2), np.int32)  #: [planes, 2] class along row and column
+        #: [planes, 2] scale classes of the row block and the column block
+        self.pairs = np.zeros((planes, 2), np.int32)
         self.used = 0
 
     def take(self, patterns: NDArray[np.uint16]) -> tuple[NDArray[np.int32], Cells]:
-        """Return the pairs of classes that occur, [n, 2], and their counts; empty the table."""
+        """Return the [n, 2] pairs of scale classes and their counts, and empty the table."""
         pairs = self.pairs[: self.used].copy()
         cells = np.empty((self.used, len(patterns)))
         _take(self.counts, np.arange(self.used, dtype=np.int32), patterns, cells)
@@ -77,11 +78,11 @@ def _take(counts: Any, planes: Any, patterns: Any, cells: Any) -> None:
 
 @kernel
 def count_rows(piece: Any, classes: Any, size: Any, run: Any, counts: Any, occurs: Any) -> None:
-    """Count the values of a piece by the classes of the blocks along rows.
+    """Count the values of a chunk by bit pattern and by the scale class of their row block.
 
     Args:
-        piece: [outer, rows, columns] bit patterns.
-        classes: [outer, rows, blocks] classes of the blocks.
+        piece: [outer, rows, columns] bit patterns of the values.
+        classes: [outer, rows, blocks] scale classes of the blocks.
         size: number of values per block.
         run: number of values in a run; no block along a row crosses its boundary.
         counts, occurs: arrays of the `ClassTable`, updated in place.
@@ -102,10 +103,10 @@ def count_rows(piece: Any, classes: Any, size: Any, run: Any, counts: Any, occur
 
 @kernel
 def count_columns(piece: Any, classes: Any, size: Any, counts: Any, occurs: Any) -> None:
-    """Count the values of a piece by the classes of the blocks along columns.
+    """Count the values of a chunk by bit pattern and by the scale class of their column block.
 
     Args:
-        classes: [outer, blocks, columns] classes of the blocks.
+        classes: [outer, blocks, columns] scale classes of the blocks.
 
     The other arguments are the same as in `count_rows`.
     """
@@ -122,7 +123,7 @@ def count_columns(piece: Any, classes: Any, size: Any, counts: Any, occurs: Any)
 
 @kernel
 def _count(values: Any, base: Any, flat: Any) -> None:
-    """Count a row of values; `base` holds the index at which the plane of each value begins.
+    """Count the values of one row; `base` is the index in `flat` of each value's plane.
 
     One loop covers the whole row, because starting many short loops would take longer than
     counting.
@@ -144,16 +145,18 @@ def count_pairs(
     used: Any,
     start: Any,
 ) -> Any:
-    """Count the values of a piece by the classes of both their blocks, from tile `start` on.
+    """Count the values of a chunk, from tile `start` on, by bit pattern and pair of scale classes.
+
+    The pair consists of the scale classes of a value's row block and of its column block.
 
     A tile is as high as a block along a column and as wide as a block along a row. A strip is a
-    row of tiles. For each strip, planes are first assigned to all pairs of classes; then the values
-    are counted in memory order.
+    row of tiles. For each strip, planes are first assigned to all pairs of scale classes; then the
+    values are counted in memory order.
 
     Args:
-        piece: [outer, rows, columns] bit patterns.
-        rows: [outer, rows, blocks] classes of the blocks along rows.
-        columns: [outer, blocks, columns] classes of the blocks along columns.
+        piece: [outer, rows, columns] bit patterns of the values.
+        rows: [outer, rows, blocks] scale classes of the row blocks.
+        columns: [outer, blocks, columns] scale classes of the column blocks.
         counts, plane_of, pairs: arrays of the `PairTable`, updated in place.
         used: number of planes in use.
         start: number of the first tile to count.
@@ -166,9 +169,9 @@ def count_pairs(
     down, edges = (height + size - 1) // size, _edges(width, size, run)
     across = len(edges)
     flat = counts.ravel()
-    # for each row class and each column: index at which the plane of the two classes begins
+    # for each scale class of a row block and each column: index at which the pair's plane begins
     bases = np.empty((CLASSES, width), np.uint32)
-    # for each row class and each block of columns: number of the strip for which `bases` is valid
+    # for each scale class and each row block: number of the strip that `bases` is valid for
     known = np.full((CLASSES, across), -1, np.int64)
     tile = start
     while tile < outer * down * across:
@@ -202,7 +205,7 @@ def count_pairs(
 
 @kernel
 def _edges(width: Any, size: Any, run: Any) -> Any:
-    """Return the columns at which the blocks of a row begin and end, as a [blocks, 2] array."""
+    """Return a [blocks, 2] array of the columns at which each block of a row begins and ends."""
     edges = np.empty((width // run * ((run + size - 1) // size), 2), np.uint32)
     block = 0
     for first in range(0, width, run):
@@ -214,11 +217,13 @@ def _edges(width: Any, size: Any, run: Any) -> Any:
 
 @kernel
 def _find_planes(class_: Any, columns: Any, plane_of: Any, pairs: Any, used: Any, base: Any) -> Any:
-    """Find the plane for each pair of the row class and a column class, and assign missing planes.
+    """Find the plane of each pair of scale classes, and assign planes to new pairs.
+
+    Each pair consists of `class_` and the scale class of one of the columns.
 
     Args:
-        class_: class of the block along the row.
-        columns: classes of the blocks along the columns.
+        class_: scale class of the row block.
+        columns: scale classes of the column blocks.
         base: output array for the index at which the plane of each column begins.
 
     Returns:
@@ -237,7 +242,7 @@ def _find_planes(class_: Any, columns: Any, plane_of: Any, pairs: Any, used: Any
 
 
 def tile_of(shape: tuple[int, ...], size: int, run: int, tile: int) -> tuple[slice, slice, slice]:
-    """Return the slices that select the tile with number `tile` from a piece of this shape."""
+    """Return the slices that select tile number `tile` from a chunk with this shape."""
     blocks_in_run = -(-run // size)
     across, down = shape[2] // run * blocks_in_run, -(-shape[1] // size)
     outer, rest = divmod(tile, down * across)

@@ -37,10 +37,13 @@ XX, YY, XY, BIAS, L1, LARGEST_ERROR, SUMS = 0, 1, 2, 3, 4, 5, 6
 
 @kernel
 def account(bits: Any, result: Any, clipped: Any, n: Any, sums: Any) -> Any:
-    """Add the error of a value that occurs `n` times; return whether value and result are finite.
+    """Add the error of a value that occurs `n` times.
 
     Args:
         clipped: whether the value is beyond the rounding edge of the format's largest number.
+
+    Returns:
+        Whether both the value and its quantized result are finite.
     """
     counts, totals, binade_counts, binade_sums = sums
     compared = False
@@ -50,7 +53,7 @@ def account(bits: Any, result: Any, clipped: Any, n: Any, sums: Any) -> Any:
         if became > INFINITY:
             counts[POISONED] += n
         else:
-            if clipped and became > 0:  # if its scale is zero, a value underflows instead
+            if clipped and became > 0:  # a value whose scale is zero underflows instead
                 binade_counts[SATURATED, binade] += n
             if became == INFINITY:
                 counts[LOST] += n
@@ -85,11 +88,11 @@ def code_of(rounded: Any, bits: Any, codes: Any) -> Any:
 def account_counted(
     patterns: Any, classes: Any, cells: Any, quantizer: Any, sums: Any, code_counts: Any
 ) -> None:
-    """Quantize values that were counted by class and bit pattern, and add their errors.
+    """Quantize values that were counted by bit pattern and scale class, and add their errors.
 
     Args:
         patterns: [patterns] values, as float32 bits.
-        classes: [classes] class of the blocks for each row of `cells`.
+        classes: [classes] scale class of the blocks for each row of `cells`.
         cells: [classes, patterns] number of values.
         code_counts: number of values by code, updated in place; empty if codes are not counted.
     """
@@ -114,13 +117,14 @@ def compare_counted(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Add the differences between the results of counted values along rows and along columns.
+    """Quantize counted values with the scales of both their blocks, and add up the differences.
 
-    A value that becomes NaN or Inf along only one axis is counted, but does not enter the sum.
+    The two blocks of a value are its row block and its column block. A value that becomes NaN or
+    Inf along only one axis is counted, but does not enter the sum.
 
     Args:
         patterns: [patterns] values, as float32 bits.
-        row_classes, column_classes: [pairs] classes of the blocks along the row and the column.
+        row_classes, column_classes: [pairs] scale classes of the row and the column blocks.
         cells: [pairs, patterns] number of values.
         counts: `counts[0]` is the number of values with different results, updated in place.
         totals: `totals[0]` is the sum of the squared differences, updated in place.
@@ -138,7 +142,7 @@ def compare_counted(
 def compare_value(
     bits: Any, first: Any, second: Any, n: Any, quantizer: Any, counts: Any, totals: Any
 ) -> None:
-    """Quantize a value with the scales of two classes, and add the difference between them."""
+    """Quantize a value with the scales of two classes, and add the difference of the results."""
     if np.int32(bits & MAGNITUDE) < INFINITY:
         along_row = quantized(bits, np.int64(first), quantizer)[0]
         along_column = quantized(bits, np.int64(second), quantizer)[0]
@@ -147,7 +151,10 @@ def compare_value(
 
 @kernel
 def compare_results(along_row: Any, along_column: Any, n: Any, counts: Any, totals: Any) -> None:
-    """Add the difference between the results of a finite value; see `compare_counted`."""
+    """Add the difference between the row-wise and column-wise results of one finite value.
+
+    `compare_counted` describes the arguments.
+    """
     a, b = np.int32(along_row & MAGNITUDE), np.int32(along_column & MAGNITUDE)
     if a < INFINITY and b < INFINITY:
         if a != b:  # both results have the sign of the value
@@ -169,11 +176,11 @@ def account_values(
     sums: Any,
     code_counts: Any,
 ) -> None:
-    """Quantize the values of a piece one by one, and add their errors.
+    """Quantize the values of a chunk one by one, and add their errors.
 
     Args:
-        piece: [outer, rows, columns] values, as float32 bits.
-        classes: classes of the blocks along rows or along columns.
+        piece: [outer, rows, columns] values of the chunk, as float32 bits.
+        classes: scale classes of the blocks along rows or along columns.
         size: number of values per block.
         run: number of values in a run; no block along a row crosses its boundary.
         along_rows: whether the blocks run along rows.
@@ -204,7 +211,7 @@ def compare_values(
     counts: Any,
     totals: Any,
 ) -> None:
-    """Add the differences between the results of each value of a piece; see `compare_counted`."""
+    """Do the same as `compare_counted`, for each value of a chunk separately."""
     blocks_in_run = (run + size - 1) // size
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -220,7 +227,10 @@ def compare_values(
 def account_pairs(
     values: Any, results: Any, clipped: Any, sums: Any, codes: Any, code_counts: Any
 ) -> None:
-    """Add the errors of values with known results, and count the codes; all arrays are 1-D."""
+    """Add the errors of values that are already quantized, and count their codes.
+
+    All arrays are one-dimensional.
+    """
     for i in range(len(values)):
         if account(values[i], results[i], clipped[i], np.int64(1), sums) and len(code_counts) > 0:
             code_counts[codes[i]] += 1
@@ -228,7 +238,7 @@ def account_pairs(
 
 @kernel
 def compare_pairs(rows: Any, columns: Any, values: Any, counts: Any, totals: Any) -> None:
-    """Add the differences between known results along both axes; see `compare_counted`."""
+    """Do the same as `compare_counted`, for values that are already quantized along both axes."""
     for i in range(len(values)):
         if np.int32(values[i] & MAGNITUDE) < INFINITY:
             compare_results(rows[i], columns[i], np.int64(1), counts, totals)

@@ -41,9 +41,10 @@ from megatron.fake_quant.fused.numba_bits import (
 )
 from megatron.fake_quant.fused.numba_compile import inlined
 
-TILE = 128  #: number of patterns per loop
-#: Rows of the sums by pattern: numbers of values that stay finite, become zero, are clipped, or
-#: become Inf; sums of the error, its magnitude and its square; sums of the result and its square.
+TILE = 128  #: number of bit patterns that each loop processes
+#: Rows of the array of sums for each bit pattern: number of values that stay finite, become zero,
+#: are clipped, or become Inf; sums of the error, its magnitude and its square; sums of the result
+#: and its square.
 _FINITE, _ZERO, _CLIPPED, _LOST, _ERROR, _DISTANCE, _SQUARE, _BECAME, _BECAME_SQUARE = range(9)
 _ROWS = 9
 
@@ -118,7 +119,7 @@ def _tile(
     finite_counts: Any,
     became: Any,
 ) -> None:
-    """Add at most TILE neighboring patterns of one class to the sums by pattern.
+    """Quantize at most TILE neighboring bit patterns with one scale class, and add their errors.
 
     Each loop writes to only one array. If a loop wrote to several arrays, the compiler could not
     rule out that they overlap, and would not vectorize the loop.
@@ -126,7 +127,7 @@ def _tile(
     Args:
         magnitudes: float32 bits of the patterns.
         n: number of values with each pattern.
-        part: sums by pattern, updated in place.
+        part: sums for each pattern, updated in place.
         largest: largest error of each pattern, updated in place.
         upper: output array for the upper halves of the element magnitudes' float32 bits.
         finite_counts: output array; `n` if the value and its result are finite, otherwise 0.
@@ -173,7 +174,7 @@ def _tile(
 
 @inlined
 def _error(magnitude: Any, became: Any) -> Any:
-    """Return the magnitude of a result minus the magnitude of the value.
+    """Return the magnitude of a quantized value minus the magnitude of the original value.
 
     A magnitude that is not finite counts as zero; the caller weights its error with zero.
     """
@@ -183,7 +184,7 @@ def _error(magnitude: Any, became: Any) -> Any:
 
 @kernel
 def _to_binades(patterns: Any, by_pattern: Any, largest: Any, sums: Any) -> None:
-    """Add the sums of each pattern to the sums of its binade and of the tensor."""
+    """Add up the sums of all bit patterns, by binade and for the whole tensor."""
     counts, totals, binade_counts, binade_sums = sums
     for k in range(len(patterns)):
         magnitude = np.int32(patterns[k] & MAGNITUDE)
@@ -264,7 +265,7 @@ def _compare(
     differ: Any,
     squares: Any,
 ) -> None:
-    """Compare the results of neighboring patterns for a pair of classes.
+    """Quantize neighboring bit patterns with the scales of two classes, and compare the results.
 
     Each loop writes to only one array; `_tile` explains why.
 

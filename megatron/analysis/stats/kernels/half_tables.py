@@ -1,4 +1,4 @@
-"""Tables of all 65,536 values of bfloat16 and of float16."""
+"""Tables with one entry for each of the 65,536 bit patterns of bfloat16 or of float16."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNUSUAL = -1000  #: placeholder for the exponent of zero, Inf and NaN
 
 @functools.cache
 def widened(dtype: torch.dtype) -> NDArray[np.int32]:
-    """Return the float32 bits of the value of each bit pattern."""
+    """Return a table that converts bit patterns of `dtype` to float32 bits."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     bits: NDArray[np.int32] = patterns.view(dtype).float().view(torch.int32).numpy()
     return bits
@@ -23,14 +23,14 @@ def widened(dtype: torch.dtype) -> NDArray[np.int32]:
 
 @functools.cache
 def numbers(dtype: torch.dtype) -> NDArray[np.float64]:
-    """Return the value of each bit pattern."""
-    with np.errstate(invalid="ignore"):  # some NaN patterns are signaling
+    """Return a table of the numbers that the bit patterns of `dtype` represent."""
+    with np.errstate(invalid="ignore"):  # converting a signaling NaN would cause a warning
         return widened(dtype).view(np.float32).astype(np.float64)
 
 
 @functools.cache
 def exponents(dtype: torch.dtype) -> NDArray[np.int16]:
-    """Return the base-2 exponent of the value of each bit pattern."""
+    """Return a table of the base-2 exponents of the numbers that the bit patterns represent."""
     values = np.abs(numbers(dtype))
     result = np.frexp(values)[1] - 1
     result[~np.isfinite(values) | (values == 0)] = UNUSUAL

@@ -1,8 +1,8 @@
 """Add up the errors of formats with block scales.
 
-16-bit values are counted by bit pattern and by the classes of their blocks, and each combination is
-then evaluated once per format. float32 values have too many bit patterns to count, so they are
-quantized one by one.
+16-bit values are counted by bit pattern and by the scale classes of their blocks, and each
+combination is then evaluated once per format. float32 values have too many bit patterns to count,
+so they are quantized one by one. `kernels.scalar_quantizer` defines the scale class of a block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron.fake_quant.formats import Format
 
 
 class Workspace:
-    """Count tables that a thread reuses for all tensors."""
+    """Tables of counts, allocated once per thread and reused for all tensors."""
 
     def __init__(self) -> None:
         self.pairs = PairTable()
@@ -56,11 +56,11 @@ def account_piece(
     quantizers: list[tuple[Format, ScalarQuantizer]],
     all_errors: FormatErrors,
 ) -> None:
-    """Quantize the values of a piece one by one, and add their errors to `all_errors`.
+    """Quantize the values of a chunk one by one, and add their errors to `all_errors`.
 
     Args:
-        piece: [outer, rows, columns] values, as float32 bits.
-        classes: classes of the blocks, keyed by axis.
+        piece: [outer, rows, columns] values of the chunk, as float32 bits.
+        classes: scale classes of the blocks, keyed by axis.
         size: number of values per block.
         run: number of values in a run; no block along a row crosses its boundary.
     """
@@ -85,7 +85,7 @@ def account_piece(
 
 
 class Counter:
-    """Counter of a 16-bit tensor's values by class and bit pattern, for one group of formats."""
+    """Counter of a 16-bit tensor's values by bit pattern and scale class, for one format group."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Counter:
         self.bits = widened(half)[patterns]
 
     def count(self, piece: NDArray[np.uint16], classes: dict[str, NDArray[np.uint8]]) -> None:
-        """Count the values of a piece, given the classes of its blocks along each axis."""
+        """Count the values of a chunk, given the scale classes of its blocks along each axis."""
         self.counted += piece.size
         if self.counted >= 1 << 32:  # the counts are uint32 and could overflow
             self.finish()
@@ -146,7 +146,8 @@ class Counter:
             )
             if tile < tiles:
                 self._evaluate_pairs()
-                if tile == before:  # one tile has more pairs than the table has planes
+                # this tile has more pairs of scale classes than the table has planes
+                if tile == before:
                     self._count_tile(piece, rows, columns, tile)
                     tile += 1
 
@@ -157,7 +158,7 @@ class Counter:
         columns: NDArray[np.uint8],
         tile: int,
     ) -> None:
-        """Quantize the values of one tile one by one, and add their errors."""
+        """Quantize the values in one tile of a chunk one by one, and add their errors."""
         size, run = self.group.size, self.run
         where = tile_of(piece.shape, size, run, tile)
         bits = widened(self.half)[piece[where]]
@@ -167,7 +168,7 @@ class Counter:
         account_piece(bits, classes, size, bits.shape[2], self.quantizers, self.all_errors)
 
     def finish(self) -> None:
-        """Evaluate the counts that remain in the tables."""
+        """Quantize the values whose counts remain in the tables, and add their errors."""
         if self.group.by_pairs:
             self._evaluate_pairs()
             return
@@ -199,7 +200,7 @@ class Counter:
 
 
 def _marginal(classes: NDArray[np.int32], cells: Cells) -> tuple[NDArray[np.int32], Cells]:
-    """Return the distinct classes, and the sum of the rows of `cells` for each class."""
+    """Return the distinct scale classes, and the sum of the rows of `cells` for each class."""
     distinct, index_of_row = np.unique(classes, return_inverse=True)
     if len(distinct) == len(classes):
         return classes, cells

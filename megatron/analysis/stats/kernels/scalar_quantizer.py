@@ -1,8 +1,9 @@
 """Quantize single values with the arithmetic of the fused kernels of `megatron.fake_quant`.
 
-The inputs are the float32 bits of a value and the *class* of its block. The class identifies the
-scale of the block by the byte that the format stores for it. This is an E8M0 byte in formats with
-E8M0 scales, the code of an E4M3 number in nvfp4, and 0 in formats without block scales. Formats
+The inputs are the float32 bits of a value and the *scale class* of its block, or class for short.
+The class identifies the scale of the block by the byte that the format stores for it. This is an
+E8M0 byte in formats with E8M0 scales, the code of an E4M3 number in nvfp4, and 0 in formats without
+block scales. Formats
 that are counted together share one class per block; the E8M0 byte of each format differs from the
 class by a constant (see `format_groups.Group.emax`).
 
@@ -56,9 +57,9 @@ from megatron.fake_quant.rounding import check_rounding
 from megatron.fake_quant.tensor_scale import factors
 
 FLOAT, HIFLOAT8, TO_BFLOAT16, TO_FLOAT16 = 0, 1, 2, 3  #: kinds of element types
-AS_FLOAT32, AS_BFLOAT16, AS_FLOAT16 = 0, 1, 2  #: codes for the dtype of the result
+AS_FLOAT32, AS_BFLOAT16, AS_FLOAT16 = 0, 1, 2  #: possible dtypes of the result
 CLASSES = 256
-NAN_E8M0, NAN_E4M3 = 255, 127  #: classes of blocks that hold NaN or Inf
+NAN_E8M0, NAN_E4M3 = 255, 127  #: scale classes of blocks that hold NaN or Inf
 #: Bits of the largest float32 that HiFloat8 rounds to its largest number; 40960 overflows.
 _HIFLOAT8_LIMIT = np.int32(np.float32(40960).view(np.int32) - 1)
 _DTYPES = {torch.float32: AS_FLOAT32, torch.bfloat16: AS_BFLOAT16, torch.float16: AS_FLOAT16}
@@ -76,13 +77,13 @@ class ScalarQuantizer(NamedTuple):
     kind: Any  #: FLOAT, HIFLOAT8, TO_BFLOAT16 or TO_FLOAT16
     dtype: Any  #: dtype of the result: AS_FLOAT32, AS_BFLOAT16 or AS_FLOAT16
     element: ElementBits
-    rule: Rule  #: rule from the largest magnitude of a block to its scale
+    rule: Rule  #: rule that determines the scale of a block from its largest magnitude
     overflow: Any  #: float32 bits of the result of an overflow in HiFloat8
     limit: Any  #: float32 bits of the largest scaled magnitude that is not clipped
     down: Any  #: [classes] float32 factor that is applied before rounding
     up: Any  #: [classes] float32 factor that is applied after rounding
     bytes: Any  #: [classes] byte that is stored for the scale
-    codes: Any  #: [65536] codes, indexed by the upper half of an element value's float32 bits
+    codes: Any  #: [65536] codes, indexed by the upper 16 bits of an element value as float32
 
 
 @functools.cache
@@ -103,7 +104,7 @@ def rounding_limit(element: ElementFormat) -> np.int32:
 
 @functools.cache
 def code_table(element: Element) -> NDArray[np.int32]:
-    """Return a table of element codes, indexed by the upper half of a value's float32 bits.
+    """Return a table of element codes, indexed by the upper 16 bits of the value as float32.
 
     Entries that correspond to no element value are 0.
     """
@@ -111,7 +112,9 @@ def code_table(element: Element) -> NDArray[np.int32]:
     if element.is_cast:
         return table
     values = element_codes.code_values(element)
-    largest = values[values.isfinite()].max()  # int8 has a number below -largest, which is unused
+    largest = values[
+        values.isfinite()
+    ].max()  # the lowest number of int8 is less than -largest and is not used
     values = torch.cat([values[values.abs() <= largest], torch.tensor([-0.0])])
     upper = values.view(torch.int32).numpy() >> 16 & 0xFFFF
     table[upper] = element_codes.encode(values, element).numpy()
@@ -124,7 +127,7 @@ def number_of_codes(element: Element) -> int:
 
 
 def make_quantizer(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0) -> ScalarQuantizer:
-    """Return the quantizer of one tensor for a format that rounds to nearest.
+    """Return the parameters with which one tensor is quantized in a round-to-nearest format.
 
     Args:
         dtype: dtype of the tensor.
@@ -169,7 +172,9 @@ def _make_quantizer(fmt: Format, dtype: torch.dtype, amax: float, emax: int = 0)
 
 @kernel
 def class_scales(stored: Any, rule: Any, down: Any, up: Any) -> None:
-    """Compute the factors that each class applies before and after rounding.
+    """Compute the factors by which values of each scale class are multiplied.
+
+    One factor is applied before rounding and one after rounding.
 
     The factors of blocks that hold NaN or Inf are NaN.
 
@@ -193,7 +198,7 @@ def class_scales(stored: Any, rule: Any, down: Any, up: Any) -> None:
 
 @kernel
 def classify(amax: Any, element: Any, rule: Any, classes: Any) -> None:
-    """Compute the class of each block from its largest magnitude.
+    """Compute the scale class of each block from its largest magnitude.
 
     Args:
         amax: [blocks] largest magnitudes, as float32 bits.
@@ -238,7 +243,7 @@ def scaled_magnitude(bits: Any, class_: Any, quantizer: Any) -> Any:
 
 @inlined
 def element_magnitude(scaled: Any, quantizer: Any) -> Any:
-    """Round a scaled magnitude to the element type; a HiFloat8 overflow may yield Inf."""
+    """Round a scaled magnitude to the element type; Inf is possible if HiFloat8 overflows."""
     if quantizer.kind == FLOAT:
         return nearest_even(min(scaled, quantizer.element.top), quantizer.element)
     if quantizer.kind == HIFLOAT8:
@@ -259,7 +264,7 @@ def is_clipped(scaled: Any, quantizer: Any) -> Any:
 
 @inlined
 def result_bits(rounded: Any, bits: Any, class_: Any, quantizer: Any) -> Any:
-    """Return the result of `fake_quantize`, as float32 bits.
+    """Return the quantized value that `fake_quantize` computes, as float32 bits.
 
     Args:
         rounded: element magnitude of the value.

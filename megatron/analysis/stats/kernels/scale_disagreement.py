@@ -1,7 +1,7 @@
-"""Compare the results of quantizing in a two-level format (nvfp4) along rows and along columns.
+"""Compare quantization along rows with quantization along columns, for the two-level format nvfp4.
 
-E4M3 scales form too many pairs to count the values by pair. Each value is therefore quantized
-twice, eight values at a time.
+E4M3 scales form too many pairs to count the values by pair of scale classes. Each value is
+therefore quantized twice, eight values at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.analysis.stats.kernels.half_tables import widened
 from megatron.analysis.stats.kernels.scalar_quantizer import NAN_E4M3, ScalarQuantizer
 from megatron.fake_quant.fused.numba_bits import MAGNITUDE, as_float
 
-STRETCH = 512  #: number of columns per loop
+STRETCH = 512  #: number of columns that each loop processes
 
 
 def compare_two_level(
@@ -32,10 +32,10 @@ def compare_two_level(
     quantizer: ScalarQuantizer,
     errors: Errors,
 ) -> None:
-    """Quantize a piece of a 16-bit tensor along both axes, and add the differences to `errors`.
+    """Quantize a chunk of a 16-bit tensor along both axes, and add the differences to `errors`.
 
     Args:
-        classes: classes of the blocks, keyed by axis ("row" and "column").
+        classes: scale classes of the blocks, keyed by axis ("row" and "column").
         size: number of values per block.
         run: number of values in a run; no block along a row crosses its boundary.
     """
@@ -46,7 +46,7 @@ def compare_two_level(
         count, total = _disagree(piece, rows, columns, size, run, quantizer)
         errors.disagreement[0] += count
         errors.disagreement_sum += total
-    else:  # a block has NaN or Inf, or the dtype is float16, whose rounding has branches
+    else:  # a block has NaN or Inf, or the dtype is float16, which needs branches for rounding
         bits = widened(dtype)[piece]
         compare_values(
             bits, rows, columns, size, run, quantizer, errors.disagreement, errors.disagreement_sum
@@ -55,10 +55,13 @@ def compare_two_level(
 
 @kernel
 def _disagree(piece: Any, rows: Any, columns: Any, size: Any, run: Any, quantizer: Any) -> Any:
-    """Return the number of values whose results differ, and the sum of the squared differences.
+    """Compare a chunk quantized along rows with the same chunk quantized along columns.
 
     Columns are processed in stretches that are long enough to make the cost of starting a loop
     small. Each column has its own sum, so that additions need not wait for each other.
+
+    Returns:
+        Number of values whose results differ, and sum of the squared differences.
     """
     blocks_in_run = (run + size - 1) // size
     count, total = 0, 0.0
@@ -100,10 +103,10 @@ def _spread(
     down: Any,
     up: Any,
 ) -> None:
-    """Spread the scale factors of the blocks in a row over the columns from `left` to `right`.
+    """Write the scale factors of each column's block, for the columns from `left` to `right`.
 
     Args:
-        classes: classes of the blocks in the row.
+        classes: scale classes of the blocks in the row.
         down, up: output arrays for the factors of each column before and after rounding.
     """
     offset = left % run  # position within the run
@@ -127,7 +130,7 @@ def _spread(
 
 @kernel
 def _quantize(values: Any, down: Any, up: Any, element: Any, decode: Any, results: Any) -> None:
-    """Quantize bfloat16 patterns, and write the magnitudes to `results` as float32 bits."""
+    """Quantize bfloat16 values, and write the result magnitudes to `results` as float32 bits."""
     for j in range(len(values)):
         magnitude = np.int32(np.int32(np.int32(values[j]) << 16) & MAGNITUDE)
         results[j] = block_value(magnitude, down[j], up[j], element, decode)
@@ -135,7 +138,7 @@ def _quantize(values: Any, down: Any, up: Any, element: Any, decode: Any, result
 
 @kernel
 def _compare(along_rows: Any, along_columns: Any, counts: Any, totals: Any) -> None:
-    """Add, for each column, the number of differing results and their squared differences.
+    """Compare two rows of results, and add the differences to the sums of each column.
 
     Each loop writes to only one array. If a loop wrote to several arrays, the compiler could not
     rule out that they overlap, and would not vectorize the loop.

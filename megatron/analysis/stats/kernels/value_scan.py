@@ -1,6 +1,6 @@
 """Scan every value once: count bit patterns, and find the extremes of channels, tokens and blocks.
 
-A piece of a tensor has the shape `[outer, rows, columns]`. A 16-bit number is given by its bit
+A chunk of a tensor has the shape `[outer, rows, columns]`. A 16-bit number is given by its bit
 pattern (uint16), and a float32 number by its bits (int32). With the sign bit cleared, their order
 is the order of the magnitudes, with Inf and NaN above all finite numbers. The loops have no
 branches and compile to vector instructions; each loop takes about 0.3 ns per value.
@@ -22,8 +22,8 @@ ZERO32 = np.int32(0)
 LARGEST32 = np.int32(0x7FFFFFFF)
 
 
-#: Arrays with fewer than FEW values are sorted instead of counted in a table. MANY values could
-#: overflow the counts of the table.
+#: Arrays with fewer than FEW values are sorted instead of counted in a table. Counting
+#: MANY values could overflow the counts of the table.
 FEW, MANY = 1 << 13, 1 << 32
 
 
@@ -68,7 +68,9 @@ def _patterns(values: Any) -> Any:
 
 @kernel
 def amax16(piece: Any, infinity: Any, token: Any, channel: Any) -> None:
-    """Find the largest finite magnitude of each token and channel, as bit patterns.
+    """Find the largest finite magnitude of each token and channel in a chunk of 16-bit values.
+
+    Magnitudes are bit patterns.
 
     Args:
         infinity: bit pattern of Inf.
@@ -91,7 +93,10 @@ def amax16(piece: Any, infinity: Any, token: Any, channel: Any) -> None:
 
 @kernel
 def amax32(piece: Any, infinity: Any, token: Any, channel: Any) -> None:
-    """Find the largest finite magnitude of each token and channel in float32; see `amax16`."""
+    """Find the largest finite magnitude of each token and channel in a chunk of float32 values.
+
+    Magnitudes are float32 bits. The arguments are the same as in `amax16`.
+    """
     width = len(channel)
     for o in range(piece.shape[0]):
         for i in range(piece.shape[1]):
@@ -204,7 +209,10 @@ def column_extremes32(piece: Any, size: Any, largest: Any, smallest: Any) -> Non
 
 @kernel
 def square_extremes(largest: Any, smallest: Any, size: Any) -> None:
-    """Set the extremes of each row of a square block to the extremes of the block, in place."""
+    """Merge the largest and smallest magnitudes of all rows of each square block, in place.
+
+    All rows of a block then have equal entries.
+    """
     for o in range(largest.shape[0]):
         for first in range(0, largest.shape[1], size):
             last = min(first + size, largest.shape[1])
