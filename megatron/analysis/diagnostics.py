@@ -78,7 +78,7 @@ def find_diagnostics(uses: pd.DataFrame, tensors: pd.DataFrame) -> list[Diagnost
 
 
 def _partial(tensors: pd.DataFrame) -> list[Diagnostic]:
-    """Return warnings about incomplete tensors, one for each distinct note."""
+    """Return warnings about incomplete tensors, one for each distinct text in the column `note`."""
     noted = tensors[tensors["note"].astype(str) != ""]
     groups = [(str(note), rows["tensor"]) for note, rows in noted.groupby("note", observed=True)]
     groups.sort(key=lambda group: -len(group[1]))

@@ -91,7 +91,7 @@ def draw(
         get_format(name)
     check_output(output)
     notify: Callable[[str], None] = say or (lambda path: None)
-    if list(figures) == [QUICK]:  # the first look does not compare formats
+    if list(figures) == [QUICK]:  # the output "quick" does not compare formats
         workers = computing.get("workers")
         look = quick_analysis(folder, output, run=run, workers=workers, progress=progress)
         for path in (look.picture, look.text):
@@ -152,14 +152,14 @@ def _draw_outputs(
 
 
 def _add(made: Made, result: DrawResult) -> None:
-    """Add the files and the missing and failed figures of one output to `result`."""
+    """Add the files of one output, and its missing and failed figures, to `result`."""
     result.files += made.files
     result.missing |= made.missing
     result.failed |= made.failed
 
 
 def result_of_quick(look: QuickResult) -> DrawResult:
-    """Return the `DrawResult` of a call that draws only the first look."""
+    """Return the `DrawResult` of a call that draws only the output "quick"."""
     return DrawResult(
         [look.picture, look.text],
         problems=look.problems,

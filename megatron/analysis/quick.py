@@ -49,7 +49,7 @@ COUNTED = {"iteration": "iteration", "layer": "layer_idx"}
 
 @dataclass(frozen=True)
 class QuickResult:
-    """The files that a first look wrote, and what it found in the dump."""
+    """The result of `quick_analysis`: the files written, and what was found in the dump."""
 
     picture: Path
     text: Path
@@ -126,7 +126,7 @@ def check_output(output: Path) -> None:
 
 
 def draw_picture(dump: TensorStore, measured: Measurements, problems: list[Problem]) -> Figure:
-    """Return the picture of the first look.
+    """Draw the figure that is saved as `quick_analysis.png`.
 
     The left column contains histograms of the values and of their magnitudes. The right column
     shows the shares of tensors and values by quantization type, layer type, operation and use.
@@ -173,7 +173,7 @@ def operands_of(measured: Measurements) -> tuple[Measurements, str]:
 
 
 def grouping(measured: Measurements) -> str:
-    """Return the column by which the histograms are grouped; each value gets its own outline.
+    """Return the column by which the histograms are grouped, with one outline per group.
 
     The column is the quantization type if there are several types, and otherwise the operation.
     """

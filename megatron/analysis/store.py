@@ -32,7 +32,7 @@ from megatron.analysis.dump.scan import scan
 from megatron.analysis.dump.tensor_files import Problem, UnreadableTensorError, read_tensor
 from megatron.fake_quant.packing import QuantizedTensor
 
-#: Columns that, together with the data-parallel rank, identify a logical tensor.
+#: Columns that identify a logical tensor, together with the data-parallel rank.
 IDENTITY = (
     "run_id",
     "iteration",

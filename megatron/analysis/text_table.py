@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron.bounded_files import printable
 
-#: Maximum length of a name or message in characters; also the maximum length of a path on Linux.
+#: Maximum length of a name or message in characters; Linux has the same limit for paths.
 LIMIT = 4096
 _FORMULA = ("=", "+", "-", "@")
 
@@ -38,7 +38,7 @@ def printable_lines(text: object) -> str:
 
 
 def csv_cell(value: str) -> str:
-    """Return text that a spreadsheet does not interpret as a formula.
+    """Return `value` in a form that a spreadsheet does not interpret as a formula.
 
     A `'` is placed before a leading =, +, - or @.
     """

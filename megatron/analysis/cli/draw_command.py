@@ -63,7 +63,7 @@ examples:
 
 
 def epilog(command: str) -> str:
-    """Return the text at the end of a command's help; for `draw`, it lists the figures."""
+    """Return the text at the end of a command's help; for `draw`, the text lists the figures."""
     if command != "draw":
         return STATUS + EXAMPLES[command]
     from megatron.analysis.outputs.registry import OUTPUTS
@@ -142,7 +142,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run one of the three commands, print its result and return the exit status."""
+    """Run `draw`, `report` or `quick`, print the result and return the exit status."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -198,7 +198,7 @@ def run_quick(arguments: argparse.Namespace) -> int:
 
 
 def first_look(look: QuickResult) -> list[str]:
-    """Return a summary of a first look as lines of text.
+    """Return a summary of the `quick` command's result as lines of text.
 
     The lines give the number of values, the runs, the NaN and Inf values, and the missing files.
     """

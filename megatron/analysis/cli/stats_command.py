@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             statistics = compute(store, formats, cache=cache, **options)
         except ForeignCacheError as error:
-            if arguments.cache is not None:  # the user chose this folder
+            if arguments.cache is not None:  # the user named a cache folder that must not be used
                 raise
             print(f"[WARNING] {error} (--cache); results are not kept", file=sys.stderr)
             statistics = compute(store, formats, cache=None, **options)
@@ -199,7 +199,7 @@ def _cache(named: str | None, folder: Path) -> Path | None:
         check_place(cache)
         cache.mkdir(exist_ok=True)
         probe = cache / f"write_test_{os.getpid()}.partial"
-        with probe.open("xb"):  # mode "x" fails if the file exists, even as a link
+        with probe.open("xb"):  # mode "x" fails if the path exists, even as a dangling link
             pass
         probe.unlink()
     except ForeignCacheError as error:

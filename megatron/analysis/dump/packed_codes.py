@@ -15,7 +15,9 @@ from megatron.fake_quant.scales import Scales
 
 
 def read_codes(path: Path, metadata: dict[str, Any]) -> QuantizedTensor:
-    """Return the memory-mapped operand in a `..._codes` file; `dequantize` computes its values.
+    """Return the quantized operand in a `..._codes` file, memory-mapped.
+
+    Its method `dequantize` computes the values.
 
     Args:
         metadata: the fields `codes` and `format` of the file's record.

@@ -39,13 +39,13 @@ _LETTER = re.compile(
     r"(?P<letter>\w+)(\[(?P<group>\w+)((?P<zigzag>:zigzag)|:(?P<copies>[1-9]\d*))?\])?"
 )
 _PARTIAL = re.compile(r"partial\[(\w+(?:,\w+)*)(:[1-9]\d*)?\]")
-NAMED = 8  #: maximum number of missing shards that a message lists
+NAMED = 8  #: maximum number of missing shards listed in a message
 _EXPERT = r"\blocal_experts\.\d+\b"  # matches the module names of experts
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The way in which a tensor is divided among the ranks of one parallel group."""
+    """Description of how a tensor is divided among the ranks of one parallel group."""
 
     group: str
     axis: int | None  #: dimension that is divided; None if the ranks hold partial sums
@@ -167,7 +167,7 @@ def _size(records: pd.DataFrame, group: str, of_tensor: str) -> int:
 def _check_complete(
     cells: dict[tuple[int, ...], list[Any]], cuts: Sequence[Cut], sizes: list[int], of_tensor: str
 ) -> None:
-    # stop after the first few missing shards, because a damaged record may claim any group size
+    # find only the first few missing shards, because a damaged record may claim any group size
     most = len(cells) + NAMED + 1
     expected = itertools.product(*(range(min(size, most)) for size in sizes))
     gaps = list(itertools.islice((index for index in expected if index not in cells), NAMED + 1))

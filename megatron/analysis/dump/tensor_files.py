@@ -55,7 +55,7 @@ class UnreadableTensorError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A file that was left out, and the reason."""
+    """A dump file that was left out, and the reason for it."""
 
     path: Path
     why: str

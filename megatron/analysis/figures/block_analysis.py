@@ -75,7 +75,7 @@ def scale_maps(figure_data: FigureData, fmt: str) -> Figure:
         try:
             drawn.append((row, scale_map(figure_data.load(row.tensor), fmt)))
         except (UnreadableTensorError, ValueError):
-            continue  # only part of the tensor was collected, or its file has been removed
+            continue  # only part of the tensor was collected, or a file has been removed
     if not drawn:
         raise NothingToDrawError("no tensor with values was collected whole, or its file is gone")
     columns = min(3, len(drawn))
@@ -107,7 +107,7 @@ def summed(figure_data: FigureData, formats: Iterable[str]) -> dict[str, FormatS
 
 
 def blocks(figure_data: FigureData, formats: list[str]) -> Figure:
-    """Draw histograms of the headroom, the dynamic range and the scales of blocks."""
+    """Draw histograms of the headroom, the dynamic range and the scales of quantization blocks."""
     totals = summed(figure_data, formats)
     if not totals:
         raise NothingToDrawError("no tensor was collected whole")
@@ -176,7 +176,7 @@ def without_zeros_and_nan(figure_data: FigureData, fmt: str, scales: np.ndarray)
 
 
 def _headroom(totals: dict[str, FormatSum]) -> pd.DataFrame:
-    """Return the number of blocks by headroom, for `plot_counts`.
+    """Return the number of blocks by headroom, which `plot_counts` draws.
 
     Bins that are empty in all formats are removed at both ends.
     """

@@ -22,7 +22,7 @@ def deviations(
     load: Callable[[int], Tensor],
     bar: Callable[[Sequence[Any], str], Iterable[Any]] = lambda rows, _: rows,
 ) -> pd.DataFrame:
-    """Return the relative distance of each tensor from the same tensor of the unquantized run.
+    """Return the relative distance of each tensor from its counterpart in the unquantized run.
 
     Each quantization type is compared in the last iteration that it shares with the unquantized
     run.

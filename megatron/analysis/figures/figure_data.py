@@ -60,7 +60,7 @@ class FigureData:
 
     @functools.cached_property
     def tensors(self) -> pd.DataFrame:
-        """Table `Statistics.tensors` with additional columns and without missing names.
+        """Table `Statistics.tensors` with additional columns, and with missing names filled in.
 
         The new columns are `tensor` (the index), `part` (the module's short name), `place` (part
         and tensor name), `kind` (one of `KINDS`) and `operand` (whether a matmul reads the tensor).
@@ -85,7 +85,7 @@ class FigureData:
     def uses(self) -> pd.DataFrame:
         """Table of quantization errors, with one row per tensor and format.
 
-        It also has the columns of `tensors`.
+        The table also has the columns of `tensors`.
 
         Blocks run along the reduction axis of the first GEMM in `USES` that reads the tensor. If no
         GEMM reads the tensor, they run along its last dimension.
@@ -137,7 +137,7 @@ class FigureData:
 
     @functools.cached_property
     def sums(self) -> Sums:
-        """Histograms of all tensors, summed by layer, place (module and tensor name) and format."""
+        """Histograms of all tensors, summed by layer, module and tensor name, and format."""
         if self.tensors.empty:
             return Sums({}, {}, {})
         axes = self.uses.set_index(["tensor", "quantized_format"])["axis"].to_dict()
@@ -150,7 +150,7 @@ class FigureData:
 
     def _bar(self, rows: Sequence[Any], what: str) -> Iterable[Any]:
         """Return an iterable over the rows that shows a progress bar labeled `what`."""
-        hidden = None if self.progress else True  # None hides the bar if there is no terminal
+        hidden = None if self.progress else True  # None: show the bar only on a terminal
         bar: Iterable[Any] = tqdm(rows, desc=what, unit="tensor", disable=hidden, leave=False)
         return bar
 

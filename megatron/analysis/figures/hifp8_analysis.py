@@ -25,8 +25,8 @@ from megatron.analysis.plots.stacked_shares import plot_stacked_shares
 from megatron.analysis.plots.style import INK, percent
 from megatron.fake_quant import get_format
 
-#: Color, first binade and last binade of each region. The mantissa has 3 bits near 1, then 2 bits,
-#: and 1 bit farther away. The denormal numbers are powers of two. The largest number is 2^15.
+#: Color, first binade and last binade of each region. The mantissa has 3 bits for numbers near 1,
+#: and 2 bits or 1 bit farther away. Denormal numbers are powers of two. The largest number is 2^15.
 REGIONS: dict[str, tuple[str, tuple[int, int]]] = {
     "lost (becomes zero)": ("#b3261e", (-127, -24)),
     "denormal: powers of two": ("#e0a458", (-23, -16)),
@@ -42,7 +42,7 @@ EXPONENTS = np.arange(255) - 127  #: exponents of the binades of a histogram
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield "regions", "error_by_region", "error_by_magnitude" and "code_usage"."""
+    """Yield the figures "regions", "error_by_region", "error_by_magnitude" and "code_usage"."""
     fmt = hifloat8_format(figure_data)
     for title, make in (
         ("regions", regions),

@@ -49,7 +49,7 @@ def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
 def statistics_by(
     figure_data: FigureData, table: pd.DataFrame, *, x: str, xlabel: str, group: str, title: str
 ) -> Figure:
-    """Draw the `STATISTICS` of the tensors side by side, one line per group.
+    """Draw the `STATISTICS` of the tensors in panels side by side, with one line per group.
 
     Args:
         table: rows of `FigureData.tensors`.

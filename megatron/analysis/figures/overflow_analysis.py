@@ -24,7 +24,9 @@ from megatron.analysis.plots.style import percent
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield "underflow", "saturation", "underflow_by_magnitude" and "special_values".
+    """Yield the figures of values that underflow, saturate, or are not finite.
+
+    They are "underflow", "saturation", "underflow_by_magnitude" and "special_values".
 
     Raises:
         NothingToDrawError: no format was requested.

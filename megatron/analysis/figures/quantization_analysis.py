@@ -25,7 +25,7 @@ from megatron.analysis.plots.lines import plot_lines
 
 
 def draw(figure_data: FigureData) -> Iterator[tuple[str, Make]]:
-    """Yield the figures of the quantization errors.
+    """Yield the figures that show quantization errors.
 
     They are "sqnr_by_layer", "sqnr_by_tensor", "error_by_magnitude", "bias" and
     "row_against_column".

@@ -1,4 +1,4 @@
-"""Compute a table of the block scales of a tensor, from which an image is drawn.
+"""Compute the table of a tensor's block scales from which an image is drawn.
 
 Blocks run along the last dimension, and the other dimensions are flattened into rows. For a large
 tensor, the table contains evenly spaced rows, and only the first blocks of each row.

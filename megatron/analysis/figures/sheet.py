@@ -67,8 +67,8 @@ def headline(figure: Figure, title: str, note: str = "", warning: str = "") -> N
     width = int(figure.get_figwidth() * LETTERS)
     lines = [(line, FAINT) for line in textwrap.wrap(note, width)]
     lines += [(line, ALARM) for line in textwrap.wrap(warning, width)]
-    # Constrained layout reserves space for the title only. Empty lines in the title make room for
-    # the notes.
+    # Constrained layout reserves space only for the title, so empty lines are added to the title to
+    # make room for the notes.
     text = title + "\n" * len(lines)
     figure.suptitle(text, x=0.012, ha="left", fontsize=13, fontweight="bold")
     for number, (line, color) in enumerate(lines):

@@ -56,7 +56,7 @@ def fingerprint(dump: Path, excluded: Sequence[Path], *options: object) -> str:
 
 
 def unchanged(output: Path, names: Iterable[str], follows: str) -> dict[str, Made]:
-    """Return the outputs in the folder that are up to date and need not be drawn again.
+    """Return the outputs in the output folder that are up to date and need not be redrawn.
 
     Args:
         output: output folder.
@@ -77,7 +77,7 @@ def unchanged(output: Path, names: Iterable[str], follows: str) -> dict[str, Mad
 def set_aside(output: Path, names: Iterable[str], dump: Path) -> list[Path]:
     """Rename the outputs of other dumps that would be overwritten, and return their new paths.
 
-    The files of the first look are not renamed here, because `quick_analysis` renames them itself.
+    The output "quick" is left out, because `quick_analysis` renames its own files.
     """
     drawn, kept = _read(output), []
     for name in names:
@@ -141,7 +141,7 @@ def _files(drawn: Mapping[str, Any], name: str) -> dict[str, list[int]]:
 
 
 def _read(output: Path) -> dict[str, Any]:
-    """Return the valid entries of the file `NAME`, which could be damaged or forged."""
+    """Return the well-formed entries of the file `NAME`, which may be damaged."""
     try:
         drawn = read_json(output / NAME)
     except (OSError, ValueError):

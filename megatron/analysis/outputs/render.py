@@ -174,7 +174,7 @@ def make(name: str, order: Order) -> Made:
 
 
 def _draw(name: str, draw: Make, order: Order, made: Made) -> None:
-    """Draw and write one figure or text file, or record the reason why this is not possible."""
+    """Draw one figure or text file and write it; if this fails, record the reason in `made`."""
     try:
         with matplotlib.rc_context(RC):
             drawn = draw()

@@ -1,4 +1,4 @@
-"""Draw the frequency of each code of a format, sorted by the numbers that the codes represent."""
+"""Draw how often each code of a format occurs, in the order of the represented numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.analysis.plots.style import (
 def plot_code_usage(
     data: pd.DataFrame, *, title: str = "", scaled: bool = True, ax: Axes | None = None
 ) -> Axes:
-    """Draw one bar per code, sorted by the code's number, and mark unused codes in red.
+    """Draw one bar per code, sorted by the represented number, and mark unused codes in red.
 
     Args:
         data: table with columns `format` (the same in all rows), `value` (in ascending order, with

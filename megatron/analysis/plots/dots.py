@@ -1,4 +1,4 @@
-"""Draw a quantity by name, with one dot per group, to compare formats on the same tensors."""
+"""Draw a quantity as dots, with one row per name and one dot per group in each row."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm, Normalize
 
 from megatron.analysis.plots.style import FAINT, INK, TRACK, decades, nothing
 
-MOST_NUMBERS = 700  #: maximum number of cells in a heatmap with labeled cells
+MOST_NUMBERS = 700  #: maximum number of cells for which the cells are labeled
 
 
 def plot_heatmap(

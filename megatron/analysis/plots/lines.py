@@ -32,7 +32,7 @@ def plot_lines(
     least: float = 0.0,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw one line per group through its values.
+    """Draw the values of each group as one line.
 
     Infinity, and zero on a logarithmic axis, are marked at the end of the y-axis. NaN is omitted.
 
@@ -101,7 +101,7 @@ def _widen(ax: Axes, values: pd.Series[float], least: float) -> None:
 
 
 def _at_the_edge(ax: Axes, x: pd.Series, color: str, *, top: bool) -> None:
-    """Draw a mark at each `x`, at the upper or lower end of the y-axis."""
+    """Draw a mark at the upper or lower end of the y-axis for each `x`."""
     if x.empty:  # an empty line has no extent, which breaks the layout of the figure
         return
     ax.plot(

@@ -26,7 +26,7 @@ FORMAT_COLORS = {
 }
 LAYER_COLORS = {"attention": "#8e5c8b", "linear": "#b3922e"}
 OPERATION_COLORS = {"forward": "#1f7a7a", "backward": "#c4587c"}
-#: Color of each tensor name; a gradient has the color of its tensor.
+#: Color of each tensor name; a gradient has the color of the tensor that it belongs to.
 TENSOR_COLORS = {
     "input": "#1f7a7a",
     "weight": "#b3922e",
@@ -40,7 +40,7 @@ TENSOR_COLORS = {
 INK = "#222222"  #: color of text
 FAINT = "#6f6f6f"  #: color of notes and axes
 RULE = "#d9d9d9"  #: color of grid lines
-TRACK = "#f1f2f3"  #: color of missing cells, and of the background behind a bar
+TRACK = "#f1f2f3"  #: color of empty cells and pixels, and of the background behind a bar
 FILL = 0.12  #: opacity of the area below an outline
 ALARM = "#b3261e"  #: color of warnings, such as NaN, Inf and unreadable files
 
@@ -127,7 +127,7 @@ def lighter(color: str, share: float) -> str:
 
 
 def short_count(count: float) -> str:
-    """Return a count with three significant digits and a unit prefix: 983, 12.4 K, 1.56 M."""
+    """Return a count as text with three significant digits, such as 983, 12.4 K or 1.56 M."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
         # With the next smaller unit, 999.5 and above would be formatted as 1e+03.
         if count >= 0.9995 * size:

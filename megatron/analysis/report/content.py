@@ -169,7 +169,7 @@ def by_type(figure_data: FigureData) -> list[list[Any]]:
 def positions(figure_data: FigureData) -> list[list[int]]:
     """Return each tensor's run, iteration, layer and place, which identify its heatmap cell.
 
-    Runs and places are indices.
+    Runs and places (module and tensor names) are given as indices.
     """
     tensors = figure_data.tensors
     runs = {name: i for i, name in enumerate(runs_of(tensors))}
