@@ -215,7 +215,7 @@ class TrainingLoop:
             self._evaluate("test", f"{where} test set")
 
     def _save(self) -> None:
-        """Write a checkpoint, unless there is already one of this iteration."""
+        """Write a checkpoint, unless this iteration has already been saved."""
         if self.args.save is None or self.saved_at == self.progress.iteration:
             return
         paused = time.perf_counter()

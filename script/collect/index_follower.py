@@ -48,7 +48,7 @@ class Tally:
     limits: list[str] = field(default_factory=list)
     dropped: int = 0  #: number of tensors left out because of a limit
     dropped_bytes: int = 0
-    kept: set[str] = field(default_factory=set)  #: events for which a ring buffer was written
+    kept: set[str] = field(default_factory=set)  #: events at which a ring buffer was saved
     let_go: set[str] = field(default_factory=set)  #: events at which a ring buffer was discarded
     counts: dict[str, Counter[Any]] = field(
         default_factory=lambda: {name: Counter() for name in COUNTED}

@@ -31,7 +31,7 @@ class ChosenType:
     """The quantization type of a collection."""
 
     name: str  #: canonical name, which folders and files use
-    by_flag: bool  #: whether `--custom-quant-type` passes the type; if not, training looks it up
+    by_flag: bool  #: whether `--custom-quant-type` passes the type; if not, training resolves it
 
 
 def chosen_type(given: str | None, python: str, *, dry_run: bool) -> ChosenType:
@@ -78,7 +78,7 @@ def canonical(name: str, python: str, *, dry_run: bool) -> str:
 
 
 def _ask(words: list[str], python: str, *, dry_run: bool) -> list[str] | None:
-    """Return the training code's answer in lines, or None if torch is missing in a dry run.
+    """Query the training code and return its output lines, or None if a dry run has no torch.
 
     Raises:
         ConfigError: if the training code refuses the quantization type, or cannot be run.

@@ -44,7 +44,7 @@ class Experiment:
     flags: Sequence[str] = ()  #: the user's flags for `pretrain_gpt.py`, which take precedence
 
     def settled(self) -> Experiment:
-        """Return the experiment with every size set.
+        """Return a copy of the experiment in which every size is set.
 
         Sizes that do not fit are refused here, before any file is searched for or made.
 

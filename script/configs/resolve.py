@@ -31,7 +31,7 @@ def say(message: str) -> None:
 
 
 def at_home(path: str) -> str:
-    """Return a path in the repository, relative to the current folder or absolute.
+    """Return a path in the repository as an absolute path or relative to the current folder.
 
     `path` is relative to the root of the repository. The result is `path` if the current folder is
     the root, and otherwise the absolute path.

@@ -53,7 +53,7 @@ def scripts() -> dict[Path, str]:
 
 
 def generated() -> list[Path]:
-    """Return the generated scripts that exist."""
+    """Return the paths of all generated scripts that exist on disk."""
     return sorted(
         path
         for path in FOLDER.glob("*/pretrain_*.sh")

@@ -262,7 +262,7 @@ def config_kwargs(args: argparse.Namespace, config: type) -> dict[str, Any]:
 
 
 def fill_defaults(args: argparse.Namespace, configs: list[type]) -> None:
-    """Set flags that are still None to the default of their field.
+    """Set each flag that is still None to the default of its field.
 
     If several classes have the field, the first one takes precedence.
     """

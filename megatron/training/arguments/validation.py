@@ -183,7 +183,7 @@ def _check_model(args: argparse.Namespace) -> None:
 
 
 def _check_local_only(args: argparse.Namespace) -> None:
-    """Refuse flags that only Transformer Engine's layers read, and the local layers ignore."""
+    """Refuse flags that Transformer Engine's layers read but the local layers ignore."""
     for flag, value in (("--fp8-format", args.fp8), ("--fp4-format", args.fp4)):
         if value:
             raise UserError(

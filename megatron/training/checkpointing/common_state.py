@@ -15,7 +15,7 @@ from megatron.training.checkpointing.optimizer_state import NUMERIC
 
 COMMON_LIMIT = (
     256 * MEBIBYTE
-)  #: maximum size of `common.pt`, in bytes; normally it has a few kilobytes
+)  #: maximum size of `common.pt`, in bytes; its usual size is a few kilobytes
 #: largest accepted count; float64 can represent every integer up to this value
 _LARGEST = (1 << 53) - 1
 _COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_iterations")

@@ -103,7 +103,7 @@ def parse(data: bytes, *, known: Callable[[str], bool]) -> Any:
 
 
 class _Operations(dict[int, Callable[[Any], None]]):
-    """A table of the accepted operations by opcode."""
+    """A table of the accepted pickle operations, by opcode."""
 
     def __missing__(self, code: int) -> Callable[[Any], None]:
         raise UnsafePickleError(f"it has the operation 0x{code:02x}, which no checkpoint has")

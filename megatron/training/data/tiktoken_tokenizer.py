@@ -54,7 +54,7 @@ _O200K = (
 
 @dataclass(frozen=True)
 class Family:
-    """The conventions of a tokenizer that a tiktoken file does not state."""
+    """Properties of a tokenizer that are not stored in its tiktoken file."""
 
     name: str
     pattern: str  #: regular expression that splits text into words; bytes are merged within a word

@@ -17,7 +17,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class of transformers that this program can also build."""
+    """A model class of the transformers library that this program can build as well."""
 
     name: str  #: name of the class in transformers
     model_type: str

@@ -44,7 +44,7 @@ class Layout:
     """The source tensors of a model tensor, and how their strips are divided among the ranks."""
 
     sources: tuple[Source, ...]
-    strips: Callable[[int], list[Strip]]  #: function from the number of ranks to the strips
+    strips: Callable[[int], list[Strip]]  #: function that maps the number of ranks to strips
     dim: int = 0  #: dimension along which the strips are concatenated
     split: bool = True  #: whether each rank has a shard; if not, every rank has the whole tensor
     padded: bool = False  #: whether the last ranks may hold padding after the strips
