@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MEBIBYTE = 1 << 20
-TEXT_LIMIT = 16 * MEBIBYTE  #: default size limit, in bytes; parsing it takes up to 400 MB
+#: Default maximum size of a file, in bytes. Parsing a file of this size takes up to 400 MB.
+TEXT_LIMIT = 16 * MEBIBYTE
 DEPTH_LIMIT = 64  #: maximum nesting depth of JSON lists and objects
 
 _KINDS = {
@@ -34,7 +35,7 @@ _KINDS = {
 
 
 class NeverWaiting(io.BufferedReader):
-    """Reader of a file opened with O_NONBLOCK, which raises an error instead of waiting.
+    """Reader that raises an error instead of waiting, for a file opened with O_NONBLOCK.
 
     Some files in /proc look like regular files, but reading them can wait without end. Python
     returns None for such a read.
@@ -53,7 +54,7 @@ class NeverWaiting(io.BufferedReader):
 
 
 class UnusableFileError(ValueError):
-    """Error for a file that cannot be used, with the message `PATH: why`.
+    """Error about a file that cannot be used; its message has the form `PATH: why`.
 
     The attributes `path` and `why` hold the two parts.
     """
@@ -110,7 +111,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     except OSError as error:
         raise UnusableFileError(path, _reason(error)) from None
     try:
-        _refuse_special(path, os.fstat(number))  # the file may have been replaced meanwhile
+        _refuse_special(path, os.fstat(number))  # the file may have been replaced since
         return NeverWaiting(io.FileIO(number, "rb"))
     except BaseException:
         os.close(number)
@@ -143,7 +144,7 @@ def refuse_special_files(folder: Path, *, concerns: Callable[[str], bool] = bool
 def walk(
     folder: str | os.PathLike[str], unreadable: Callable[[OSError], object]
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield the path, the subfolder names and the other names of each folder in a tree.
+    """Yield each folder's path, the names of its subfolders and the names of its other entries.
 
     This is `os.walk` without recursion: before Python 3.12, a thousand nested folders cause a
     RecursionError in `os.walk`. Links to folders are listed but not followed. The caller may remove
@@ -175,7 +176,7 @@ def walk(
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link that leads back to itself
+    except OSError:  # for example, for a link that leads back to itself
         return False
 
 

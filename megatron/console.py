@@ -81,7 +81,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse the known options, spelled with hyphens or underscores."""
+        """Parse the known options, whether spelled with hyphens or with underscores."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args(self._respelled(words), namespace)
 
@@ -138,7 +138,7 @@ class _Outliving(io.FileIO):
             return super().write(data)
         except BrokenPipeError:
             nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self.fileno())  # so that child processes use it too
+            os.dup2(nothing, self.fileno())  # so that child processes write to it too
             os.close(nothing)
             return memoryview(data).nbytes
 
@@ -153,7 +153,7 @@ def outlive_readers() -> None:
         stream = getattr(sys, name)
         try:
             number = stream.fileno()
-        except (AttributeError, OSError, ValueError):  # closed, or not a file
+        except (AttributeError, OSError, ValueError):  # the stream is closed or not a file
             continue
         stream.flush()
         writer = io.BufferedWriter(_Outliving(number, "w", closefd=False))

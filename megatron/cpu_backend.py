@@ -105,7 +105,7 @@ def _on_cpu(factory: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Name:
-    """Name in `torch` to be replaced, its new value, and the reason why megatron-core needs it."""
+    """A name in `torch` to replace, its new value, and why megatron-core needs the new value."""
 
     path: str  #: dotted name without the leading `torch.`
     value: Any
@@ -200,7 +200,7 @@ def activate() -> bool:
         setattr(owner, leaf, name.value)
     logging.getLogger(SEED_TRACKER).addFilter(_is_no_shared_generator_warning)
     os.environ.setdefault(DYNAMO, "1")
-    if "torch._dynamo" in sys.modules:  # torch has already read the variable
+    if "torch._dynamo" in sys.modules:  # torch has already read the environment variable
         sys.modules["torch._dynamo"].config.disable = os.environ[DYNAMO] == "1"
     _active = True
     logger.info("no CUDA device: megatron-core runs on the CPU (%d torch names)", len(NAMES))

@@ -22,8 +22,9 @@ from megatron.bounded_files import UnusableFileError, open_regular, printable
 
 SCHEMA_VERSION = 1
 
-#: Tensor names of the operands stored as codes and scales, by operation. A name consists of GEMM
-#: and operand; the order is the order of `megatron.fake_quant.gemm.SLOTS`.
+#: Tensor names of the operands stored as codes and scales, by operation. A name consists of
+#: the GEMM, the operand and the suffix `_codes`. The names are in the order of
+#: `megatron.fake_quant.gemm.SLOTS`.
 CODES: dict[str, tuple[str, ...]] = {
     "linear": (
         "fprop_input_codes",
@@ -50,7 +51,7 @@ CODES: dict[str, tuple[str, ...]] = {
         "pv_grad_value_probs_codes",
     ),
 }
-#: Tensors with one value per pair of a query and a key; collected only on request.
+#: Names of tensors with one value per query-key pair, which are collected only on request.
 PAIRWISE = ("attention_scores", "attention_probs")
 ON_REQUEST = (*PAIRWISE, *(name for names in CODES.values() for name in names))
 #: Tensor names by layer type.
@@ -78,15 +79,16 @@ TENSOR_NAMES: dict[str, tuple[str, ...]] = {
         *CODES["linear"],
     ),
 }
-#: Tensors stored only with the first micro-batch of an iteration, because they are the same in all
-#: micro-batches. (With stochastic rounding, the codes differ and are stored with each one.)
+#: Names of tensors stored only with the first micro-batch of an iteration, because their values are
+#: the same in all micro-batches. (With stochastic rounding, the codes differ and are stored with
+#: every micro-batch.)
 OF_ITERATION = ("weight", "fprop_weight_codes", "dgrad_weight_codes")
 COMPONENTS = {"attention": "FA", "linear": "linear"}  #: file-name component of each layer type
 TIMESTAMP = "%Y%m%d_%H%M%S"  #: `strftime` format of the time in file names
 PARTIAL_SUFFIX = ".partial"  #: suffix of a file that is still being written; readers skip it
 
-LINE_LIMIT = 1 << 18  #: maximum length of an index line, in bytes; a record takes about 900
-LINES_LIMIT = 1_000_000  #: maximum number of lines in an index, which is for one rank of one run
+LINE_LIMIT = 1 << 18  #: maximum length of an index line, in bytes; a typical record has 900
+LINES_LIMIT = 1_000_000  #: maximum number of lines in an index file (one rank of one run)
 INDEX_LIMIT = 4 << 30  #: maximum size of an index file, in bytes
 
 _BATCH = 1 << 20  #: number of bytes of an index that are read at a time
@@ -130,12 +132,12 @@ class TensorRecord:
 
     run_id: str
     iteration: int  #: iteration number as in the log, counted from 1
-    #: number of the forward pass in the iteration, counted from 0; a tensor of the backward pass
-    #: has the number of its forward pass
+    #: number of the micro-batch in the iteration, counted from 0; the same in its forward and
+    #: backward pass
     micro_batch: int
     #: position of the micro-batch's first sequence in the run's sample order
     sample_idx: int | None
-    counter: int  #: number of the tensor among those of this rank and run, counted from 1
+    counter: int  #: number of the tensor in the order of this rank's writes, counted from 1
     timestamp: str  #: local time, YYYYmmdd_HHMMSS; a later time if the file name was already used
     layer_type: str  #: attention | linear
     layer_idx: int  #: layer number over all pipeline stages, from 0; -1 outside transformer layers
@@ -154,12 +156,12 @@ class TensorRecord:
     #: sequence. "g[tp:2]" means that two consecutive ranks hold the same values or, if
     #: "| partial[tp:2]" follows, that each holds a part of their sum
     dims: str
-    global_shape: list[int]  #: shape over all shards, also for a slice
+    global_shape: list[int]  #: shape of the whole tensor over all shards, even for a slice
     rank: dict[str, int]  #: rank in world, tp, pp, dp, cp, ep and etp, and the sizes (tp_size, ...)
     recomputed: bool  #: True if the tensor comes from a recomputed forward pass
     wall_time: float  #: time in seconds since the epoch
-    #: null if the file holds this rank's whole tensor; otherwise the tensor's shape `of`, and the
-    #: first index `start` and the `step` of the part, with one number per dimension
+    #: null if the file holds this rank's whole tensor; otherwise `of`, the shape of that tensor, and
+    #: `start` and `step`, the first index and the step of the stored part in each dimension
     slice: dict[str, list[int]] | None = None
     #: for a `..._codes` tensor: `shape`, `dtype` and `axis` of the matmul's operand (with tokens as
     #: one axis, after a Hadamard transform), and its `rounding`. The file then holds `scales` in
@@ -227,7 +229,7 @@ def index_name(run_id: str, rank: int) -> str:
 
 
 def read_index(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of one index, and skip a last line that a crash has cut off.
+    """Yield the records of one index file; skip a last line that a crash has truncated.
 
     Raises:
         ValueError: if any other line is not a JSON object.
@@ -236,7 +238,7 @@ def read_index(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events of one index, such as `{"event": "limited", "why": ...}`.
+    """Return the events of one index file, such as `{"event": "limited", "why": ...}`.
 
     The other events are `failed` and `dropped`. Readers ignore unknown events.
 
@@ -247,7 +249,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield all lines of one index, records and events, in batches.
+    """Yield batches of the lines of one index file, both records and events.
 
     Calling the JSON decoder once for many lines takes two thirds of the time of a call per line.
 

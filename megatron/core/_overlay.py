@@ -32,7 +32,7 @@ SUPPORTED = "0.16.1"  #: version of megatron-core that the overlaid files are wr
 
 #: All names of megatron-core that this tree subclasses, rebinds or calls, by module.
 UPSTREAM = {
-    # subclassed or rebound by an overlaid file; the name after a dot is the method that is the seam
+    # subclassed or rebound by an overlaid file; a name after a dot is the method that it overrides
     "megatron.core.models.gpt.gpt_model": "GPTModel",
     "megatron.core.pipeline_parallel.schedules": "backward_step forward_step "
     "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
@@ -96,7 +96,7 @@ ADDED = {"megatron.core.transformer.moe.moe_utils": "te_general_gemm"}
 
 
 def _installed(package: str, filename: str) -> Path:
-    """Return the path of a file of the wheel.
+    """Return the path of a file in the installed megatron-core wheel.
 
     The first entry of the package's `__path__` is this tree, so it is skipped.
     """
@@ -110,7 +110,7 @@ def _installed(package: str, filename: str) -> Path:
 
 
 def check_version() -> None:
-    """Refuse a megatron-core version other than `SUPPORTED`; `extend` must have been called.
+    """Refuse a megatron-core version other than `SUPPORTED`; call `extend` first.
 
     Raises:
         ImportError: if the version behind this tree is not `SUPPORTED`.
@@ -125,13 +125,13 @@ def check_version() -> None:
 
 
 def extend(package: str) -> None:
-    """Add the wheel's folder to the `__path__` of `package`, and run its `__init__.py` there.
+    """Add the wheel's folder to the `__path__` of `package`, and run the wheel's `__init__.py`.
 
     Python then searches this tree first and the wheel afterward.
     """
     module = sys.modules[package]
-    # A tree that Python finds twice, by another spelling of its path or by a link, would overlay
-    # itself forever.
+    # Python may find this tree twice, through a link or another spelling of its path. The tree
+    # would then overlay itself forever.
     once: dict[str, str] = {}
     for folder in extend_path(module.__path__, package):
         once.setdefault(os.path.realpath(folder), str(Path(folder).absolute()))

@@ -1,4 +1,4 @@
-"""Provide the tensor collection to layers, schedules and trainers that use megatron-core.
+"""Connect layers, schedules and trainers that use megatron-core to the tensor collector.
 
 Collection works with any trainer built on megatron-core, because our layers and our schedule call
 these functions. Our own trainers call `configure` with their flags and `close` at the end. With any
@@ -82,7 +82,7 @@ def coordinates() -> dict[str, int]:
 def configure(
     args: dict[str, Any] | None = None, *, model: Sequence[torch.nn.Module] = (), **options: Any
 ) -> None:
-    """Set what this run collects.
+    """Configure which tensors this run collects.
 
     If the process groups exist, this function must be called on all ranks.
 
@@ -101,7 +101,7 @@ def configure(
 
 
 def begin_iteration() -> None:
-    """Start a training iteration; if no trainer called `configure`, use the environment."""
+    """Start a training iteration; call `configure` first if no trainer has called it."""
     if not session.configured():
         configure()
     session.begin_iteration()

@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _draw(chosen: list[str], output: Path) -> str:
-    """Draw the chosen formats to the file `output`, and return a line that names the file."""
+    """Draw the chosen formats in the image file `output`, and return a message that names it."""
     try:
         from megatron.fake_quant.inspect.value_grids import picture
     except ModuleNotFoundError as error:

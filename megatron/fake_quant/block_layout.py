@@ -79,7 +79,7 @@ class BlockLayout:
         return tiles.transpose(-3, -2).flatten(-2)
 
     def from_blocks(self, blocks: Tensor) -> Tensor:
-        """Convert blocks to rows. `from_rows` then restores the order of the tensor."""
+        """Convert blocks to rows, from which `from_rows` restores the tensor."""
         if self.size is None:
             return self.to_rows(blocks.reshape(self.shape))
         rows = blocks.flatten(-2)

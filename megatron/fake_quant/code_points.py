@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron.fake_quant.formats import Element, ElementFormat, HiFloat8
 
 HIFLOAT8_NAN, HIFLOAT8_INF = 0x80, 0x6F
-#: First code, number of exponent bits and number of mantissa bits of each HiFloat8 dot; see
-#: `hifloat8.py`.
+#: First code, number of exponent bits and number of mantissa bits for each value of HiFloat8's dot
+#: field that is followed by exponent bits; see `hifloat8.py`.
 HIFLOAT8_DOTS = ((0x60, 4, 1), (0x40, 3, 2), (0x20, 2, 3), (0x10, 1, 3))
-_DENORMAL_DOT = 4  #: number of bits of HiFloat8's longest dots, which have no exponent field
+_DENORMAL_DOT = 4  #: number of bits of HiFloat8's longest dot fields, which no exponent follows
 
 
 @functools.cache
@@ -65,8 +65,8 @@ def _hifloat8_value(code: int) -> float:
     if magnitude < 16:
         width, exponent, bits = 0, 0, 3
     else:
-        # The dots 11, 10, 01 and 001 are followed by exponents of 4, 3, 2 and 1 bits. The first bit
-        # of an exponent is its sign.
+        # The dot fields 11, 10, 01 and 001 are followed by exponents of 4, 3, 2 and 1 bits. The
+        # first bit of an exponent is its sign.
         _, width, bits = next(dot for dot in HIFLOAT8_DOTS if magnitude >= dot[0])
         field = magnitude >> bits & ((1 << width) - 1)
         leading = 1 << (width - 1)

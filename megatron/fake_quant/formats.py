@@ -41,7 +41,7 @@ ROUNDINGS: Mapping[Rounding, RoundingMode] = MappingProxyType(
         "stochastic": RoundingMode(
             "sr", "up in magnitude with the probability of the distance from below, at random", True
         ),
-        # HR, arXiv 2409.16626 section 2.3
+        # hybrid rounding (HR), arXiv 2409.16626 section 2.3
         "hybrid": RoundingMode(
             "hr",
             "for |E| < 4 to nearest, ties {ties}; from there on by the value's own low bits (HR)",
@@ -150,7 +150,7 @@ class HiFloat8:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A torch dtype as an element type; its cast rounds to nearest even and overflows to Inf."""
+    """A torch dtype used as an element type; it rounds to nearest even and overflows to Inf."""
 
     dtype: torch.dtype
 
@@ -198,10 +198,10 @@ class BlockScaling:
 
     block_scale: ClassVar[str] = "E8M0"  #: number type of block scales; None if there are none
     scale_bytes: ClassVar[int] = 1  #: number of bytes stored per block
-    finer_exponents: ClassVar[int] = 0  #: largest exponent that scales within a block can add
+    finer_exponents: ClassVar[int] = 0  #: largest exponent added by scales within a block
     #: value to which the tensor's scale maps the tensor's maximum; None without a tensor scale
     target: ClassVar[None] = None
-    by_class: ClassVar[bool] = True  #: True if a value and one scale byte determine the result
+    by_class: ClassVar[bool] = True  #: True if value and scale byte determine the quantized value
     #: variants that a format's name accepts, each after a colon
     variants: ClassVar[tuple[str, ...]] = (*get_args(ScaleRule), "2d")
 
@@ -222,14 +222,14 @@ class TwoLevelScaling:
     block_scale: ClassVar[str] = "E4M3"
     scale_bytes: ClassVar[int] = 1
     finer_exponents: ClassVar[int] = 0
-    target: ClassVar[float] = 6.0 * 448.0  #: largest E2M1 number times largest E4M3 number
+    target: ClassVar[float] = 6.0 * 448.0  #: product of the largest E2M1 and E4M3 numbers
     by_class: ClassVar[bool] = True
     variants: ClassVar[tuple[str, ...]] = ("2d",)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupScaling:
-    """The scaling of HiFloat4: one E6M2 scale per 64 values, one exponent bit per 8 and per 4."""
+    """The scaling of HiFloat4: an E6M2 scale per 64 values, and exponent bits for 8 and 4 values."""
 
     size: int = field(default=64, init=False)
     square: bool = field(default=False, init=False)

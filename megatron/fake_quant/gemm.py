@@ -71,8 +71,8 @@ class Operand:
 AS_IT_IS = Operand()
 
 
-#: Callback that receives the slot, the tensor (transformed, not yet quantized), its operand, the
-#: reduction axis and the seed.
+#: Callback that receives an operand's slot (such as fprop_a), the tensor (transformed, not yet
+#: quantized), its `Operand`, the reduction axis and the seed.
 Observer = Callable[[str, Tensor, Operand, int, int | Tensor | None], None]
 
 SLOTS = ("fprop_a", "fprop_b", "dgrad_c", "dgrad_b", "wgrad_c", "wgrad_a")
@@ -120,7 +120,7 @@ class GemmFormats:
             )
 
     def effective(self, slot: str) -> Operand:
-        """Return the operand that a slot's GEMM actually uses.
+        """Return the transform and the format that the operand in `slot` actually has.
 
         In a straight-through backward pass, the gradient is not quantized. The other operand is the
         one that the forward pass quantized, along the forward pass's axis.
@@ -233,7 +233,7 @@ class _Call:
         return fake_quantize(x, operand.format, axis=axis, seed=seed)
 
     def keeps(self, whole_MK: Tensor | None) -> tuple[bool, bool]:
-        """Return whether the backward pass needs the quantized A, and whether the quantized B."""
+        """Return two flags: whether the backward pass needs the quantized A, and the quantized B."""
         formats = self.formats
         changed_a = formats.fprop_a != AS_IT_IS or whole_MK is not None
         through = formats.straight_through

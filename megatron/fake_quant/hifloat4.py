@@ -60,7 +60,10 @@ def _e6m2_values(byte: Tensor) -> Tensor:
 
 
 def _e6m2_reciprocals(byte: Tensor) -> Tensor:
-    """Return R as float64. R is finite even for the NaN byte; `scale_up` makes that group NaN."""
+    """Return R, the rounded reciprocals of E6M2 bytes (int32), as float64.
+
+    R is finite even for the NaN byte; `scale_up` makes that group NaN.
+    """
     mantissa = _RECIPROCALS.to(byte.device)[(byte & 3).long()]
     power = ((_BIAS - (byte >> 2) + BIAS) << MANTISSA_BITS).view(torch.float32)
     return mantissa * power
@@ -81,7 +84,7 @@ def _group_scales(blocks: Tensor) -> Tensor:
 
 
 def _exponents(scales: Tensor) -> Tensor:
-    """Return e8 + e16 for each of the 64 values, as int32."""
+    """Return the sum of the exponent bits, e8 + e16, for each of the 64 values, as int32."""
     bits = (scales[..., 1:].unsqueeze(-1) & _BITS.to(scales.device)) > 0
     e8, e16 = bits.flatten(-2).int().tensor_split([8], dim=-1)
     return (e8.repeat_interleave(2, -1) + e16).repeat_interleave(4, -1)
@@ -124,7 +127,7 @@ def stored_scales(scaling: GroupScaling) -> Tensor:
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
-    """Return the format's rounding modes that have a fused kernel on this device type."""
+    """Return the rounding modes for which the format has a fused kernel on this device type."""
     return ("nearest",) if device == "cpu" and fmt.element == S1P2 else ()
 
 

@@ -75,7 +75,7 @@ from megatron.fake_quant.random_bits import RANDOM_BITS
 
 LARGEST_EXPONENT = 15
 SMALLEST_EXPONENT = -22
-HYBRID_FROM = 4  #: smallest |E| at which HR uses SR
+HYBRID_FROM = 4  #: smallest |E| at which hybrid rounding (HR) uses SR instead of TA
 _LARGEST = power_of_two_bits(LARGEST_EXPONENT)
 _OVERFLOW = _LARGEST | 1 << (MANTISSA_BITS - 2)  #: 1.25 * 2^15
 _BEYOND = power_of_two_bits(LARGEST_EXPONENT + 1)  #: 2^16; overflows in every rounding mode
@@ -131,7 +131,7 @@ def round_between_neighbors(
 
 
 def nearest_up(position: Position, random: Tensor | None, source: torch.dtype) -> Tensor:
-    """Return a mask of the values that TA rounds up: all at or above the midpoint."""
+    """Return a mask of the values that TA (ties away) rounds up: all at or above the midpoint."""
     return position.way >= _UNITS // 2
 
 
@@ -145,7 +145,10 @@ def stochastic_up(position: Position, random: Tensor | None, source: torch.dtype
 
 
 def hybrid_up(position: Position, random: Tensor | None, source: torch.dtype) -> Tensor:
-    """Return a mask of the values that HR rounds up: by TA for |E| < 4, by SR for |E| >= 4."""
+    """Return a mask of the values that hybrid rounding (HR) rounds up.
+
+    TA decides for |E| < 4, and SR for |E| >= 4.
+    """
     magnitude, _, small = position
     up = nearest_up(position, random, source)
     # The ends of the range are rounded as in TA: to zero below 2^-23, and to Inf from 40960 on.

@@ -1,4 +1,4 @@
-"""Compute MX block scales: an E8M0 byte from each block's largest magnitude, and its factor.
+"""Compute MX block scales: an E8M0 byte and its factor from each block's largest magnitude.
 
 A scale is kept as its byte (exponent + 127, or 255 for NaN), which is what the format stores. The
 two ends of its range need care in float32. Byte 0 is 2^-127, a subnormal whose reciprocal is a
@@ -105,7 +105,7 @@ def stored_scales(scaling: BlockScaling) -> Tensor:
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
-    """Return the format's rounding modes that have a fused kernel on this device type."""
+    """Return the rounding modes for which the format has a fused kernel on this device type."""
     return ("nearest", "stochastic") if fmt.element.ties == "even" else ()
 
 

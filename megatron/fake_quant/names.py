@@ -104,7 +104,7 @@ def _unknown(name: str) -> ValueError:
 
 def _spelled_out(match: re.Match[str]) -> Format:
     element = get_element(match["element"])
-    # BlockScaling checks the rule.
+    # The constructor of BlockScaling checks the rule.
     scaling = BlockScaling(int(match["size"]), cast(ScaleRule, match["rule"]))
     return Format(f"mx:{element.name}:b{scaling.size}:{scaling.rule}", element, scaling)
 

@@ -40,7 +40,7 @@ E4M3_NAN = 0x7F
 def scale_down(
     blocks: Tensor, element: ElementFormat, scaling: TwoLevelScaling
 ) -> tuple[Tensor, Scales]:
-    """Return the blocks scaled to the element type's range, and the E4M3 scales and `decode`."""
+    """Return the blocks scaled to the element type's range, and the scales of both levels."""
     whole = divide_by(finite_amax(blocks), scaling.target)
     amax = blocks.abs().amax(-1)
     block_scales = round_to(amax * (whole * SIXTH.to(whole.device)), E4M3)
@@ -62,7 +62,7 @@ def stored_scales(scaling: TwoLevelScaling) -> Tensor:
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
-    """Return the format's rounding modes that have a fused kernel on this device type."""
+    """Return the rounding modes for which the format has a fused kernel on this device type."""
     return ("nearest", "stochastic") if fmt.element.ties == "even" else ()
 
 

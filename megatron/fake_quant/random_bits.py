@@ -15,7 +15,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 WORD = 0xFFFFFFFF
-RANDOM_BITS = 24  #: number of bits of a word that rounding uses; a float32 holds them exactly
+RANDOM_BITS = 24  #: number of random bits per value that rounding uses; exact in a float32
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -36,7 +36,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """Return the four 32-bit words of each counter, in int64 tensors with values below 2^32."""
+    """Return four random 32-bit words per counter, in int64 tensors with values below 2^32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):

@@ -55,7 +55,7 @@ class Layers:
     last: int = 0
 
     def __contains__(self, place: tuple[int, int]) -> bool:
-        """Return whether a layer is selected; `place` is its number and the number of layers.
+        """Return whether a layer is selected; `place` is (its number, the number of layers).
 
         The number -1 is never selected.
         """
@@ -116,7 +116,7 @@ class Recipe:
         return tuple(applicable)
 
     def changes(self) -> list[int]:
-        """Return the iterations from 2 on at which a rule begins or no longer applies."""
+        """Return the iterations, from 2 on, at which some rule starts or stops applying."""
         ends = {
             edge for rule in self.rules for edge in (rule.iterations[0], rule.iterations[1] + 1)
         }

@@ -88,7 +88,7 @@ def _round_element(
 
 
 def _nearest(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Tensor:
-    """Round values in units of the spacing to the nearest integer."""
+    """Round values, given in units of the spacing, to the nearest integer."""
     if element.ties == "even":
         return steps.round_()
     whole = steps.trunc()
@@ -98,7 +98,7 @@ def _nearest(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Te
 
 
 def _stochastic(steps: Tensor, element: ElementFormat, random: Tensor | None) -> Tensor:
-    """Round values in units of the spacing to one of the two neighboring integers at random."""
+    """Round values, given in units of the spacing, to a neighboring integer at random."""
     assert random is not None
     whole = steps.trunc()
     up = (steps - whole).abs_().mul_(1 << RANDOM_BITS) >= random + 1

@@ -34,7 +34,7 @@ class ScalingModule(Protocol):
         """Return the float32 values that elements and scales stand for."""
 
     def kernel_roundings(self, fmt: Format, device: str) -> tuple[str, ...]:
-        """Return the format's rounding modes that have a fused kernel on this device type."""
+        """Return the rounding modes for which the format has a fused kernel on this device type."""
 
     def describe(self, fmt: Format, scaling: Any, element: Any) -> ScaleDescription:
         """Return a description of the scales in words."""
@@ -63,12 +63,12 @@ def module_of(scaling: Scaling) -> ScalingModule:
 
 
 def stored_scales(scaling: Scaling) -> Tensor:
-    """Return the factor that each scale code stands for; see `hifloat4.py` for its 512 factors."""
+    """Return the factor that each scale code stands for; HiFloat4 has 512, see `hifloat4.py`."""
     return cast(BlockScalingModule, module_of(scaling)).stored_scales(scaling)
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
-    """Return the format's rounding modes that have a fused kernel on this device type."""
+    """Return the rounding modes for which the format has a fused kernel on this device type."""
     module = tensor_scale if fmt.scaling is None else module_of(fmt.scaling)
     return module.kernel_roundings(fmt, device)
 

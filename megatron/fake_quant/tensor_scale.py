@@ -66,7 +66,7 @@ def scale_up(elements: Tensor, scales: Scales) -> Tensor:
 
 
 def factors(fmt: Format, finite_amax: Callable[[], Tensor]) -> tuple[float, float]:
-    """Return `encode` and `decode` for a format without block scales, or 1 and 1 without a scale.
+    """Return `encode` and `decode` of a format without block scales; both are 1 if it has no scale.
 
     finite_amax: function that returns the tensor's largest finite magnitude; it is called only if
         the format has a scale.
@@ -78,7 +78,7 @@ def factors(fmt: Format, finite_amax: Callable[[], Tensor]) -> tuple[float, floa
 
 
 def kernel_roundings(fmt: Format, device: str) -> tuple[str, ...]:
-    """Return the format's rounding modes that have a fused kernel on this device type.
+    """Return the rounding modes for which the format has a fused kernel on this device type.
 
     The kernels round values one by one, so the result is the same for formats without a scale.
     """

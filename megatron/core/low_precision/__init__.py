@@ -1,1 +1,1 @@
-"""Quantize the overlay's layers, and check which matmuls a format or a recipe reaches."""
+"""Quantize the overlay's layers, and check which matmuls a format or a recipe applies to."""

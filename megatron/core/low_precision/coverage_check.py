@@ -1,4 +1,4 @@
-"""Refuse a model with matmuls that the requested format or collection does not reach.
+"""Refuse a model with matmuls that would not be quantized or collected as requested.
 
 Our layers replace those of the local implementation. A model built from other layers (Transformer
 Engine's, grouped experts, a specification that names the wheel's own classes) would train in full
@@ -12,20 +12,20 @@ import torch
 from megatron.collection.module_identity import Identified, transformer_layers
 from megatron.fake_quant import policy
 
-#: Modules within a transformer layer whose matmuls stay in high precision on purpose.
+#: Names of modules in a transformer layer whose matmuls stay in high precision on purpose.
 HIGH_PRECISION = ("router", "shared_experts")
 CORE_ATTENTION = "core_attention"
 
 
 class Bypass(NamedTuple):
-    """A flag that makes matmuls bypass the formats and the collection."""
+    """A flag with which some matmuls can be neither quantized nor collected."""
 
-    harmless: tuple[Any, ...]  #: values of the flag at which no matmul is bypassed
-    advice: str  #: text that says why matmuls are bypassed and what to do
-    in_model: bool = False  #: True if the model's configuration shows the value of the flag
+    harmless: tuple[Any, ...]  #: values of the flag that exclude no matmul
+    advice: str  #: text that says why matmuls are excluded and what to do
+    in_model: bool = False  #: True if the model's configuration contains the flag's value
 
 
-#: Bypasses by flag. A bypass without `in_model` is detected by the classes of the model's layers.
+#: Bypasses, keyed by flag. One without `in_model` is detected from the classes of the layers.
 BYPASSES = {
     "transformer_impl": Bypass(
         ("local",), "its layers are not ours; give --transformer-impl local"
@@ -48,7 +48,7 @@ BYPASSES = {
 
 
 def check_coverage(model: torch.nn.Module, *, collecting: bool) -> None:
-    """Raise an error if the requested format or collection does not reach all matmuls of a model.
+    """Raise an error if a matmul of the model would not be quantized or collected as requested.
 
     Args:
         model: the model of this rank.

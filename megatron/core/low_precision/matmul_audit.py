@@ -27,11 +27,11 @@ _LAYER = re.compile(r"(?<=layers\.)\d+")
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """Parameters of the operations between the two matmuls of an attention layer."""
+    """Parameters of scaling, mask, softmax and dropout between an attention layer's two matmuls."""
 
     scale: float  #: factor by which QK^T is multiplied
     coefficient: float | None  #: additional factor of the scores, before the mask; None means 1
-    #: number of visible keys before and after a query; None without a sliding window
+    #: numbers of keys that a query sees before and after itself; None without a sliding window
     window: tuple[int, int] | None
     dropout: float
     kind: str  #: type of softmax: vanilla, off-by-one or learnable
@@ -54,7 +54,7 @@ class Softmax:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """The audit of one operation of one module, forward and backward."""
+    """Audit of one operation (linear, qk or pv) of one module, forward and backward."""
 
     module: str  #: name of the module in the whole model
     operation: str  #: linear, qk or pv
@@ -62,7 +62,7 @@ class Matmul:
     gemms: tuple[str, ...]  #: formats of the operands of each GEMM
     quantized: int  #: number of GEMMs with both operands quantized
     source: str  #: text that says where the formats were set
-    slots: tuple[str, ...]  #: effective format of each slot in SLOTS
+    slots: tuple[str, ...]  #: effective format of each operand, in the order of SLOTS
     marks: tuple[str, ...] = ()  #: properties of the matmul that the formats do not show
     softmax: Softmax | None = None  #: softmax after QK^T; None for other operations
 
@@ -79,7 +79,7 @@ class Matmul:
 
 
 def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) -> list[Matmul]:
-    """Return the matmuls of this rank's pipeline stages at an iteration, counted from 1."""
+    """Return the audit of this rank's matmuls at `iteration`, counted from 1."""
     results = []
     for chunk in chunks:
         for module in chunk.modules():
@@ -152,7 +152,7 @@ def _flops(module: Quantized, operation: str, seq_length: int) -> float:
 def of_whole_model(
     chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int = 1
 ) -> list[Matmul]:
-    """Return the matmuls of all ranks without duplicates, sorted by module name.
+    """Return the audit of all ranks' matmuls without duplicates, sorted by module name.
 
     Must be called on all ranks.
     """
@@ -166,7 +166,7 @@ def of_whole_model(
 
 
 def share(results: Iterable[Matmul]) -> float:
-    """Return the quantized share of the FLOPs of all matmuls, forward and backward."""
+    """Return the quantized share of all matmul FLOPs, forward and backward."""
     results = list(results)
     total = sum(3 * matmul.flops for matmul in results)
     quantized = sum(matmul.quantized * matmul.flops for matmul in results)
@@ -187,7 +187,7 @@ def table(results: Sequence[Matmul]) -> list[str]:
 
 
 def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
-    """Return the audit for the run card: plain values with which each matmul can be recomputed.
+    """Return the audit as plain values for the run card, enough to recompute each matmul.
 
     `modules` names one module, or several as in `layers.0-2,5`. `slots` contains the effective
     format of each operand, also for a straight-through backward pass. A reader that does not know
@@ -212,7 +212,7 @@ def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
 def _equal_layers(
     results: Iterable[Matmul], key: Callable[[Matmul], Hashable]
 ) -> list[tuple[str, Matmul]]:
-    """Group the matmuls of layers with equal keys; return each group's modules and one matmul."""
+    """Group layers whose matmuls have equal keys; return each group's modules and one matmul."""
     groups: dict[Hashable, tuple[list[str], Matmul]] = {}
     for matmul in results:
         name = _LAYER.sub("*", matmul.module, count=1)

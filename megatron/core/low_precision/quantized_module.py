@@ -24,7 +24,7 @@ class Quantized(Identified):
     _plans: dict[str, OperationPolicy] | None = None
 
     def plan_of(self, operation: str) -> OperationPolicy:
-        """Return the formats of an operation over the whole run.
+        """Return the formats of an operation (linear, qk or pv) for the whole run.
 
         A module without a name is treated like a module outside the transformer layers.
         """
@@ -41,7 +41,7 @@ class Quantized(Identified):
         return self._plans[operation]
 
     def tensor_names(self) -> set[str]:
-        """Return the module's tensor names, with codes only for operands ever quantized."""
+        """Return the names of the module's tensors, without codes of operands never quantized."""
         names = set(TENSOR_NAMES[self.layer_type])
         for operation in self.operations:
             times = [formats for formats, _ in self.plan_of(operation).of_all_times()]
@@ -53,7 +53,7 @@ class Quantized(Identified):
         return names
 
     def formats_of(self, operation: str) -> GemmFormats | None:
-        """Return the formats of an operation in this iteration; None selects the wheel's code."""
+        """Return an operation's formats in the current iteration, or None for high precision."""
         return self.plan_of(operation).at(max(clock.iteration, 1))
 
     def rounding_seed(self, formats: GemmFormats, operation: str = "linear") -> int | None:
@@ -78,7 +78,7 @@ class Quantized(Identified):
 
 
 def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:
-    """Return this rank's number among the ranks that process different data, as a tuple."""
+    """Return this process's data-parallel rank as a tuple, empty without parallel groups."""
     if not parallel_state.model_parallel_is_initialized():
         return ()
     if is_expert:
@@ -87,7 +87,7 @@ def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:
 
 
 def operand_names(formats: GemmFormats | None, *slots: str) -> str | None:
-    """Return the formats of a tensor in the slots that use it, as written in its record."""
+    """Return the `format` field of a tensor's record; `slots` are the operands made from the tensor."""
     if formats is None:
         return None
     return " | ".join(dict.fromkeys(str(formats.effective(slot)) for slot in slots))

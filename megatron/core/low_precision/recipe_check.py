@@ -1,4 +1,4 @@
-"""Refuse a recipe that this model cannot follow in full.
+"""Refuse a recipe whose rules or Hadamard transforms do not fit the model.
 
 Otherwise the run would train in high precision, or in another format, without the user's knowledge.
 The check finds rules that match no module, rules that never apply because earlier rules take
@@ -22,7 +22,7 @@ from megatron.core.low_precision.quantized_module import Quantized
 from megatron.fake_quant import policy
 from megatron.fake_quant.recipe import Recipe, Rule
 
-#: Names of the reduction axes of fprop and dgrad, by operation.
+#: Names of the reduction axes of the GEMMs fprop and dgrad, keyed by operation.
 AXES = {
     "linear": ("input features", "output features"),
     "qk": ("channels of a head", "keys"),
@@ -31,7 +31,7 @@ AXES = {
 
 
 class Matmul(NamedTuple):
-    """A module of the whole model whose matmuls can be quantized."""
+    """A module, on any rank, whose matmuls can be quantized."""
 
     name: str
     layer: int  #: layer number, counted from 0; -1 outside the transformer layers
@@ -39,7 +39,7 @@ class Matmul(NamedTuple):
 
 
 def check(chunks: Sequence[torch.nn.Module], seq_length: int) -> None:
-    """Check the current recipe, if there is one. Must be called on all ranks.
+    """Check the current recipe, if any, against the model. Must be called on all ranks.
 
     Raises:
         ValueError: if the recipe has a mistake; raised on all ranks with the same message.
@@ -133,7 +133,7 @@ def _complaint(
 
 
 def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
-    """Yield a message for each Hadamard transform that does not fit a module in some iteration.
+    """Yield a message for each Hadamard transform whose size does not divide a reduction axis.
 
     Args:
         module: a named module of this rank, which holds a shard of the features.

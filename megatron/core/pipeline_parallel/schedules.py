@@ -1,4 +1,4 @@
-"""Update the clock of the collection: iteration, micro-batch and recomputation.
+"""Update the training clock of the tensor collector: iteration, micro-batch and recomputation.
 
 Overlaid because only the schedule knows which micro-batch runs. Seams: each of the three pipeline
 schedules is called once per training iteration, and `forward_step` and `backward_step` once per
@@ -25,7 +25,7 @@ _upstream_forward_step = _upstream.forward_step
 _upstream_backward_step = _upstream.backward_step
 
 
-_training = False  #: True while a schedule runs forward and backward passes, not only forward
+_training = False  #: True while a schedule runs both forward and backward passes
 _checked = False  #: True once the recipe has been checked against the model
 _steps = 0  #: number of forward steps in the current training iteration
 
@@ -36,7 +36,7 @@ def _first(tensors):
 
 @functools.wraps(_upstream_forward_step)
 def forward_step(*args, current_microbatch=None, **kwargs):
-    """Run the wheel's forward step; in training, also set the clock's micro-batch."""
+    """Run the wheel's forward step; in training, first set the training clock's micro-batch."""
     global _steps
     if not _training:
         return _upstream_forward_step(*args, current_microbatch=current_microbatch, **kwargs)
@@ -63,7 +63,7 @@ def backward_step(input_tensor, output_tensor, *args, **kwargs):
 
 
 def _counted(schedule):
-    """Wrap a schedule of the wheel so that it updates the clock in training."""
+    """Wrap a pipeline schedule so that it updates the training clock when it trains."""
 
     @functools.wraps(schedule)
     def counted(*args, forward_only=False, **kwargs):
@@ -89,7 +89,7 @@ def _check_schedule_of_recipe():
 
 
 def _seed_of_the_run():
-    """Return the run's seed, the lowest of all ranks; later pipeline stages add an offset to it."""
+    """Return the run's seed: the lowest of all ranks, as later pipeline stages add an offset."""
     seeds = [torch.initial_seed()]
     if torch.distributed.is_initialized():
         seeds *= torch.distributed.get_world_size()

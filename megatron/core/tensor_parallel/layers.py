@@ -28,11 +28,11 @@ _upstream = shadowed(__name__)
 
 
 class _QuantizedLinear(Quantized):
-    """The common base of column- and row-parallel linear layers."""
+    """The common base class of column- and row-parallel linear layers."""
 
     operations = ("linear",)
     layer_type = "linear"
-    #: dims of input, weight, output and input gradient, as recorded for the local GEMM
+    #: `dims` in the records of the local GEMM's input, weight, output and input gradient
     dims: tuple[str, str, str, str]
 
     def _forward_impl(self, input, weight, *args, **kwargs):
@@ -96,7 +96,7 @@ class _QuantizedLinear(Quantized):
         return (output_sbo.flatten(0, -2) + bias_O).view(output_sbo.shape)
 
     def _quantized_matmul(self, input_sbh, weight_OH, formats, capture):
-        """Flatten the tokens to one axis, [s, b, h] -> [s * b, h], and multiply."""
+        """Flatten the tokens to one axis, [s, b, h] -> [s * b, h], and run the quantized matmul."""
         input_TH = input_sbh.reshape(-1, input_sbh.shape[-1])
         seed = self.rounding_seed(formats)
         observe = None if capture is None else capture.codes("linear")
@@ -117,7 +117,7 @@ class _QuantizedLinear(Quantized):
         )
 
     def _over_tokens(self, of_weight):
-        """Return the dims of a weight's gradient.
+        """Return the `dims` of a weight gradient's record.
 
         The gradient is a sum over tokens, and each context-parallel rank has a part of it. An
         expert's gradient covers the tokens that were sent to this rank.
@@ -129,13 +129,13 @@ class _QuantizedLinear(Quantized):
     def _watch_output(self, capture, output, formats):
         of_output = self._dims_of(output)[2]
         capture.save("output", output, dims=of_output, phase="post")
-        # The gradient of a partial sum is whole on every rank.
+        # If the output is a partial sum, each rank still has the whole output gradient.
         of_grad = of_output.partition(" |")[0]
         format_names = operand_names(formats, "dgrad_c", "wgrad_c")
         capture.watch_result(output, "grad_output", dims=of_grad, format=format_names)
 
     def _dims_of(self, activation):
-        """Return `dims` for an activation and this layer.
+        """Return this layer's `dims`, adapted to the shape of `activation`.
 
         Experts have activations [tokens, h] and a tensor-parallel group of their own.
         """
@@ -148,12 +148,12 @@ class _QuantizedLinear(Quantized):
 
 
 class ColumnParallelLinear(_QuantizedLinear, _upstream.ColumnParallelLinear):
-    """The wheel's `ColumnParallelLinear`, quantized; each rank holds rows of the weight."""
+    """The wheel's `ColumnParallelLinear`, with quantization; each rank holds rows of the weight."""
 
     dims = ("s b h", "o[tp] h", "s b o[tp]", "s b h | partial[tp]")
 
 
 class RowParallelLinear(_QuantizedLinear, _upstream.RowParallelLinear):
-    """The wheel's `RowParallelLinear`, quantized; each rank holds columns of the weight."""
+    """The wheel's `RowParallelLinear`, with quantization; each rank holds columns of the weight."""
 
     dims = ("s b h[tp]", "o h[tp]", "s b o | partial[tp]", "s b h[tp]")

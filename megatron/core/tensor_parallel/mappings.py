@@ -1,4 +1,4 @@
-"""Fix two communication functions, of which one returns a wrong sum and one fails with gloo.
+"""Fix two communication functions: one returns a wrong sum, and the other fails with gloo.
 
 Overlaid because of these two functions, which the wheel's autograd functions call in the forward
 and the backward pass. Seam: their names. `_reduce` sums a copy of a non-contiguous tensor but
@@ -23,7 +23,7 @@ def _reduce(input_, group):
 
 
 def _gather_along_first_dim(input_, group, output_split_sizes=None, use_global_buffer=False):
-    """Gather as the wheel does; pad unequal parts to the largest, then remove the padding."""
+    """Gather all ranks' parts along the first axis; with gloo, pad parts of unequal size."""
     sizes = output_split_sizes
     if sizes is None or len(set(sizes)) == 1 or not _is_gloo(group):
         return _wheels_gather(input_, group, output_split_sizes, use_global_buffer)

@@ -1,4 +1,4 @@
-"""Extend this package with the modules of the wheel; see `megatron/core/_overlay.py`."""
+"""Add the modules of the megatron-core wheel to this package; see `megatron/core/_overlay.py`."""
 
 from megatron.core._overlay import extend
 

@@ -46,7 +46,7 @@ def _note(attention, softmax, scores, attention_mask) -> None:
         return
     mask = visible_mask(softmax, scores, attention_mask)
     visible = scores if mask is None else scores.masked_fill(mask, -math.inf)
-    largest = visible.amax(dim=(0, 2, 3)).float()  # before the scale, which is positive
+    largest = visible.amax(dim=(0, 2, 3)).float()  # the scale, applied below, is positive
     if softmax.scale is not None:
         largest = largest * softmax.scale
     before = getattr(attention, NAME)
@@ -55,7 +55,7 @@ def _note(attention, softmax, scores, attention_mask) -> None:
 
 @torch.no_grad()
 def take_max_attention_logit(model: list[torch.nn.Module]) -> float:
-    """Return the largest logit since the last call over all layers, heads and ranks.
+    """Return the largest attention logit, over all layers, heads and ranks, since the last call.
 
     The result is NaN if any logit was NaN, and minus infinity if there was no logit. Must be called
     on all ranks.

@@ -40,12 +40,12 @@ COMM_TYPE = "all_gather"  #: the only value of the wheel's `cp_comm_type` that i
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:
-    """Return the two chunks of each sequence, out of 2 * size, that a rank holds."""
+    """Return the indices of the two chunks, out of 2 * size per sequence, that a rank holds."""
     return rank, 2 * size - 1 - rank
 
 
 def check_comm_type(cp_comm_type: str | None) -> None:
-    """Refuse a communication type other than `COMM_TYPE` or None.
+    """Refuse any communication type except `COMM_TYPE` and None.
 
     Raises:
         ValueError: if another communication type is requested.
@@ -59,7 +59,7 @@ def check_comm_type(cp_comm_type: str | None) -> None:
 
 
 def as_one_rank(config):
-    """Return `config` with a context-parallel size of 1, for the wheel's constructor.
+    """Return `config` with a context-parallel size of 1, to be passed to the wheel's constructor.
 
     The constructor uses the size only to check it.
     """
@@ -72,11 +72,11 @@ def as_one_rank(config):
 
 @dataclass(frozen=True)
 class ContextParallelism:
-    """The context-parallel group of one attention layer, and the layer's mask."""
+    """The context-parallel group and the mask of one attention layer."""
 
     group: torch.distributed.ProcessGroup
-    causal: bool  #: True if later keys are hidden when no mask is given
-    #: number of visible keys before and after a query; None without a sliding window
+    causal: bool  #: True if queries cannot see later keys when no mask is given
+    #: numbers of keys that a query sees before and after itself; None without a sliding window
     window_size: tuple[int, int] | None
 
     @classmethod
@@ -119,7 +119,7 @@ class ContextParallelism:
         return chunks_of(self.group.rank(), self.group.size())
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Gather the part [s / cp, ...] of each rank to [s, ...], in the order of the sequence.
+        """Gather all ranks' parts [s / cp, ...] into [s, ...], in the order of the sequence.
 
         The backward pass sums the gradients of all ranks.
         """

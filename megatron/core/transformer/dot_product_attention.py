@@ -42,9 +42,9 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         super().__init__(as_one_rank(config), *args, **kwargs)
         self.config = config
         self.context = ContextParallelism.of(self, kwargs.get("cp_comm_type"))
-        if self.context is not None:  # the context builds the masks, so the softmax must build none
+        if self.context is not None:  # `self.context` builds the masks instead
             self.scale_mask_softmax.window_size = None
-        if v_channels is not None:  # the wheel's `forward` shapes its output by this size
+        if v_channels is not None:  # the wheel's `forward` reshapes its output to this size
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         if config.log_max_attention_logit:
             watch_logits(self)
@@ -106,7 +106,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         formats,
         capture=None,
     ):
-        """Compute attention with our own matmuls; one without a format runs as in the wheel."""
+        """Compute attention with quantized matmuls; one without a format runs as in the wheel."""
         self._check_plain(attention_bias, packed_seq_params)
         if self.context is not None:
             key, value, attention_mask = self.context.whole(query, key, value, attention_mask)
@@ -151,7 +151,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         return x.reshape(x.shape[0], -1, x.shape[3]).transpose(0, 1)
 
     def _matmul(self, a_BMK, b_BNK, operation, formats, capture, alpha=1.0, unnormalized=None):
-        """Return `alpha * A @ B^T`, quantized, or as in the wheel if `formats` is None."""
+        """Return `alpha * A @ B^T`, quantized to `formats`, or as in the wheel if it is None."""
         if formats is not None:
             return quantized_matmul(
                 a_BMK,

@@ -38,10 +38,14 @@ class MLASelfAttention(_upstream.MLASelfAttention):
             layer.register_forward_hook(self._gathered)
 
     def _gathered(self, layer, inputs, output):
-        """Gather all columns of `[s, b, latent + position]`, and keep this rank's slice of s."""
+        """Gather the columns of `[s, b, latent + RoPE part]` from all tensor-parallel ranks.
+
+        With sequence parallelism, return this rank's slice of s.
+        """
         combined, bias = output
         combined = gather_from_tensor_model_parallel_region(combined, group=self.tp_group)
-        if self.config.sequence_parallel:  # the wheel gathers the position and sums its gradient
+        if self.config.sequence_parallel:
+            # The wheel itself then gathers the keys' RoPE part over s and sums its gradient.
             return scatter_to_sequence_parallel_region(combined, group=self.tp_group), bias
         sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, position = combined.split(sizes, dim=-1)

@@ -13,7 +13,7 @@ _upstream = shadowed(__name__)
 
 
 class WrappedTorchNorm(_upstream.WrappedTorchNorm):
-    """The wheel's `WrappedTorchNorm`, which here also works under sequence parallelism."""
+    """The wheel's `WrappedTorchNorm`, extended to work under sequence parallelism."""
 
     def __new__(cls, config, hidden_size, **kwargs):
         if not config.sequence_parallel:
@@ -25,7 +25,7 @@ class WrappedTorchNorm(_upstream.WrappedTorchNorm):
 
 
 class _WithoutSequenceParallel:
-    """A view of a configuration with sequence parallelism off.
+    """A view of a configuration in which sequence parallelism is off.
 
     `dataclasses.replace` would run the configuration's `__post_init__` a second time.
     """

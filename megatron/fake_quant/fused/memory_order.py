@@ -1,10 +1,10 @@
-"""Order in which a kernel reads a tensor's memory."""
+"""Determine the order in which a kernel reads a tensor's memory."""
 
 from torch import Tensor
 
 
 def without_gaps(x: Tensor, *, in_order: bool) -> tuple[Tensor, list[int]]:
-    """Return `x` as memory without gaps, and its dimensions in memory order, outermost first.
+    """Return `x` without gaps in memory, and its dimensions in memory order, outermost first.
 
     `x` itself is returned if its memory has no gaps; otherwise, a contiguous copy is returned.
 

@@ -46,11 +46,11 @@ E4M3 = Element(
 
 
 class Rule(NamedTuple):
-    """Constants with which a block's scale is computed from its maximum."""
+    """Constants for computing a block's scale from the block's largest magnitude."""
 
     carry_from: np.int32  #: E8M0: minimum mantissa of a block's maximum that doubles the scale
-    encode: np.float32  #: NVFP4: the tensor's `encode`, divided by 6; 0 for E8M0
-    decode: np.float32  #: NVFP4: the tensor's `decode`; 1 for E8M0
+    encode: np.float32  #: NVFP4: the tensor's factor `encode`, divided by 6; 0 for E8M0
+    decode: np.float32  #: NVFP4: the tensor's factor `decode`; 1 for E8M0
 
 
 def make_rule(fmt: Format, finite_amax: Callable[[], Tensor]) -> Rule:
@@ -90,7 +90,7 @@ def power(byte: Any) -> Any:
 
 @inlined
 def block_scale(amax: Any, element: Any, rule: Any) -> Any:
-    """Return a block's factors before and after rounding, and the mask for its sign bits.
+    """Return the factors applied to a block before and after rounding, and a mask for sign bits.
 
     A block with an Inf or a NaN gets NaN factors and a mask of zero.
     """

@@ -48,7 +48,7 @@ def finite_amax(src: Any, start: Any, stop: Any) -> Any:
 
 @inlined
 def element_value(bits: Any, rounded: Any, up: Any, element: Any) -> Any:
-    """Return the bits of the result: the rounded magnitude times `up`, with the input's sign.
+    """Return the dequantized value's bits: the rounded magnitude times `up`, with the input's sign.
 
     The result of a NaN is the canonical NaN.
     """
@@ -105,7 +105,7 @@ def nearest_hifloat8(magnitude: Any) -> Any:
 
 @inlined
 def carries_by_low_bits(magnitude: Any, way: Any, source: Any) -> Any:
-    """Return whether the hybrid mode's rule SR14 or SR2 rounds up; see `hifloat8.py`.
+    """Return whether hybrid rounding, by its rule SR14 or SR2, rounds up; see `hifloat8.py`.
 
     `way` is the distance from the neighbor below, in units of 2^-24 of the spacing.
     """
@@ -146,7 +146,7 @@ def other_hifloat8(magnitude: Any, rounding: Any, source: Any, random: Any) -> A
 
 @inlined
 def hifloat8_value(bits: Any, scaled: Any, rounded: Any, up: Any, beyond: Any) -> Any:
-    """Return the bits of the result: the rounded magnitude times `up`, with the input's sign.
+    """Return the dequantized value's bits: the rounded magnitude times `up`, with the input's sign.
 
     A rounded magnitude above HiFloat8's largest number becomes `beyond` first. The result is the
     canonical NaN if `scaled`, the magnitude before rounding, is a NaN.

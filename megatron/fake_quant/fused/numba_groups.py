@@ -66,8 +66,8 @@ def one_group(group: Any) -> Any:
             group[j] = NAN
         return
     byte = e6m2(as_float(amax)) if amax > 0 else 0
-    # Built from bits, where e and m are the fields of the byte: `power` is 2^(48 - e) in float64,
-    # and `scale` is 2^(e - 48) * (1 + m / 4) in float32.
+    # `power` is 2^(48 - e) in float64, and `scale` is 2^(e - 48) * (1 + m / 4) in float32. Both are
+    # built from bits; e and m are the exponent and mantissa fields of the byte.
     power = np.int64((DOUBLE_BIAS + BIAS - (byte >> 2)) << MANTISSA).view(np.float64)
     reciprocal = RECIPROCALS[byte & 3] * power
     scale = as_float(np.int32(((127 - BIAS) << 23) + (byte << 21)))

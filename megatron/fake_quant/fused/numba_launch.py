@@ -1,4 +1,4 @@
-"""Fused quantization on the CPU.
+"""Launch the fused quantization kernels on the CPU.
 
 This module chooses the kernel for a tensor, the kernel's constants and the number of threads.
 """
@@ -86,7 +86,7 @@ def _blocks(
     element = numba_bits.element_bits(fmt.element)
     rule = numba_blocks.make_rule(fmt, functools.partial(_finite_amax, src))
     if inner == 1 and not fmt.square:
-        # Rows of whole blocks can be cut between blocks, so that all threads get equal parts.
+        # Rows that consist of whole blocks are cut between blocks, to give all threads equal parts.
         width = next((w for w in (16 * size, size) if n % w == 0), n)
         matrices = (array.reshape(-1, width) for array in (src, dst))
         work = functools.partial(numba_blocks.rows, *matrices, size, element, rule, _random(seed))

@@ -135,7 +135,7 @@ def random_each(place: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor
 
 @compiled
 def random_fours(first: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
-    """Return the random bits of four consecutive values from each position, as `[..., 2, 2]`.
+    """Return random bits for four consecutive values from each position on, as `[..., 2, 2]`.
 
     The positions in `first` must be multiples of 4.
     """

@@ -89,13 +89,13 @@ def nearest_hifloat8(magnitude: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
     # Where the mantissa has 3, 2, 1 and 0 bits, `square` is at least 8, 32, 128 and 512. On a GPU,
     # float32 arithmetic is twice as fast as comparing and adding integers.
     square = (exponent + exponent) * exponent + 8.0
-    shift = as_float((as_bits(square) >> 1) & INFINITY) * TWO_TO_82  # 2^20 to 2^23
+    shift = as_float((as_bits(square) >> 1) & INFINITY) * TWO_TO_82  # from 2^20 to 2^23
     return round_by(lifted, as_float(lifted & INFINITY) * shift)
 
 
 @compiled
 def carries_by_low_bits(magnitude: tl.tensor, way: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return whether the hybrid mode's rule SR14 or SR2 rounds up; see `hifloat8.py`.
+    """Return whether hybrid rounding, by its rule SR14 or SR2, rounds up; see `hifloat8.py`.
 
     `way` is the distance from the neighbor below, in units of 2^-24 of the spacing.
     """

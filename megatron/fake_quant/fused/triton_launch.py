@@ -1,4 +1,4 @@
-"""Fused quantization on CUDA devices.
+"""Launch the fused quantization kernels on CUDA devices.
 
 This module chooses the Triton kernel for a tensor, its tiles and its constants. The kernels have
 not run on a GPU yet. Tests run them in Triton's interpreter and compare the results with
@@ -33,7 +33,7 @@ from megatron.fake_quant.scalings import kernel_roundings
 
 #: Size of the tile that a program holds in registers, in bytes, unless a block is larger.
 TILE = 1 << 14
-_PER_WARP = TILE // 4  #: size of a tile's part per warp, in bytes: 8 loads of 16 bytes per thread
+_PER_WARP = TILE // 4  #: number of bytes of a tile per warp: 8 loads of 16 bytes per thread
 _WIDE = 32  #: desired width of a tile in values, if the tile then has at most `_MOST` values
 _MOST = 1 << 15
 LARGEST_BITS = power_of_two_bits(LARGEST_EXPONENT)  #: bits of HiFloat8's largest number
@@ -83,7 +83,7 @@ def _plan(
 ) -> LaunchConfig:
     """Return the launch configuration for tiles of `size` bytes."""
     ordered = {name: constants[name] for name in kernel.arg_names if name in constants}
-    # Fusion would merge a product and a sum into one operation that rounds once.
+    # FP fusion would merge a product and a sum into one operation that rounds only once.
     options = {"num_warps": min(max(size // _PER_WARP, 1), 16), "enable_fp_fusion": False}
     wants_amax = constants.get("TARGET", 0) != 0
     return LaunchConfig(kernel, programs, numbers, ordered, options, wants_amax, {})
@@ -121,7 +121,7 @@ def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> La
     else:
         height, width = min(size, shape[axis]), 1
     outer, rows, columns = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    if height == 1 and columns == 1:  # Blocks run along rows; rows of whole blocks can be joined.
+    if height == 1 and columns == 1:  # Blocks run along rows; rows of whole blocks are joined.
         rows, columns = outer, rows
         outer = 1
         if columns % width == 0:

@@ -144,7 +144,7 @@ def plot_spacing(formats: Sequence[Format], *, palette: Mapping[str, str], ax: A
 
 
 def _steps(element: Element) -> list[tuple[float, float]]:
-    """Return an element type's line as points (magnitude, relative spacing), in ascending order."""
+    """Return the points (magnitude, relative spacing) of an element type's line, in order."""
     largest = float(format_properties.positive_values(element)[-1])
     return [
         (min(x, largest), part.relative)

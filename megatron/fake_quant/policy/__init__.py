@@ -44,7 +44,7 @@ _Parsed = TypeVar("_Parsed")
 TYPE_VARIABLE = "CUSTOM_QUANT_TYPE"
 OPERATION_VARIABLES = {op: f"{op.upper()}_QUANT_TYPE" for op in OPERATIONS}
 RECIPE_VARIABLE = "QUANT_RECIPE"
-DEFAULT_SOURCE = "default"  #: source of a choice that no flag, variable or file sets
+DEFAULT_SOURCE = "default"  #: source of a format that no flag, environment variable or file sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class OperationPolicy:
 class Policy:
     """Formats to which this process quantizes the operands of each operation."""
 
-    choices: Mapping[str, Choice]  #: choice for each operation; unused if it is in `by_recipe`
+    choices: Mapping[str, Choice]  #: format of each operation; ignored for those in `by_recipe`
     recipe: Recipe | None = None
     by_recipe: frozenset[str] = frozenset()  #: operations whose formats the recipe sets
 
@@ -174,7 +174,7 @@ def _level(
     type_source: str,
     sources: Mapping[str, str],
 ) -> dict[str, Choice]:
-    """Return the choices of one level of precedence.
+    """Return the formats set at one level of precedence, such as by flags or by the environment.
 
     A value for a single operation takes precedence over the quantization type.
     """

@@ -1,4 +1,4 @@
-"""Extend GPTModel: give its layers their names, and refuse layers that are not ours.
+"""Extend GPTModel: name its layers, and check that they are quantized and collected as requested.
 
 Overlaid because a linear layer knows neither its name nor its layer's number. Both decide whether
 it is quantized and how its tensors are recorded. Seam: the end of `__init__`, where the wheel too
@@ -14,7 +14,7 @@ _upstream = shadowed(__name__)
 
 
 class GPTModel(_upstream.GPTModel):
-    """The wheel's `GPTModel`, whose layers get names and are checked."""
+    """The wheel's `GPTModel`, with layers that are named and checked after construction."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

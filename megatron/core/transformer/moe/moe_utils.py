@@ -17,6 +17,6 @@ if not hasattr(_upstream, "te_general_gemm"):
 
 
 def maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
-    """Move a tensor as the wheel does, but also apply `as_numpy` to a tensor on the CPU."""
+    """Move a tensor to the CPU; unlike the wheel's version, apply `as_numpy` to CPU tensors too."""
     moved = _upstream.maybe_move_tensor_to_cpu(tensor, as_numpy, record_stream)
     return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
