@@ -229,7 +229,7 @@ class TwoLevelScaling:
 
 @dataclass(frozen=True, slots=True)
 class GroupScaling:
-    """The scaling of HiFloat4: an E6M2 scale per 64 values, and exponent bits for 8 and 4 values."""
+    """The scaling of HiFloat4: an E6M2 scale per 64 values, an exponent bit per 8 and one per 4."""
 
     size: int = field(default=64, init=False)
     square: bool = field(default=False, init=False)

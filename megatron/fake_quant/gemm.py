@@ -233,7 +233,7 @@ class _Call:
         return fake_quantize(x, operand.format, axis=axis, seed=seed)
 
     def keeps(self, whole_MK: Tensor | None) -> tuple[bool, bool]:
-        """Return two flags: whether the backward pass needs the quantized A, and the quantized B."""
+        """Return whether the backward pass needs quantized A, and whether it needs quantized B."""
         formats = self.formats
         changed_a = formats.fprop_a != AS_IT_IS or whole_MK is not None
         through = formats.straight_through

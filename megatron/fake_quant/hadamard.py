@@ -28,7 +28,7 @@ from megatron.fake_quant.fused import dispatch
 from megatron.fake_quant.reference import store
 from megatron.fake_quant.rounding import check_tensor
 
-#: Random signs that Transformer Engine's NVFP4 recipe uses.
+#: Signs that Transformer Engine's NVFP4 recipe uses.
 NVFP4_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
@@ -57,7 +57,7 @@ class Hadamard:
             raise ValueError(f"unknown signs {self.signs!r}; choose none, nvfp4 or a seed")
 
     def matrix(self) -> Tensor:
-        """Return diag(s) H without the factor 1 / sqrt(d): float32 `[d, d]` with values +1 and -1."""
+        """Return diag(s) H without the factor 1 / sqrt(d): float32 `[d, d]`, all +1 or -1."""
         index = torch.arange(self.size)
         common = index.unsqueeze(1) & index
         odd = torch.zeros_like(common)

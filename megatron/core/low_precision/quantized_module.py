@@ -87,7 +87,7 @@ def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:
 
 
 def operand_names(formats: GemmFormats | None, *slots: str) -> str | None:
-    """Return the `format` field of a tensor's record; `slots` are the operands made from the tensor."""
+    """Return the `format` field of a tensor's record; `slots` name the operands made from it."""
     if formats is None:
         return None
     return " | ".join(dict.fromkeys(str(formats.effective(slot)) for slot in slots))
