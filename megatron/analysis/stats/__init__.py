@@ -5,7 +5,7 @@
 
 `result.py` describes the object that `compute` returns. `engine` runs the steps in this order:
 
-    format_groups     group the formats that can share one count of the values
+    format_groups     group the formats for which values need to be counted only once
     logical_tensors   combine records into tensors and their parts
     matrix_view       find the tokens, channels and blocks of a tensor
     cache             look up the results of earlier calls

@@ -1,4 +1,4 @@
-"""Cache of computed results: a SQLite file with one row per format and part of a tensor.
+"""Cache of computed statistics in a SQLite file, with one row per format and tensor part.
 
 The key covers everything that a result depends on: the files (path, size, modification time), how
 the tensor is read, the format, and the source code of this package and of `fake_quant`. Paths are
@@ -36,7 +36,7 @@ from megatron.analysis.stats.logical_tensors import Part
 from megatron.bounded_files import printable
 
 NAME = "statistics.sqlite"
-PATIENCE = 30.0  #: maximum time to wait for another process to write, in seconds
+PATIENCE = 30.0  #: maximum time to wait while another process writes, in seconds
 APPLICATION_ID = 0x4D654761  #: SQLite application ID in the header of a cache file
 _IDS = (APPLICATION_ID.to_bytes(4, "big"), bytes(4))  #: valid application IDs; 0 during creation
 _SCHEMA = 1  #: version of the table definitions
@@ -83,7 +83,7 @@ class Cache:
         #: path of the dump; empty for a cache inside the dump, which can be moved with it
         self._dump = "" if folder.resolve().is_relative_to(dump.resolve()) else str(dump.resolve())
         self.remark = ""  #: message if results could not be read or stored
-        self._used: set[str] = set()  #: keys that this process has requested
+        self._used: set[str] = set()  #: keys of the entries that this process has requested
         try:
             self._base: sqlite3.Connection | None = self._open()
         except sqlite3.Error as error:
@@ -147,7 +147,7 @@ class Cache:
             )
 
     def entry(self, part: Part) -> Entry:
-        """Return the cache entry of a part.
+        """Return the cache entry of a tensor part.
 
         The replicas are part of the key, because results are stored only if all replicas could be
         read.
@@ -167,16 +167,16 @@ class Cache:
         return entry
 
     def names(self, entry: Entry) -> set[str]:
-        """Return the names of the cached results of a part."""
+        """Return the names of the cached results of a tensor part: format names, and `VALUES`."""
         return {name for (name,) in self._run("SELECT name FROM results WHERE key = ?", entry.key)}
 
     def get(self, entry: Entry) -> dict[str, bytes]:
-        """Return all undamaged results of a part, keyed by name."""
+        """Return all undamaged cached results of a tensor part, keyed by name."""
         rows = self._run("SELECT name, content FROM results WHERE key = ?", entry.key)
         return {name: content[4:] for name, content in rows if _is_whole(content)}
 
     def put(self, entry: Entry, contents: Mapping[str, bytes]) -> None:
-        """Store results of a part, and replace existing results with the same names."""
+        """Store results of a tensor part; existing results with the same names are replaced."""
         part = (entry.key, code_version(), self._dump, entry.files)
         rows = [(entry.key, name, _with_checksum(content)) for name, content in contents.items()]
         self._write(
@@ -224,7 +224,7 @@ class Cache:
             return []
 
     def _write(self, *statements: tuple[str, Iterable[tuple[Any, ...]]]) -> None:
-        """Execute the statements in one transaction."""
+        """Execute SQL statements in one transaction."""
         if self._base is None:
             return
         try:

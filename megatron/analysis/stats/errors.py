@@ -1,4 +1,4 @@
-"""Errors that a format causes in a tensor, as mergeable counts and sums.
+"""Errors that a format causes in a tensor, stored as counts and sums that can be merged.
 
 The counts of a tensor are exactly the sums of the counts of its parts. The sums are stored in
 float64 and agree to 1e-10, however the tensor is partitioned. The error metrics of the result are
@@ -31,8 +31,10 @@ from megatron.analysis.stats.kernels.error_sums import (
     YY,
 )
 
-RANGES = 278  #: number of possible differences between two float32 exponents (-149 to 127)
-HEADROOM_STEPS, HEADROOM_FROM = 8, -1.0  #: bins per binade; lower edge of the first bin
+#: Number of bins for the difference between two float32 exponents, each from -149 to 127.
+RANGES = 278
+#: Number of headroom bins per binade, and lower edge of the first bin in binades.
+HEADROOM_STEPS, HEADROOM_FROM = 8, -1.0
 HEADROOM_BINS = 25
 
 
@@ -157,7 +159,7 @@ class Errors:
 
 
 def headroom_bins(errors: Errors, room: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
-    """Add the headroom of blocks to the histogram and to the sum in `errors`.
+    """Add the headroom of blocks to the headroom histogram and headroom sum in `errors`.
 
     Args:
         room: headroom in binades: log2(largest number * scale / largest magnitude).

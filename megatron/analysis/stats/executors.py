@@ -91,7 +91,7 @@ def on_threads(jobs: Sequence[Job], workers: int) -> Iterator[tuple[int, JobResu
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     yield from future.result()
-        finally:  # cancel the remaining jobs after an interrupt, or after an error under --strict
+        finally:  # after an interrupt or an error under --strict, cancel the remaining jobs
             threads.shutdown(cancel_futures=True)
 
 
@@ -109,7 +109,7 @@ def check_scheduler(address: str) -> None:
 
     async def connect() -> None:
         comm = await asyncio.wait_for(core.connect(address, timeout=seconds), 2 * seconds)
-        comm.abort()  # a peer that is not a scheduler may never close its end
+        comm.abort()  # a peer that is not a scheduler may never close the connection
 
     refused = (OSError, ValueError, TimeoutError, asyncio.TimeoutError, websocket.WebSocketError)
     try:
@@ -123,7 +123,7 @@ def check_scheduler(address: str) -> None:
 
 
 def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, JobResult]]:
-    """Run the jobs on a Dask cluster, and yield the number and the result of each job.
+    """Run the jobs on a Dask cluster, and yield each job's number and result.
 
     The workers must see the dump under the same path and be able to import this package.
 
@@ -148,7 +148,7 @@ def on_cluster(jobs: Sequence[Job], address: str) -> Iterator[tuple[int, JobResu
         raise ValueError(f"no Dask scheduler answers at {address!r} ({error})") from None
     with client:
         waiting = batches(jobs)
-        most = 3 * max(sum(client.nthreads().values()), 1)  # number of batches submitted at a time
+        most = 3 * max(sum(client.nthreads().values()), 1)  # maximum number of batches in progress
         first = [client.submit(measure_jobs, batch, pure=False) for batch in islice(waiting, most)]
         completed = distributed.as_completed(first, loop=client.loop, with_results=True)
         running = len(first)

@@ -15,7 +15,7 @@ from megatron.analysis.stats.matrix_view import is_operand
 from megatron.analysis.stats.result import Statistics, words_of_repeats
 from megatron.analysis.text_table import align, csv_cell, shown
 
-WORST = 5  #: number of tensors with the lowest SQNR that the summary names
+WORST = 5  #: number of tensors in the summary's list of the lowest SQNRs
 _TENSOR = (
     "iteration",
     "micro_batch",
@@ -51,7 +51,7 @@ def summary(statistics: Statistics) -> str:
 
 
 def note_lines(notes: Mapping[str, int]) -> list[str]:
-    """Return one line per note, with the number of tensors that have it."""
+    """Return one line per note, with the number of tensors that have this note."""
     return [f"  {count} tensor{'s' if count > 1 else ''}: {note}" for note, count in notes.items()]
 
 
@@ -210,7 +210,7 @@ def _shape(shape: Any) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-#: Functions that return the content of a file, keyed by the suffix of the file name.
+#: Functions that convert statistics to the content of a file, keyed by file name suffix.
 WRITERS: dict[str, Callable[[Statistics], str]] = {
     ".csv": as_csv,
     ".json": as_json,

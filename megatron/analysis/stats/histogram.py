@@ -25,7 +25,7 @@ _INFINITY = 0x7F80  #: bit pattern of +Inf; patterns between it and 0x8000 are N
 class Histogram:
     """Number of finite values with each bfloat16 bit pattern."""
 
-    counts: NDArray[np.int64]  #: [BINS] by pattern; positive from 0x0000, negative from 0x8000
+    counts: NDArray[np.int64]  #: [BINS] counts, indexed by bit pattern
 
     @classmethod
     def empty(cls) -> Histogram:
@@ -109,14 +109,14 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Evenly spaced bins, symmetric about zero, whose edges are also edges of a `Histogram`."""
+    """Evenly spaced bins, symmetric about zero; each edge is also a bin edge of a `Histogram`."""
 
     width: float  #: width of a bin; a power of two
     bins_per_side: int  #: number of bins on each side of zero
 
     @classmethod
     def reaching(cls, magnitude: float) -> Grid:
-        """Return the smallest grid with 40 to 64 bins per side that contains `magnitude`."""
+        """Return the smallest grid that contains `magnitude` and has 40 to 64 bins per side."""
         if not (math.isfinite(magnitude) and magnitude > 0.0):
             magnitude = 0.75
         # magnitude < 2**exponent; below that, the step of bfloat16 is at most 2**(exponent - 8)
@@ -126,7 +126,7 @@ class Grid:
 
     @property
     def limit(self) -> float:
-        """Largest edge; the bins span -limit to limit."""
+        """Largest bin edge; the bins span -limit to limit."""
         return self.width * self.bins_per_side
 
     def edges(self) -> NDArray[np.float64]:
@@ -137,7 +137,7 @@ class Grid:
 
 @functools.cache
 def _lower_edges() -> NDArray[np.float64]:
-    """Return the value of each nonnegative finite bfloat16 pattern, with shape [32640]."""
+    """Return the numbers, with shape [32640], that nonnegative finite bit patterns represent."""
     patterns = np.arange(_INFINITY, dtype=np.uint32) << np.uint32(16)
     edges: NDArray[np.float64] = patterns.view(np.float32).astype(np.float64)
     return edges
@@ -145,7 +145,7 @@ def _lower_edges() -> NDArray[np.float64]:
 
 @functools.cache
 def _signed_edges() -> NDArray[np.float64]:
-    """Return the bin edge toward zero of each bfloat16 pattern; NaN for Inf and NaN."""
+    """Return the bin edge that is closer to zero for each bit pattern; NaN for Inf and NaN."""
     edges = np.full((2, BINS // 2), math.nan)
     edges[0, :_INFINITY] = _lower_edges()
     edges[1, :_INFINITY] = -_lower_edges()

@@ -38,7 +38,7 @@ _IMPOSSIBLE = (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Request to measure one part of a tensor: its values, and its errors in `formats`."""
+    """Request to measure the values of one tensor part, and its errors in `formats`."""
 
     number: int  #: number of the job, which is returned with its result
     part: Part
@@ -55,10 +55,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """Serialized result of a job, and the files that failed."""
+    """Serialized result of a job, and the files that could not be measured."""
 
     contents: dict[str, bytes]  #: keyed by `VALUES` or format name; empty on failure
-    failures: tuple[Failure, ...]  #: files that failed, including replicas that were not needed
+    failures: tuple[Failure, ...]  #: files that could not be measured, including unneeded replicas
 
 
 def measure_job(job: Job) -> JobResult:

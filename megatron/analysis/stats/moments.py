@@ -29,7 +29,7 @@ class Moments:
     inf: int = 0
     zeros: int = 0  #: number of zeros of either sign
     negative_zeros: int = 0
-    min: float = math.nan  #: minimum; NaN if no value is finite, as for max and mean
+    min: float = math.nan  #: minimum; NaN if no value is finite
     max: float = math.nan
     smallest: float = math.nan  #: smallest nonzero magnitude; NaN if all values are zero
     mean: float = math.nan
@@ -75,7 +75,7 @@ class Moments:
         return powers / self.finite / scale
 
     def __add__(self, other: Moments) -> Moments:
-        """Return the moments of the union of both sets."""
+        """Return the joint moments of both sets of values."""
         counts = (
             self.count + other.count,
             self.nan + other.nan,
@@ -98,8 +98,9 @@ class Moments:
             )
         a, b = self.finite, other.finite
         n, step = a + b, other.mean - self.mean
-        p, q = a / n, b / n  # shares of the values; products of large integers would not be exact
-        # products, because `**` of floats raises an exception on overflow
+        # use shares of the values, because products of large counts would not be exact
+        p, q = a / n, b / n
+        # multiply, because `**` of floats raises an exception on overflow
         second = step * step
         third, fourth = second * step, second * second
         squares = self.squares + other.squares + second * (a * q)
@@ -122,7 +123,7 @@ class Moments:
 
 
 def merge(parts: Iterable[Moments]) -> Moments:
-    """Return the moments of the union of all sets."""
+    """Return the joint moments of all parts."""
     return sum(parts, start=Moments())
 
 

@@ -1,4 +1,4 @@
-"""Mergeable statistics of the values of a tensor, independent of any format."""
+"""Statistics of the values of a tensor, which do not depend on a format and can be merged."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Values:
 
     moments: Moments
     histogram: Histogram
-    token_amax: NDArray[np.float64]  #: shaped like the token dimensions
-    channel_amax: NDArray[np.float64]  #: shaped like the channel dimensions
+    token_amax: NDArray[np.float64]  #: shape: the sizes of the token dimensions
+    channel_amax: NDArray[np.float64]  #: shape: the sizes of the channel dimensions
     channel_zero: NDArray[np.bool_]  #: whether each channel holds only zeros
 
     @property
@@ -39,7 +39,7 @@ class Values:
 
 
 def live_median(amax: NDArray[np.float64]) -> float:
-    """Return the median of the nonzero magnitudes; zero if all magnitudes are zero.
+    """Return the median of the nonzero elements of `amax`; zero if all elements are zero.
 
     In a tensor that is mostly padding, the median of all magnitudes would be zero, and every
     nonzero channel would exceed it.

@@ -40,10 +40,10 @@ _NUMBERS = (
     "collect_micro_batches",
     "num_layers",
 )
-NAMED = 16  #: maximum number of missing ranks that are listed one by one
-#: Limits on the number of expected combinations of pass, module and rank: at most `DENSE` for each
-#: record, plus `SMALL`. One run has records for most combinations; if there are far more
-#: combinations than records, the records come from different runs.
+NAMED = 16  #: maximum number of missing ranks that are reported one by one
+#: Limits on the expected number of combinations of pass, module and rank, which may be at most
+#: `DENSE` for each record, plus `SMALL`. One run has records for most combinations; if there are
+#: far more combinations than records, the records come from different runs.
 DENSE, SMALL = 50, 100_000
 _ENDS = ("limited", "failed", "dropped")  #: events that explain missing records of a rank
 #: Arguments that select iterations, with the values that select all iterations. The records show
@@ -67,7 +67,7 @@ _TENSORS = {
 
 @dataclass(frozen=True)
 class _Run:
-    """The records, the run card and the events of one run."""
+    """Records, run card and events of one run."""
 
     records: pd.DataFrame  #: all records, from tensor files and indexes
     card: Mapping[str, Any]
@@ -140,7 +140,7 @@ def check_run(
     card: Mapping[str, Any],
     events: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[Finding]:
-    """Yield findings on the completeness of one run.
+    """Check the completeness of one run, and yield the findings.
 
     Args:
         records: all records of the run, from files and indexes.
@@ -330,7 +330,7 @@ def _passes_of_tensors(records: pd.DataFrame) -> set[tuple[int, int, int, str, s
 
 
 def _ranks_of_modules(records: pd.DataFrame) -> dict[str, list[int]]:
-    """Return the ranks that should have records of each module.
+    """Return the ranks that should have records of each module, keyed by module.
 
     These are all ranks of the module's pipeline stage. For an expert, only the ranks of the stage
     with the same expert-parallel rank are included.

@@ -46,7 +46,7 @@ RESULTS = (*_FORWARD, *_GRADIENTS)  #: tensors that can be recomputed from the o
 
 @dataclass(frozen=True, slots=True)
 class AttentionFormats:
-    """The formats of the two matmuls of attention, and the softmax between them.
+    """Formats of the two matmuls of attention, and the softmax between them.
 
     The formats of a matmul are None if it is computed in high precision.
     """
@@ -163,7 +163,7 @@ def _recompute(
         for name in ("key", "value")
     )
     by_rank: list[dict[str, Tensor]] = []
-    shares: list[Sequence[Tensor]] = []  #: partial sums of key and value gradients, by rank
+    shares: list[Sequence[Tensor]] = []  #: key and value gradients that each rank contributes
     for rank, held in enumerate(ranks):
         query = held["query"].detach().requires_grad_(backward)
         hidden = _hidden(len(query), rank, len(ranks), formats.softmax.window)

@@ -31,7 +31,7 @@ LINEAR = {
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
-_ROWS = 1024  #: number of rows of a result that are computed in float64 at a time
+_ROWS = 1024  #: number of result rows that are recomputed in float64 at a time
 _FLOAT32 = torch.finfo(torch.float32).eps / 2  #: unit roundoff of float32, 2^-24
 
 
@@ -98,7 +98,7 @@ def as_outcome(error: Exception) -> Outcome:
 def _operands(
     name: str, first: Tensor, second: Tensor, formats: GemmFormats, codes: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the two quantized factors of the GEMM that computes a result.
+    """Return the two quantized operands of the GEMM that computes a result.
 
     Args:
         name: name of the result.
@@ -167,12 +167,12 @@ def check_not_random(*operands: Operand) -> None:
 def _compare(
     saved: Tensor, a: Tensor, b: Tensor, formats: GemmFormats | None, slack: float
 ) -> Recomputation:
-    """Compare a saved result with the product of its factors.
+    """Compare a saved result with the product of its two operands.
 
     Args:
         saved: the saved result.
-        a: the first factor.
-        b: the second factor.
+        a: the first operand, as returned by `_operands`.
+        b: the second operand, as returned by `_operands`.
         formats: formats of the matmul if the result is a gradient, otherwise None. In a
             straight-through pass with a Hadamard transform, the inverse transform is applied to
             the product.
@@ -212,7 +212,7 @@ def _compare(
 
 
 def worst_of(saved: Tensor, exact: Tensor, allowed: Tensor, start: int = 0) -> Recomputation:
-    """Find the value with the largest ratio of deviation to allowed deviation, and describe it.
+    """Find and describe the value with the largest ratio of deviation to allowed deviation.
 
     One rounding to the saved dtype is allowed in addition to `allowed`. Values that are not finite
     must be the same in `saved` and `exact`.

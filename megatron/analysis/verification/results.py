@@ -39,12 +39,12 @@ class Finding:
     """Error found in a dump, or note about something harmless."""
 
     what: str  #: kind of the finding, in one or two words
-    where: str  #: affected file or part of the run
+    where: str  #: file, run, rank or module that is affected
     text: str
     note: bool = False
 
     def __str__(self) -> str:
-        """Return one line that is safe to print, with control characters in names escaped."""
+        """Return the finding as one line of text, with control characters in names escaped."""
         kind = "note" if self.note else "ERROR"
         return f"{kind}  {self.what}: {shown(self.where)}: {shown(self.text)}"
 

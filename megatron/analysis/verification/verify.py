@@ -39,7 +39,7 @@ class Verdict:
     """Findings of a verification, with counts of checked and unchecked results."""
 
     findings: list[Finding] = field(default_factory=list)
-    checked: Counter[str] = field(default_factory=Counter)  #: number of successful checks, by kind
+    checked: Counter[str] = field(default_factory=Counter)  #: number of passed checks, by kind
     #: Number of unchecked tensors, by reason.
     unchecked: Counter[str] = field(default_factory=Counter)
 
@@ -108,7 +108,7 @@ class Verification:
             self._count(group, row, outcome)
 
     def _count(self, what: str, row: Any, outcome: Outcome) -> None:
-        """Count a result as checked or unchecked, or add a finding if it is wrong.
+        """Count a result as checked or unchecked; if it is wrong, add a finding instead.
 
         Args:
             what: kind of layer, such as "attention".

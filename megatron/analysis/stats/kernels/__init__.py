@@ -1,1 +1,1 @@
-"""Compiled loops over the values of a tensor, and the code that prepares and calls them."""
+"""Compiled loops over the values of a tensor, and the code that calls these loops."""
