@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[ERROR] {error}", file=sys.stderr)
         return error.status
     except BrokenPipeError:
-        raise  # the reader of the output has gone, but the change was made
+        raise  # the reader of the output has exited, but the change was made
     except (OSError, ValueError) as error:
         print(f"[ERROR] {error}", file=sys.stderr)
         return 1

@@ -31,7 +31,7 @@ from megatron.training.train_step import TrainingState
 
 
 def pretrain(run: RunConfig) -> None:
-    """Run the training that the command line specifies.
+    """Set up and run the training that the command line specifies.
 
     Raises:
         UserError: on every rank, if the flags or the data are invalid.

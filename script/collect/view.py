@@ -28,7 +28,7 @@ SHOWN = 15  #: maximum number of lines of the log that are shown after a failure
 
 
 class LogFile:
-    """Growing log of the command, which stays readable even if the file is removed."""
+    """Log file that the command appends to; it stays readable even after its removal."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -85,8 +85,8 @@ def default_corpus() -> Files:
 class DataRequest:
     """Files that the user gives, and the files that are used if the user gives none."""
 
-    tokenizer: str | None  #: tokenizer path that the user gives
-    data: str | None  #: data prefix that the user gives
+    tokenizer: str | None  #: tokenizer path given by the user, if any
+    data: str | None  #: data prefix given by the user, if any
     default: Files  #: files to use if the user gives none
     corpus: bool  #: whether the default corpus may replace missing default files
     prepare: Sequence[str] = ()  #: command that makes the default files

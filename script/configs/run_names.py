@@ -65,7 +65,7 @@ class Formats:
         name = last_value(type_flag, flags)
         nothing_else = given == [type_flag] and not (sets_operations() or settings_file())
         if nothing_else and name in QUANTIZED:
-            return name  # the same result, without importing torch, which takes seconds
+            return name  # avoids importing torch, which takes seconds
         return _resolved([*self.flags, *flags], python) or self.name
 
 

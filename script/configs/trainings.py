@@ -17,8 +17,10 @@ class Schedule:
     """Number of iterations, batch size, and intervals of evaluation and checkpoints."""
 
     train_iters: int
-    warmup_fraction: float  #: fraction of the iterations with warmup; the others have cosine decay
-    global_batch_size: int | None  #: sequences per iteration; if None, `micro_batches` sets it
+    #: fraction of the iterations with learning rate warmup; cosine decay follows
+    warmup_fraction: float
+    #: number of sequences per iteration; if None, it depends on `micro_batches`
+    global_batch_size: int | None
     micro_batches: int = 1  #: number of micro-batches per replica if `global_batch_size` is None
     longest_sequence: int | None = None
     eval_interval: int = 500

@@ -224,7 +224,7 @@ class Encoder:
 
 
 def _some(keys: Iterable[str]) -> str:
-    """Return the first keys of a document, shortened for an error message."""
+    """Return the first keys of a JSON document, shortened for an error message."""
     shown = [repr(key[:40]) for key in itertools.islice(keys, KEYS_SHOWN + 1)]
     return ", ".join(shown[:KEYS_SHOWN]) + ", ..." * (len(shown) > KEYS_SHOWN)
 

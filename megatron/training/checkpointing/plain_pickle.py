@@ -18,7 +18,7 @@ from typing import Any
 
 
 class UnsafePickleError(ValueError):
-    """Error raised for a pickle whose content could run code and is in no valid checkpoint."""
+    """Error raised for a pickle that could run code; a valid checkpoint contains no such pickle."""
 
 
 @dataclass(frozen=True, slots=True)

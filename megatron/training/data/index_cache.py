@@ -51,7 +51,7 @@ def _advice(folder: str) -> str:
 
 
 def _check_array(path: Path) -> None:
-    """Refuse a file that is not a complete array of integers; nothing is unpickled."""
+    """Refuse a file that is not a complete array of integers, without unpickling anything."""
     with open_regular(path) as file:
         try:
             version = np.lib.format.read_magic(file)

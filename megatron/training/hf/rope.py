@@ -19,7 +19,7 @@ class Unsupported(ValueError):
 
 
 def parameters(config: dict[str, Any]) -> tuple[str, float, dict[str, Any]]:
-    """Return the kind of scaling ("default" for none), the base, and the scaling's parameters."""
+    """Return the RoPE scaling type ("default" if unscaled), the base and the other parameters."""
     numbers = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = numbers.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kinds = [numbers.pop(name, None) for name in ("rope_type", "type")]
