@@ -40,7 +40,7 @@ class Diagnostic:
     #: bias, dead_channels or outliers.
     kind: str
     text: str
-    tensors: tuple[int, ...]  #: IDs of all affected tensors, the worst first
+    tensors: tuple[int, ...]  #: IDs of all affected tensors, starting with the worst
     format: str = ""  #: format that the warning is about, or an empty string
 
     def __str__(self) -> str:

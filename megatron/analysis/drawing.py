@@ -209,7 +209,7 @@ def _compute(
     cache, refused = _choose(caches)
     try:
         return stats.compute(store, formats, cache=cache, **computing), cache, refused
-    except ForeignCacheError as error:  # another process created the folder after `_choose`
+    except ForeignCacheError as error:  # another process created the folder after the check
         refused = [*refused, str(error)]
     return stats.compute(store, formats, cache=None, **computing), None, refused
 

@@ -82,7 +82,7 @@ class TensorStore:
         return {run: counts[run] for run in sorted(counts, key=lambda run: (started[run], run))}
 
     def only(self, run: str) -> TensorStore:
-        """Return a store that contains only one run.
+        """Return a store that contains only the tensors of one run.
 
         Args:
             run: ID of the run, or `latest` for the most recent one.

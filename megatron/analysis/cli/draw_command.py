@@ -174,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
             progress=True,
             **computing,
         )
-    except UnreadableTensorError as error:  # occurs only with --strict
+    except UnreadableTensorError as error:  # this error occurs only with --strict
         print(f"[ERROR] {shown(error)}", file=sys.stderr)
         return LEFT_OUT
     return print_result(result)
@@ -230,7 +230,7 @@ def _printer() -> Callable[[str], None]:
 
 
 def print_result(result: DrawResult, more: Sequence[str] = ()) -> int:
-    """Print the summary of a command and return its exit status.
+    """Print the summary of a command, and return the exit status of the command.
 
     Args:
         more: lines printed after the number of tensors.

@@ -55,7 +55,7 @@ class Cut:
 
 
 def parse_dims(dims: str) -> list[Cut]:
-    """Parse `dims`, and return one `Cut` for each group that divides the tensor.
+    """Parse a record's field `dims`, and return one `Cut` per group that divides the tensor.
 
     Raises:
         ValueError: if `dims` does not have the form that the module's docstring describes.
@@ -242,7 +242,7 @@ def _join(shards: dict[tuple[int, ...], Tensor], cuts: Sequence[Cut], of_tensor:
 
 
 class _CopiesDifferError(Exception):
-    """Raised if ranks that should hold the same part of a tensor hold different values."""
+    """Error raised if ranks that should hold the same part of a tensor hold different values."""
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

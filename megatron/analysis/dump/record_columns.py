@@ -59,7 +59,7 @@ _TOO_LARGE = 2**63  #: numbers in a record must be smaller, to fit into int64
 
 
 class WrongTypeError(ValueError):
-    """Raised if a field of a record has a value of the wrong type or an impossible value."""
+    """Error raised if a field of a record has a value of the wrong type or an impossible value."""
 
 
 class _Texts(dict[Any, Any]):

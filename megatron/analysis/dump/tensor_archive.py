@@ -54,7 +54,7 @@ _OTHER = (
 
 
 class ArchiveError(ValueError):
-    """Raised if an archive is refused; the message gives the reason but not the file name."""
+    """Error raised if an archive is refused; the message gives the reason but not the file name."""
 
 
 def check_archive(path: Path) -> None:

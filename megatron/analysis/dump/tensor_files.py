@@ -46,7 +46,7 @@ DTYPES = frozenset(
 
 
 class UnreadableTensorError(ValueError):
-    """Raised if a file contains no readable tensor; the message gives the file and the reason."""
+    """Error raised if a file contains no readable tensor; the message gives file and reason."""
 
     def __init__(self, path: Path, why: str):
         self.why = printable(why, limit=WHY_LIMIT)
@@ -145,7 +145,7 @@ _CARD = {
     "status": str,
     "iterations": int,
 }
-_PARTS = {"quantization": dict, "ranks": dict}  #: expected types of the items in these fields
+_PARTS = {"quantization": dict, "ranks": dict}  #: expected types of the items of these lists
 
 
 def read_run_card(path: Path) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def _error(head: Tensor, fmt: str, largest: float | None) -> tuple[float, float]
     size = get_format(fmt).block_size or 1
     signal = noise = 0.0
     for number, part in enumerate(torch.split(head, queries_at_once(head, size))):
-        if largest is not None:  # prepend it, in as many rows as a square block has
+        if largest is not None:  # prepend `largest`, in as many rows as a square block has
             ahead = part.new_zeros(size, part.shape[1])
             ahead[0, 0] = largest
             part = torch.cat([ahead, part])

@@ -13,7 +13,7 @@ from megatron.analysis.dump.tensor_files import UnreadableTensorError
 
 #: Columns that together identify the same tensor in different runs.
 SAME = ("iteration", "micro_batch", "data_rank", "layer_idx", "module", "operation", "tensor_name")
-BASELINES = ("bf16", "none")  #: unquantized types, in order of preference
+BASELINES = ("bf16", "none")  #: types of unquantized runs, in order of preference
 CHUNK = 1 << 22  #: number of values to compare at a time
 
 

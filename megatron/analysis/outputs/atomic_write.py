@@ -25,7 +25,7 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def write_keeping(path: Path, content: bytes) -> list[Path]:
-    """Write a file; if an earlier file has other content, rename that file first.
+    """Write a file; if an earlier file of this name has different content, rename it first.
 
     The new name contains the modification time of the earlier file. If a file of this name already
     exists, the earlier file is replaced instead.

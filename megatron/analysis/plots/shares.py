@@ -1,4 +1,4 @@
-"""Draw the share of tensors and of values by group, as labeled bars."""
+"""Draw each group's share of the tensors and of the values as labeled bars."""
 
 from __future__ import annotations
 

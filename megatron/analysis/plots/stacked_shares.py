@@ -1,4 +1,4 @@
-"""Draw parts of a whole as stacked bars, such as the share of values in each region of a format."""
+"""Draw parts of a whole, such as the shares of values in regions of a format, as stacked bars."""
 
 from __future__ import annotations
 

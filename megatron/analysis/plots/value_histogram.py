@@ -1,4 +1,4 @@
-"""Draw a histogram of values around zero, with a logarithmic axis of counts."""
+"""Draw a histogram of values around zero, with a logarithmic axis for the counts."""
 
 from __future__ import annotations
 

@@ -204,8 +204,8 @@ def chosen_tensors(figure_data: FigureData, named: Sequence[Sequence[int]]) -> l
     """Return the tensors, at most `MOST_DETAILS`, whose details a click in the report opens.
 
     The first tensors of all lists in `named` come first, then their second tensors, and so on.
-    Other tensors follow. Among them, tensors by which formats are judged precede the rest, then the
-    last iterations of each run, and then the lowest SQNRs.
+    All other tensors follow, sorted by three criteria: tensors on which formats are evaluated come
+    before the rest, then the last iteration of each run, and then the lowest SQNR.
     """
     first = [i for rank in itertools.zip_longest(*named) for i in rank if i is not None]
     chosen = [*dict.fromkeys([*first, *_latest_and_lowest(figure_data)])]
