@@ -90,7 +90,7 @@ class Position(NamedTuple):
 
     magnitude: Tensor  #: bits of the value's magnitude
     way: Tensor  #: distance from the neighbor below, in units of 2^-24 of the spacing
-    small: Tensor  #: mask of the values with a magnitude below 2^-22, the smallest number
+    small: Tensor  #: mask of the values below HiFloat8's smallest magnitude, 2^-22
 
 
 def round_between_neighbors(

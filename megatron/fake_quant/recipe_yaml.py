@@ -23,7 +23,7 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A scalar, a list, or a mapping of nodes, with its first line, counted from 1."""
+    """A scalar, list or mapping in a YAML file, with the number of its first line, from 1."""
 
     value: Any
     line: int
@@ -114,7 +114,7 @@ def _reason(error: yaml.YAMLError) -> str:
 
 
 class _Builder:
-    """A converter from composed YAML to `Node`, which limits how many values aliases produce."""
+    """A converter from composed YAML to `Node` that limits how many values aliases can produce."""
 
     def __init__(self) -> None:
         self._nodes = 0

@@ -132,7 +132,7 @@ def check_tensor(x: Tensor, what: str) -> None:
             f"cannot {what} a {type(x).__name__}; give a torch.Tensor (torch.fx.symbolic_trace "
             "passes proxies: use torch.export or make_fx, which pass tensors)"
         )
-    # Dynamo cannot trace x.layout in a backward pass; there the operators' fake rules check it.
+    # Dynamo cannot trace x.layout in a backward pass; the operators' fake kernels check it there.
     if x.is_nested or (not torch.compiler.is_compiling() and x.layout is not torch.strided):
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise ValueError(

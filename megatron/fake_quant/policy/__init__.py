@@ -67,7 +67,7 @@ class OperationPolicy:
     operation: str
     fixed: GemmFormats | None  #: formats in every iteration; unused if there are rules
     source: str
-    rules: tuple[Rule, ...] | None = None  #: rules of a recipe; the first one that holds applies
+    rules: tuple[Rule, ...] | None = None  #: rules of a recipe, in order of precedence
 
     def _rule(self, iteration: int) -> Rule | None:
         return next((rule for rule in self.rules or () if rule.holds_at(iteration)), None)
@@ -116,7 +116,7 @@ class Policy:
 
     @property
     def quant_type(self) -> str:
-        """Shortest quantization type with the same effect, or `recipe_NAME` for a recipe.
+        """Shortest quantization type equivalent to this policy, or `recipe_NAME` for a recipe.
 
         If no quantization type describes the choices, the operations are listed one by one. The
         name of a recipe is followed by the operations that flags set.
