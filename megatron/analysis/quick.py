@@ -57,7 +57,7 @@ class QuickResult:
     problems: list[Problem]
     missing: int  #: number of files that an index lists but that do not exist
     endings: dict[str, str]  #: description of how each unfinished run ended, by run ID
-    kept: list[Path]  #: new paths of earlier files, which were renamed
+    kept: list[Path]  #: new paths of earlier files that were renamed
 
 
 def quick_analysis(

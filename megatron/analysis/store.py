@@ -102,7 +102,7 @@ class TensorStore:
         return part
 
     def run_card(self, run_id: str) -> dict[str, Any]:
-        """Return the run card, which holds the arguments, formats, versions and topology of a run.
+        """Return the run card of a run, with its arguments, formats, versions and topology.
 
         The result is empty if the run has no card.
         """

@@ -1,4 +1,4 @@
-"""Read the codes and scales of matmul operands, which `--collect-tensors codes` saves."""
+"""Read the codes and scales of matmul operands saved with `--collect-tensors codes`."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def matching(records: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFra
 
 
 def _in_range(column: pd.Series[Any], wanted: range) -> Any:
-    """Return a mask of the rows whose value is in a range; it is False for unknown values."""
+    """Return a mask of the rows whose value is in a range; unknown values are never in it."""
     if not wanted:
         return np.zeros(len(column), dtype=bool)
     known = column.notna().to_numpy()

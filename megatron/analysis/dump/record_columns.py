@@ -1,4 +1,4 @@
-"""Store the records of many tensors as columns, which need much less memory than dictionaries.
+"""Store the records of many tensors as columns, which takes less memory than dictionaries.
 
 A dump may have 100,000 tensors, so its records are read in batches and only their values are kept.
 Equal strings and equal shapes are stored once, so they must not be modified. The coordinates of a
@@ -112,7 +112,7 @@ class Columns:
         return len(self._rank_of_row)
 
     def add(self, rows: Sequence[Row], paths: Sequence[str], source: str) -> None:
-        """Append rows; if any row is invalid, append none.
+        """Append rows, or append none of them if any row is invalid.
 
         Args:
             rows: records to append. Missing fields count as unknown, and keys that are not fields

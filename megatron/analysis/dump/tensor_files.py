@@ -149,7 +149,7 @@ _PARTS = {"quantization": dict, "ranks": dict}  #: expected types of the items o
 
 
 def read_run_card(path: Path) -> dict[str, Any]:
-    """Return the content of a run card, with all strings in printable form.
+    """Return the content of a run card, the JSON file that describes a run, in printable form.
 
     Raises:
         ValueError: if the file cannot be read or is not a run card.

@@ -176,7 +176,7 @@ def without_zeros_and_nan(figure_data: FigureData, fmt: str, scales: np.ndarray)
 
 
 def _headroom(totals: dict[str, FormatSum]) -> pd.DataFrame:
-    """Return the number of blocks by headroom, which `plot_counts` draws.
+    """Return the number of blocks by headroom, in the form that `plot_counts` takes.
 
     Bins that are empty in all formats are removed at both ends.
     """

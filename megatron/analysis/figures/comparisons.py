@@ -1,4 +1,4 @@
-"""Draw the figures in `comparisons/`, which compares runs of different quantization types."""
+"""Draw the figures in `comparisons/`: comparisons of runs with different quantization types."""
 
 from __future__ import annotations
 

@@ -337,5 +337,5 @@ def layer_name(layer: int) -> str:
 
 
 def file_name(fmt: str) -> str:
-    """Return a format's name with hyphens for colons, which some file systems do not allow."""
+    """Return a format's name for use in file names, with colons replaced by hyphens."""
     return fmt.replace(":", "-")

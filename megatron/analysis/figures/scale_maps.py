@@ -57,7 +57,7 @@ def scale_map(tensor: Tensor, fmt: str, *, rows: int = ROWS, blocks: int = BLOCK
 
 
 def _two_level(table: Tensor, taken: Tensor, fmt: str) -> Tensor:
-    """Return log2 of the NVFP4 block scales of `taken`, which are rows of `table`.
+    """Return log2 of the NVFP4 block scales of some rows (`taken`) of `table`.
 
     An extra row with the largest value of the whole table determines the tensor scale.
     """

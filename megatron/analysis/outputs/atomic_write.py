@@ -10,7 +10,7 @@ from megatron.bounded_files import check_regular, read_bytes
 
 
 def write(path: Path, content: bytes) -> Path:
-    """Write a file under a temporary name and rename it, which replaces an earlier file.
+    """Write a file under a temporary name, then rename it, replacing an earlier file.
 
     Return `path`.
     """

@@ -1,4 +1,4 @@
-"""Plot functions, one per module, which draw tidy data on Matplotlib Axes.
+"""Plot functions that draw tidy data on Matplotlib Axes, with one function per module.
 
 They do not load, compute or save anything. The module `heatmap` defines `plot_heatmap`, and every
 other module except `style` follows the same pattern. A function can also be imported from this

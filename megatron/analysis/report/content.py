@@ -201,7 +201,7 @@ def names(figure_data: FigureData) -> list[str]:
 
 
 def chosen_tensors(figure_data: FigureData, named: Sequence[Sequence[int]]) -> list[int]:
-    """Return the tensors, at most `MOST_DETAILS`, whose details a click in the report opens.
+    """Return the tensors whose details the report contains, at most `MOST_DETAILS`.
 
     The first tensors of all lists in `named` come first, then their second tensors, and so on.
     All other tensors follow, sorted by three criteria: tensors on which formats are evaluated come
