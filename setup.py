@@ -10,11 +10,11 @@ import sys
 
 # Packages that training, tensor collection and analysis import.
 RUNTIME = {
-    "torch": "2.13.0",  # tensors, autograd, torchrun
+    "torch": "2.13.0",  # tensors, autograd and the launcher torchrun
     "megatron-core": "0.16.1",  # the engine that megatron/core overlays; no other release fits
-    "numpy": "2.4.6",  # megatron-core's datasets, statistics of the tensors
+    "numpy": "2.4.6",  # used by megatron-core's datasets and by the tensor statistics
     "numba": "0.68.1",  # the fused quantization kernels for the CPU; needs no compiler
-    "einops": "0.8.2",  # megatron-core's multi-latent attention and hybrid data parallelism
+    "einops": "0.8.2",  # used by megatron-core's multi-latent attention and hybrid data parallelism
     "psutil": "7.2.2",  # without it megatron-core's checkpoint writer hangs
     "sentencepiece": "0.2.3",  # tokenizers of the default corpus and of the Llama 2 family
     "transformers": "5.23.0",  # Hugging Face tokenizers; its models are not used
@@ -89,7 +89,7 @@ def pins(*groups: dict[str, str]) -> dict[str, str]:
 
 
 def requirements(group: dict[str, str]) -> list[str]:
-    """Return the requirement strings of `group`, with markers for every supported Python."""
+    """Return the requirement strings of `group`, with markers for Python version and platform."""
     lines = []
     for name, pin in group.items():
         if name in ON_PYTHON_3_10:
@@ -116,10 +116,10 @@ if __name__ == "__main__":
         # would delete them. The repository is therefore used from its root, like Megatron-LM.
         packages=[],
         install_requires=requirements(RUNTIME),
-        # NVIDIA's apex is used if it is installed, and never required: the project named `apex` on
-        # the Python Package Index is a different one.
+        # NVIDIA's apex is used if it is installed. It is not listed here, because the project named
+        # `apex` on the Python Package Index is a different one.
         extras_require={
-            "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # as in megatron-core 0.16.1
+            "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # range of megatron-core 0.16.1
             "cluster": requirements(CLUSTER),
             "dev": requirements(TEST) + requirements(LINT),
         },

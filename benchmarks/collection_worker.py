@@ -125,7 +125,7 @@ class MsProbe:
             "rank": [],
             "step": [],
             "async_dump": options.async_dump,
-            # An asynchronous dump needs a list; every module name contains this word.
+            # An asynchronous dump requires a list of substrings; all module names contain this.
             "tensor": {"scope": [], "list": ["Module"] * options.async_dump, "data_mode": ["all"]},
         }
         path = options.folder / "config.json"

@@ -71,8 +71,8 @@ FORMATS = (
     "fp8_e5m2",
 )
 SEED = 1234
-#: Settings of glibc's malloc, in bytes: the size from which it takes memory directly from the
-#: system, and the amount of free memory from which it returns memory to the system.
+#: Environment variables of glibc's malloc, in bytes: the allocation size from which it takes memory
+#: directly from the system, and the amount of free memory above which it returns memory.
 MEMORY = {
     "new": {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
     "reused": {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},

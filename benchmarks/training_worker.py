@@ -36,7 +36,7 @@ def parse() -> argparse.Namespace:
 
 
 def load_cpu_backend() -> None:
-    """Load the CPU backend from its file, because `--plain` has no `megatron.cpu_backend`."""
+    """Load the CPU backend from its file; with `--plain`, this repository is not importable."""
     import torch
 
     if torch.cuda.is_available():

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository is not a package
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to import from this repository
 
 from megatron.console import run_main
 from megatron.fake_quant import fake_quantize, get_format

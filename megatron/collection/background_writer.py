@@ -26,7 +26,7 @@ from megatron.tensor_record import TensorRecord
 
 logger = logging.getLogger(__name__)
 
-THREADS = 3  #: number of threads: one can compute a checksum while two wait for the disk
+THREADS = 3  #: number of writer threads: one computes a checksum while two wait for the disk
 PATIENCE = 300.0  #: duration without progress after which the disk counts as dead, in seconds
 
 

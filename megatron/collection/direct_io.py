@@ -123,7 +123,7 @@ class DirectFile:
                 continue
             self._progress()
             data = data[taken:]
-            if taken % _UNIT:  # an almost full disk may accept only part of the data
+            if taken % _UNIT:  # An almost full disk may accept part of the data.
                 self._never_direct()
 
     def _never_direct(self) -> None:

@@ -50,5 +50,5 @@ class FlagFile:
     def _is_there(self) -> bool:
         try:
             return self.path.exists()
-        except OSError:  # the file system is temporarily unavailable
+        except OSError:  # the file system may be unavailable for a while
             return self.on

@@ -27,7 +27,7 @@ HOST_SHARE = 0.1  #: fraction of the machine's memory that a collection may use 
 
 
 class Disk(Protocol):
-    """Type of the result of `shutil.disk_usage`, in bytes."""
+    """Disk usage in bytes, as returned by `shutil.disk_usage`."""
 
     total: int
     free: int
@@ -35,7 +35,7 @@ class Disk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a collection.
+    """Limits on the files, disk space and host memory of a collection.
 
     None means no limit for `max_bytes` and `max_files`, and the default for `keep_free` and
     `host_bytes`.
@@ -44,7 +44,7 @@ class Limits:
     max_bytes: int | None = None
     max_files: int | None = None
     keep_free: int | None = None  #: disk space that stays free, in bytes; 0 disables the check
-    host_bytes: int | None = None  #: memory for tensors waiting to be written, in bytes
+    host_bytes: int | None = None  #: host memory for tensors not yet written, in bytes
 
     @classmethod
     def parse(

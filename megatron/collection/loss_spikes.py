@@ -32,8 +32,8 @@ from typing import Any
 
 WINDOW = 32  #: number of values in the long median; 32 unusual values in a row set a new level
 RECENT = 5  #: number of values in the short median
-ENOUGH = 8  #: number of normal values from which a jump's required excess is no longer raised
-NOISE = 12  #: factor: a jump must exceed the recent level by this many times the noise
+ENOUGH = 8  #: with fewer normal values than this, a jump must exceed the level by more
+NOISE = 12  #: a jump must also exceed the level by this many times the noise
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
 

@@ -44,7 +44,7 @@ class _Uncopied:
         """Do nothing, because no memory is held."""
 
 
-#: A record, its tensors without their values, and the size of its file in bytes.
+#: A tensor's record, the tensor and its scales without values, and the file size in bytes.
 Counted = tuple[TensorRecord, _Uncopied, int]
 
 
@@ -62,7 +62,7 @@ class CountingWriter(Writer):
         return _Uncopied(torch.empty(tensor.shape, dtype=tensor.dtype), like, tensor.is_cuda)
 
     def submit(self, copy: _Uncopied, record: TensorRecord) -> None:
-        """Append the record, the uninitialized tensors and the file size to `counted`."""
+        """Append the record, the tensors without their values and the file size to `counted`."""
         size = serialize(copy.tensor, record, copy.scales)
         scales = {name: x.to("meta") for name, x in copy.scales.items()}
         on_meta = replace(copy, tensor=copy.tensor.to("meta"), scales=scales)

@@ -103,7 +103,7 @@ class RingBuffer:
 
     @property
     def over(self) -> bool:
-        """True once `settings.events` events have been written; the same on every rank."""
+        """True once `settings.events` events have occurred. All ranks have the same value."""
         return self.kept >= self.settings.events
 
     def begin(self, iteration: int) -> None:

@@ -249,7 +249,7 @@ def current() -> Collector | None:
 
 
 def finished() -> str | None:
-    """Return a message that training can stop, if `control_iter` iterations have been collected.
+    """Return a message that training can stop once `control_iter` iterations are collected.
 
     Otherwise return None. The result is the same on every rank.
     """

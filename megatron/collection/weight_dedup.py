@@ -9,7 +9,7 @@ from megatron.tensor_record import OF_ITERATION
 
 
 class WeightDedup:
-    """Record of the weights already saved in the current iteration."""
+    """Set of keys of the weights already saved in the current iteration."""
 
     def __init__(self) -> None:
         self._saved: set[tuple[int, str, str]] = set()

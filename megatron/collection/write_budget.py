@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class WriteBudget:
-    """Checker of one rank's limits, which counts the tensors left out because of them.
+    """Budget of one rank: its limits, and the counts of tensors left out because of them.
 
     The first tensor that exceeds a limit ends writing on this rank. With a ring buffer, however, a
     lack of memory ends only the current iteration.
