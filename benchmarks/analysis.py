@@ -95,7 +95,7 @@ def collect(folder: Path, flags: str) -> None:
 
 
 def write_tiny(folder: Path, count: int) -> None:
-    """Write a dump of `count` tiny tensors, whose files are copies of one file, and its index."""
+    """Write a dump of `count` tiny tensors with an index. All tensor files have the same content."""
     import torch
 
     from megatron.tensor_record import COMPONENTS, TensorRecord, index_name

@@ -1,4 +1,4 @@
-"""Measure the cost of tensor collection: step time, time blocked, memory and writing speed.
+"""Measure the cost of tensor collection: step time, blocking time, memory and writing speed.
 
     python benchmarks/collection.py                       # compared with mindstudio-probe
     python benchmarks/collection.py --peers-python .venv-peers/bin/python
@@ -161,7 +161,7 @@ class Worker:
         self.steps: list[dict[str, float]] = []
 
     def answer(self, prefix: str) -> str:
-        """Return the next output line with this prefix, skipping lines that libraries print."""
+        """Return the next output line that starts with `prefix`; skip lines that libraries print."""
         while line := self.process.stdout.readline():
             if line.startswith(prefix):
                 return line

@@ -90,7 +90,7 @@ def known_formats(names: list[str], required: bool) -> list[Format]:
 
 
 def data(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the input matrices on which the results are compared; the first is also timed."""
+    """Return the input matrices for comparing results; the first one is also used for timing."""
     generator = torch.Generator().manual_seed(request["seed"])
     rows, columns = request["shape"]
     normal = torch.randn(rows, columns, generator=generator)

@@ -75,7 +75,7 @@ def tokenized(options: argparse.Namespace) -> list[str]:
 
 
 def train(quant_type: str, seed: int, options: argparse.Namespace) -> pd.Series:
-    """Train with one type and seed, unless the log is already complete; return the losses."""
+    """Train with one quantization type and seed, unless the log is complete; return the losses."""
     name = f"{shown(quant_type)}_seed{seed}"
     log = options.output_dir / f"{name}.log"
     command = ["bash", str(TRAIN), "none", str(options.output_dir / "tensorboard" / name)]

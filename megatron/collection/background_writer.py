@@ -31,7 +31,7 @@ PATIENCE = 300.0  #: duration without progress after which the disk counts as de
 
 
 class Writer:
-    """Base class of the writers of one rank's records; it stores nothing and never fails."""
+    """Base class for writers of one rank's records; it stores nothing and never fails."""
 
     error: str | None = None  #: reason why writing has stopped; None while it continues
     slow: str | None = None  #: reason why training no longer waits for the disk in this iteration
@@ -238,7 +238,7 @@ class BackgroundWriter(Writer):
         return finished
 
     def _wait_for_one(self, end: float) -> bool:
-        """Wait for one write until the monotonic time `end`; return True if a write has finished.
+        """Wait for one write, at most until the monotonic time `end`; return True if one has finished.
 
         Return False at the end of that time, or if writing has stopped.
         """

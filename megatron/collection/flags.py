@@ -1,4 +1,4 @@
-"""Table of all flags of the tensor collection: name, type, default, help and reader.
+"""Table of all flags of the tensor collection: name, type, default, help and reading function.
 
 The parser of `pretrain_gpt.py`, the drivers, `settings.read_settings`, the size estimate of a
 collection, docs/collection.md and the tests use this table. To add a flag, add an entry here and a

@@ -25,7 +25,7 @@ class Iterations:
         return any(iteration in window for window in self.windows)
 
     def after(self, done: int) -> "Iterations":
-        """Return the selected iterations after iteration `done`."""
+        """Return the selected iterations that follow iteration `done`."""
         remaining = []
         for window in self.windows:
             passed = max(0, -(-(done + 1 - window.start) // window.step))

@@ -32,8 +32,8 @@ from typing import Any
 
 WINDOW = 32  #: number of values in the long median; 32 unusual values in a row set a new level
 RECENT = 5  #: number of values in the short median
-ENOUGH = 8  #: with fewer normal values than this, a jump must exceed the level by more
-NOISE = 12  #: a jump must also exceed the level by this many times the noise
+ENOUGH = 8  #: number of normal values; with fewer, a jump must exceed the level by more
+NOISE = 12  #: number of times the noise by which a jump must exceed the level
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
 
@@ -44,7 +44,7 @@ Levels = dict[
 
 @dataclass(frozen=True, slots=True)
 class Jumps:
-    """Factors over the recent level above which a value counts as a jump; 0 disables the check."""
+    """Ratios to the recent level above which a value counts as a jump; 0 disables the check."""
 
     loss: float = 1.25
     grad_norm: float = 100.0
@@ -53,7 +53,7 @@ class Jumps:
     def parse(
         cls, collect_loss_jump: float | None = None, collect_grad_norm_jump: float | None = None
     ) -> "Jumps":
-        """Create the factors from the command-line flags that have the names of the parameters.
+        """Create the ratios from the command-line flags that have the names of the parameters.
 
         Raises:
             ValueError: if a factor is neither 0 nor a finite number above 1.

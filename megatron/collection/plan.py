@@ -195,7 +195,7 @@ class _Sizes:
         return (place, *(-1 if number is None else _width(number) for number in numbers))
 
     def segment(self, start: int, stop: int, iteration: int, passed: int) -> Segment:
-        """Return the segment of the planned iterations from position `start` up to before `stop`.
+        """Return the segment of the planned iterations at the positions `start` to `stop` - 1.
 
         Args:
             start: position of the first iteration.

@@ -34,7 +34,7 @@ LETTERS = {
 class Slices:
     """Ranges of indices to keep in each dimension; a dimension without a range is kept whole."""
 
-    by_letter: dict[str, range] = field(default_factory=dict)  #: ranges, by letter in `LETTERS`
+    by_letter: dict[str, range] = field(default_factory=dict)  #: ranges by dimension; see `LETTERS`
 
     def cut(
         self, tensor: torch.Tensor, dims: str
