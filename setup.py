@@ -11,28 +11,28 @@ import sys
 # Packages that training, tensor collection and analysis import.
 RUNTIME = {
     "torch": "2.13.0",  # tensors, autograd and the launcher torchrun
-    "megatron-core": "0.16.1",  # the engine that megatron/core overlays; no other release fits
+    "megatron-core": "0.16.1",  # training engine that megatron/core overlays; no other release fits
     "numpy": "2.4.6",  # used by megatron-core's datasets and by the tensor statistics
     "numba": "0.68.1",  # the fused quantization kernels for the CPU; needs no compiler
     "einops": "0.8.2",  # used by megatron-core's multi-latent attention and hybrid data parallelism
-    "psutil": "7.2.2",  # without it megatron-core's checkpoint writer hangs
+    "psutil": "7.2.2",  # prevents megatron-core's checkpoint writer from hanging
     "sentencepiece": "0.2.3",  # tokenizers of the default corpus and of the Llama 2 family
-    "transformers": "5.23.0",  # Hugging Face tokenizers; its models are not used
-    "safetensors": "0.8.0",  # weights in the Hugging Face format
+    "transformers": "5.23.0",  # Hugging Face tokenizers; the models in the package are not used
+    "safetensors": "0.8.0",  # reads and writes weights in the Hugging Face format
     "tiktoken": "0.14.0",  # tokenizers of the Llama 3 family in Meta's format
     # Packages for downloading and reading corpora. They are not an extra, because .venv is created
     # once and must serve every script. Together they take 200 MB; torch takes 750 MB.
     "datasets": "5.2.0",  # Wikipedia and Dolma from the Hugging Face hub
-    "pyarrow": "26.0.1",  # Parquet files, the format of the hub
+    "pyarrow": "26.0.1",  # reads Parquet files, the format of the Hugging Face hub
     "aiohttp": "3.14.5",  # lets `datasets` download files from outside the hub, as Dolma requires
-    "zstandard": "0.25.0",  # .jsonl.zst files
-    "tensorboard": "2.21.0",  # scalars of a training run
+    "zstandard": "0.25.0",  # reads .jsonl.zst files
+    "tensorboard": "2.21.0",  # logs the scalars of a training run
     "tqdm": "4.70.1",  # progress bars
     "pyyaml": "6.0.3",  # reads recipes
     "pandas": "3.1.1",  # the table of a dump's records; tidy data for the plots
     "matplotlib": "3.11.2",  # figures
     "seaborn": "0.13.2",  # figures drawn from tidy tables
-    "plotly": "7.1.0",  # its JavaScript is embedded in report.html, which works without a network
+    "plotly": "7.1.0",  # its JavaScript is embedded in report.html, so the report works offline
 }
 
 # Packages for the analysis option `--scheduler`, which runs the computation on a Dask cluster.

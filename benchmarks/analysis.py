@@ -95,7 +95,7 @@ def collect(folder: Path, flags: str) -> None:
 
 
 def write_tiny(folder: Path, count: int) -> None:
-    """Write a dump of `count` tiny tensors with an index. All tensor files have the same content."""
+    """Write a dump of `count` tiny tensors with an index; all tensor files have equal content."""
     import torch
 
     from megatron.tensor_record import COMPONENTS, TensorRecord, index_name
@@ -156,7 +156,8 @@ def of_dump(folder: Path, options: argparse.Namespace) -> list[tuple[str, ...]]:
     plain = measure("naive", folder, options.every, options.formats)
     workers = sorted({1, 2, os.cpu_count() or 1})
     runs = {number: [] for number in workers}
-    for _, number in itertools.product(range(options.rounds), workers):  # Take turns.
+    # Alternate the numbers of workers, so that other load on the machine affects all of them.
+    for _, number in itertools.product(range(options.rounds), workers):
         runs[number].append(measure("ours", folder, number, options.formats))
     rows = [_row("plain", "all", plain, plain)]
     for number, measured in runs.items():

@@ -161,7 +161,7 @@ class Worker:
         self.steps: list[dict[str, float]] = []
 
     def answer(self, prefix: str) -> str:
-        """Return the next output line that starts with `prefix`; skip lines that libraries print."""
+        """Return the next output line that starts with `prefix`; skip the lines of libraries."""
         while line := self.process.stdout.readline():
             if line.startswith(prefix):
                 return line

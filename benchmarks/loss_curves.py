@@ -180,7 +180,8 @@ def draw(losses: pd.DataFrame, path: Path) -> None:
     for name in types_of(losses):
         color, index = color_of(name), losses.index
         top.plot(index, losses[name].mean(axis=1), color=color, alpha=0.25, linewidth=0.8)
-        dash = "--" if name.startswith("recipe_") else "-"  # Recipes get arbitrary colors.
+        # Draw recipes with dashed lines, because their colors are arbitrary.
+        dash = "--" if name.startswith("recipe_") else "-"
         top.plot(index, smooth[name].mean(axis=1), dash, color=color, label=name)
         bottom.plot(index, apart[name].mean(axis=1), dash, color=color)
         band = apart[name].min(axis=1), apart[name].max(axis=1)

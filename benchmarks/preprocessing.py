@@ -38,7 +38,8 @@ from typing import Any
 
 import quoting
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # The work is already divided among processes.
+# Both programs already divide the tokenization among processes.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPO = Path(__file__).resolve().parents[1]

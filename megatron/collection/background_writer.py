@@ -238,7 +238,7 @@ class BackgroundWriter(Writer):
         return finished
 
     def _wait_for_one(self, end: float) -> bool:
-        """Wait for one write, at most until the monotonic time `end`; return True if one has finished.
+        """Wait for a write, at most until the monotonic time `end`; return True if one finished.
 
         Return False at the end of that time, or if writing has stopped.
         """

@@ -131,7 +131,8 @@ class Capture:
                 return
             try:
                 packed = quantize(x, operand.format, axis, seed=seed)
-            except torch.OutOfMemoryError as error:  # training itself fits into device memory
+            except torch.OutOfMemoryError as error:
+                # Only the collection has run out of device memory; training itself fits.
                 self._sink.give_up(f"no memory on the device for {names[slot]}: {error}")
                 return
             self._save(

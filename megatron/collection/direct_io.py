@@ -31,7 +31,7 @@ class _Buffers(threading.local):
     """Thread-local write buffer, which a thread reuses for all its files."""
 
     def __init__(self) -> None:
-        memory = mmap.mmap(-1, PIECE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # page-aligned
+        memory = mmap.mmap(-1, PIECE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # page-aligned memory
         self.piece = np.frombuffer(memory, np.uint8)
 
 
@@ -61,7 +61,7 @@ class DirectFile:
         self._filled = 0
         self._file = path.open("wb", buffering=0)
         self._direct = False
-        self._may_be_direct = hasattr(os, "O_DIRECT")  # not on macOS
+        self._may_be_direct = hasattr(os, "O_DIRECT")  # missing on macOS
 
     def __enter__(self) -> "DirectFile":
         return self
@@ -106,8 +106,8 @@ class DirectFile:
         self._use_cache(True)
         self._put(self._piece[pages : self._filled])
         # Start writing the cached part to disk now, while the next file is being filled. Otherwise
-        # Linux delays it by many seconds, and then everything waits for the disk.
-        if hasattr(os, "posix_fadvise"):  # not on macOS
+        # Linux delays it by many seconds, and then all later writes wait for the disk.
+        if hasattr(os, "posix_fadvise"):  # missing on macOS
             with contextlib.suppress(OSError):  # a failure loses no data
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

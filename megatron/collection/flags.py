@@ -36,10 +36,10 @@ class Flag:
     """One command-line flag of the collection."""
 
     name: str  #: name with underscores and without the leading hyphens
-    type: type  #: type of one value; bool for a switch
+    type: type  #: type of one value; bool for a flag without a value
     default: Any = None
     many: bool = False  #: whether the flag accepts several values
-    metavar: str = ""  #: placeholder for the value in `--help`; empty for a switch
+    metavar: str = ""  #: placeholder for the value in `--help`; empty for a flag without one
     help: str  #: description in `pretrain_gpt.py --help` and docs/collection.md
     brief: str = ""  #: description in the driver's manual
     topic: Topic = Topic.NONE

@@ -126,7 +126,7 @@ class HostBuffers:
                 pinned |= kind[1]
             else:
                 del self._spare[kind]
-        if pinned:  # torch keeps freed pinned memory in its cache until this call
+        if pinned:  # torch would otherwise keep freed pinned memory in its cache
             torch.accelerator.empty_host_cache()
 
     def _take_back(self, buffer: torch.Tensor, kind: tuple[int, bool]) -> None:

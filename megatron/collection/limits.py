@@ -22,7 +22,7 @@ GIB = 1 << 30
 ENDLESS = 2.0**60  #: upper bound for a limit, in files or GiB; a larger value is an error
 OVERHEAD = 4096  #: upper bound for the size of a file beyond its tensor, in bytes
 KEEP_FREE = 1.0  #: disk space that stays free by default, in GiB
-KEEP_FREE_SHARE = 0.05  #: fraction of a disk that stays free if it is less than `KEEP_FREE`
+KEEP_FREE_SHARE = 0.05  #: fraction of a disk that stays free by default if less than `KEEP_FREE`
 HOST_SHARE = 0.1  #: fraction of the machine's memory that a collection may use by default
 
 

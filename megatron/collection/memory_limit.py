@@ -21,7 +21,7 @@ def _limits_of_groups() -> Iterator[int]:
     """Yield the memory limits of the control groups that contain this process, in bytes."""
     try:
         lines = OWN.read_text(encoding="utf-8").splitlines()
-    except OSError:  # not on Linux
+    except OSError:  # the file exists on Linux only
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)

@@ -88,7 +88,7 @@ class Segment:
     """Consecutive planned iterations, in each of which one rank writes the same number of bytes."""
 
     start: int  #: index of the first iteration in the planned iterations
-    stop: int  #: index after the last iteration
+    stop: int  #: index of the last iteration, plus 1
     #: Number of tensors in each iteration, by layer number, layer type and tensor name.
     tensors: Counter[tuple[int, str, str]]
     bytes: Counter[tuple[int, str, str]]  #: size of these tensors' files, in bytes

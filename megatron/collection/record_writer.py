@@ -176,7 +176,7 @@ class RecordWriter:
             try:
                 size = self._write_file(tensor, record, scales)
                 break
-            except FileExistsError:  # another run in this folder uses the name
+            except FileExistsError:  # another run already uses the name in this folder
                 record = replace(record, timestamp=_a_second_later(record.timestamp))
         line = record.to_metadata() | {"file": record.filename, "bytes": size}
         with index:
@@ -233,7 +233,7 @@ class RecordWriter:
             os.link(partial, path)
         except FileExistsError:
             raise
-        except OSError:  # no hard links on this file system
+        except OSError:  # the file system has no hard links
             if path.exists():
                 raise FileExistsError(f"{path} exists already") from None
             partial.rename(path)
