@@ -13,7 +13,9 @@ FILES = ("--text", "--tokenizer-model")  #: options whose paths are shortened to
 def quoted(script: str, arguments: Sequence[str] | None = None) -> str:
     """Return the command `python benchmarks/SCRIPT ...`, quoted for a shell.
 
-    arguments: arguments of the script; by default, the process's own.
+    Args:
+        script: file name in the folder `benchmarks`.
+        arguments: command-line arguments of the script; by default, those of this process.
     """
     words, before = ["python", f"benchmarks/{script}"], ""
     for word in sys.argv[1:] if arguments is None else arguments:

@@ -2,7 +2,7 @@
 
 All times end when `sync` returns, that is, when the data is on the disk.
 
-    ours    tensors of a layer, copied and written by the collection as during training
+    ours    tensors of a layer, copied and written by the tensor collector as in training
     raw     one file of the same size, written through the system's page cache
     direct  one file of the same size, written without the page cache, as the collection does if
             the file system supports it

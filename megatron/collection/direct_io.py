@@ -41,9 +41,9 @@ _buffers = _Buffers()
 class DirectFile:
     """Context manager for a new file that one thread writes from beginning to end.
 
-    Data is buffered and written in pieces of `PIECE` bytes. The rest of the last piece that does
-    not fill a page is written through the cache. If the file system refuses O_DIRECT, the whole
-    file is.
+    Data is buffered and written in chunks of `PIECE` bytes, without the page cache. The bytes after
+    the last full page are written through the page cache. If the file system refuses O_DIRECT, the
+    whole file is written through the page cache.
     """
 
     def __init__(self, path: Path, progress: Callable[[], None] = lambda: None):
