@@ -47,7 +47,7 @@ _TABLES = {
     " WITHOUT ROWID",
 }
 _BESIDE = ("-wal", "-shm")  #: suffixes of the files that SQLite keeps next to the database
-_JOURNAL_PATIENCE = 2.0  #: maximum wait for another process's first transaction, in seconds
+_JOURNAL_PATIENCE = 2.0  #: maximum time to wait for a journal to disappear, in seconds
 
 
 @functools.cache
@@ -106,7 +106,7 @@ class Cache:
         return base
 
     def _prepare(self, base: sqlite3.Connection) -> None:
-        """Create the tables in a new file, and refuse a file with other tables.
+        """Create the tables of the cache in a new database; refuse a database with other tables.
 
         Raises:
             ForeignCacheError: if another program wrote the file.
@@ -119,7 +119,7 @@ class Cache:
             base.executescript(f"BEGIN IMMEDIATE; {drop}{reset}")
         if not _tables(base):
             self._refuse_foreign(base, created=False)
-            base.execute("PRAGMA auto_vacuum=INCREMENTAL")  # possible only for a new file
+            base.execute("PRAGMA auto_vacuum=INCREMENTAL")  # has an effect only in a new file
             base.execute("PRAGMA journal_mode=WAL")
             base.execute("BEGIN IMMEDIATE")
             if not _tables(base):  # another process may have just created the tables
@@ -129,7 +129,8 @@ class Cache:
                 base.execute(f"PRAGMA user_version={_SCHEMA}")
             base.execute("COMMIT")
         self._refuse_foreign(base, created=True)
-        base.execute("PRAGMA synchronous=NORMAL")  # a power failure may lose the last results
+        # this setting is faster, but a power failure may lose the last results
+        base.execute("PRAGMA synchronous=NORMAL")
 
     def _ids(self, base: sqlite3.Connection) -> list[int]:
         """Read the application ID and the version of the tables from the header of the file."""
@@ -240,7 +241,7 @@ class Cache:
         assert self._base is not None
         self._base.close()
         self._base = None
-        if isinstance(error, sqlite3.OperationalError):  # locked, disk full, or read-only
+        if isinstance(error, sqlite3.OperationalError):  # for example, a full disk
             self.remark = f"{self.path} cannot be used ({error}): no more results are stored"
             return
         self.remark = f"{self.path} was damaged ({error}): its results are computed again"

@@ -10,8 +10,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-PIECE = 1 << 22  #: number of values per chunk; larger if one row of blocks has more values
-LARGE = 1 << 26  #: minimum size in bytes of a mapped tensor whose pages are released
+PIECE = 1 << 22  #: number of values per chunk; exceeded if one row of blocks has more
+LARGE = 1 << 26  #: minimum size in bytes of a mapped tensor for its pages to be released
 _MADV_DONTNEED = 4
 
 
@@ -60,6 +60,6 @@ def is_mapped(address: int) -> bool:
         fields = line.split(maxsplit=5)
         low, _, high = fields[0].partition("-")
         if int(low, 16) <= address < int(high, 16):
-            # the permissions cannot tell: torch maps files as writable (private) but never writes
+            # ignore the permissions: torch maps files private and writable but never writes to them
             return len(fields) == 6 and fields[4] != "0" and fields[5].endswith(".pt")
     return False

@@ -153,7 +153,7 @@ def _add_blocks(errors: Errors, operand: Tensor, packed: QuantizedTensor) -> Non
     layout = BlockLayout.of(packed.shape, packed.format, packed.axis)
     stored = packed.scales.block()
     if packed.format.scale_bytes > 1:
-        stored = stored[..., 0]  # the first byte is the scale of the group
+        stored = stored[..., 0]  # the first of the stored bytes is the scale of the group
     errors.scales += np.bincount(stored.reshape(-1).numpy(), minlength=256)
     blocks = layout.to_blocks(operand.float()).abs().double()
     amax = blocks.amax(-1)

@@ -139,7 +139,7 @@ def with_safe_texts(frame: pd.DataFrame) -> pd.DataFrame:
         if frame[name].dtype.kind in "biufc":
             continue
         cells = [csv_cell(value) if isinstance(value, str) else value for value in frame[name]]
-        # use dtype object, because pandas would convert integers mixed with None to floats
+        # dtype object, because pandas would otherwise convert integers mixed with None to floats
         safe[name] = pd.Series(cells, frame.index, object)
     return safe
 

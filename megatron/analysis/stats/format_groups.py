@@ -53,7 +53,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class FormatGroups:
-    """Formats, grouped by how they are computed."""
+    """Formats, grouped by the method with which their errors are computed."""
 
     plain: tuple[Format, ...]  #: formats without blocks
     groups: tuple[Group, ...]  #: groups of formats with block scales

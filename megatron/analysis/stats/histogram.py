@@ -111,7 +111,7 @@ class Histogram:
 class Grid:
     """Evenly spaced bins, symmetric about zero; each edge is also a bin edge of a `Histogram`."""
 
-    width: float  #: width of a bin; a power of two
+    width: float  #: width of each bin, which is a power of two
     bins_per_side: int  #: number of bins on each side of zero
 
     @classmethod
@@ -145,7 +145,7 @@ def _lower_edges() -> NDArray[np.float64]:
 
 @functools.cache
 def _signed_edges() -> NDArray[np.float64]:
-    """Return the bin edge that is closer to zero for each bit pattern; NaN for Inf and NaN."""
+    """Return the edge of each bin that is closer to zero; NaN for the bins of Inf and NaN."""
     edges = np.full((2, BINS // 2), math.nan)
     edges[0, :_INFINITY] = _lower_edges()
     edges[1, :_INFINITY] = -_lower_edges()

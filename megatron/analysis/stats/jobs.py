@@ -137,7 +137,7 @@ def _read(path: str, shape: tuple[int, ...]) -> Tensor | Failure:
 
 
 def _format_groups(job: Job) -> FormatGroups:
-    """Return the formats that apply to the part of a job, grouped by how they are computed."""
+    """Return the formats to compute for the tensor of a job, grouped by method of computation."""
     formats = group_formats(job.formats)
     if job.part.blocks:
         return formats

@@ -30,7 +30,7 @@ KEYS = (*IDENTITY, "quant_type", "recomputed", "data_rank")
 NOTE_SEPARATOR = "; "
 MOST_MISSING = 16  #: maximum number of missing parts that a note lists
 
-#: Index of a shard within its logical tensor: one number per cut.
+#: Index of a shard within its logical tensor, with one number per cut.
 ShardIndex = tuple[int, ...]
 
 
@@ -47,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """Tensor of a run, with the parts that it consists of."""
+    """Tensor of a run, with its parts, each of which is measured separately."""
 
     row: Any  #: record of the first file, as a named tuple
     data_rank: int
@@ -95,7 +95,7 @@ def logical_tensors(
 
 
 def first_passes(tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
-    """Return the tensors without the copies that activation recomputation saved a second time.
+    """Return the tensors, leaving out those that activation recomputation saved a second time.
 
     Recomputation repeats a forward pass and saves its tensors a second time. If the dump also
     contains the first pass, these tensors would be counted twice.
@@ -173,7 +173,7 @@ def _logical_tensor(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) 
     parts: dict[ShardIndex, Part] = {}
     for index, addends in sorted(shards.items()):
         notes += _missing(first, summed, set(addends), "addends")
-        row = addends[min(addends)][0]  # the first replica of the first addend
+        row = addends[min(addends)][0]  # record of the first replica of the first addend
         matrix = matrix_view_of(
             tuple(row.shape),
             layer_type=row.layer_type,
@@ -210,7 +210,7 @@ def _rank(row: Any, cut: Cut) -> int:
 
 
 def _missing(row: Any, cuts: Sequence[Cut], present: set[ShardIndex], what: str) -> list[str]:
-    """Return one note for each cut of a tensor of which parts are missing.
+    """Return notes on the missing parts of a tensor, with at most one note per cut.
 
     A part has the number of its rank in the group. If several ranks share a part, the parts are
     numbered consecutively.

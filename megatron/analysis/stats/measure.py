@@ -26,7 +26,7 @@ from megatron.analysis.stats.moments import Moments, merge
 from megatron.analysis.stats.result import notes_by_text
 from megatron.analysis.store import TensorStore
 
-#: Columns whose values define the groups; there is one histogram per group.
+#: Columns by which tensors are grouped for the histograms; there is one histogram per group.
 GROUPING = ("quant_type", "layer_type", "operation", "use")
 #: Columns of the table that come from the records. `data_rank` is the data-parallel rank whose data
 #: the tensor holds, `shards` is the number of files, and `shape` is the logical tensor's shape.

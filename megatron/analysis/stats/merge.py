@@ -19,7 +19,7 @@ from megatron.analysis.stats.values import Values
 
 #: Identity of a tensor part: number of its tensor, its index in the tensor, and its cache entry.
 PartKey = tuple[int, ShardIndex, Entry | None]
-#: Number of a tensor, and either its statistics or a file that could not be measured.
+#: Number of a tensor, and either its statistics or the file that could not be measured.
 TensorResult = tuple[int, tuple[Values, FormatErrors] | Failure]
 
 
@@ -35,7 +35,7 @@ class ResultMerger:
         self.tensors, self.formats, self.cache = tensors, formats, cache
         self._wanted = {VALUES, *formats}
         self._jobs: list[PartKey] = []  # tensor part that each job measures, by job number
-        self._cached: list[PartKey] = []  # parts whose results are all cached
+        self._cached: list[PartKey] = []  # tensor parts whose results are all cached
         self._measured: dict[int, dict[ShardIndex, tuple[Values, FormatErrors]]] = {}
         self._failed: set[int] = set()
 
@@ -57,7 +57,7 @@ class ResultMerger:
     def _unpack(
         self, contents: dict[str, bytes], *, from_cache: bool
     ) -> tuple[Values, FormatErrors] | None:
-        """Deserialize the statistics of a part; return None if they come from a damaged entry."""
+        """Deserialize the statistics of a part; return None if its cache entry was damaged."""
         try:
             return unpack_result(contents, self.formats)
         except (ValueError, TypeError, IndexError, StopIteration, MemoryError, struct.error):
@@ -68,7 +68,7 @@ class ResultMerger:
     def _entry(self, part: Part) -> Entry | None:
         try:
             return self.cache.entry(part) if self.cache is not None else None
-        except OSError:  # a file is missing; the job reports it
+        except OSError:  # a file is missing; the job will report this
             return None
 
     def results(self, job_results: Iterator[tuple[int, JobResult]]) -> Iterator[TensorResult]:

@@ -235,12 +235,12 @@ class FormatArrays:
     underflow: Counts  #: number of values that become zero, by binade
     saturated: Counts  #: number of clipped values, by binade; see FORMAT_COLUMNS
     squared_error: Numbers  #: sum of (y - x)^2 by binade
-    error: Numbers  #: sum of |y| - |x| by binade: the bias of the magnitudes
-    relative_error: Numbers  #: sum of |y - x| / |x| by binade; divide by `values` for the mean
+    error: Numbers  #: sum of |y| - |x| by binade, which is the bias of the magnitudes
+    relative_error: Numbers  #: sum of |y - x| / |x| by binade; divide by `values` to get the mean
     #: number of values by element code (`megatron.fake_quant.code_points`); empty for bf16 and fp16
     codes: Counts
     scales: Counts  #: [256] number of blocks by scale byte; empty without block scales
-    #: number of blocks by exponent(largest) - exponent(smallest above zero): 0, 1, ...
+    #: number of blocks by exponent(largest) - exponent(smallest nonzero), which is 0, 1, ...
     block_range: Counts
     #: number of blocks by log2(largest number * scale / amax), in the bins of `HEADROOM_EDGES`
     headroom: Counts
@@ -253,7 +253,7 @@ class TensorArrays:
     exponents: Counts  #: [255] exponents of the binades: -127 (all subnormal float32) to 127
     positive: Counts  #: [255] number of finite values above zero, by binade
     negative: Counts  #: [255] number of finite values below zero, by binade
-    patterns: Counts  #: [65536] counts by bfloat16 pattern; see `histogram.Histogram`
+    patterns: Counts  #: [65536] counts by bfloat16 bit pattern; see `histogram.Histogram`
     channel_amax: Numbers  #: [channels] largest finite magnitude of each channel
     token_amax: Numbers  #: [tokens] largest finite magnitude of each token
     formats: dict[tuple[str, str], FormatArrays]  #: keyed by format name and axis
@@ -268,7 +268,7 @@ class Statistics:
     #: files that could not be read or measured
     problems: list[Problem] = field(default_factory=list)
     load_arrays: Callable[[int], TensorArrays] | None = None  #: function that `arrays` calls
-    remarks: list[str] = field(default_factory=list)  #: messages about failures of the cache
+    remarks: list[str] = field(default_factory=list)  #: messages about problems with the cache
     #: number of tensors skipped because activation recomputation saved them a second time
     repeats: int = 0
 

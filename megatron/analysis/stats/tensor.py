@@ -90,7 +90,7 @@ class _Measurement:
             self.bits = tensor.view(torch.int32).numpy().reshape(shape)
         self.mapped = tensor.nbytes >= LARGE and is_mapped(tensor.data_ptr())
         self.patterns = np.zeros(0, np.uint16)  #: bit patterns that occur in a 16-bit tensor
-        self.counts = np.zeros(0, np.int64)  #: number of values with each of these patterns
+        self.counts = np.zeros(0, np.int64)  #: number of values with each pattern in `patterns`
         self.amax = 0.0  #: largest finite magnitude
 
     def values(self) -> Values:

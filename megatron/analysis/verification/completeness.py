@@ -31,7 +31,7 @@ from megatron.analysis.verification.counter_gaps import in_words
 from megatron.analysis.verification.results import Finding
 from megatron.tensor_record import OF_ITERATION, ON_REQUEST, TENSOR_NAMES
 
-_PASS = ["iteration", "micro_batch"]  #: columns that identify a pass
+_PASS = ["iteration", "micro_batch"]  #: columns that identify a pass of the run
 #: Command-line arguments in the run card that must be integers; other values are ignored.
 _NUMBERS = (
     "control_iter",
@@ -45,7 +45,7 @@ NAMED = 16  #: maximum number of missing ranks that are reported one by one
 #: `DENSE` for each record, plus `SMALL`. One run has records for most combinations; if there are
 #: far more combinations than records, the records come from different runs.
 DENSE, SMALL = 50, 100_000
-_ENDS = ("limited", "failed", "dropped")  #: events that explain missing records of a rank
+_ENDS = ("limited", "failed", "dropped")  #: kinds of events that explain missing records of a rank
 #: Arguments that select iterations, with the values that select all iterations. The records show
 #: which passes were selected.
 _ITERATIONS = {
@@ -71,7 +71,7 @@ class _Run:
 
     records: pd.DataFrame  #: all records, from tensor files and indexes
     card: Mapping[str, Any]
-    events: Sequence[Mapping[str, Any]]  #: events from the indexes
+    events: Sequence[Mapping[str, Any]]  #: events recorded in the indexes
 
     @property
     def where(self) -> str:
@@ -197,7 +197,7 @@ def _selection(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]])
 
 
 def _against_card(run: _Run) -> Iterator[Finding]:
-    """Report iterations, micro-batches and layers that the run card implies but no record has."""
+    """Report iterations, micro-batches and layers that, by the run card, should have records."""
     records = run.records
     args = {
         name: value

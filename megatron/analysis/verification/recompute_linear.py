@@ -40,7 +40,7 @@ class Recomputation:
     """Comparison of a saved result with its recomputation."""
 
     exact: bool  #: whether saved and recomputed result are bit-identical
-    excess: float = 0.0  #: largest ratio of a deviation to the allowed deviation
+    excess: float = 0.0  #: largest ratio of deviation to allowed deviation
     text: str = ""  #: description of the deviation; empty if the result is exact
 
     @property

@@ -1,4 +1,4 @@
-"""Determine the formats of the six operands of a matmul from the records and run card of a dump.
+"""Determine the formats in which a matmul was computed, from the records and run card of a dump.
 
 A record contains the formats of one operand, as used in the forward and the backward pass. It does
 not contain whether the backward pass was straight-through. The probabilities of attention are
@@ -26,7 +26,7 @@ _AUDIT_LINE = re.compile(
     r"(?P<module>\S+)\s+(?P<operation>linear|qk|pv)\s{2,}(?P<summary>\S.*?)\s{2,}\S.*"
 )
 _LINE_LIMIT = 1000  #: maximum length of an audit line, in characters
-#: Suffixes in parentheses on a line of the format audit.
+#: Marks that a line of the format audit shows as suffixes in parentheses.
 STRAIGHT, UNNORMALIZED = "straight-through", "unnormalized probabilities"
 _MARK = re.compile(rf" \(({STRAIGHT}|{UNNORMALIZED})\)")
 
@@ -40,7 +40,7 @@ class Softmax:
     #: Numbers of keys before and after a query's position that the query attends to; None for a
     #: causal mask.
     window: tuple[int, int] | None = None
-    in_fp32: bool = True  #: if false, softmax is computed in the dtype of the scores
+    in_fp32: bool = True  #: whether softmax is computed in float32 instead of the scores' dtype
 
 
 class NotCheckedError(Exception):

@@ -31,14 +31,14 @@ _UNKNOWN_ATTENTION = "attention of a run whose card has no arguments: its mask, 
 #: and attention on all ranks that share its sequences together.
 _LINEAR_PASS = ["iteration", "micro_batch", "module", "rank"]
 _ATTENTION_PASS = ["iteration", "micro_batch", "module", "tp", "dp"]
-CheckedResult = tuple[str, Any, Outcome]  #: kind of layer, record of the result, and outcome
+CheckedResult = tuple[str, Any, Outcome]  #: kind of layer, record, and outcome of a result
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Error found in a dump, or note about something harmless."""
 
-    what: str  #: kind of the finding, in one or two words
+    what: str  #: kind of finding, in one or two words
     where: str  #: file, run, rank or module that is affected
     text: str
     note: bool = False
@@ -108,7 +108,7 @@ class Results:
         return {row.tensor_name: self.store.load(row) for row in rows if row.codes is None}
 
     def _codes(self, by_name: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Dequantize the operands of a linear layer from their saved codes; the keys are slots."""
+        """Return operands dequantized from saved codes, keyed by slot (operand of one GEMM)."""
         return {
             slot: dequantize(self.store.load_codes(by_name[name]))
             for slot, name in zip(SLOTS, CODES["linear"], strict=True)
@@ -189,7 +189,7 @@ def _check_whole(rows: Iterable[Any]) -> None:
 
 
 def _better(first: Outcome | None, second: Outcome) -> Outcome:
-    """Return the outcome with the smaller deviation; a missing or unchecked outcome is worse."""
+    """Return the outcome with the smaller deviation, or the only one that was checked."""
     if first is None or isinstance(first, NotCheckedError):
         return second
     if isinstance(second, NotCheckedError):

@@ -195,6 +195,6 @@ def add_blocks(
     amax = bits[usual].view(np.float32).astype(np.float64)
     top = float(np.int32(quantizer.element.top).view(np.float32)) * float(quantizer.rule.decode)
     scale = quantizer.up[classes[usual]].astype(np.float64)
-    with np.errstate(divide="ignore"):  # a scale may underflow to zero
+    with np.errstate(divide="ignore"):  # the logarithm of a scale that underflowed to zero is -inf
         room = np.log2(top * scale / amax)
     headroom_bins(errors, room, counts[usual])

@@ -23,7 +23,7 @@ PATTERNS = 1 << 16
 PLANES = 256  #: number of planes per table; a plane (256 KiB) takes no memory until it is used
 TABLE_BYTES = PLANES * PATTERNS * 4
 
-Cells = NDArray[np.float64]  #: [classes or pairs, patterns] counts; exact up to 2^53
+Cells = NDArray[np.float64]  #: [scale classes or pairs, patterns] counts; exact up to 2^53
 
 
 class ClassTable:
@@ -68,7 +68,7 @@ class PairTable:
 
 @kernel
 def _take(counts: Any, planes: Any, patterns: Any, cells: Any) -> None:
-    """Move the counts of the given planes and patterns to `cells`."""
+    """Copy the counts of the given planes and bit patterns to `cells`, and set them to zero."""
     for row in range(len(planes)):
         plane, part = counts[planes[row]], cells[row]
         for k in range(len(patterns)):

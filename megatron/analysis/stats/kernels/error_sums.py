@@ -28,7 +28,7 @@ BINADES = 255
 VALUES, UNDERFLOW, SATURATED = 0, 1, 2
 #: Rows of `binade_sums`: sums of (y - x)^2, of |y| - |x|, and of |y - x| / |x|.
 SQUARED, MAGNITUDE_ERROR, RELATIVE = 0, 1, 2
-#: Positions in `counts`: finite values whose result is finite, NaN, or Inf. COUNTS is the length.
+#: Positions in `counts`: finite values with a finite, NaN or Inf result. COUNTS is the length.
 COMPARED, POISONED, LOST, COUNTS = 0, 1, 2, 3
 #: Positions in `totals`: sums of x^2, y^2, x y, y - x and |x|, and the largest |y - x|. SUMS is the
 #: length.
@@ -142,7 +142,7 @@ def compare_counted(
 def compare_value(
     bits: Any, first: Any, second: Any, n: Any, quantizer: Any, counts: Any, totals: Any
 ) -> None:
-    """Quantize a value with the scales of two classes, and add the difference of the results."""
+    """Quantize a value with the scales of its two blocks, and add the difference of the results."""
     if np.int32(bits & MAGNITUDE) < INFINITY:
         along_row = quantized(bits, np.int64(first), quantizer)[0]
         along_column = quantized(bits, np.int64(second), quantizer)[0]
@@ -157,7 +157,7 @@ def compare_results(along_row: Any, along_column: Any, n: Any, counts: Any, tota
     """
     a, b = np.int32(along_row & MAGNITUDE), np.int32(along_column & MAGNITUDE)
     if a < INFINITY and b < INFINITY:
-        if a != b:  # both results have the sign of the value
+        if a != b:  # both quantized results have the sign of the value
             counts[0] += n
             difference = np.float64(as_float(a)) - np.float64(as_float(b))
             totals[0] += n * (difference * difference)

@@ -1,4 +1,4 @@
-"""Add up the errors of block-scaled formats in counted bfloat16 values, eight patterns at a time.
+"""Add up errors of block-scaled formats for counted bfloat16 values, eight patterns at a time.
 
 The kernels compute the same results as `account_counted` and `compare_counted`, but several times
 faster. Each pattern has its own sums, so that no addition waits for the previous one; at the end,
@@ -134,7 +134,7 @@ def _tile(
         became: output array for the float32 bits of the results; 0 if a result is not finite.
     """
     element, decode = quantizer.element, quantizer.rule.decode
-    limit = quantizer.limit if up > 0 else INFINITY  # if the scale is zero, no value is clipped
+    limit = quantizer.limit if up > 0 else INFINITY  # with a scale of zero, no value is clipped
     for k in range(len(n)):
         scaled = min(as_bits(as_float(magnitudes[k]) * down), element.top)
         upper[k] = np.int32(nearest_even(scaled, element) >> 16)
@@ -265,13 +265,13 @@ def _compare(
     differ: Any,
     squares: Any,
 ) -> None:
-    """Quantize neighboring bit patterns with the scales of two classes, and compare the results.
+    """Quantize bit patterns with the scales of a row block and a column block, and compare.
 
     Each loop writes to only one array; `_tile` explains why.
 
     Args:
         magnitudes: float32 bits of the patterns.
-        n: number of values with each pattern and this pair of classes.
+        n: number of values with each pattern and this pair of scale classes.
         downs, ups: scale factors of the block along the row and of the block along the column.
         row_bits, column_bits: output arrays for the results along the row and the column.
         differ: number of values with different results, updated in place.

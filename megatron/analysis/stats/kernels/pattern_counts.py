@@ -106,7 +106,7 @@ class Counter:
     def count(self, piece: NDArray[np.uint16], classes: dict[str, NDArray[np.uint8]]) -> None:
         """Count the values of a chunk, given the scale classes of its blocks along each axis."""
         self.counted += piece.size
-        if self.counted >= 1 << 32:  # the counts are uint32 and could overflow
+        if self.counted >= 1 << 32:  # the uint32 counts could overflow
             self.finish()
             self.counted = piece.size
         if self.group.by_pairs:

@@ -115,7 +115,7 @@ def _spread(
     last = min(left - offset % size + size, end)
     while first < right:
         down_scale, up_scale = quantizer.down[classes[block]], quantizer.up[classes[block]]
-        # the loops count from 0, so that no check for negative indices is compiled
+        # the loops start at 0, so that numba compiles no check for negative indices
         downs = down[first - left : min(last, right) - left]
         ups = up[first - left : min(last, right) - left]
         for j in range(len(downs)):
