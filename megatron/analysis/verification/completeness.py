@@ -197,7 +197,7 @@ def _selection(card: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]])
 
 
 def _against_card(run: _Run) -> Iterator[Finding]:
-    """Report iterations, micro-batches and layers that, by the run card, should have records."""
+    """Report iterations, micro-batches and layers without the records that the run card implies."""
     records = run.records
     args = {
         name: value
