@@ -24,9 +24,8 @@ def widened(dtype: torch.dtype) -> NDArray[np.int32]:
 @functools.cache
 def numbers(dtype: torch.dtype) -> NDArray[np.float64]:
     """Return a table of the numbers that the bit patterns of `dtype` represent."""
-    with np.errstate(
-        invalid="ignore"
-    ):  # converting a signaling NaN would otherwise cause a warning
+    # converting a signaling NaN would otherwise cause a warning
+    with np.errstate(invalid="ignore"):
         return widened(dtype).view(np.float32).astype(np.float64)
 
 
