@@ -1,4 +1,4 @@
-"""Connect layers, schedules and trainers that use megatron-core to the tensor collector.
+"""Interface between the tensor collector and the layers, schedules and trainers of megatron-core.
 
 Collection works with any trainer built on megatron-core, because our layers and our schedule call
 these functions. Our own trainers call `configure` with their flags and `close` at the end. With any

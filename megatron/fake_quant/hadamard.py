@@ -122,7 +122,7 @@ class Hadamard:
 
 
 def _rotated(x: Tensor, transform: Hadamard, axis: int, *, inverse: bool) -> Tensor:
-    """Transform `x` along `axis`, with a fused kernel if there is one; the size must divide it."""
+    """Transform `x` along `axis`, whose length must be a multiple of the transform's size."""
     matrix = transform.matrix().t() if inverse else transform.matrix()
     factor = float(torch.tensor(1 / math.sqrt(transform.size)))  # rounded to float32
     if x.numel() == 0:

@@ -25,7 +25,7 @@ from megatron.fake_quant.scales import ScaleDescription, Scales
 
 
 class ScalingModule(Protocol):
-    """Functions that the module of every scaling provides."""
+    """Functions that a module must provide to implement a scaling."""
 
     def scale_down(self, blocks: Tensor, element: Any, scaling: Any) -> tuple[Tensor, Scales]:
         """Return float32 blocks scaled to the range of the element type, and the scales."""
@@ -41,7 +41,7 @@ class ScalingModule(Protocol):
 
 
 class BlockScalingModule(ScalingModule, Protocol):
-    """Functions that the module of a scaling with block scales provides."""
+    """Functions that a module must provide to implement a scaling that has block scales."""
 
     def stored_scales(self, scaling: Any) -> Tensor:
         """Return the factor that each scale code stands for, as float32; at least one is NaN."""

@@ -63,7 +63,7 @@ class Launch:
     master_port: int = 6000
 
     def check(self, parallelism: Parallelism) -> None:
-        """Refuse options that cannot connect the machines.
+        """Refuse a missing address of the first machine, or a node rank that is out of range.
 
         Raises:
             ConfigError: if the first machine's name is missing, or this machine's rank is invalid.

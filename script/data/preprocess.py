@@ -195,7 +195,7 @@ def attempt(settings: Settings) -> int:
         manifests = preprocess(settings)
     except DamagedStateError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
-        return status  # the run cannot be resumed, so print no such advice
+        return status  # skip the advice below to resume, because this run cannot be resumed
     except ValueError as error:
         print(f"[ERROR] {error}", file=sys.stderr)
     except OSError as error:

@@ -196,6 +196,7 @@ def test_a_full_disk_ends_the_collection_and_not_the_training(small_disk, caplog
     for _ in range(8):
         save(torch.randn(64, 16, 64))  # 256 KiB each
     session.end_iteration()
+    session.flush()  # the threads may still be writing
     found = records(small_disk)
     assert 0 < len(found) < 8
     for record in found:

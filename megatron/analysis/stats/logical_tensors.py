@@ -197,7 +197,7 @@ def _logical_tensor(rows: Sequence[Any], head_dims: dict[tuple[Any, ...], int]) 
 
 
 def _cuts(dims: Any) -> list[Cut] | None:
-    """Return the cuts that `dims` describes; None if `dims` is missing or cannot be parsed."""
+    """Return how `dims` divides a tensor among ranks; None if it is missing or invalid."""
     try:
         return parse_dims(dims) if isinstance(dims, str) else None
     except ValueError:

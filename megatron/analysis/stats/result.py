@@ -240,7 +240,8 @@ class FormatArrays:
     #: number of values by element code (`megatron.fake_quant.code_points`); empty for bf16 and fp16
     codes: Counts
     scales: Counts  #: [256] number of blocks by scale byte; empty without block scales
-    #: number of blocks by exponent(largest) - exponent(smallest nonzero), which is 0, 1, ...
+    #: number of blocks by dynamic range: element i counts the blocks in which
+    #: exponent(largest) - exponent(smallest nonzero) is i
     block_range: Counts
     #: number of blocks by log2(largest number * scale / amax), in the bins of `HEADROOM_EDGES`
     headroom: Counts

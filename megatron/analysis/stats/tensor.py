@@ -212,7 +212,7 @@ class _Measurement:
             give_back(piece, mapped=self.mapped)
 
     def group(self, group: Group, all_errors: FormatErrors) -> None:
-        """Add the errors of a group of block-scaled formats, for which values are counted once."""
+        """Add the errors of a group of block-scaled formats, in one pass over the values."""
         quantizers = [
             (fmt, make_quantizer(fmt, self.dtype, self.amax, group.emax)) for fmt in group.formats
         ]

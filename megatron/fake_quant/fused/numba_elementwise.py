@@ -105,7 +105,7 @@ def nearest_hifloat8(magnitude: Any) -> Any:
 
 @inlined
 def carries_by_low_bits(magnitude: Any, way: Any, source: Any) -> Any:
-    """Return whether hybrid rounding, by its rule SR14 or SR2, rounds up; see `hifloat8.py`.
+    """Return whether SR14 (float32) or SR2 (other dtypes) rounds up; see `hifloat8.py`.
 
     `way` is the distance from the neighbor below, in units of 2^-24 of the spacing.
     """

@@ -43,7 +43,7 @@ _ROUNDINGS = {
 }
 _LEAST = 1 << 15  #: minimum number of values for which another thread saves time
 
-Flat = NDArray[np.integer[Any]]  #: bits of a tensor's values, in the order of memory
+Flat = NDArray[np.integer[Any]]  #: bits of a tensor's values, in memory order
 
 
 def _finite_amax(src: Flat) -> Tensor:

@@ -95,7 +95,7 @@ def nearest_hifloat8(magnitude: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
 
 @compiled
 def carries_by_low_bits(magnitude: tl.tensor, way: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return whether hybrid rounding, by its rule SR14 or SR2, rounds up; see `hifloat8.py`.
+    """Return whether SR14 (float32) or SR2 (other dtypes) rounds up; see `hifloat8.py`.
 
     `way` is the distance from the neighbor below, in units of 2^-24 of the spacing.
     """

@@ -108,7 +108,7 @@ def _scaling(fmt: Format, element: ElementFormat) -> Constants:
 def _blocks(fmt: Format, shape: tuple[int, ...], axis: int, itemsize: int) -> LaunchConfig:
     """Return the launch configuration for blocks along `axis`, or for square blocks.
 
-    `shape` is the shape of the tensor, with its dimensions in the order of memory. Square blocks
+    `shape` is the shape of the tensor, with its dimensions in memory order. Square blocks
     extend over the last two dimensions.
     """
     assert isinstance(fmt.element, ElementFormat)
@@ -165,7 +165,7 @@ def _elements(fmt: Format, count: int, itemsize: int) -> LaunchConfig:
 def plan(fmt: Format, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> LaunchConfig:
     """Return the launch configuration for quantizing a tensor of this dtype.
 
-    `shape` and `axis` refer to the tensor's dimensions in the order of memory.
+    `shape` and `axis` refer to the tensor's dimensions in memory order.
 
     Raises:
         ValueError: if there is no CUDA kernel for the format's rounding mode.

@@ -119,7 +119,7 @@ def _tile(
     finite_counts: Any,
     became: Any,
 ) -> None:
-    """Quantize at most TILE neighboring bit patterns with one scale class, and add their errors.
+    """Quantize up to TILE consecutive bit patterns with the same scale, and add up their errors.
 
     Each loop writes to only one array. If a loop wrote to several arrays, the compiler could not
     rule out that they overlap, and would not vectorize the loop.

@@ -3,9 +3,8 @@
 The inputs are the float32 bits of a value and the *scale class* of its block, or class for short.
 The class identifies the scale of the block by the byte that the format stores for it. This is an
 E8M0 byte in formats with E8M0 scales, the code of an E4M3 number in nvfp4, and 0 in formats without
-block scales. Formats
-that are counted together share one class per block; the E8M0 byte of each format differs from the
-class by a constant (see `format_groups.Group.emax`).
+block scales. Formats that are counted together share one class per block; the E8M0 byte of each
+format differs from the class by a constant (see `format_groups.Group.emax`).
 
 The quantized value depends only on the bits and the class, and so does whether the value underflows
 or is clipped. Millions of values can therefore be counted by bit pattern and class first, and only
