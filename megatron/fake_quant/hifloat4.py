@@ -135,7 +135,7 @@ def describe(fmt: Format, scaling: GroupScaling, element: ElementFormat) -> Scal
     """Return a description of the three levels of scales."""
     return ScaleDescription(
         "HiFloat4, arXiv 2602.11287 algorithm 1",
-        f"E6M2 per {scaling.size} values, 1 bit per 8, 1 bit per 4",
+        f"E6M2 per {scaling.size} values, plus 1 bit per 8 and 1 bit per 4",
         f"{block_shape(fmt)}, E6M2; one bit of exponent for each 8 of them, one for each 4",
         (
             (

@@ -94,7 +94,7 @@ def describe(fmt: Format, scaling: TensorScaling, element: Element) -> ScaleDesc
     source = "FP8, arXiv 2209.05433; scale as in Transformer Engine's current scaling"
     if element.source is not None:
         source = f"{element.source}; scale as in Ascend's tensor-wise recipe"
-    brief = f"float32 per tensor, maximum to {scaling.target:g}"
+    brief = f"float32 per tensor, maps the maximum to {scaling.target:g}"
     found = f"{scaling.target:g} / its largest finite magnitude"
     if scaling.power_of_two:
         brief += ", a power of two"

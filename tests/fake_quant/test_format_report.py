@@ -76,8 +76,14 @@ def precision(name: str) -> list[list[str]]:
         ("mxfp6_e3m2:rceil", {"bits per value": "6.25", "scale": "E8M0 per 32 values, rceil"}),
         ("mxfp4:sr", {"rounding, overflow": "stochastic, saturates"}),
         ("hifp8:hr:inf", {"largest": "2^15", "rounding, overflow": "hybrid, to Inf"}),
-        ("hifp8:t15", {"bits per value": "8", "scale": "float32 per tensor, maximum to 15"}),
-        ("fp8_e5m2:pow2", {"scale": "float32 per tensor, maximum to 57344, a power of two"}),
+        (
+            "hifp8:t15",
+            {"bits per value": "8", "scale": "float32 per tensor, maps the maximum to 15"},
+        ),
+        (
+            "fp8_e5m2:pow2",
+            {"scale": "float32 per tensor, maps the maximum to 57344, a power of two"},
+        ),
         ("mxint8", {"largest": "1.984375", "smallest": "2^-6"}),
         ("hifp8", {"aliases": "hif8, hifloat8", "smallest normal": "2^-15", "smallest": "2^-22"}),
     ],
