@@ -12,6 +12,7 @@ import io
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections import Counter
@@ -104,6 +105,7 @@ def _begin(order: Order) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
+    sys.unraisablehook = _report_unraisable
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     order.figure_data.progress = False
@@ -119,6 +121,16 @@ def _stop(*_: object) -> None:
     _order.clear()
     if _making:
         raise KeyboardInterrupt
+
+
+def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """Report an exception that Python drops, except an interrupt of a callback or destructor.
+
+    Python drops a KeyboardInterrupt that `_stop` raises while a weak reference's callback runs. The
+    cleared `_order` then ends the drawing before the next figure.
+    """
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
 
 
 def _end_with_parent() -> None:
@@ -163,6 +175,8 @@ def make(name: str, order: Order) -> Made:
             made.files.append(write_report(order.figure_data, order.output / "report.html"))
         else:
             for title, draw in OUTPUTS[name].load()(order.figure_data):
+                if _making and not _order:  # a signal whose exception was dropped
+                    raise KeyboardInterrupt
                 _draw(f"{name}/{title}", draw, order, made)
     except (NothingToDrawError, UnreadableTensorError) as error:
         made.missing[name] = str(error)
