@@ -49,24 +49,7 @@ _WHOLE_NUMBERS = ("compared", "nonzero", "poisoned")
 _BLOCK_NUMBERS = FORMAT_COLUMNS[
     FORMAT_COLUMNS.index("blocks") : FORMAT_COLUMNS.index("headroom") + 1
 ]
-_MOMENTS = (
-    "count",
-    "finite",
-    "nan",
-    "inf",
-    "zeros",
-    "negative_zeros",
-    "min",
-    "max",
-    "mean",
-    "std",
-    "rms",
-    "amax",
-    "smallest",
-    "l1",
-    "skewness",
-    "kurtosis",
-)
+_MOMENTS = VALUE_COLUMNS[: VALUE_COLUMNS.index("kurtosis") + 1]
 
 
 class ResultColumns:
