@@ -35,7 +35,7 @@ _KINDS = {
 
 
 class NeverWaiting(io.BufferedReader):
-    """Reader that raises an error instead of waiting, for a file opened with O_NONBLOCK.
+    """Reader for files opened with O_NONBLOCK; it raises an error instead of waiting.
 
     Some files in /proc look like regular files, but reading them can wait without end. Python
     returns None for such a read.
@@ -80,7 +80,7 @@ def _escaped(character: str) -> str:
 
 
 def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
-    """Return the result of `stat` for a regular file, following links.
+    """Return the `os.stat` result of a path that must lead to a regular file; follow links.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -90,7 +90,7 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
         status = Path(path).stat()
     except FileNotFoundError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+    except (OSError, ValueError) as error:  # ValueError: null byte in the path
         raise UnusableFileError(path, _reason(error)) from None
     _refuse_special(path, status)
     return status
@@ -111,7 +111,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     except OSError as error:
         raise UnusableFileError(path, _reason(error)) from None
     try:
-        _refuse_special(path, os.fstat(number))  # the file may have been replaced since
+        _refuse_special(path, os.fstat(number))  # replaced since the first check?
         return NeverWaiting(io.FileIO(number, "rb"))
     except BaseException:
         os.close(number)
@@ -119,13 +119,14 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def refuse_special_files(folder: Path, *, concerns: Callable[[str], bool] = bool) -> None:
-    """Refuse a folder that contains anything but regular files and folders.
+    """Raise an error if a folder contains anything but regular files and folders.
 
     Call it before a library that opens every file in the folder.
 
     Args:
         folder: folder to check; a missing folder is not an error here.
-        concerns: returns whether an entry with a given name would be read; others are not checked.
+        concerns: returns whether the library would read an entry with this name; other entries are
+            not checked.
 
     Raises:
         UnusableFileError: if an entry is refused or cannot be checked; the message names it.
@@ -144,7 +145,7 @@ def refuse_special_files(folder: Path, *, concerns: Callable[[str], bool] = bool
 def walk(
     folder: str | os.PathLike[str], unreadable: Callable[[OSError], object]
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield each folder's path, the names of its subfolders and the names of its other entries.
+    """Yield the path, the subfolder names and the other entry names of every folder in a tree.
 
     This is `os.walk` without recursion: before Python 3.12, a thousand nested folders cause a
     RecursionError in `os.walk`. Links to folders are listed but not followed. The caller may remove
@@ -176,7 +177,7 @@ def walk(
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # for example, for a link that leads back to itself
+    except OSError:  # for example, a link that leads back to itself
         return False
 
 
@@ -216,7 +217,7 @@ def read_text(path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT) -> str:
 def read_json(
     path: str | os.PathLike[str], *, limit: int = TEXT_LIMIT, depth: int = DEPTH_LIMIT
 ) -> Any:
-    """Return the value in a JSON file.
+    """Return the parsed content of a JSON file.
 
     Duplicate keys, lone surrogates and more than `depth` nested levels are refused.
 
@@ -233,7 +234,7 @@ def read_json(
 
 
 def parse_json(text: str, *, depth: int = DEPTH_LIMIT) -> Any:
-    """Return the value of a JSON string, with the same restrictions as `read_json`.
+    """Return the value that JSON text represents, with the same restrictions as in `read_json`.
 
     Raises:
         ValueError: if the text is not JSON or is refused; the message gives the reason and, if
@@ -257,7 +258,10 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_values(value: Any, depth: int) -> None:
-    """Refuse values with lone surrogates or more than `depth` nested levels, without recursion."""
+    """Raise ValueError if a value has lone surrogates or more than `depth` nested levels.
+
+    The check does not use recursion.
+    """
     level = [value]
     for _ in range(depth + 1):
         _refuse_surrogates(item for item in level if isinstance(item, str))

@@ -1,4 +1,4 @@
-"""Parse the command lines of all programs, and keep them running when nobody reads their output.
+"""Parse command lines, and keep programs running after the reader of their output has exited.
 
 Options may be written with underscores instead of hyphens, because Megatron-LM and older scripts of
 this project use underscores. The error for an unknown option suggests similar known options.
@@ -47,7 +47,7 @@ def _folded(name: str) -> str:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Parser with error messages of the form `[ERROR] problem; what to do`.
+    """Command-line parser with error messages of the form `[ERROR] problem; what to do`.
 
     Options may be written with underscores instead of hyphens.
     """
@@ -72,7 +72,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self._error_type = error_type
 
     def error(self, message: str) -> NoReturn:
-        """Raise an exception of the chosen type, or print the message and exit with status 2."""
+        """Raise `error_type` with the message; if it is None, print the message and exit with 2."""
         text = f"{message}; {self._advice or f'see {self.prog} --help'}"
         if self._error_type is not None:
             raise self._error_type(text)
@@ -104,7 +104,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return list(options)
 
     def _respelled(self, words: Sequence[str]) -> list[str]:
-        """Return the command-line arguments with the options spelled as this parser knows them.
+        """Return the command-line arguments with every option spelled as in its definition.
 
         Arguments after `--` stay unchanged. The parser's own spelling may contain underscores, as
         some of Megatron-LM's options do.
@@ -131,14 +131,14 @@ def about_unknown(words: Sequence[str], options: Iterable[str]) -> str:
 
 
 class _Outliving(io.FileIO):
-    """Raw file whose output is discarded once the reader of its pipe has exited."""
+    """Raw file that discards its output once the process that reads its pipe has exited."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
             nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self.fileno())  # so that child processes write to it too
+            os.dup2(nothing, self.fileno())  # child processes then write there too
             os.close(nothing)
             return memoryview(data).nbytes
 

@@ -29,15 +29,15 @@ CPU = torch.device("cpu")
 #: Environment variable that disables torch.compile, which megatron-core uses for fused functions.
 #: On a CPU, compiling takes longer than training a small model; set it to 0 to compile anyway.
 DYNAMO = "TORCHDYNAMO_DISABLE"
-#: Module that warns whenever a seeded region uses the CPU's random generator. Here the CPU is the
-#: device, so the warning would appear once per layer.
+#: Module that warns if the CPU's random state changes while a CUDA random state is active. Without
+#: CUDA, both are the same state, so the warning would appear once per layer.
 SEED_TRACKER = "megatron.core.tensor_parallel.random"
 _tensor_type = torch.Tensor.type
 _active = False
 
 
 class _Stream:
-    """Stand-in for a CUDA stream on the CPU; all work completes at once, so nothing waits."""
+    """Stand-in for a CUDA stream on the CPU; all work completes immediately, so nothing waits."""
 
     cuda_stream = 0
 
@@ -169,7 +169,7 @@ def _is_no_shared_generator_warning(record: logging.LogRecord) -> bool:
 
 
 def activate() -> bool:
-    """Replace the torch names that megatron-core uses; return False if that was done before.
+    """Replace the torch names listed in `NAMES`; return False if they were already replaced.
 
     Call it before importing megatron-core, which decides at import whether to compile its fused
     functions.

@@ -1,4 +1,4 @@
-"""Define the on-disk format of a collection: file names, metadata and indexes.
+"""Define the on-disk format of collected tensors: file names, metadata and indexes.
 
 Each tensor has one `.pt` file, `{"tensor": Tensor, "metadata": {...}}`, which plain torch loads
 with `weights_only=True`. The folder also contains a run card, `run_<run_id>.json`, and one
@@ -87,11 +87,11 @@ COMPONENTS = {"attention": "FA", "linear": "linear"}  #: file-name component of 
 TIMESTAMP = "%Y%m%d_%H%M%S"  #: `strftime` format of the time in file names
 PARTIAL_SUFFIX = ".partial"  #: suffix of a file that is still being written; readers skip it
 
-LINE_LIMIT = 1 << 18  #: maximum length of an index line, in bytes; a typical record has 900
+LINE_LIMIT = 1 << 18  #: maximum length of an index line, in bytes; a typical line has 900
 LINES_LIMIT = 1_000_000  #: maximum number of lines in an index file (one rank of one run)
 INDEX_LIMIT = 4 << 30  #: maximum size of an index file, in bytes
 
-_BATCH = 1 << 20  #: number of bytes of an index that are read at a time
+_BATCH = 1 << 20  #: number of bytes read from an index at a time
 
 
 def operation_of(tensor_name: str) -> str:
@@ -240,7 +240,8 @@ def read_index(path: Path) -> Iterator[dict[str, Any]]:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the events of one index file, such as `{"event": "limited", "why": ...}`.
 
-    The other events are `failed` and `dropped`. Readers ignore unknown events.
+    The other events are `dropped`, `failed`, `switched`, `kept`, `let_go` and `left_out`. Readers
+    ignore unknown events.
 
     Raises:
         ValueError: as in `read_index`.
@@ -277,7 +278,7 @@ def read_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def _check_size(path: Path) -> None:
-    """Refuse an index with more lines or bytes than any run writes, before parsing it."""
+    """Raise UnusableFileError if an index has more lines or bytes than any run writes."""
     lines = total = 0
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > INDEX_LIMIT:
@@ -305,7 +306,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parsed(path: Path, lines: list[bytes], first: int, *, last: bool) -> list[dict[str, Any]]:
-    """Parse a batch of lines of an index.
+    """Return the JSON objects in a batch of lines of an index.
 
     Args:
         path: path of the index, for error messages.

@@ -27,7 +27,7 @@ from megatron.tensor_record import TensorRecord
 logger = logging.getLogger(__name__)
 
 THREADS = 3  #: number of writer threads: one computes a checksum while two wait for the disk
-PATIENCE = 300.0  #: duration without progress after which the disk counts as dead, in seconds
+PATIENCE = 300.0  #: time without progress after which the disk is considered dead, in seconds
 
 
 class Writer:
@@ -52,18 +52,18 @@ class Writer:
     def hold(
         self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
     ) -> HostCopy | None:
-        """Return a host copy of a tensor and its scales, or None if memory has no room for it."""
+        """Copy a tensor and its scales to host memory; return None if there is no room for them."""
         raise NotImplementedError
 
     def submit(self, copy: HostCopy, record: TensorRecord) -> None:
-        """Queue a copy for writing; its memory is released afterward."""
+        """Queue a copy for writing; its memory is released after the write."""
         raise NotImplementedError
 
     def fail(self, why: str) -> None:
         """Stop writing; the message `why` says what happened and what to do."""
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add an event to the index."""
+        """Append an event, such as a reached limit, to the index file."""
 
     def write_run_card(self, card: dict[str, Any], *, last: bool) -> None:
         """Write the run card or replace the existing one."""
@@ -97,12 +97,12 @@ class BackgroundWriter(Writer):
             writer: writes one record to disk.
             memory: pool of host memory for the copies.
             complete: adds to an event the fields that every line of the index has.
-            patience: duration without progress after which the disk counts as dead, in seconds.
+            patience: time without progress after which the disk is considered dead, in seconds.
             longest: maximum time that training may wait per iteration, in seconds.
         """
         self.memory = memory
         self._longest = longest
-        self._waited = 0.0  #: time that training has waited in this iteration, in seconds
+        self._waited = 0.0  #: seconds that training has waited for the disk in this iteration
         self._writer = writer
         self._complete = complete
         self._patience = patience
@@ -111,7 +111,7 @@ class BackgroundWriter(Writer):
         self._threads: list[threading.Thread] = []
         self._index = threading.Lock()
         self._events: deque[dict[str, Any]] = deque()  #: events not yet written to the index
-        self._dead = False  #: whether the disk counts as dead, so that a file-system call may hang
+        self._dead = False  #: whether the disk is considered dead, so that calls to it may hang
 
     @property
     def records(self) -> int:  # type: ignore[override]
@@ -129,13 +129,16 @@ class BackgroundWriter(Writer):
         return self._writer.records, self._writer.bytes
 
     def begin_iteration(self) -> None:
-        """Reset the waiting time; the ranks have just synchronized, so none waits for this rank."""
+        """Reset the time that training has spent waiting for the disk.
+
+        The ranks have just synchronized, so no other rank is waiting for this one.
+        """
         self.slow, self._waited = None, 0.0
 
     def hold(
         self, tensor: torch.Tensor, scales: dict[str, torch.Tensor], evict: Callable[[], bool]
     ) -> HostCopy | None:
-        """Return a host copy of a tensor and its scales; if memory is short, wait for the disk.
+        """Copy a tensor and its scales to host memory; if memory is short, wait for pending writes.
 
         Args:
             tensor: a tensor that training may change afterward.
@@ -163,7 +166,7 @@ class BackgroundWriter(Writer):
         return copy
 
     def submit(self, copy: HostCopy, record: TensorRecord) -> None:
-        """Queue a copy for writing; its memory is released afterward."""
+        """Queue a copy for writing; its memory is released after the write."""
         with self.memory.changed:
             if self.error is None:
                 if self.pending == 0:
@@ -176,7 +179,7 @@ class BackgroundWriter(Writer):
         copy.release()
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add an event to the index; if the disk refuses it now, keep it for a later attempt."""
+        """Append an event to the index file; if that fails, keep the event for a later attempt."""
         self._events.append(self._complete(line))
         self._write_events()
 
@@ -192,12 +195,12 @@ class BackgroundWriter(Writer):
             self._index.release()
 
     def write_run_card(self, card: dict[str, Any], *, last: bool) -> None:
-        """Write the run card or replace the existing one, unless the disk is dead."""
+        """Write the run card or replace the existing one, unless the disk does not respond."""
         if not self._dead:
             self._writer.write_run_card(card, last=last)
 
     def wait(self) -> None:
-        """Block training until all records are written or the time allowed for waiting is over."""
+        """Block training until all records are written or training may wait no longer."""
         while self.pending and self._let_training_wait():
             pass
 
@@ -216,7 +219,7 @@ class BackgroundWriter(Writer):
         self.drain()
         for _ in self._threads:
             self._jobs.put(None)
-        if not self._dead:  # a writer thread may hang in a call to a dead disk
+        if not self._dead:  # a thread that writes to a dead disk may never end
             for thread in self._threads:
                 thread.join(self._patience)
             self._dead = any(thread.is_alive() for thread in self._threads)
@@ -225,7 +228,7 @@ class BackgroundWriter(Writer):
             self._writer.close()
 
     def _let_training_wait(self) -> bool:
-        """Wait until a write finishes; return False if writing has stopped or time has run out."""
+        """Wait until a write finishes; return False if writing has stopped or time is up."""
         began = time.monotonic()
         finished = self._wait_for_one(began + self._longest - self._waited)
         self._waited += time.monotonic() - began
@@ -238,9 +241,9 @@ class BackgroundWriter(Writer):
         return finished
 
     def _wait_for_one(self, end: float) -> bool:
-        """Wait for a write, at most until the monotonic time `end`; return True if one finished.
+        """Wait until a write finishes or the monotonic time is `end`; return True if one finished.
 
-        Return False at the end of that time, or if writing has stopped.
+        Return False at the time `end`, or if writing has stopped.
         """
         with self.memory.changed:
             before = self.pending
@@ -248,7 +251,7 @@ class BackgroundWriter(Writer):
                 now = time.monotonic()
                 if now >= end:
                     return False
-                # A slow disk takes long to write a large file; it is alive while it accepts data.
+                # A slow disk takes long to write a large file; while it accepts data, it is alive.
                 left = max(self._latest, self._writer.latest) + self._patience - now
                 if left <= 0:
                     break
@@ -271,7 +274,7 @@ class BackgroundWriter(Writer):
         )
         try:
             thread.start()
-        except RuntimeError:  # The thread limit is reached, or Python 3.12 is shutting down.
+        except RuntimeError:  # thread limit, or shutdown of Python 3.12 or newer
             if not self._threads:
                 self._jobs.put(None)
                 self._run()
@@ -305,7 +308,7 @@ class BackgroundWriter(Writer):
         self.fail(f"cannot write to {folder}: {why}; {advice}")
 
     def fail(self, why: str) -> None:
-        """Stop writing and log the reason; calls after the first one do nothing.
+        """Stop writing and log the reason; only the first call has an effect.
 
         The message `why` says what happened and what to do.
         """

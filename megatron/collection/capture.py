@@ -31,7 +31,7 @@ class Sink(Protocol):
     def save(
         self, tensor: torch.Tensor, *, scales: dict[str, torch.Tensor] | None = None, **fields: Any
     ) -> None:
-        """Write one tensor and, for quantized codes, their scales.
+        """Write one tensor; if it contains quantized codes, also write their scales.
 
         The layer provides `fields`, its part of the record.
         """
@@ -109,7 +109,7 @@ class Capture:
         )
 
     def codes(self, operation: str) -> Observer | None:
-        """Return an observer that saves the quantized codes of a matmul's operands.
+        """Return an observer (callback) that saves the quantized codes of a matmul's operands.
 
         `quantize` computes the codes from the same tensor and random bits as the matmul's
         `fake_quantize`, so the decoded values are identical bit for bit.
@@ -132,7 +132,7 @@ class Capture:
             try:
                 packed = quantize(x, operand.format, axis, seed=seed)
             except torch.OutOfMemoryError as error:
-                # Only the collection has run out of device memory; training itself fits.
+                # The device has no memory left for the codes, but training can continue.
                 self._sink.give_up(f"no memory on the device for {names[slot]}: {error}")
                 return
             self._save(
@@ -155,13 +155,17 @@ class Capture:
         return observe
 
     def watch_operand(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> torch.Tensor:
-        """Return `tensor` unchanged; in the backward pass, save its gradient from this use only."""
+        """Return a view of `tensor`, and save the gradient of this view in the backward pass.
+
+        Gradients from other uses of `tensor` are not included. If there is nothing to save, return
+        `tensor` itself.
+        """
         if not (_has_gradient(tensor) and self._sink.takes(tensor_name)):
             return tensor
         return _Watch.apply(tensor, self._hook(tensor_name, how))
 
     def watch_result(self, tensor: torch.Tensor, tensor_name: str, **how: Any) -> None:
-        """Save the gradient of `tensor`, summed over all uses of the tensor.
+        """In the backward pass, save the gradient of `tensor`, summed over all uses of the tensor.
 
         A tensor hook is used instead of an autograd node, because later code may modify the result
         in place. Autograd forbids that for the view that a node would return.
@@ -201,7 +205,7 @@ class _Watch(torch.autograd.Function):
 
 
 def over_context(dims: str, coordinates: dict[str, int]) -> str:
-    """Return `dims` with `s` replaced by `s[cp:zigzag]` if context parallelism is used.
+    """Mark the sequence dimension in `dims` as `s[cp:zigzag]` if context parallelism is used.
 
     Context parallelism splits every sequence into 2 * cp chunks; rank r holds the chunks r and
     2 * cp - 1 - r.
@@ -212,7 +216,7 @@ def over_context(dims: str, coordinates: dict[str, int]) -> str:
 
 
 def global_shape(shape: list[int], dims: str, coordinates: dict[str, int]) -> list[int]:
-    """Return the shape of the unsharded tensor.
+    """Return the shape of the unsharded tensor, given the shape of one shard.
 
     A dimension marked `[tp]` is multiplied by the size of the group. The mark `[tp:2]` means that
     each shard exists twice in the group, so the factor is half as large.

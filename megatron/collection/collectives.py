@@ -1,4 +1,4 @@
-"""Exchange small values between all ranks, so that they make the same decisions.
+"""Exchange small values between the ranks, so that all ranks make the same decisions.
 
 If torch.distributed is initialized, every public function must be called on all ranks.
 """

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Collector:
-    """Collector of the tensors of one rank, which passes the selected ones to the writer."""
+    """Collector that selects tensors of one rank and passes them to the writer."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Collector:
         )
 
     def _complete(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return `event` with the fields that every index line has: run ID, rank and time."""
+        """Add the fields that every index line has to `event`: run ID, rank and time."""
         now = {"run_id": self.run_id, "rank": self.coordinates, "wall_time": time.time()}
         return event | now
 
@@ -126,7 +126,7 @@ class Collector:
 
     @property
     def complete(self) -> bool:
-        """True once `control_iter` iterations have been collected; equal on all ranks."""
+        """True once `control_iter` iterations have been collected; the same on all ranks."""
         return 0 < self.settings.control_iter <= self.collected
 
     @property
@@ -135,11 +135,11 @@ class Collector:
         return self._ring is not None
 
     def begin_iteration(self) -> None:
-        """Prepare for a new iteration. With a flag file, it must be called on all ranks."""
+        """Prepare for a new iteration. With `--collect-flag-file`, must be called on all ranks."""
         self._writer.begin_iteration()
         if self._flag is not None and self._flag.look():
             state = "on" if self._flag.on else "off"
-            if self.is_first:  # a warning is visible even if logging is not configured
+            if self.is_first:  # warnings are visible even if logging is not configured
                 logger.warning("collection %s from iteration %d on", state, clock.iteration)
             self._writer.append({"event": "switched", "to": state, "iteration": clock.iteration})
         self._weights.begin_iteration()
@@ -265,7 +265,7 @@ class Collector:
             ring.lose(size, fields)
 
     def _submit_if_it_fits(self, copy: HostCopy, fields: dict[str, Any]) -> bool:
-        """Submit a tensor from the ring buffer if the limits allow it; return True if they do."""
+        """Queue a tensor from the ring buffer for writing; return False if a limit forbids that."""
         fits = self.error is None and self._budget.take(copy.nbytes, fields)
         if fits:
             self._submit(copy, fields)

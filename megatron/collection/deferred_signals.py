@@ -1,4 +1,4 @@
-"""Defer the exceptions of signal handlers while the collection must not be interrupted.
+"""Defer exceptions from signal handlers while the collection must not be interrupted.
 
 A signal handler may raise an exception between any two instructions of the main thread, even
 between acquiring a lock and entering the block that releases it. The writer threads would then wait
@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class _DeferredSignals:
-    """Reentrant context manager that defers signal handlers' exceptions to the end of `with`.
+    """Reentrant context manager that defers exceptions from signal handlers until it exits.
 
     Use it in the main thread, which runs all signal handlers.
     """
@@ -19,7 +19,7 @@ class _DeferredSignals:
         self._late: BaseException | None = None
 
     def interrupt(self, error: BaseException) -> None:
-        """Raise `error` now, or at the end of the `with` block that is active.
+        """Raise `error` now, or at the end of the outermost active `with` block.
 
         Signal handlers call this method.
         """

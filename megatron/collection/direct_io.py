@@ -1,4 +1,4 @@
-"""Write files without the system's page cache if the file system allows it (O_DIRECT, open(2)).
+"""Write files with O_DIRECT, which bypasses the page cache, if the file system allows it.
 
 A dump is read later, if at all. Writing through the page cache would take three times the CPU time
 and evict the training data from memory. Gigabytes would also wait in the cache for the disk, and
@@ -17,8 +17,8 @@ from types import TracebackType
 
 import numpy as np
 
-PIECE = 4 << 20  #: size of one write, in bytes; smaller files are written through the cache
-#: Alignment of addresses, offsets and lengths that O_DIRECT requires, in bytes.
+PIECE = 4 << 20  #: size of one write, in bytes; smaller files use the page cache
+#: Alignment in bytes that O_DIRECT requires of addresses, offsets and lengths.
 _UNIT = mmap.PAGESIZE
 #: Error numbers with which a file system refuses O_DIRECT.
 _REFUSALS = (
@@ -28,7 +28,7 @@ _REFUSALS = (
 
 
 class _Buffers(threading.local):
-    """Thread-local write buffer, which a thread reuses for all its files."""
+    """Thread-local write buffer, which each thread reuses for all files that it writes."""
 
     def __init__(self) -> None:
         memory = mmap.mmap(-1, PIECE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # page-aligned memory
@@ -90,7 +90,7 @@ class DirectFile:
         new = np.frombuffer(data, np.uint8)
         while new.size:
             part = new[: PIECE - self._filled]
-            # Unlike a memoryview, NumPy releases the GIL while it copies.
+            # NumPy releases the GIL while it copies; a memoryview does not.
             np.copyto(self._piece[self._filled : self._filled + part.size], part)
             self._filled += part.size
             new = new[part.size :]
@@ -106,13 +106,13 @@ class DirectFile:
         self._use_cache(True)
         self._put(self._piece[pages : self._filled])
         # Start writing the cached part to disk now, while the next file is being filled. Otherwise
-        # Linux delays it by many seconds, and then all later writes wait for the disk.
+        # Linux delays this by many seconds, and all later writes then wait for the disk.
         if hasattr(os, "posix_fadvise"):  # missing on macOS
             with contextlib.suppress(OSError):  # a failure loses no data
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _put(self, data: np.ndarray) -> None:
-        """Write all of `data`, without the page cache as long as O_DIRECT is possible."""
+        """Write all of `data`; if O_DIRECT fails midway, continue through the page cache."""
         while data.size:
             try:
                 taken = self._file.write(data.data)
@@ -123,7 +123,7 @@ class DirectFile:
                 continue
             self._progress()
             data = data[taken:]
-            if taken % _UNIT:  # An almost full disk may accept part of the data.
+            if taken % _UNIT:  # An almost full disk may accept only part of the data.
                 self._never_direct()
 
     def _never_direct(self) -> None:
@@ -131,7 +131,7 @@ class DirectFile:
         self._use_cache(True)
 
     def _use_cache(self, use: bool) -> None:
-        """Clear O_DIRECT if `use` is True; otherwise set it if the file system allows that."""
+        """Clear the file's O_DIRECT flag if `use` is True; otherwise try to set the flag."""
         if self._direct != use:
             return
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)

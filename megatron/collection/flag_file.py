@@ -1,4 +1,4 @@
-"""Switch the collection of a running job on and off with a file; it is on while the file exists.
+"""Switch the collection of a running job on and off by creating and removing a file.
 
     touch collect_now        collect from the next iteration on
     rm collect_now           stop collecting after this iteration
@@ -13,7 +13,7 @@ from megatron.collection.collectives import first_rank_says
 
 
 class FlagFile:
-    """Flag file that switches the collection on and off, with its state at the last check."""
+    """File whose existence switches the collection on, and the result of the last check."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -43,7 +43,10 @@ class FlagFile:
         return cls(Path(path))
 
     def look(self) -> bool:
-        """Update `on` and return whether it has changed. Must be called on all ranks."""
+        """Check for the file and return whether it appeared or disappeared since the last check.
+
+        Must be called on all ranks.
+        """
         before, self.on = self.on, first_rank_says(self._is_there)
         return before != self.on
 

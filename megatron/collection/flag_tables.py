@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "collection.md"
 DRIVER = REPO / "run_tensor_collection.sh"
 MARK = "<!-- python -m megatron.collection.flag_tables -->\n"
-INDENT = 27  #: width of the column with the flags in the driver's manual, in characters
+INDENT = 27  #: width of the manual's column of flags, in characters
 WIDTH = 100
 
 
@@ -34,12 +34,12 @@ def markdown() -> str:
 
 
 def manual(topic: Topic) -> str:
-    """Return the lines that describe the flags of one section of the driver's manual."""
+    """Return the flag descriptions for one section of the manual in run_tensor_collection.sh."""
     return "".join(_entry(flag) for flag in FLAGS if flag.topic is topic)
 
 
 def _entry(flag: Flag) -> str:
-    """Return the manual's lines on one flag; several values are shown as a comma-separated LIST."""
+    """Return the manual's lines on one flag; a flag with several values is shown with LIST."""
     option = f"{flag.option} {'LIST' if flag.many else flag.metavar}"
     columns = WIDTH - INDENT - len("#   ")
     lines = textwrap.wrap(flag.brief, columns, break_long_words=False, break_on_hyphens=False)
@@ -59,9 +59,9 @@ def updated_page(text: str) -> str:
 
 
 def updated_driver(text: str) -> str:
-    """Return the text of script/driver.sh with the flags in its manual updated.
+    """Return the text of run_tensor_collection.sh with the flags in its manual updated.
 
-    In each section, the flags of the collection follow the heading directly; the driver's own
+    In each section, the flags of the collection follow the heading directly; the script's own
     options come after them.
     """
     for topic in Topic:

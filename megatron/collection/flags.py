@@ -1,4 +1,6 @@
-"""Table of all flags of the tensor collection: name, type, default, help and reading function.
+"""Table of all command-line flags of the tensor collection.
+
+An entry has the name, type, default and help of a flag, and names the function that reads it.
 
 The parser of `pretrain_gpt.py`, the drivers, `settings.read_settings`, the size estimate of a
 collection, docs/collection.md and the tests use this table. To add a flag, add an entry here and a
@@ -13,7 +15,7 @@ from typing import Any
 
 
 class Reader(Enum):
-    """Function that reads the value of a flag; the function's name omits `megatron.collection`."""
+    """Dotted name of the function that reads a flag, without the prefix `megatron.collection.`"""
 
     SESSION = "session.configure"
     SELECTION = "selection.Selection.parse"
@@ -23,12 +25,12 @@ class Reader(Enum):
 
 
 class Topic(Enum):
-    """Section of the driver's manual that describes a flag."""
+    """Section of the manual in run_tensor_collection.sh that describes a flag."""
 
     WHAT = "What to collect"
     WHEN = "When"
     HOW_MUCH = "How much"
-    NONE = ""  #: for flags that the manual omits, because the driver sets them itself
+    NONE = ""  #: for flags that the manual omits, because the script sets them itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +41,9 @@ class Flag:
     type: type  #: type of one value; bool for a flag without a value
     default: Any = None
     many: bool = False  #: whether the flag accepts several values
-    metavar: str = ""  #: placeholder for the value in `--help`; empty for a flag without one
+    metavar: str = ""  #: placeholder for the value in `--help`; empty for a flag without a value
     help: str  #: description in `pretrain_gpt.py --help` and docs/collection.md
-    brief: str = ""  #: description in the driver's manual
+    brief: str = ""  #: description in the manual of run_tensor_collection.sh
     topic: Topic = Topic.NONE
     reader: Reader
 

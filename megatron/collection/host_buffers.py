@@ -62,10 +62,10 @@ class HostBuffers:
         self._spare_bytes = 0
 
     def copy(self, tensor: torch.Tensor, make_room: Callable[[], bool]) -> HostCopy | None:
-        """Return a contiguous copy of `tensor`; copies from a CUDA device complete later.
+        """Return a contiguous copy of `tensor`; a copy from a CUDA device is asynchronous.
 
-        Such a copy is queued on the current stream, so that later writes to the tensor happen after
-        it. Call `HostCopy.wait` before reading it.
+        An asynchronous copy is queued on the current stream, so that later writes to the tensor
+        happen after it. Call `HostCopy.wait` before reading it.
 
         Args:
             tensor: a tensor on any device, with any strides.
@@ -85,9 +85,9 @@ class HostBuffers:
         copied = None
         if pinned:
             stream = torch.cuda.current_stream(tensor.device)
-            # Otherwise the stream on which `tensor` was allocated could reuse its memory too early.
+            # Otherwise torch could reuse the memory of `tensor` before the copy is complete.
             tensor.record_stream(stream)
-            copied = torch.cuda.Event(blocking=True)  # waiting threads sleep instead of spinning
+            copied = torch.cuda.Event(blocking=True)  # waiting threads sleep, not spin
             copied.record(stream)
         return HostCopy(copy, self, buffer, kind, copied)
 

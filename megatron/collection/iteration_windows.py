@@ -50,7 +50,7 @@ class Iterations:
 
     @classmethod
     def parse(cls, spec: str | None, start: int | None, every: int | None) -> "Iterations":
-        """Parse --collect-iterations (`spec`), or else --collect-start and --collect-every.
+        """Parse --collect-iterations (`spec`) or, without it, --collect-start and --collect-every.
 
         Raises:
             ValueError: if a value is invalid, the windows overlap or are not in ascending order, or
@@ -104,7 +104,7 @@ def _window(part: str, spec: str) -> range:
 
 
 def how_many(control_iter: int | None, iterations: Iterations, done: int) -> int:
-    """Return the number of iterations to collect before training stops; 0 if it does not stop.
+    """Return the number of iterations to collect before training stops; 0 for no limit.
 
     Args:
         control_iter: requested number; None stands for all iterations that --collect-iterations
@@ -131,7 +131,7 @@ def how_many(control_iter: int | None, iterations: Iterations, done: int) -> int
 def check_in_run(
     iterations: Iterations, control_iter: int, done: int, train_iters: int | None
 ) -> None:
-    """Refuse a selection that this run cannot collect because training ends too early.
+    """Raise ValueError if training ends before the requested iterations are collected.
 
     Args:
         iterations: the selected iterations.

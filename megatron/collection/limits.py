@@ -20,9 +20,9 @@ from megatron.collection.memory_limit import machine_memory
 
 GIB = 1 << 30
 ENDLESS = 2.0**60  #: upper bound for a limit, in files or GiB; a larger value is an error
-OVERHEAD = 4096  #: upper bound for the size of a file beyond its tensor, in bytes
+OVERHEAD = 4096  #: upper bound for the bytes in a file in addition to the tensor
 KEEP_FREE = 1.0  #: disk space that stays free by default, in GiB
-KEEP_FREE_SHARE = 0.05  #: fraction of a disk that stays free by default if less than `KEEP_FREE`
+KEEP_FREE_SHARE = 0.05  #: fraction of a disk below 20 GiB that stays free by default
 HOST_SHARE = 0.1  #: fraction of the machine's memory that a collection may use by default
 
 
@@ -44,7 +44,7 @@ class Limits:
     max_bytes: int | None = None
     max_files: int | None = None
     keep_free: int | None = None  #: disk space that stays free, in bytes; 0 disables the check
-    host_bytes: int | None = None  #: host memory for tensors not yet written, in bytes
+    host_bytes: int | None = None  #: maximum memory for tensors not yet written, in bytes
 
     @classmethod
     def parse(
@@ -55,7 +55,7 @@ class Limits:
         collect_keep_free_gib: float | None = None,
         collect_max_host_gib: float | None = None,
     ) -> "Limits":
-        """Create the limits from the command-line flags that have the names of the parameters.
+        """Create the limits from command-line flags; each parameter is named after its flag.
 
         Raises:
             ValueError: if a limit is not a number or is out of range.

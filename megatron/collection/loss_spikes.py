@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-WINDOW = 32  #: number of values in the long median; 32 unusual values in a row set a new level
+WINDOW = 32  #: number of values in the long median; as many unusual ones in a row set a new level
 RECENT = 5  #: number of values in the short median
-ENOUGH = 8  #: number of normal values; with fewer, a jump must exceed the level by more
-NOISE = 12  #: number of times the noise by which a jump must exceed the level
+ENOUGH = 8  #: number of normal values below which a jump must exceed the level by more
+NOISE = 12  #: multiple of the noise by which a jump must exceed the level
 
 LOSS, GRAD_NORM = "loss", "gradient norm"
 
@@ -53,7 +53,7 @@ class Jumps:
     def parse(
         cls, collect_loss_jump: float | None = None, collect_grad_norm_jump: float | None = None
     ) -> "Jumps":
-        """Create the ratios from the command-line flags that have the names of the parameters.
+        """Create the ratios from command-line flags; each parameter is named after its flag.
 
         Raises:
             ValueError: if a factor is neither 0 nor a finite number above 1.
@@ -148,7 +148,7 @@ class _Watched:
 
 
 def _noise(steps: list[float]) -> float:
-    """Return the smaller of the mean rise and mean fall, so that a trend is not taken for noise."""
+    """Return the mean rise or the mean fall, whichever is smaller, because a trend is not noise."""
     if not steps:
         return 0.0
     rise, fall = (statistics.fmean(max(sign * step, 0.0) for step in steps) for sign in (1, -1))
@@ -156,10 +156,10 @@ def _noise(steps: list[float]) -> float:
 
 
 class LossSpikeDetector:
-    """Detector of unusual iterations; of consecutive unusual ones it reports only the first."""
+    """Detector that reports unusual iterations, but only the first of several in a row."""
 
     def __init__(self, jumps: Jumps, levels: Mapping[str, Sequence[float]] | None = None):
-        """Create a detector that starts with a resumed run's recent normal values, or with none."""
+        """Create a detector; `levels` contains the recent normal values of a resumed run."""
         levels = levels or {}
         self._watched = [
             _Watched(LOSS, jumps.loss, levels.get(LOSS, ())),

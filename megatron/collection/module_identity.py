@@ -62,8 +62,9 @@ def assign_identities(model: torch.nn.Module) -> None:
         if isinstance(module, Identified):
             module.identity = ModuleIdentity(name, -1)
         if isinstance(attention := getattr(module, "core_attention", None), Identified):
-            # If there are more ranks than query groups, the configuration of core attention has as
-            # many groups as ranks. Only the enclosing module knows the true number.
+            # If there are more tensor-parallel ranks than query groups, the configuration of core
+            # attention has as many groups as ranks. Only the enclosing module knows the true
+            # number.
             groups = attention.config.num_query_groups, module.config.num_query_groups
             attention.group_copies = groups[0] // groups[1]
     for local_name, layer in transformer_layers(model):
@@ -78,7 +79,7 @@ def assign_identities(model: torch.nn.Module) -> None:
 
 
 def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the name in the whole model and the parameter, for each parameter of this rank.
+    """Yield each parameter of this rank after its name in the whole model, as pairs.
 
     A shared parameter is yielded once.
     """

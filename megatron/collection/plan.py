@@ -1,4 +1,4 @@
-"""Determine how much a selection would write, without writing anything.
+"""Determine how many tensors and bytes a run would collect, without writing anything.
 
 The shapes of a matmul's tensors depend on the model, on every kind of parallelism, on recomputation
 and, with experts, on the data. The plan therefore uses no formulas: one iteration runs forward and
@@ -79,7 +79,7 @@ class Planner(Collector):
         self, settings: Settings, run_id: str, *, coordinates: Mapping[str, int] | None = None
     ):
         writer = CountingWriter()
-        self.counted = writer.counted  #: tensors that would have been written
+        self.counted = writer.counted  #: tensors that would be written
         super().__init__(settings, run_id, writer=writer, coordinates=coordinates, limited=False)
 
 
@@ -87,18 +87,18 @@ class Planner(Collector):
 class Segment:
     """Consecutive planned iterations, in each of which one rank writes the same number of bytes."""
 
-    start: int  #: index of the first iteration in the planned iterations
-    stop: int  #: index of the last iteration, plus 1
+    start: int  #: position of the first iteration in the list of planned iterations
+    stop: int  #: position after the last iteration
     #: Number of tensors in each iteration, by layer number, layer type and tensor name.
     tensors: Counter[tuple[int, str, str]]
-    bytes: Counter[tuple[int, str, str]]  #: size of these tensors' files, in bytes
+    bytes: Counter[tuple[int, str, str]]  #: total size of these tensors' files, in bytes
     held: int  #: host memory for all tensors of an iteration, in bytes
     largest: int  #: host memory for the largest tensor, in bytes
 
 
 @dataclass(frozen=True)
 class Share:
-    """Part of a plan that one rank writes, and the free space of that rank's disk."""
+    """Tensors and bytes that one rank would write, and the free space on that rank's disk."""
 
     rank: int
     segments: list[Segment]
@@ -109,7 +109,7 @@ class Share:
 
 @dataclass(frozen=True)
 class CollectionPlan:
-    """Collection plan of all ranks."""
+    """Iterations that would be collected, and what each rank would write in them."""
 
     iterations: Sequence[int]
     shares: list[Share]
@@ -123,7 +123,7 @@ def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[
     """
     left = settings.selection.iterations.after(done)
     most = settings.control_iter or train_iters
-    if settings.ring is not None:  # plan the iterations of one event
+    if settings.ring is not None:  # plan for one event, such as a loss spike
         most = settings.ring.iterations
     return list(islice(takewhile(lambda iteration: iteration <= train_iters, left), most))
 
@@ -131,7 +131,7 @@ def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[
 def make_plan(
     planner: Planner, iterations: Sequence[int], samples: int, done: int
 ) -> CollectionPlan:
-    """Return the collection plan of all ranks.
+    """Apply one counted iteration to all planned iterations, and gather the plans of all ranks.
 
     Must be called on all ranks, after `planner` has counted one iteration.
 
@@ -160,7 +160,7 @@ def _segments(
     samples: int,
     done: int,
 ) -> Iterator[Segment]:
-    """Yield segments of iterations whose tensor files have the same metadata size."""
+    """Yield segments: groups of consecutive iterations whose files have the same sizes."""
     sizes = _Sizes(counted)
     first = [record.sample_idx for record, _, _ in counted if record.sample_idx is not None] or [0]
     begun, last = 0, None

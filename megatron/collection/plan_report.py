@@ -47,7 +47,7 @@ def _table(title: str, rows: Iterable[tuple[Hashable, Counter[str]]]) -> list[st
 
 
 def _by_iteration(plan: CollectionPlan) -> list[tuple[str, Counter[str]]]:
-    """Return the number of tensors and bytes of all ranks, one row per group of equal iterations.
+    """Return one row per group of equal iterations, with the tensors and bytes of all ranks.
 
     The iterations of a group are consecutive.
     """
@@ -73,7 +73,7 @@ def _named(iterations: Iterable[int]) -> str:
 
 
 def _disks(plan: CollectionPlan, of_rank: dict[int, Counter[str]]) -> list[str]:
-    """Return a line with the folder, and one per machine with the needed and free disk space."""
+    """Return a line with the folder, and a line per machine with needed and free disk space."""
     events = 1 if plan.settings.ring is None else plan.settings.ring.events
     lines = [
         f"  folder {plan.settings.directory}; the indexes take about 1 KiB more per tensor",

@@ -51,7 +51,7 @@ def check_writable(directory: Path) -> None:
 
 
 class CardFile:
-    """File of the run card, which is written when the run begins and replaced when it ends.
+    """Run-card file, which is written when a run begins and replaced when the run ends.
 
     Meanwhile, a file of zeros reserves space for the final card, so that the card can report a full
     disk.
@@ -84,7 +84,7 @@ class CardFile:
                 self._partial.unlink(missing_ok=True)
             raise
         if not last:
-            with contextlib.suppress(OSError):  # the first write of a tensor reports a full disk
+            with contextlib.suppress(OSError):  # if the disk is full, the first tensor reports it
                 self._partial.write_bytes(bytes(self.ROOM))
 
 
@@ -160,7 +160,7 @@ class RecordWriter:
         index: contextlib.AbstractContextManager,
         scales: dict[str, torch.Tensor],
     ) -> None:
-        """Write the file of one CPU tensor, then its index line.
+        """Write a CPU tensor to a file, then append a line about the file to the index.
 
         Args:
             tensor: a contiguous tensor that fills its storage, as each of the scales must.
@@ -191,7 +191,7 @@ class RecordWriter:
     def _write_file(
         self, tensor: torch.Tensor, record: TensorRecord, scales: dict[str, torch.Tensor]
     ) -> int:
-        """Write one file, give it its final name and return its size in bytes."""
+        """Write one file, give it the final name and return its size in bytes."""
         partial = self.directory / f"{record.filename}.{self.run_id}{PARTIAL_SUFFIX}"
         try:
             with DirectFile(partial, self._has_taken) as file:
@@ -223,7 +223,7 @@ class RecordWriter:
             raise
 
     def _publish(self, partial: Path, record: TensorRecord) -> None:
-        """Give the complete file its final name.
+        """Hard-link a complete file to its final name, or rename it if links are not supported.
 
         Raises:
             FileExistsError: if another run has already used the name.

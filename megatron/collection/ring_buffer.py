@@ -42,7 +42,7 @@ class RingSettings:
         collect_ring_events: int | None = None,
         **jumps: float | None,
     ) -> "RingSettings | None":
-        """Create the settings from the command-line flags that have the names of the parameters.
+        """Create the settings from command-line flags; each parameter is named after its flag.
 
         Return None without `--collect-ring`.
 
@@ -103,7 +103,7 @@ class RingBuffer:
 
     @property
     def over(self) -> bool:
-        """True once `settings.events` events have occurred. All ranks have the same value."""
+        """True once `settings.events` events (loss spikes) have occurred; the same on all ranks."""
         return self.kept >= self.settings.events
 
     def begin(self, iteration: int) -> None:

@@ -1,4 +1,4 @@
-"""Build the run card, which describes the run that wrote a dump.
+"""Build the content of the run card, a JSON file that describes the run.
 
 Rank 0 writes the card when the run begins and replaces it when the run ends.
 """

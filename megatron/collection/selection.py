@@ -1,4 +1,4 @@
-"""Select the tensors to collect according to the flags.
+"""Select the tensors to collect according to the command-line flags.
 
 The flags select iterations, micro-batches, layers, modules, tensor names, operations, ranks and the
 part of each tensor. A tensor is collected if all flags select it.
@@ -107,7 +107,7 @@ class Selection:
         collect_ranks: str = "all",
         collect_slice: Sequence[str] | None = None,
     ) -> "Selection":
-        """Create the selection from the command-line flags that have the names of the parameters.
+        """Create the selection from command-line flags; each parameter is named after its flag.
 
         Args:
             num_layers: number of layers of the model, to check `collect_layers`.
@@ -163,7 +163,7 @@ def words(flag: str, values: Sequence[str] | None) -> list[str]:
 
 
 def matches(module: str, glob: str) -> bool:
-    """Return whether `glob` matches a module's dotted name or the part of it after any dot."""
+    """Return whether `glob` matches a module's dotted name, or the rest of it after a dot."""
     return fnmatchcase(module, glob) or fnmatchcase(module, f"*.{glob}")
 
 
@@ -187,7 +187,7 @@ def _check_known(flag: str, given: Iterable[str], known: Sequence[str]) -> None:
 
 
 def _listed(names: Collection[str]) -> str:
-    """Format tensor names for a message; `codes` stands for the names of all quantized codes."""
+    """Format tensor names for a message, with `codes` for all names of quantized codes."""
     few = [name for name in (*GROUPS, *NAMES) if name in names and name not in ALL_CODES]
     few += ["codes"] if "codes" not in few and not set(names).isdisjoint(ALL_CODES) else []
     return " ".join(few or names)

@@ -1,4 +1,4 @@
-"""Control the collection in this process, with one function per event of the training loop.
+"""Control the tensor collection, with one function per event of the training loop.
 
 A trainer calls `configure` with its flags at the beginning and `close` at the end. The pipeline
 schedule calls `begin_iteration` and `end_iteration`. A layer calls `capture` in each forward pass.
@@ -137,7 +137,7 @@ def configure(
 
 
 def _check_same_switch(enabled: bool) -> None:
-    """Raise a ValueError if only some of the ranks have switched the collection on."""
+    """Raise a ValueError if the collection is enabled on some ranks but not on others."""
     answers = from_all_ranks(enabled)
     if len(set(answers)) > 1:
         ranks = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer)
@@ -153,7 +153,7 @@ def configured() -> bool:
 
 
 def begin_iteration() -> None:
-    """Start a training iteration; called by the pipeline schedule."""
+    """Register the start of a training iteration; called by the pipeline schedule."""
     clock.iteration += 1
     if _collector is not None:
         if _collector.has_ring and clock.completed > _observed:
@@ -167,7 +167,7 @@ def begin_iteration() -> None:
 
 
 def end_iteration() -> None:
-    """Finish a training iteration; called by the pipeline schedule."""
+    """Register the end of a training iteration; called by the pipeline schedule."""
     clock.completed += 1
     clock.micro_batch = None
     if _collector is not None:
@@ -175,7 +175,7 @@ def end_iteration() -> None:
 
 
 def observe(loss: float | None, grad_norm: float | None) -> str | None:
-    """Check the loss and gradient norm of an iteration; if unusual, write the ring buffer.
+    """Check an iteration's loss and gradient norm; if either is unusual, write the ring buffer.
 
     Args:
         loss: loss of the iteration, the same on every rank; None if it is unknown.
@@ -199,7 +199,7 @@ def flush() -> None:
 
 
 def set_sample_idx(sample_idx: int) -> None:
-    """Set the index of the first sample of the current micro-batch, for its records.
+    """Set the index of the current micro-batch's first sample, for the tensors' metadata.
 
     Without this call, the index in the records is null.
     """

@@ -36,7 +36,7 @@ class Settings:
     limits: Limits  #: this rank's share of the limits
     #: Settings of the ring buffer; None to write all selected iterations.
     ring: RingSettings | None = None
-    #: File that switches the collection; None if the collection is always on.
+    #: File that switches the collection on and off; None if the collection is always on.
     flag_file: FlagFile | None = None
     timeout: float = math.inf  #: timeout of a collective operation, in seconds
 
@@ -122,7 +122,7 @@ def read_settings(
 
 
 def _on_machine(world_size: int) -> int:
-    """Return the number of ranks on this machine, which torchrun, mpirun or srun sets.
+    """Return the number of ranks on this machine, as set by torchrun, mpirun or srun.
 
     Without these launchers, assume one rank per GPU, or all ranks if there is no GPU.
     """

@@ -1,4 +1,4 @@
-"""Collect only a part of each tensor, which `--collect-slice` selects.
+"""Collect only the part of each tensor that `--collect-slice` selects.
 
 For example, `s=0:128 h=0:256:2` keeps the first 128 sequence positions and every second one of the
 first 256 features. The letter names a dimension as in the record's `dims`, and the numbers are
@@ -39,7 +39,7 @@ class Slices:
     def cut(
         self, tensor: torch.Tensor, dims: str
     ) -> tuple[torch.Tensor | None, dict[str, Any] | None]:
-        """Return the part of `tensor` to keep, and the description of this part for its record.
+        """Return the part of `tensor` to keep, and a description of the part for the metadata.
 
         Args:
             tensor: tensor to cut.

@@ -13,7 +13,7 @@ class MicroBatch:
 
     iteration: int  #: number of the iteration, as in the log
     index: int  #: index of the micro-batch in the iteration, from 0
-    sample_idx: int | None = None  #: index of the first sample; None if it is unknown
+    sample_idx: int | None = None  #: index of the micro-batch's first sample; None if unknown
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
     def __init__(self) -> None:
         self.iteration = 0  #: number of the current iteration, as in the log; 0 before the first
         self.completed = 0  #: number of iterations completed since the collection was configured
-        self.micro_batch: MicroBatch | None = None  #: None outside a training step
+        self.micro_batch: MicroBatch | None = None  #: current one; None outside a training step
         self.recomputing = False  #: whether the current forward pass is a recomputation
         self.seed: int | None = None  #: seed of the run, equal on all ranks; None before training
 

@@ -33,7 +33,7 @@ class WriteBudget:
         """Return whether a tensor of `size` bytes may be written; count it as dropped if not."""
         try:
             why = self.full or self._exceeded(size + OVERHEAD)
-            if why is not None and self._writer.pending:  # pending sizes are upper bounds
+            if why is not None and self._writer.pending:  # wait for exact file sizes
                 self._writer.wait()
                 why = self.full or self._exceeded(size + OVERHEAD)
         except OSError as error:

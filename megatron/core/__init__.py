@@ -1,4 +1,4 @@
-"""Combine megatron-core with the overlaid files of this tree; see `_overlay.py`."""
+"""Combine the installed megatron-core with the files that replace its own; see `_overlay.py`."""
 
 from megatron.core._overlay import check_version, extend
 

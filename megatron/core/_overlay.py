@@ -28,11 +28,11 @@ from pathlib import Path
 from pkgutil import extend_path
 from types import ModuleType
 
-SUPPORTED = "0.16.1"  #: version of megatron-core that the overlaid files are written for
+SUPPORTED = "0.16.1"  #: version of megatron-core for which the files of this tree are written
 
 #: All names of megatron-core that this tree subclasses, rebinds or calls, by module.
 UPSTREAM = {
-    # subclassed or rebound by an overlaid file; a name after a dot is the method that it overrides
+    # subclassed or rebound by an overlaid file; a name after a dot is the overridden method
     "megatron.core.models.gpt.gpt_model": "GPTModel",
     "megatron.core.pipeline_parallel.schedules": "backward_step forward_step "
     "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
@@ -110,7 +110,9 @@ def _installed(package: str, filename: str) -> Path:
 
 
 def check_version() -> None:
-    """Refuse a megatron-core version other than `SUPPORTED`; call `extend` first.
+    """Raise ImportError if the installed megatron-core is not version `SUPPORTED`.
+
+    Call `extend` first.
 
     Raises:
         ImportError: if the version behind this tree is not `SUPPORTED`.
@@ -140,7 +142,7 @@ def extend(package: str) -> None:
 
 
 def shadowed(name: str) -> ModuleType:
-    """Import the wheel's version of the overlaid module `name` and re-export all that it defines.
+    """Import the wheel's version of our module `name`, and copy its names into our module.
 
     The names are copied, not forwarded by a module's `__getattr__`, because megatron-core reads
     `vars(module)` and imports names that begin with an underscore.

@@ -108,7 +108,7 @@ def begin_iteration() -> None:
 
 
 def check_reached(model: Sequence[torch.nn.Module]) -> None:
-    """Refuse a selection that names a module or tensor that the model does not have.
+    """Raise ValueError if the selection names a module or tensor that the model does not have.
 
     If the run collects tensors, this function must be called on all ranks.
 

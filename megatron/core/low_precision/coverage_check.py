@@ -1,4 +1,4 @@
-"""Refuse a model with matmuls that would not be quantized or collected as requested.
+"""Report an error if matmuls of a model would not be quantized or collected as requested.
 
 Our layers replace those of the local implementation. A model built from other layers (Transformer
 Engine's, grouped experts, a specification that names the wheel's own classes) would train in full
@@ -18,14 +18,14 @@ CORE_ATTENTION = "core_attention"
 
 
 class Bypass(NamedTuple):
-    """A flag with which some matmuls can be neither quantized nor collected."""
+    """A flag that makes some matmuls bypass quantization and collection."""
 
-    harmless: tuple[Any, ...]  #: values of the flag that exclude no matmul
-    advice: str  #: text that says why matmuls are excluded and what to do
-    in_model: bool = False  #: True if the model's configuration contains the flag's value
+    harmless: tuple[Any, ...]  #: values of the flag with which no matmul is bypassed
+    advice: str  #: text that says why matmuls are bypassed and what to do
+    in_model: bool = False  #: True to check the flag in the model's configuration
 
 
-#: Bypasses, keyed by flag. One without `in_model` is detected from the classes of the layers.
+#: Bypasses by flag. A bypass without `in_model` is detected from the classes of the layers.
 BYPASSES = {
     "transformer_impl": Bypass(
         ("local",), "its layers are not ours; give --transformer-impl local"

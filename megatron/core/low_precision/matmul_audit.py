@@ -1,9 +1,9 @@
-"""Audit which matmuls of a model are quantized, in which formats, and where each format was set.
+"""List which matmuls of a model are quantized, in which formats, and where each format was set.
 
-A recipe is a request, and the audit shows its effect on the model that was built. The audit covers
-every module that multiplies matrices, with the formats of the operands of its three GEMMs. It also
-computes which share of the floating-point operations of all matmuls is quantized. A GEMM counts as
-quantized if both of its operands are quantized.
+A recipe is a request, and this list, the audit, shows its effect on the model that was built. The
+audit covers every module that multiplies matrices, with the formats of the operands of its three
+GEMMs. It also computes which share of the floating-point operations of all matmuls is quantized. A
+GEMM counts as quantized if both of its operands are quantized.
 
 Operations are counted for one token. Attention multiplies whole matrices, causal or not, and each
 expert gets its share of the tokens. Embedding, norms and softmax have no matmul.
@@ -30,7 +30,7 @@ class Softmax:
     """Parameters of scaling, mask, softmax and dropout between an attention layer's two matmuls."""
 
     scale: float  #: factor by which QK^T is multiplied
-    coefficient: float | None  #: additional factor of the scores, before the mask; None means 1
+    coefficient: float | None  #: additional factor of the scores before masking; None means 1
     #: numbers of keys that a query sees before and after itself; None without a sliding window
     window: tuple[int, int] | None
     dropout: float
@@ -54,7 +54,7 @@ class Softmax:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """Audit of one operation (linear, qk or pv) of one module, forward and backward."""
+    """Audit entry: formats of one operation (linear, qk or pv) of a module, and their source."""
 
     module: str  #: name of the module in the whole model
     operation: str  #: linear, qk or pv
@@ -79,7 +79,7 @@ class Matmul:
 
 
 def matmuls(chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int) -> list[Matmul]:
-    """Return the audit of this rank's matmuls at `iteration`, counted from 1."""
+    """Return the audit entries of this rank's matmuls at `iteration`, counted from 1."""
     results = []
     for chunk in chunks:
         for module in chunk.modules():
@@ -152,7 +152,7 @@ def _flops(module: Quantized, operation: str, seq_length: int) -> float:
 def of_whole_model(
     chunks: Sequence[torch.nn.Module], seq_length: int, iteration: int = 1
 ) -> list[Matmul]:
-    """Return the audit of all ranks' matmuls without duplicates, sorted by module name.
+    """Return the audit entries of all ranks without duplicates, sorted by module name.
 
     Must be called on all ranks.
     """
@@ -187,7 +187,7 @@ def table(results: Sequence[Matmul]) -> list[str]:
 
 
 def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
-    """Return the audit as plain values for the run card, enough to recompute each matmul.
+    """Return the audit as plain values for the run card; they suffice to recompute each matmul.
 
     `modules` names one module, or several as in `layers.0-2,5`. `slots` contains the effective
     format of each operand, also for a straight-through backward pass. A reader that does not know
@@ -212,7 +212,7 @@ def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
 def _equal_layers(
     results: Iterable[Matmul], key: Callable[[Matmul], Hashable]
 ) -> list[tuple[str, Matmul]]:
-    """Group layers whose matmuls have equal keys; return each group's modules and one matmul."""
+    """Group layers whose matmuls have equal keys; return modules and a matmul of each group."""
     groups: dict[Hashable, tuple[list[str], Matmul]] = {}
     for matmul in results:
         name = _LAYER.sub("*", matmul.module, count=1)

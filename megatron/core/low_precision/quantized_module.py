@@ -1,4 +1,4 @@
-"""Give a layer the formats and the random seeds with which its matmuls are quantized.
+"""Look up the formats and random seeds with which the matmuls of a layer are quantized.
 
 The formats depend on the layer's name and number and, under a recipe with a schedule, on the
 iteration. Each layer looks them up once and then reads them from a plan.
@@ -41,7 +41,7 @@ class Quantized(Identified):
         return self._plans[operation]
 
     def tensor_names(self) -> set[str]:
-        """Return the names of the module's tensors, without codes of operands never quantized."""
+        """Return the names of the module's tensors, except codes of operands never quantized."""
         names = set(TENSOR_NAMES[self.layer_type])
         for operation in self.operations:
             times = [formats for formats, _ in self.plan_of(operation).of_all_times()]
@@ -87,7 +87,7 @@ def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:
 
 
 def operand_names(formats: GemmFormats | None, *slots: str) -> str | None:
-    """Return the `format` field of a tensor's record; `slots` name the operands made from it."""
+    """Return the `format` field for a tensor's metadata; `slots` are the operands made from it."""
     if formats is None:
         return None
     return " | ".join(dict.fromkeys(str(formats.effective(slot)) for slot in slots))

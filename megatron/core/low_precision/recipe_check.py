@@ -1,4 +1,4 @@
-"""Refuse a recipe whose rules or Hadamard transforms do not fit the model.
+"""Report an error if rules or Hadamard transforms of a recipe do not fit the model.
 
 Otherwise the run would train in high precision, or in another format, without the user's knowledge.
 The check finds rules that match no module, rules that never apply because earlier rules take
@@ -31,7 +31,7 @@ AXES = {
 
 
 class Matmul(NamedTuple):
-    """A module, on any rank, whose matmuls can be quantized."""
+    """A module of the model, on any rank, whose matmuls can be quantized."""
 
     name: str
     layer: int  #: layer number, counted from 0; -1 outside the transformer layers
@@ -39,7 +39,7 @@ class Matmul(NamedTuple):
 
 
 def check(chunks: Sequence[torch.nn.Module], seq_length: int) -> None:
-    """Check the current recipe, if any, against the model. Must be called on all ranks.
+    """Check that the current recipe, if any, fits the model. Must be called on all ranks.
 
     Raises:
         ValueError: if the recipe has a mistake; raised on all ranks with the same message.
@@ -72,7 +72,7 @@ def _by_name(place: Matmul) -> list[tuple[int, str]]:
 def check_rules(
     recipe: Recipe, by_recipe: Collection[str], places: Sequence[Matmul], num_layers: int
 ) -> None:
-    """Refuse a rule that never applies, or that applies to no operation that it configures.
+    """Raise ValueError if a rule never applies, or configures no operation of modules it matches.
 
     Args:
         recipe: the recipe.
@@ -133,7 +133,7 @@ def _complaint(
 
 
 def _misfits(module: Quantized, seq_length: int) -> Iterator[str]:
-    """Yield a message for each Hadamard transform whose size does not divide a reduction axis.
+    """Yield a message for each Hadamard transform whose size does not divide its reduction axis.
 
     Args:
         module: a named module of this rank, which holds a shard of the features.

@@ -25,7 +25,7 @@ _upstream_forward_step = _upstream.forward_step
 _upstream_backward_step = _upstream.backward_step
 
 
-_training = False  #: True while a schedule runs both forward and backward passes
+_training = False  #: True while a schedule trains, with forward and backward passes
 _checked = False  #: True once the recipe has been checked against the model
 _steps = 0  #: number of forward steps in the current training iteration
 
@@ -89,7 +89,7 @@ def _check_schedule_of_recipe():
 
 
 def _seed_of_the_run():
-    """Return the run's seed: the lowest of all ranks, since later pipeline stages add an offset."""
+    """Return the lowest seed of all ranks, because later pipeline stages add an offset to it."""
     seeds = [torch.initial_seed()]
     if torch.distributed.is_initialized():
         seeds *= torch.distributed.get_world_size()

@@ -57,7 +57,7 @@ class _QuantizedLinear(Quantized):
         wgrad_deferral_limit=None,
         tp_group=None,
     ):
-        """Communicate, then multiply the local shards and pass all tensors to `capture`."""
+        """Communicate the input, multiply the local shards, and pass all tensors to `capture`."""
         if gradient_accumulation_fusion or grad_output_buffer is not None:
             raise ValueError(
                 "gradient-accumulation fusion and deferred embedding weight gradients compute the "

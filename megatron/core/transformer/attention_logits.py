@@ -46,7 +46,7 @@ def _note(attention, softmax, scores, attention_mask) -> None:
         return
     mask = visible_mask(softmax, scores, attention_mask)
     visible = scores if mask is None else scores.masked_fill(mask, -math.inf)
-    largest = visible.amax(dim=(0, 2, 3)).float()  # the scale, applied below, is positive
+    largest = visible.amax(dim=(0, 2, 3)).float()  # before scaling: the scale is positive
     if softmax.scale is not None:
         largest = largest * softmax.scale
     before = getattr(attention, NAME)

@@ -45,7 +45,7 @@ def chunks_of(rank: int, size: int) -> tuple[int, int]:
 
 
 def check_comm_type(cp_comm_type: str | None) -> None:
-    """Refuse any communication type except `COMM_TYPE` and None.
+    """Raise ValueError for any communication type except `COMM_TYPE` and None.
 
     Raises:
         ValueError: if another communication type is requested.
@@ -59,7 +59,7 @@ def check_comm_type(cp_comm_type: str | None) -> None:
 
 
 def as_one_rank(config):
-    """Return `config` with a context-parallel size of 1, for the class of megatron-core.
+    """Return `config` with a context-parallel size of 1, for megatron-core's constructor.
 
     The constructor uses the size only to check it.
     """
@@ -81,7 +81,7 @@ class ContextParallelism:
 
     @classmethod
     def of(cls, attention, cp_comm_type: str | None) -> "ContextParallelism | None":
-        """Return the context parallelism of a `DotProductAttention`, or None if its size is 1.
+        """Return the context parallelism of a `DotProductAttention`, or None if it is not used.
 
         Raises:
             ValueError: if another communication type is requested, or if the group does not have
@@ -105,7 +105,7 @@ class ContextParallelism:
         return cls(group, causal=causal, window_size=softmax.window_size)
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the positions in the sequence of the `length` tokens that this rank holds."""
+        """Return the sequence positions of the `length` tokens that this rank holds."""
         size = self.group.size()
         if length % 2:
             raise ValueError(

@@ -106,7 +106,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         formats,
         capture=None,
     ):
-        """Compute attention with quantized matmuls; one without a format runs as in the wheel."""
+        """Compute attention with quantized matmuls; a matmul without a format is not quantized."""
         self._check_plain(attention_bias, packed_seq_params)
         if self.context is not None:
             key, value, attention_mask = self.context.whole(query, key, value, attention_mask)
@@ -115,7 +115,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         query_BMD, key_BND, value_BND = (self._by_head(x, heads) for x in (query, key, value))
         scores_BMN = self._matmul(query_BMD, key_BND, "qk", qk, capture, alpha=self.softmax_scale)
         scores = scores_BMN.view(batch, heads, *scores_BMN.shape[1:])
-        if capture is not None:  # before a mask changes the scores in place
+        if capture is not None:  # before the mask is applied in place
             capture.save("attention_scores", scores, dims="b a[tp] s k", phase="post")
         probs_BMN = self._softmax(scores, attention_mask).view(scores_BMN.shape)
         if capture is not None:
@@ -151,7 +151,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         return x.reshape(x.shape[0], -1, x.shape[3]).transpose(0, 1)
 
     def _matmul(self, a_BMK, b_BNK, operation, formats, capture, alpha=1.0, unnormalized=None):
-        """Return `alpha * A @ B^T`, quantized to `formats`, or as in the wheel if it is None."""
+        """Return `alpha * A @ B^T`, with operands quantized to `formats` unless that is None."""
         if formats is not None:
             return quantized_matmul(
                 a_BMK,
