@@ -80,7 +80,9 @@ def _escaped(character: str) -> str:
 
 
 def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
-    """Return the `os.stat` result of a path that must lead to a regular file; follow links.
+    """Return the `os.stat` result of a regular file; raise an error for other kinds of files.
+
+    Links are followed.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -111,7 +113,8 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     except OSError as error:
         raise UnusableFileError(path, _reason(error)) from None
     try:
-        _refuse_special(path, os.fstat(number))  # replaced since the first check?
+        # Another process may have replaced the file since the first check.
+        _refuse_special(path, os.fstat(number))
         return NeverWaiting(io.FileIO(number, "rb"))
     except BaseException:
         os.close(number)

@@ -72,7 +72,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self._error_type = error_type
 
     def error(self, message: str) -> NoReturn:
-        """Raise `error_type` with the message; if it is None, print the message and exit with 2."""
+        """Raise `error_type`; if that is None, print the message and exit with status 2."""
         text = f"{message}; {self._advice or f'see {self.prog} --help'}"
         if self._error_type is not None:
             raise self._error_type(text)
@@ -138,7 +138,8 @@ class _Outliving(io.FileIO):
             return super().write(data)
         except BrokenPipeError:
             nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self.fileno())  # child processes then write there too
+            # Replace the descriptor itself, because child processes write to it too.
+            os.dup2(nothing, self.fileno())
             os.close(nothing)
             return memoryview(data).nbytes
 

@@ -160,8 +160,8 @@ class TensorRecord:
     rank: dict[str, int]  #: rank in world, tp, pp, dp, cp, ep and etp, and the sizes (tp_size, ...)
     recomputed: bool  #: True if the tensor comes from a recomputed forward pass
     wall_time: float  #: time in seconds since the epoch
-    #: null if the file holds this rank's whole tensor; otherwise `of`, the shape of that tensor,
-    #: and `start` and `step`, the first index and the step of the stored part in each dimension
+    #: null if the file holds this rank's whole tensor; otherwise the shape of that tensor (`of`),
+    #: and the first index (`start`) and the step (`step`) of the stored part in each dimension
     slice: dict[str, list[int]] | None = None
     #: for a `..._codes` tensor: `shape`, `dtype` and `axis` of the matmul's operand (with tokens as
     #: one axis, after a Hadamard transform), and its `rounding`. The file then holds `scales` in
@@ -250,7 +250,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield batches of the lines of one index file, both records and events.
+    """Yield the parsed lines of one index file, both records and events, in batches.
 
     Calling the JSON decoder once for many lines takes two thirds of the time of a call per line.
 

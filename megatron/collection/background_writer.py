@@ -1,4 +1,4 @@
-"""Write records in background threads, so that training only copies each tensor and continues.
+"""Write collected tensors in background threads, so that training only has to copy them.
 
 Copies waiting to be written occupy host memory, which is bounded. When the memory is used up,
 training waits for the disk (back-pressure), but never so long that the other ranks, which wait for
@@ -72,7 +72,7 @@ class Writer:
         """Block training until the pending records are written."""
 
     def drain(self, seconds: float = math.inf) -> bool:
-        """Wait for at most `seconds`; return True if nothing is left to write."""
+        """Wait for writes for at most `seconds`; return True if nothing is left to write."""
         return True
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class BackgroundWriter(Writer):
             pass
 
     def drain(self, seconds: float = math.inf) -> bool:
-        """Wait for at most `seconds`; return True if nothing is left to write.
+        """Wait for writes for at most `seconds`; return True if nothing is left to write.
 
         The result is also True if writing has failed, because nothing more will be written then.
         """
@@ -241,7 +241,7 @@ class BackgroundWriter(Writer):
         return finished
 
     def _wait_for_one(self, end: float) -> bool:
-        """Wait until a write finishes or the monotonic time is `end`; return True if one finished.
+        """Wait for a write until the monotonic time `end`; return True if a write has finished.
 
         Return False at the time `end`, or if writing has stopped.
         """
@@ -274,7 +274,8 @@ class BackgroundWriter(Writer):
         )
         try:
             thread.start()
-        except RuntimeError:  # thread limit, or shutdown of Python 3.12 or newer
+        except RuntimeError:
+            # The thread limit is reached, or Python (3.12 or newer) is shutting down.
             if not self._threads:
                 self._jobs.put(None)
                 self._run()

@@ -110,7 +110,7 @@ class Collector:
         )
 
     def _complete(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Add the fields that every index line has to `event`: run ID, rank and time."""
+        """Return `event` extended by the fields of every index line: run ID, rank and time."""
         now = {"run_id": self.run_id, "rank": self.coordinates, "wall_time": time.time()}
         return event | now
 
@@ -131,7 +131,10 @@ class Collector:
 
     @property
     def has_ring(self) -> bool:
-        """True if there is a ring buffer; the trainer must then call `observe` each iteration."""
+        """True if there is a ring buffer.
+
+        The trainer must then call `observe` after each iteration.
+        """
         return self._ring is not None
 
     def begin_iteration(self) -> None:
@@ -313,7 +316,7 @@ class Collector:
             self._writer.write_run_card(card, last=status != "running")
 
     def settled(self, seconds: float) -> bool:
-        """Wait for at most `seconds`; return True if nothing is left to write."""
+        """Wait for writes for at most `seconds`; return True if nothing is left to write."""
         with signals_deferred:
             return self._writer.drain(seconds)
 

@@ -18,7 +18,7 @@ import torch
 
 @dataclass(eq=False)
 class HostCopy:
-    """Copy of a tensor in host memory from a `HostBuffers` pool."""
+    """Copy of a tensor in a host-memory buffer that belongs to a `HostBuffers` pool."""
 
     tensor: torch.Tensor
     _memory: "HostBuffers"
@@ -87,7 +87,7 @@ class HostBuffers:
             stream = torch.cuda.current_stream(tensor.device)
             # Otherwise torch could reuse the memory of `tensor` before the copy is complete.
             tensor.record_stream(stream)
-            copied = torch.cuda.Event(blocking=True)  # waiting threads sleep, not spin
+            copied = torch.cuda.Event(blocking=True)  # waiting threads sleep instead of spinning
             copied.record(stream)
         return HostCopy(copy, self, buffer, kind, copied)
 

@@ -37,7 +37,7 @@ class ModuleIdentity:
 class Identified:
     """Base class of the modules to which `assign_identities` assigns an identity."""
 
-    identity: ModuleIdentity | None = None  #: None for a module outside a model
+    identity: ModuleIdentity | None = None  #: None if the module is not part of a model
     group_copies: int  #: number of ranks that hold each query group; attention only
 
 
@@ -79,7 +79,7 @@ def assign_identities(model: torch.nn.Module) -> None:
 
 
 def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield each parameter of this rank after its name in the whole model, as pairs.
+    """Yield (name, parameter) for each parameter of this rank, with names in the whole model.
 
     A shared parameter is yielded once.
     """

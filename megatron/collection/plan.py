@@ -131,7 +131,7 @@ def planned_iterations(settings: Settings, done: int, train_iters: int) -> list[
 def make_plan(
     planner: Planner, iterations: Sequence[int], samples: int, done: int
 ) -> CollectionPlan:
-    """Apply one counted iteration to all planned iterations, and gather the plans of all ranks.
+    """Extrapolate one counted iteration to all planned ones, and gather the plans of all ranks.
 
     Must be called on all ranks, after `planner` has counted one iteration.
 
@@ -195,7 +195,7 @@ class _Sizes:
         return (place, *(-1 if number is None else _width(number) for number in numbers))
 
     def segment(self, start: int, stop: int, iteration: int, passed: int) -> Segment:
-        """Return the segment of the planned iterations at the positions `start` to `stop` - 1.
+        """Return the segment with the planned iterations at positions `start` to `stop` - 1.
 
         Args:
             start: position of the first iteration.

@@ -191,7 +191,7 @@ class RecordWriter:
     def _write_file(
         self, tensor: torch.Tensor, record: TensorRecord, scales: dict[str, torch.Tensor]
     ) -> int:
-        """Write one file, give it the final name and return its size in bytes."""
+        """Write one file under a temporary name, publish it, and return its size in bytes."""
         partial = self.directory / f"{record.filename}.{self.run_id}{PARTIAL_SUFFIX}"
         try:
             with DirectFile(partial, self._has_taken) as file:

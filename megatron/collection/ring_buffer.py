@@ -96,14 +96,17 @@ class RingBuffer:
             levels: recent normal losses and gradient norms of a resumed run; None for a new run.
         """
         self.settings = settings
-        self.kept = 0  #: number of events so far, such as loss spikes
+        self.kept = 0  #: number of events (such as loss spikes) so far
         self._shortened = False  #: whether a warning about too little memory was logged
         self._anomalies = LossSpikeDetector(settings.jumps, levels)
         self._iterations: deque[_Iteration] = deque()
 
     @property
     def over(self) -> bool:
-        """True once `settings.events` events (loss spikes) have occurred; the same on all ranks."""
+        """True once `settings.events` events, such as loss spikes, have occurred.
+
+        All ranks have the same value.
+        """
         return self.kept >= self.settings.events
 
     def begin(self, iteration: int) -> None:
@@ -145,7 +148,7 @@ class RingBuffer:
         return True
 
     def look(self, iteration: int, loss: float | None, grad_norm: float | None) -> str | None:
-        """Return the reason to write the ring buffer now, or None if there is no reason.
+        """Check an iteration; return the reason to write the ring buffer, or None if it is normal.
 
         The result is the same on every rank.
         """

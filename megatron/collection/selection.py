@@ -163,7 +163,7 @@ def words(flag: str, values: Sequence[str] | None) -> list[str]:
 
 
 def matches(module: str, glob: str) -> bool:
-    """Return whether `glob` matches a module's dotted name, or the rest of it after a dot."""
+    """Return whether `glob` matches a module's dotted name, or the end of it after a dot."""
     return fnmatchcase(module, glob) or fnmatchcase(module, f"*.{glob}")
 
 

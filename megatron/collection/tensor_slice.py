@@ -34,7 +34,8 @@ LETTERS = {
 class Slices:
     """Ranges of indices to keep in each dimension; a dimension without a range is kept whole."""
 
-    by_letter: dict[str, range] = field(default_factory=dict)  #: ranges by dimension; see `LETTERS`
+    #: Ranges by the letter of their dimension; see `LETTERS`.
+    by_letter: dict[str, range] = field(default_factory=dict)
 
     def cut(
         self, tensor: torch.Tensor, dims: str

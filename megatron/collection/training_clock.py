@@ -22,7 +22,8 @@ class Clock:
     def __init__(self) -> None:
         self.iteration = 0  #: number of the current iteration, as in the log; 0 before the first
         self.completed = 0  #: number of iterations completed since the collection was configured
-        self.micro_batch: MicroBatch | None = None  #: current one; None outside a training step
+        #: Current micro-batch; None outside a training step.
+        self.micro_batch: MicroBatch | None = None
         self.recomputing = False  #: whether the current forward pass is a recomputation
         self.seed: int | None = None  #: seed of the run, equal on all ranks; None before training
 

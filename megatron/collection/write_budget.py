@@ -33,7 +33,8 @@ class WriteBudget:
         """Return whether a tensor of `size` bytes may be written; count it as dropped if not."""
         try:
             why = self.full or self._exceeded(size + OVERHEAD)
-            if why is not None and self._writer.pending:  # wait for exact file sizes
+            if why is not None and self._writer.pending:
+                # Sizes of pending files are upper bounds, so wait until the exact sizes are known.
                 self._writer.wait()
                 why = self.full or self._exceeded(size + OVERHEAD)
         except OSError as error:

@@ -32,7 +32,7 @@ SUPPORTED = "0.16.1"  #: version of megatron-core for which the files of this tr
 
 #: All names of megatron-core that this tree subclasses, rebinds or calls, by module.
 UPSTREAM = {
-    # subclassed or rebound by an overlaid file; a name after a dot is the overridden method
+    # subclassed or rebound by the files in megatron/core; `Class.method` is overridden
     "megatron.core.models.gpt.gpt_model": "GPTModel",
     "megatron.core.pipeline_parallel.schedules": "backward_step forward_step "
     "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
@@ -47,7 +47,7 @@ UPSTREAM = {
     "maybe_move_tensor_to_cpu track_moe_metrics",
     "megatron.core.transformer.multi_latent_attention": "HAVE_TE MLASelfAttention",
     "megatron.core.transformer.torch_norm": "WrappedTorchNorm",
-    # called by the overlaid files
+    # called by the files in megatron/core
     "megatron.core": "dist_checkpointing parallel_state",
     "megatron.core.extensions": "transformer_engine",
     "megatron.core.fusions.fused_softmax": "FusedScaleMaskSoftmax get_default_causal_mask "
@@ -91,7 +91,7 @@ UPSTREAM = {
     "megatron.core.transformer.transformer_config": "MLATransformerConfig TransformerConfig",
     "megatron.core.utils": "get_attr_wrapped_model get_batch_on_this_cp_rank unwrap_model",
 }
-#: Names that an overlaid file defines, because the wheel defines them only with Transformer Engine.
+#: Names that our files define, because the wheel defines them only with Transformer Engine.
 ADDED = {"megatron.core.transformer.moe.moe_utils": "te_general_gemm"}
 
 

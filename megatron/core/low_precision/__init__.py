@@ -1,1 +1,1 @@
-"""Quantize the overlay's layers, and check which matmuls a format or a recipe applies to."""
+"""Quantize megatron-core's local layers, and check to which matmuls a format applies."""

@@ -212,7 +212,7 @@ def for_card(results: Sequence[Matmul]) -> list[dict[str, Any]]:
 def _equal_layers(
     results: Iterable[Matmul], key: Callable[[Matmul], Hashable]
 ) -> list[tuple[str, Matmul]]:
-    """Group layers whose matmuls have equal keys; return modules and a matmul of each group."""
+    """Group layers whose matmuls have equal keys; return modules and one matmul per group."""
     groups: dict[Hashable, tuple[list[str], Matmul]] = {}
     for matmul in results:
         name = _LAYER.sub("*", matmul.module, count=1)

@@ -78,7 +78,7 @@ class Quantized(Identified):
 
 
 def _data_ranks(*, is_expert: bool) -> tuple[int, ...]:
-    """Return this process's data-parallel rank as a tuple, empty without parallel groups."""
+    """Return (data-parallel rank,), or an empty tuple if there are no parallel groups."""
     if not parallel_state.model_parallel_is_initialized():
         return ()
     if is_expert:

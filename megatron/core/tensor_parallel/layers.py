@@ -117,7 +117,7 @@ class _QuantizedLinear(Quantized):
         )
 
     def _over_tokens(self, of_weight):
-        """Return the `dims` of a weight gradient's record.
+        """Return the `dims` (dimension letters and sharding) of a weight gradient.
 
         The gradient is a sum over tokens, and each context-parallel rank has a part of it. An
         expert's gradient covers the tokens that were sent to this rank.
@@ -135,7 +135,7 @@ class _QuantizedLinear(Quantized):
         capture.watch_result(output, "grad_output", dims=of_grad, format=format_names)
 
     def _dims_of(self, activation):
-        """Return this layer's `dims`, adapted to the shape of `activation`.
+        """Return this layer's `dims` (dimension letters and sharding) for `activation`.
 
         Experts have activations [tokens, h] and a tensor-parallel group of their own.
         """

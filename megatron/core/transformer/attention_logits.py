@@ -46,7 +46,8 @@ def _note(attention, softmax, scores, attention_mask) -> None:
         return
     mask = visible_mask(softmax, scores, attention_mask)
     visible = scores if mask is None else scores.masked_fill(mask, -math.inf)
-    largest = visible.amax(dim=(0, 2, 3)).float()  # before scaling: the scale is positive
+    # The maximum may be taken before scaling, because the scale is positive.
+    largest = visible.amax(dim=(0, 2, 3)).float()
     if softmax.scale is not None:
         largest = largest * softmax.scale
     before = getattr(attention, NAME)

@@ -59,7 +59,7 @@ def check_comm_type(cp_comm_type: str | None) -> None:
 
 
 def as_one_rank(config):
-    """Return `config` with a context-parallel size of 1, for megatron-core's constructor.
+    """Return `config` with a context-parallel size of 1, as megatron-core's attention requires.
 
     The constructor uses the size only to check it.
     """

@@ -115,7 +115,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         query_BMD, key_BND, value_BND = (self._by_head(x, heads) for x in (query, key, value))
         scores_BMN = self._matmul(query_BMD, key_BND, "qk", qk, capture, alpha=self.softmax_scale)
         scores = scores_BMN.view(batch, heads, *scores_BMN.shape[1:])
-        if capture is not None:  # before the mask is applied in place
+        if capture is not None:  # save now: the mask changes the scores in place
             capture.save("attention_scores", scores, dims="b a[tp] s k", phase="post")
         probs_BMN = self._softmax(scores, attention_mask).view(scores_BMN.shape)
         if capture is not None:
