@@ -144,8 +144,8 @@ class TensorRecord:
     module: str  #: dotted name in the model, with the global layer number
     operation: str  #: forward | backward
     phase: str  #: pre (enters the matmul) | post (leaves it)
-    component: str  #: FA | linear
-    tensor_name: str  #: see TENSOR_NAMES
+    component: str  #: layer type as in the file name: FA | linear
+    tensor_name: str  #: one of the names in TENSOR_NAMES
     quant_type: str  #: quantization type of the run, e.g. FA_linear_mxfp8
     #: number format to which this operand is quantized; null if it is not quantized
     format: str | None

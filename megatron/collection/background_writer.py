@@ -110,7 +110,7 @@ class BackgroundWriter(Writer):
         self._jobs: queue.SimpleQueue[tuple[HostCopy, TensorRecord] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._index = threading.Lock()
-        self._events: deque[dict[str, Any]] = deque()  #: events not yet written to the index
+        self._events: deque[dict[str, Any]] = deque()  #: events that are not yet in the index
         self._dead = False  #: whether the disk is considered dead, so that calls to it may hang
 
     @property

@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "collection.md"
 DRIVER = REPO / "run_tensor_collection.sh"
 MARK = "<!-- python -m megatron.collection.flag_tables -->\n"
-INDENT = 27  #: width of the manual's column of flags, in characters
+INDENT = 27  #: width of the column of flags in the script's manual, in characters
 WIDTH = 100
 
 

@@ -1,4 +1,4 @@
-"""Keep the last iterations of a run in host memory and write them only after an event.
+"""Keep the last iterations in memory, and write them only after an event such as a loss spike.
 
 The iterations before a loss spike can then be inspected.
 

@@ -39,7 +39,7 @@ class Softmax:
 
     @classmethod
     def of(cls, attention: torch.nn.Module) -> "Softmax":
-        """Return the parameters of a `DotProductAttention`."""
+        """Return the softmax parameters of a `DotProductAttention`."""
         softmax, context = attention.scale_mask_softmax, attention.context
         window = softmax.window_size if context is None else context.window_size
         return cls(
@@ -57,7 +57,7 @@ class Matmul:
     """Audit entry: formats of one operation (linear, qk or pv) of a module, and their source."""
 
     module: str  #: name of the module in the whole model
-    operation: str  #: linear, qk or pv
+    operation: str  #: linear, qk (QK^T) or pv (PV)
     flops: float  #: number of FLOPs per token of one of the three GEMMs
     gemms: tuple[str, ...]  #: formats of the operands of each GEMM
     quantized: int  #: number of GEMMs with both operands quantized

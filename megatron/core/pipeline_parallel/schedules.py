@@ -36,7 +36,7 @@ def _first(tensors):
 
 @functools.wraps(_upstream_forward_step)
 def forward_step(*args, current_microbatch=None, **kwargs):
-    """Run the wheel's forward step; in training, first set the training clock's micro-batch."""
+    """Run megatron-core's forward step; in training, first set the training clock's micro-batch."""
     global _steps
     if not _training:
         return _upstream_forward_step(*args, current_microbatch=current_microbatch, **kwargs)
@@ -52,7 +52,7 @@ def forward_step(*args, current_microbatch=None, **kwargs):
 
 @functools.wraps(_upstream_backward_step)
 def backward_step(input_tensor, output_tensor, *args, **kwargs):
-    """Run the wheel's backward step, and mark any forward pass inside it as a recomputation."""
+    """Run megatron-core's backward step, and mark forward passes inside it as recomputation."""
     before = clock.micro_batch
     clock.micro_batch = getattr(_first(output_tensor), "_collected_micro_batch", before)
     clock.recomputing = True

@@ -148,12 +148,12 @@ class _QuantizedLinear(Quantized):
 
 
 class ColumnParallelLinear(_QuantizedLinear, _upstream.ColumnParallelLinear):
-    """The wheel's `ColumnParallelLinear`, with quantization; each rank holds rows of the weight."""
+    """The `ColumnParallelLinear` of megatron-core with quantization; a rank holds weight rows."""
 
     dims = ("s b h", "o[tp] h", "s b o[tp]", "s b h | partial[tp]")
 
 
 class RowParallelLinear(_QuantizedLinear, _upstream.RowParallelLinear):
-    """The wheel's `RowParallelLinear`, with quantization; each rank holds columns of the weight."""
+    """The `RowParallelLinear` of megatron-core with quantization; a rank holds weight columns."""
 
     dims = ("s b h[tp]", "o h[tp]", "s b o | partial[tp]", "s b h[tp]")

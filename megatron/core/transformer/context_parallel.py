@@ -36,7 +36,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 
-COMM_TYPE = "all_gather"  #: the only value of the wheel's `cp_comm_type` that is supported here
+COMM_TYPE = "all_gather"  #: the only supported value of megatron-core's `cp_comm_type`
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ _upstream = shadowed(__name__)
 
 
 class DotProductAttention(Quantized, _upstream.DotProductAttention):
-    """The wheel's `DotProductAttention`, with matmuls that can be quantized and collected."""
+    """The `DotProductAttention` of megatron-core; its matmuls can be quantized and collected."""
 
     operations = ("qk", "pv")
     layer_type = "attention"
@@ -44,7 +44,7 @@ class DotProductAttention(Quantized, _upstream.DotProductAttention):
         self.context = ContextParallelism.of(self, kwargs.get("cp_comm_type"))
         if self.context is not None:  # `self.context` builds the masks instead
             self.scale_mask_softmax.window_size = None
-        if v_channels is not None:  # the wheel's `forward` reshapes its output to this size
+        if v_channels is not None:  # megatron-core's `forward` reshapes its output to this
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         if config.log_max_attention_logit:
             watch_logits(self)

@@ -29,7 +29,7 @@ _upstream.HAVE_TE = HAVE_TE = transformer_engine.HAVE_TE
 
 
 class MLASelfAttention(_upstream.MLASelfAttention):
-    """The wheel's `MLASelfAttention`, with correct gradients under tensor parallelism."""
+    """The `MLASelfAttention` of megatron-core, with correct gradients under tensor parallelism."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -45,7 +45,7 @@ class MLASelfAttention(_upstream.MLASelfAttention):
         combined, bias = output
         combined = gather_from_tensor_model_parallel_region(combined, group=self.tp_group)
         if self.config.sequence_parallel:
-            # The wheel itself then gathers the keys' RoPE part over s and sums the part's gradient.
+            # megatron-core then gathers the keys' RoPE part along s and sums the part's gradient.
             return scatter_to_sequence_parallel_region(combined, group=self.tp_group), bias
         sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, position = combined.split(sizes, dim=-1)

@@ -13,7 +13,7 @@ _upstream = shadowed(__name__)
 
 
 class WrappedTorchNorm(_upstream.WrappedTorchNorm):
-    """The wheel's `WrappedTorchNorm`, extended to work under sequence parallelism."""
+    """The `WrappedTorchNorm` of megatron-core, extended to work under sequence parallelism."""
 
     def __new__(cls, config, hidden_size, **kwargs):
         if not config.sequence_parallel:

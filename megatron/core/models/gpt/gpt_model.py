@@ -14,7 +14,7 @@ _upstream = shadowed(__name__)
 
 
 class GPTModel(_upstream.GPTModel):
-    """The wheel's `GPTModel`, with layers that are named and checked after construction."""
+    """The `GPTModel` of megatron-core; its layers are named and checked after construction."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -17,6 +17,9 @@ if not hasattr(_upstream, "te_general_gemm"):
 
 
 def maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
-    """Move a tensor to the CPU; unlike the wheel's version, apply `as_numpy` to CPU tensors too."""
+    """Move a tensor to the CPU, and convert it to NumPy if `as_numpy` is True.
+
+    The wheel's version ignores `as_numpy` for a tensor that is already on the CPU.
+    """
     moved = _upstream.maybe_move_tensor_to_cpu(tensor, as_numpy, record_stream)
     return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
