@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class _DeferredSignals:
-    """Reentrant context manager that defers exceptions from signal handlers until it exits.
+    """Reentrant context manager that defers exceptions from signal handlers until its block ends.
 
     Use it in the main thread, which runs all signal handlers.
     """

@@ -44,7 +44,7 @@ class Limits:
     max_bytes: int | None = None
     max_files: int | None = None
     keep_free: int | None = None  #: disk space that stays free, in bytes; 0 disables the check
-    host_bytes: int | None = None  #: maximum memory for tensors not yet written, in bytes
+    host_bytes: int | None = None  #: maximum host memory for tensors not yet written, in bytes
 
     @classmethod
     def parse(

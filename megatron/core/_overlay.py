@@ -32,7 +32,7 @@ SUPPORTED = "0.16.1"  #: version of megatron-core for which the files of this tr
 
 #: All names of megatron-core that this tree subclasses, rebinds or calls, by module.
 UPSTREAM = {
-    # subclassed or rebound by the files in megatron/core; `Class.method` is overridden
+    # subclassed or rebound by the files in megatron/core; `Class.method` names an overridden method
     "megatron.core.models.gpt.gpt_model": "GPTModel",
     "megatron.core.pipeline_parallel.schedules": "backward_step forward_step "
     "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "

@@ -72,7 +72,7 @@ def _by_name(place: Matmul) -> list[tuple[int, str]]:
 def check_rules(
     recipe: Recipe, by_recipe: Collection[str], places: Sequence[Matmul], num_layers: int
 ) -> None:
-    """Raise ValueError if a rule never applies, or configures no operation of modules it matches.
+    """Raise ValueError if a rule never applies or configures no operation of its modules.
 
     Args:
         recipe: the recipe.
