@@ -91,7 +91,7 @@ class BackgroundWriter(Writer):
         patience: float = PATIENCE,
         longest: float = math.inf,
     ):
-        """Create the writer; its threads start with the first records.
+        """Create the writer; its threads start when the first records are submitted.
 
         Args:
             writer: writes one record to disk.

@@ -91,7 +91,7 @@ class Segment:
     stop: int  #: position after the last iteration
     #: Number of tensors in each iteration, by layer number, layer type and tensor name.
     tensors: Counter[tuple[int, str, str]]
-    bytes: Counter[tuple[int, str, str]]  #: total size of these tensors' files, in bytes
+    bytes: Counter[tuple[int, str, str]]  #: total size of their files in bytes, by the same keys
     held: int  #: host memory for all tensors of an iteration, in bytes
     largest: int  #: host memory for the largest tensor, in bytes
 
